@@ -1,0 +1,72 @@
+# Every target sets up what it needs in .venv on the first call and reuses it on the next one.
+# Needs Python >= 3.11, pip and make; nothing else.
+
+PYTHON ?= python3
+ARGS ?=
+TORCH_INDEX ?=
+
+bin := .venv/bin
+pip := $(bin)/python -m pip -qq --disable-pip-version-check install -c constraints.txt
+torch := torch==2.13.0
+pins := pyproject.toml constraints.txt
+
+.PHONY: help demo test lint bench constraints clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train a 135M-parameter chat model to do arithmetic, on the CPU (ARGS=\"--steps 50\" is passed on)"
+	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them)"
+	@echo "make lint    ruff (lint and format) and mypy"
+	@echo "make bench   time one training step on a short workload"
+	@echo "make clean   remove .venv and the caches"
+	@echo
+	@echo "The first call installs into .venv. PYTHON=python3.12 chooses the interpreter. On Linux without a GPU,"
+	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu makes the download about 2 GB smaller."
+
+demo: .venv/.ready-demo
+	@$(bin)/gruppo train arithmetic $(ARGS)
+
+test: .venv/.ready-test
+	@OMP_NUM_THREADS=1 $(bin)/python -m pytest -q $(ARGS)
+
+lint: .venv/.ready-test
+	@$(bin)/ruff check .
+	@$(bin)/ruff format --check .
+	@$(bin)/mypy
+
+bench: .venv/.ready-demo
+	@$(bin)/python -m benchmarks.step --short $(ARGS)
+
+# Writes what is installed now, so that the next machine installs the same.
+constraints: .venv/.ready-test
+	@sed -n '/^#/p' constraints.txt > constraints.new
+	@$(bin)/python -m pip freeze --exclude-editable --exclude gruppo | sed 's/+cpu$$//' >> constraints.new
+	@mv constraints.new constraints.txt
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  version=$$($(PYTHON) --version 2>/dev/null) || version="not installed"; \
+	  echo "gruppo needs Python 3.11 or newer; $(PYTHON) is $$version." \
+	       "Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	@echo "Creating .venv with $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+# Torch first and alone: pinned, so that pip neither tries other versions nor fetches them.
+.venv/.torch: .venv/.python constraints.txt
+	@echo "Installing $(torch): one to five minutes, once."
+	@$(pip) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(torch)
+	@touch $@
+
+.venv/.ready-demo: .venv/.torch $(pins)
+	@echo "Installing gruppo and what the demo needs: about a minute, once."
+	@$(pip) -e ".[demo]"
+	@touch $@
+
+.venv/.ready-test: .venv/.torch $(pins)
+	@echo "Installing gruppo and what the tests need: about two minutes, once."
+	@$(pip) -e ".[dev,demo,data,tasks]"
+	@touch $@ .venv/.ready-demo

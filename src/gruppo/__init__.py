@@ -1,0 +1,48 @@
+"""gruppo: GRPO and PPO for anything that samples. Names are loaded when they are first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "train": "gruppo.training.api",
+    "resume": "gruppo.training.api",
+    "Config": "gruppo.training.config",
+    "Objective": "gruppo.core.objective",
+    "PRESETS": "gruppo.core.objective",
+    "TextPolicy": "gruppo.policies.text",
+    "from_pretrained": "gruppo.policies.text",
+    "from_transformers": "gruppo.policies.text",
+    "from_module": "gruppo.policies.text",
+    "Prompt": "gruppo.types",
+    "Request": "gruppo.types",
+    "Rollouts": "gruppo.types",
+    "Sampling": "gruppo.types",
+    "GruppoError": "gruppo.types",
+    "check_policy": "gruppo.testing",
+    "check_reward": "gruppo.testing",
+    "check_engine": "gruppo.testing",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+if TYPE_CHECKING:
+    from gruppo.core.objective import PRESETS, Objective
+    from gruppo.policies.text import TextPolicy, from_module, from_pretrained, from_transformers
+    from gruppo.testing import check_engine, check_policy, check_reward
+    from gruppo.training.api import resume, train
+    from gruppo.training.config import Config
+    from gruppo.types import GruppoError, Prompt, Request, Rollouts, Sampling
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gruppo' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

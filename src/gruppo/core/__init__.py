@@ -1,0 +1,1 @@
+"""The mathematics: tensors and floats in, tensors out. No config, device, print or global generator."""

@@ -1,0 +1,142 @@
+"""Categorical log-densities, and the same distribution for drawing and for scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+BLOCK = 256
+"""Columns summed at once by the two-level inverse CDF."""
+
+
+def temper(logits: Float[Tensor, "N V"], temperature: Tensor | float) -> Float[Tensor, "N V"]:
+    """Logits in float32 at least, divided by the temperature. Dividing log-probabilities instead would be wrong."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if isinstance(temperature, float | int):
+        return logits if temperature == 1 else logits / temperature
+    return logits / temperature[:, None].to(logits.dtype)
+
+
+def truncate(
+    logits: Float[Tensor, "N V"], *, top_k: int = 0, top_p: float = 1.0, always: Int[Tensor, "N"] | None = None
+) -> Float[Tensor, "N V"]:
+    """-inf outside the top-k set, then outside the smallest set whose probability reaches top_p (at least one stays).
+
+    Ties at the k-th logit are all kept. ``always`` names one action a row that stays in any case: when scoring, the
+    action that was drawn, whose logit rounding or an update may have moved across the edge.
+    """
+    inside = None
+    if 0 < top_k < logits.shape[-1]:
+        inside = logits >= logits.topk(top_k, dim=-1).values[:, -1:]
+    if top_p < 1:
+        limited = logits if inside is None else logits.masked_fill(~inside, -torch.inf)
+        ordered, order = limited.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        reached = ordered.cumsum(dim=-1) - ordered < top_p  # [N, V]: mass before this action is still short of top_p
+        nucleus = torch.zeros_like(reached).scatter(-1, order, reached)
+        inside = nucleus if inside is None else inside & nucleus
+    if inside is None:
+        return logits
+    if always is not None:
+        inside = inside.scatter(-1, always[:, None], True)
+    return logits.masked_fill(~inside, -torch.inf)
+
+
+def draw(
+    logits: Float[Tensor, "N V"],
+    uniforms: Float[Tensor, "N"],
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> tuple[Int[Tensor, "N"], Float[Tensor, "N"]]:
+    """Actions by the inverse CDF at the given uniforms, and their log-probabilities. Temperature 0 is the argmax.
+
+    One uniform an action makes every draw addressable. The CDF is summed in blocks, so that no [N, V] cumulative sum
+    is formed. Of a greedy action the log-probability is the one at temperature 1.
+    """
+    if temperature == 0:
+        logits = temper(logits, 1.0)
+        actions = logits.argmax(dim=-1)
+        return actions, _logprob(logits, actions)
+    logits = truncate(temper(logits, temperature), top_k=top_k, top_p=top_p)
+    top = logits.amax(dim=-1, keepdim=True)
+    weight = torch.nn.functional.pad((logits - top).exp(), (0, -logits.shape[-1] % BLOCK))
+    weight = weight.unflatten(-1, (-1, BLOCK))  # [N, blocks, BLOCK]
+    mass = weight.sum(dim=-1).double()
+    total = mass.sum(dim=-1)
+    block, rest = _invert(mass, uniforms.to(total) * total)
+    within = weight[torch.arange(len(weight), device=weight.device), block].double()  # [N, BLOCK]
+    column, _ = _invert(within, rest)
+    actions = block * BLOCK + column
+    logprobs = logits.gather(-1, actions[:, None])[:, 0] - top[:, 0] - total.log().to(logits.dtype)
+    return actions, logprobs
+
+
+def _invert(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index whose cumulative mass exceeds the target, and the target less what lies before it.
+
+    An index without mass is never chosen: rounding that runs past the end falls back to the last one that has some.
+    """
+    cumulative = mass.cumsum(dim=-1)
+    last = mass.shape[-1] - 1 - (mass > 0).flip(-1).int().argmax(dim=-1)
+    index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].minimum(last)
+    before = cumulative.gather(-1, index[:, None])[:, 0] - mass.gather(-1, index[:, None])[:, 0]
+    return index, (target - before).clamp(min=0)
+
+
+def _logprob(logits: Tensor, actions: Tensor) -> Tensor:
+    return logits.gather(-1, actions[:, None])[:, 0] - logits.logsumexp(dim=-1)
+
+
+def categorical(
+    logits: Float[Tensor, "N V"],
+    actions: Int[Tensor, "N"],
+    temperature: Float[Tensor, "N"],
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
+    """Log-probabilities in nats of the actions under the distribution that ``draw`` samples, and its entropy."""
+    logits = truncate(temper(logits, temperature), top_k=top_k, top_p=top_p, always=actions)
+    if not with_entropy:
+        return _logprob(logits, actions), None
+    log_p = logits.log_softmax(dim=-1)
+    entropy = -torch.where(log_p.isfinite(), log_p.exp() * log_p, 0).sum(dim=-1)
+    return log_p.gather(-1, actions[:, None])[:, 0], entropy
+
+
+def chunked_categorical(
+    features: Float[Tensor, "N D"],
+    head: Callable[[Tensor], Tensor],
+    actions: Int[Tensor, "N"],
+    temperature: Float[Tensor, "N"],
+    *,
+    chunk: int = 1024,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
+    """``categorical`` of ``head(features)``, ``chunk`` rows at a time: never more than [chunk, V] logits are held.
+
+    The backward pass computes each chunk's logits again instead of keeping them.
+    """
+
+    def one(x: Tensor, a: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
+        return categorical(head(x), a, t, top_k=top_k, top_p=top_p, with_entropy=with_entropy)
+
+    parts = []
+    for start in range(0, len(actions), chunk):
+        rows = slice(start, start + chunk)
+        arguments = (features[rows], actions[rows], temperature[rows])
+        recompute = torch.is_grad_enabled() and features.requires_grad
+        parts.append(checkpoint(one, *arguments, use_reentrant=False) if recompute else one(*arguments))
+    if not parts:
+        empty = features.sum() * 0 + torch.zeros(0, device=features.device)
+        return empty, empty if with_entropy else None
+    logprobs = torch.cat([logprob for logprob, _ in parts])
+    return logprobs, torch.cat([entropy for _, entropy in parts]) if with_entropy else None

@@ -1,0 +1,56 @@
+"""KL to a reference, from samples, with gradients that are right in expectation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+KlGradient = Literal["unbiased", "naive"]
+
+
+def k1(delta: Tensor) -> Tensor:
+    """-delta, with delta = ref - logprobs: unbiased, of either sign."""
+    return -delta
+
+
+def k2(delta: Tensor) -> Tensor:
+    """delta^2 / 2: biased, low variance; its plain gradient is the right one on-policy."""
+    return delta.square() / 2
+
+
+def k3(delta: Tensor) -> Tensor:
+    """exp(delta) - delta - 1 >= 0: unbiased, low variance (Schulman 2020, "Approximating KL divergence")."""
+    return delta.expm1() - delta
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl(
+    logprobs: Float[Tensor, "B T"],
+    ref_logprobs: Float[Tensor, "B T"],
+    log_ratio: Float[Tensor, "B T"],
+    keep: Bool[Tensor, "B T"],
+    *,
+    estimator: Estimator,
+    gradient: KlGradient = "unbiased",
+) -> Float[Tensor, "B T"]:
+    """KL(policy || reference) of each kept action in nats, visited prefixes held fixed; 0 where not kept.
+
+    ``naive`` differentiates the estimator itself. In expectation that is zero for k1, and for k3 the gradient of
+    KL(reference || policy). ``unbiased`` multiplies by the ratio to the sampling policy: r k1 and r k3 with a
+    differentiable ratio are right at any policy; k2 takes the detached ratio and is right on-policy only.
+    ``log_ratio`` is that of the surrogate, with its gradient. Sources: GRPO (arXiv 2402.03300) for k3 in the loss;
+    TRL 1.16 multiplies it by the ratio too.
+    """
+    delta = torch.where(keep, ref_logprobs, 0) - torch.where(keep, logprobs, 0)
+    estimate = ESTIMATORS[estimator](delta)
+    if gradient == "naive":
+        return estimate
+    ratio = log_ratio.detach().exp() if estimator == "k2" else log_ratio.exp()
+    return ratio * estimate

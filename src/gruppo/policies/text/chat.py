@@ -1,0 +1,118 @@
+"""Prompts to token ids, and sampled ids to what rewards read. Sampled text is never tokenised again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from gruppo.types import DataError
+
+
+class Chat(Protocol):
+    """A tokenizer with its way of writing conversations."""
+
+    eos_ids: tuple[int, ...]
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether conversations can be encoded."""
+        ...
+
+    def encode(self, inputs: Any) -> list[int]:
+        """Ids of a string, or of messages up to where the assistant is to speak."""
+        ...
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of sampled ids, special tokens left out."""
+        ...
+
+    def text_with_specials(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens shown."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+def output_of(text: str, inputs: Any) -> Any:
+    """A completion in the form of its prompt: a string for a string, messages for messages."""
+    return text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]
+
+
+class TransformersChat:
+    """A Hugging Face tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+
+    @property
+    def can_chat(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def encode(self, inputs: Any) -> list[int]:
+        if isinstance(inputs, str):
+            return _not_empty(list(self.tokenizer(inputs)["input_ids"]), inputs)
+        if not self.can_chat:
+            raise DataError(
+                "the prompt is a conversation, but this tokenizer has no chat template. Use a chat model, give prompts "
+                "as plain strings, or set tokenizer.chat_template."
+            )
+        continues = inputs[-1]["role"] == "assistant"
+        ids = self.tokenizer.apply_chat_template(
+            list(inputs),
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+        )
+        return _not_empty(list(ids), inputs)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def text_with_specials(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+
+class PlainChat:
+    """Anything with ``encode(text) -> ids`` and ``decode(ids) -> text``; ``render(messages) -> ids`` for conversations."""
+
+    def __init__(
+        self, tokenizer: Any, eos_ids: Sequence[int], render: Callable[[Sequence[Any]], list[int]] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self.render = render
+
+    @property
+    def can_chat(self) -> bool:
+        return self.render is not None
+
+    def encode(self, inputs: Any) -> list[int]:
+        if isinstance(inputs, str):
+            return _not_empty(list(self.tokenizer.encode(inputs)), inputs)
+        if self.render is None:
+            raise DataError(
+                "the prompt is a conversation, but this policy was built without render. Pass render=messages_to_ids to "
+                "from_module, or give prompts as plain strings."
+            )
+        return _not_empty(list(self.render(inputs)), inputs)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode([i for i in ids if i not in self.eos_ids])
+
+    def text_with_specials(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids))
+
+    def save(self, folder: Path) -> None:
+        """Nothing: a tokenizer of one's own is saved by its owner."""
+
+
+def _not_empty(ids: list[int], inputs: Any) -> list[int]:
+    if not ids:
+        raise DataError(f"the prompt {inputs!r} has no tokens; a model needs at least one to answer.")
+    return ids

@@ -1,0 +1,114 @@
+"""Building a text policy from a hub id, a folder, or a module of one's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from gruppo.policies.text.backbones import PlainBackbone
+from gruppo.policies.text.chat import PlainChat, TransformersChat
+from gruppo.policies.text.policy import TextPolicy
+from gruppo.policies.text.precision import faster_dtype
+from gruppo.policies.text.probing import probe
+from gruppo.types import GruppoError
+
+Compute = Literal["auto", "float32", "bfloat16"]
+
+
+def from_pretrained(
+    path: str | Path, *, compute: Compute = "auto", trust_remote_code: bool = False, chunk: int = 1024
+) -> TextPolicy:
+    """A Hugging Face causal LM: a hub id or a local folder. Master weights are float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as hf_logging
+
+    _check_folder(path)
+    hf_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        module = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise GruppoError(
+            f"model {str(path)!r} could not be loaded: {reason} Give a local folder that save_pretrained wrote, or a hub "
+            "id that this machine can reach or has cached."
+        ) from error
+    return from_transformers(module, tokenizer, compute=compute, chunk=chunk)
+
+
+def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto", chunk: int = 1024) -> TextPolicy:
+    """A Hugging Face model that is already in memory, with its tokenizer."""
+    module = module.float().eval()
+    if torch.cuda.is_available():
+        module = module.to("cuda")
+    backbone = probe(module)
+    if not backbone.caches:
+        logging.getLogger("gruppo").warning(
+            "%s: cached decoding does not give the model's own logits, so every token reads its whole row (slow, right).",
+            type(module).__name__,
+        )
+    width = module.get_input_embeddings().weight.shape[1]
+    return TextPolicy(
+        module,
+        backbone,
+        TransformersChat(tokenizer, end_tokens(module, tokenizer)),
+        context=getattr(module.config, "max_position_embeddings", None),
+        compute_dtype=_dtype(compute, width, module),
+        chunk=chunk,
+    )
+
+
+def from_module(
+    module: nn.Module,
+    tokenizer: Any,
+    *,
+    eos_ids: Sequence[int],
+    context: int | None = None,
+    render: Callable[[Sequence[Any]], list[int]] | None = None,
+    compute: Compute = "float32",
+    chunk: int = 1024,
+) -> TextPolicy:
+    """Any module that maps ids [B, T] to logits [B, T, V] causally, with a tokenizer that has ``encode`` and ``decode``.
+
+    nanochat's GPT is the example: ``from_module(model, tokenizer, eos_ids=[tokenizer.encode_special("<|assistant_end|>")],
+    render=lambda messages: tokenizer.render_for_completion({"messages": messages}))``. transformers is not needed.
+    """
+    for name in ("encode", "decode"):
+        if not callable(getattr(tokenizer, name, None)):
+            raise GruppoError(
+                f"the tokenizer, a {type(tokenizer).__name__}, has no method {name}; it needs encode and decode."
+            )
+    widths = [parameter.shape[-1] for parameter in module.parameters() if parameter.dim() == 2]
+    dtype = _dtype(compute, max(widths, default=64), module)
+    chat = PlainChat(tokenizer, eos_ids, render)
+    return TextPolicy(module, PlainBackbone(module), chat, context=context, compute_dtype=dtype, chunk=chunk)
+
+
+def end_tokens(module: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a completion: the generation config's (one or several) and the tokenizer's."""
+    named = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    ids = list(named) if isinstance(named, list | tuple) else [named]
+    return tuple(dict.fromkeys(i for i in (*ids, tokenizer.eos_token_id) if i is not None))
+
+
+def _dtype(compute: Compute, width: int, module: nn.Module) -> torch.dtype:
+    if compute == "auto":
+        return faster_dtype(width, device=next(module.parameters()).device)
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[compute]
+
+
+def _check_folder(path: str | Path) -> None:
+    folder = Path(path)
+    looks_local = folder.exists() or str(path).startswith((".", "/", "~"))
+    if looks_local and not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.exists() else "does not exist"
+        raise GruppoError(
+            f"the model folder {str(path)!r} {what}. Give a folder that save_pretrained wrote, or a hub id."
+        )

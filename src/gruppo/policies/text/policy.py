@@ -1,0 +1,216 @@
+"""A language model as a policy: its actions are tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from gruppo.core.distributions import chunked_categorical
+from gruppo.policies.text.backbones import Backbone, pad_right
+from gruppo.policies.text.chat import Chat, output_of
+from gruppo.policies.text.generation import cut_at_stop, write
+from gruppo.policies.text.packing import pack, pieces_by_group
+from gruppo.policies.text.precision import ComputeCopy
+from gruppo.seeds import uniforms_at
+from gruppo.types import GruppoError, Likelihood, Piece, Prompt, Request, Rollouts, Sampling, Want
+
+BATCH_ROWS = 128
+"""Rows decoded together. Groups are not split; a larger group is a batch of its own."""
+
+
+class TextPolicy:
+    """Samples completions and evaluates them under the same distribution: temperature, top-k and top-p included.
+
+    ``module`` holds the master weights that an optimiser trains. Arithmetic runs on ``compute``, the module itself or a
+    bfloat16 copy that follows it. Dropout is off in both: sampled and scored rows must come from one network.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backbone: Backbone,
+        chat: Chat,
+        *,
+        context: int | None = None,
+        compute_dtype: torch.dtype = torch.float32,
+        chunk: int = 1024,
+    ) -> None:
+        self.module = module.eval()
+        self.chat = chat
+        self.context = context
+        self.chunk = chunk
+        self.compute_dtype = compute_dtype
+        own = next(module.parameters()).dtype
+        self.copy = None if compute_dtype == own else ComputeCopy(module, compute_dtype)
+        self.backbone = backbone.on(module if self.copy is None else self.copy.module)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def at(self, module: nn.Module) -> TextPolicy:
+        """This policy over other weights of the same kind, without a copy of its own: a reference."""
+        other = object.__new__(TextPolicy)
+        other.__dict__.update(self.__dict__, module=module.eval(), copy=None, backbone=self.backbone.on(module))
+        return other
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Bring the compute copy, if there is one, up to the master weights."""
+        if self.copy is not None:
+            self.copy.refresh(force=force)
+
+    def save(self, folder: Path) -> None:
+        """The master weights and the tokenizer; of a Hugging Face model, a folder that ``from_pretrained`` opens."""
+        self.backbone.on(self.module).save(folder)
+        self.chat.save(folder)
+
+    # --- sampling ---
+
+    def refuse(self, prompt: Prompt, sampling: Sampling) -> str | None:
+        """Why this prompt cannot be sampled from, or None."""
+        if self.context is None:
+            return None
+        tokens = len(self.chat.encode(prompt.inputs))
+        if tokens + sampling.max_actions <= self.context:
+            return None
+        return (
+            f"prompt {prompt.id!r} has {tokens} tokens, and {sampling.max_actions} new ones make "
+            f"{tokens + sampling.max_actions}; the model's context holds {self.context}. Shorten or remove it, or lower "
+            "--rollout.max-new-tokens."
+        )
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
+        """``request.size`` completions of each prompt. Each token's randomness depends on (seed, draw, sample, position)."""
+        if not requests or any(request.size < 1 for request in requests):
+            raise ValueError("sample needs at least one request, each of size 1 or more.")
+        for request in requests:
+            if why := self.refuse(request.prompt, sampling):
+                raise GruppoError(why)
+        self.module.eval()
+        self.refresh()
+        return Rollouts.cat([self._sample(part, sampling, seed) for part in _batches(requests)])
+
+    def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
+        prompts = [torch.tensor(self.chat.encode(r.prompt.inputs), device=self.device) for r in requests]
+        owners = torch.tensor([p for p, r in enumerate(requests) for _ in range(r.size)])
+        addresses = [(r.prompt.draw, r.first + i) for r in requests for i in range(r.size)]
+        uniforms = torch.stack([uniforms_at(seed, draw, i, sampling.max_actions) for draw, i in addresses])
+        with torch.no_grad():
+            decoding = self.backbone.start(prompts, owners.to(self.device))
+            written = write(decoding, uniforms, sampling, eos_ids=self.chat.eos_ids, text=self.chat.text)
+        columns = max(int(written.lengths.max()), 1)
+        mask = torch.arange(columns) < written.lengths[:, None]
+        rows = len(owners)
+        return Rollouts(
+            prompts=tuple(r.prompt for r in requests),
+            group_ids=owners,
+            actions=written.tokens[:, :columns],
+            mask=mask,
+            lengths=written.lengths,
+            outputs=tuple(
+                self._output(written.tokens[i, mask[i].nonzero()[:, 0]], requests[owners[i]].prompt, sampling)
+                for i in range(rows)
+            ),
+            sampler_logprobs=torch.where(mask, written.logprobs[:, :columns], 0),
+            policy_version=torch.zeros(rows, columns, dtype=torch.long),
+            temperature=torch.full((rows,), float(sampling.temperature)),
+            finish=written.finish,
+            shared={"prompt_ids": tuple(prompt.cpu() for prompt in prompts)},
+            per_row={
+                "top_k": torch.full((rows,), sampling.top_k),
+                "top_p": torch.full((rows,), sampling.top_p, dtype=torch.float64),
+            },
+        )
+
+    def _output(self, ids: Tensor, prompt: Prompt, sampling: Sampling) -> Any:
+        return output_of(cut_at_stop(self.chat.text(ids.tolist()), sampling.stop), prompt.inputs)
+
+    # --- evaluating ---
+
+    def pieces(self, rollouts: Rollouts, keep: Bool[Tensor, "B T"], budget: int) -> list[Piece]:
+        """Pieces of at most ``budget`` tokens, padding included; what is longer alone is a piece of its own.
+
+        Packed, group-mates stay together; otherwise rows of like length do.
+        """
+        prompt_lengths = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
+        wanted = keep.any(dim=1).nonzero()[:, 0]
+        if self.backbone.packs:
+            pieces = pieces_by_group(prompt_lengths, rollouts.lengths, rollouts.group_ids, wanted.tolist(), budget)
+        else:
+            pieces = pieces_by_length(prompt_lengths + rollouts.lengths, wanted, budget)
+        return [Piece(torch.tensor(rows), slice(0, int(rollouts.lengths[rows].max()))) for rows in pieces]
+
+    def likelihood(self, rollouts: Rollouts, piece: Piece, *, want: Want = ()) -> Likelihood:
+        """Log-probabilities at the sampling temperature, top-k and top-p of the rollouts; 0 where mask is False."""
+        self.refresh()
+        rows = piece.rows
+        mask = piece.of(rollouts.mask)  # [b, t]
+        actions = piece.of(rollouts.actions)
+        top_k, top_p = self._distribution(rollouts, rows)
+        row, column = mask.nonzero(as_tuple=True)
+        features = self._action_features(rollouts, rows, row, column)  # [N, F]
+        logprobs, entropy = chunked_categorical(
+            features,
+            self.backbone.head,
+            actions[row, column].to(self.device),
+            rollouts.temperature[rows][row].to(self.device),
+            chunk=self.chunk,
+            top_k=top_k,
+            top_p=top_p,
+            with_entropy="entropy" in want,
+        )
+        place = (row.to(self.device), column.to(self.device))
+
+        def spread(values: Tensor) -> Tensor:
+            return torch.zeros(mask.shape, dtype=values.dtype, device=self.device).index_put(place, values)
+
+        return Likelihood(spread(logprobs), None if entropy is None else spread(entropy))
+
+    def _action_features(self, rollouts: Rollouts, rows: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """Features at the position before each action: the one that predicts it."""
+        groups, owners = rollouts.group_ids[rows].unique(return_inverse=True)
+        prompts = [rollouts.shared["prompt_ids"][g] for g in groups.tolist()]
+        completions = [rollouts.actions[r, : int(rollouts.lengths[r])] for r in rows.tolist()]
+        if self.backbone.packs:
+            packed = pack(prompts, completions, owners)
+            features = self.backbone.packed_features(
+                packed.ids.to(self.device), packed.positions.to(self.device), packed.visible.to(self.device)
+            )
+            return features[packed.row[row].to(self.device), packed.before(row, column).to(self.device)]
+        ids, _ = pad_right([torch.cat([prompts[o], c]) for o, c in zip(owners.tolist(), completions, strict=True)])
+        before = torch.tensor([len(prompt) - 1 for prompt in prompts])[owners][row] + column
+        return self.backbone.features(ids.to(self.device))[row.to(self.device), before.to(self.device)]
+
+    def _distribution(self, rollouts: Rollouts, rows: Int[Tensor, "b"]) -> tuple[int, float]:
+        if (rollouts.temperature[rows] <= 0).any():
+            raise GruppoError(
+                "these rollouts are greedy (temperature 0), which has no density to learn from. Sample at 1.0."
+            )
+        top_k, top_p = rollouts.per_row["top_k"][rows].unique(), rollouts.per_row["top_p"][rows].unique()
+        if len(top_k) > 1 or len(top_p) > 1:
+            raise GruppoError("these rollouts mix several top_k or top_p; evaluate each kind apart.")
+        return (int(top_k[0]), float(top_p[0])) if len(top_k) else (0, 1.0)
+
+
+def _batches(requests: Sequence[Request]) -> list[list[Request]]:
+    batches: list[list[Request]] = [[]]
+    for request in requests:
+        if batches[-1] and sum(r.size for r in batches[-1]) + request.size > BATCH_ROWS:
+            batches.append([])
+        batches[-1].append(request)
+    return batches
+
+
+def pieces_by_length(totals: Int[Tensor, "B"], wanted: Int[Tensor, "n"], budget: int) -> list[list[int]]:
+    """Rows of like length together, so that little is padding."""
+    pieces: list[list[int]] = []
+    for row in wanted[totals[wanted].argsort(descending=True, stable=True)].tolist():
+        if not pieces or (len(pieces[-1]) + 1) * int(totals[pieces[-1][0]]) > budget:
+            pieces.append([])
+        pieces[-1].append(row)
+    return pieces

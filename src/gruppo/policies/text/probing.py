@@ -1,0 +1,69 @@
+"""Finding out, once, which fast ways give the logits of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo.policies.text.backbones import CachedDecoding, RereadDecoding, TransformersBackbone, pad_right
+from gruppo.policies.text.packing import pack
+
+
+def probe(module: Any) -> TransformersBackbone:
+    """The backbone with every fast way that agrees with the plain one on a few tokens; a way that fails is not used."""
+    plain = TransformersBackbone(module)
+    splits = _agrees(plain, _split)
+    caches = _agrees(plain, _cached)
+    packs = _attends_fully(module.config) and _agrees(plain, _packed)
+    return TransformersBackbone(module, splits=splits, caches=caches, packs=packs)
+
+
+def _attends_fully(config: Any) -> bool:
+    """A few tokens cannot tell whether far ones are seen: a sliding window must be known from the config."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
+
+
+Attempt = Callable[[TransformersBackbone, list[Tensor]], tuple[Tensor, Tensor]]
+"""Logits by the fast way and by the plain way."""
+
+
+def _agrees(plain: TransformersBackbone, attempt: Attempt) -> bool:
+    device = next(plain.module.parameters()).device
+    vocabulary = plain.module.get_input_embeddings().weight.shape[0]
+    prompts = [torch.arange(1, n, device=device) % vocabulary for n in (4, 7)]
+    try:
+        with torch.no_grad():
+            got, needed = attempt(plain, prompts)
+    except Exception:  # whatever a foreign model raises, the plain way remains
+        return False
+    return torch.allclose(got.float(), needed.float(), atol=1e-3 * float(needed.float().std()), rtol=1e-3)
+
+
+def _split(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    ids, _ = pad_right(prompts)
+    split = TransformersBackbone(plain.module, splits=True)
+    return split.head(split.features(ids)), plain.features(ids)
+
+
+def _cached(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    device = prompts[0].device
+    owners = torch.tensor([1, 0, 0], device=device)
+    both = CachedDecoding(plain, prompts, owners), RereadDecoding(plain, prompts, owners)
+    for decoding in both:
+        decoding.advance(torch.tensor([1, 2, 1], device=device))
+        decoding.select(torch.tensor([0, 2], device=device))
+        decoding.advance(torch.tensor([2, 0], device=device))
+    return both[0].logits, both[1].logits
+
+
+def _packed(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    first, second = prompts
+    packed = pack([first.cpu()], [second.cpu(), second.cpu() + 1], torch.tensor([0, 0]))
+    device = first.device
+    got = plain.packed_features(packed.ids.to(device), packed.positions.to(device), packed.visible.to(device))
+    needed = plain.features(torch.stack([torch.cat([first, second]), torch.cat([first, second + 1])]))
+    return got[0, len(first) :].reshape(2, len(second), -1), needed[:, len(first) :]

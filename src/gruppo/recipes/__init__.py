@@ -1,0 +1,6 @@
+"""Recipes: functions that return a ``Config``. Each states its hardware, its wall time and the curve to expect."""
+
+from gruppo.recipes.arithmetic import arithmetic
+
+RECIPES = {"arithmetic": arithmetic}
+"""The built-in recipes, by the name that ``gruppo train`` takes."""

@@ -1,0 +1,204 @@
+"""Plain Python functions as rewards, in TRL's calling convention: functions written for TRL run unchanged."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from gruppo.rewards.calls import Unanswered, wait_for
+from gruppo.rewards.failures import Answer, Ask, Outcome, score_rows
+from gruppo.types import DataError, GruppoError, Prompt, Rollouts
+
+PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+"""Keywords that every reward function can ask for, beside the columns of the data."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a reward function may know of the run."""
+
+    global_step: int = 0
+    max_steps: int = 0
+
+
+@dataclass
+class _Notes:
+    """What a function logged during one call of ``size`` rows."""
+
+    size: int
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    extras: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.append((name, float(value)))
+
+    def log_extra(self, column: str, values: Iterable[Any]) -> None:
+        values = list(values)
+        if len(values) != self.size:
+            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.size} completions")
+        self.extras.append((column, values))
+
+
+class FunctionReward:
+    """A function called with keywords only, and only with those in its signature (all of them if it has ``**kwargs``).
+
+    ``prompts``, ``completions`` (strings or message lists), ``completion_ids``, ``trainer_state`` (``global_step``,
+    ``max_steps``), ``log_metric(name, value)``, ``log_extra(column, values)`` and every column of the data as a list:
+    ``Prompt.target`` as ``answer`` and ``target``, and every key of ``Prompt.meta`` (which wins over those two names).
+    It returns one number or None (not scored) for each completion; it may be ``async``. The call runs in a thread
+    without gradients; ``timeout_s=None`` runs it in the caller's thread, without a deadline.
+    """
+
+    def __init__(self, fn: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = 60.0) -> None:
+        if not callable(fn):
+            raise DataError(
+                f"the reward is {fn!r:.80} ({type(fn).__name__}), which is not callable; it needs to be a function such"
+                " as def reward(completions, **kwargs) that returns one number for each completion. Pass the function"
+                " itself, not its result."
+            )
+        self.fn, self.name, self.timeout_s = fn, name or name_of(fn), checked_timeout(timeout_s)
+        self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
+        self._parameters, self._takes_all = _keywords_of(fn, self.name)
+        self._columns: set[str] = set()
+
+    def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B"]:
+        return self.score(rollouts).rewards.float()
+
+    def check(self, columns: Collection[str]) -> None:
+        """Refuse a function that asks for a column which the data do not have. ``columns_of`` lists what they have."""
+        known = {*PROVIDED, *columns}
+        for name, required in self._parameters.items():
+            if required and name not in known:
+                raise DataError(_missing_column(self.name, name, columns))
+        self._columns.update(columns)
+
+    def score(
+        self, rollouts: Rollouts, *, rows: Sequence[int] | None = None, step: int = 0, max_steps: int = 0
+    ) -> Outcome:
+        """Score the given rows (all without them). A failing function costs rows, never the run."""
+        self.check(self._columns | set(columns_of(rollouts.prompts)))
+        rows = range(len(rollouts)) if rows is None else rows
+        ask = self._ask(rollouts, TrainerState(step, max_steps))
+        return score_rows(ask, rows, len(rollouts), reward=self.name, timeout_s=self.timeout_s)
+
+    def _ask(self, rollouts: Rollouts, state: TrainerState) -> Ask:
+        columns = columns_of(rollouts.prompts)
+        prompt_of = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
+        wants_ids = "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2)
+
+        def ask(rows: Sequence[int]) -> Answer:
+            notes, prompts = _Notes(len(rows)), [prompt_of[row] for row in rows]
+            makers: dict[str, Callable[[], Any]] = {
+                "prompts": lambda: [_copied(prompt.inputs) for prompt in prompts],
+                "completions": lambda: [_copied(rollouts.outputs[row]) for row in rows],
+                "trainer_state": lambda: state,
+                "log_metric": lambda: notes.log_metric,
+                "log_extra": lambda: notes.log_extra,
+            }
+            keywords = {name: make() for name, make in makers.items() if self._wants(name)}
+            if wants_ids:
+                keywords["completion_ids"] = [rollouts.actions[row][rollouts.mask[row]].tolist() for row in rows]
+            for name in self._columns_to_pass(columns):
+                keywords[name] = [column_value(prompt, name) for prompt in prompts]
+            raw = self.fn(**keywords)
+            raw = wait_for(raw) if inspect.isawaitable(raw) else raw
+            return Answer(entries_of(raw, len(rows)), notes.metrics, notes.extras)
+
+        return ask
+
+    def _wants(self, name: str) -> bool:
+        return self._takes_all or name in self._parameters
+
+    def _columns_to_pass(self, columns: Collection[str]) -> list[str]:
+        """Those of this batch, and those that the function cannot do without: the latter are None in this batch."""
+        needed = [name for name, required in self._parameters.items() if required]
+        return [name for name in dict.fromkeys([*columns, *needed]) if self._wants(name) and name not in PROVIDED]
+
+
+def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
+    """The columns that a reward function can ask for: every key of ``meta``; if any, ``answer`` and ``target``."""
+    prompts = list(prompts)
+    names = {name for prompt in prompts for name in prompt.meta}
+    if any(prompt.target is not None for prompt in prompts):
+        names |= {"answer", "target"}
+    return tuple(sorted(names))
+
+
+def column_value(prompt: Prompt, name: str) -> Any:
+    """One cell; None where this prompt lacks the column."""
+    return prompt.meta.get(name, prompt.target if name in ("answer", "target") else None)
+
+
+def entries_of(raw: Any, size: int) -> list[Any]:
+    """The entries of what a reward returned; Unanswered unless there is one for each of ``size`` rows."""
+    if isinstance(raw, (Tensor, np.ndarray)):
+        if raw.ndim != 1:
+            raise Unanswered(
+                "count", f"returned shape {tuple(raw.shape)}; it must return one number for each completion"
+            )
+        raw = raw.tolist()
+    if not isinstance(raw, (list, tuple)):
+        what = f"returned {raw!r:.60} ({type(raw).__name__})"
+        raise Unanswered(
+            "exception", f"{what}; it must return a list with one number for each completion", type(raw).__name__
+        )
+    if len(raw) != size:
+        raise Unanswered("count", f"returned {len(raw)} rewards for {size} completions")
+    return list(raw)
+
+
+def name_of(fn: Any) -> str:
+    """The name that metrics carry: ``__name__``, through ``functools.partial``, else the name of the type."""
+    fn = getattr(fn, "func", fn)
+    return getattr(fn, "__name__", type(fn).__name__).strip("<>")
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """The timeout, or the refusal of one that is not above 0."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise GruppoError(
+            f"timeout_s={timeout_s} leaves a reward no time; use seconds above 0, or None for no deadline."
+        )
+    return timeout_s
+
+
+def _keywords_of(fn: Callable[..., Any], name: str) -> tuple[Mapping[str, bool], bool]:
+    """Keyword to "is it required", and whether the function takes all keywords."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"reward {name!r} has no readable signature ({error}); wrap it in a def with named arguments."
+        ) from None
+    only_by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if only_by_position:
+        raise DataError(
+            f"reward {name!r} takes {only_by_position[0]!r} by position only; reward functions are called with"
+            " keywords. Write it as def reward(completions, **kwargs)."
+        )
+    named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _missing_column(reward: str, name: str, columns: Collection[str]) -> str:
+    nearest = difflib.get_close_matches(name, [*columns, *PROVIDED], n=1, cutoff=0.5)
+    guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    has = ", ".join(sorted(columns)) or "no columns"
+    return (
+        f"reward {reward!r} asks for {name!r}, which the data do not have; they have: {has} (and every reward can"
+        f" ask for {', '.join(PROVIDED)}).{guess} Rename the argument, give it a default, or add the column."
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Message lists are copied, so that a function which edits them does not edit the rollouts."""
+    if isinstance(value, list):
+        return [dict(part) if isinstance(part, dict) else part for part in value]
+    return value

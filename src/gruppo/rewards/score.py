@@ -1,0 +1,208 @@
+"""Several rewards on one batch: their parts, their weighted sum, and a record of what could not be scored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gruppo.rewards.calls import start
+from gruppo.rewards.failures import Answer, Failure, Outcome, score_rows
+from gruppo.rewards.functions import FunctionReward, checked_timeout, entries_of, name_of
+from gruppo.types import DataError, GruppoError, Reward, Rollouts, Stat
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What a set of rewards says of B rows."""
+
+    rewards: Float[Tensor, "B"]
+    """The weighted sum, float32; NaN = not scored."""
+    parts: Mapping[str, Float[Tensor, "B"]]
+    """Each reward before its weight, float32; NaN = not scored by it."""
+    failures: tuple[Failure, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What functions logged: ``reward_metric/<name>``, the mean over the calls of this batch."""
+    extras: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Columns that functions logged, each [B]; None where a row has no entry."""
+    all_failed: tuple[str, ...] = ()
+    """Rewards for which every row ended in an exception or a wrong count: almost surely a bug in the reward."""
+
+
+class _Scorer(Protocol):
+    name: str
+    is_async: bool
+
+    def check(self, columns: Collection[str]) -> None: ...
+
+    def score(self, rollouts: Rollouts, *, rows: Sequence[int] | None, step: int, max_steps: int) -> Outcome: ...
+
+
+class _ObjectReward:
+    """An object with the Reward protocol (a reward model), under the same rules for failures as a function."""
+
+    is_async = False
+
+    def __init__(self, reward: Reward, timeout_s: float | None) -> None:
+        self.reward, self.name, self.timeout_s = reward, reward.name, checked_timeout(timeout_s)
+
+    def check(self, columns: Collection[str]) -> None:
+        check = getattr(self.reward, "check", None)
+        if check is not None:
+            check(columns)
+
+    def score(self, rollouts: Rollouts, *, rows: Sequence[int] | None, step: int, max_steps: int) -> Outcome:
+        rows = range(len(rollouts)) if rows is None else rows
+        return score_rows(partial(self._ask, rollouts), rows, len(rollouts), reward=self.name, timeout_s=self.timeout_s)
+
+    def _ask(self, rollouts: Rollouts, rows: Sequence[int]) -> Answer:
+        raw = self.reward(rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows)))
+        if isinstance(raw, Tensor) and raw.ndim == 2:
+            raise DataError(
+                f"reward {self.name!r} returned {tuple(raw.shape)}: a score for each step (a process reward), which is"
+                " not supported yet; return one score for each row, [B]."
+            )
+        return Answer([None if value != value else value for value in entries_of(raw, len(rows))])
+
+
+class RewardSet:
+    """One or several rewards, called together; their weighted sum is the reward ("sum, then normalise").
+
+    A reward that scores no row of a group, by returning None for each, does not apply to that group and is left out of
+    its sum. Otherwise a row that lacks a part is NaN in the sum: a missing part never acts as a 0. A part of weight 0
+    is recorded and takes no part in the sum. Rows that ended in "error" are not shown to the rewards; they are NaN.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward | Callable[..., Any]],
+        weights: Sequence[float] | None = None,
+        timeout_s: float | None = 60.0,
+    ) -> None:
+        if callable(rewards):
+            rewards = [rewards]
+        if not rewards:
+            raise GruppoError(
+                "no reward was given; learning needs at least one. Pass a function or --reward exact_match."
+            )
+        self.weights = _checked_weights(weights, len(rewards))
+        self._scorers = [_scorer_of(reward, timeout_s) for reward in rewards]
+        self.names = _unique([scorer.name for scorer in self._scorers])
+
+    def check(self, columns: Collection[str]) -> None:
+        """Refuse rewards that ask for a column which the data do not have, before anything is sampled."""
+        for scorer in self._scorers:
+            scorer.check(columns)
+
+    def score(self, rollouts: Rollouts, *, step: int = 0, max_steps: int = 0) -> Scores:
+        """All parts and their sum. Asynchronous rewards run at the same time, the others one after the other."""
+        rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
+        asks = [partial(s.score, rollouts, rows=rows, step=step, max_steps=max_steps) for s in self._scorers]
+        outcomes = dict(zip(self.names, _in_parallel(asks, [s.is_async for s in self._scorers]), strict=True))
+        return Scores(
+            rewards=combine(list(outcomes.values()), self.weights, rollouts.group_ids.cpu()),
+            parts={name: outcome.rewards.float() for name, outcome in outcomes.items()},
+            failures=tuple(replace(f, reward=name) for name, outcome in outcomes.items() for f in outcome.failures),
+            metrics=_pooled_metrics(outcomes.values()),
+            extras=_named_extras(outcomes),
+            all_failed=tuple(name for name, outcome in outcomes.items() if outcome.all_failed),
+        )
+
+
+def combine(outcomes: Sequence[Outcome], weights: Sequence[float], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """Weighted sum of the parts that apply to each row's group; NaN where one of them is missing, or none applies."""
+    total = torch.zeros(len(group_ids), dtype=torch.float64)
+    is_missing, has_part = torch.zeros_like(total, dtype=torch.bool), torch.zeros_like(total, dtype=torch.bool)
+    groups = int(group_ids.max()) + 1 if len(group_ids) else 0
+    for outcome, weight in zip(outcomes, weights, strict=True):
+        if weight == 0:
+            continue
+        scored = ~outcome.rewards.isnan()
+        applies = torch.zeros(groups).index_add(0, group_ids, scored.float())[group_ids] > 0  # [B]
+        total += weight * torch.where(scored, outcome.rewards, 0)
+        has_part |= scored
+        is_missing |= (applies & ~scored) | outcome.failed
+    total = torch.where(has_part & ~is_missing, total, NAN).float()
+    return torch.where(total.isfinite(), total, NAN)
+
+
+def reward_stats(scores: Scores) -> dict[str, float]:
+    """Counts and, for each reward, mean and population standard deviation (ddof 0) over the rows that it scored.
+
+    ``reward/unscored_count`` counts rows without a sum; the others count failures, so that a row which fails in two
+    rewards counts twice. A wrong number of rewards counts as an exception. NaN: the reward scored no row.
+    """
+    kinds = [failure.kind for failure in scores.failures]
+    stats = {
+        "reward/unscored_count": float(scores.rewards.isnan().sum()),
+        "reward/exception_count": float(kinds.count("exception") + kinds.count("count")),
+        "reward/timeout_count": float(kinds.count("timeout")),
+        "reward/not_finite_count": float(kinds.count("not_finite")),
+    }
+    for name, part in scores.parts.items():
+        stat = Stat.of(part, ~part.isnan())
+        stats |= {f"reward/{name}/mean": stat.mean, f"reward/{name}/std": stat.std}
+    return stats
+
+
+def _scorer_of(reward: Any, timeout_s: float | None) -> _Scorer:
+    if isinstance(reward, FunctionReward):
+        return reward
+    if callable(reward) and isinstance(getattr(reward, "name", None), str):
+        return _ObjectReward(reward, timeout_s)
+    return FunctionReward(reward, name=None if not callable(reward) else name_of(reward), timeout_s=timeout_s)
+
+
+def _checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    if weights is None:
+        return (1.0,) * count
+    if len(weights) != count:
+        raise GruppoError(
+            f"{len(weights)} reward weights for {count} rewards; give one weight for each reward, or none."
+        )
+    if not all(math.isfinite(weight) for weight in weights):
+        raise GruppoError(f"reward weights {list(weights)} are not all finite numbers; use 0 to leave a reward out.")
+    return tuple(float(weight) for weight in weights)
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with _2, _3 ... after those that are taken."""
+    taken: list[str] = []
+    for name in names:
+        candidates = [name, *(f"{name}_{n}" for n in range(2, len(names) + 2))]
+        taken.append(next(candidate for candidate in candidates if candidate not in taken))
+    return tuple(taken)
+
+
+def _in_parallel(asks: Sequence[Callable[[], Outcome]], is_async: Sequence[bool]) -> list[Outcome]:
+    """Start the asynchronous ones, run the others here meanwhile, then wait. Each bounds its own time."""
+    calls = {n: start(ask) for n, ask in enumerate(asks) if is_async[n]}
+    here = {n: ask() for n, ask in enumerate(asks) if not is_async[n]}
+    for call in calls.values():
+        call.done.wait()
+    return [here[n] if n in here else calls[n].result() for n in range(len(asks))]
+
+
+def _pooled_metrics(outcomes: Collection[Outcome]) -> dict[str, float]:
+    logged: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, numbers in outcome.metrics.items():
+            logged.setdefault(f"reward_metric/{name}", []).extend(numbers)
+    return {name: sum(numbers) / len(numbers) for name, numbers in logged.items()}
+
+
+def _named_extras(outcomes: Mapping[str, Outcome]) -> dict[str, tuple[Any, ...]]:
+    """By column; a column that two rewards log carries the second one's name in front."""
+    extras: dict[str, tuple[Any, ...]] = {}
+    for reward, outcome in outcomes.items():
+        for column, values in outcome.extras.items():
+            extras[f"{reward}/{column}" if column in extras else column] = values
+    return extras

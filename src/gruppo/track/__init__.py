@@ -1,0 +1,1 @@
+"""What a run shows and leaves behind: console, files, plots and the closing report."""

@@ -1,0 +1,157 @@
+"""What a run shows while it trains: a live screen in a terminal, one line a step elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from gruppo.track.screen import TIMES, best_and_worst, header, metrics_panel, samples_panel
+from gruppo.track.texts import number, shorten, shown, span
+
+PLAIN = {
+    "reward/mean": "reward",
+    "reward/std_within_group": "spread",
+    "kl/ref_nats": "kl",
+    "entropy/mean_nats": "entropy",
+    "len/mean_actions": "len",
+}
+"""What a plain line says of a step, and by which word."""
+REMEMBERED = 120
+"""Steps in a trend; as many are shown as fit."""
+
+
+class ConsoleTracker:
+    """Shows a run from the moment it is made until :meth:`close`.
+
+    ``total_steps`` is the step that the run ends at, also for a resumed one. Samples change at most every
+    ``samples_every`` steps, so that they can be read.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        title: str = "gruppo",
+        samples_every: int = 5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = console or Console()
+        self._total, self._title, self._samples_every, self._clock = total_steps, title, samples_every, clock
+        self._began = clock()
+        self._step = 0
+        self._ends: deque[float] = deque(maxlen=20)
+        self._current: dict[str, float] = {}
+        self._history: dict[str, deque[float]] = {}
+        self._held_out = ""
+        self._samples: tuple[int, Sequence[Mapping[str, Any]]] | None = None
+        self._body: RenderableType = Text()
+        self._live = self._start() if _can_move(self.console) else None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a step; a second call for the same step adds to the first."""
+        metrics = _with_step_time(metrics)
+        held_out = _held_out(metrics)
+        if held_out:
+            self._held_out = f"held-out at step {step}: {', '.join(held_out)}"
+        self._remember(step, metrics)
+        if self._live:
+            return self._draw()
+        words = _words(metrics)
+        words += [f"{span(left)} left"] if words and (left := self._left_s()) is not None else []
+        words += [f"held-out {', '.join(held_out)}"] if held_out else []
+        self._print(Text("  ".join([f"step {step}/{self._total}", *words])))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show the best and the worst rows, unless the last ones are still to be read."""
+        if not rows or (self._samples and step < self._samples[0] + self._samples_every):
+            return
+        self._samples = step, rows
+        if self._live:
+            self._draw()
+        else:
+            for row in best_and_worst(rows, 2):
+                self._print(_sample_line(row))
+
+    def note(self, message: str) -> None:
+        """A line that stays, above the live screen."""
+        self._print(Text(message))
+
+    def warn(self, message: str) -> None:
+        """A warning that stays, above the live screen."""
+        self._print(Text.assemble(("warning: ", "bold yellow"), message))
+
+    def close(self) -> None:
+        """Leave the last screen in place and give the terminal back. May be called twice."""
+        if self._live:
+            self._live.stop()
+
+    def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step != self._step:
+            self._step, self._current = step, {}
+            self._ends.append(self._clock())
+        self._current.update(metrics)
+        for name, value in metrics.items():
+            self._history.setdefault(name, deque(maxlen=REMEMBERED)).append(float(value))
+
+    def _left_s(self) -> float | None:
+        """Seconds to the last step at the pace of the last steps; None until two of them have ended."""
+        if len(self._ends) < 2 or self._step >= self._total:
+            return None
+        pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return max(pace * (self._total - self._step) - (self._clock() - self._ends[-1]), 0.0)
+
+    def _start(self) -> Live:
+        live = Live(get_renderable=self._screen, console=self.console, refresh_per_second=4)
+        live.start()
+        return live
+
+    def _draw(self) -> None:
+        """Draw what was logged once; the refreshing thread only draws the clock anew."""
+        width = min(self.console.width, 120)
+        parts = [metrics_panel(self._current, self._history, self._held_out, width)]
+        if self._samples:
+            parts.append(samples_panel(*self._samples, width))
+        self._body = Group(*parts)
+
+    def _screen(self) -> RenderableType:
+        elapsed = self._clock() - self._began
+        width = min(self.console.width, 120)
+        return Group(header(self._title, self._step, self._total, elapsed, self._left_s(), width), self._body)
+
+    def _print(self, text: Text) -> None:
+        encoding = self.console.encoding
+        text.plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
+        self.console.print(text, soft_wrap=True, highlight=False)
+
+
+def _can_move(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+
+
+def _with_step_time(metrics: Mapping[str, float]) -> dict[str, float]:
+    parts = [metrics[name] for name, _, _ in TIMES if name in metrics]
+    return {**({"time/step_s": sum(parts)} if parts else {}), **metrics}
+
+
+def _held_out(metrics: Mapping[str, float]) -> list[str]:
+    names = [name for name in metrics if name.startswith("eval/")]
+    return [f"{name.removeprefix('eval/').removesuffix('_mean')} {number(metrics[name])}" for name in names]
+
+
+def _words(metrics: Mapping[str, float]) -> list[str]:
+    words = [f"{word} {number(metrics[name])}" for name, word in PLAIN.items() if name in metrics]
+    words += [f"{number(metrics['rate/tokens_per_s'])} tok/s"] if "rate/tokens_per_s" in metrics else []
+    return words + ([f"{number(metrics['time/step_s'])} s"] if "time/step_s" in metrics else [])
+
+
+def _sample_line(row: Mapping[str, Any]) -> Text:
+    prompt, completion = (shorten(shown(row.get(name, "")), 120) for name in ("prompt", "completion"))
+    line = f'  reward {number(row.get("reward"))}  "{prompt}" -> "{completion}"'
+    return Text(line + (f"  target {shorten(shown(row['target']), 60)}" if row.get("target") is not None else ""))

@@ -1,0 +1,1 @@
+"""The story: a run is collect, learn, publish, step after step."""

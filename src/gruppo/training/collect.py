@@ -1,0 +1,185 @@
+"""Collect: prompts, samples, rewards, advantages."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gruppo import dist
+from gruppo.core.advantages import group_advantages, has_no_spread
+from gruppo.rewards.score import Scores, reward_stats
+from gruppo.training.run import Knobs, Run, flatten
+from gruppo.types import Batch, DataError, Likelihood, NumericalStop, Prompt, Request, Rollouts, Stat
+
+log = logging.getLogger("gruppo")
+
+MAX_UNSCORED_STEPS = 10
+"""So many steps in a row without a single scored row end the run: it would learn nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """A batch, and what is said of it."""
+
+    batch: Batch
+    scores: Scores
+    metrics: dict[str, float]
+
+
+def collect(run: Run, knobs: Knobs) -> Collected:
+    """One step's data: every prompt ``group_size`` times, rewarded, with advantages."""
+    began = time.perf_counter()
+    prompts = take_prompts(run, run.config.rollout.prompts)
+    requests = [Request(prompt, knobs.group_size) for prompt in prompts]
+    rollouts = run.engine.generate(requests, knobs.sampling, seed=run.config.seed)
+    sampled = time.perf_counter()
+    scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps)
+    _stop_if_useless(run, rollouts, scores)
+    batch = assemble(run, rollouts, scores)
+    rewarded = time.perf_counter()
+    metrics = batch_metrics(batch, scores)
+    run.totals["tokens"] += metrics["tokens"]
+    run.totals["rollouts"] += metrics["rollouts"]
+    metrics |= {f"progress/{name}": total for name, total in run.totals.items()}
+    metrics |= {"time/rollout_s": sampled - began, "time/reward_s": rewarded - sampled}
+    return Collected(batch, scores, metrics)
+
+
+def take_prompts(run: Run, count: int) -> list[Prompt]:
+    """This rank's share of the next prompts. One that the policy cannot sample from is replaced by the next."""
+    mine, refused = [], ""
+    for place in range(count):
+        for _ in range(100):
+            prompt = run.source.take(1)[0]
+            refused = run.policy.refuse(prompt, run.config.rollout.sampling)
+            if refused is None:
+                break
+            log.warning("left out: %s", refused)
+        else:
+            raise DataError(f"100 prompts in a row cannot be used; the last: {refused}")
+        if place % dist.world() == dist.rank():
+            mine.append(prompt)
+    return mine
+
+
+def assemble(run: Run, rollouts: Rollouts, scores: Scores) -> Batch:
+    """Advantages, and which actions are learned from: chosen by the policy, scored, not an error, not masked out."""
+    objective = run.config.objective
+    advantages, _ = group_advantages(
+        scores.rewards,
+        rollouts.group_ids,
+        rollouts.mask,
+        baseline=objective.baseline,
+        scale=objective.scale,
+        eps=objective.scale_eps,
+        all_sum=dist.all_sum,
+    )
+    usable = scores.rewards.isfinite() & torch.tensor([finish != "error" for finish in rollouts.finish])
+    if objective.mask_truncated:
+        usable &= torch.tensor([finish != "length" for finish in rollouts.finish])
+    keep = rollouts.mask & usable[:, None]
+    batch = Batch(rollouts, None, scores.rewards, scores.parts, advantages, keep)
+    return batch if run.config.updates_per_batch == 1 else with_old(run, batch)
+
+
+@torch.no_grad()
+def with_old(run: Run, batch: Batch) -> Batch:
+    """The batch with the log-probs of policy and reference before any update, from the pieces that updates use."""
+    rollouts, keep = batch.rollouts, batch.keep
+    assert rollouts is not None
+    old, ref = torch.zeros(keep.shape), torch.zeros(keep.shape)
+    for piece in run.policy.pieces(rollouts, keep, run.config.optim.token_budget):
+        place = (piece.rows[:, None], torch.arange(piece.cols.stop)[None])
+        old[place] = run.policy.likelihood(rollouts, piece).logprobs.float().cpu()
+        if run.reference is not None:
+            ref[place] = run.reference.likelihood(rollouts, piece).logprobs.float().cpu()
+    return replace(batch, old_logprobs=old, ref=None if run.reference is None else Likelihood(ref))
+
+
+def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
+    scored = int(scores.rewards.isfinite().sum())
+    run.unscored_steps = 0 if dist.all_max(scored) else run.unscored_steps + 1
+    for failure in scores.failures[:3]:
+        log.warning(
+            "step %d row %d: reward %s: %s: %s", run.step, failure.row, failure.reward, failure.kind, failure.message
+        )
+    if not run.unscored_steps:
+        return
+    if all(finish == "error" for finish in rollouts.finish):
+        raise NumericalStop(
+            f"step {run.step}: every rollout ended in logits that are not finite; the weights are no longer usable. "
+            "Resume from an earlier checkpoint with a lower --optim.lr."
+        )
+    if run.step == 0 or run.unscored_steps >= MAX_UNSCORED_STEPS:
+        why = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
+        raise DataError(
+            f"step {run.step}: the reward scored none of {len(rollouts)} completions"
+            f"{f', {run.unscored_steps} steps in a row' if run.step else ''}{why} Mend the reward function, then start or "
+            "resume the run."
+        )
+
+
+# --- what is said of a batch -----------------------------------------------------------------------------------------
+
+_METRICS = {
+    "reward": ("mean:reward/mean", "std:reward/std"),
+    "reward/std_within_group": ("mean:reward/std_within_group",),
+    "group/zero_spread": ("mean:group/zero_spread_frac",),
+    "group/unscored": ("sum:group/too_few_scored_count",),
+    "advantage": ("mean:advantage/mean", "std:advantage/std", "max:advantage/max"),
+    "advantage_abs": ("mean:advantage/mean_abs",),
+    "len": ("mean:len/mean_actions", "min:len/min_actions", "max:len/max_actions", "sum:tokens", "count:rollouts"),
+    "truncated": ("mean:finish/truncated_frac",),
+    "error": ("sum:finish/error_count",),
+}
+
+
+def batch_metrics(batch: Batch, scores: Scores) -> dict[str, float]:
+    """Metrics of rewards, groups, advantages and lengths, over all ranks."""
+    rollouts = batch.rollouts
+    assert rollouts is not None
+    scored = batch.rewards.isfinite()
+    spread, enough = spread_within_groups(batch.rewards, rollouts.group_ids)
+    advantages = torch.where(rollouts.mask[:, 0], batch.advantages[:, 0], 0)
+    finish = rollouts.finish
+    stats = {
+        "reward": Stat.of(batch.rewards, scored),
+        "reward/std_within_group": Stat.of(spread, enough),
+        "group/zero_spread": Stat.of(has_no_spread(batch.rewards, rollouts.group_ids).double()),
+        "group/unscored": Stat.of((~enough).double()),
+        "advantage": Stat.of(advantages, scored),
+        "advantage_abs": Stat.of(advantages.abs(), scored),
+        "len": Stat.of(rollouts.lengths),
+        "truncated": Stat.of(torch.tensor([f == "length" for f in finish]).double()),
+        "error": Stat.of(torch.tensor([f == "error" for f in finish]).double()),
+    }
+    counts = {name: value for name, value in reward_stats(scores).items() if name.endswith("_count")}
+    stats |= {f"count:{name}": Stat(1, value) for name, value in counts.items()}
+    stats |= {f"part:{name}": Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
+    stats = dist.merge_stats(stats)
+    metrics = flatten(stats, _METRICS)
+    metrics |= {name: stats[f"count:{name}"].sum for name in counts}
+    for name in scores.parts:
+        metrics |= {f"reward/{name}/mean": stats[f"part:{name}"].mean, f"reward/{name}/std": stats[f"part:{name}"].std}
+    return metrics | dict(scores.metrics)
+
+
+def spread_within_groups(
+    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]
+) -> tuple[Float[Tensor, "groups"], Tensor]:
+    """Standard deviation (ddof 1) of each group's scored rewards, and which groups have the two that it needs."""
+    scored = rewards.isfinite()
+    values = torch.where(scored, rewards, 0).double()
+    groups = int(group_ids.max()) + 1
+
+    def per_group(x: Tensor) -> Tensor:
+        return torch.zeros(groups, dtype=torch.float64).index_add(0, group_ids, x)
+
+    count = per_group(scored.double())
+    deviation = torch.where(scored, values - (per_group(values) / count.clamp(min=1))[group_ids], 0)
+    return (per_group(deviation.square()) / (count - 1).clamp(min=1)).sqrt(), count >= 2

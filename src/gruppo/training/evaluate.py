@@ -1,0 +1,86 @@
+"""Greedy answers to held-out prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from gruppo import dist
+from gruppo.track.report import Z_95, wilson_interval
+from gruppo.training.run import Run
+from gruppo.types import Prompt, Request, Rollouts, Sampling, Stat
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Mean reward with its 95% interval, by reward and of their sum."""
+
+    step: int
+    prompts: int
+    scored: int
+    mean: float
+    low: float
+    high: float
+    parts: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        parts = {f"eval/{name}": value for name, value in self.parts.items()}
+        return {"eval/reward_mean": self.mean, **parts}
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate(run: Run, prompts: Sequence[Prompt]) -> Evaluated:
+    """Answers at temperature 0, one for each prompt, shared out over ranks."""
+    return evaluate_rows(run, prompts)[0]
+
+
+def evaluate_rows(run: Run, prompts: Sequence[Prompt]) -> tuple[Evaluated, list[dict[str, Any]]]:
+    """The evaluation, and this rank's answers."""
+    mine = list(prompts)[dist.rank() :: dist.world()]
+    sampling = Sampling(temperature=0.0, max_actions=run.config.rollout.max_new_tokens, stop=run.config.rollout.stop)
+    stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
+    rows: list[dict[str, Any]] = []
+    if mine:
+        rollouts = run.engine.generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
+        scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps)
+        rows = sample_rows(rollouts, scores.rewards, scores.parts, range(len(rollouts)))
+        stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
+        stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
+    stats = dist.merge_stats(stats)
+    total = stats.pop("")
+    low, high = interval(total)
+    parts = {name: stat.mean for name, stat in stats.items()}
+    return Evaluated(run.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
+
+
+def interval(stat: Stat) -> tuple[float, float]:
+    """95% interval of a mean: Wilson's where every value is 0 or 1, the normal one otherwise."""
+    if stat.count == 0:
+        return float("nan"), float("nan")
+    is_share = stat.min >= 0 and stat.max <= 1 and abs(stat.sum - stat.sum_sq) < 1e-9 * stat.count
+    if is_share:
+        return wilson_interval(stat.sum, stat.count)
+    half = Z_95 * stat.std / math.sqrt(max(stat.count - 1, 1))
+    return stat.mean - half, stat.mean + half
+
+
+def sample_rows(rollouts: Rollouts, rewards: torch.Tensor, parts: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows as people read them, for the screen and samples.jsonl."""
+    return [
+        {
+            "prompt": rollouts.prompts[int(rollouts.group_ids[row])].inputs,
+            "completion": rollouts.outputs[row],
+            "reward": float(rewards[row]),
+            "parts": {name: float(part[row]) for name, part in parts.items()},
+            "target": rollouts.prompts[int(rollouts.group_ids[row])].target,
+            "finish": rollouts.finish[row],
+            "tokens": int(rollouts.lengths[row]),
+        }
+        for row in rows
+    ]

@@ -1,0 +1,248 @@
+"""A run's folder: config, manifest, metrics, samples, log, checkpoints, final model."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo import dist
+from gruppo.track.files import MetricsFile, SamplesFile
+from gruppo.training import checkpoint
+from gruppo.training import config as configs
+from gruppo.training.run import Run
+from gruppo.types import DataError, GruppoError, Prompt
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The small state of a run between two steps; the weights and the optimiser are held by the run itself."""
+
+    step: int
+    version: int
+    source: Mapping[str, Any]
+    random: Mapping[str, Any]
+    counters: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, run: Run) -> Boundary:
+        counters = {
+            "totals": dict(run.totals),
+            "skipped_updates": run.skipped_updates,
+            "unscored_steps": run.unscored_steps,
+            "evaluations": list(run.evaluations),
+        }
+        return cls(run.step, run.version, run.source.state_dict(), checkpoint.random_state(), counters)
+
+
+class RunFolder:
+    """Only the main rank writes; the others have the same object and do nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._lock: Any = None
+        self._handler: logging.Handler | None = None
+
+    @classmethod
+    def create(cls, path: Path, config: configs.Config) -> RunFolder:
+        """A new folder; one that is there already is left alone."""
+        folder = cls(path)
+        if dist.is_main():
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise GruppoError(
+                    f"the run folder {path} exists already. Choose another --name, continue it with gruppo resume {path}, "
+                    "or delete it."
+                )
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise GruppoError(
+                    f"the run folder {path} cannot be made: {error.strerror}. Choose another --runs-dir."
+                ) from error
+            checkpoint.write_text(path / "config.json", json.dumps(configs.to_dict(config), indent=2))
+        dist.barrier()
+        folder.open()
+        return folder
+
+    def open(self) -> None:
+        """Take the folder for this process and start its log."""
+        if not dist.is_main():
+            return
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise GruppoError(f"another process is writing to {self.path}; wait for it or stop it first.") from None
+        self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger("gruppo").addHandler(self._handler)
+
+    def close(self) -> None:
+        if self._handler is not None:
+            logging.getLogger("gruppo").removeHandler(self._handler)
+            self._handler.close()
+        if self._lock is not None:
+            self._lock.close()
+        self._handler = self._lock = None
+
+    def trackers(self, *, from_step: int | None) -> list[Any]:
+        """The files that are always written; rows after ``from_step`` are cut away: they will be written again."""
+        if not dist.is_main():
+            return []
+        files = [MetricsFile(self.path), SamplesFile(self.path)]
+        for file in files:
+            file.cut(-1 if from_step is None else from_step)
+        return files
+
+    # --- saving and restoring ---
+
+    def save(self, run: Run, boundary: Boundary) -> None:
+        """A checkpoint of the run at a step boundary, then prune."""
+        if dist.is_main():
+            state = {
+                "version": boundary.version,
+                "source": boundary.source,
+                "random": boundary.random,
+                **boundary.counters,
+            }
+            optimizer = checkpoint.optimizer_tensors(run.optimizer, run.parameter_names)
+            checkpoint.save(
+                self.checkpoints,
+                step=boundary.step,
+                weights=weights_of(run.policy.module),
+                optimizer=optimizer,
+                state=state,
+            )
+            checkpoint.prune(self.checkpoints, run.config.saving.keep)
+        dist.barrier()
+
+    def restore(self, run: Run) -> bool:
+        """Put the run where its newest checkpoint is; False where there is none."""
+        saved = checkpoint.load_latest(self.checkpoints)
+        if saved is None:
+            return False
+        try:
+            restore_weights(run.policy.module, saved.weights)
+            checkpoint.restore_optimizer(run.optimizer, saved.optimizer, run.parameter_names)
+            run.source.load_state_dict(saved.state["source"])
+            checkpoint.restore_random_state(saved.state["random"])
+            run.step, run.version = saved.step, saved.state["version"]
+            run.totals = dict(saved.state["totals"])
+            run.skipped_updates, run.unscored_steps = saved.state["skipped_updates"], saved.state["unscored_steps"]
+            run.evaluations = list(saved.state["evaluations"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise GruppoError(
+                f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
+                f"({type(error).__name__}: {error}). Resume with the run's own config, or start a new run."
+            ) from error
+        run.engine.sync(run.policy, run.version)
+        return True
+
+    # --- other files ---
+
+    def held_out(self, run: Run) -> list[Prompt]:
+        """The evaluation prompts: the same at every evaluation of a run."""
+        source: Any = run.source
+        prompts = source.held_out(run.config.evaluation.prompts) if hasattr(source, "held_out") else []
+        if not prompts:
+            raise DataError(
+                "the data have no held-out prompts to evaluate on. Set --prompts.held-out-fraction above 0, or "
+                "--evaluation.prompts 0."
+            )
+        return prompts
+
+    def write_evaluations(self, run: Run) -> None:
+        if dist.is_main():
+            checkpoint.write_text(self.path / "evaluations.json", json.dumps(run.evaluations, indent=2))
+
+    def write_manifest(self, run: Run, model_source: Mapping[str, Any]) -> None:
+        """Versions, hardware, seed, and where model and data came from. Nothing of the environment is copied."""
+        if not dist.is_main():
+            return
+        source: Any = run.source
+        manifest = {
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "seed": run.config.seed,
+            "model": dict(model_source),
+            "data": {
+                "name": run.config.data,
+                "fingerprint": source.fingerprint() if hasattr(source, "fingerprint") else None,
+            },
+            "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
+            "versions": versions(),
+            "hardware": hardware(),
+            "world": dist.world(),
+        }
+        checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))
+
+    def write_final(self, run: Run) -> Path:
+        """The trained model as a folder of its own."""
+        target = self.path / "final"
+        if dist.is_main() and not checkpoint.seal_holds(target):
+            checkpoint.write_folder(target, run.policy.save)
+        dist.barrier()
+        return target
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name; tied weights once."""
+    saved = module.state_dict().keys()
+    tensors = dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in saved}
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def restore_weights(module: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
+    own = weights_of(module)
+    if own.keys() != weights.keys():
+        odd = sorted(own.keys() ^ weights.keys())
+        raise ValueError(f"{len(odd)} tensors differ by name, {odd[0]} among them")
+    for name, tensor in own.items():
+        if tensor.shape != weights[name].shape:
+            raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, the model needs {tuple(tensor.shape)}")
+        tensor.copy_(weights[name])
+
+
+def versions() -> dict[str, str]:
+    names = ("gruppo", "torch", "transformers", "safetensors", "numpy")
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return {"python": sys.version.split()[0], **found}
+
+
+def hardware() -> dict[str, Any]:
+    return {
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )

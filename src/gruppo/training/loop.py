@@ -1,0 +1,121 @@
+"""The loop: collect, learn, publish."""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+
+from gruppo import dist
+from gruppo.seeds import seed_at
+from gruppo.training.collect import Collected, collect
+from gruppo.training.evaluate import evaluate, sample_rows
+from gruppo.training.folder import Boundary, RunFolder
+from gruppo.training.run import Knobs, Run, knobs_at
+from gruppo.training.signals import Interrupted
+from gruppo.training.update import learn
+
+SAMPLES_SHOWN = 4
+
+
+class Stopped(Exception):
+    """A signal stopped the run; it is saved and can be resumed."""
+
+
+def train(run: Run, folder: RunFolder) -> None:
+    """Rounds until ``config.steps`` are complete, from wherever the run is."""
+    with run.stopper.listening():
+        try:
+            evaluate_if_due(run, folder)
+            while run.step < run.config.steps:
+                knobs = knobs_at(run.config, run.step)
+                collected = collect_or_keep(run, folder, knobs)
+                metrics = collected.metrics | learn(run, collected.batch, knobs)
+                publish(run, folder, collected, metrics)
+                if run.stopper.requested and run.step < run.config.steps:
+                    folder.save(run, Boundary.of(run))
+                    raise Stopped
+        except Interrupted:
+            raise Stopped from None
+
+
+def collect_or_keep(run: Run, folder: RunFolder, knobs: Knobs) -> Collected:
+    """Collect; where that fails or is interrupted, save the state from before it: the weights are still those."""
+    boundary = Boundary.of(run)
+    try:
+        with run.stopper.may_leave():
+            return collect(run, knobs)
+    except (Interrupted, Exception):
+        if boundary.step > 0:
+            folder.save(run, boundary)
+        raise
+
+
+def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str, float]) -> None:
+    """Hand the new weights to the sampler, say what happened, evaluate and save where due."""
+    began = time.perf_counter()
+    run.step += 1
+    run.version += 1
+    run.engine.sync(run.policy, run.version)
+    seconds = metrics["time/rollout_s"] + metrics["time/reward_s"] + metrics["time/update_s"]
+    metrics["time/sync_s"] = time.perf_counter() - began
+    metrics["time/step_s"] = seconds + metrics["time/sync_s"]
+    metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]
+    metrics["mem/peak_gib"] = peak_gib()
+    del metrics["rollouts"]
+    run.log(metrics)
+    show_samples(run, collected)
+    every = run.config.saving.every
+    if run.step == run.config.steps or (every and run.step % every == 0):
+        folder.save(run, Boundary.of(run))
+    evaluate_if_due(run, folder)
+
+
+def show_samples(run: Run, collected: Collected) -> None:
+    """The best, the worst and some others of one group now and then."""
+    every = run.config.show_samples_every
+    rollouts = collected.batch.rollouts
+    if not dist.is_main() or not every or rollouts is None or (run.step - 1) % every:
+        return
+    group = random.Random(seed_at(run.config.seed, "shown", run.step)).randrange(len(rollouts.prompts))
+    rows = (rollouts.group_ids == group).nonzero()[:, 0]
+    order = collected.batch.rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
+    ranked = rows[order].tolist()
+    chosen = [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
+    run.show(sample_rows(rollouts, collected.batch.rewards, collected.batch.reward_parts, list(dict.fromkeys(chosen))))
+
+
+def evaluate_if_due(run: Run, folder: RunFolder) -> None:
+    """Before the first step, after the last, and every so often; never twice at one step."""
+    wanted, every = run.config.evaluation.prompts, run.config.evaluation.every
+    is_due = run.step in (0, run.config.steps) or (every and run.step % every == 0)
+    if not wanted or not is_due or any(done["step"] == run.step for done in run.evaluations):
+        return
+    done = evaluate(run, folder.held_out(run))
+    run.evaluations.append(done.to_dict())
+    folder.write_evaluations(run)
+    for tracker in run.trackers:
+        tracker.log(run.step, done.metrics())
+
+
+def peak_gib() -> float:
+    """Peak memory of this process so far: the accelerator's where there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """What a finished run is remembered by."""
+    ends = run.evaluations
+    return {
+        "steps": run.step,
+        "before": next((e for e in ends if e["step"] == 0), None),
+        "after": next((e for e in reversed(ends) if e["step"] == run.step and run.step), None),
+        **run.totals,
+    }

@@ -1,0 +1,93 @@
+"""A run and its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gruppo.core.schedules import warmup_decay
+from gruppo.policies.reference import FrozenReference
+from gruppo.training.config import Config
+from gruppo.training.signals import Stopper
+from gruppo.types import Engine, PromptSource, Sampling, Stat, Tracker
+
+
+@dataclass
+class Run:
+    """Everything that lives while a run runs. ``step`` counts the rounds that are complete."""
+
+    config: Config
+    policy: Any
+    engine: Engine
+    source: PromptSource
+    rewards: Any
+    optimizer: torch.optim.Optimizer
+    reference: FrozenReference | None = None
+    trackers: list[Tracker] = field(default_factory=list)
+    stopper: Stopper = field(default_factory=Stopper)
+    step: int = 0
+    version: int = 0
+    """Publish count of the weights."""
+    totals: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "rollouts": 0.0})
+    skipped_updates: int = 0
+    """Updates in a row whose gradient was not finite."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    unscored_steps: int = 0
+    """Steps in a row in which no row was scored."""
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.policy.module.parameters() if parameter.requires_grad]
+
+    @property
+    def parameter_names(self) -> list[str]:
+        return [name for name, parameter in self.policy.module.named_parameters() if parameter.requires_grad]
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(self.step, metrics)
+
+    def show(self, rows: list[dict[str, Any]]) -> None:
+        for tracker in self.trackers:
+            tracker.samples(self.step, rows)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What may change from step to step."""
+
+    lr: float
+    kl_coef: float
+    entropy_coef: float
+    group_size: int
+    sampling: Sampling
+
+
+def knobs_at(config: Config, step: int) -> Knobs:
+    """The knobs of step 0, 1, ..."""
+    optim = config.optim
+    lr = warmup_decay(
+        step,
+        peak=optim.lr,
+        warmup=optim.warmup_steps,
+        total=config.steps,
+        decay=optim.decay,
+        final_frac=optim.final_lr_frac,
+    )
+    return Knobs(
+        lr, config.stage.kl_coef, config.stage.entropy_coef, config.rollout.group_size, config.rollout.sampling
+    )
+
+
+def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
+    """Metrics from statistics: ``entries`` maps a statistic to the metrics it gives, ``"mean:len/mean_actions"``."""
+    metrics = {}
+    for name, wanted in entries.items():
+        if name in stats:
+            for entry in wanted:
+                what, metric = entry.split(":")
+                metrics[metric] = float(getattr(stats[name], what))
+    return metrics

@@ -1,0 +1,15 @@
+"""One thread and no network for every test: sums come out in one order, and a hub that answers changes nothing."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before any test is
+os.environ["MPLBACKEND"] = "Agg"
+
+import hypothesis
+import torch
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("gruppo", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("gruppo")

@@ -1,0 +1,58 @@
+"""Hugging Face data sets from local files and folders."""
+
+from __future__ import annotations
+
+import pytest
+
+from gruppo.data.hub import read_dataset
+from gruppo.data.open import open_source
+from gruppo.types import DataError
+
+datasets = pytest.importorskip("datasets")
+ROWS = [{"prompt": f"Say {i}.", "answer": str(i)} for i in range(12)]
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return datasets.Dataset.from_list(ROWS)
+
+
+def test_parquet_csv_and_saved_folders_give_the_same_rows(tmp_path, table):
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    assert read_dataset(tmp_path / "a.parquet") == ROWS
+    assert read_dataset(tmp_path / "a.parquet", split="train[:2]") == ROWS[:2]
+    table.save_to_disk(str(tmp_path / "one"))
+    assert read_dataset(tmp_path / "one") == ROWS
+    datasets.DatasetDict({"test": table}).save_to_disk(str(tmp_path / "splits"))
+    assert read_dataset(str(tmp_path / "splits"), split="test") == ROWS
+    with pytest.raises(DataError, match="no split 'train'; its splits are test"):
+        read_dataset(tmp_path / "splits")
+
+
+def test_a_folder_of_data_files_is_read(tmp_path, table):
+    (tmp_path / "files").mkdir()
+    table.to_parquet(str(tmp_path / "files" / "part.parquet"))
+    assert read_dataset(tmp_path / "files") == ROWS
+    with pytest.raises(DataError, match="split 'test'"):
+        read_dataset(tmp_path / "files", split="test")
+
+
+def test_what_cannot_be_read_is_one_data_error(tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"broken.parquet cannot be read"):
+        read_dataset(tmp_path / "broken.parquet")
+    with pytest.raises(DataError, match="no file"):
+        read_dataset(tmp_path / "absent.parquet")
+    (tmp_path / "x.txt").write_text("hi")
+    with pytest.raises(DataError, match="no known kind"):
+        read_dataset(tmp_path / "x.txt")
+
+
+def test_a_dataset_object_opens_and_a_dict_of_splits_says_which_to_choose(table):
+    source = open_source(table, seed=0, held_out_fraction=0)
+    assert sorted(p.inputs for p in source.take(12)) == sorted(row["prompt"] for row in ROWS)
+    with pytest.raises(DataError, match="several splits"):
+        open_source(datasets.DatasetDict({"train": table}), seed=0)
+    with pytest.raises(DataError, match="no known length"):
+        open_source(table.to_iterable_dataset(), seed=0)

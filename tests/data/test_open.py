@@ -1,0 +1,95 @@
+"""One door opens every kind of data, and says what it accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gruppo.data.arithmetic import Arithmetic
+from gruppo.data.open import open_source
+from gruppo.data.rows import RowSource
+from gruppo.types import DataError
+
+
+class OwnSource:
+    def take(self, n): ...
+
+    def state_dict(self): ...
+
+    def load_state_dict(self, state): ...
+
+
+def test_a_source_comes_back_unchanged():
+    own = OwnSource()
+    assert open_source(own, seed=0) is own
+
+
+def test_lists_of_texts_dicts_and_conversations_open():
+    for rows in (["a"], [{"prompt": "a"}], ({"prompt": "a"},)):
+        assert open_source(rows, seed=0, held_out_fraction=0).take(1)[0].inputs == "a"
+    messages = [{"role": "user", "content": "a"}]
+    assert open_source([messages], seed=0, held_out_fraction=0).take(1)[0].inputs == messages
+
+
+def test_columns_are_passed_on(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"question": "1 + 1?", "gold": "2"}\n')
+    for path in (file, str(file)):
+        source = open_source(path, seed=0, prompt_column="question", target_column="gold", held_out_fraction=0)
+        assert isinstance(source, RowSource) and source.name == str(file)
+        assert source.take(1)[0].target == "2"
+
+
+def test_arithmetic_takes_a_range():
+    source = open_source("arithmetic", seed=5)
+    assert isinstance(source, Arithmetic) and (source.low, source.high, source.seed) == (0, 20, 5)
+    ranged = open_source("arithmetic:-5:99", seed=0, held_out_fraction=0.3)
+    assert (ranged.low, ranged.high, ranged.held_out_fraction) == (-5, 99, 0.3)
+    with pytest.raises(DataError, match="arithmetic:0:99"):
+        open_source("arithmetic:9", seed=0)
+
+
+def test_a_reasoning_gym_task_opens():
+    pytest.importorskip("reasoning_gym")
+    assert open_source("reasoning_gym:chain_sum", seed=0).name == "reasoning_gym:chain_sum"
+
+
+@pytest.mark.parametrize("data", ["nonsense", "", 3, None, {"prompt": "a"}, "a/b/c", "a b/c"])
+def test_anything_else_lists_the_accepted_forms(data):
+    with pytest.raises(DataError, match=r"Data is one of: arithmetic"):
+        open_source(data, seed=0)
+
+
+def test_a_misspelt_kind_names_the_nearest_and_missing_files_are_named():
+    with pytest.raises(DataError, match="nearest is 'arithmetic'"):
+        open_source("arithmatic", seed=0)
+    with pytest.raises(DataError, match="no file"):
+        open_source(Path("absent.jsonl"), seed=0)
+    with pytest.raises(DataError, match="no rows"):
+        open_source([], seed=0)
+
+
+def test_a_hub_name_is_split_into_name_and_split(monkeypatch):
+    asked = []
+
+    def read(name, config=None, split="train"):
+        asked.append((name, split))
+        return [{"prompt": "a"}]
+
+    monkeypatch.setattr("gruppo.data.open.read_dataset", read)
+    open_source("owner/some-set", seed=0, held_out_fraction=0)
+    open_source("owner/some-set:test[:100]", seed=0, held_out_fraction=0)
+    assert asked == [("owner/some-set", "train"), ("owner/some-set", "test[:100]")]
+
+
+def test_a_missing_package_names_the_extra(monkeypatch, tmp_path):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.csv").write_text("prompt\na\n")
+    with pytest.raises(Exception, match=r'pip install "gruppo\[data\]"'):
+        open_source(tmp_path / "a.csv", seed=0)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(Exception, match=r'pip install "gruppo\[tasks\]"'):
+        open_source("reasoning_gym:gcd", seed=0)
