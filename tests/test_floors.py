@@ -15,7 +15,7 @@ FLOOR = {
     **dict.fromkeys(["dist", "losses"], 2),
     **dict.fromkeys(["policies", "engines", "rewards", "data", "track"], 3),
     "training": 4,
-    **dict.fromkeys(["cli", "doctor", "recipes", "testing", "__init__", "__main__"], 5),
+    **dict.fromkeys(["cli", "commands", "options", "doctor", "recipes", "testing", "__init__", "__main__"], 5),
 }
 SHARED_FLOORS = {0, 5}
 """Floors whose parts may import each other: the slab and the door."""

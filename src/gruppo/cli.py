@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 EXIT_USAGE, EXIT_STOPPED = 2, 75
+
+_QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Read by the libraries when they are imported; what the user has set stays."""
 
 HELP = """gruppo: GRPO and PPO for anything that samples
 
@@ -51,36 +64,57 @@ def run(args: list[str], *, is_debug: bool = False) -> int:
 
         print(f"gruppo {__version__}")
         return 0
-    from gruppo import commands
-
-    name, rest = args[0], args[1:]
-    if name not in commands.COMMANDS:
-        near = difflib.get_close_matches(name, commands.COMMANDS, 1)
-        hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(commands.COMMANDS)}."
-        return _fail(f"unknown command {name!r}. {hint}", EXIT_USAGE)
-    return _guarded(name, rest, is_debug)
+    _quiet()
+    before = signal.signal(signal.SIGTERM, _interrupt) if _is_main_thread() else None
+    try:
+        return _guarded(args[0], args[1:], is_debug)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _guarded(name: str, rest: list[str], is_debug: bool) -> int:
-    from gruppo import commands
-    from gruppo.types import GruppoError
-
-    _quiet()
     try:
-        return commands.COMMANDS[name](rest) or 0
-    except GruppoError as error:
-        if is_debug:
-            raise
-        return _fail(str(error), error.exit_code)
+        return _command(name)(rest) or 0
     except KeyboardInterrupt:
         return _fail("interrupted.", EXIT_STOPPED)
     except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: let the last flush succeed
         return 0
     except Exception as error:
         if is_debug:
             raise
-        kind = type(error).__name__
-        return _fail(f"{kind}: {error} (this looks like a bug in gruppo; --debug shows where)", 1)
+        return _explained(error)
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    from gruppo import commands
+    from gruppo.types import GruppoError
+
+    if name in commands.COMMANDS:
+        return commands.COMMANDS[name]
+    near = difflib.get_close_matches(name, commands.COMMANDS, 1)
+    hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(commands.COMMANDS)}."
+    raise GruppoError(f"unknown command {name!r}. {hint}")
+
+
+def _explained(error: Exception) -> int:
+    from gruppo.types import GruppoError
+
+    if isinstance(error, GruppoError):
+        return _fail(str(error), error.exit_code)
+    if isinstance(error, OSError) and error.errno is not None:
+        return _fail(f"{error.filename or 'the system'}: {error.strerror}. Mend that, then try again.", EXIT_USAGE)
+    kind = type(error).__name__
+    return _fail(f"{kind}: {error} (this looks like a bug in gruppo; --debug shows where)", 1)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _fail(message: str, code: int) -> int:
@@ -91,6 +125,8 @@ def _fail(message: str, code: int) -> int:
 def _quiet() -> None:
     """Our own notes are shown; other libraries' chatter is not."""
     warnings.filterwarnings("ignore")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     log = logging.getLogger("gruppo")
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -98,3 +134,7 @@ def _quiet() -> None:
         log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import sys
 from collections.abc import Callable
@@ -12,12 +11,9 @@ from typing import Any
 
 import tyro
 
-from gruppo.core.objective import PRESETS
-from gruppo.loading import is_file_name, load_object
+from gruppo.options import config_from, parsed, stem_of
 from gruppo.recipes import RECIPES
-from gruppo.training import config as configs
-from gruppo.training.config import Config
-from gruppo.types import GruppoError, Tracker
+from gruppo.types import GruppoError
 
 EXIT_STOPPED = 75
 
@@ -28,7 +24,7 @@ def train(args: list[str]) -> int:
     from gruppo.training import api
 
     if not config.name:
-        config = replace(config, name=api.new_name(Path(args[0]).stem.split(":")[0]))
+        config = replace(config, name=api.new_name(stem_of(args[0]), config.runs_dir))
     return _run(lambda watch: api.start(config, watch=watch), Path(config.runs_dir) / config.name)
 
 
@@ -43,50 +39,48 @@ def resume(args: list[str]) -> int:
         """
         return run
 
-    path = _parse(command, "resume", args)
+    path = parsed(command, args, "resume")
     from gruppo.training import api
 
-    return _run(lambda watch: api.resume(path, watch=watch), path)
+    return _run(lambda watch: api.go_on(path, watch=watch), path)
 
 
 def _run(go: Callable[[Any], Any], path: Path) -> int:
-    from gruppo.track.report import closing_lines
-    from gruppo.training.api import plot
+    from gruppo import dist
     from gruppo.training.loop import Stopped
+    from gruppo.training.watch import on_screen
 
     try:
-        result = go(_watch)
-    except Stopped:
-        print(f"gruppo: stopped and saved. Continue with: gruppo resume {path}", file=sys.stderr)
+        result = go(on_screen)
+        if dist.is_main():
+            _close(result)
+    except (Stopped, KeyboardInterrupt):
+        if dist.is_main():
+            print(f"gruppo: {_how_to_continue(path)}", file=sys.stderr)
         return EXIT_STOPPED
-    from rich.console import Console
-
-    plot(result.folder)
-    Console().print(closing_lines(result.folder, result.before, result.after, question=result.question))
+    finally:
+        dist.stop()
     return 0
 
 
-def _watch(config: Config, folder: Path) -> list[Tracker]:
-    from gruppo.track.console import ConsoleTracker
-
-    console = ConsoleTracker(config.steps, title=folder.name, samples_every=max(config.show_samples_every, 1))
-    log = logging.getLogger("gruppo")
-    for handler in [h for h in log.handlers if type(h) is logging.StreamHandler]:
-        log.removeHandler(handler)
-    log.addHandler(_ToConsole(console))
-    return [console]
+def _how_to_continue(path: Path) -> str:
+    if (path / "config.json").is_file():
+        return f"stopped by a signal; what is complete is saved. Continue with: gruppo resume {path}"
+    return "stopped by a signal before the run began; nothing was written. Give the command again."
 
 
-class _ToConsole(logging.Handler):
-    """Log lines above the live screen."""
+def _close(result: Any) -> None:
+    """Curves, and what came of the run. The run is complete: what cannot be drawn costs a line."""
+    from rich.console import Console
 
-    def __init__(self, console: Any) -> None:
-        super().__init__()
-        self.console = console
+    from gruppo.track.report import closing_lines
+    from gruppo.training.use import plot
 
-    def emit(self, record: logging.LogRecord) -> None:
-        say = self.console.warn if record.levelno >= logging.WARNING else self.console.note
-        say(record.getMessage())
+    try:
+        plot(result.folder)
+    except (OSError, GruppoError) as error:
+        logging.getLogger("gruppo").warning("the curves could not be drawn: %s", error)
+    Console().print(closing_lines(result.folder, result.before, result.after, question=result.question))
 
 
 def evaluate(args: list[str]) -> int:
@@ -102,17 +96,19 @@ def evaluate(args: list[str]) -> int:
         """
         return run, prompts, show
 
-    path, prompts, show = _parse(command, "eval", args)
-    from gruppo.training import api
+    path, prompts, show = parsed(command, args, "eval")
+    from gruppo.training import use
 
-    done, rows = api.evaluate_run(path, prompts=prompts)
+    done, rows = use.evaluate_run(path, prompts=prompts)
     for row in rows[:show]:
         print(
-            f"  {shown(row['prompt'])!r} -> {shown(row['completion'])!r}   wanted {row['target']!r}   reward {row['reward']:g}"
+            f"  {shown(row['prompt'])!r} -> {shown(row['completion'])!r}   wanted {row['target']!r}   "
+            f"reward {row['reward']:g}"
         )
     unscored = f", {done.prompts - done.scored} not scored" if done.scored < done.prompts else ""
     print(
-        f"mean reward {done.mean:.3f}, 95% interval {done.low:.3f} to {done.high:.3f}, {done.prompts} held-out prompts{unscored}"
+        f"mean reward {done.mean:.3f}, 95% interval {done.low:.3f} to {done.high:.3f}, "
+        f"{done.prompts} held-out prompts{unscored}"
     )
     return 0
 
@@ -142,12 +138,12 @@ def sample(args: list[str]) -> int:
         """
         return model, prompt, n, temperature, max_new_tokens, seed, plain
 
-    model, prompts, n, temperature, longest, seed, plain = _parse(command, "sample", args)
+    model, prompts, n, temperature, longest, seed, plain = parsed(command, args, "sample")
     if not prompts:
         raise GruppoError('no prompt was given. For example: gruppo sample RUN "What is 3 + 4?"')
-    from gruppo.training import api
+    from gruppo.training import use
 
-    answers = api.complete(
+    answers = use.complete(
         model, prompts, n=n, temperature=temperature, max_new_tokens=longest, seed=seed, is_plain=plain
     )
     for prompt, texts in zip(prompts, answers, strict=True):
@@ -171,7 +167,8 @@ def recipes(args: list[str]) -> int:
         lines = (recipe.__doc__ or "").strip().splitlines()
         print(f"{name}\n    " + "\n    ".join(line.strip() for line in lines))
     print(
-        "\ngruppo train NAME starts one; gruppo explain NAME says what it would do; gruppo train NAME --help its options."
+        "\ngruppo train NAME starts one; gruppo explain NAME says what it would do; "
+        "gruppo train NAME --help its options."
     )
     return 0
 
@@ -184,71 +181,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "explain": explain,
     "recipes": recipes,
 }
-
-
-# --- a recipe and its overrides --------------------------------------------------------------------------------------
-
-
-def config_from(command: str, args: list[str]) -> Config:
-    """``RECIPE --overrides`` as a config."""
-    if not args or args[0].startswith("-"):
-        if args and args[0] in ("-h", "--help"):
-            _options(Config(), ["--help"], f"{command} RECIPE")
-        raise GruppoError(
-            f"no recipe was given. gruppo {command} RECIPE, where RECIPE is {', '.join(RECIPES)}, file.py:function, or a "
-            "run's config.json."
-        )
-    base = recipe_config(args[0])
-    base, rest = with_preset(base, args[1:])
-    return _options(base, rest, f"{command} {args[0]}")
-
-
-def recipe_config(name: str) -> Config:
-    """The config that a built-in name, file.py:function, or a saved config gives."""
-    if name in RECIPES:
-        return RECIPES[name]()
-    if name.endswith(".json") or (Path(name) / "config.json").is_file():
-        path = Path(name) if name.endswith(".json") else Path(name) / "config.json"
-        return replace(configs.load(path), name="")
-    if ":" not in name and not is_file_name(name):
-        near = difflib.get_close_matches(name, RECIPES, 1)
-        hint = f"Did you mean {near[0]}?" if near else f"Built in: {', '.join(RECIPES)}; or give file.py:function."
-        raise GruppoError(f"unknown recipe {name!r}. {hint}")
-    recipe = load_object(name)
-    config = recipe() if callable(recipe) else recipe
-    if not isinstance(config, Config):
-        raise GruppoError(f"{name} gives a {type(config).__name__}; a recipe returns a gruppo.Config.")
-    return config
-
-
-def with_preset(config: Config, args: list[str]) -> tuple[Config, list[str]]:
-    """``--objective NAME`` chooses a preset, which further ``--objective.x`` options change."""
-    rest = [piece for arg in args for piece in (arg.split("=", 1) if arg.startswith("--objective=") else [arg])]
-    if "--objective" not in rest:
-        return config, rest
-    at = rest.index("--objective")
-    name = rest[at + 1].lower().replace("-", "_") if at + 1 < len(rest) else ""
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        raise GruppoError(f"--objective {name or '(nothing)'} is no preset. {hint}Presets: {', '.join(PRESETS)}.")
-    return replace(config, objective=PRESETS[name]), rest[:at] + rest[at + 2 :]
-
-
-def _options(default: Config, args: list[str], name: str) -> Config:
-    return tyro.cli(
-        Config,
-        default=default,
-        args=args,
-        prog=f"gruppo {name}",
-        config=(tyro.conf.FlagConversionOff,),
-        description="Options of a run; the defaults are the recipe's. --objective NAME chooses a preset: "
-        + ", ".join(PRESETS),
-    )
-
-
-def _parse(command: Callable[..., Any], name: str, args: list[str]) -> Any:
-    return tyro.cli(command, args=args, prog=f"gruppo {name}")
 
 
 def shown(inputs: Any) -> str:

@@ -15,6 +15,18 @@ from typing import Any
 from gruppo.types import GruppoError
 
 
+class RunWhileLoading(GruppoError):
+    """A file that is loaded for what it defines started a run."""
+
+
+_depth = 0
+
+
+def is_loading() -> bool:
+    """Whether a file is being imported for an object in it: then nothing may be trained."""
+    return _depth > 0
+
+
 def load_object(spec: str) -> Any:
     """The object that ``file.py:name`` or ``package.module:name`` names."""
     place, colon, name = spec.rpartition(":")
@@ -61,11 +73,17 @@ def load_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    global _depth
+    _depth += 1
     try:
         spec.loader.exec_module(module)
+    except RunWhileLoading:
+        pass  # a script that ends in gruppo.train(...): what it defined before that is there
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise GruppoError(_import_error(path, error)) from error
+    finally:
+        _depth -= 1
     return module
 
 

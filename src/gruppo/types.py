@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 Finish = Literal["stop", "length", "error"]
 Want = Collection[str]
-"""What a likelihood is asked for beside ``logprobs``: any of ``"entropy"``, ``"gaussian"``, ``"values"``, ``"output"``."""
+"""What a likelihood is asked for beside ``logprobs``: any of "entropy", "gaussian", "values", "output"."""
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -87,9 +87,9 @@ class Sampling:
     """Further texts that end a completion, beside the tokenizer's end tokens."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise GruppoError(
-                f"temperature={self.temperature} is negative; use 0 for greedy decoding or a number above 0."
+                f"temperature={self.temperature} is not a number from 0 on; use 0 for greedy decoding, or 1.0."
             )
         if self.top_k < 0:
             raise GruppoError(
@@ -99,6 +99,8 @@ class Sampling:
             raise GruppoError(f"top_p={self.top_p} is outside (0, 1]; use 1 to keep every action.")
         if self.max_actions < 1:
             raise GruppoError(f"max_actions={self.max_actions} samples nothing; use at least 1.")
+        if isinstance(self.stop, str) or "" in self.stop:
+            raise GruppoError(f"stop={self.stop!r} ends every rollout at once; use a tuple of texts, such as ('###',).")
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,8 +39,9 @@ def group_advantages(
     ddof 1 of the group's rewards (GRPO, arXiv 2402.03300), or of all raw rewards of the batch on all ranks.
 
     Rewards that are not finite are not scored: they enter no statistic and get 0. A group with fewer than two scored
-    rows has nothing to compare and gets 0 under the group baselines, and so does a group without spread, exactly: the
-    spread counts as zero when it is rounding residue, which no eps tells apart from signal. ``eps`` 1e-4 is TRL's.
+    rows has nothing to compare and gets 0 under the group baselines, and so does a group without spread, exactly, and
+    under the batch scale a batch without: the spread counts as zero when it is rounding residue, which no eps tells
+    apart from signal. ``eps`` 1e-4 is TRL's.
     Computed in float64, returned in float32. ``state`` is carried for running statistics (none yet).
     """
     scored = rewards.isfinite()
@@ -50,9 +51,11 @@ def group_advantages(
     centred = r - BASELINES[baseline](r, scored, group_ids, count, all_sum)  # [B]
     if scale == "group":
         centred = centred / (_group_std(r, scored, group_ids, count)[group_ids] + eps)
-    if scale == "batch":
-        centred = centred / (_batch_std(r, scored, all_sum) + eps)
     silent = ~scored
+    if scale == "batch":
+        mean, std = _batch_mean_std(r, scored, all_sum)
+        centred = centred / (std + eps)
+        silent = silent | (std <= _residue(rewards, mean))
     if baseline in ("mean", "leave_one_out") or scale == "group":
         silent = silent | has_no_spread(rewards, group_ids)[group_ids]
     advantages = torch.where(silent, 0.0, centred).to(torch.float32)
@@ -60,14 +63,18 @@ def group_advantages(
 
 
 def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "groups"]:
-    """Groups whose scored rewards are all equal, up to 4 rounding errors of their dtype; or with fewer than two scored."""
+    """Groups with fewer than two scored rewards, or whose rewards are equal up to 4 rounding errors of their dtype."""
     scored = rewards.isfinite()
     groups = int(group_ids.max()) + 1 if group_ids.numel() else 0
     high = _reduce(torch.where(scored, rewards, -torch.inf), group_ids, groups, "amax")
     low = _reduce(torch.where(scored, rewards, torch.inf), group_ids, groups, "amin")
     count = _per_group(scored.double(), group_ids, groups)
-    tolerance = 4 * torch.finfo(rewards.dtype).eps * torch.maximum(high.abs(), low.abs())
-    return (count < 2) | (high - low <= tolerance)
+    return (count < 2) | (high - low <= _residue(rewards, torch.maximum(high.abs(), low.abs())))
+
+
+def _residue(rewards: Tensor, size: Tensor) -> Tensor:
+    """What rounding alone can make of equal rewards of that size."""
+    return 4 * torch.finfo(rewards.dtype).eps * size.abs()
 
 
 def _per_group(x: Tensor, group_ids: Tensor, groups: int) -> Tensor:
@@ -109,7 +116,8 @@ def _group_std(r: Tensor, scored: Tensor, group_ids: Tensor, count: Tensor) -> T
     return (_per_group(deviation.square(), group_ids, len(count)) / (count - 1).clamp(min=1)).sqrt()
 
 
-def _batch_std(r: Tensor, scored: Tensor, all_sum: AllSum) -> Tensor:
+def _batch_mean_std(r: Tensor, scored: Tensor, all_sum: AllSum) -> tuple[Tensor, Tensor]:
     total = all_sum(torch.stack([r.sum(), scored.sum().double()]))
-    deviation = torch.where(scored, r - total[0] / total[1].clamp(min=1), 0.0)
-    return (all_sum(deviation.square().sum()) / (total[1] - 1).clamp(min=1)).sqrt()
+    mean = total[0] / total[1].clamp(min=1)
+    deviation = torch.where(scored, r - mean, 0.0)
+    return mean, (all_sum(deviation.square().sum()) / (total[1] - 1).clamp(min=1)).sqrt()

@@ -71,7 +71,7 @@ def draw(
     block, rest = _invert(mass, uniforms.to(total) * total)
     within = weight[torch.arange(len(weight), device=weight.device), block].double()  # [N, BLOCK]
     column, _ = _invert(within, rest)
-    actions = block * BLOCK + column
+    actions = (block * BLOCK + column).clamp(max=logits.shape[-1] - 1)  # past the end only where logits are not finite
     logprobs = logits.gather(-1, actions[:, None])[:, 0] - top[:, 0] - total.log().to(logits.dtype)
     return actions, logprobs
 
@@ -106,7 +106,7 @@ def categorical(
     if not with_entropy:
         return _logprob(logits, actions), None
     log_p = logits.log_softmax(dim=-1)
-    entropy = -torch.where(log_p.isfinite(), log_p.exp() * log_p, 0).sum(dim=-1)
+    entropy = -(log_p.exp() * torch.where(log_p.isfinite(), log_p, 0)).sum(dim=-1)  # 0 log 0 = 0, gradients too
     return log_p.gather(-1, actions[:, None])[:, 0], entropy
 
 
@@ -129,14 +129,15 @@ def chunked_categorical(
     def one(x: Tensor, a: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
         return categorical(head(x), a, t, top_k=top_k, top_p=top_p, with_entropy=with_entropy)
 
-    parts = []
+    parts: list[tuple[Tensor, Tensor | None]] = []
     for start in range(0, len(actions), chunk):
         rows = slice(start, start + chunk)
         arguments = (features[rows], actions[rows], temperature[rows])
-        recompute = torch.is_grad_enabled() and features.requires_grad
+        recompute = torch.is_grad_enabled()  # whatever requires a gradient: features, or the head alone
         parts.append(checkpoint(one, *arguments, use_reentrant=False) if recompute else one(*arguments))
     if not parts:
         empty = features.sum() * 0 + torch.zeros(0, device=features.device)
         return empty, empty if with_entropy else None
     logprobs = torch.cat([logprob for logprob, _ in parts])
-    return logprobs, torch.cat([entropy for _, entropy in parts]) if with_entropy else None
+    entropies = [entropy for _, entropy in parts if entropy is not None]
+    return logprobs, torch.cat(entropies) if with_entropy else None

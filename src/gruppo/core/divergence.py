@@ -19,7 +19,7 @@ def k1(delta: Tensor) -> Tensor:
 
 
 def k2(delta: Tensor) -> Tensor:
-    """delta^2 / 2: biased, low variance; its plain gradient is the right one on-policy."""
+    """delta^2 / 2: biased, low variance; its gradient is the right one on-policy."""
     return delta.square() / 2
 
 
@@ -43,8 +43,9 @@ def kl(
     """KL(policy || reference) of each kept action in nats, visited prefixes held fixed; 0 where not kept.
 
     ``naive`` differentiates the estimator itself. In expectation that is zero for k1, and for k3 the gradient of
-    KL(reference || policy). ``unbiased`` multiplies by the ratio to the sampling policy: r k1 and r k3 with a
-    differentiable ratio are right at any policy; k2 takes the detached ratio and is right on-policy only.
+    KL(reference || policy); for k2 it is right where the policy itself drew the actions. ``unbiased`` multiplies by
+    the ratio to the sampling policy and is right whoever drew them: r k1 and r k3 with a differentiable ratio, k2 with
+    a detached one.
     ``log_ratio`` is that of the surrogate, with its gradient. Sources: GRPO (arXiv 2402.03300) for k3 in the loss;
     TRL 1.16 multiplies it by the ratio too.
     """

@@ -52,10 +52,10 @@ class Objective:
                 f"objective.clip_low={self.clip_low}, clip_high={self.clip_high}: needs 0 <= clip_low <= 1 and "
                 "clip_high >= 0, since the ratio is kept in [1 - clip_low, 1 + clip_high]. PPO uses 0.2 and 0.2."
             )
-        if self.scale_eps < 0:
-            raise GruppoError(f"objective.scale_eps={self.scale_eps} is negative; use 1e-4.")
+        if not 0 <= self.scale_eps < float("inf"):
+            raise GruppoError(f"objective.scale_eps={self.scale_eps} is not a number from 0 on; use 1e-4.")
 
-    def check(self, *, group_size: int, updates_per_row: int = 1) -> None:
+    def check(self, *, group_size: int, updates_per_row: int = 1, kl_coef: float = 0.0) -> None:
         """Refuse what cannot learn, with the reason and the nearest valid choice.
 
         ``updates_per_row``: in how many optimiser steps a rollout's data is used after others have moved the weights.
@@ -63,13 +63,18 @@ class Objective:
         if group_size < 2 and self.needs_groups:
             why = "baseline" if self.baseline in GROUP_BASELINES else "spread to scale by"
             raise GruppoError(
-                f"group_size={group_size} gives no {why} for baseline={self.baseline!r}, scale={self.scale!r}; it needs "
-                "at least 2. Set --rollout.group-size 2 or --objective reinforce."
+                f"group_size={group_size} gives no {why} for baseline={self.baseline!r}, scale={self.scale!r}; it "
+                "needs at least 2. Set --rollout.group-size 2 or --objective reinforce."
             )
         if self.surrogate == "reinforce" and updates_per_row > 1:
             raise GruppoError(
                 f"surrogate='reinforce' has no correction for data of older weights, but a batch is used for "
                 f"{updates_per_row} updates. Set --optim.epochs 1 --optim.minibatches 1 or --objective.surrogate clip."
+            )
+        if kl_coef > 0 and self.kl == "k1" and self.kl_gradient == "naive":
+            raise GruppoError(
+                f"kl='k1' with kl_gradient='naive' has a gradient of zero in expectation, so kl_coef={kl_coef:g} holds "
+                "nothing. Set --objective.kl-gradient unbiased, or --objective.kl k2 or k3."
             )
 
     @property
@@ -117,8 +122,8 @@ def policy_loss(
 ) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Stat]]:
     """The terms of one piece, each already weighted and summed, and the statistics of its kept actions.
 
-    Terms: ``policy``; ``kl`` where there is a reference; ``entropy`` (to be maximised) where it was asked for. The caller
-    multiplies each by its coefficient. Statistics are named by their metric.
+    Terms: ``policy``; ``kl`` where there is a reference; ``entropy`` (to be maximised) where it was asked for. The
+    caller multiplies each by its coefficient. Statistics are named by their metric.
     """
     keep, logprobs = batch.keep, likelihood.logprobs
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -198,7 +203,8 @@ def describe(objective: Objective, *, kl_coef: float, group_size: int, max_lengt
         "sum": "sum over all tokens",
     }[o.average]
     lines = [
-        f"advantage   A = (reward - {baseline}){scale[o.scale]}, one for all tokens of a row; {group_size} rows a group",
+        f"advantage   A = (reward - {baseline}){scale[o.scale]}, one for all tokens of a row; "
+        f"{group_size} rows a group",
         f"maximise    {surrogate}",
         f"averaged    {average}",
     ]

@@ -32,7 +32,7 @@ def loss_weights(keep: Bool[Tensor, "B T"], *, average: Average, total: Tensor |
     sequence_sum  1 / rows                             RLOO, arXiv 2402.14740: a sequence is one action
     sum           1
 
-    ``total`` is ``loss_total`` of the whole update over all ranks; ``keep`` may be any part of it. The weights of an
+    ``total`` is ``loss_total`` of the whole update over all ranks; ``keep`` may be any rows of it. The weights of an
     update's parts are those of the whole: pieces, padding and ranks cannot change a gradient. A total of 0 (nothing
     kept anywhere) gives weights 0.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -66,6 +66,10 @@ class RowSource:
                 "add prompts, raise held_out_fraction, or set it to 0 to run without evaluation."
             )
         return [self._prompt(index, place) for place, index in enumerate(self._held_out[:n])]
+
+    def all_prompts(self) -> Iterator[Prompt]:
+        """Every row once, held out or not, in the order of the data; the stream does not move."""
+        return (self._prompt(index, 0) for index in range(len(self._rows)))
 
     def fingerprint(self) -> str:
         """SHA-256 of all rows, in their order."""

@@ -70,7 +70,7 @@ def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
     ends = torch.tensor([[-s.min, s.max] for s in map(stats.__getitem__, names)], dtype=torch.float64)
     sums, ends = all_sum(sums), _reduced(ends, td.ReduceOp.MAX)
     return {
-        name: Stat(*total.tolist(), -float(end[0]), float(end[1]))
+        name: Stat(float(total[0]), float(total[1]), float(total[2]), -float(end[0]), float(end[1]))
         for name, total, end in zip(names, sums, ends, strict=True)
     }
 

@@ -12,7 +12,7 @@ from gruppo.types import Request, Rollouts
 
 
 class LocalEngine:
-    """The policy's own ``sample``. The arithmetic runs on the weights the trainer scores with, so they cannot be stale."""
+    """The policy's own ``sample``. It runs on the weights that the trainer scores with, so they cannot be stale."""
 
     def __init__(self, policy: Any, version: int = 0) -> None:
         self.policy = policy
@@ -30,8 +30,8 @@ class LocalEngine:
         for (name, master), sampled in zip(
             policy.module.named_parameters(), policy.backbone.module.parameters(), strict=True
         ):
-            head = master.detach().flatten()[:256].to(sampled.dtype)
-            if not torch.equal(head, sampled.detach().flatten()[:256]):
+            wanted, held = master.detach().flatten()[:256].to(sampled.dtype), sampled.detach().flatten()[:256]
+            if not torch.allclose(wanted, held, rtol=0, atol=0, equal_nan=True):
                 raise RuntimeError(
                     f"after sync the sampler's {name} is not the trainer's: version {version} did not arrive."
                 )

@@ -1,8 +1,8 @@
 """Saves that are whole or absent, in safetensors and JSON alone.
 
 A save is written to a temporary folder, each file synced; COMPLETE, with the size and SHA-256 of every file, is written
-last; then the folder is renamed and its parent synced. Measured with 25 kills each: overwriting one file lost 25 of 25 newest
-saves, writing in place 15, this none.
+last; then the folder is renamed and its parent synced. Measured with 25 kills each: overwriting one file lost 25 of 25
+newest saves, writing in place 15, this none.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import random
 import re
@@ -26,6 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
 
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{6,})")
@@ -61,26 +64,35 @@ def save(
 def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
     """Fill a temporary folder, seal it with COMPLETE, and rename it to ``target``, which it replaces."""
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
         fill(temporary)
-        files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        seal = {str(path.relative_to(temporary)): _fingerprint(path) for path in files}
-        (temporary / "COMPLETE").write_text(json.dumps(seal, indent=1), encoding="utf-8")
-        for path in (*files, temporary / "COMPLETE", temporary):
-            _sync(path)
+        _seal(temporary)
+        _put_in_place(temporary, target)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise _as_user_error(error, target) from error
+    return target
+
+
+def _seal(folder: Path) -> None:
+    """COMPLETE names every file; all of it reaches the disk before the folder gets its name."""
+    inside = sorted(folder.rglob("*"))
+    seal = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in inside if path.is_file()}
+    (folder / "COMPLETE").write_text(json.dumps(seal, indent=1), encoding="utf-8")
+    for path in (*inside, folder / "COMPLETE", folder):
+        _sync(path)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
     replaced = target.with_name(f".{target.name}.old-{os.getpid()}")
     if target.exists():
         target.rename(replaced)
     temporary.rename(target)
     _sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    return target
 
 
 def write_text(path: Path, text: str) -> None:
@@ -96,34 +108,49 @@ def write_text(path: Path, text: str) -> None:
         raise _as_user_error(error, path) from error
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints (never all), and temporary folders that a killed save left."""
-    for old in steps(folder)[: -max(keep, 1)]:
-        shutil.rmtree(folder / f"step_{old:06d}")
-    for leftover in folder.glob(".step_*.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+def prune(folder: Path, keep: int, *, newest: int) -> None:
+    """Remove all but the ``keep`` checkpoints up to step ``newest``, which was just written and always stays.
+
+    A later one is damaged, or the run would have gone on from it: it is not counted, and nothing whole gives way to it.
+    """
+    older = [step for step in steps(folder) if step < newest]
+    for step in older[: max(len(older) + 1 - max(keep, 1), 0)]:
+        shutil.rmtree(folder / f"step_{step:06d}", ignore_errors=True)
+    sweep(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed process left half-written. Only for the process that holds the run."""
+    for leftover in (*folder.glob(".*.tmp-*"), *folder.glob(".*.old-*")):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps with a sealed checkpoint, ascending."""
+    """Steps with a checkpoint, whole or not, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(
-        int(m[1]) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name)) and (path / "COMPLETE").is_file()
-    )
+    return sorted(int(m[1]) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name)) and path.is_dir())
 
 
 def load_latest(folder: Path) -> Saved | None:
     """The newest checkpoint that is whole; None where there is none at all.
 
-    Where the newest is damaged, the one before it is used; where none is whole, the error says what is wrong with the newest.
+    Where the newest is damaged, the one before it is used; where none is whole, the error says what is wrong with
+    the newest.
     """
     problem = None
     for step in reversed(steps(folder)):
         try:
-            return load(folder / f"step_{step:06d}")
+            saved = load(folder / f"step_{step:06d}")
         except GruppoError as error:
             problem = problem or error
+            continue
+        if problem:
+            log.warning("%s Going on from step %d.", problem, step)
+        return saved
     if problem:
         raise problem
     return None
@@ -140,19 +167,27 @@ def load(path: Path) -> Saved:
                 f"checkpoint {path} has format {state.get('format')!r}, this version reads {FORMAT}. {advice}"
             )
         weights, optimizer = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
-    except (OSError, ValueError, AttributeError, SafetensorError) as error:
-        raise GruppoError(f"checkpoint {path} cannot be read: {error}. {advice}") from error
-    return Saved(int(state["step"]), weights, optimizer, state)
+        return Saved(int(state["step"]), weights, optimizer, state)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, SafetensorError) as error:
+        raise GruppoError(f"checkpoint {path} cannot be read: {_reason(error)}. {advice}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def verify(path: Path) -> None:
     """Raise ValueError unless every file that COMPLETE names has the size and SHA-256 it says."""
+    if not (path / "COMPLETE").is_file():
+        raise ValueError("it has no COMPLETE, which is written last")
     seal = json.loads((path / "COMPLETE").read_text(encoding="utf-8"))
     if not isinstance(seal, dict) or not seal:
         raise ValueError("COMPLETE is not a gruppo seal")
     for name, expected in seal.items():
-        if Path(name).name != name:
-            raise ValueError(f"COMPLETE names {name!r}, which is not a plain file name")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"COMPLETE names {name!r}, which is outside the folder")
         if not (path / name).is_file():
             raise ValueError(f"{name} is missing")
         if _fingerprint(path / name) != expected:
@@ -190,12 +225,13 @@ def _as_user_error(error: Exception, target: Path) -> Exception:
         )
     if isinstance(error, OSError):
         return GruppoError(
-            f"{target} could not be written: {error.strerror or error}. Check the folder and its rights."
+            f"{target} could not be written: {error.strerror or error}; what was saved before is intact. Check the "
+            "folder, its rights and its limits."
         )
     return error
 
 
-# --- optimiser and random state as tensors and JSON --------------------------------------------------------------------
+# --- optimiser and random state as tensors and JSON -----------------------------------------------------------------
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
@@ -218,13 +254,21 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 
 def random_state() -> dict[str, Any]:
     """Python's, numpy's and torch's global generators. gruppo draws from none of them; a reward function may."""
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = numpy_state
     version, internal, gauss = random.getstate()
     return {
         "python": [version, list(internal), gauss],
         "numpy": [kind, keys.tolist(), position, has_gauss, cached],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
+
+
+def seed_random_state(seed: int) -> None:
+    """Begin the global generators anew, so that the seed also determines what reward functions draw."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:

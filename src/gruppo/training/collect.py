@@ -104,23 +104,21 @@ def with_old(run: Run, batch: Batch) -> Batch:
 def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
     scored = int(scores.rewards.isfinite().sum())
     run.unscored_steps = 0 if dist.all_max(scored) else run.unscored_steps + 1
-    for failure in scores.failures[:3]:
-        log.warning(
-            "step %d row %d: reward %s: %s: %s", run.step, failure.row, failure.reward, failure.kind, failure.message
-        )
-    if not run.unscored_steps:
-        return
-    if all(finish == "error" for finish in rollouts.finish):
+    if run.unscored_steps and not dist.all_max(sum(finish != "error" for finish in rollouts.finish)):
         raise NumericalStop(
-            f"step {run.step}: every rollout ended in logits that are not finite; the weights are no longer usable. "
-            "Resume from an earlier checkpoint with a lower --optim.lr."
+            f"step {run.step}: every rollout ended in logits that are not finite; the weights are not usable. Train "
+            "again with a lower --optim.lr, or with another --model."
         )
-    if run.step == 0 or run.unscored_steps >= MAX_UNSCORED_STEPS:
+    if run.unscored_steps and (run.step == 0 or run.unscored_steps >= MAX_UNSCORED_STEPS):
         why = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
         raise DataError(
             f"step {run.step}: the reward scored none of {len(rollouts)} completions"
-            f"{f', {run.unscored_steps} steps in a row' if run.step else ''}{why} Mend the reward function, then start or "
-            "resume the run."
+            f"{f', {run.unscored_steps} steps in a row' if run.step else ''}{why}. Mend the reward function, then "
+            "start or resume the run."
+        )
+    for failure in scores.failures[:3]:
+        log.warning(
+            "step %d row %d: reward %s: %s: %s", run.step, failure.row, failure.reward, failure.kind, failure.message
         )
 
 

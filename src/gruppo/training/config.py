@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -12,9 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gruppo.core.objective import Objective
+from gruppo.core.objective import PRESETS, Objective
 from gruppo.core.schedules import Decay
 from gruppo.types import GruppoError, Sampling
+
+IN_MEMORY = "<in memory>"
+"""Written in place of a Python object that has no name to load it by."""
 
 
 @dataclass(frozen=True)
@@ -157,14 +161,19 @@ def check(config: Config) -> None:
         "saving.keep": (config.saving.keep, 1),
         "saving.every": (config.saving.every, 0),
         "evaluation.prompts": (config.evaluation.prompts, 0),
+        "evaluation.every": (config.evaluation.every, 0),
+        "show_samples_every": (config.show_samples_every, 0),
         "optim.lr": (config.optim.lr, 0),
+        "optim.warmup_steps": (config.optim.warmup_steps, 0),
+        "optim.max_grad_norm": (config.optim.max_grad_norm, 0),
+        "optim.weight_decay": (config.optim.weight_decay, 0),
         "stage.kl_coef": (config.stage.kl_coef, 0),
     }
     for name, (value, lowest) in at_least.items():
-        if value < lowest:
-            raise GruppoError(
-                f"{name}={value} is too small; it needs at least {lowest}. Set {option(name)} {lowest or 1}."
-            )
+        if not lowest <= value < float("inf"):
+            raise GruppoError(f"{name}={value} is out of range; it needs at least {lowest}. Set {option(name)}.")
+    if not all(0 <= beta < 1 for beta in config.optim.betas):
+        raise GruppoError(f"optim.betas={config.optim.betas}: each needs to be in [0, 1). Set --optim.betas 0.9 0.999.")
     if not config.model:
         raise GruppoError("no model was given; a hub id, a local folder or a bundled model is needed. Set --model.")
     if not config.data:
@@ -172,14 +181,21 @@ def check(config: Config) -> None:
     if not config.reward:
         raise GruppoError("no reward was given; a built-in name or file.py:function is needed. Set --reward.")
     if config.rollout.temperature <= 0:
-        raise GruppoError("rollout.temperature=0 is greedy and cannot be learned from. Set --rollout.temperature 1.0.")
+        raise GruppoError(
+            f"rollout.temperature={config.rollout.temperature:g} gives nothing to learn from (0 is greedy). Set "
+            "--rollout.temperature 1.0."
+        )
     rows = config.rollout.prompts * config.rollout.group_size
     if config.optim.minibatches > rows:
         raise GruppoError(
             f"optim.minibatches={config.optim.minibatches} is more than the {rows} rows of a step. Lower it."
         )
     _ = config.rollout.sampling
-    config.objective.check(group_size=config.rollout.group_size, updates_per_row=config.updates_per_batch)
+    config.objective.check(
+        group_size=config.rollout.group_size,
+        updates_per_row=config.updates_per_batch,
+        kl_coef=config.stage.kl_coef,
+    )
 
 
 def option(name: str) -> str:
@@ -192,6 +208,13 @@ def option(name: str) -> str:
 
 def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
+
+
+def plain(value: Any) -> Any:
+    """A value as ``to_dict`` gives it: settings as dicts, paths as texts."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
@@ -225,15 +248,25 @@ def _build(kind: Any, data: Mapping[str, Any], where: str) -> Any:
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
+    if hint is Objective and isinstance(value, str):
+        return preset(value)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise GruppoError(f"config entry {where} is {value!r}; it needs an object of settings.")
         return _build(hint, value, f"{where}.")
     if not _fits(hint, value):
-        raise GruppoError(f"config entry {where} is {value!r}; it needs {_name(hint)}.")
-    if isinstance(value, list):
-        return tuple(value)
-    return float(value) if hint is float else value
+        raise GruppoError(f"config entry {where} is {value!r}; it needs {words(hint)}.")
+    return _cast(hint, value)
+
+
+def preset(name: str) -> Objective:
+    """A named objective."""
+    found = PRESETS.get(name.lower().replace("-", "_"))
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), PRESETS, 1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise GruppoError(f"objective {name or '(nothing)'} is no preset. {hint}Presets: {', '.join(PRESETS)}.")
+    return found
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -243,7 +276,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_fits(h, value) for h in inner)
     if origin is tuple:
-        return isinstance(value, list | tuple) and all(_fits(inner[0], v) for v in value)
+        return isinstance(value, list | tuple) and _has_length(inner, value) and all(_fits(inner[0], v) for v in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -251,7 +284,31 @@ def _fits(hint: Any, value: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _name(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
-    return getattr(hint, "__name__", str(hint)) if typing.get_origin(hint) is None else str(hint)
+def _has_length(inner: tuple[Any, ...], value: Any) -> bool:
+    return inner[-1] is Ellipsis or len(inner) == len(value)
+
+
+def _cast(hint: Any, value: Any) -> Any:
+    """What JSON has as a list or a whole number, as the field's type."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return _cast(next(h for h in inner if _fits(h, value)), value)
+    if isinstance(value, list | tuple):
+        return tuple(_cast(inner[0], v) for v in value)
+    return float(value) if hint is float else value
+
+
+_WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", type(None): "nothing"}
+
+
+def words(hint: Any) -> str:
+    """A type as people say it."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, inner))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(words, inner))
+    if origin is tuple:
+        kind = _WORDS[inner[0]].split(" ", 1)[1]
+        return f"a list of {kind}s" if inner[-1] is Ellipsis else f"a list of {len(inner)} {kind}s"
+    return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))

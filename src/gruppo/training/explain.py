@@ -8,14 +8,14 @@ import torch
 
 from gruppo.core.objective import describe
 from gruppo.training import config as configs
-from gruppo.training.api import Parts, build
+from gruppo.training.build import Parts, build
 from gruppo.training.config import Config
 from gruppo.training.run import Run
 from gruppo.types import Request
 
 
 def explain(config: Config) -> list[str]:
-    """The effective objective, tokens per step, a memory estimate, and one real prompt with its completion and reward."""
+    """The effective objective, tokens per step, a memory estimate, and one real prompt, completion and reward."""
     configs.check(config)
     run, _ = build(config, Parts())
     return [*_objective(config), "", *_work(run), "", *_memory(run), "", *_example(run)]
@@ -74,7 +74,8 @@ def _memory(run: Run) -> list[str]:
     return [
         "MEMORY",
         *(f"  {name:<24} {size / 2**30:6.2f} GiB" for name, size in parts.items()),
-        f"  {'together':<24} {total / 2**30:6.2f} GiB, and activations of at most {run.config.optim.token_budget:,} tokens",
+        f"  {'together':<24} {total / 2**30:6.2f} GiB, and activations of at most "
+        f"{run.config.optim.token_budget:,} tokens",
     ]
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +25,7 @@ from gruppo import dist
 from gruppo.track.files import MetricsFile, SamplesFile
 from gruppo.training import checkpoint
 from gruppo.training import config as configs
+from gruppo.training.config import IN_MEMORY
 from gruppo.training.run import Run
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -47,6 +51,13 @@ class Boundary:
         return cls(run.step, run.version, run.source.state_dict(), checkpoint.random_state(), counters)
 
 
+class _LogFile(logging.FileHandler):
+    """The run's log. What cannot be written is left out: the metrics file says that the disk is full."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 class RunFolder:
     """Only the main rank writes; the others have the same object and do nothing."""
 
@@ -61,11 +72,7 @@ class RunFolder:
         """A new folder; one that is there already is left alone."""
         folder = cls(path)
         if dist.is_main():
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise GruppoError(
-                    f"the run folder {path} exists already. Choose another --name, continue it with gruppo resume {path}, "
-                    "or delete it."
-                )
+            folder.check_is_new()
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -77,23 +84,42 @@ class RunFolder:
         folder.open()
         return folder
 
+    def check_is_new(self) -> None:
+        """Refuse a folder that holds something."""
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise GruppoError(
+                f"the run folder {self.path} exists already. Choose another --name, continue it with gruppo resume "
+                f"{self.path}, or delete it."
+            )
+
     def open(self) -> None:
-        """Take the folder for this process and start its log."""
+        """Take the folder for this process, clear away what a killed one left half-written, and start the log."""
         if not dist.is_main():
             return
-        self._lock = (self.path / ".lock").open("w")
+        try:
+            self._lock = (self.path / ".lock").open("w")
+            self._handler = _LogFile(self.path / "log.txt", encoding="utf-8")
+        except OSError as error:
+            self.close()
+            raise GruppoError(
+                f"{error.filename} cannot be written: {error.strerror}. The run needs a folder with free space that it "
+                "may write to."
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self.close()
             raise GruppoError(f"another process is writing to {self.path}; wait for it or stop it first.") from None
-        self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
+        for folder in (self.path, self.checkpoints):
+            checkpoint.sweep(folder)
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger("gruppo").addHandler(self._handler)
 
     def close(self) -> None:
         if self._handler is not None:
             logging.getLogger("gruppo").removeHandler(self._handler)
-            self._handler.close()
+            with suppress(OSError):
+                self._handler.close()
         if self._lock is not None:
             self._lock.close()
         self._handler = self._lock = None
@@ -102,7 +128,7 @@ class RunFolder:
         """The files that are always written; rows after ``from_step`` are cut away: they will be written again."""
         if not dist.is_main():
             return []
-        files = [MetricsFile(self.path), SamplesFile(self.path)]
+        files: list[MetricsFile | SamplesFile] = [MetricsFile(self.path), SamplesFile(self.path)]
         for file in files:
             file.cut(-1 if from_step is None else from_step)
         return files
@@ -126,8 +152,7 @@ class RunFolder:
                 optimizer=optimizer,
                 state=state,
             )
-            checkpoint.prune(self.checkpoints, run.config.saving.keep)
-        dist.barrier()
+            checkpoint.prune(self.checkpoints, run.config.saving.keep, newest=boundary.step)
 
     def restore(self, run: Run) -> bool:
         """Put the run where its newest checkpoint is; False where there is none."""
@@ -143,7 +168,7 @@ class RunFolder:
             run.totals = dict(saved.state["totals"])
             run.skipped_updates, run.unscored_steps = saved.state["skipped_updates"], saved.state["unscored_steps"]
             run.evaluations = list(saved.state["evaluations"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise GruppoError(
                 f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
                 f"({type(error).__name__}: {error}). Resume with the run's own config, or start a new run."
@@ -166,7 +191,7 @@ class RunFolder:
 
     def write_evaluations(self, run: Run) -> None:
         if dist.is_main():
-            checkpoint.write_text(self.path / "evaluations.json", json.dumps(run.evaluations, indent=2))
+            checkpoint.write_text(self.path / "evaluations.json", json.dumps(_no_nan(run.evaluations), indent=2))
 
     def write_manifest(self, run: Run, model_source: Mapping[str, Any]) -> None:
         """Versions, hardware, seed, and where model and data came from. Nothing of the environment is copied."""
@@ -185,8 +210,26 @@ class RunFolder:
             "versions": versions(),
             "hardware": hardware(),
             "world": dist.world(),
+            "first_weights_sha256": first_weights(run),
         }
         checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))
+
+    def check_first_weights(self, run: Run) -> None:
+        """Refuse to resume with a model that is not the one the run began with, where nothing else would tell.
+
+        The reference is a copy of it; and a model given in memory may have been trained since.
+        """
+        if not dist.is_main():
+            return
+        try:
+            then = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))["first_weights_sha256"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # a run killed before its manifest was written has no step to continue
+        if then is not None and then != first_weights(run):
+            raise GruppoError(
+                f"the model {run.config.model} is not the one that {self.path} began with: its weights have changed. "
+                "Resume with the model as it was before training, which is the KL reference and the starting point."
+            )
 
     def write_final(self, run: Run) -> Path:
         """The trained model as a folder of its own."""
@@ -195,6 +238,26 @@ class RunFolder:
             checkpoint.write_folder(target, run.policy.save)
         dist.barrier()
         return target
+
+
+def first_weights(run: Run) -> str | None:
+    """SHA-256 of the untrained weights, where a resume depends on them and no file name stands for them."""
+    if run.reference is None and run.config.model != IN_MEMORY:
+        return None
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights_of(run.policy.module).items()):
+        digest.update(name.encode() + b"\0")
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _no_nan(value: Any) -> Any:
+    """NaN as null, which is what JSON has."""
+    if isinstance(value, Mapping):
+        return {name: _no_nan(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_no_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:

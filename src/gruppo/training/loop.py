@@ -6,6 +6,8 @@ import random
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +17,10 @@ from gruppo.seeds import seed_at
 from gruppo.training.collect import Collected, collect
 from gruppo.training.evaluate import evaluate, sample_rows
 from gruppo.training.folder import Boundary, RunFolder
-from gruppo.training.run import Knobs, Run, knobs_at
+from gruppo.training.run import Run, knobs_at
 from gruppo.training.signals import Interrupted
 from gruppo.training.update import learn
+from gruppo.types import NumericalStop
 
 SAMPLES_SHOWN = 4
 
@@ -28,31 +31,42 @@ class Stopped(Exception):
 
 def train(run: Run, folder: RunFolder) -> None:
     """Rounds until ``config.steps`` are complete, from wherever the run is."""
-    with run.stopper.listening():
-        try:
-            evaluate_if_due(run, folder)
-            while run.step < run.config.steps:
-                knobs = knobs_at(run.config, run.step)
-                collected = collect_or_keep(run, folder, knobs)
-                metrics = collected.metrics | learn(run, collected.batch, knobs)
-                publish(run, folder, collected, metrics)
-                if run.stopper.requested and run.step < run.config.steps:
-                    folder.save(run, Boundary.of(run))
-                    raise Stopped
-        except Interrupted:
-            raise Stopped from None
+    try:
+        evaluate_if_due(run, folder)
+        while run.step < run.config.steps:
+            knobs = knobs_at(run.config, run.step)
+            with boundary_kept(run, folder):
+                collected = collect(run, knobs)
+            metrics = collected.metrics | learn(run, collected.batch, knobs)
+            publish(run, folder, collected, metrics)
+            stop_if_asked(run, folder)
+    except Interrupted:
+        raise Stopped(f"stopped by a signal. Continue with: gruppo resume {folder.path}") from None
 
 
-def collect_or_keep(run: Run, folder: RunFolder, knobs: Knobs) -> Collected:
-    """Collect; where that fails or is interrupted, save the state from before it: the weights are still those."""
+@contextmanager
+def boundary_kept(run: Run, folder: RunFolder) -> Iterator[None]:
+    """For work that leaves the weights alone: where it fails or is interrupted, the state from before it is saved.
+
+    Not where the weights themselves are what is wrong.
+    """
     boundary = Boundary.of(run)
     try:
         with run.stopper.may_leave():
-            return collect(run, knobs)
+            yield
+    except NumericalStop:
+        raise
     except (Interrupted, Exception):
         if boundary.step > 0:
             folder.save(run, boundary)
         raise
+
+
+def stop_if_asked(run: Run, folder: RunFolder) -> None:
+    """After a whole step: leave when a signal came to any rank."""
+    if run.step < run.config.steps and dist.all_max(int(run.stopper.requested)):
+        folder.save(run, Boundary.of(run))
+        raise Interrupted
 
 
 def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str, float]) -> None:
@@ -69,10 +83,10 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
     del metrics["rollouts"]
     run.log(metrics)
     show_samples(run, collected)
+    evaluate_if_due(run, folder)  # before the save, which then holds it; stopped here, the step is saved without it
     every = run.config.saving.every
     if run.step == run.config.steps or (every and run.step % every == 0):
         folder.save(run, Boundary.of(run))
-    evaluate_if_due(run, folder)
 
 
 def show_samples(run: Run, collected: Collected) -> None:
@@ -95,7 +109,8 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> None:
     is_due = run.step in (0, run.config.steps) or (every and run.step % every == 0)
     if not wanted or not is_due or any(done["step"] == run.step for done in run.evaluations):
         return
-    done = evaluate(run, folder.held_out(run))
+    with boundary_kept(run, folder):
+        done = evaluate(run, folder.held_out(run))
     run.evaluations.append(done.to_dict())
     folder.write_evaluations(run)
     for tracker in run.trackers:

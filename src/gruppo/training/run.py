@@ -89,5 +89,6 @@ def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -
         if name in stats:
             for entry in wanted:
                 what, metric = entry.split(":")
-                metrics[metric] = float(getattr(stats[name], what))
+                is_known = stats[name].count or what in ("sum", "count")
+                metrics[metric] = float(getattr(stats[name], what)) if is_known else float("nan")
     return metrics

@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gruppo import dist
 
-class Interrupted(BaseException):
+
+class Interrupted(KeyboardInterrupt):
     """A signal arrived while nothing would be lost by leaving at once. Not an Exception: no handler swallows it."""
 
 
@@ -30,11 +32,17 @@ class Stopper:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, handler or signal.SIG_DFL)
 
     @contextmanager
     def may_leave(self) -> Iterator[None]:
-        """Within, a signal raises Interrupted at once: nothing done here needs to be kept."""
+        """Within, a signal raises Interrupted at once: nothing done here needs to be kept.
+
+        One that code within has swallowed raises it at the end. Where there are other ranks, none leaves on its own.
+        """
+        if dist.world() > 1:
+            yield
+            return
         if self.requested:
             raise Interrupted
         self._may_leave = True
@@ -42,6 +50,8 @@ class Stopper:
             yield
         finally:
             self._may_leave = False
+        if self.requested:
+            raise Interrupted
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self.requested:

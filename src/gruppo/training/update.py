@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo import dist
@@ -45,7 +45,7 @@ def learn(run: Run, batch: Batch, knobs: Knobs) -> dict[str, float]:
         group["lr"] = knobs.lr
     stats: dict[str, Stat] = {}
     updates = 0
-    for minibatch in minibatches(run, batch):
+    for minibatch in minibatches(run, batch, knobs):
         updates += 1
         for name, stat in update(run, minibatch, knobs).items():
             stats[name] = stats.get(name, Stat()) + stat
@@ -54,19 +54,24 @@ def learn(run: Run, batch: Batch, knobs: Knobs) -> dict[str, float]:
     return metrics | {"optim/lr": knobs.lr, "time/update_s": time.perf_counter() - began}
 
 
-def minibatches(run: Run, batch: Batch) -> Iterator[Batch]:
-    """The batch cut into ``minibatches`` parts, in a new order each epoch."""
+def minibatches(run: Run, batch: Batch, knobs: Knobs) -> Iterator[Batch]:
+    """The batch cut into ``minibatches`` parts, in a new order each epoch.
+
+    The cut is made over the rows of all ranks, numbered as one rank would hold them, so that the number of ranks
+    changes no minibatch. A rank may have no row in one.
+    """
     optim = run.config.optim
-    rows = len(batch.rewards)
+    own = torch.arange(len(batch.rewards))
+    place = own // knobs.group_size * dist.world() + dist.rank()  # of the row's prompt
+    rows = place * knobs.group_size + own % knobs.group_size
     for epoch in range(optim.epochs):
         if optim.minibatches == 1:
             yield batch
             continue
-        order = torch.randperm(
-            rows, generator=generator_at(run.config.seed, "minibatches", run.step, epoch, dist.rank())
-        )
+        generator = generator_at(run.config.seed, "minibatches", run.step, epoch)
+        order = torch.randperm(run.config.rollout.prompts * knobs.group_size, generator=generator)
         for part in order.tensor_split(optim.minibatches):
-            yield batch.take(part.sort().values)
+            yield batch.take(torch.isin(rows, part).nonzero()[:, 0])
 
 
 def update(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
@@ -99,11 +104,13 @@ def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
     total = dist.all_sum(loss_total(batch.keep, average=objective.average, max_length=knobs.sampling.max_actions))
     weights = loss_weights(batch.keep, average=objective.average, total=total)
     stats = {name: Stat() for name in _stat_names(run)}
-    for piece in run.policy.pieces(rollouts, batch.keep, run.config.optim.token_budget):
+    for piece in run.policy.pieces(rollouts, _has_gradient(batch, knobs), run.config.optim.token_budget):
         likelihood = run.policy.likelihood(rollouts, piece, want=("entropy",))
         inputs = loss_inputs(run, batch, piece, weights, likelihood)
         terms, piece_stats = policy_loss(likelihood, inputs, objective)
-        loss = terms["policy"] - knobs.entropy_coef * terms["entropy"]
+        loss = terms["policy"]
+        if knobs.entropy_coef:
+            loss = loss - knobs.entropy_coef * terms["entropy"]
         if "kl" in terms:
             loss = loss + knobs.kl_coef * terms["kl"]
         loss.backward()
@@ -113,6 +120,17 @@ def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
         for name, stat in piece_stats.items():
             stats[name] = stats[name] + stat
     return stats
+
+
+def _has_gradient(batch: Batch, knobs: Knobs) -> Bool[Tensor, "B T"]:
+    """Kept actions of rows that can move the weights: those without an advantage cannot, where nothing else pulls.
+
+    They stay in the weights' denominator. Leaving out their forward changes no gradient, and saves most of an update
+    once the easy prompts are all answered rightly.
+    """
+    if knobs.kl_coef or knobs.entropy_coef:
+        return batch.keep
+    return batch.keep & (batch.advantages != 0).any(dim=1, keepdim=True)
 
 
 def loss_inputs(
@@ -152,6 +170,6 @@ def _count_skip(run: Run, norm: float) -> None:
     log.warning("step %d: the gradient's norm is %s; this update was skipped.", run.step, norm)
     if run.skipped_updates >= MAX_SKIPPED_UPDATES:
         raise NumericalStop(
-            f"step {run.step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite. Resume from an "
-            "earlier checkpoint with a lower --optim.lr, or try --compute float32."
+            f"step {run.step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite; "
+            "every save before this step is kept. Train again with a lower --optim.lr, or try --compute float32."
         )

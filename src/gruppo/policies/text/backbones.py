@@ -162,6 +162,8 @@ class TransformersBackbone:
 class CachedDecoding:
     """Decoding with keys and values kept: each prompt is read once, padded on the left, positions from the mask."""
 
+    logits: Tensor
+
     def __init__(self, backbone: TransformersBackbone, prompts: Sequence[Tensor], owners: Tensor) -> None:
         from transformers import DynamicCache
 
@@ -180,7 +182,8 @@ class CachedDecoding:
 
     def select(self, slots: Tensor) -> None:
         self.cache.batch_select_indices(slots)
-        self.mask, self.positions, self.logits = self.mask[slots], self.positions[slots], self.logits[slots]
+        self.mask, self.positions = self.mask[slots], self.positions[slots]
+        self.logits = self.logits[slots]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
         positions_too = {"position_ids": positions} if self.backbone.takes_positions else {}

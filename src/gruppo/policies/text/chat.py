@@ -24,7 +24,7 @@ class Chat(Protocol):
         ...
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids, special tokens left out."""
+        """The text of sampled ids, special tokens and end tokens left out."""
         ...
 
     def text_with_specials(self, ids: Sequence[int]) -> str:
@@ -69,7 +69,7 @@ class TransformersChat:
         return _not_empty(list(ids), inputs)
 
     def text(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self.tokenizer.decode([i for i in ids if i not in self.eos_ids], skip_special_tokens=True)
 
     def text_with_specials(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -79,7 +79,7 @@ class TransformersChat:
 
 
 class PlainChat:
-    """Anything with ``encode(text) -> ids`` and ``decode(ids) -> text``; ``render(messages) -> ids`` for conversations."""
+    """Anything with ``encode(text) -> ids`` and ``decode(ids) -> text``; ``render(messages) -> ids`` for chats."""
 
     def __init__(
         self, tokenizer: Any, eos_ids: Sequence[int], render: Callable[[Sequence[Any]], list[int]] | None = None
@@ -97,8 +97,8 @@ class PlainChat:
             return _not_empty(list(self.tokenizer.encode(inputs)), inputs)
         if self.render is None:
             raise DataError(
-                "the prompt is a conversation, but this policy was built without render. Pass render=messages_to_ids to "
-                "from_module, or give prompts as plain strings."
+                "the prompt is a conversation, but this policy was built without render. Pass render=messages_to_ids "
+                "to from_module, or give prompts as plain strings."
             )
         return _not_empty(list(self.render(inputs)), inputs)
 

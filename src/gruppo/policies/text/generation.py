@@ -36,7 +36,8 @@ def write(
     """Sample until each row has drawn an end token, written a stop text, or reached ``max_actions``.
 
     A row whose logits are not finite ends as "error", with what it had. Finished rows leave the batch once they are an
-    eighth of it: each leave copies the cache, so a few wait for company.
+    eighth of it: each leave copies the cache, so a few wait for company. ``text`` shows special tokens, which a stop
+    text may name.
     """
     rows, columns = uniforms.shape
     tokens = torch.zeros(rows, columns, dtype=torch.long)
@@ -60,10 +61,12 @@ def write(
         good = open_slots & ~broken
         tokens[slots[good], t], logprobs[slots[good], t] = drawn[good], logprob[good]
         lengths[slots[good]] += 1
-        stopped = good & (torch.isin(drawn, ends) | _wrote_stop(tokens, lengths, slots, good, sampling.stop, text))
-        for kind, where in (("stop", stopped), ("error", broken)):
-            for row in slots[where].tolist():
-                finish[row] = kind
+        stopped = good & torch.isin(drawn, ends)
+        stopped |= _wrote_stop(tokens, lengths, slots, good & ~stopped, sampling.stop, text)
+        for row in slots[stopped].tolist():
+            finish[row] = "stop"
+        for row in slots[broken].tolist():
+            finish[row] = "error"
         open_slots = good & ~stopped
         still = int(open_slots.sum())
         if still == 0 or t + 1 == columns:

@@ -27,19 +27,28 @@ def from_pretrained(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
-    _check_folder(path)
+    path = _checked_folder(path)
     hf_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=trust_remote_code, use_safetensors=True
+        module, loaded = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # whatever transformers and the formats raise for files that they cannot read
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise GruppoError(
-            f"model {str(path)!r} could not be loaded: {reason} Give a local folder that save_pretrained wrote, or a hub "
-            "id that this machine can reach or has cached."
+            f"model {str(path)!r} could not be loaded: {reason} Give a local folder that save_pretrained wrote, or a "
+            "hub id that this machine can reach or has cached."
         ) from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise GruppoError(
+            f"model {str(path)!r} lacks {len(missing)} weights that a {type(module).__name__} has, {missing[0]} first; "
+            "they would be random. Give a folder with all weights of a causal language model."
+        )
     return from_transformers(module, tokenizer, compute=compute, chunk=chunk)
 
 
@@ -51,7 +60,7 @@ def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto",
     backbone = probe(module)
     if not backbone.caches:
         logging.getLogger("gruppo").warning(
-            "%s: cached decoding does not give the model's own logits, so every token reads its whole row (slow, right).",
+            "%s: cached decoding does not give the model's own logits, so each token reads its whole row (slow).",
             type(module).__name__,
         )
     width = module.get_input_embeddings().weight.shape[1]
@@ -59,7 +68,7 @@ def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto",
         module,
         backbone,
         TransformersChat(tokenizer, end_tokens(module, tokenizer)),
-        context=getattr(module.config, "max_position_embeddings", None),
+        context=getattr(module.config.get_text_config(), "max_position_embeddings", None),
         compute_dtype=_dtype(compute, width, module),
         chunk=chunk,
     )
@@ -75,9 +84,10 @@ def from_module(
     compute: Compute = "float32",
     chunk: int = 1024,
 ) -> TextPolicy:
-    """Any module that maps ids [B, T] to logits [B, T, V] causally, with a tokenizer that has ``encode`` and ``decode``.
+    """Any module that maps ids [B, T] to logits [B, T, V] causally, with a tokenizer with ``encode`` and ``decode``.
 
-    nanochat's GPT is the example: ``from_module(model, tokenizer, eos_ids=[tokenizer.encode_special("<|assistant_end|>")],
+    nanochat's GPT is the example: ``from_module(model, tokenizer,
+    eos_ids=[tokenizer.encode_special("<|assistant_end|>")],
     render=lambda messages: tokenizer.render_for_completion({"messages": messages}))``. transformers is not needed.
     """
     for name in ("encode", "decode"):
@@ -85,6 +95,9 @@ def from_module(
             raise GruppoError(
                 f"the tokenizer, a {type(tokenizer).__name__}, has no method {name}; it needs encode and decode."
             )
+    if isinstance(eos_ids, int):
+        raise GruppoError(f"eos_ids={eos_ids} is one number; it needs a list of ids, [{eos_ids}].")
+    _keep_masters_in_float32(module)
     widths = [parameter.shape[-1] for parameter in module.parameters() if parameter.dim() == 2]
     dtype = _dtype(compute, max(widths, default=64), module)
     chat = PlainChat(tokenizer, eos_ids, render)
@@ -98,17 +111,29 @@ def end_tokens(module: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in (*ids, tokenizer.eos_token_id) if i is not None))
 
 
+def _keep_masters_in_float32(module: nn.Module) -> None:
+    """Half-precision weights as float32: small updates would be rounded away in them. Buffers stay as they are."""
+    for parameter in module.parameters():
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+
+
 def _dtype(compute: Compute, width: int, module: nn.Module) -> torch.dtype:
     if compute == "auto":
         return faster_dtype(width, device=next(module.parameters()).device)
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[compute]
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if compute not in dtypes:
+        raise GruppoError(f"compute={compute!r} is not one of auto, {', '.join(dtypes)}.")
+    return dtypes[compute]
 
 
-def _check_folder(path: str | Path) -> None:
-    folder = Path(path)
+def _checked_folder(path: str | Path) -> str:
+    """The folder, if it is one and holds a model; a hub id as it is."""
+    folder = Path(path).expanduser()
     looks_local = folder.exists() or str(path).startswith((".", "/", "~"))
     if looks_local and not (folder / "config.json").is_file():
         what = "has no config.json" if folder.exists() else "does not exist"
         raise GruppoError(
             f"the model folder {str(path)!r} {what}. Give a folder that save_pretrained wrote, or a hub id."
         )
+    return str(folder) if looks_local else str(path)

@@ -31,7 +31,7 @@ class Packed:
     prompt_length: Int[Tensor, "b"]
 
     def before(self, completion: Int[Tensor, "N"], column: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-        """The position whose features predict the given action: the token before it, for the first the prompt's last."""
+        """The position whose features predict the action: that of the token before it, at first the prompt's last."""
         return torch.where(column == 0, self.prompt_length[completion] - 1, self.start[completion] + column - 1)
 
 
@@ -64,7 +64,7 @@ def pack(
 
 
 def visibility(segment: Int[Tensor, "g L"], real: Bool[Tensor, "g L"]) -> Bool[Tensor, "g L L"]:
-    """Causal, within the own segment or the prompt (segment 0). Padding sees itself alone, lest a softmax be empty."""
+    """Causal, within the own segment or the prompt (segment 0). Padding is seen by itself alone."""
     place = torch.arange(segment.shape[1])
     causal = place[:, None] >= place[None, :]
     own = segment[:, :, None] == segment[:, None, :]
@@ -90,7 +90,8 @@ def pieces_by_group(
     for row in rows:
         by_group.setdefault(int(group_ids[row]), []).append(row)
     for members in by_group.values():
-        tokens, part = 0, []
+        tokens = 0
+        part: list[int] = []
         for row in members:
             if part and tokens + int(lengths[row]) > budget:
                 packs.append((tokens, part))

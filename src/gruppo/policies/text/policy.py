@@ -64,6 +64,12 @@ class TextPolicy:
         if self.copy is not None:
             self.copy.refresh(force=force)
 
+    def _prepare(self) -> None:
+        """Whatever was done to the module since the last call: no dropout, and the weights as they are now."""
+        self.module.eval()
+        self.backbone.module.eval()
+        self.refresh()
+
     def save(self, folder: Path) -> None:
         """The master weights and the tokenizer; of a Hugging Face model, a folder that ``from_pretrained`` opens."""
         self.backbone.on(self.module).save(folder)
@@ -80,19 +86,19 @@ class TextPolicy:
             return None
         return (
             f"prompt {prompt.id!r} has {tokens} tokens, and {sampling.max_actions} new ones make "
-            f"{tokens + sampling.max_actions}; the model's context holds {self.context}. Shorten or remove it, or lower "
-            "--rollout.max-new-tokens."
+            f"{tokens + sampling.max_actions}; the model's context holds {self.context}. Shorten or remove it, or "
+            "lower --rollout.max-new-tokens."
         )
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
-        """``request.size`` completions of each prompt. Each token's randomness depends on (seed, draw, sample, position)."""
+        """``request.size`` completions of each prompt. A token's randomness hangs on (seed, draw, sample, position)."""
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
         for request in requests:
             if why := self.refuse(request.prompt, sampling):
                 raise GruppoError(why)
-        self.module.eval()
-        self.refresh()
+        _refuse_namesakes(requests)
+        self._prepare()
         return Rollouts.cat([self._sample(part, sampling, seed) for part in _batches(requests)])
 
     def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
@@ -102,7 +108,7 @@ class TextPolicy:
         uniforms = torch.stack([uniforms_at(seed, draw, i, sampling.max_actions) for draw, i in addresses])
         with torch.no_grad():
             decoding = self.backbone.start(prompts, owners.to(self.device))
-            written = write(decoding, uniforms, sampling, eos_ids=self.chat.eos_ids, text=self.chat.text)
+            written = write(decoding, uniforms, sampling, eos_ids=self.chat.eos_ids, text=self.chat.text_with_specials)
         columns = max(int(written.lengths.max()), 1)
         mask = torch.arange(columns) < written.lengths[:, None]
         rows = len(owners)
@@ -113,7 +119,7 @@ class TextPolicy:
             mask=mask,
             lengths=written.lengths,
             outputs=tuple(
-                self._output(written.tokens[i, mask[i].nonzero()[:, 0]], requests[owners[i]].prompt, sampling)
+                self._output(written.tokens[i, mask[i].nonzero()[:, 0]], requests[int(owners[i])].prompt, sampling)
                 for i in range(rows)
             ),
             sampler_logprobs=torch.where(mask, written.logprobs[:, :columns], 0),
@@ -147,7 +153,7 @@ class TextPolicy:
 
     def likelihood(self, rollouts: Rollouts, piece: Piece, *, want: Want = ()) -> Likelihood:
         """Log-probabilities at the sampling temperature, top-k and top-p of the rollouts; 0 where mask is False."""
-        self.refresh()
+        self._prepare()
         rows = piece.rows
         mask = piece.of(rollouts.mask)  # [b, t]
         actions = piece.of(rollouts.actions)
@@ -195,6 +201,17 @@ class TextPolicy:
         if len(top_k) > 1 or len(top_p) > 1:
             raise GruppoError("these rollouts mix several top_k or top_p; evaluate each kind apart.")
         return (int(top_k[0]), float(top_p[0])) if len(top_k) else (0, 1.0)
+
+
+def _refuse_namesakes(requests: Sequence[Request]) -> None:
+    """Rows of equal prompt id and draw become one group, so one id and draw must mean one prompt."""
+    asked: dict[tuple[str, int], Prompt] = {}
+    for prompt in (request.prompt for request in requests):
+        if asked.setdefault((prompt.id, prompt.draw), prompt).inputs != prompt.inputs:
+            raise GruppoError(
+                f"two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows would become "
+                "one group. Give each prompt an id of its own."
+            )
 
 
 def _batches(requests: Sequence[Request]) -> list[list[Request]]:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_optimizer_steps = 0
+
+
+def _count_optimizer_step(*_: object) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_optimizer_step)  # fused optimisers do not count versions of what they change
 
 
 class ComputeCopy:
@@ -23,25 +35,26 @@ class ComputeCopy:
         for parameter in self.module.parameters():
             parameter.data = parameter.data.to(dtype)
         self.pairs = list(zip(master.parameters(), self.module.parameters(), strict=True))
+        self.buffers = list(zip(master.buffers(), self.module.buffers(), strict=True))
         for owner, parameter in self.pairs:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_hand_gradient_to(owner))
         self.seen = self._versions()
 
     def refresh(self, *, force: bool = False) -> None:
-        """Cast the weights again if an in-place operation has changed the master since, or in any case with ``force``."""
+        """Cast the weights again if an in-place operation or an optimiser may have changed them, or with ``force``."""
         versions = self._versions()
         if force or versions != self.seen:
             with torch.no_grad():
-                for owner, parameter in self.pairs:
-                    parameter.copy_(owner)
+                for owner, copied in (*self.pairs, *self.buffers):
+                    copied.copy_(owner)
             self.seen = versions
 
     def _versions(self) -> list[int]:
-        return [owner._version for owner in self.master.parameters()]
+        return [_optimizer_steps, *(owner._version for owner, _ in (*self.pairs, *self.buffers))]
 
 
-def _hand_gradient_to(owner: nn.Parameter):
+def _hand_gradient_to(owner: nn.Parameter) -> Callable[[Tensor], None]:
     def hand_over(parameter: Tensor) -> None:
         if parameter.grad is None:
             return
@@ -55,7 +68,7 @@ def _hand_gradient_to(owner: nn.Parameter):
 
 
 def faster_dtype(width: int, *, rows: int = 256, device: torch.device | str = "cpu") -> torch.dtype:
-    """bfloat16 where a product of ``rows`` by ``width`` with a 4x wider layer is at least 1.2 times as fast, else float32.
+    """bfloat16 where a product of ``rows`` by ``width`` with a 4x wider layer is 1.2 times as fast, else float32.
 
     The two are timed in turn and their best times compared: what else the machine does can only slow them down.
     """

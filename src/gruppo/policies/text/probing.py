@@ -17,14 +17,17 @@ def probe(module: Any) -> TransformersBackbone:
     plain = TransformersBackbone(module)
     splits = _agrees(plain, _split)
     caches = _agrees(plain, _cached)
-    packs = _attends_fully(module.config) and _agrees(plain, _packed)
+    packs = _attends_fully(module.config.get_text_config()) and _agrees(plain, _packed)
     return TransformersBackbone(module, splits=splits, caches=caches, packs=packs)
 
 
+WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "attention_chunk_size")
+
+
 def _attends_fully(config: Any) -> bool:
-    """A few tokens cannot tell whether far ones are seen: a sliding window must be known from the config."""
+    """A few tokens cannot tell whether far ones are seen: a window must be known from the config."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    return kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
+    return kinds == {"full_attention"} and all(getattr(config, name, None) is None for name in WINDOWS)
 
 
 Attempt = Callable[[TransformersBackbone, list[Tensor]], tuple[Tensor, Tensor]]
@@ -44,9 +47,14 @@ def _agrees(plain: TransformersBackbone, attempt: Attempt) -> bool:
 
 
 def _split(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """With logits so large that a cap on them would show."""
     ids, _ = pad_right(prompts)
     split = TransformersBackbone(plain.module, splits=True)
-    return split.head(split.features(ids)), plain.features(ids)
+    louder = plain.module.get_output_embeddings().register_forward_hook(lambda head, args, logits: logits * 1e3)
+    try:
+        return split.head(split.features(ids)), plain.features(ids)
+    finally:
+        louder.remove()
 
 
 def _cached(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:

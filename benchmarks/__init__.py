@@ -1,0 +1,1 @@
+"""Benchmarks report; tests decide. Each prints JSON and a table."""

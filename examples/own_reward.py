@@ -1,0 +1,33 @@
+"""One's own reward function: make a chat model answer in as few words as it can while naming the number.
+
+    python examples/own_reward.py
+"""
+
+import gruppo
+
+
+def short_and_right(completions, answer, **kwargs):
+    """1 for the right number, less a little for each word beside it. Called with lists: one entry for each completion."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(a in text) - 0.05 * len(text.split()) for text, a in zip(texts, answer, strict=True)]
+
+
+def main(model="smollm2-135m", steps=20, **options):
+    """Train, and say where the model is. ``options`` are further fields of the config."""
+    result = gruppo.train(
+        model=model,
+        data=[
+            {"prompt": [{"role": "user", "content": f"How much is {a} plus {b}?"}], "answer": str(a + b)}
+            for a in range(10)
+            for b in range(10)
+        ],
+        reward=short_and_right,
+        steps=steps,
+        **{"rollout__max_new_tokens": 24, "optim__lr": 1e-5, "evaluation__prompts": 8} | options,
+    )
+    print(f"mean reward {result.before['mean']:.2f} before, {result.after['mean']:.2f} after; the model is in {result.model}")
+    return result
+
+
+if __name__ == "__main__":
+    main()

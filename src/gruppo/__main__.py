@@ -1,0 +1,5 @@
+"""``python -m gruppo``."""
+
+from gruppo.cli import main
+
+main()

@@ -1,0 +1,154 @@
+"""From a config, and Python objects in place of its names, to the parts of a run."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gruppo import dist
+from gruppo.data.open import open_source
+from gruppo.engines import LocalEngine
+from gruppo.policies.reference import FrozenReference
+from gruppo.policies.text import TextPolicy, from_pretrained
+from gruppo.policies.text.bundled import BUNDLED, bundled_model
+from gruppo.rewards.resolve import resolve_reward
+from gruppo.rewards.score import RewardSet
+from gruppo.training.config import IN_MEMORY, Config
+from gruppo.training.run import Run
+from gruppo.types import DataError, GruppoError
+
+TEMPLATE_TOKENS = 512
+"""More than a chat template adds to a conversation. Prompts that are shorter than the context by this need no count."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Python objects given in place of a config's names."""
+
+    model: TextPolicy | None = None
+    data: Any = None
+    rewards: Sequence[Callable[..., Any]] | None = None
+
+    @classmethod
+    def of(cls, model: Any, data: Any, reward: Any) -> Parts:
+        """What a caller gives: a model's name is no part; one reward, or a list of them."""
+        if model is not None and not isinstance(model, str | os.PathLike | TextPolicy):
+            raise GruppoError(
+                f"model is a {type(model).__name__}; it needs a name, a folder or a TextPolicy. Wrap a Hugging Face "
+                "model with gruppo.from_transformers(model, tokenizer), any other module with gruppo.from_module."
+            )
+        rewards = None if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
+        return cls(model if isinstance(model, TextPolicy) else None, data, rewards)
+
+
+def missing_parts(config: Config, parts: Parts) -> list[str]:
+    """What the config says was given in memory, and is not given now."""
+    named = {
+        "model": config.model == IN_MEMORY and parts.model is None,
+        "data": config.data == IN_MEMORY and parts.data is None,
+        "reward": IN_MEMORY in config.reward and parts.rewards is None,
+    }
+    return [name for name, is_missing in named.items() if is_missing]
+
+
+def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
+    """All parts of a run, the cheap checks first; and where the model came from."""
+    if config.rollout.prompts < dist.world():
+        raise GruppoError(
+            f"rollout.prompts={config.rollout.prompts} leaves some of the {dist.world()} ranks without a prompt. Set "
+            f"--rollout.prompts {dist.world()} or more, or start fewer ranks."
+        )
+    source = open_data(config, parts)
+    rewards = RewardSet(
+        [resolve_reward(reward) for reward in parts.rewards or config.reward],
+        config.scoring.weights,
+        config.scoring.timeout_s,
+    )
+    if hasattr(source, "columns"):
+        rewards.check(reward_columns(source.columns, config))
+    policy, model_source = open_model(config, parts)
+    measured: Any = str(policy.compute_dtype).removeprefix("torch.")
+    config = replace(config, compute=measured)
+    check_lengths(source, policy, config)
+    run = Run(
+        config=config,
+        policy=policy,
+        engine=LocalEngine(policy),
+        source=source,
+        rewards=rewards,
+        optimizer=adamw(policy.module, config),
+        reference=FrozenReference(policy) if config.stage.kl_coef > 0 else None,
+    )
+    return run, model_source
+
+
+def reward_columns(columns: Sequence[str], config: Config) -> set[str]:
+    """What a reward may ask for: the data's columns, and the target under the names answer and target."""
+    targets = {"answer", "target", "solution", "label", config.prompts.target_column}
+    return {*columns} | ({"answer", "target"} if targets & {*columns} else set())
+
+
+def open_data(config: Config, parts: Parts) -> Any:
+    return open_source(
+        config.data if parts.data is None else parts.data,
+        seed=config.seed,
+        prompt_column=config.prompts.column,
+        target_column=config.prompts.target_column,
+        held_out_fraction=config.prompts.held_out_fraction,
+    )
+
+
+def open_model(config: Config, parts: Parts) -> tuple[TextPolicy, dict[str, Any]]:
+    if parts.model is not None:
+        return parts.model, {"name": config.model}
+    path, source = config.model, {"name": config.model}
+    if config.model in BUNDLED:
+        found = bundled_model(config.model)
+        path, source = str(found.path), {"name": config.model, "source": found.source, "sha256": found.sha256}
+    elif "/" not in path and not Path(path).exists() and (near := difflib.get_close_matches(path, BUNDLED, 1)):
+        raise GruppoError(f"there is no model {path!r}. Did you mean {near[0]}?")
+    policy = from_pretrained(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
+    return policy, source
+
+
+def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
+    """Refuse data with a prompt that the model's context cannot hold, before anything is trained."""
+    for prompt in source.all_prompts() if hasattr(source, "all_prompts") else ():
+        longest = len(str(prompt.inputs).encode()) + TEMPLATE_TOKENS  # a token of text is at least a byte
+        if policy.context and longest + config.rollout.max_new_tokens < policy.context:
+            continue
+        if why := policy.refuse(prompt, config.rollout.sampling):
+            raise DataError(why)
+
+
+def adamw(module: torch.nn.Module, config: Config) -> torch.optim.AdamW:
+    optim = config.optim
+    return torch.optim.AdamW(
+        [parameter for parameter in module.parameters() if parameter.requires_grad],
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        fused=True,
+    )
+
+
+def name_of(part: Any) -> str:
+    """What a config says of a part: its name or path; of a function that can be loaded again, file.py:function."""
+    if isinstance(part, str | os.PathLike):
+        return str(part)
+    module = sys.modules.get(getattr(part, "__module__", None) or "")
+    name = getattr(part, "__qualname__", "")
+    if module is None or vars(module).get(name) is not part or not name.isidentifier():
+        return IN_MEMORY
+    if module.__name__ != "__main__" and "." in module.__name__:
+        return f"{module.__name__}:{name}"
+    file = Path(getattr(module, "__file__", None) or "")
+    return f"{file.resolve()}:{name}" if file.is_file() else IN_MEMORY

@@ -1,0 +1,136 @@
+"""Estimators of the KL, by hand and against enumeration."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from tests.core.enumeration import (
+    LOGITS,
+    MASK,
+    OTHER,
+    SEQUENCES,
+    gradient,
+    logprobs_of,
+    probabilities,
+    terms_of,
+)
+from torch import Tensor
+
+from gruppo.core.divergence import ESTIMATORS, k3, kl
+from gruppo.core.objective import Objective
+
+ONE = torch.ones(1, 1, dtype=torch.bool)
+POLICY = torch.tensor([0.4, -0.3, 0.9, 0.1], dtype=torch.float64)
+REFERENCE = torch.tensor([-0.2, 0.6, 0.3, 0.0], dtype=torch.float64)
+SAMPLER = torch.tensor([0.1, 0.1, 0.5, -0.6], dtype=torch.float64)
+
+
+@pytest.mark.silent_bug(17)
+@pytest.mark.parametrize(
+    ("estimator", "nats"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))]
+)
+def test_estimators_by_hand_at_half_against_a_quarter(estimator, nats):
+    policy, reference = torch.tensor([[0.5]]).double().log(), torch.tensor([[0.25]]).double().log()
+    value = kl(policy, reference, torch.zeros_like(policy), ONE, estimator=estimator)
+    assert value.item() == pytest.approx(nats, rel=1e-12)
+
+
+@pytest.mark.silent_bug(17)
+@settings(max_examples=50)
+@given(st.floats(-30, 30), st.sampled_from([torch.float32, torch.float64]))
+def test_k3_is_never_negative(delta, dtype):
+    assert k3(torch.tensor([delta, delta * 1e-6, delta * 1e-12], dtype=dtype)).min() >= 0
+
+
+@pytest.mark.silent_bug(17)
+@pytest.mark.parametrize("gradient_choice", ["naive", "unbiased"])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_equal_policies_have_neither_kl_nor_pull(estimator, gradient_choice):
+    logprobs = torch.tensor([[-0.3, -2.0]], dtype=torch.float64, requires_grad=True)
+    keep = torch.ones(1, 2, dtype=torch.bool)
+    ratio = logprobs - logprobs.detach()
+    value = kl(logprobs, logprobs.detach(), ratio, keep, estimator=estimator, gradient=gradient_choice)
+    assert value.tolist() == [[0, 0]]
+    assert torch.autograd.grad(value.sum(), logprobs)[0].tolist() == [[0, 0]]
+
+
+def expected(sampler: Tensor, estimator: str, choice: str) -> tuple[Tensor, Tensor]:
+    """The estimate and its gradient in the policy's logits, over the four outcomes that the sampler draws from."""
+
+    def estimate(logits: Tensor) -> Tensor:
+        logprobs, old = logits.log_softmax(0)[None], sampler.log_softmax(0)[None]
+        keep = torch.ones(1, 4, dtype=torch.bool)
+        values = kl(
+            logprobs, REFERENCE.log_softmax(0)[None], logprobs - old, keep, estimator=estimator, gradient=choice
+        )
+        return (sampler.softmax(0) * values[0]).sum()
+
+    return estimate(POLICY), gradient(estimate, POLICY)
+
+
+def true_kl(first: Tensor, second: Tensor) -> Tensor:
+    return (first.softmax(0) * (first.log_softmax(0) - second.log_softmax(0))).sum()
+
+
+TRUE = gradient(lambda logits: true_kl(logits, REFERENCE), POLICY)
+REVERSE = gradient(lambda logits: true_kl(REFERENCE, logits), POLICY)
+
+
+@pytest.mark.silent_bug(17)
+@pytest.mark.parametrize("sampler", [POLICY, SAMPLER], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_unbiased_gradient_is_right_whoever_drew(estimator, sampler):
+    value, slope = expected(sampler, estimator, "unbiased")
+    torch.testing.assert_close(slope, TRUE, rtol=1e-10, atol=1e-12)
+    if estimator != "k2":
+        torch.testing.assert_close(value, true_kl(POLICY, REFERENCE), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.silent_bug(17)
+def test_naive_gradients_are_zero_for_k1_right_for_k2_and_reversed_for_k3():
+    torch.testing.assert_close(expected(POLICY, "k1", "naive")[1], torch.zeros_like(TRUE), rtol=0, atol=1e-12)
+    torch.testing.assert_close(expected(POLICY, "k2", "naive")[1], TRUE, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(expected(POLICY, "k3", "naive")[1], REVERSE, rtol=1e-10, atol=1e-12)
+    assert (REVERSE - TRUE).norm() > 0.1 * TRUE.norm()  # so that the line above tells the two apart
+
+
+@pytest.mark.silent_bug(17)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_naive_gradients_are_wrong_where_another_policy_drew(estimator):
+    assert (expected(SAMPLER, estimator, "naive")[1] - TRUE).norm() > 0.05 * TRUE.norm()
+
+
+@pytest.mark.silent_bug(17)
+@pytest.mark.parametrize("drawn_by", [LOGITS, OTHER], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_over_two_steps_the_kl_term_has_the_gradient_of_the_kl_at_each_visited_prefix(estimator, drawn_by):
+    reference = LOGITS.flip(1)
+    objective = Objective(average="sequence_sum", kl=estimator)
+
+    def true_per_token_kl(logits: Tensor) -> Tensor:
+        each = (logits.softmax(1) * (logits.log_softmax(1) - reference.log_softmax(1))).sum(dim=1)  # [prefix]
+        visits = torch.tensor([1.0, *drawn_by[0].softmax(0)[1:]], dtype=torch.float64)
+        return (visits * each).sum()
+
+    def expected_term(logits: Tensor) -> Tensor:
+        chance = probabilities(drawn_by).detach()
+        return sum(
+            chance[row]
+            * terms_of(logits, torch.tensor([row]), torch.zeros(1, 2), objective, old=drawn_by, ref=reference)["kl"]
+            for row in range(len(SEQUENCES))
+        )
+
+    torch.testing.assert_close(gradient(expected_term), gradient(true_per_token_kl), rtol=1e-10, atol=1e-12)
+
+
+def test_the_helper_scores_sequences_of_one_and_two_tokens():
+    """log(.5) for the end at once, log(.3) + log(.2) for token 1 and then token 2."""
+    logits = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.7, 0.2], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64).log()
+    rows = torch.tensor([0, 3])
+    assert MASK[rows].tolist() == [[True, False], [True, True]]
+    by_hand = torch.tensor([[0.5, 1.0], [0.3, 0.2]], dtype=torch.float64).log()
+    torch.testing.assert_close(logprobs_of(logits, rows), by_hand)

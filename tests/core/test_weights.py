@@ -1,0 +1,105 @@
+"""Every denominator: formulas, and that no split of a batch can change a weight."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from gruppo.core.weights import TOTALS, Average, loss_total, loss_weights
+
+AVERAGES = get_args(Average)
+MAX_LENGTH = 8
+
+
+def keep_of(lengths: list[int], columns: int | None = None) -> Tensor:
+    return torch.arange(max([*lengths, 1]) if columns is None else columns)[None] < torch.tensor(lengths)[:, None]
+
+
+def weights_of(keep: Tensor, average: str, total: Tensor | None = None) -> Tensor:
+    total = loss_total(keep, average=average, max_length=MAX_LENGTH) if total is None else total
+    return loss_weights(keep, average=average, total=total)
+
+
+def test_every_average_has_a_total():
+    assert set(TOTALS) == set(AVERAGES)
+
+
+@pytest.mark.silent_bug(29)
+@pytest.mark.parametrize(
+    ("average", "weight"),
+    [
+        ("sequence", lambda length, lengths: 1 / (length * len(lengths))),
+        ("token", lambda length, lengths: 1 / sum(lengths)),
+        ("constant", lambda length, lengths: 1 / (len(lengths) * MAX_LENGTH)),
+        ("sequence_sum", lambda length, lengths: 1 / len(lengths)),
+        ("sum", lambda length, lengths: 1.0),
+    ],
+)
+def test_weight_of_a_token_by_the_length_of_its_row(average, weight):
+    lengths = [1, 2, 5, 7]
+    weights = weights_of(keep_of([*lengths, 0]), average)
+    for row, length in enumerate(lengths):
+        by_hand = torch.tensor([weight(length, lengths)] * length + [0.0] * (7 - length), dtype=torch.float64)
+        torch.testing.assert_close(weights[row], by_hand, rtol=1e-12, atol=0)
+    assert not weights[4].any()
+
+
+@pytest.mark.silent_bug(29)
+def test_each_row_counts_once_under_sequence_and_by_its_length_under_token():
+    keep = keep_of([1, 3, 4])
+    torch.testing.assert_close(weights_of(keep, "sequence").sum(1), torch.full((3,), 1 / 3, dtype=torch.float64))
+    torch.testing.assert_close(weights_of(keep, "token").sum(1), torch.tensor([1, 3, 4], dtype=torch.float64) / 8)
+
+
+@pytest.mark.silent_bug(11)
+@pytest.mark.parametrize("average", AVERAGES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_the_weights_of_a_part_are_those_of_the_whole(average, data):
+    lengths = data.draw(st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=8))
+    cut = data.draw(st.integers(0, len(lengths)))
+    keep = keep_of(lengths, MAX_LENGTH)
+    parts = [keep[:cut], keep[cut:]]
+    total = sum(loss_total(part, average=average, max_length=MAX_LENGTH) for part in parts)
+    if average != "sum":  # its total is not used
+        assert float(total) == float(loss_total(keep, average=average, max_length=MAX_LENGTH))
+    whole = weights_of(keep, average)
+    assert torch.equal(torch.cat([weights_of(part, average, total) for part in parts]), whole)
+
+
+@pytest.mark.silent_bug(13)
+@pytest.mark.parametrize("average", AVERAGES)
+def test_rows_that_are_not_kept_leave_numerator_and_denominator_together(average):
+    kept, with_dropped = keep_of([2, 4], 5), keep_of([2, 0, 4, 0], 5)
+    weights = weights_of(with_dropped, average)
+    assert torch.equal(weights[[0, 2]], weights_of(kept, average))
+    assert not weights[[1, 3]].any()
+
+
+@pytest.mark.silent_bug(13)
+@pytest.mark.parametrize("average", AVERAGES)
+def test_actions_of_the_environment_inside_a_row_count_nowhere(average):
+    """A tool's output in columns 1 and 2 leaves a row of two actions."""
+    inside = torch.tensor([[True, False, False, True], [True, True, True, False]])
+    plain = torch.tensor([[True, True, False, False], [True, True, True, False]])
+    weights = weights_of(inside, average)
+    assert not weights[0, 1:3].any()
+    assert torch.equal(weights[inside], weights_of(plain, average)[plain])
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+def test_padding_columns_change_no_weight(average):
+    keep = keep_of([3, 1])
+    padded = torch.nn.functional.pad(keep, (0, 4))
+    assert torch.equal(weights_of(padded, average), torch.nn.functional.pad(weights_of(keep, average), (0, 4)))
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+def test_nothing_kept_anywhere_gives_weights_of_zero(average):
+    assert not weights_of(torch.zeros(3, 4, dtype=torch.bool), average).any()
+    assert weights_of(torch.zeros(0, 4, dtype=torch.bool), average).shape == (0, 4)

@@ -1,0 +1,171 @@
+"""Small true parts: a byte tokenizer, a two-layer GPT, tiny Hugging Face models, and the policies made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gruppo.policies.text import TextPolicy, from_module, from_transformers
+from gruppo.types import Prompt, Request
+
+END = 256
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class ByteTokenizer:
+    """A token is a byte; 256 ends a completion."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join("<end>" if i == END else chr(i) if i < 128 else "\ufffd" for i in ids)
+
+
+class TinyGPT(nn.Module):
+    """Ids [B, T] to logits [B, T, V]: learned positions, causal attention, dropout where asked for."""
+
+    def __init__(self, vocabulary: int = END + 1, width: int = 16, context: int = 64, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * 2
+
+
+class Block(nn.Module):
+    """One head of attention and a hidden layer."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.dropout = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Dropout(dropout)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.dropout(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.dropout(self.mlp(x))
+
+
+def bpe_tokenizer(merges: Sequence[tuple[str, str]] = (("a", "b"), ("ab", "c"), ("1", "2"))) -> Any:
+    """A fast Hugging Face tokenizer over bytes with a few merges and a chat template; padding is the end token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def causal_lm(kind: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A tiny Hugging Face model of the given kind whose weights are large enough that attention matters."""
+    import transformers
+
+    tokenizer = bpe_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    defaults = sizes | heads | ends | {"initializer_range": 0.25} | changes
+    if kind == "GPT2":
+        defaults = {name: value for name, value in defaults.items() if name not in ("num_key_value_heads", "head_dim")}
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**defaults)
+    return getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
+
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+def plain(*, seed: int = 0, **changes: Any) -> TextPolicy:
+    """A module of one's own."""
+    torch.manual_seed(seed)
+    return from_module(TinyGPT(**changes), ByteTokenizer(), eos_ids=[END], context=64, render=render)
+
+
+def llama(**changes: Any) -> TextPolicy:
+    """Rotary positions, grouped queries, embeddings tied."""
+    return of("Llama", tie_word_embeddings=True, **changes)
+
+
+def gpt2(**changes: Any) -> TextPolicy:
+    """Learned absolute positions, dropout in the config."""
+    return of("GPT2", **changes)
+
+
+def qwen2(**changes: Any) -> TextPolicy:
+    """Biases in attention."""
+    return of("Qwen2", tie_word_embeddings=False, **changes)
+
+
+def mistral(**changes: Any) -> TextPolicy:
+    """A sliding window shorter than the rows."""
+    return of("Mistral", **({"sliding_window": 6} | changes))
+
+
+def gemma2(**changes: Any) -> TextPolicy:
+    """Soft-capped logits; sliding and full attention in turn."""
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
+    return of("Gemma2", **({"sliding_window": 6} | caps | changes))
+
+
+def of(kind: str, *, compute: Any = "float32", chunk: int = 1024, **changes: Any) -> TextPolicy:
+    """The policy of a tiny Hugging Face model."""
+    return from_transformers(causal_lm(kind, **changes), bpe_tokenizer(), compute=compute, chunk=chunk)
+
+
+POLICIES: list[Callable[..., TextPolicy]] = [plain, llama, gpt2, qwen2, mistral, gemma2]
+"""What every metamorphic test runs over: a new policy joins by one more name here."""
+HUGGING_FACE = [llama, gpt2, qwen2, mistral, gemma2]
+PACKING = [llama, gpt2, qwen2]
+
+
+def render(messages: Sequence[dict[str, str]]) -> list[int]:
+    return ByteTokenizer().encode("".join(f"{m['role'][0]}:{m['content']};" for m in messages))
+
+
+def doubled(policy: TextPolicy) -> TextPolicy:
+    """The policy in float64, so that two roads to one number agree to many digits."""
+    policy.module.double()
+    policy.compute_dtype = torch.float64
+    return policy
+
+
+def prompts(*inputs: Any) -> list[Prompt]:
+    """Prompts with draws of their own; three of unequal lengths by default."""
+    inputs = inputs or ("a", "what is 12+3?", [{"role": "user", "content": "abc"}])
+    return [Prompt(f"p{n}", given, target=str(n), draw=n + 10) for n, given in enumerate(inputs)]
+
+
+def requests(*sizes: int, of: Sequence[Prompt] | None = None) -> list[Request]:
+    """One request for each size."""
+    return [Request(prompt, size) for prompt, size in zip(of or prompts(), sizes, strict=False)]
+
+
+class Says(nn.Module):
+    """At every position the token that the script has for the next one: an off-by-one costs 50 nats."""
+
+    def __init__(self, *scripts: Sequence[int], vocabulary: int = END + 1) -> None:
+        super().__init__()
+        script = nn.utils.rnn.pad_sequence([torch.tensor(list(s)) for s in scripts], batch_first=True)
+        self.logits = nn.Parameter(50.0 * nn.functional.one_hot(script, vocabulary))  # by (first token, position)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Rows follow the script that their first token numbers."""
+        which = ids[:, 0] % len(self.logits)
+        return nn.functional.pad(self.logits, (0, 0, 0, ids.shape[1]))[which, 1 : ids.shape[1] + 1]

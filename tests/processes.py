@@ -1,0 +1,110 @@
+"""Children that start in milliseconds: forked from a server that has imported everything once and has no threads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(
+    [
+        "accelerate",
+        "gruppo.commands",
+        "gruppo.training.api",
+        "gruppo.training.watch",
+        "matplotlib.pyplot",
+        "transformers.generation.utils",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
+TIMEOUT_S = 60
+
+
+@dataclass
+class Child:
+    process: BaseProcess
+    folder: Path
+
+    def wait(self) -> int:
+        """The exit code; minus the signal's number where one ended it."""
+        self.process.join(TIMEOUT_S)
+        if self.process.exitcode is None:
+            self.kill()
+            raise AssertionError(f"the child did not end within {TIMEOUT_S} s:\n{self.err}")
+        return self.process.exitcode
+
+    def send(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, number)
+
+    def kill(self) -> int:
+        self.send(signal.SIGKILL)
+        self.process.join()
+        return self.process.exitcode or 0
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def wait_for(self, is_there: Callable[[], Any]) -> None:
+        """Until something is true, or the child has ended."""
+        until = time.monotonic() + TIMEOUT_S
+        while not is_there() and self.process.is_alive() and time.monotonic() < until:
+            time.sleep(0.002)
+
+
+def start(target: Callable[..., Any], *args: Any, folder: Path, env: Mapping[str, str] | None = None) -> Child:
+    """Call ``target(*args)`` in a child, its output in files of ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    process = _server.Process(target=_child, args=(target, args, str(folder), dict(env or {})), daemon=True)
+    process.start()
+    return Child(process, folder)
+
+
+def gruppo(*args: str, folder: Path, env: Mapping[str, str] | None = None) -> Child:
+    """The command line in a child."""
+    return start(command_line, args, folder=folder, env=env)
+
+
+def command_line(args: Sequence[str]) -> None:
+    from gruppo import cli
+
+    cli.main(list(args))
+
+
+def ranks(count: int, target: Callable[..., Any], *args: Any, folder: Path) -> list[Child]:
+    """As many children as torchrun would start, with what it tells them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        start(target, *args, folder=folder / f"rank{n}", env=shared | {"RANK": str(n), "LOCAL_RANK": str(n)})
+        for n in range(count)
+    ]
+
+
+def _child(target: Callable[..., Any], args: Sequence[Any], folder: str, env: Mapping[str, str]) -> None:
+    os.environ.update(env)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    import torch
+
+    torch.set_num_threads(1)
+    target(*args)

@@ -1,0 +1,25 @@
+"""The examples run, and learn what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_plain_module_learns_vowels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    result = example("plain_module").main(show=False, runs_dir=str(tmp_path))
+    assert result.after["mean"] > result.before["mean"] + 0.3

@@ -1,0 +1,112 @@
+"""Two processes are one run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gruppo.training import api
+from gruppo.training import config as configs
+from gruppo.types import GruppoError
+from tests import processes, tiny
+from tests.training.runs import metrics, weights
+
+OWN = ("update/pieces_count",)
+"""What depends on how the rows are shared out."""
+
+
+def spying(completions: Sequence[Any], prompts: Sequence[Any], completion_ids: Sequence[Any], **_: Any) -> list[Any]:
+    """The share of digits; one completion in five is not scored; each row is written down by the rank that asked."""
+    values = tiny.digits(completions)
+    scored = [None if sum(ids) % 5 == 0 else value for ids, value in zip(completion_ids, values, strict=True)]
+    with (Path(os.environ["SPIED"]) / f"rank{os.environ.get('RANK', '0')}.jsonl").open("a") as file:
+        for prompt, completion, value in zip(prompts, completions, scored, strict=True):
+            file.write(json.dumps([prompt[0]["content"], tiny.said(completion), value]) + "\n")
+    return scored
+
+
+def train(config: dict[str, Any], spied: str) -> None:
+    os.environ["SPIED"] = spied
+    api.start(configs.from_dict(config))
+
+
+def both(folder: Path, ranks: int, **changes: Any) -> tuple[Path, Path, list[list[Any]], list[list[list[Any]]]]:
+    """The run of one rank and that of several, and what each rank's reward saw."""
+    changes = {"reward": [f"{Path(__file__).resolve()}:spying"], "optim__eps": 0.1, "optim__lr": 0.05} | changes
+    seen = []
+    for name, count in (("one", 1), ("many", ranks)):
+        config = configs.to_dict(tiny.config(folder, name=name, steps=3, **changes))
+        spied = folder / f"spied-{name}"
+        spied.mkdir()
+        children = processes.ranks(count, train, config, str(spied), folder=folder / name)
+        codes = [child.wait() for child in children]
+        assert not any(codes), "\n".join(child.err for child in children)
+        seen.append([[json.loads(line) for line in open(file)] for file in sorted(spied.iterdir())])
+    return folder / "runs/one", folder / "runs/many", seen[0][0], seen[1]
+
+
+@pytest.mark.silent_bug(12)
+@pytest.mark.silent_bug(24)
+@pytest.mark.silent_bug(25)
+@pytest.mark.silent_bug(26)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout__prompts": 3, "rollout__group_size": 3},
+        {
+            "rollout__prompts": 3,
+            "rollout__group_size": 4,
+            "optim__epochs": 2,
+            "optim__minibatches": 3,
+            "stage__kl_coef": 0.1,
+            "stage__entropy_coef": 0.01,
+            "objective": {"baseline": "batch_mean", "scale": "batch", "average": "token"},
+        },
+        {"rollout__prompts": 2, "rollout__group_size": 3, "optim__minibatches": 6, "objective": "dr_grpo"},
+    ],
+    ids=["uneven", "several updates", "a rank without rows in a minibatch"],
+)
+def test_two_ranks_give_the_weights_and_metrics_of_one(tmp_path, changes):
+    one, two, seen_by_one, seen_by_two = both(tmp_path, 2, **changes)
+    start = torch.cat([t.flatten().double() for t in first_weights()])
+    assert (weights(one) - start).abs().max() > 1e-2
+    torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-6)
+    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - set(OWN):
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-6), name
+    assert Counter(map(str, seen_by_one)) == Counter(str(row) for rank in seen_by_two for row in rank)
+    assert all(seen_by_two) and len({row[1] for rank in seen_by_two for row in rank}) > 4
+    training = [Counter(row[0] for row in rank) for rank in seen_by_two]
+    size = changes["rollout__group_size"]
+    held_out = 2  # evaluations, at which a prompt is answered once
+    assert all(count % size == 0 or count <= held_out for rank in training for count in rank.values())
+
+
+def first_weights() -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found = load_file(Path(tiny.model()) / "model.safetensors")
+    return [found[name] for name in sorted(found)]
+
+
+def refused(config: dict[str, Any]) -> None:
+    try:
+        api.start(configs.from_dict(config))
+    except GruppoError as error:
+        assert "leaves some of the 2 ranks without a prompt" in str(error)
+        return
+    raise AssertionError("one prompt on two ranks was not refused")
+
+
+def test_fewer_prompts_than_ranks_are_refused(tmp_path):
+    config = configs.to_dict(tiny.config(tmp_path, rollout__prompts=1))
+    children = processes.ranks(2, refused, config, folder=tmp_path / "children")
+    assert [child.wait() for child in children] == [0, 0], children[0].err
