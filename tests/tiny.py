@@ -156,3 +156,7 @@ def nothing(completions: Sequence[Any], **_: Any) -> list[None]:
 
 
 not_a_function = 3.0
+
+
+def asks_for_colour(completions: Sequence[Any], colour: Sequence[str]) -> list[float]:
+    return [1.0 for _ in completions]

@@ -26,11 +26,15 @@ def test_the_prompt_is_a_question_and_the_beginning_of_its_answer():
     source = Arithmetic(7, 7, "-", seed=0, held_out_fraction=0)
     (prompt,) = source.take(1)
     assert prompt.inputs == [
+        {"role": "system", "content": ""},
         {"role": "user", "content": "What is 7 - 7?"},
         {"role": "assistant", "content": "7 - 7 ="},
     ]
-    plain = Arithmetic(7, 7, "-", seed=0, held_out_fraction=0, answer_prefix=False)
-    assert plain.take(1)[0].inputs == [{"role": "user", "content": "What is 7 - 7?"}]
+    plain = Arithmetic(7, 7, "-", seed=0, held_out_fraction=0, answer_prefix=False, system="Be brief.")
+    assert plain.take(1)[0].inputs == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 7 - 7?"},
+    ]
 
 
 def test_every_problem_is_either_drawn_or_held_out():
@@ -38,6 +42,12 @@ def test_every_problem_is_either_drawn_or_held_out():
     drawn, held = set(problems(source.take(4000))), problems(source.held_out(1000))
     assert not drawn & set(held)
     assert len(drawn) + len(held) == 2 * 10 * 10 and len(held) == len(set(held))
+
+
+def test_without_negatives_no_difference_is_below_zero_and_every_other_problem_is_there():
+    source = Arithmetic(0, 9, seed=2, allow_negative=False, held_out_fraction=0.3)
+    asked = {p.id: int(p.target) for p in (*source.take(4000), *source.held_out(1000))}
+    assert min(asked.values()) == 0 and len(asked) == 10 * 10 + 10 * 11 / 2
 
 
 def test_problems_are_drawn_equally_often():

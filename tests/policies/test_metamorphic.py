@@ -220,7 +220,6 @@ def test_what_stands_in_masked_slots_changes_nothing(policy, rollouts):
     assert logprobs_of(policy, junk)[~wide.mask].eq(0).all()
 
 
-@pytest.mark.silent_bug(13)
 def test_an_action_of_the_environment_is_read_and_not_evaluated(policy, rollouts):
     """A column below the length whose mask is False is context: later log-probs see it, and it has none itself."""
     row = int(rollouts.lengths.argmax())

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tests import tiny
 
 from gruppo.training import api, checkpoint
 from gruppo.training import config as configs
 from gruppo.training.build import Parts
 from gruppo.training.loop import Stopped
-from tests import tiny
 
 CLOCKED = ("time/", "mem/", "rate/")
 """Metrics that no two runs share."""

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tests import processes
 
 from gruppo.training import checkpoint
 from gruppo.types import GruppoError
-from tests import processes
 
 
 def save(folder: Path, step: int, **state: object) -> Path:
@@ -331,7 +331,13 @@ def test_adamw_goes_on_to_the_bit_from_its_saved_state(tmp_path):
 
 def test_random_state_survives_json_and_gives_the_same_next_numbers():
     def draw():
-        return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), float(torch.rand(1))]
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            float(np.random.rand()),
+            float(np.random.randn()),
+            float(torch.rand(1)),
+        ]
 
     draw()
     state = json.loads(json.dumps(checkpoint.random_state()))

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests import processes, tiny
+from tests.training.runs import FULL, SIMPLE, Signalling, assert_same, begin_or_go_on, newest, steps_logged
 
 import gruppo
 from gruppo.policies.text import from_pretrained
@@ -22,8 +24,6 @@ from gruppo.training import config as configs
 from gruppo.training.build import Parts
 from gruppo.training.loop import Stopped
 from gruppo.types import GruppoError
-from tests import processes, tiny
-from tests.training.runs import FULL, SIMPLE, Signalling, assert_same, begin_or_go_on, newest, steps_logged
 
 KINDS = pytest.mark.parametrize("kind", [SIMPLE, FULL], ids=["simple", "full"])
 STEPS = 12

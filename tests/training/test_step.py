@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests import tiny
+from tests.training.runs import assert_same, metrics, newest, weights
 from torch import nn
 
 from gruppo.core.objective import PRESETS
@@ -21,8 +23,6 @@ from gruppo.training.collect import collect
 from gruppo.training.run import Run, knobs_at
 from gruppo.training.update import learn, minibatches
 from gruppo.types import DataError, NumericalStop
-from tests import tiny
-from tests.training.runs import assert_same, metrics, newest, weights
 
 SMOOTH = {"optim__eps": 0.1, "evaluation__prompts": 0}
 """An eps that keeps AdamW's first step from being a sign, which would turn rounding into whole steps."""
@@ -233,9 +233,7 @@ def test_a_run_goes_on_through_rewards_that_raise_and_a_step_without_any_score(t
             raise OSError("the judge is away")
         return tiny.digits(completions)
 
-    run = api.start(
-        tiny.config(tmp_path, **SMOOTH, saving__every=1, saving__keep=9), Parts(rewards=[reward])
-    ).folder
+    run = api.start(tiny.config(tmp_path, **SMOOTH, saving__every=1, saving__keep=9), Parts(rewards=[reward])).folder
     said = {row["step"]: row for row in metrics(run)}
     assert sorted(said) == [1, 2, 3, 4, 5, 6]
     assert [said[n]["reward/unscored_count"] for n in (2, 3, 4, 5)] == [0, 12, 12, 0]

@@ -23,7 +23,8 @@ class Arithmetic:
 
     The problem of a draw depends on the seed and the draw alone. ``answer_prefix``: the prompt ends with the
     assistant's words ``7 - 12 =``, which the policy continues. A problem is held out by its text (``7 - 12``),
-    with or without the prefix.
+    with or without the prefix. ``allow_negative=False`` asks for no difference below 0. ``system``: the system message;
+    without one, chat templates may write a longer one of their own before every problem.
     """
 
     name = "arithmetic"
@@ -38,6 +39,8 @@ class Arithmetic:
         seed: int,
         held_out_fraction: float = 0.1,
         answer_prefix: bool = True,
+        allow_negative: bool = True,
+        system: str = "",
     ) -> None:
         check_fraction(held_out_fraction)
         if low > high:
@@ -46,10 +49,11 @@ class Arithmetic:
             raise GruppoError(f"arithmetic got operations={operations!r}; it knows '+', '-' and '+-'.")
         self.low, self.high, self.operations = low, high, operations
         self.seed, self.held_out_fraction, self.answer_prefix = seed, held_out_fraction, answer_prefix
+        self.allow_negative, self.system = allow_negative, system
         self._size = len(operations) * (high - low + 1) ** 2
-        if self._size <= ENUMERABLE and all(self._is_held_out(index) for index in range(self._size)):
+        if self._size <= ENUMERABLE and not any(map(self._may_draw, range(self._size))):
             raise DataError(
-                f"all {self._size} problems of arithmetic:{low}:{high} are held out, which leaves none to learn from; "
+                f"all {len(self._candidates())} problems of arithmetic:{low}:{high} are held out, which leaves none to learn from; "
                 "widen the range or lower held_out_fraction."
             )
         identity = {"fingerprint": self.fingerprint(), "seed": seed, "held_out_fraction": held_out_fraction}
@@ -65,14 +69,14 @@ class Arithmetic:
         """At most n evaluation problems, all different, the same ones in the same order in every run."""
         if self.held_out_fraction > 0 and not self._held_out:
             raise DataError(
-                f"none of the {self._size} problems of arithmetic:{self.low}:{self.high} is held out for evaluation; "
+                f"none of the {len(self._candidates())} problems of arithmetic:{self.low}:{self.high} is held out for evaluation; "
                 "widen the range, raise held_out_fraction, or set it to 0 to run without evaluation."
             )
         return [self._prompt(index, place) for place, index in enumerate(self._held_out[:n])]
 
     def fingerprint(self) -> str:
         """SHA-256 of what defines the problems."""
-        text = f"arithmetic 1 {self.low} {self.high} {self.operations} {self.answer_prefix}"
+        text = f"arithmetic 1 {self.low} {self.high} {self.operations} {self.answer_prefix} {self.allow_negative} {self.system}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +89,7 @@ class Arithmetic:
         generator = generator_at(self.seed, "arithmetic", draw)
         while True:
             index = int(torch.randint(self._size, (), generator=generator))
-            if not self._is_held_out(index):
+            if self._may_draw(index):
                 return index
 
     @cached_property
@@ -96,9 +100,17 @@ class Arithmetic:
     def _candidates(self) -> list[int]:
         """Every problem, or a fixed sample of them where there are too many to list."""
         if self._size <= ENUMERABLE:
-            return list(range(self._size))
+            return list(filter(self._is_offered, range(self._size)))
         generator = generator_at("arithmetic", "held_out")
-        return torch.randint(self._size, (ENUMERABLE,), generator=generator).unique().tolist()
+        sample = torch.randint(self._size, (ENUMERABLE,), generator=generator).unique().tolist()
+        return list(filter(self._is_offered, sample))
+
+    def _may_draw(self, index: int) -> bool:
+        return self._is_offered(index) and not self._is_held_out(index)
+
+    def _is_offered(self, index: int) -> bool:
+        a, b, operation = self._problem(index)
+        return self.allow_negative or operation == "+" or a >= b
 
     def _is_held_out(self, index: int) -> bool:
         return is_held_out(self._text(index), self.held_out_fraction)
@@ -116,7 +128,7 @@ class Arithmetic:
     def _prompt(self, index: int, draw: int) -> Prompt:
         a, b, operation = self._problem(index)
         text = self._text(index)
-        messages = [{"role": "user", "content": f"What is {text}?"}]
+        messages = [{"role": "system", "content": self.system}, {"role": "user", "content": f"What is {text}?"}]
         if self.answer_prefix:
             messages.append({"role": "assistant", "content": f"{text} ="})
         answer = a + b if operation == "+" else a - b

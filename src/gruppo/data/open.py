@@ -68,10 +68,14 @@ def _procedural(data: str, seed: int, held_out_fraction: float) -> PromptSource 
         return ReasoningGym(rest, seed=seed, held_out_fraction=held_out_fraction)
     if kind != "arithmetic":
         return None
-    if rest and not re.fullmatch(r"-?\d+:-?\d+", rest):
-        raise DataError(f"the range of {data!r} is not understood; it needs two whole numbers, as in arithmetic:0:99.")
-    low, high = map(int, rest.split(":")) if rest else (0, 20)
-    return Arithmetic(low, high, seed=seed, held_out_fraction=held_out_fraction)
+    match = re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")
+    if match is None:
+        raise DataError(
+            f"the range of {data!r} is not understood; it needs two whole numbers, as in arithmetic:0:99, or "
+            "arithmetic:0:99:natural for differences of 0 and above."
+        )
+    low, high, is_natural = int(match[1]), int(match[2]), match[3] is not None
+    return Arithmetic(low, high, seed=seed, held_out_fraction=held_out_fraction, allow_negative=not is_natural)
 
 
 def _named_rows(data: str | os.PathLike[str]) -> tuple[list[Any], str]:

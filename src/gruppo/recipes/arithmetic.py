@@ -6,18 +6,20 @@ from gruppo.training.config import Config, Evaluation, Optim, Prompts, Rollout, 
 
 
 def arithmetic() -> Config:
-    """SmolLM2-135M-Instruct learns two-number sums and differences with an exact reward.
+    """SmolLM2-135M-Instruct learns sums and differences of two numbers up to 20, by GRPO with an exact reward.
 
-    TODO
+    The model is asked "What is 7 + 12?" and continues "7 + 12 =". The reward is 1 where what it writes is the right
+    number and nothing else. It first learns to stop after the number, then to calculate. Sampling is a little hotter
+    than the model (temperature 1.5 among the 12 likeliest tokens): at temperature 1 it soon stops trying other answers.
     """
     return Config(
         model="smollm2-135m",
-        data="arithmetic",
+        data="arithmetic:0:20:natural",
         reward=("exact_match",),
-        steps=100,
-        rollout=Rollout(prompts=8, group_size=16, max_new_tokens=8),
-        optim=Optim(lr=1e-5, warmup_steps=3),
-        prompts=Prompts(held_out_fraction=0.3),
+        steps=70,
+        rollout=Rollout(prompts=48, group_size=8, max_new_tokens=6, temperature=1.5, top_k=12),
+        optim=Optim(lr=1.2e-5, warmup_steps=3),
+        prompts=Prompts(held_out_fraction=0.4),
         evaluation=Evaluation(prompts=256),
-        saving=Saving(every=50),
+        saving=Saving(every=35),
     )

@@ -223,9 +223,10 @@ def _as_user_error(error: Exception, target: Path) -> Exception:
             f"the disk is full: {target} could not be written, and the save before it is intact. Free some space, then "
             "continue with gruppo resume."
         )
-    if isinstance(error, OSError):
+    if isinstance(error, OSError | SafetensorError):
+        reason = getattr(error, "strerror", None) or error
         return GruppoError(
-            f"{target} could not be written: {error.strerror or error}; what was saved before is intact. Check the "
+            f"{target} could not be written: {reason}; what was saved before is intact. Check the "
             "folder, its rights and its limits."
         )
     return error

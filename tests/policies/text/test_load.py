@@ -54,6 +54,17 @@ def test_a_saved_policy_opens_again_and_samples_the_same(folder):
     assert torch.equal(rollouts[0].actions, rollouts[1].actions)
 
 
+def test_a_model_is_saved_though_its_generation_config_is_one_that_transformers_refuses_to_save(tmp_path):
+    policy = llama()
+    policy.module.generation_config.update(temperature=0.6, top_p=0.9, do_sample=False)
+    with pytest.raises(ValueError, match="do_sample"):
+        policy.module.save_pretrained(tmp_path)
+    policy.save(tmp_path)
+    again = from_pretrained(tmp_path, compute="float32")
+    assert again.module.generation_config.temperature == 0.6
+    assert torch.equal(again.module(IDS).logits, policy.module(IDS).logits)
+
+
 def test_a_plain_module_is_saved_as_safetensors_that_load_again(tmp_path):
     policy, other = plain(), TinyGPT()
     policy.save(tmp_path)

@@ -61,6 +61,7 @@ def test_trunk_and_head_apart_give_the_values_and_gradients_of_the_whole(make):
 def test_cached_decoding_gives_the_logits_of_reading_every_row_again(make):
     """Unequal prompts, longer than the sliding window, rows that leave on the way."""
     policy = make()
+    assert policy.backbone.caches
     asked = [torch.tensor(policy.chat.encode(text)) for text in ("a", "a prompt of many tokens", "some of them")]
     owners, generator = torch.tensor([0, 0, 1, 2, 2]), torch.Generator().manual_seed(0)
     with torch.no_grad():

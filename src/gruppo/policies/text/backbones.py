@@ -156,7 +156,17 @@ class TransformersBackbone:
         return TransformersBackbone(module, splits=self.splits, caches=self.caches, packs=self.packs)
 
     def save(self, folder: Path) -> None:
+        _make_savable(getattr(self.module, "generation_config", None))
         self.module.save_pretrained(folder)
+
+
+def _make_savable(generation: Any) -> None:
+    """Published models name a temperature without do_sample, which transformers loads and then refuses to save."""
+    try:
+        if generation is not None:
+            generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
 
 
 class CachedDecoding:

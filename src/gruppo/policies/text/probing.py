@@ -10,11 +10,13 @@ from torch import Tensor
 
 from gruppo.policies.text.backbones import CachedDecoding, RereadDecoding, TransformersBackbone, pad_right
 from gruppo.policies.text.packing import pack
+from gruppo.types import NumericalStop
 
 
 def probe(module: Any) -> TransformersBackbone:
     """The backbone with every fast way that agrees with the plain one on a few tokens; a way that fails is not used."""
     plain = TransformersBackbone(module)
+    _check_finite(plain)
     splits = _agrees(plain, _split)
     caches = _agrees(plain, _cached)
     packs = _attends_fully(module.config.get_text_config()) and _agrees(plain, _packed)
@@ -22,6 +24,16 @@ def probe(module: Any) -> TransformersBackbone:
 
 
 WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "attention_chunk_size")
+
+
+@torch.no_grad()
+def _check_finite(plain: TransformersBackbone) -> None:
+    ids = torch.arange(1, 5, device=next(plain.module.parameters()).device)[None]
+    if not plain.features(ids % plain.module.get_input_embeddings().weight.shape[0]).isfinite().all():
+        raise NumericalStop(
+            f"the weights of this {type(plain.module).__name__} give logits that are not finite, so nothing can be "
+            "sampled from it. Use another model, or an earlier save of it."
+        )
 
 
 def _attends_fully(config: Any) -> bool:

@@ -1,0 +1,175 @@
+"""Training from Python: names, functions, objects."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import fakes, processes, tiny
+from tests.training.runs import metrics
+
+import gruppo
+from gruppo.policies.text import from_pretrained
+from gruppo.training import api
+from gruppo.training import config as configs
+from gruppo.training.build import name_of
+from gruppo.types import DataError, GruppoError
+
+SMALL = {
+    "steps": 2,
+    "show": False,
+    "name": "run",
+    "compute": "float32",
+    "rollout__prompts": 2,
+    "rollout__group_size": 3,
+    "rollout__max_new_tokens": 6,
+    "evaluation__prompts": 0,
+}
+
+
+def length(completions, **_):
+    return [float(len(tiny.said(completion))) for completion in completions]
+
+
+def ascii_share(completions, **_):
+    return [sum(map(str.isascii, completion)) / max(len(completion), 1) for completion in completions]
+
+
+def saved_config(result: api.Result) -> dict[str, Any]:
+    return json.loads((result.folder / "config.json").read_text())
+
+
+def test_names_a_list_of_texts_and_a_function_train(tmp_path):
+    result = gruppo.train(
+        model=tiny.model(), data=["1 + 1", "2 + 2", "3 + 3", "4 + 4"], reward=length, runs_dir=tmp_path, **SMALL
+    )
+    config = saved_config(result)
+    assert (config["model"], config["data"]) == (tiny.model(), "<in memory>")
+    assert config["reward"] == ["tests.training.test_api:length"]
+    assert result.tokens == metrics(result.folder)[-1]["progress/tokens"] > 0
+    policy = from_pretrained(result.model)
+    assert isinstance(policy, gruppo.TextPolicy)
+
+
+def test_several_rewards_with_weights_add_up(tmp_path):
+    result = gruppo.train(
+        model=tiny.model(),
+        data=tiny.rows(),
+        reward=[length, lambda completions: [1.0] * len(completions), "exact_match"],
+        scoring__weights=(0.5, 2, 0),
+        runs_dir=tmp_path,
+        **SMALL,
+    )
+    row = metrics(result.folder)[0]
+    assert row["reward/mean"] == pytest.approx(0.5 * row["reward/length/mean"] + 2.0, rel=1e-6)
+    assert row["reward/lambda/mean"] == 1.0 and row["reward/exact_match/mean"] == 0.0
+
+
+def test_a_plain_module_trains_and_its_weights_can_be_loaded_again(tmp_path):
+    from safetensors.torch import load_model
+
+    torch.manual_seed(0)
+    policy = gruppo.from_module(fakes.TinyGPT(), fakes.ByteTokenizer(), eos_ids=[fakes.END], context=64)
+    before = [parameter.clone() for parameter in policy.module.parameters()]
+    data = [f"{n} + {n} = " for n in range(9)]
+    result = gruppo.train(model=policy, data=data, reward=ascii_share, runs_dir=tmp_path, optim__lr=1e-2, **SMALL)
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
+    again = fakes.TinyGPT()
+    load_model(again, str(result.model / "model.safetensors"))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), policy.module.parameters(), strict=True))
+
+
+def test_a_model_without_its_tokenizer_is_refused_with_what_to_do():
+    with pytest.raises(GruppoError, match=r"TinyGPT; it needs a name, a folder or a TextPolicy.*from_transformers"):
+        gruppo.train(model=fakes.TinyGPT(), data=["x"], reward=length)
+
+
+def test_what_is_named_can_be_named_and_what_cannot_is_in_memory():
+    @functools.wraps(length)
+    def inner(completions):
+        return length(completions)
+
+    assert name_of(length) == "tests.training.test_api:length"
+    assert name_of(Path("a/b.jsonl")) == "a/b.jsonl"
+    unnamed = [inner, lambda completions: [], functools.partial(length), [1], fakes.plain(), length.__call__]
+    assert [name_of(part) for part in unnamed] == [configs.IN_MEMORY] * len(unnamed)
+
+
+SCRIPT = """
+import sys, gruppo
+from tests import tiny, processes
+
+def reward(completions, **_):
+    return tiny.digits(completions)
+
+print("before")
+gruppo.train(model=tiny.model(), data=sys.argv[1], reward=reward, runs_dir=sys.argv[2], name="run", steps=4,
+             rollout__prompts=2, rollout__group_size=2, rollout__max_new_tokens=4, saving__every=1, show=False)
+print("after")
+"""
+
+
+def run_script(path: str, *args: str) -> None:
+    import runpy
+
+    sys.argv = [path, *args]
+    sys.modules["__main__"].__dict__.update(__file__=path)
+    runpy.run_path(path, run_name="__main__")
+
+
+def test_a_run_of_a_ten_line_script_is_resumed_by_its_folder_without_training_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    tiny.write_rows(tmp_path / "data.jsonl")
+    arguments = [str(tmp_path / "data.jsonl"), str(tmp_path / "runs")]
+    api.train(  # as the script would: the function is the file's
+        model=tiny.model(),
+        data=arguments[0],
+        reward=f"{script}:reward",
+        runs_dir=arguments[1],
+        **SMALL | {"steps": 4},
+    )
+    run = tmp_path / "runs/run"
+    for path in (run / "final", run / "checkpoints"):
+        path.rename(path.with_name(f"moved-{path.name}"))
+    child = processes.gruppo("resume", str(run), folder=tmp_path / "child")
+    assert child.wait() == 0, child.err
+    assert "before" in child.out and "after" not in child.out
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run"]
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_is_trained(tmp_path):
+    data = [*tiny.rows(), {"prompt": "1" * tiny.CONTEXT, "answer": "1", "number": 1}]
+    with pytest.raises(DataError, match="has 128 tokens, and 6 new ones make 134; the model's context holds 128"):
+        gruppo.train(model=tiny.model(), data=data, reward=length, runs_dir=tmp_path / "runs", **SMALL)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unfinished_name_gets_a_number_when_it_is_taken(tmp_path):
+    first = api.new_name("x", tmp_path)
+    (tmp_path / first).mkdir()
+    second = api.new_name("x", tmp_path)
+    assert second != first and second.startswith("x-")
+
+
+def test_screen_and_log_are_given_back_when_a_run_fails(tmp_path, capsys):
+    log = logging.getLogger("gruppo")
+    before = list(log.handlers)
+    with pytest.raises(GruppoError):
+        gruppo.train(tiny.config(tmp_path, reward=[tiny.reward("raises")], evaluation__prompts=0))
+    assert log.handlers == before
+    with pytest.raises(GruppoError, match="exists already"):
+        gruppo.train(tiny.config(tmp_path))
+
+
+def test_a_config_in_memory_cannot_be_trained_from_its_file(tmp_path):
+    result = gruppo.train(model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL)
+    config = configs.load(result.folder / "config.json")
+    with pytest.raises(GruppoError, match=r"the data of this config came from Python objects.*Set --data"):
+        api.start(configs.from_dict(configs.to_dict(config) | {"name": "again"}))

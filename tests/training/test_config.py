@@ -1,0 +1,170 @@
+"""A config goes to JSON and back unchanged; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gruppo.core.objective import PRESETS, Objective
+from gruppo.training import config as configs
+from gruppo.training.api import change
+from gruppo.training.config import Config, Optim, Rollout, Scoring, Stage
+from gruppo.types import GruppoError
+
+GIVEN = Config(model="m", data="d", reward=("r",))
+
+
+def other_value(hint: Any, value: Any) -> Any:
+    """A value of the same type that is not the default."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return next(choice for choice in inner if choice != value)
+    if origin is tuple:
+        return tuple(other_value(inner[0], "x") for _ in range(2)) if inner[-1] is ... else (0.25, 0.75)
+    if type(None) in inner:
+        return other_value(inner[0], value)
+    return {bool: lambda: not value, int: lambda: value + 3, float: lambda: 0.5, str: lambda: "other é"}[hint]()
+
+
+def changed_everywhere(kind: Any) -> Any:
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        default = getattr(kind(), field.name)
+        values[field.name] = changed_everywhere(hint) if dataclasses.is_dataclass(hint) else other_value(hint, default)
+    return kind(**values)
+
+
+def test_every_field_survives_json():
+    config = changed_everywhere(Config)
+    for field in dataclasses.fields(Config):
+        assert getattr(config, field.name) != getattr(Config(), field.name), field.name
+    assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
+
+
+def test_whole_numbers_become_the_floats_that_fields_are():
+    config = configs.from_dict({"optim": {"lr": 1, "betas": [0, 0.5]}, "scoring": {"weights": [1, 2]}})
+    values = [config.optim.lr, *config.optim.betas, *config.scoring.weights]
+    assert values == [1.0, 0.0, 0.5, 1.0, 2.0] and all(type(value) is float for value in values)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"stepz": 3}, "unknown entry stepz. Did you mean steps?"),
+        ({"optim": {"learning_rate": 1}}, "unknown entry optim.learning_rate. Known: betas"),
+        ({"rollout": {"groupsize": 1}}, "unknown entry rollout.groupsize. Did you mean rollout.group_size?"),
+        ({"steps": "3"}, "steps is '3'; it needs a whole number"),
+        ({"steps": 3.5}, "steps is 3.5; it needs a whole number"),
+        ({"steps": True}, "steps is True; it needs a whole number"),
+        ({"optim": {"lr": "fast"}}, "optim.lr is 'fast'; it needs a number"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas is [0.9]; it needs a list of 2 numbers"),
+        ({"optim": 3}, "optim is 3; it needs an object of settings"),
+        ({"reward": "exact_match"}, "reward is 'exact_match'; it needs a list of texts"),
+        ({"reward": [1]}, "reward is [1]; it needs a list of texts"),
+        ({"compute": "float8"}, "compute is 'float8'; it needs one of 'auto', 'float32', 'bfloat16'"),
+        ({"prompts": {"target_column": 3}}, "prompts.target_column is 3; it needs a text or nothing"),
+        ({"trust_remote_code": "yes"}, "trust_remote_code is 'yes'; it needs true or false"),
+        ({"objective": {"average": "tokens"}}, "objective.average is 'tokens'; it needs one of"),
+        ({"objective": "grp"}, "objective grp is no preset. Did you mean grpo?"),
+        ({"rollout": {"top_p": None}}, "rollout.top_p is None; it needs a number"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_name(data, says):
+    with pytest.raises(GruppoError) as error:
+        configs.from_dict(data)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', b"\xff\xfe"])
+def test_a_file_that_is_no_config_is_one_clear_error(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(GruppoError, match=r"config\.json.*config\.json is needed"):
+        configs.load(path)
+
+
+def test_a_missing_config_is_named(tmp_path):
+    with pytest.raises(GruppoError, match="does not exist"):
+        configs.load(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": ""}, "--model"),
+        ({"data": ""}, "--data"),
+        ({"reward": ()}, "--reward"),
+        ({"steps": 0}, "steps=0"),
+        ({"rollout": Rollout(prompts=0)}, "--rollout.prompts"),
+        ({"rollout": Rollout(group_size=1)}, "group_size=1 gives no baseline"),
+        ({"rollout": Rollout(group_size=0)}, "--rollout.group-size"),
+        ({"rollout": Rollout(temperature=0)}, "temperature=0"),
+        ({"rollout": Rollout(temperature=-1.5)}, "temperature=-1.5"),
+        ({"rollout": Rollout(top_p=0)}, "top_p=0"),
+        ({"rollout": Rollout(max_new_tokens=0)}, "max_actions=0"),
+        ({"optim": Optim(lr=math.nan)}, "optim.lr=nan"),
+        ({"optim": Optim(lr=math.inf)}, "optim.lr=inf"),
+        ({"optim": Optim(betas=(0.9, 1.0))}, "--optim.betas"),
+        ({"optim": Optim(token_budget=0)}, "--optim.token-budget"),
+        ({"optim": Optim(minibatches=65)}, "more than the 64 rows"),
+        ({"stage": Stage(kl_coef=-1)}, "--stage.kl-coef"),
+        ({"objective": PRESETS["rloo"], "optim": Optim(epochs=2)}, "--optim.epochs 1"),
+        ({"objective": Objective(baseline="leave_one_out"), "rollout": Rollout(group_size=1)}, "at least 2"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_loaded(changes, says):
+    configs.check(GIVEN)
+    with pytest.raises(GruppoError) as error:
+        configs.check(dataclasses.replace(GIVEN, **changes))
+    assert says in str(error.value) and error.value.exit_code == 2
+
+
+def test_a_group_of_one_is_fine_for_reinforce():
+    configs.check(dataclasses.replace(GIVEN, objective=PRESETS["reinforce"], rollout=Rollout(group_size=1)))
+
+
+def test_keywords_with_two_underscores_change_leaves_and_whole_branches():
+    config = change(
+        GIVEN,
+        {
+            "steps": 7,
+            "optim__lr": 1,
+            "rollout": Rollout(group_size=3),
+            "objective": "dr-grpo",
+            "runs_dir": Path("a/b"),
+            "scoring__weights": (1, 2),
+        },
+    )
+    expected = dataclasses.replace(
+        GIVEN,
+        steps=7,
+        optim=Optim(lr=1.0),
+        rollout=Rollout(group_size=3),
+        objective=PRESETS["dr_grpo"],
+        runs_dir="a/b",
+        scoring=Scoring(weights=(1.0, 2.0)),
+    )
+    assert config == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"optim__lrr": 1}, "unknown entry optim.lrr. Did you mean optim.lr?"),
+        ({"stepz": 1}, "Did you mean steps?"),
+        ({"steps__x": 1}, "steps is a value"),
+        ({"nowhere__x__y": 1}, "unknown entry nowhere"),
+    ],
+)
+def test_keywords_that_name_nothing_are_refused(changes, says):
+    with pytest.raises(GruppoError) as error:
+        change(GIVEN, changes)
+    assert says in str(error.value)
