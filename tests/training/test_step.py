@@ -198,6 +198,20 @@ def test_the_seed_determines_the_run_and_another_seed_differs(tmp_path):
     assert metrics(one)[1]["reward/mean"] != metrics(other)[1]["reward/mean"]
 
 
+@pytest.mark.silent_bug(26)
+@pytest.mark.silent_bug(34)
+def test_the_seed_also_determines_the_samples_of_the_same_prompt(tmp_path):
+    data = tiny.write_rows(tmp_path / "one.jsonl", tiny.rows(1))
+
+    def texts(seed: int) -> list[str]:
+        run = run_in(tmp_path, data=data, prompts__held_out_fraction=0.0, rollout__prompts=3, seed=seed)
+        return [tiny.said(output) for output in collect(run, knobs_at(run.config, 0)).batch.rollouts.outputs]
+
+    assert texts(1) == texts(1)
+    assert not set(texts(1)) & set(texts(2))
+    assert len(set(texts(1))) == 9  # the same prompt drawn again, and each sample of it, differ
+
+
 # --- rewards that fail, or say nothing --------------------------------------------------------------------------------
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from gruppo import dist
 from gruppo.loading import RunWhileLoading, is_loading
 from gruppo.seeds import seed_at
-from gruppo.training import config as configs
 from gruppo.training import checkpoint, loop
+from gruppo.training import config as configs
 from gruppo.training.build import Parts, build, missing_parts, name_of
 from gruppo.training.config import Config
 from gruppo.training.folder import RunFolder
