@@ -20,6 +20,7 @@ import pytest
 from tests import processes, tiny
 from tests.training.runs import newest, steps_logged
 
+from gruppo.recipes import RECIPES
 from gruppo.training import api, checkpoint
 from gruppo.training import config as configs
 
@@ -112,7 +113,8 @@ def test_recipes_and_help(tmp_path):
         code, out, err = call(tmp_path, *args)
         assert (code, err) == (0, "") and all(f"{code} " in out for code in (0, 2, 3, 4, 75))
     code, out, err = call(tmp_path, "train", "arithmetic", "--help")
-    assert (code, err) == (0, "") and "--rollout.group-size" in out and "(default: 16)" in out
+    assert (code, err) == (0, "") and "--rollout.group-size" in out
+    assert f"(default: {RECIPES['arithmetic']().rollout.group_size})" in out
     code, out, err = call(tmp_path, "sample", "--help")
     assert (code, err) == (0, "") and "--temperature" in out
     assert call(tmp_path, "--version")[1].startswith("gruppo ")

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 Finish = Literal["stop", "length", "error"]
 Want = Collection[str]
-"""What a likelihood is asked for beside ``logprobs``: any of "entropy", "gaussian", "values", "output"."""
+"""What a likelihood is asked for beside ``logprobs``: any of "entropy" (with gradient),
+"entropy_value" (a number, cheaper), "gaussian", "values", "output"."""
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 

@@ -56,9 +56,9 @@ def outcome(run, head: Head, features: Tensor) -> list[Tensor]:
 def test_chunks_change_neither_value_nor_gradient(chunk, kind):
     features, actions, temperature = inputs()
     head = Head()
-    plain = outcome(lambda x: categorical(head(x), actions, temperature, with_entropy=True, **kind), head, features)
+    plain = outcome(lambda x: categorical(head(x), actions, temperature, entropy="gradient", **kind), head, features)
     cut = outcome(
-        lambda x: chunked_categorical(x, head, actions, temperature, chunk=chunk, with_entropy=True, **kind),
+        lambda x: chunked_categorical(x, head, actions, temperature, chunk=chunk, entropy="gradient", **kind),
         head,
         features,
     )
@@ -69,7 +69,7 @@ def test_chunks_change_neither_value_nor_gradient(chunk, kind):
 def test_the_head_never_sees_more_rows_than_a_chunk():
     features, actions, temperature = inputs()
     head = Head()
-    outcome(lambda x: chunked_categorical(x, head, actions, temperature, chunk=4, with_entropy=True), head, features)
+    outcome(lambda x: chunked_categorical(x, head, actions, temperature, chunk=4, entropy="gradient"), head, features)
     assert head.most_rows == 4
 
 
@@ -98,11 +98,33 @@ def test_scoring_without_gradients_runs_the_head_once_a_chunk():
     assert head.calls == 6
 
 
-@pytest.mark.parametrize("with_entropy", [True, False])
-def test_no_actions_give_no_numbers_and_a_gradient_of_zero(with_entropy):
+@pytest.mark.parametrize("wanted", ["gradient", "value", "none"])
+def test_no_actions_give_no_numbers_and_a_gradient_of_zero(wanted):
     features, actions, temperature = inputs(0)
     features.requires_grad_()
-    logprobs, entropy = chunked_categorical(features, Head(), actions, temperature, with_entropy=with_entropy)
+    logprobs, entropy = chunked_categorical(features, Head(), actions, temperature, entropy=wanted)
     assert logprobs.shape == (0,)
-    assert (entropy is not None) == with_entropy
+    assert (entropy is not None) == (wanted != "none")
     assert torch.autograd.grad(logprobs.sum(), features)[0].shape == (0, WIDTH)
+
+
+@pytest.mark.silent_bug(3)
+@pytest.mark.parametrize("kind", [{}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8}])
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_the_few_passes_way_equals_the_plain_way_in_value_entropy_and_gradient(kind, chunk):
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(7, 5, generator=generator, dtype=torch.float64)
+    weight = torch.randn(11, 5, generator=generator, dtype=torch.float64)
+    actions = torch.randint(11, (7,), generator=generator)
+    temperature = torch.rand(7, generator=generator, dtype=torch.float64) + 0.5
+
+    def outcome(entropy):
+        x, w = features.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, nats = chunked_categorical(
+            x, lambda f: f @ w.T, actions, temperature, chunk=chunk, entropy=entropy, **kind
+        )
+        (logprobs * torch.arange(1.0, 8, dtype=torch.float64)).sum().backward()
+        return logprobs, nats, x.grad, w.grad
+
+    for fast, plain in zip(outcome("value"), outcome("gradient"), strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)

@@ -156,7 +156,7 @@ def test_a_one_hot_row_draws_its_action_with_log_probability_zero(action):
     assert actions.tolist() == [action] * 9
     assert logprobs.tolist() == [0] * 9
     leaf = logits.clone().requires_grad_()
-    scored, entropy = categorical(leaf, actions, torch.ones(9), with_entropy=True)
+    scored, entropy = categorical(leaf, actions, torch.ones(9), entropy="gradient")
     assert scored.tolist() == entropy.tolist() == [0] * 9
     assert not torch.autograd.grad(scored.sum() + entropy.sum(), leaf)[0].any()
 
@@ -253,7 +253,7 @@ def test_entropy_is_that_of_the_truncated_distribution_in_value_and_gradient(kin
     actions, _ = draw(logits.detach(), grid(4), **kind)
     choices = {name: value for name, value in kind.items() if name != "temperature"}
     temperature = torch.full((4,), kind["temperature"], dtype=torch.float64)
-    logprobs, entropy = categorical(logits, actions, temperature, **choices, with_entropy=True)
+    logprobs, entropy = categorical(logits, actions, temperature, **choices, entropy="gradient")
     p = torch.stack([by_definition(row, **kind) for row in logits.detach()])
     by_hand = -torch.special.xlogy(p, p).sum(-1)
     torch.testing.assert_close(entropy, by_hand, rtol=1e-6, atol=1e-9)

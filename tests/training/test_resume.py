@@ -271,7 +271,6 @@ def test_parts_in_memory_are_asked_for_by_name_and_resume_to_the_bit(tmp_path):
     assert_same(gruppo.resume(run, **again, show=False).folder, expected)
 
 
-@pytest.mark.silent_bug(18)
 def test_a_model_in_memory_that_has_been_trained_since_is_refused(tmp_path):
     policy = from_pretrained(tiny.model(), compute="float32")
     stop = Signalling(8)

@@ -181,6 +181,19 @@ def test_the_ratio_is_one_where_a_batch_is_used_once_and_moves_where_it_is_used_
     assert abs(twice["ratio/max"] - 1) > 1e-3
 
 
+@pytest.mark.silent_bug(18)
+def test_the_reference_is_the_first_policy_and_stays_it(tmp_path):
+    run = run_in(tmp_path, stage__kl_coef=0.1, optim__epochs=2)
+    first = vector(run.policy.module)
+    _, said = step(run_in(tmp_path, stage__kl_coef=0.1))
+    assert said["kl/ref_nats"] < 1e-12  # at equal weights: the square of a rounding
+    for _ in range(3):
+        _, said = step(run)
+    assert said["kl/ref_nats"] > 1e-3
+    assert run.reference is not None and not run.reference.module.training
+    assert torch.equal(vector(run.reference.module), first) and not torch.equal(vector(run.policy.module), first)
+
+
 # --- the seed ---------------------------------------------------------------------------------------------------------
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 BLOCK = 256
@@ -92,6 +94,10 @@ def _logprob(logits: Tensor, actions: Tensor) -> Tensor:
     return logits.gather(-1, actions[:, None])[:, 0] - logits.logsumexp(dim=-1)
 
 
+EntropyWanted = Literal["none", "value", "gradient"]
+"""Whether a distribution's entropy is computed, and whether it can be differentiated."""
+
+
 def categorical(
     logits: Float[Tensor, "N V"],
     actions: Int[Tensor, "N"],
@@ -99,15 +105,50 @@ def categorical(
     *,
     top_k: int = 0,
     top_p: float = 1.0,
-    with_entropy: bool = False,
+    entropy: EntropyWanted = "none",
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
     """Log-probabilities in nats of the actions under the distribution that ``draw`` samples, and its entropy."""
-    logits = truncate(temper(logits, temperature), top_k=top_k, top_p=top_p, always=actions)
-    if not with_entropy:
-        return _logprob(logits, actions), None
-    log_p = logits.log_softmax(dim=-1)
-    entropy = -(log_p.exp() * torch.where(log_p.isfinite(), log_p, 0)).sum(dim=-1)  # 0 log 0 = 0, gradients too
-    return log_p.gather(-1, actions[:, None])[:, 0], entropy
+    if entropy == "gradient":
+        log_p = truncate(temper(logits, temperature), top_k=top_k, top_p=top_p, always=actions).log_softmax(dim=-1)
+        nats = -(log_p.exp() * torch.where(log_p.isfinite(), log_p, 0)).sum(dim=-1)  # 0 log 0 = 0, gradients too
+        return log_p.gather(-1, actions[:, None])[:, 0], nats
+    logprobs, nats = _Picked.apply(logits, actions, temperature, top_k, top_p, entropy == "value")
+    return logprobs, nats if entropy == "value" else None
+
+
+class _Picked(torch.autograd.Function):
+    """One log-probability a row, and the entropy as a number, with few passes over [N, V].
+
+    d logprob / d logits = (one-hot - p) / temperature. Equal to the plain way of ``entropy="gradient"``; a test holds it to that.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, actions: Tensor, temperature: Tensor, top_k: int, top_p: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        tempered = truncate(temper(logits, temperature), top_k=top_k, top_p=top_p, always=actions)
+        log_total = tempered.logsumexp(dim=-1)
+        ctx.save_for_backward(tempered, log_total, actions, temperature)
+        ctx.dtype = logits.dtype
+        entropy = _entropy(tempered, log_total) if with_entropy else torch.zeros_like(log_total)
+        ctx.mark_non_differentiable(entropy)
+        return tempered.gather(-1, actions[:, None])[:, 0] - log_total, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        tempered, log_total, actions, temperature = ctx.saved_tensors
+        grad = (grad / temperature.to(grad.dtype))[:, None]  # [N, 1]
+        to_logits = (tempered - log_total[:, None]).exp_().mul_(-grad)
+        to_logits.scatter_add_(-1, actions[:, None], grad)
+        return to_logits.to(ctx.dtype), None, None, None, None, None
+
+
+def _entropy(logits: Tensor, log_total: Tensor) -> Tensor:
+    """log sum exp(z) - sum p z, where what has no mass counts nothing."""
+    p = (logits - log_total[:, None]).exp_()
+    lowest = torch.finfo(logits.dtype).min
+    return log_total - torch.einsum("nv,nv->n", p, logits.clamp(min=lowest))
 
 
 def chunked_categorical(
@@ -119,25 +160,33 @@ def chunked_categorical(
     chunk: int = 1024,
     top_k: int = 0,
     top_p: float = 1.0,
-    with_entropy: bool = False,
+    entropy: EntropyWanted = "none",
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
     """``categorical`` of ``head(features)``, ``chunk`` rows at a time: never more than [chunk, V] logits are held.
 
     The backward pass computes each chunk's logits again instead of keeping them.
     """
 
-    def one(x: Tensor, a: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
-        return categorical(head(x), a, t, top_k=top_k, top_p=top_p, with_entropy=with_entropy)
+    def scorer() -> Callable[..., tuple[Tensor, Tensor | None]]:
+        wanted = [entropy]
+
+        def one(x: Tensor, a: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
+            now = wanted[0]
+            if now == "value":
+                wanted[0] = "none"  # the second time is for the gradient, which a plain number does not need
+            return categorical(head(x), a, t, top_k=top_k, top_p=top_p, entropy=now)
+
+        return one
 
     parts: list[tuple[Tensor, Tensor | None]] = []
     for start in range(0, len(actions), chunk):
         rows = slice(start, start + chunk)
         arguments = (features[rows], actions[rows], temperature[rows])
+        one = scorer()
         recompute = torch.is_grad_enabled()  # whatever requires a gradient: features, or the head alone
         parts.append(checkpoint(one, *arguments, use_reentrant=False) if recompute else one(*arguments))
     if not parts:
         empty = features.sum() * 0 + torch.zeros(0, device=features.device)
-        return empty, empty if with_entropy else None
-    logprobs = torch.cat([logprob for logprob, _ in parts])
-    entropies = [entropy for _, entropy in parts if entropy is not None]
-    return logprobs, torch.cat(entropies) if with_entropy else None
+        return empty, None if entropy == "none" else empty
+    entropies = [nats for _, nats in parts if nats is not None]
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None

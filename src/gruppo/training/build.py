@@ -74,8 +74,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     if hasattr(source, "columns"):
         rewards.check(reward_columns(source.columns, config))
     policy, model_source = open_model(config, parts)
-    measured: Any = str(policy.compute_dtype).removeprefix("torch.")
-    config = replace(config, compute=measured)
+    config = replace(config, compute=agreed_compute(policy))
     check_lengths(source, policy, config)
     run = Run(
         config=config,
@@ -116,6 +115,14 @@ def open_model(config: Config, parts: Parts) -> tuple[TextPolicy, dict[str, Any]
         raise GruppoError(f"there is no model {path!r}. Did you mean {near[0]}?")
     policy = from_pretrained(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
     return policy, source
+
+
+def agreed_compute(policy: TextPolicy) -> Any:
+    """The dtype of the arithmetic, for the run's config. Ranks that measured different ones would train two models."""
+    is_half = policy.compute_dtype == torch.bfloat16
+    if dist.all_max(int(is_half)) and dist.all_max(int(not is_half)):
+        raise GruppoError("the ranks measured different --compute to be faster. Set --compute float32 or bfloat16.")
+    return str(policy.compute_dtype).removeprefix("torch.")
 
 
 def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:

@@ -182,6 +182,8 @@ class RunFolder:
         """The evaluation prompts: the same at every evaluation of a run."""
         source: Any = run.source
         prompts = source.held_out(run.config.evaluation.prompts) if hasattr(source, "held_out") else []
+        sampling = run.config.rollout.sampling
+        prompts = [prompt for prompt in prompts if run.policy.refuse(prompt, sampling) is None]
         if not prompts:
             raise DataError(
                 "the data have no held-out prompts to evaluate on. Set --prompts.held-out-fraction above 0, or "

@@ -105,7 +105,8 @@ def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
     weights = loss_weights(batch.keep, average=objective.average, total=total)
     stats = {name: Stat() for name in _stat_names(run)}
     for piece in run.policy.pieces(rollouts, _has_gradient(batch, knobs), run.config.optim.token_budget):
-        likelihood = run.policy.likelihood(rollouts, piece, want=("entropy",))
+        wanted = "entropy" if knobs.entropy_coef else "entropy_value"
+        likelihood = run.policy.likelihood(rollouts, piece, want=(wanted,))
         inputs = loss_inputs(run, batch, piece, weights, likelihood)
         terms, piece_stats = policy_loss(likelihood, inputs, objective)
         loss = terms["policy"]

@@ -168,7 +168,7 @@ class TextPolicy:
             chunk=self.chunk,
             top_k=top_k,
             top_p=top_p,
-            with_entropy="entropy" in want,
+            entropy="gradient" if "entropy" in want else "value" if "entropy_value" in want else "none",
         )
         place = (row.to(self.device), column.to(self.device))
 
