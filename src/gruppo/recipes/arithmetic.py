@@ -16,10 +16,10 @@ def arithmetic() -> Config:
         model="smollm2-135m",
         data="arithmetic:0:20:natural",
         reward=("exact_match",),
-        steps=70,
+        steps=60,
         rollout=Rollout(prompts=48, group_size=8, max_new_tokens=6, temperature=1.5, top_k=12),
         optim=Optim(lr=1.2e-5, warmup_steps=3),
         prompts=Prompts(held_out_fraction=0.4),
         evaluation=Evaluation(prompts=256),
-        saving=Saving(every=35),
+        saving=Saving(every=30),
     )
