@@ -15,7 +15,7 @@ from gruppo.types import Stat
 def start() -> None:
     """Join the group that ``torchrun`` describes in the environment, if it does; gloo on CPUs."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not td.is_initialized():
-        td.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        td.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
 def stop() -> None:

@@ -21,5 +21,5 @@ def arithmetic() -> Config:
         optim=Optim(lr=1.2e-5, warmup_steps=3),
         prompts=Prompts(held_out_fraction=0.4),
         evaluation=Evaluation(prompts=256),
-        saving=Saving(every=30),
+        saving=Saving(every=30, keep=1),
     )

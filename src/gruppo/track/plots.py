@@ -21,6 +21,8 @@ class Curve(NamedTuple):
     metrics: tuple[tuple[str, str], ...]
     points: str = ""
     """A held-out metric that is drawn as points."""
+    when_zero: str = ""
+    """Said where the curve is zero up to rounding, which is right and looks wrong."""
 
 
 CURVES = (
@@ -31,8 +33,21 @@ CURVES = (
         "size",
         (("advantage/mean_abs", "mean |advantage|"), ("reward/std_within_group", "reward's spread in a group")),
     ),
-    Curve("loss", "Loss", "loss", (("loss/total", "total"), ("loss/policy", "policy"), ("loss/kl", "KL term"))),
-    Curve("kl", "Divergence", "KL, nats per action", (("kl/ref_nats", "to reference"), ("kl/old_nats", "of the step"))),
+    Curve(
+        "loss",
+        "Loss",
+        "loss",
+        (("loss/policy", "policy"), ("loss/kl", "KL term")),
+        when_zero="zero as it should be: each batch is used once,\nand advantages are centred in their group.\n"
+        "Its gradient is not zero.",
+    ),
+    Curve(
+        "kl",
+        "Divergence",
+        "KL, nats per action",
+        (("kl/ref_nats", "to reference"), ("kl/old_nats", "of the step")),
+        when_zero="zero as it should be: each batch is used once,\nand there is no reference (kl_coef is 0).",
+    ),
     Curve("length", "Length", "actions per rollout", (("len/mean_actions", "mean"),)),
     Curve("entropy", "Entropy", "nats per action", (("entropy/mean_nats", "mean"),)),
 )
@@ -102,6 +117,10 @@ def _series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
+def _is_zero(metrics: Metrics, curve: Curve) -> bool:
+    return all(abs(value) < 1e-6 for name, _ in curve.metrics for value in _series(metrics, name)[1])
+
+
 def _sheet(path: Path, curves: Sequence[Curve], metrics: Metrics, title: str) -> Path:
     from matplotlib.figure import Figure
 
@@ -139,6 +158,9 @@ def _draw(axes: Any, curve: Curve, metrics: Metrics) -> None:
     if steps:
         axes.plot(steps, values, "o", color=COLOURS[1], markersize=6, markeredgecolor=PAPER, label="held-out", zorder=4)
     axes.set(title=curve.title, xlabel="step", ylabel=curve.unit)
+    if curve.when_zero and _is_zero(metrics, curve):
+        axes.set_ylim(-1, 1)
+        axes.text(0.5, 0.6, curve.when_zero, transform=axes.transAxes, ha="center", va="bottom", color="#555555")
     axes.xaxis.get_major_locator().set_params(integer=True)
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend()

@@ -109,7 +109,7 @@ class Evaluation:
 class Saving:
     every: int = 50
     """Steps between checkpoints; one is written at the end and at a stop in any case."""
-    keep: int = 1
+    keep: int = 2
     """Checkpoints kept."""
 
 

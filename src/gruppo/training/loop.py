@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gruppo import dist
+from gruppo.core.advantages import has_no_spread
 from gruppo.seeds import seed_at
 from gruppo.training.collect import Collected, collect
 from gruppo.training.evaluate import evaluate, sample_rows
@@ -90,12 +91,14 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
 
 
 def show_samples(run: Run, collected: Collected) -> None:
-    """The best, the worst and some others of one group now and then."""
+    """The best and the worst of one group now and then: of one whose rewards differ, where there is one."""
     every = run.config.show_samples_every
     rollouts = collected.batch.rollouts
     if not dist.is_main() or not every or rollouts is None or (run.step - 1) % every:
         return
-    group = random.Random(seed_at(run.config.seed, "shown", run.step)).randrange(len(rollouts.prompts))
+    differing = (~has_no_spread(collected.batch.rewards, rollouts.group_ids)).nonzero()[:, 0].tolist()
+    groups = differing or range(len(rollouts.prompts))
+    group = random.Random(seed_at(run.config.seed, "shown", run.step)).choice(groups)
     rows = (rollouts.group_ids == group).nonzero()[:, 0]
     order = collected.batch.rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
     ranked = rows[order].tolist()
