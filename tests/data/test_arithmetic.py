@@ -110,3 +110,10 @@ def test_impossible_settings_are_refused():
     with pytest.raises(DataError, match="none of the 2 problems"):
         Arithmetic(1, 1, seed=0, held_out_fraction=0.0001).held_out(5)
     assert Arithmetic(1, 1, seed=0, held_out_fraction=0).held_out(5) == []
+
+
+def test_a_sum_and_its_mirror_image_are_on_the_same_side():
+    source = Arithmetic(0, 20, "+", seed=0, held_out_fraction=0.4)
+    held = set(problems(source.held_out(1000)))
+    assert len(held) > 100
+    assert {f"{b} + {a}" for a, b in (problem.split(" + ") for problem in held)} == held

@@ -23,7 +23,7 @@ class Arithmetic:
 
     The problem of a draw depends on the seed and the draw alone. ``answer_prefix``: the prompt ends with the
     assistant's words ``7 - 12 =``, which the policy continues. A problem is held out by its text (``7 - 12``),
-    with or without the prefix. ``allow_negative=False`` asks for no difference below 0. ``system``: the system message;
+    with or without the prefix, a sum together with its mirror image. ``allow_negative=False`` asks for no difference below 0. ``system``: the system message;
     without one, chat templates may write a longer one of their own before every problem.
     """
 
@@ -113,7 +113,10 @@ class Arithmetic:
         return self.allow_negative or operation == "+" or a >= b
 
     def _is_held_out(self, index: int) -> bool:
-        return is_held_out(self._text(index), self.held_out_fraction)
+        """By the problem's text; a sum goes with its mirror image, lest 7 + 12 be asked of who has seen 12 + 7."""
+        a, b, operation = self._problem(index)
+        text = f"{min(a, b)} + {max(a, b)}" if operation == "+" else f"{a} - {b}"
+        return is_held_out(text, self.held_out_fraction)
 
     def _problem(self, index: int) -> tuple[int, int, str]:
         span = self.high - self.low + 1

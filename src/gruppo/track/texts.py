@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def program() -> str:
+    """How ``gruppo`` is called from here: by its name where the shell finds it, else by its path."""
+    beside = Path(sys.executable).with_name("gruppo")
+    found = shutil.which("gruppo")
+    if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):
+        return "gruppo"
+    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 def number(value: float | None) -> str:
