@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 FILLER = (
-    "Think about what you know of rivers, mountains, trade and the seasons, then answer in full sentences, as you would "
-    "to a friend who asks while walking along the coast on a windy day in spring."
+    "Think about what you know of rivers, mountains, trade and the seasons, then answer in full sentences, as you "
+    "would to a friend who asks while walking along the coast on a windy day in spring."
 )
 
 
@@ -68,7 +68,12 @@ def gruppo_side(spec: dict[str, Any]) -> None:
         run.step += 1
         run.engine.sync(run.policy, run.step)
         seconds = time.perf_counter() - began
-        report(seconds=seconds, rollout_s=metrics["time/rollout_s"], update_s=metrics["time/update_s"], tokens=metrics["tokens"])
+        report(
+            seconds=seconds,
+            rollout_s=metrics["time/rollout_s"],
+            update_s=metrics["time/update_s"],
+            tokens=metrics["tokens"],
+        )
 
 
 def trl_side(spec: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """One GRPO step of gruppo against TRL, in turns, so that a noisy machine is noisy for both.
 
-``python -m benchmarks.step --short`` (``make bench``): SmolLM2-135M, 4 prompts x 8 completions, prompts of about 60 tokens, exactly 64
-new tokens. TRL in its best honest configuration: float32 master weights, bfloat16 autocast. Without TRL installed, gruppo alone.
+``python -m benchmarks.step --short`` (``make bench``): SmolLM2-135M, 4 prompts x 8 completions, prompts of about 60
+tokens, exactly 64 new tokens. TRL in its best honest configuration: float32 master weights, bfloat16 autocast. Without
+TRL installed, gruppo alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ class Side:
 
     def __init__(self, name: str, spec: dict[str, Any], python: str) -> None:
         self.name = name
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
         self.process = subprocess.Popen(
             [python, "-W", "ignore", "-m", "benchmarks.sides", name, json.dumps(spec)],
             stdin=subprocess.PIPE,
@@ -107,12 +112,14 @@ def table(results: dict[str, Any]) -> str:
             if name in sides:
                 s = sides[name]
                 lines.append(
-                    f"{workload:<12} {name:<8} {s['seconds_median']:8.2f} {s['seconds_min']:7.2f} {s['seconds_max']:7.2f} "
-                    f"{s['tokens_per_s']:9.0f} {s['peak_gib']:9.1f}"
+                    f"{workload:<12} {name:<8} {s['seconds_median']:8.2f} {s['seconds_min']:7.2f} "
+                    f"{s['seconds_max']:7.2f} {s['tokens_per_s']:9.0f} {s['peak_gib']:9.1f}"
                 )
         if "trl_over_gruppo" in sides:
             r = sides["trl_over_gruppo"]
-            lines.append(f"{workload:<12} TRL / gruppo, step by step: {r['median']:.2f} ({r['min']:.2f} to {r['max']:.2f})")
+            lines.append(
+                f"{workload:<12} TRL / gruppo, step by step: {r['median']:.2f} ({r['min']:.2f} to {r['max']:.2f})"
+            )
     return "\n".join(lines)
 
 

@@ -1,13 +1,13 @@
 """One's own reward function: make a chat model answer in as few words as it can while naming the number.
 
-    python examples/own_reward.py
+Run it with ``python examples/own_reward.py``.
 """
 
 import gruppo
 
 
 def short_and_right(completions, answer, **kwargs):
-    """1 for the right number, less a little for each word beside it. Called with lists: one entry for each completion."""
+    """1 for the right number, less a little for each word beside it. Called with lists, one entry a completion."""
     texts = [completion[0]["content"] for completion in completions]
     return [float(a in text) - 0.05 * len(text.split()) for text, a in zip(texts, answer, strict=True)]
 
@@ -25,7 +25,8 @@ def main(model="smollm2-135m", steps=20, **options):
         steps=steps,
         **{"rollout__max_new_tokens": 24, "optim__lr": 1e-5, "evaluation__prompts": 8} | options,
     )
-    print(f"mean reward {result.before['mean']:.2f} before, {result.after['mean']:.2f} after; the model is in {result.model}")
+    before, after = result.before["mean"], result.after["mean"]
+    print(f"mean reward {before:.2f} before, {after:.2f} after; the model is in {result.model}")
     return result
 
 

@@ -21,6 +21,7 @@ from tests import processes, tiny
 from tests.training.runs import newest, steps_logged
 
 from gruppo.recipes import RECIPES
+from gruppo.track.texts import program
 from gruppo.training import api, checkpoint
 from gruppo.training import config as configs
 
@@ -129,6 +130,20 @@ def test_help_answers_within_a_second_and_the_import_does_not_import_torch():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "False"]
 
 
+def test_the_plain_recipe_takes_ones_own_model_data_and_reward(tmp_path):
+    data = tiny.write_rows(tmp_path / "mine.jsonl")
+    own = ["--model", tiny.model(), "--data", data, "--reward", tiny.reward("digits")]
+    small = ["--steps", "1", "--rollout.max-new-tokens", "4", "--evaluation.prompts", "0", "--compute", "float32"]
+    runs = ["--runs-dir", str(tmp_path / "runs"), "--name", "run", "--scoring.timeout-s", "None"]
+    code, _, err = call(tmp_path, "train", "plain", *own, *small, *runs)
+    assert (code, err) == (0, "")
+    config = configs.load(tmp_path / "runs/run/config.json")
+    sampling = config.rollout
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, config.scoring.timeout_s) == (1.0, 0, 1.0, None)
+    code, line = one_line(tmp_path, "train", "plain", *own[2:])
+    assert code == 2 and "Set --model" in line
+
+
 def test_nothing_but_our_own_lines_reaches_the_terminal(tmp_path, recipe):
     """In a process of its own, where the libraries are imported with nothing set beforehand."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_", "TOKENIZERS_"))}
@@ -167,7 +182,9 @@ def test_a_signal_exits_75_with_the_command_that_continues(tmp_path, recipe, num
     child.wait_for(lambda: steps_logged(run) > 2)
     child.send(number)
     assert child.wait() == 75
-    assert child.err == f"gruppo: stopped by a signal; what is complete is saved. Continue with: gruppo resume {run}\n"
+    *heard, last = child.err.splitlines()
+    assert last == f"gruppo: stopped by a signal; what is complete is saved. Continue with: {program()} resume {run}"
+    assert heard in ([], ["gruppo: finishing this step, then saving; again stops at once"])
     assert checkpoint.load_latest(run / "checkpoints").step >= 3
 
 
@@ -279,7 +296,7 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
         (["train"], "no recipe was given"),
         (["train", "--steps", "3"], "no recipe was given"),
         (["train", "arithmetik"], "unknown recipe 'arithmetik'. Did you mean arithmetic?"),
-        (["train", "other"], "Built in: arithmetic; or give file.py:function."),
+        (["train", "other"], "Built in: arithmetic, plain; or give file.py:function."),
         (["train", "no.py:recipe"], "there is no file"),
         (["train", "no.json"], "no.json does not exist"),
         (["train", tiny.reward("digitz")], "has no 'digitz'"),
@@ -289,6 +306,7 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
         (["resume", "no/run"], "the run folder no/run does not exist"),
         (["resume"], "gruppo resume --help"),
         (["eval", "no/run"], "no/run/config.json does not exist"),
+        (["sample", "some-model"], f"For example: {program()} sample RUN"),
         (["eval", "x", "--promts", "3"], "unknown option --promts. Did you mean --prompts?"),
         (["sample", "no/model/here", "hello"], "could not be loaded"),
         (["sample", "some-model"], "no prompt was given"),
@@ -356,12 +374,25 @@ def test_a_damaged_config_is_one_line(tmp_path, finished, text, says):
         assert code == 2 and says in line
 
 
+def test_an_evaluation_of_nothing_is_one_line(tmp_path, finished):
+    code, line = one_line(tmp_path, "eval", str(finished), "--prompts", "0")
+    assert code == 2 and "needs at least 1" in line
+
+
+def test_the_objects_of_a_config_are_asked_for_by_explain_as_by_train(tmp_path, recipe):
+    config = json.loads(Path(recipe).read_text()) | {"data": configs.IN_MEMORY}
+    Path(recipe).write_text(json.dumps(config))
+    for command in ("train", "explain"):
+        code, line = one_line(tmp_path, command, recipe)
+        assert code == 2 and "the data of this config came from Python objects" in line and "Set --data" in line
+
+
 def test_the_model_of_an_unfinished_run_is_asked_for_in_vain(tmp_path, finished):
     run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(run / "final")
     for command in (["eval", str(run)], ["sample", str(run), "hello"]):
         code, line = one_line(tmp_path, *command)
-        assert code == 2 and f"has no final model yet. Finish it with gruppo resume {run}" in line
+        assert code == 2 and f"has no final model yet. Finish it with {program()} resume {run}" in line
 
 
 def with_a_full_disk_from(step: int, args: list[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests import tiny
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -23,3 +24,12 @@ def test_the_plain_module_learns_vowels(tmp_path: Path) -> None:
     torch.manual_seed(0)
     result = example("plain_module").main(show=False, runs_dir=str(tmp_path))
     assert result.after["mean"] > result.before["mean"] + 0.3
+
+
+def test_ones_own_reward_trains_a_chat_model(tmp_path: Path) -> None:
+    own_reward = example("own_reward")
+    words = [[{"content": "it is 7"}], [{"content": "7"}], [{"content": "8"}]]
+    assert own_reward.short_and_right(words, ["7", "7", "7"]) == [1 - 0.15, 1 - 0.05, -0.05]
+    options = {"show": False, "runs_dir": str(tmp_path), "rollout__prompts": 2, "rollout__group_size": 2}
+    result = own_reward.main(tiny.model(), steps=2, **options)
+    assert (result.model / "model.safetensors").is_file() and result.after["scored"] == 8

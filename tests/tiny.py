@@ -117,6 +117,7 @@ def config(folder: Path, **changes: Any) -> Config:
         "evaluation__prompts": 4,
         "evaluation__every": 3,
         "saving__every": 2,
+        "saving__keep": 1,
     }
     return change(Config(), defaults | changes)
 

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "train": "gruppo.training.api",
     "resume": "gruppo.training.api",
+    "Stopped": "gruppo.training.loop",
     "Config": "gruppo.training.config",
     "Objective": "gruppo.core.objective",
     "PRESETS": "gruppo.core.objective",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from gruppo.testing import check_engine, check_policy, check_reward
     from gruppo.training.api import resume, train
     from gruppo.training.config import Config
+    from gruppo.training.loop import Stopped
     from gruppo.types import GruppoError, Prompt, Request, Rollouts, Sampling
 
 

@@ -44,6 +44,7 @@ usage: gruppo COMMAND ...
 exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop, 75 stopped by a signal (resume continues)
 
 start here:  gruppo train arithmetic
+your data:   gruppo train plain --model smollm2-135m --data mine.jsonl --reward my.py:f
 """
 
 

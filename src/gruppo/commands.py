@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +10,11 @@ from typing import Any
 
 import tyro
 
+from gruppo.cli import EXIT_STOPPED
 from gruppo.options import config_from, parsed, stem_of
 from gruppo.recipes import RECIPES
+from gruppo.track.texts import program, shown
 from gruppo.types import GruppoError
-
-EXIT_STOPPED = 75
 
 
 def train(args: list[str]) -> int:
@@ -47,40 +46,19 @@ def resume(args: list[str]) -> int:
 
 def _run(go: Callable[[Any], Any], path: Path) -> int:
     from gruppo import dist
-    from gruppo.training.loop import Stopped
+    from gruppo.training.api import finished
+    from gruppo.training.loop import Stopped, how_to_continue
     from gruppo.training.watch import on_screen
 
     try:
-        result = go(on_screen)
-        if dist.is_main():
-            _close(result)
+        finished(go(on_screen), show=True)
     except (Stopped, KeyboardInterrupt):
         if dist.is_main():
-            print(f"gruppo: {_how_to_continue(path)}", file=sys.stderr)
+            print(f"gruppo: {how_to_continue(path)}", file=sys.stderr)
         return EXIT_STOPPED
     finally:
         dist.stop()
     return 0
-
-
-def _how_to_continue(path: Path) -> str:
-    if (path / "config.json").is_file():
-        return f"stopped by a signal; what is complete is saved. Continue with: gruppo resume {path}"
-    return "stopped by a signal before the run began; nothing was written. Give the command again."
-
-
-def _close(result: Any) -> None:
-    """Curves, and what came of the run. The run is complete: what cannot be drawn costs a line."""
-    from rich.console import Console
-
-    from gruppo.track.report import closing_lines
-    from gruppo.training.use import plot
-
-    try:
-        plot(result.folder)
-    except (OSError, GruppoError) as error:
-        logging.getLogger("gruppo").warning("the curves could not be drawn: %s", error)
-    Console().print(closing_lines(result.folder, result.before, result.after, question=result.question))
 
 
 def evaluate(args: list[str]) -> int:
@@ -102,7 +80,7 @@ def evaluate(args: list[str]) -> int:
     done, rows = use.evaluate_run(path, prompts=prompts)
     for row in rows[:show]:
         print(
-            f"  {shown(row['prompt'])!r} -> {shown(row['completion'])!r}   wanted {row['target']!r}   "
+            f"  '{shown(row['prompt'])}' -> '{shown(row['completion'])}'   wanted {row['target']!r}   "
             f"reward {row['reward']:g}"
         )
     unscored = f", {done.prompts - done.scored} not scored" if done.scored < done.prompts else ""
@@ -140,7 +118,7 @@ def sample(args: list[str]) -> int:
 
     model, prompts, n, temperature, longest, seed, plain = parsed(command, args, "sample")
     if not prompts:
-        raise GruppoError('no prompt was given. For example: gruppo sample RUN "What is 3 + 4?"')
+        raise GruppoError(f'no prompt was given. For example: {program()} sample RUN "What is 3 + 4?"')
     from gruppo.training import use
 
     answers = use.complete(
@@ -167,8 +145,8 @@ def recipes(args: list[str]) -> int:
         lines = (recipe.__doc__ or "").strip().splitlines()
         print(f"{name}\n    " + "\n    ".join(line.strip() for line in lines))
     print(
-        "\ngruppo train NAME starts one; gruppo explain NAME says what it would do; "
-        "gruppo train NAME --help its options."
+        f"\n{program()} train NAME starts one; {program()} explain NAME says what it would do; "
+        f"{program()} train NAME --help its options."
     )
     return 0
 
@@ -181,8 +159,3 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "explain": explain,
     "recipes": recipes,
 }
-
-
-def shown(inputs: Any) -> str:
-    """A prompt or completion on one line."""
-    return inputs if isinstance(inputs, str) else " | ".join(str(message["content"]) for message in inputs)

@@ -1,4 +1,4 @@
-"""Objects named on the command line: ``path/to/file.py:name`` and ``package.module:name``."""
+"""Objects named on the command line, ``path/to/file.py:name`` and ``package.module:name``; packages of an extra."""
 
 from __future__ import annotations
 
@@ -85,6 +85,16 @@ def load_file(path: Path) -> ModuleType:
     finally:
         _depth -= 1
     return module
+
+
+def import_extra(module: str, extra: str, what: str) -> ModuleType:
+    """The module that ``what`` needs, or an error that names the extra which installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as problem:
+        raise GruppoError(
+            f'{what} needs the package "{module}" ({problem}); run: pip install "gruppo[{extra}]"'
+        ) from problem
 
 
 def _import_module(name: str) -> ModuleType:

@@ -320,6 +320,20 @@ class Policy(Protocol):
     """
 
     module: nn.Module
+    """The master weights, which an optimiser trains."""
+
+    @property
+    def sampler(self) -> nn.Module:
+        """What computes: ``module`` itself, or a copy of it in another dtype."""
+        ...
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Bring ``sampler`` up to ``module``."""
+        ...
+
+    def refuse(self, prompt: Prompt, sampling: Any) -> str | None:
+        """Why this prompt cannot be sampled from, with what to do; or None."""
+        ...
 
     def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts: ...
 

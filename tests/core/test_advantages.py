@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gruppo.core.advantages import Baseline, Scale, group_advantages, has_no_spread
+from gruppo.core.advantages import Baseline, Scale, group_advantages, group_std, has_no_spread
+from gruppo.core.objective import PRESETS
 
 KINDS = list(product(get_args(Baseline), get_args(Scale)))
 every_kind = pytest.mark.parametrize(("baseline", "scale"), KINDS)
@@ -83,17 +84,37 @@ def test_one_advantage_a_row_spread_over_its_actions_alone():
 @every_kind
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.35, -7.3, 1e-6, 1e6])
 @pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-4])
-def test_constant_rewards_have_advantages_of_exactly_zero(baseline, scale, reward, eps):
-    rewards, groups = [reward] * 8, [0] * 8
+@pytest.mark.parametrize("rows", [7, 8])
+def test_constant_rewards_have_advantages_of_exactly_zero(baseline, scale, reward, eps, rows):
+    rewards, groups = [reward] * rows, [0] * rows
     got = advantages_of(rewards, groups, baseline=baseline, scale=scale, eps=eps, dtype=torch.float32)
     if (baseline, scale) == ("none", "none"):
         assert got.tolist() == torch.tensor(rewards).tolist()  # nothing to subtract: the reward itself
     else:
-        assert got.tolist() == [0] * 8
+        assert got.tolist() == [0] * rows
 
 
 @pytest.mark.silent_bug(20)
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("other", [0.35, 0.36])
+def test_constant_rewards_are_silent_under_every_preset_and_under_the_batch_mean_only_over_all_ranks(preset, other):
+    """Three rows of 0.35 here and four on another rank: their mean is 0.35 and a rounding error, or above it."""
+    objective, there = PRESETS[preset], torch.full((4,), other).double()
+    mean = (3 * torch.tensor(0.35).double() + there.sum()) / 7
+
+    def all_sum(mine: Tensor) -> Tensor:
+        return mine + torch.stack([there.sum(), torch.tensor(4.0)])
+
+    rewards, mask = torch.full((3,), 0.35), torch.ones(3, 1, dtype=torch.bool)
+    kinds = {"baseline": objective.baseline, "scale": objective.scale}
+    got, _ = group_advantages(rewards, torch.zeros(3, dtype=torch.long), mask, **kinds, all_sum=all_sum)
+    by_hand = (torch.tensor(0.35).double() - mean).item() if preset == "reinforce" and other == 0.36 else 0.0
+    assert_close(got[:, 0].double(), [by_hand] * 3)
+    assert by_hand or got.count_nonzero() == 0
+
+
+@pytest.mark.silent_bug(20)
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "batch_mean"])
 @pytest.mark.parametrize("scale", get_args(Scale))
 def test_rounding_residue_is_no_spread(baseline, scale):
     """0.1 + 0.2 and 0.3 are one reward, and so are 0.35 and its neighbour in float32."""
@@ -193,3 +214,9 @@ def test_groups_do_not_see_each_other(baseline):
     other = advantages_of([1, 2, 500, -9], [0, 0, 1, 1], baseline=baseline, scale="group")
     assert torch.equal(first[:2], other[:2])
     assert first[:2].abs().min() > 0
+
+
+def test_group_std_is_of_the_scored_rows_with_ddof_1_and_unknown_below_two():
+    rewards = torch.tensor([1.0, 4.0, NAN, 2.0, 2.0, 5.0, NAN])
+    got = group_std(rewards, torch.tensor([0, 0, 0, 1, 1, 2, 2]))
+    assert got.tolist()[:2] == [pytest.approx(4.5**0.5, rel=1e-12), 0.0] and got[2].isnan()  # (1.5^2 + 1.5^2) / 1

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from gruppo.data.arithmetic import Arithmetic
+from gruppo.rewards.functions import column_value
 from gruppo.types import DataError, GruppoError
 
 
@@ -107,9 +108,17 @@ def test_impossible_settings_are_refused():
             Arithmetic(operations=operations, seed=0)
     with pytest.raises(DataError, match="all 2 problems"):
         Arithmetic(1, 1, seed=0, held_out_fraction=0.9999)
-    with pytest.raises(DataError, match="none of the 2 problems"):
-        Arithmetic(1, 1, seed=0, held_out_fraction=0.0001).held_out(5)
-    assert Arithmetic(1, 1, seed=0, held_out_fraction=0).held_out(5) == []
+
+
+@pytest.mark.parametrize("fraction", [0, 0.0001])
+def test_a_source_without_held_out_problems_gives_none(fraction):
+    assert Arithmetic(1, 1, seed=0, held_out_fraction=fraction).held_out(5) == []
+
+
+def test_every_column_that_rewards_are_told_of_has_values():
+    source = Arithmetic(seed=0)
+    (prompt,) = source.take(1)
+    assert all(column_value(prompt, name) is not None for name in source.columns)
 
 
 def test_a_sum_and_its_mirror_image_are_on_the_same_side():

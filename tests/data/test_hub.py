@@ -49,6 +49,17 @@ def test_what_cannot_be_read_is_one_data_error(tmp_path):
         read_dataset(tmp_path / "x.txt")
 
 
+def test_a_missing_configuration_is_said_with_those_there_are_and_how_to_write_one(monkeypatch):
+    def load(*_, **__):
+        raise ValueError(
+            "Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']\nX"
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match=r"missing\. Please pick .*'main', 'socratic'\]\)\. .*OWNER/NAME:CONFIG:SPLIT"):
+        open_source("owner/some-set", seed=0)
+
+
 def test_a_dataset_object_opens_and_a_dict_of_splits_says_which_to_choose(table):
     source = open_source(table, seed=0, held_out_fraction=0)
     assert sorted(p.inputs for p in source.take(12)) == sorted(row["prompt"] for row in ROWS)

@@ -57,7 +57,7 @@ def test_a_reasoning_gym_task_opens():
 
 @pytest.mark.parametrize("data", ["nonsense", "", 3, None, {"prompt": "a"}, "a/b/c", "a b/c"])
 def test_anything_else_lists_the_accepted_forms(data):
-    with pytest.raises(DataError, match=r"Data is one of: arithmetic"):
+    with pytest.raises(DataError, match=r"Data is one of: arithmetic.* OWNER/NAME:CONFIG:SPLIT"):
         open_source(data, seed=0)
 
 
@@ -70,17 +70,25 @@ def test_a_misspelt_kind_names_the_nearest_and_missing_files_are_named():
         open_source([], seed=0)
 
 
-def test_a_hub_name_is_split_into_name_and_split(monkeypatch):
+@pytest.mark.parametrize(
+    ("rest", "config", "split"),
+    [
+        ("", None, "train"),
+        (":test[:100]", None, "test[:100]"),
+        (":main:test", "main", "test"),
+        (":20231101.en:train[10:20]+test[:5]", "20231101.en", "train[10:20]+test[:5]"),
+    ],
+)
+def test_a_hub_name_is_split_into_name_configuration_and_split(monkeypatch, rest, config, split):
     asked = []
 
-    def read(name, config=None, split="train"):
-        asked.append((name, split))
+    def read(*given):
+        asked.append(given)
         return [{"prompt": "a"}]
 
     monkeypatch.setattr("gruppo.data.open.read_dataset", read)
-    open_source("owner/some-set", seed=0, held_out_fraction=0)
-    open_source("owner/some-set:test[:100]", seed=0, held_out_fraction=0)
-    assert asked == [("owner/some-set", "train"), ("owner/some-set", "test[:100]")]
+    open_source(f"owner/some-set{rest}", seed=0, held_out_fraction=0)
+    assert asked == [("owner/some-set", config, split)]
 
 
 def test_a_missing_package_names_the_extra(monkeypatch, tmp_path):

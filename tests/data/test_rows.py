@@ -7,6 +7,7 @@ import json
 import pytest
 
 from gruppo.data.rows import RowSource
+from gruppo.data.split import hash_unit
 from gruppo.types import DataError, GruppoError
 
 
@@ -40,7 +41,7 @@ def test_targets_and_columns_stay_with_their_prompt_through_the_shuffle():
     for p in RowSource(numbered(30), seed=5).take(90):
         number = int(p.inputs.removeprefix("Say ").removesuffix("."))
         assert (p.id, p.target) == (str(number), str(number))
-        assert dict(p.meta) == {"answer": str(number), "level": number % 3}
+        assert dict(p.meta) == {"prompt": p.inputs, "answer": str(number), "level": number % 3}
 
 
 @pytest.mark.silent_bug(33)
@@ -93,14 +94,26 @@ def test_duplicates_of_a_prompt_fall_on_one_side():
     assert not {p.inputs for p in source.take(300)} & set(held)
 
 
-def test_held_out_size_keeps_that_many_different_prompts():
-    rows = [row for row in numbered(50) for _ in range(2)]
-    assert len({p.inputs for p in RowSource(rows, seed=1, held_out_size=8).held_out(100)}) == 8
-    assert RowSource(rows, seed=1, held_out_size=0).held_out(100) == []
+def test_few_rows_hold_out_the_prompt_of_the_lowest_hash():
+    rows = [row for row in numbered(5) for _ in range(2)]
+    by_hash = sorted((row["prompt"] for row in numbered(5)), key=lambda text: hash_unit(json.dumps(text)))
+    assert hash_unit(json.dumps(by_hash[0])) > 0.001
+    source = RowSource(rows, seed=1, held_out_fraction=0.001)
+    assert [p.inputs for p in source.held_out(100)] == [by_hash[0]] * 2
+    assert {p.inputs for p in source.take(8)} == set(by_hash[1:])
 
 
-def test_a_fraction_of_zero_means_no_evaluation():
+def test_nothing_is_held_out_at_a_fraction_of_zero_or_of_one_prompt():
     assert RowSource(numbered(5), seed=1, held_out_fraction=0).held_out(4) == []
+    assert RowSource(numbered(1) * 3, seed=1, held_out_fraction=0.001).held_out(4) == []
+
+
+def test_the_prompt_column_is_a_column_that_rewards_can_read():
+    rows = [{"question": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}]
+    (prompt,) = RowSource(rows, seed=0, prompt_column="question", held_out_fraction=0).take(1)
+    assert prompt.meta["question"] == rows[0]["question"] == prompt.inputs
+    prompt.meta["question"][0]["content"] = "changed"
+    assert rows[0]["question"] == prompt.inputs == [{"role": "user", "content": "1 + 1?"}]
 
 
 def test_messages_are_copied_so_that_a_reward_function_cannot_change_the_data():
@@ -141,7 +154,7 @@ def test_the_fingerprint_follows_the_data():
     [
         (RowSource(numbered(31), seed=3), "fingerprint"),
         (RowSource(numbered(30), seed=4), "seed was 4, is 3"),
-        (RowSource(numbered(30), seed=3, held_out_size=1), "held_out_rows"),
+        (RowSource(numbered(30), seed=3, held_out_fraction=0), "held_out_rows"),
     ],
 )
 def test_a_position_in_another_stream_is_refused(other, reason):
@@ -178,13 +191,9 @@ def test_unusable_rows_are_refused_with_their_number_or_column(rows, reason):
 
 
 def test_unusable_splits_are_refused():
-    with pytest.raises(DataError, match=r"all 5 rows .* held out"):
-        RowSource(numbered(5), seed=0, held_out_size=5)
-    with pytest.raises(DataError, match="none of the 2 rows"):
-        RowSource(numbered(2), seed=0, held_out_fraction=1e-9).held_out(1)
-    with pytest.raises(GruppoError, match="outside"):
+    with pytest.raises(DataError, match=r"all 5 rows .* held out .* lower --prompts.held-out-fraction"):
+        RowSource(numbered(5), seed=0, held_out_fraction=0.999999)
+    with pytest.raises(GruppoError, match=r"outside .* set --prompts.held-out-fraction 0.1"):
         RowSource(numbered(5), seed=0, held_out_fraction=1.0)
-    with pytest.raises(GruppoError, match="negative"):
-        RowSource(numbered(5), seed=0, held_out_size=-1)
-    with pytest.raises(DataError, match=r"no column 'anser'.*nearest is 'answer'"):
+    with pytest.raises(DataError, match=r"no column 'anser'.*nearest is 'answer'.*--prompts.target-column"):
         RowSource(numbered(5), seed=0, target_column="anser")

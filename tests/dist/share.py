@@ -18,7 +18,7 @@ from gruppo import dist
 from gruppo.core.advantages import group_advantages
 from gruppo.core.objective import LossInputs, Objective, policy_loss
 from gruppo.core.weights import Average, loss_total, loss_weights
-from gruppo.types import Likelihood, Stat
+from gruppo.types import GruppoError, Likelihood, Stat
 
 VOCABULARY, MAX_LENGTH = 5, 9
 LENGTHS = torch.tensor([9, 1, 3, 2, 2, 7, 4])
@@ -95,8 +95,24 @@ def primitives() -> dict[str, Any]:
         "sum": total.tolist(),
         "mine after": mine.tolist(),
         "max": dist.all_max(10 + 3 * dist.rank()),
+        "gathered": [part.decode() for part in dist.gather(b"x" * (3 * dist.rank()) + b"end")],
+        "together": agreed(),
         "merged": {n: [s.count, s.sum, s.sum_sq, s.min, s.max] for n, s in dist.merge_stats(names).items()},
     }
+
+
+def agreed() -> list[str]:
+    """What each rank is told where nothing, the other rank, or both fail."""
+    said = []
+    for failing in ((), (0,), (1,), (0, 1)):
+        try:
+            with dist.together():
+                if dist.rank() in failing:
+                    raise ValueError(f"rank {dist.rank()}")
+            said.append("")
+        except (ValueError, GruppoError) as error:
+            said.append(str(error))
+    return said
 
 
 def main(out: Path) -> None:

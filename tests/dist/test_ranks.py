@@ -97,6 +97,12 @@ def test_the_collectives_by_hand(two):
         assert primitives["sum"] == [11, 22]
         assert primitives["mine after"] == [10**rank, 2 * 10**rank]
         assert primitives["max"] == 13
+        assert primitives["gathered"] == ["end", "xxxend"]
+        other = "another rank could not go on; its message says why and what to do."
+        assert primitives["together"] == [
+            ["", "rank 0", other, "rank 0"],
+            ["", other, "rank 1", "rank 1"],
+        ][rank]
         assert primitives["merged"] == {"a": [2, 5, 13, 2, 3], "b": [2, 13, 85, 6, 7]}
 
 
@@ -109,6 +115,9 @@ def test_a_world_of_one_changes_nothing(monkeypatch):
     assert (dist.rank(), dist.world(), dist.is_main()) == (0, 1, True)
     assert dist.all_sum(x) is x
     assert dist.all_max(7) == 7
+    assert dist.gather(b"mine") == [b"mine"]
+    with pytest.raises(ValueError, match="mine"), dist.together():
+        raise ValueError("mine")
     assert parameter.grad is None
     assert dist.merge_stats(stats) == stats
     dist.stop()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests import tiny
 
 from gruppo.policies.text import from_transformers
 from gruppo.types import Prompt, Request, Sampling
-from tests import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tests.rewards.fakes import rollouts_of
 
+from gruppo.data.rows import RowSource
 from gruppo.rewards import FunctionReward, columns_of
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -52,6 +54,21 @@ def test_a_trl_function_over_conversations_runs_unchanged():
     rows = [[{"role": "assistant", "content": text}] for text in ("<think>x", "x")]
     reward = FunctionReward(format_reward)
     assert reward(rollouts_of(rows)).tolist() == [1.0, 0.0] and reward.name == "format_reward"
+
+
+def test_a_function_can_ask_for_the_column_that_holds_the_prompt():
+    source = RowSource([{"question": "1 + 1?", "answer": "2"}], seed=0, prompt_column="question", held_out_fraction=0)
+    (prompt,) = source.take(1)
+    seen = []
+
+    def reward(completions, question):
+        seen.extend(question)
+        return [1.0] * len(completions)
+
+    wrapped = FunctionReward(reward)
+    wrapped.check(source.columns)
+    wrapped.score(replace(rollouts_of("ab"), prompts=(prompt,)))
+    assert seen == ["1 + 1?", "1 + 1?"]
 
 
 def test_a_function_that_edits_its_messages_does_not_edit_the_rollouts():

@@ -68,6 +68,25 @@ def test_a_reward_that_returns_none_for_a_whole_group_does_not_apply_to_it():
 
 
 @pytest.mark.silent_bug(22)
+def test_in_an_evaluation_a_row_that_lacks_a_part_is_unscored_although_its_group_is_one_row():
+    rewards = RewardSet([fixed({"a": 1.0, "b": 2.0, "c": None}, "f"), fixed({"a": 5.0, "b": None, "c": None}, "g")])
+    rollouts = rollouts_of("abc", group_ids=[0, 1, 2], targets=["x", "y", "z"])
+    assert same(rewards.score(rollouts).rewards, [6.0, 2.0, NAN])
+    assert same(rewards.score(rollouts, is_evaluation=True).rewards, [6.0, NAN, NAN])
+
+
+@pytest.mark.silent_bug(22)
+def test_in_an_evaluation_rewards_that_never_score_the_same_row_are_for_different_kinds_of_prompts():
+    """b lacks only code, which never goes with maths; d lacks maths and code, which both go with form."""
+    maths = fixed({"a": 1.0, "b": 2.0, "c": None, "d": None}, "maths")
+    code = fixed({"a": None, "b": None, "c": 3.0, "d": None}, "code")
+    form = fixed({"a": 0.5, "b": 0.5, "c": 0.5, "d": 0.5}, "form")
+    rollouts = rollouts_of("abcd", group_ids=[0, 1, 2, 3], targets="wxyz")
+    assert same(RewardSet([maths, code]).score(rollouts, is_evaluation=True).rewards, [1.0, 2.0, 3.0, NAN])
+    assert same(RewardSet([maths, code, form]).score(rollouts, is_evaluation=True).rewards, [1.5, 2.5, 3.5, NAN])
+
+
+@pytest.mark.silent_bug(22)
 def test_a_part_that_failed_makes_the_row_unscored_even_if_no_row_of_the_group_has_it():
     def raises_on_a(completions):
         if "a" in completions:
@@ -158,10 +177,6 @@ def test_statistics_by_hand():
         "reward/exception_count": 1.0,
         "reward/timeout_count": 0.0,
         "reward/not_finite_count": 1.0,
-        "reward/f/mean": 3.0,  # of 1, 3, 5
-        "reward/f/std": pytest.approx(math.sqrt(8 / 3)),
-        "reward/g/mean": 1.0,
-        "reward/g/std": 0.0,
     }
 
 
@@ -171,12 +186,7 @@ def test_a_wrong_count_is_an_exception_and_a_timeout_a_timeout_in_the_statistics
     )
     stats = reward_stats(scores)
     assert (stats["reward/exception_count"], stats["reward/timeout_count"]) == (2.0, 2.0)
-    assert math.isnan(stats["reward/lambda/mean"]) and stats["reward/unscored_count"] == 2.0
-
-
-def test_a_reward_that_fails_on_every_row_is_named():
-    scores = RewardSet([fixed({}, "broken"), fixed({"a": 1.0, "b": 1.0}, "fine")]).score(rollouts_of("ab"))
-    assert scores.all_failed == ("broken",) and scores.rewards.isnan().all()
+    assert stats["reward/unscored_count"] == 2.0
 
 
 def test_logged_metrics_are_prefixed_and_extras_keep_their_columns_apart():

@@ -62,6 +62,20 @@ def test_a_plain_line_holds_the_values_and_the_time_left():
     assert said(plain) == f"step 11/150  {rest}\nstep 12/150  {rest}  4:36 left\n"  # 138 steps of 2 s
 
 
+def test_a_resumed_run_begins_at_its_step_and_says_that_it_is_stopping():
+    live = tracker(150, is_terminal=True, step=70)
+    assert "step 70/150" in final_screen(live)
+    assert live.announce("finishing this step") and "finishing this step" in final_screen(live)
+    plain = tracker(150, is_terminal=False)
+    assert not plain.announce("finishing this step")
+
+
+def test_failed_rows_are_for_the_file_alone():
+    plain = tracker(9, is_terminal=False)
+    plain.samples(1, [NASTY[0] | {"failures": [{"kind": "exception"}]}])
+    assert said(plain) == ""
+
+
 def test_a_held_out_evaluation_is_a_line_of_its_own():
     plain = tracker(9, is_terminal=False)
     plain.log(3, {"eval/reward_mean": 0.625, "eval/exact": 0.5})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import math
+import shlex
 
 import pytest
 from rich.console import Console
 
+from gruppo.track import report
 from gruppo.track.files import MetricsFile
 from gruppo.track.report import closing_lines, wilson_interval
+from gruppo.track.texts import program
 
 
 def text(renderable, *, is_terminal=False, width=80):
@@ -57,9 +60,20 @@ def test_the_report_holds_reward_time_evaluations_files_and_commands(tmp_path):
     assert f"{run_dir}: 12 steps in 1:18; reward 0.750 over the last 10 steps" in said
     assert "held-out, 256 prompts" in said and "0.113 [0.080, 0.158]   0.820 [0.768, 0.863]   +0.707" in said
     assert "metrics.csv" in said and "overview.png" not in said and "final" not in said  # only what is there
-    for command in (f'sample {run_dir} "What is 3 + 4?"', f"eval {run_dir}", f"resume {run_dir}"):
-        assert f"gruppo {command}" in said
-    assert f"gruppo train {run_dir}/config.json --steps 24" in said
+    for command in (f"sample {run_dir} 'What is 3 + 4?'", f"eval {run_dir}", f"resume {run_dir}"):
+        assert f"  {program()} {command}" in said
+    again = next(line for line in said.splitlines() if " train " in line)
+    assert again.strip().startswith(f"{program()} train {run_dir}/config.json --steps 24  # train again, for longer")
+
+
+def test_commands_are_written_as_the_shell_needs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "program", lambda: "/my env/bin/gruppo")
+    said = text(closing_lines(tmp_path, question="What's $HOME?"), width=400)
+    line = next(line for line in said.splitlines() if " sample " in line).split("  # ")[0]
+    assert shlex.split(line) == ["/my env/bin/gruppo", "sample", str(tmp_path), "What's $HOME?"]
+    for question in ("two\nlines", "x" * 1000, ""):
+        said = text(closing_lines(tmp_path, question=question), width=400)
+        assert f"sample {tmp_path} ...  " in said
 
 
 def test_several_rewards_have_a_row_each_and_names_are_no_markup(tmp_path):
@@ -73,4 +87,4 @@ def test_several_rewards_have_a_row_each_and_names_are_no_markup(tmp_path):
 @pytest.mark.parametrize("before", [None, evaluation(0, math.nan, math.nan, math.nan)])
 def test_a_run_with_nothing_measured_still_ends_politely(tmp_path, before, is_terminal):
     said = text(closing_lines(tmp_path / "my run", before, None), is_terminal=is_terminal, width=300)
-    assert "0 steps in 0:00" in said and f"gruppo eval '{tmp_path}/my run'" in said
+    assert "0 steps in 0:00" in said and f"{program()} eval '{tmp_path}/my run'" in said

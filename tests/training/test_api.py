@@ -16,7 +16,8 @@ from tests.training.runs import metrics
 
 import gruppo
 from gruppo.policies.text import from_pretrained
-from gruppo.training import api
+from gruppo.track.texts import program
+from gruppo.training import api, watch
 from gruppo.training import config as configs
 from gruppo.training.build import name_of
 from gruppo.types import DataError, GruppoError
@@ -69,6 +70,44 @@ def test_several_rewards_with_weights_add_up(tmp_path):
     row = metrics(result.folder)[0]
     assert row["reward/mean"] == pytest.approx(0.5 * row["reward/length/mean"] + 2.0, rel=1e-6)
     assert row["reward/lambda/mean"] == 1.0 and row["reward/exact_match/mean"] == 0.0
+
+
+def test_an_evaluated_row_that_lacks_a_part_is_unscored_and_not_a_sum_of_what_is_left(tmp_path):
+    def for_most(completions, number, **_):
+        return [None if n % 3 == 0 else 1.0 for n in number]
+
+    result = gruppo.train(
+        model=tiny.model(),
+        data=tiny.rows(),
+        reward=[lambda completions, **_: [1.0] * len(completions), for_most],
+        runs_dir=tmp_path,
+        **SMALL | {"evaluation__prompts": 24, "prompts__held_out_fraction": 0.5},
+    )
+    assert result.before is not None and 0 < result.before["scored"] < result.before["prompts"]
+    assert result.before["mean"] == 2.0
+
+
+class Source:
+    """A prompt source of the user's own, which counts what is drawn and keeps nothing for evaluation."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def take(self, n: int) -> list[gruppo.Prompt]:
+        self.drawn += n
+        return [gruppo.Prompt(str(i), f"{i} + 1 = ", draw=i) for i in range(self.drawn - n, self.drawn)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.drawn = state["drawn"]
+
+
+def test_a_question_to_try_is_one_that_was_asked_and_draws_no_further_prompt(tmp_path):
+    source = Source()
+    result = gruppo.train(model=tiny.model(), data=source, reward=length, runs_dir=tmp_path, **SMALL)
+    assert result.question == "0 + 1 = " and source.drawn == 2 * 2
 
 
 def test_a_plain_module_trains_and_its_weights_can_be_loaded_again(tmp_path):
@@ -156,6 +195,56 @@ def test_an_unfinished_name_gets_a_number_when_it_is_taken(tmp_path):
     (tmp_path / first).mkdir()
     second = api.new_name("x", tmp_path)
     assert second != first and second.startswith("x-")
+
+
+@pytest.mark.parametrize("data", [tiny.rows(), [row["prompt"] for row in tiny.rows()]])
+def test_data_without_held_out_prompts_are_one_warning_and_no_evaluation(tmp_path, data, caplog):
+    settings = SMALL | {"evaluation__prompts": 4, "evaluation__every": 1, "prompts__held_out_fraction": 0.0}
+    with caplog.at_level("WARNING", "gruppo"):
+        result = gruppo.train(model=tiny.model(), data=data, reward=length, runs_dir=tmp_path, **settings)
+    assert caplog.text.count("no held-out prompts") == 1
+    assert result.before is result.after is None and saved_config(result)["evaluation"]["prompts"] == 0
+    assert result.question  # one that was trained on
+    assert (result.folder / "plots/overview.png").is_file()  # drawn also where nothing is shown
+
+
+def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys, monkeypatch):
+    log = logging.getLogger("gruppo")
+    before = log.level, list(log.handlers)
+    levels = []
+    real = api.build
+    monkeypatch.setattr(api, "build", lambda *given: (levels.append(log.getEffectiveLevel()), real(*given))[1])
+    result = gruppo.train(
+        model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL | {"show": True}
+    )
+    said = "".join(capsys.readouterr().out.split())
+    assert f"{program()}sample{result.folder}" in said and f"{program()}eval{result.folder}" in said
+    assert levels == [logging.INFO]  # what is downloaded is said
+    assert (log.level, log.handlers) == before
+
+
+def test_curves_that_cannot_be_drawn_cost_a_line(tmp_path, monkeypatch, caplog):
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(watch, "plot_run", broken)
+    result = gruppo.train(model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL)
+    assert result.tokens > 0 and "could not be drawn: RuntimeError: no fonts" in caplog.text
+
+
+def test_files_are_written_into_the_config_by_their_whole_path(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "work/m").symlink_to(tiny.model())
+    tiny.write_rows(tmp_path / "work/q.jsonl")
+    (tmp_path / "work/my.py").write_text("def f(completions, **_):\n    return [float(len(c)) for c in completions]\n")
+    settings = {"model": "./m", "data": "q.jsonl", "reward": ["my.py:f", "exact_match", "regex_format:a/b:c"]}
+    config = gruppo.train(**settings, runs_dir=tmp_path / "runs", **SMALL).folder / "config.json"
+    monkeypatch.chdir(tmp_path)
+    saved = json.loads(config.read_text())
+    assert (saved["model"], saved["data"]) == (f"{tmp_path}/work/m", f"{tmp_path}/work/q.jsonl")
+    assert saved["reward"] == [f"{tmp_path}/work/my.py:f", "exact_match", "regex_format:a/b:c"]
+    assert gruppo.resume(config.parent, show=False).tokens > 0
 
 
 def test_screen_and_log_are_given_back_when_a_run_fails(tmp_path, capsys):

@@ -167,6 +167,18 @@ def test_a_damaged_only_save_is_one_clear_error_and_never_a_silent_new_start(tmp
         checkpoint.load_latest(tmp_path)
 
 
+def test_latest_is_read_first_and_a_damaged_or_missing_one_costs_nothing(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "latest").write_text("step_000002")
+    assert step_of(tmp_path) == 2
+    for text in (b"step_000009", b"\xff", b""):
+        (tmp_path / "latest").write_bytes(text)
+        assert step_of(tmp_path) == 3
+    (tmp_path / "latest").unlink()
+    assert step_of(tmp_path) == 3
+
+
 def test_a_damaged_save_is_written_anew_when_its_step_comes_again(tmp_path):
     flip_a_bit(save(tmp_path, 2) / "model.safetensors")
     save(tmp_path, 2)

@@ -113,6 +113,13 @@ def test_a_missing_config_is_named(tmp_path):
         ({"optim": Optim(lr=math.nan)}, "optim.lr=nan"),
         ({"optim": Optim(lr=math.inf)}, "optim.lr=inf"),
         ({"optim": Optim(betas=(0.9, 1.0))}, "--optim.betas"),
+        ({"optim": Optim(eps=0.0)}, "--optim.eps"),
+        ({"optim": Optim(eps=math.nan)}, "--optim.eps"),
+        ({"optim": Optim(final_lr_frac=-0.1)}, "--optim.final-lr-frac"),
+        ({"optim": Optim(final_lr_frac=1.5)}, "--optim.final-lr-frac"),
+        ({"optim": Optim(betas=(math.nan, 0.9))}, "--optim.betas"),
+        ({"stage": Stage(entropy_coef=-1)}, "--stage.entropy-coef"),
+        ({"stage": Stage(entropy_coef=math.nan)}, "--stage.entropy-coef"),
         ({"optim": Optim(token_budget=0)}, "--optim.token-budget"),
         ({"optim": Optim(minibatches=65)}, "more than the 64 rows"),
         ({"stage": Stage(kl_coef=-1)}, "--stage.kl-coef"),
@@ -125,6 +132,11 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(changes, says):
     with pytest.raises(GruppoError) as error:
         configs.check(dataclasses.replace(GIVEN, **changes))
     assert says in str(error.value) and error.value.exit_code == 2
+
+
+def test_no_deadline_is_none_and_survives_json():
+    config = dataclasses.replace(GIVEN, scoring=Scoring(timeout_s=None))
+    assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
 
 
 def test_a_group_of_one_is_fine_for_reinforce():

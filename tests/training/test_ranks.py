@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from tests import processes, tiny
-from tests.training.runs import metrics, weights
+from tests.training.runs import assert_same, begin_or_go_on, metrics, newest, weights
 
-from gruppo.training import api
+from gruppo.training import api, checkpoint
 from gruppo.training import config as configs
 from gruppo.types import GruppoError
 
@@ -111,3 +113,54 @@ def test_fewer_prompts_than_ranks_are_refused(tmp_path):
     config = configs.to_dict(tiny.config(tmp_path, rollout__prompts=1))
     children = processes.ranks(2, refused, config, folder=tmp_path / "children")
     assert [child.wait() for child in children] == [0, 0], children[0].err
+
+
+# --- stopping, resuming, failing ---
+
+
+def noisy_and_stopping(completions: Sequence[Any], trainer_state: Any, **_: Any) -> list[float]:
+    """Draws from Python's generator, which each rank seeds on its own; at one step, a signal comes."""
+    if os.environ.get("STOP_AT") == str(trainer_state.global_step):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return tiny.noisy(completions)
+
+
+def until_stopped(config: dict[str, Any], stop_at: str) -> None:
+    os.environ["STOP_AT"] = stop_at
+    begin_or_go_on(config)
+
+
+@pytest.mark.silent_bug(33)
+def test_two_ranks_resume_to_the_bit_each_with_its_own_random_state(tmp_path):
+    rewards = {"reward": [f"{Path(__file__).resolve()}:noisy_and_stopping"]}
+    for name, stops in (("whole", [""]), ("parts", ["1", ""])):
+        config = configs.to_dict(tiny.config(tmp_path, name=name, steps=4, saving__keep=9, **rewards))
+        for stop_at in stops:
+            children = processes.ranks(2, until_stopped, config, stop_at, folder=tmp_path / name)
+            codes = [child.wait() for child in children]
+            assert codes == ([75, 75] if stop_at else [0, 0]), "\n".join(child.err for child in children)
+    random = json.loads((newest(tmp_path / "runs/whole") / "state.json").read_text())["random"]
+    assert len(random) == 2 and random[0]["python"] != random[1]["python"]
+    assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole")
+
+
+def with_a_full_disk(config: dict[str, Any]) -> None:
+    def save_file(tensors: object, path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    checkpoint.save_file = save_file
+    try:
+        api.start(configs.from_dict(config))
+    except GruppoError as error:
+        print(error, flush=True)
+        os._exit(error.exit_code)
+
+
+def test_where_the_rank_that_writes_fails_the_other_does_not_wait_for_it(tmp_path):
+    config = configs.to_dict(tiny.config(tmp_path, evaluation__prompts=0, saving__every=1))
+    children = processes.ranks(2, with_a_full_disk, config, folder=tmp_path / "full")
+    assert [child.wait() for child in children] == [2, 2]
+    assert "the disk is full" in children[0].out and "another rank could not go on" in children[1].out
+    children = processes.ranks(2, with_a_full_disk, config, folder=tmp_path / "again")
+    assert [child.wait() for child in children] == [2, 2]
+    assert "exists already" in children[0].out and "another rank could not go on" in children[1].out

@@ -19,6 +19,7 @@ from tests.training.runs import FULL, SIMPLE, Signalling, assert_same, begin_or_
 import gruppo
 from gruppo.policies.text import from_pretrained
 from gruppo.rewards.functions import FunctionReward
+from gruppo.track.texts import program
 from gruppo.training import api, checkpoint
 from gruppo.training import config as configs
 from gruppo.training.build import Parts
@@ -152,6 +153,22 @@ def test_a_signal_during_learn_finishes_the_step(tmp_path):
         start_with(tmp_path, tiny.digits, policy_that_signals(2, signal.SIGINT), evaluation__prompts=0)
     run = tmp_path / "runs/run"
     assert checkpoint.steps(run / "checkpoints") == [2] and steps_logged(run) == 2
+
+
+def test_a_signal_during_learn_says_that_it_was_heard_and_what_is_saved(tmp_path, capfd):
+    with pytest.raises(gruppo.Stopped) as stopped:
+        start_with(tmp_path, tiny.digits, policy_that_signals(2, signal.SIGINT), evaluation__prompts=0)
+    assert capfd.readouterr().err == "gruppo: finishing this step, then saving; again stops at once\n"
+    assert str(stopped.value) == (
+        f"stopped by a signal; what is complete is saved. Continue with: {program()} resume {tmp_path / 'runs/run'}"
+    )
+
+
+def test_a_signal_before_any_step_is_complete_says_that_there_is_nothing_to_save(tmp_path, capfd):
+    with pytest.raises(gruppo.Stopped, match="there is nothing to continue from"):
+        start_with(tmp_path, Signalling(1), evaluation__prompts=0)
+    assert capfd.readouterr().err == ""  # it left at once
+    assert not checkpoint.steps(tmp_path / "runs/run/checkpoints")
 
 
 def test_a_second_signal_stops_at_once_and_leaves_the_former_save(tmp_path):

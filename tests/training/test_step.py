@@ -20,8 +20,9 @@ from gruppo.policies.text import from_pretrained
 from gruppo.training import api
 from gruppo.training.build import Parts, build
 from gruppo.training.collect import collect
+from gruppo.training.minibatches import minibatches
 from gruppo.training.run import Run, knobs_at
-from gruppo.training.update import learn, minibatches
+from gruppo.training.update import backward, learn
 from gruppo.types import DataError, NumericalStop
 
 SMOOTH = {"optim__eps": 0.1, "evaluation__prompts": 0}
@@ -181,6 +182,43 @@ def test_the_ratio_is_one_where_a_batch_is_used_once_and_moves_where_it_is_used_
     assert abs(twice["ratio/max"] - 1) > 1e-3
 
 
+@pytest.mark.silent_bug(2)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_the_first_update_of_several_has_a_ratio_of_exactly_one_in_bfloat16(tmp_path, entropy_coef):
+    def first_group_alike(completions: Sequence[Any], **_: Any) -> list[float]:
+        values = tiny.digits(completions)
+        return [1.0 if row < 8 else value for row, value in enumerate(values)]  # a group without a gradient
+
+    run = run_in(
+        tmp_path,
+        Parts(rewards=[first_group_alike]),
+        compute="bfloat16",
+        rollout__group_size=8,
+        rollout__max_new_tokens=24,
+        optim__minibatches=2,
+        optim__epochs=2,
+        optim__token_budget=150,
+        stage__entropy_coef=entropy_coef,
+    )
+    assert run.policy.copy is not None
+    seen: list[list[list[int]]] = []
+    likelihood = run.policy.likelihood
+
+    def watched(rollouts: Any, piece: Any, **wanted: Any) -> Any:
+        seen.append(rollouts.actions[piece.rows, piece.cols].tolist())
+        return likelihood(rollouts, piece, **wanted)
+
+    run.policy.likelihood = watched
+    knobs = knobs_at(run.config, 0)
+    parts = minibatches(run, collect(run, knobs).batch, knobs)
+    before, seen[:] = list(seen), []
+    for _ in range(2):  # the first epoch, with no step in between
+        stats = backward(run, next(parts), knobs)
+        assert stats["ratio"].count > 50 and stats["update/pieces"].count > 1
+        assert stats["ratio"].min == stats["ratio"].max == 1.0
+    assert before == seen
+
+
 @pytest.mark.silent_bug(18)
 def test_the_reference_is_the_first_policy_and_stays_it(tmp_path):
     run = run_in(tmp_path, stage__kl_coef=0.1, optim__epochs=2)
@@ -248,6 +286,26 @@ def test_a_reward_that_raises_on_some_rows_costs_those_rows_alone_and_never_scor
     assert collected.metrics["reward/exception_count"] == int(has_e.sum()) == collected.metrics["reward/unscored_count"]
 
 
+def test_failed_rows_and_logged_columns_are_kept_with_the_samples(tmp_path):
+    def reward(completions: Sequence[Any], log_extra: Any, **_: Any) -> list[float]:
+        values = no_e(completions)
+        log_extra("length", [len(tiny.said(completion)) for completion in completions])
+        return values
+
+    config = tiny.config(tmp_path, **SMOOTH, steps=1, rollout__prompts=8, rollout__group_size=6)
+    run = api.start(config, Parts(rewards=[reward])).folder
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    failed = [row for row in rows if "failures" in row]
+    assert 0 < len(failed) == min(metrics(run)[0]["reward/exception_count"], 20)
+    for row in failed:
+        assert "e" in tiny.said(row["completion"]) and row["reward"] is None and row["prompt"]
+        [failure] = row["failures"]
+        assert failure["kind"] == "exception" and "no e, please" in failure["message"]
+    shown = [row for row in rows if "failures" not in row]
+    assert shown and all(row["extra"]["length"] in (None, len(tiny.said(row["completion"]))) for row in shown)
+    assert any(row["extra"]["length"] is not None for row in shown)
+
+
 @pytest.mark.silent_bug(22)
 def test_a_run_goes_on_through_rewards_that_raise_and_a_step_without_any_score(tmp_path):
     calls: list[int] = []
@@ -271,7 +329,7 @@ def test_a_run_goes_on_through_rewards_that_raise_and_a_step_without_any_score(t
 
 
 @pytest.mark.silent_bug(20)
-@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "rloo"])
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "rloo", "reinforce"])
 @pytest.mark.parametrize("value", [1.0, 0.35])
 def test_constant_rewards_leave_the_weights_to_the_bit(tmp_path, preset, value):
     run = run_in(tmp_path, Parts(rewards=[lambda completions: [value] * len(completions)]), objective=preset)
@@ -282,6 +340,23 @@ def test_constant_rewards_leave_the_weights_to_the_bit(tmp_path, preset, value):
     assert (collected.batch.advantages == 0).all()
     assert collected.metrics["group/zero_spread_frac"] == 1.0 and collected.metrics["reward/std_within_group"] == 0
     assert learned["loss/policy"] == 0.0
+
+
+@pytest.mark.silent_bug(20)
+def test_an_update_in_which_no_row_has_a_gradient_is_no_step_for_momentum_and_decay_either(tmp_path):
+    values = iter([None, 1.0])
+
+    def reward(completions: Sequence[Any], **_: Any) -> list[float]:
+        value = next(values)
+        return tiny.digits(completions) if value is None else [value] * len(completions)
+
+    run = run_in(tmp_path, Parts(rewards=[reward]), optim__weight_decay=0.5)
+    step(run)
+    before, moments = vector(run.policy.module), run.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    assert moments.abs().max() > 0
+    step(run)
+    assert torch.equal(vector(run.policy.module), before)
+    assert torch.equal(run.optimizer.state_dict()["state"][0]["exp_avg"], moments)
 
 
 @pytest.mark.parametrize("name", ["raises", "nothing", "too_many"])

@@ -39,19 +39,22 @@ def group_advantages(
     ddof 1 of the group's rewards (GRPO, arXiv 2402.03300), or of all raw rewards of the batch on all ranks.
 
     Rewards that are not finite are not scored: they enter no statistic and get 0. A group with fewer than two scored
-    rows has nothing to compare and gets 0 under the group baselines, and so does a group without spread, exactly, and
-    under the batch scale a batch without: the spread counts as zero when it is rounding residue, which no eps tells
-    apart from signal. ``eps`` 1e-4 is TRL's.
+    rows has nothing to compare and gets 0 under the group baselines. So does, exactly, a group without spread; under
+    the batch scale a batch without; and under the batch's mean a row equal to it. A difference counts as none when it
+    is rounding residue, which no eps tells apart from signal. ``eps`` 1e-4 is TRL's.
     Computed in float64, returned in float32. ``state`` is carried for running statistics (none yet).
     """
     scored = rewards.isfinite()
     r = torch.where(scored, rewards, 0).double()
     groups = int(group_ids.max()) + 1 if group_ids.numel() else 0
     count = _per_group(scored.double(), group_ids, groups)  # [groups]
-    centred = r - BASELINES[baseline](r, scored, group_ids, count, all_sum)  # [B]
-    if scale == "group":
-        centred = centred / (_group_std(r, scored, group_ids, count)[group_ids] + eps)
+    base = BASELINES[baseline](r, scored, group_ids, count, all_sum)
+    centred = r - base  # [B]
     silent = ~scored
+    if baseline == "batch_mean":
+        silent = silent | (centred.abs() <= _residue(rewards, base))  # row by row, so every rank decides alone
+    if scale == "group":
+        centred = centred / (group_std(rewards, group_ids)[group_ids] + eps)
     if scale == "batch":
         mean, std = _batch_mean_std(r, scored, all_sum)
         centred = centred / (std + eps)
@@ -60,6 +63,15 @@ def group_advantages(
         silent = silent | has_no_spread(rewards, group_ids)[group_ids]
     advantages = torch.where(silent, 0.0, centred).to(torch.float32)
     return torch.where(mask, advantages[:, None], 0.0), dict(state or {})
+
+
+def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "groups"]:
+    """Standard deviation (ddof 1) of each group's scored rewards, float64; NaN for a group with fewer than two."""
+    scored = rewards.isfinite()
+    r = torch.where(scored, rewards, 0).double()
+    count = _per_group(scored.double(), group_ids, int(group_ids.max()) + 1 if group_ids.numel() else 0)
+    deviation = torch.where(scored, r - _mean(r, scored, group_ids, count, identity), 0.0)
+    return (_per_group(deviation.square(), group_ids, len(count)) / (count - 1).where(count > 1, torch.nan)).sqrt()
 
 
 def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "groups"]:
@@ -109,11 +121,6 @@ BASELINES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, AllSum], Tensor]]
     "leave_one_out": _leave_one_out,
     "batch_mean": _batch_mean,
 }
-
-
-def _group_std(r: Tensor, scored: Tensor, group_ids: Tensor, count: Tensor) -> Tensor:
-    deviation = torch.where(scored, r - _mean(r, scored, group_ids, count, identity), 0.0)
-    return (_per_group(deviation.square(), group_ids, len(count)) / (count - 1).clamp(min=1)).sqrt()
 
 
 def _batch_mean_std(r: Tensor, scored: Tensor, all_sum: AllSum) -> tuple[Tensor, Tensor]:

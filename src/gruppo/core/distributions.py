@@ -119,7 +119,8 @@ def categorical(
 class _Picked(torch.autograd.Function):
     """One log-probability a row, and the entropy as a number, with few passes over [N, V].
 
-    d logprob / d logits = (one-hot - p) / temperature. Equal to the plain way of ``entropy="gradient"``; a test holds it to that.
+    d logprob / d logits = (one-hot - p) / temperature. Equal to the plain way of ``entropy="gradient"``; a test holds
+    it to that.
     """
 
     @staticmethod

@@ -23,12 +23,13 @@ class Arithmetic:
 
     The problem of a draw depends on the seed and the draw alone. ``answer_prefix``: the prompt ends with the
     assistant's words ``7 - 12 =``, which the policy continues. A problem is held out by its text (``7 - 12``),
-    with or without the prefix, a sum together with its mirror image. ``allow_negative=False`` asks for no difference below 0. ``system``: the system message;
-    without one, chat templates may write a longer one of their own before every problem.
+    with or without the prefix, a sum together with its mirror image. ``allow_negative=False`` asks for no difference
+    below 0. ``system``: the system message; without one, chat templates may write a longer one of their own before
+    every problem.
     """
 
     name = "arithmetic"
-    columns = ("prompt", "target", "a", "b", "operation")
+    columns = ("target", "a", "b", "operation")
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class Arithmetic:
         self._size = len(operations) * (high - low + 1) ** 2
         if self._size <= ENUMERABLE and not any(map(self._may_draw, range(self._size))):
             raise DataError(
-                f"all {len(self._candidates())} problems of arithmetic:{low}:{high} are held out, which leaves none to learn from; "
-                "widen the range or lower held_out_fraction."
+                f"all {len(self._candidates())} problems of arithmetic:{low}:{high} are held out, which leaves none to "
+                "learn from; widen the range or lower --prompts.held-out-fraction."
             )
         identity = {"fingerprint": self.fingerprint(), "seed": seed, "held_out_fraction": held_out_fraction}
         self._cursor = Cursor(self.name, identity)
@@ -67,16 +68,12 @@ class Arithmetic:
 
     def held_out(self, n: int) -> list[Prompt]:
         """At most n evaluation problems, all different, the same ones in the same order in every run."""
-        if self.held_out_fraction > 0 and not self._held_out:
-            raise DataError(
-                f"none of the {len(self._candidates())} problems of arithmetic:{self.low}:{self.high} is held out for evaluation; "
-                "widen the range, raise held_out_fraction, or set it to 0 to run without evaluation."
-            )
         return [self._prompt(index, place) for place, index in enumerate(self._held_out[:n])]
 
     def fingerprint(self) -> str:
         """SHA-256 of what defines the problems."""
-        text = f"arithmetic 1 {self.low} {self.high} {self.operations} {self.answer_prefix} {self.allow_negative} {self.system}"
+        what = (self.low, self.high, self.operations, self.answer_prefix, self.allow_negative, self.system)
+        text = " ".join(["arithmetic 1", *map(str, what)])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:

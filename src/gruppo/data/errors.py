@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Iterable
-from types import ModuleType
 
 from gruppo.types import GruppoError
-
-
-def import_extra(module: str, extra: str, what: str) -> ModuleType:
-    """The module, or an error that names the extra which installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as problem:
-        raise GruppoError(
-            f'{what} needs the package "{module}" ({problem}); run: pip install "gruppo[{extra}]"'
-        ) from problem
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -30,5 +18,6 @@ def check_fraction(fraction: float) -> None:
     """Refuse a held-out fraction that is not a share below one."""
     if not 0 <= fraction < 1:
         raise GruppoError(
-            f"held_out_fraction={fraction} is outside [0, 1); use 0.1 to keep a tenth of the prompts for evaluation."
+            f"held_out_fraction={fraction} is outside [0, 1); set --prompts.held-out-fraction 0.1 to keep a "
+            "tenth of the prompts for evaluation."
         )

@@ -11,8 +11,9 @@ from importlib import metadata
 from typing import Any
 
 from gruppo.data.cursor import Cursor
-from gruppo.data.errors import check_fraction, import_extra, nearest
+from gruppo.data.errors import check_fraction, nearest
 from gruppo.data.split import is_held_out, prompt_key
+from gruppo.loading import import_extra
 from gruppo.seeds import seed_at
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -31,7 +32,7 @@ class ReasoningGym:
     takes a new seed, so the stream does not end or repeat. ``task_options`` go to the task unchanged.
     """
 
-    columns = ("prompt", "target", "entry")
+    columns = ("target", "entry")
 
     def __init__(
         self,
@@ -63,7 +64,9 @@ class ReasoningGym:
             draw += 1
             skipped = skipped + 1 if self._is_held_out(prompt) else 0
             if skipped > 1000:
-                raise DataError(f"{self.name} has no question left that is not held out; lower held_out_fraction.")
+                raise DataError(
+                    f"{self.name} has no question left that is not held out; lower --prompts.held-out-fraction."
+                )
             if not skipped:
                 prompts.append(prompt)
         self._cursor.position = draw
@@ -73,11 +76,6 @@ class ReasoningGym:
         """At most n different evaluation entries, the same ones in the same order in every run, whatever its seed."""
         if self._evaluation is None or len(self._evaluation) < n:
             self._evaluation = self._find_held_out(n)
-        if self.held_out_fraction > 0 and n > 0 and not self._evaluation:
-            raise DataError(
-                f"none of {self.size_per_epoch} questions of {self.name} is held out for evaluation; "
-                "raise held_out_fraction, or set it to 0 to run without evaluation."
-            )
         return self._evaluation[:n]
 
     def fingerprint(self) -> str:
@@ -122,7 +120,7 @@ class ReasoningGym:
         except Exception as problem:
             raise DataError(
                 f"{self.name} could not make entry {index} ({type(problem).__name__}: {problem}); "
-                "set a smaller size_per_epoch or other task options."
+                "pass ReasoningGym a smaller size_per_epoch or other task options."
             ) from problem
 
     def _dataset(self, seed: int) -> Any:

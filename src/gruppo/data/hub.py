@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gruppo.data.errors import import_extra
+from gruppo.loading import import_extra
 from gruppo.types import DataError
 
 FILE_KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
@@ -25,11 +25,11 @@ def read_dataset(name: str | Path, config: str | None = None, split: str = "trai
     except DataError:
         raise
     except Exception as problem:  # datasets raises a dozen kinds, its own and those of pyarrow, fsspec and httpx
-        first_line = next(iter(str(problem).splitlines()), "no message")
+        message = " ".join(str(problem).splitlines()[:2]) or "no message"  # the second lists the configurations
         raise DataError(
-            f"split {split!r} of {name} cannot be read ({type(problem).__name__}: {first_line}). "
+            f"split {split!r} of {name} cannot be read ({type(problem).__name__}: {message}). "
             "It needs a data set of the Hugging Face hub that this machine can reach, or a local folder or file; "
-            "check the name, the split and the network."
+            "check the name, the configuration (OWNER/NAME:CONFIG:SPLIT), the split and the network."
         ) from problem
 
 

@@ -18,8 +18,8 @@ from gruppo.types import DataError, PromptSource
 
 FORMS = (
     "Data is one of: arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; the path of a .jsonl, .parquet, .csv or "
-    ".json file or of a data set folder; a hub name OWNER/NAME or OWNER/NAME:SPLIT; in Python also a list of texts or "
-    "dicts, a Hugging Face Dataset, or an object with take, state_dict and load_state_dict."
+    ".json file or of a data set folder; a hub name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python "
+    "also a list of texts or dicts, a Hugging Face Dataset, or an object with take, state_dict and load_state_dict."
 )
 
 
@@ -84,11 +84,11 @@ def _named_rows(data: str | os.PathLike[str]) -> tuple[list[Any], str]:
         return read_jsonl(path), str(path)
     if str(data) and (path.exists() or path.suffix in FILE_KINDS):
         return read_dataset(path), str(path)
-    hub_name = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(.+))?", str(data))
+    hub_name = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))
     if hub_name is None:
         near = nearest(str(data), ("arithmetic", "reasoning_gym"))
         raise DataError(f"data={str(data)!r} is no file, folder or known name{near}. {FORMS}")
-    return read_dataset(hub_name[1], split=hub_name[2] or "train"), str(data)
+    return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
 
 
 def _given_rows(data: Any, prompt_column: str) -> tuple[list[Any], str]:

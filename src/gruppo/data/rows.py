@@ -16,7 +16,7 @@ from gruppo.data.errors import check_fraction, nearest
 from gruppo.data.messages import checked_inputs
 from gruppo.data.split import hash_unit, prompt_key
 from gruppo.seeds import generator_at
-from gruppo.types import DataError, GruppoError, Prompt
+from gruppo.types import DataError, Prompt
 
 TARGET_COLUMNS = ("answer", "target", "solution", "label")
 PROMPT_LIKE = ("question", "problem", "instruction", "query", "text", "input", "messages")
@@ -26,9 +26,9 @@ class RowSource:
     """Prompts from rows; each epoch is a new order, and held-out prompts never enter the stream.
 
     ``target_column``: the first of answer, target, solution and label that there is, unless named. ``meta`` holds every
-    column but the prompt's, the target's included, so that reward functions find it under the data set's own name.
-    ``held_out_fraction`` keeps that share of all prompts for evaluation; ``held_out_size`` instead keeps a number of
-    different prompts. Both go by the prompt's content, so duplicates fall on one side.
+    column, those of prompt and target included, so that reward functions find them under the data set's own names.
+    ``held_out_fraction`` keeps that share of all prompts for evaluation, and above 0 one of two or more different
+    prompts in any case. It goes by the prompt's content, so duplicates fall on one side.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class RowSource:
         prompt_column: str = "prompt",
         target_column: str | None = None,
         held_out_fraction: float = 0.1,
-        held_out_size: int | None = None,
         name: str = "the data",
     ) -> None:
         self.name, self.seed, self.prompt_column = name, seed, prompt_column
@@ -49,7 +48,7 @@ class RowSource:
             if column is not None:
                 _check_column(column, self.columns, name)
         self.target_column = target_column or next((c for c in TARGET_COLUMNS if c in self.columns), None)
-        self._split(held_out_fraction, held_out_size)
+        self._split(held_out_fraction)
         self._epoch, self._order = -1, torch.empty(0)
 
     def take(self, n: int) -> list[Prompt]:
@@ -60,11 +59,6 @@ class RowSource:
 
     def held_out(self, n: int) -> list[Prompt]:
         """At most n evaluation prompts, the same ones in the same order in every run."""
-        if self._wants_held_out and not self._held_out:
-            raise DataError(
-                f"none of the {len(self._rows)} rows of {self.name} falls into the share held out for evaluation; "
-                "add prompts, raise held_out_fraction, or set it to 0 to run without evaluation."
-            )
         return [self._prompt(index, place) for place, index in enumerate(self._held_out[:n])]
 
     def all_prompts(self) -> Iterator[Prompt]:
@@ -81,17 +75,18 @@ class RowSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._cursor.load_state_dict(state)
 
-    def _split(self, fraction: float, size: int | None) -> None:
+    def _split(self, fraction: float) -> None:
         check_fraction(fraction)
         hashes = [hash_unit(prompt_key(self._inputs(index))) for index in range(len(self._rows))]
-        limit = fraction if size is None else _limit_of(hashes, size)
-        self._wants_held_out = fraction > 0 if size is None else size > 0
+        distinct = sorted(set(hashes))
+        is_short = fraction > 0 and len(distinct) > 1 and distinct[0] >= fraction
+        limit = distinct[1] if is_short else fraction
         self._train = [index for index, x in enumerate(hashes) if x >= limit]
         self._held_out = sorted((index for index, x in enumerate(hashes) if x < limit), key=lambda i: (hashes[i], i))
         if not self._train:
             raise DataError(
                 f"all {len(hashes)} rows of {self.name} are held out for evaluation, which leaves none to learn from; "
-                "lower held_out_fraction or held_out_size, or add prompts."
+                "lower --prompts.held-out-fraction, or add prompts."
             )
 
     @cached_property
@@ -115,7 +110,8 @@ class RowSource:
 
     def _prompt(self, index: int, draw: int) -> Prompt:
         row = self._rows[index]
-        meta = {column: row.get(column) for column in self.columns if column != self.prompt_column}
+        own_copy = {self.prompt_column: self._inputs(index)}  # a reward that edits it edits no prompt
+        meta = {column: row.get(column) for column in self.columns} | own_copy
         target = None if self.target_column is None else row.get(self.target_column)
         name = index if row.get("id") is None else row["id"]
         return Prompt(str(name), self._inputs(index), target, meta, draw)
@@ -142,16 +138,8 @@ def _check_column(column: str, columns: tuple[str, ...], name: str) -> None:
         near = f"; the nearest is {usual!r}"
     raise DataError(
         f"{name} has no column {column!r}; its columns are {', '.join(map(repr, columns))}{near}. "
-        "Name the right one as prompt_column or target_column."
+        "Name the right one with --prompts.column or --prompts.target-column."
     )
-
-
-def _limit_of(hashes: list[float], size: int) -> float:
-    """The hash below which exactly ``size`` different prompts lie; above all of them when there are not that many."""
-    if size < 0:
-        raise GruppoError(f"held_out_size={size} is negative; use 0 or the number of prompts to keep for evaluation.")
-    distinct = sorted(set(hashes))
-    return distinct[size] if size < len(distinct) else 1.0
 
 
 def _stable_text(value: Any) -> str:

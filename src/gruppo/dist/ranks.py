@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as td
 from torch import Tensor
 
-from gruppo.types import Stat
+from gruppo.types import GruppoError, Stat
 
 
 def start() -> None:
@@ -48,6 +49,33 @@ def all_sum(x: Tensor) -> Tensor:
 def all_max(x: int) -> int:
     """The largest over ranks."""
     return int(_reduced(torch.tensor(x), td.ReduceOp.MAX)) if world() > 1 else x
+
+
+def gather(data: bytes) -> list[bytes]:
+    """What every rank gives, in order of rank; sent as numbers, so that nothing is unpickled."""
+    if world() == 1:
+        return [data]
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(world())]
+    td.all_gather(sizes, torch.tensor([len(data)]))
+    longest = max(int(size) for size in sizes)
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world())]
+    td.all_gather(parts, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8))
+    return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """For what may fail on one rank alone: the others raise as well, instead of waiting for it for ever."""
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    has_failed = all_max(int(failure is not None))
+    if failure is not None:
+        raise failure
+    if has_failed:
+        raise GruppoError("another rank could not go on; its message says why and what to do.")
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:

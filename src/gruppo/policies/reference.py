@@ -18,7 +18,7 @@ class FrozenReference:
 
     def __init__(self, policy: Any) -> None:
         policy.refresh(force=True)
-        self.module = copy.deepcopy(policy.backbone.module).requires_grad_(False).eval()
+        self.module = copy.deepcopy(policy.sampler).requires_grad_(False).eval()
         self._policy = policy.at(self.module)
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """Recipes: functions that return a ``Config``. Each states its hardware, its wall time and the curve to expect."""
 
 from gruppo.recipes.arithmetic import arithmetic
+from gruppo.recipes.plain import plain
 
-RECIPES = {"arithmetic": arithmetic}
+RECIPES = {"arithmetic": arithmetic, "plain": plain}
 """The built-in recipes, by the name that ``gruppo train`` takes."""

@@ -11,15 +11,16 @@ def arithmetic() -> Config:
     The model is asked "What is 7 + 12?" and continues "7 + 12 =". The reward is 1 where what it writes is the right
     number and nothing else. It first learns to stop after the number, then to calculate. Sampling is a little hotter
     than the model (temperature 1.5 among the 12 likeliest tokens): at temperature 1 it soon stops trying other answers.
+    2 CPU cores: about 4.5 minutes of training, held-out exact match from 0.02 to @@AFTER@@.
     """
     return Config(
         model="smollm2-135m",
         data="arithmetic:0:20:natural",
         reward=("exact_match",),
-        steps=60,
+        steps=50,
         rollout=Rollout(prompts=48, group_size=8, max_new_tokens=6, temperature=1.5, top_k=12),
         optim=Optim(lr=1.2e-5, warmup_steps=3),
         prompts=Prompts(held_out_fraction=0.4),
         evaluation=Evaluation(prompts=256),
-        saving=Saving(every=30, keep=1),
+        saving=Saving(every=25, keep=1),
     )

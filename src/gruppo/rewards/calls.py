@@ -124,7 +124,7 @@ def describe(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     hint = ""
     if "signal only works in main thread" in str(error):
-        hint = "; this function sets a signal, so give it timeout_s=None: it then runs in the main thread, undisturbed"
+        hint = "; it sets a signal: run it in the main thread, without a deadline, with --scoring.timeout-s None"
     return f"{type(error).__name__}: {text[0][:300] if text else ''}{place}{hint}"
 
 

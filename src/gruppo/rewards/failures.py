@@ -53,8 +53,6 @@ class Outcome:
     failures: tuple[Failure, ...]
     metrics: dict[str, list[float]]
     extras: dict[str, tuple[Any, ...]]
-    all_failed: bool
-    """Every row that was asked for ended in an exception or a wrong count."""
 
     @property
     def failed(self) -> Bool[Tensor, "B"]:
@@ -70,7 +68,7 @@ Ask = Callable[[Sequence[int]], Answer]
 
 def score_rows(ask: Ask, rows: Sequence[int], size: int, *, reward: str, timeout_s: float | None) -> Outcome:
     """Ask for all rows at once, and where that fails for each row alone. ``size`` is B; other rows stay NaN."""
-    sheet = _Sheet(reward, size, rows)
+    sheet = _Sheet(reward, size)
     if not rows:
         return sheet.outcome()
     try:
@@ -142,8 +140,8 @@ def _not_reached(timeout_s: float | None) -> Unanswered:
 class _Sheet:
     """What is known of every row so far."""
 
-    def __init__(self, reward: str, size: int, rows: Sequence[int]) -> None:
-        self.reward, self.asked = reward, set(rows)
+    def __init__(self, reward: str, size: int) -> None:
+        self.reward = reward
         self.rewards = torch.full((size,), float("nan"), dtype=torch.float64)
         self.failures: dict[int, Failure] = {}
         self.metrics: dict[str, list[float]] = {}
@@ -167,13 +165,11 @@ class _Sheet:
             self.failures[row] = Failure(row, self.reward, error.kind, error.message)
 
     def outcome(self) -> Outcome:
-        raised = {row for row, failure in self.failures.items() if failure.kind in ("exception", "count")}
         return Outcome(
             rewards=self.rewards,
             failures=tuple(self.failures[row] for row in sorted(self.failures)),
             metrics=self.metrics,
             extras={column: tuple(values) for column, values in self.extras.items()},
-            all_failed=bool(self.asked) and raised == self.asked,
         )
 
 

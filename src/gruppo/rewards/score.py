@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gruppo.rewards.calls import start
 from gruppo.rewards.failures import Answer, Failure, Outcome, score_rows
 from gruppo.rewards.functions import FunctionReward, checked_timeout, entries_of, name_of
-from gruppo.types import DataError, GruppoError, Reward, Rollouts, Stat
+from gruppo.types import DataError, GruppoError, Reward, Rollouts
 
 NAN = float("nan")
 
@@ -33,8 +33,6 @@ class Scores:
     """What functions logged: ``reward_metric/<name>``, the mean over the calls of this batch."""
     extras: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Columns that functions logged, each [B]; None where a row has no entry."""
-    all_failed: tuple[str, ...] = ()
-    """Rewards for which every row ended in an exception or a wrong count: almost surely a bug in the reward."""
 
 
 class _Scorer(Protocol):
@@ -77,8 +75,10 @@ class RewardSet:
     """One or several rewards, called together; their weighted sum is the reward ("sum, then normalise").
 
     A reward that scores no row of a group, by returning None for each, does not apply to that group and is left out of
-    its sum. Otherwise a row that lacks a part is NaN in the sum: a missing part never acts as a 0. A part of weight 0
-    is recorded and takes no part in the sum. Rows that ended in "error" are not shown to the rewards; they are NaN.
+    its sum. Otherwise a row that lacks a part is NaN in the sum: a missing part never acts as a 0. In an evaluation,
+    where a group is one row, a reward applies unless the row is scored by one with which it never shares a row: two
+    such rewards are for different kinds of prompts. A part of weight 0 is recorded and takes no part in the sum. Rows
+    that ended in "error" are not shown to the rewards; they are NaN.
     """
 
     def __init__(
@@ -102,55 +102,65 @@ class RewardSet:
         for scorer in self._scorers:
             scorer.check(columns)
 
-    def score(self, rollouts: Rollouts, *, step: int = 0, max_steps: int = 0) -> Scores:
+    def score(self, rollouts: Rollouts, *, step: int = 0, max_steps: int = 0, is_evaluation: bool = False) -> Scores:
         """All parts and their sum. Asynchronous rewards run at the same time, the others one after the other."""
         rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
         asks = [partial(s.score, rollouts, rows=rows, step=step, max_steps=max_steps) for s in self._scorers]
         outcomes = dict(zip(self.names, _in_parallel(asks, [s.is_async for s in self._scorers]), strict=True))
         return Scores(
-            rewards=combine(list(outcomes.values()), self.weights, rollouts.group_ids.cpu()),
+            rewards=combine(list(outcomes.values()), self.weights, None if is_evaluation else rollouts.group_ids.cpu()),
             parts={name: outcome.rewards.float() for name, outcome in outcomes.items()},
             failures=tuple(replace(f, reward=name) for name, outcome in outcomes.items() for f in outcome.failures),
             metrics=_pooled_metrics(outcomes.values()),
             extras=_named_extras(outcomes),
-            all_failed=tuple(name for name, outcome in outcomes.items() if outcome.all_failed),
         )
 
 
-def combine(outcomes: Sequence[Outcome], weights: Sequence[float], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """Weighted sum of the parts that apply to each row's group; NaN where one of them is missing, or none applies."""
-    total = torch.zeros(len(group_ids), dtype=torch.float64)
-    is_missing, has_part = torch.zeros_like(total, dtype=torch.bool), torch.zeros_like(total, dtype=torch.bool)
-    groups = int(group_ids.max()) + 1 if len(group_ids) else 0
-    for outcome, weight in zip(outcomes, weights, strict=True):
-        if weight == 0:
-            continue
-        scored = ~outcome.rewards.isnan()
-        applies = torch.zeros(groups).index_add(0, group_ids, scored.float())[group_ids] > 0  # [B]
-        total += weight * torch.where(scored, outcome.rewards, 0)
-        has_part |= scored
-        is_missing |= (applies & ~scored) | outcome.failed
-    total = torch.where(has_part & ~is_missing, total, NAN).float()
+def combine(
+    outcomes: Sequence[Outcome], weights: Sequence[float], group_ids: Int[Tensor, "B"] | None
+) -> Float[Tensor, "B"]:
+    """Weighted sum of the parts that apply to each row; NaN where one of them is missing, or none applies.
+
+    ``group_ids``: the groups for which it is decided what applies; None in an evaluation.
+    """
+    counted = [(outcome, weight) for outcome, weight in zip(outcomes, weights, strict=True) if weight != 0]
+    if not counted:
+        return torch.full_like(outcomes[0].rewards, NAN).float()
+    parts = torch.stack([outcome.rewards for outcome, _ in counted])  # [parts, B]
+    failed = torch.stack([outcome.failed for outcome, _ in counted])
+    scored = ~parts.isnan()
+    applies = _applies_to_row(scored) if group_ids is None else _applies_to_group(scored, group_ids)
+    is_missing = (applies & ~scored) | failed
+    weight = torch.tensor([weight for _, weight in counted], dtype=torch.float64)
+    total = (weight[:, None] * torch.where(scored, parts, 0)).sum(0)
+    total = torch.where(scored.any(0) & ~is_missing.any(0), total, NAN).float()
     return torch.where(total.isfinite(), total, NAN)
 
 
+def _applies_to_group(scored: Bool[Tensor, "parts B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "parts B"]:
+    groups = int(group_ids.max()) + 1 if len(group_ids) else 0
+    return torch.zeros(len(scored), groups).index_add(1, group_ids, scored.float())[:, group_ids] > 0
+
+
+def _applies_to_row(scored: Bool[Tensor, "parts B"]) -> Bool[Tensor, "parts B"]:
+    """Unless a part that never scores a row together with this one scores the row."""
+    apart = (scored.float() @ scored.float().T == 0).float()  # [parts, parts]
+    return apart @ scored.float() == 0
+
+
 def reward_stats(scores: Scores) -> dict[str, float]:
-    """Counts and, for each reward, mean and population standard deviation (ddof 0) over the rows that it scored.
+    """Counts of what could not be scored.
 
     ``reward/unscored_count`` counts rows without a sum; the others count failures, so that a row which fails in two
-    rewards counts twice. A wrong number of rewards counts as an exception. NaN: the reward scored no row.
+    rewards counts twice. A wrong number of rewards counts as an exception.
     """
     kinds = [failure.kind for failure in scores.failures]
-    stats = {
+    return {
         "reward/unscored_count": float(scores.rewards.isnan().sum()),
         "reward/exception_count": float(kinds.count("exception") + kinds.count("count")),
         "reward/timeout_count": float(kinds.count("timeout")),
         "reward/not_finite_count": float(kinds.count("not_finite")),
     }
-    for name, part in scores.parts.items():
-        stat = Stat.of(part, ~part.isnan())
-        stats |= {f"reward/{name}/mean": stat.mean, f"reward/{name}/std": stat.std}
-    return stats
 
 
 def _scorer_of(reward: Any, timeout_s: float | None) -> _Scorer:

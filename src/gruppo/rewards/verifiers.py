@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from gruppo.loading import import_extra
 from gruppo.rewards.text import text_of
-from gruppo.types import GruppoError
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _EVALUATES = re.compile(r"\b(eval|parse_expr|sympify)\(")
@@ -51,13 +51,7 @@ def answer_of(text: str) -> str:
 
 def require_reasoning_gym() -> Any:
     """The package, or the line that installs it."""
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise GruppoError(
-            'reasoning_gym_score needs the package reasoning-gym; install it with pip install "gruppo[tasks]".'
-        ) from None
-    return reasoning_gym
+    return import_extra("reasoning_gym", "tasks", "reasoning_gym_score")
 
 
 def _score(answer: str, entry: Mapping[str, Any]) -> float:

@@ -29,8 +29,8 @@ REMEMBERED = 120
 class ConsoleTracker:
     """Shows a run from the moment it is made until :meth:`close`.
 
-    ``total_steps`` is the step that the run ends at, also for a resumed one. Samples change at most every
-    ``samples_every`` steps, so that they can be read.
+    ``total_steps`` is the step that the run ends at and ``step`` the one it is at, which a resumed run does not begin
+    at 0. Samples change at most every ``samples_every`` steps, so that they can be read.
     """
 
     def __init__(
@@ -39,17 +39,18 @@ class ConsoleTracker:
         *,
         console: Console | None = None,
         title: str = "gruppo",
+        step: int = 0,
         samples_every: int = 5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console()
         self._total, self._title, self._samples_every, self._clock = total_steps, title, samples_every, clock
         self._began = clock()
-        self._step = 0
+        self._step = step
         self._ends: deque[float] = deque(maxlen=20)
         self._current: dict[str, float] = {}
         self._history: dict[str, deque[float]] = {}
-        self._held_out = ""
+        self._held_out = self._notice = ""
         self._samples: tuple[int, Sequence[Mapping[str, Any]]] | None = None
         self._body: RenderableType = Text()
         self._live = self._start() if _can_move(self.console) else None
@@ -70,6 +71,7 @@ class ConsoleTracker:
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show the best and the worst rows, unless the last ones are still to be read."""
+        rows = [row for row in rows if "failures" not in row]  # those are for the file; the log warns of them
         if not rows or (self._samples and step < self._samples[0] + self._samples_every):
             return
         self._samples = step, rows
@@ -86,6 +88,11 @@ class ConsoleTracker:
     def warn(self, message: str) -> None:
         """A warning that stays, above the live screen."""
         self._print(Text.assemble(("warning: ", "bold yellow"), message))
+
+    def announce(self, message: str) -> bool:
+        """Whether a live screen shows the message. Safe in a signal handler: the refreshing thread draws it."""
+        self._notice = message
+        return self._live is not None
 
     def close(self) -> None:
         """Leave the last screen in place and give the terminal back. May be called twice."""
@@ -123,7 +130,8 @@ class ConsoleTracker:
     def _screen(self) -> RenderableType:
         elapsed = self._clock() - self._began
         width = min(self.console.width, 120)
-        return Group(header(self._title, self._step, self._total, elapsed, self._left_s(), width), self._body)
+        parts = [header(self._title, self._step, self._total, elapsed, self._left_s(), width), self._body]
+        return Group(*parts, *([Text(f" {self._notice}", "bold yellow")] if self._notice else []))
 
     def _print(self, text: Text) -> None:
         encoding = self.console.encoding

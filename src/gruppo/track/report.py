@@ -15,12 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from gruppo.track.files import read_metrics
-from gruppo.track.texts import span
+from gruppo.track.texts import program, span
 
 Z_95 = 1.959963984540054
 """97.5% of a standard normal lies below it."""
 LAST = 10
 """Steps that the final training reward is averaged over; one step alone is noise."""
+LONGEST_QUESTION = 120
+"""Characters of a prompt that are put into a command to try."""
 FILES = {
     "final": "the trained model",
     "metrics.csv": "every metric of every step",
@@ -107,13 +109,14 @@ def _files(run_dir: Path) -> list[Text]:
 
 
 def _commands(run_dir: Path, question: str, steps: int) -> Text:
-    run = shlex.quote(str(run_dir))
-    asked = question if "'" not in question and '"' not in question else "..."
+    run, gruppo = shlex.quote(str(run_dir)), shlex.quote(program())
+    asked = question if question and question.isprintable() and len(question) <= LONGEST_QUESTION else "..."
+    again = f"train {shlex.quote(str(run_dir / 'config.json'))} --steps {2 * steps or 300}"
     commands = [
-        (f'gruppo sample {run} "{asked}"', "ask it something"),
-        (f"gruppo eval {run}", "measure it again"),
-        (f"gruppo resume {run}", "if it was stopped"),
-        (f"gruppo train {shlex.quote(str(run_dir / 'config.json'))} --steps {2 * steps or 300}", "train for longer"),
+        (f"{gruppo} sample {run} {shlex.quote(asked)}", "ask it something"),
+        (f"{gruppo} eval {run}", "measure it again"),
+        (f"{gruppo} resume {run}", "if it was stopped"),
+        (f"{gruppo} {again}", "train again, for longer"),
     ]
     return _aligned("Next", commands, "  # ")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ from gruppo.loading import RunWhileLoading, is_loading
 from gruppo.seeds import seed_at
 from gruppo.training import checkpoint, loop
 from gruppo.training import config as configs
-from gruppo.training.build import Parts, build, missing_parts, name_of
+from gruppo.training.build import Parts, build, missing_parts, name_of, require_named, with_absolute_paths
 from gruppo.training.config import Config
+from gruppo.training.evaluate import held_out
 from gruppo.training.folder import RunFolder
 from gruppo.training.run import Run
-from gruppo.training.watch import on_screen
+from gruppo.training.watch import draw, heard, on_screen, say_closing
 from gruppo.types import GruppoError, Tracker
 
-Watch = Callable[[Config, Path], Sequence[Tracker]]
+Watch = Callable[[Run, Path], Sequence[Tracker]]
 """Makes further trackers once all is loaded, the console for one."""
 
 
@@ -57,7 +58,10 @@ def train(
     ``model``: a hub id, a folder, a bundled name, or a ``TextPolicy``. ``data``: a name, a path, a list of dicts or
     strings, a Hugging Face data set, or a prompt source. ``reward``: a function in TRL's calling convention, a name,
     or a list of them. ``changes`` are further fields of ``Config``, dotted ones with two underscores:
-    ``rollout__group_size=16``, ``optim__lr=1e-5``. A mistake raises ``GruppoError``.
+    ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen, and what came of the run at its end.
+
+    A mistake raises ``GruppoError``. Ctrl-C or SIGTERM finishes what would be lost, saves, and raises
+    ``gruppo.Stopped``; ``resume`` continues from there. A second one stops at once.
     """
     parts = Parts.of(model, data, reward)
     config = change(config or Config(), changes if steps is None else {"steps": steps, **changes})
@@ -67,7 +71,8 @@ def train(
         data=config.data if data is None else name_of(data),
         reward=config.reward if parts.rewards is None else tuple(map(name_of, parts.rewards)),
     )
-    return start(config, parts, watch=on_screen if show else None)
+    with heard() if show else nullcontext():
+        return finished(start(config, parts, watch=on_screen if show else None), show=show)
 
 
 def resume(path: str | Path, *, model: Any = None, data: Any = None, reward: Any = None, show: bool = True) -> Result:
@@ -76,7 +81,18 @@ def resume(path: str | Path, *, model: Any = None, data: Any = None, reward: Any
     What the run was given as Python objects without a name (a ``TextPolicy``, a list of rows, a lambda) is given again,
     the model as it was before training.
     """
-    return go_on(path, Parts.of(model, data, reward), watch=on_screen if show else None)
+    with heard() if show else nullcontext():
+        done = go_on(path, Parts.of(model, data, reward), watch=on_screen if show else None)
+        return finished(done, show=show)
+
+
+def finished(result: Result, *, show: bool) -> Result:
+    """The same result, after its curves are drawn and, where people watch, its table is shown."""
+    if dist.is_main():
+        draw(result.folder)
+        if show:
+            say_closing(result)
+    return result
 
 
 def start(config: Config, parts: Parts | None = None, *, watch: Watch | None = None) -> Result:
@@ -86,20 +102,18 @@ def start(config: Config, parts: Parts | None = None, *, watch: Watch | None = N
     dist.start()
     parts = parts or Parts()
     configs.check(config)
-    if missing := missing_parts(config, parts):
-        raise GruppoError(
-            f"the {' and '.join(missing)} of this config came from Python objects, which a file does not hold. "
-            f"Set {' and '.join(f'--{name}' for name in missing)}."
-        )
-    config = replace(config, name=config.name or new_name("run", config.runs_dir))
+    require_named(config, parts)
+    config = with_absolute_paths(replace(config, name=config.name or new_name("run", config.runs_dir)))
     path = Path(config.runs_dir) / config.name
-    if dist.is_main():
-        RunFolder(path).check_is_new()
+    with dist.together():
+        if dist.is_main():
+            RunFolder(path).check_is_new()
     run, model_source = build(config, parts)
     folder = RunFolder.create(path, run.config)
     with ExitStack() as stack:
         stack.callback(folder.close)
-        folder.write_manifest(run, model_source)
+        with dist.together():
+            folder.write_manifest(run, model_source)
         return _go(run, folder, watch, stack, from_step=None)
 
 
@@ -119,14 +133,16 @@ def go_on(path: str | Path, parts: Parts | None = None, *, watch: Watch | None =
             f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
         )
     folder = RunFolder(path)
-    folder.open()
+    with dist.together():
+        folder.open()
     with ExitStack() as stack:
         stack.callback(folder.close)
         run, model_source = build(config, parts)
-        folder.check_first_weights(run)
-        is_going_on = folder.restore(run)
-        if not is_going_on:
-            folder.write_manifest(run, model_source)
+        with dist.together():
+            folder.check_first_weights(run)
+            is_going_on = folder.restore(run)
+            if not is_going_on:
+                folder.write_manifest(run, model_source)
         return _go(run, folder, watch, stack, from_step=run.step if is_going_on else None)
 
 
@@ -134,16 +150,19 @@ def _go(run: Run, folder: RunFolder, watch: Watch | None, stack: ExitStack, *, f
     began = time.perf_counter()
     stack.enter_context(run.stopper.listening())
     stack.callback(run.engine.close)
-    for tracker in folder.trackers(from_step=from_step):
+    with dist.together():
+        files = folder.trackers(from_step=from_step)
+    for tracker in files:
         run.trackers.append(tracker)
         stack.callback(tracker.close)
-    for tracker in watch(run.config, folder.path) if watch is not None and dist.is_main() else ():
+    for tracker in watch(run, folder.path) if watch is not None and dist.is_main() else ():
         run.trackers.append(tracker)
         stack.callback(tracker.close)
     if from_step is None:
         checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
     loop.train(run, folder)
-    model = folder.write_final(run)
+    with dist.together():
+        model = folder.write_final(run)
     ends, seconds = loop.summary(run), time.perf_counter() - began
     return Result(folder.path, model, ends["before"], ends["after"], int(run.totals["tokens"]), seconds, _question(run))
 
@@ -170,7 +189,8 @@ def change(config: Config, changes: dict[str, Any]) -> Config:
 
 
 def _question(run: Run) -> str:
-    inputs = run.source.take(1)[0].inputs
+    example = next(iter(held_out(run, 1)), run.example)
+    inputs = "" if example is None else example.inputs
     if isinstance(inputs, str):
         return inputs
     return next((message["content"] for message in inputs if message["role"] == "user"), "")

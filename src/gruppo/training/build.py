@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,14 +16,18 @@ import torch
 from gruppo import dist
 from gruppo.data.open import open_source
 from gruppo.engines import LocalEngine
+from gruppo.loading import is_file_name
 from gruppo.policies.reference import FrozenReference
 from gruppo.policies.text import TextPolicy, from_pretrained
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
 from gruppo.rewards.resolve import resolve_reward
 from gruppo.rewards.score import RewardSet
 from gruppo.training.config import IN_MEMORY, Config
+from gruppo.training.evaluate import held_out
 from gruppo.training.run import Run
 from gruppo.types import DataError, GruppoError
+
+log = logging.getLogger("gruppo")
 
 TEMPLATE_TOKENS = 512
 """More than a chat template adds to a conversation. Prompts that are shorter than the context by this need no count."""
@@ -58,6 +63,34 @@ def missing_parts(config: Config, parts: Parts) -> list[str]:
     return [name for name, is_missing in named.items() if is_missing]
 
 
+def require_named(config: Config, parts: Parts) -> None:
+    """Refuse a config from a file that needs Python objects which are not given now."""
+    if missing := missing_parts(config, parts):
+        raise GruppoError(
+            f"the {' and '.join(missing)} of this config came from Python objects, which a file does not hold. "
+            f"Set {' and '.join(f'--{name}' for name in missing)}."
+        )
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The config with its files and folders named from the root, so that it means the same in any folder."""
+
+    def absolute(name: str) -> str:
+        return os.path.abspath(name) if name and Path(name).exists() else name
+
+    def reward(name: str) -> str:
+        place, colon, function = name.rpartition(":")
+        return f"{absolute(place)}{colon}{function}" if colon and is_file_name(place) else name
+
+    has_known_data = config.data.partition(":")[0] in ("arithmetic", "reasoning_gym")
+    return replace(
+        config,
+        model=config.model if config.model in BUNDLED else absolute(config.model),
+        data=config.data if has_known_data else absolute(config.data),
+        reward=tuple(map(reward, config.reward)),
+    )
+
+
 def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     """All parts of a run, the cheap checks first; and where the model came from."""
     if config.rollout.prompts < dist.world():
@@ -85,6 +118,11 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         optimizer=adamw(policy.module, config),
         reference=FrozenReference(policy) if config.stage.kl_coef > 0 else None,
     )
+    if config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
+        log.warning(
+            "the data have no held-out prompts: nothing is evaluated. Set --prompts.held-out-fraction above 0 for some."
+        )
+        run.config = replace(config, evaluation=replace(config.evaluation, prompts=0))
     return run, model_source
 
 

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gruppo.track.texts import program
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -111,7 +112,8 @@ def write_text(path: Path, text: str) -> None:
 def prune(folder: Path, keep: int, *, newest: int) -> None:
     """Remove all but the ``keep`` checkpoints up to step ``newest``, which was just written and always stays.
 
-    A later one is damaged, or the run would have gone on from it: it is not counted, and nothing whole gives way to it.
+    A later one is damaged or was never pointed at, or the run would have gone on from it: it is not counted, and
+    nothing whole gives way to it.
     """
     older = [step for step in steps(folder) if step < newest]
     for step in older[: max(len(older) + 1 - max(keep, 1), 0)]:
@@ -136,24 +138,31 @@ def steps(folder: Path) -> list[int]:
 
 
 def load_latest(folder: Path) -> Saved | None:
-    """The newest checkpoint that is whole; None where there is none at all.
+    """The checkpoint that ``latest`` names, else the newest that is whole; None where there is none at all.
 
-    Where the newest is damaged, the one before it is used; where none is whole, the error says what is wrong with
-    the newest.
+    Where one is damaged, the one before it is used; where none is whole, the error says what is wrong with the first.
     """
     problem = None
-    for step in reversed(steps(folder)):
+    newest_first = [f"step_{step:06d}" for step in reversed(steps(folder))]
+    for name in sorted(newest_first, key=lambda name: name != _latest(folder)):
         try:
-            saved = load(folder / f"step_{step:06d}")
+            saved = load(folder / name)
         except GruppoError as error:
             problem = problem or error
             continue
         if problem:
-            log.warning("%s Going on from step %d.", problem, step)
+            log.warning("%s Going on from step %d.", problem, saved.step)
         return saved
     if problem:
         raise problem
     return None
+
+
+def _latest(folder: Path) -> str:
+    try:
+        return (folder / "latest").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def load(path: Path) -> Saved:
@@ -221,7 +230,7 @@ def _as_user_error(error: Exception, target: Path) -> Exception:
     if is_full:
         return GruppoError(
             f"the disk is full: {target} could not be written, and the save before it is intact. Free some space, then "
-            "continue with gruppo resume."
+            f"continue with {program()} resume."
         )
     if isinstance(error, OSError | SafetensorError):
         reason = getattr(error, "strerror", None) or error

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from gruppo import dist
-from gruppo.core.advantages import group_advantages, has_no_spread
+from gruppo.core.advantages import group_advantages, group_std, has_no_spread
 from gruppo.rewards.score import Scores, reward_stats
+from gruppo.training.minibatches import with_old
 from gruppo.training.run import Knobs, Run, flatten
-from gruppo.types import Batch, DataError, Likelihood, NumericalStop, Prompt, Request, Rollouts, Stat
+from gruppo.types import Batch, DataError, NumericalStop, Prompt, Request, Rollouts, Stat
 
 log = logging.getLogger("gruppo")
 
@@ -35,12 +34,13 @@ def collect(run: Run, knobs: Knobs) -> Collected:
     """One step's data: every prompt ``group_size`` times, rewarded, with advantages."""
     began = time.perf_counter()
     prompts = take_prompts(run, run.config.rollout.prompts)
+    run.example = run.example or prompts[0]
     requests = [Request(prompt, knobs.group_size) for prompt in prompts]
     rollouts = run.engine.generate(requests, knobs.sampling, seed=run.config.seed)
     sampled = time.perf_counter()
     scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps)
     _stop_if_useless(run, rollouts, scores)
-    batch = assemble(run, rollouts, scores)
+    batch = assemble(run, knobs, rollouts, scores)
     rewarded = time.perf_counter()
     metrics = batch_metrics(batch, scores)
     run.totals["tokens"] += metrics["tokens"]
@@ -67,7 +67,7 @@ def take_prompts(run: Run, count: int) -> list[Prompt]:
     return mine
 
 
-def assemble(run: Run, rollouts: Rollouts, scores: Scores) -> Batch:
+def assemble(run: Run, knobs: Knobs, rollouts: Rollouts, scores: Scores) -> Batch:
     """Advantages, and which actions are learned from: chosen by the policy, scored, not an error, not masked out."""
     objective = run.config.objective
     advantages, _ = group_advantages(
@@ -84,21 +84,7 @@ def assemble(run: Run, rollouts: Rollouts, scores: Scores) -> Batch:
         usable &= torch.tensor([finish != "length" for finish in rollouts.finish])
     keep = rollouts.mask & usable[:, None]
     batch = Batch(rollouts, None, scores.rewards, scores.parts, advantages, keep)
-    return batch if run.config.updates_per_batch == 1 else with_old(run, batch)
-
-
-@torch.no_grad()
-def with_old(run: Run, batch: Batch) -> Batch:
-    """The batch with the log-probs of policy and reference before any update, from the pieces that updates use."""
-    rollouts, keep = batch.rollouts, batch.keep
-    assert rollouts is not None
-    old, ref = torch.zeros(keep.shape), torch.zeros(keep.shape)
-    for piece in run.policy.pieces(rollouts, keep, run.config.optim.token_budget):
-        place = (piece.rows[:, None], torch.arange(piece.cols.stop)[None])
-        old[place] = run.policy.likelihood(rollouts, piece).logprobs.float().cpu()
-        if run.reference is not None:
-            ref[place] = run.reference.likelihood(rollouts, piece).logprobs.float().cpu()
-    return replace(batch, old_logprobs=old, ref=None if run.reference is None else Likelihood(ref))
+    return batch if run.config.updates_per_batch == 1 else with_old(run, batch, knobs)
 
 
 def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
@@ -142,14 +128,14 @@ def batch_metrics(batch: Batch, scores: Scores) -> dict[str, float]:
     rollouts = batch.rollouts
     assert rollouts is not None
     scored = batch.rewards.isfinite()
-    spread, enough = spread_within_groups(batch.rewards, rollouts.group_ids)
+    spread = group_std(batch.rewards, rollouts.group_ids)
     advantages = torch.where(rollouts.mask[:, 0], batch.advantages[:, 0], 0)
     finish = rollouts.finish
     stats = {
         "reward": Stat.of(batch.rewards, scored),
-        "reward/std_within_group": Stat.of(spread, enough),
+        "reward/std_within_group": Stat.of(spread, spread.isfinite()),
         "group/zero_spread": Stat.of(has_no_spread(batch.rewards, rollouts.group_ids).double()),
-        "group/unscored": Stat.of((~enough).double()),
+        "group/unscored": Stat.of(spread.isnan().double()),
         "advantage": Stat.of(advantages, scored),
         "advantage_abs": Stat.of(advantages.abs(), scored),
         "len": Stat.of(rollouts.lengths),
@@ -165,19 +151,3 @@ def batch_metrics(batch: Batch, scores: Scores) -> dict[str, float]:
     for name in scores.parts:
         metrics |= {f"reward/{name}/mean": stats[f"part:{name}"].mean, f"reward/{name}/std": stats[f"part:{name}"].std}
     return metrics | dict(scores.metrics)
-
-
-def spread_within_groups(
-    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]
-) -> tuple[Float[Tensor, "groups"], Tensor]:
-    """Standard deviation (ddof 1) of each group's scored rewards, and which groups have the two that it needs."""
-    scored = rewards.isfinite()
-    values = torch.where(scored, rewards, 0).double()
-    groups = int(group_ids.max()) + 1
-
-    def per_group(x: Tensor) -> Tensor:
-        return torch.zeros(groups, dtype=torch.float64).index_add(0, group_ids, x)
-
-    count = per_group(scored.double())
-    deviation = torch.where(scored, values - (per_group(values) / count.clamp(min=1))[group_ids], 0)
-    return (per_group(deviation.square()) / (count - 1).clamp(min=1)).sqrt(), count >= 2

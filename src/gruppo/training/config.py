@@ -80,8 +80,8 @@ class Scoring:
 
     weights: tuple[float, ...] | None = None
     """One for each reward; all 1 without."""
-    timeout_s: float = 60.0
-    """A call that takes longer leaves its rows unscored."""
+    timeout_s: float | None = 60.0
+    """A call that takes longer leaves its rows unscored; None waits for ever."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,20 @@ def check(config: Config) -> None:
         "optim.warmup_steps": (config.optim.warmup_steps, 0),
         "optim.max_grad_norm": (config.optim.max_grad_norm, 0),
         "optim.weight_decay": (config.optim.weight_decay, 0),
+        "optim.final_lr_frac": (config.optim.final_lr_frac, 0),
         "stage.kl_coef": (config.stage.kl_coef, 0),
+        "stage.entropy_coef": (config.stage.entropy_coef, 0),
     }
     for name, (value, lowest) in at_least.items():
         if not lowest <= value < float("inf"):
             raise GruppoError(f"{name}={value} is out of range; it needs at least {lowest}. Set {option(name)}.")
+    if not 0 < config.optim.eps < float("inf"):
+        raise GruppoError(f"optim.eps={config.optim.eps} is out of range; it needs to be above 0. Set --optim.eps.")
+    if config.optim.final_lr_frac > 1:
+        raise GruppoError(
+            f"optim.final_lr_frac={config.optim.final_lr_frac} lets the decay raise lr; it needs 0 to 1. Set "
+            "--optim.final-lr-frac 0."
+        )
     if not all(0 <= beta < 1 for beta in config.optim.betas):
         raise GruppoError(f"optim.betas={config.optim.betas}: each needs to be in [0, 1). Set --optim.betas 0.9 0.999.")
     if not config.model:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from gruppo import dist
+from gruppo.rewards.score import Scores
 from gruppo.track.report import Z_95, wilson_interval
 from gruppo.training.run import Run
 from gruppo.types import Prompt, Request, Rollouts, Sampling, Stat
@@ -35,6 +34,13 @@ class Evaluated:
         return asdict(self)
 
 
+def held_out(run: Run, count: int) -> list[Prompt]:
+    """At most ``count`` evaluation prompts: the same at every evaluation of a run; none where the data keep none."""
+    source: Any = run.source
+    prompts = source.held_out(count) if count and hasattr(source, "held_out") else []
+    return [prompt for prompt in prompts if run.policy.refuse(prompt, run.config.rollout.sampling) is None]
+
+
 def evaluate(run: Run, prompts: Sequence[Prompt]) -> Evaluated:
     """Answers at temperature 0, one for each prompt, shared out over ranks."""
     return evaluate_rows(run, prompts)[0]
@@ -48,8 +54,8 @@ def evaluate_rows(run: Run, prompts: Sequence[Prompt]) -> tuple[Evaluated, list[
     rows: list[dict[str, Any]] = []
     if mine:
         rollouts = run.engine.generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
-        scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps)
-        rows = sample_rows(rollouts, scores.rewards, scores.parts, range(len(rollouts)))
+        scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps, is_evaluation=True)
+        rows = sample_rows(rollouts, scores, range(len(rollouts)))
         stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
         stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
     stats = dist.merge_stats(stats)
@@ -70,14 +76,15 @@ def interval(stat: Stat) -> tuple[float, float]:
     return stat.mean - half, stat.mean + half
 
 
-def sample_rows(rollouts: Rollouts, rewards: torch.Tensor, parts: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows as people read them, for the screen and samples.jsonl."""
+def sample_rows(rollouts: Rollouts, scores: Scores, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows as people read them, for the screen and samples.jsonl; ``extra`` is what rewards logged with log_extra."""
     return [
         {
             "prompt": rollouts.prompts[int(rollouts.group_ids[row])].inputs,
             "completion": rollouts.outputs[row],
-            "reward": float(rewards[row]),
-            "parts": {name: float(part[row]) for name, part in parts.items()},
+            "reward": float(scores.rewards[row]),
+            "parts": {name: float(part[row]) for name, part in scores.parts.items()},
+            **({"extra": {name: values[row] for name, values in scores.extras.items()}} if scores.extras else {}),
             "target": rollouts.prompts[int(rollouts.group_ids[row])].target,
             "finish": rollouts.finish[row],
             "tokens": int(rollouts.lengths[row]),

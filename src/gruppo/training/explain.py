@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from gruppo.core.objective import describe
+from gruppo.policies.text.policy import BATCH_ROWS
 from gruppo.training import config as configs
-from gruppo.training.build import Parts, build
+from gruppo.training.build import Parts, build, require_named
 from gruppo.training.config import Config
 from gruppo.training.run import Run
 from gruppo.types import Request
@@ -17,6 +18,7 @@ from gruppo.types import Request
 def explain(config: Config) -> list[str]:
     """The effective objective, tokens per step, a memory estimate, and one real prompt, completion and reward."""
     configs.check(config)
+    require_named(config, Parts())
     run, _ = build(config, Parts())
     return [*_objective(config), "", *_work(run), "", *_memory(run), "", *_example(run)]
 
@@ -70,13 +72,35 @@ def _memory(run: Run) -> list[str]:
         parts[f"compute copy, {run.config.compute}"] = width * numbers
     if run.reference is not None:
         parts["reference"] = width * numbers
+    parts |= working_memory(run, width)
     total = sum(parts.values())
     return [
-        "MEMORY",
+        "MEMORY, an estimate",
         *(f"  {name:<24} {size / 2**30:6.2f} GiB" for name, size in parts.items()),
-        f"  {'together':<24} {total / 2**30:6.2f} GiB, and activations of at most "
-        f"{run.config.optim.token_budget:,} tokens",
+        f"  {'together':<24} {total / 2**30:6.2f} GiB",
     ]
+
+
+def working_memory(run: Run, width: int) -> dict[str, float]:
+    """Bytes of one forward and backward over ``token_budget`` tokens T, and of the cache of B rows of L tokens.
+
+    Activations T layers (8 H + 4 F) width: inputs, norms, q, k, v and outputs of H numbers, four of the feed-forward's
+    F. Logits of a chunk, in float32, three times (themselves, tempered, gradient): 3 * 4 chunk V. Cache 2 B L layers
+    K width, K numbers of a key. Attention scores are not counted.
+    """
+    model = run.policy.module.config.get_text_config()
+    tokens, rollout = run.config.optim.token_budget, run.config.rollout
+    heads = model.num_attention_heads
+    size_of_head = getattr(model, "head_dim", None) or model.hidden_size // heads
+    key = size_of_head * (getattr(model, "num_key_value_heads", None) or heads)
+    feed_forward = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    longest = max(len(_ids(run, prompt)) for prompt in run.source.take(32)) + rollout.max_new_tokens
+    rows = max(min(BATCH_ROWS, rollout.prompts * rollout.group_size), rollout.group_size)
+    return {
+        "activations": width * tokens * model.num_hidden_layers * (8 * model.hidden_size + 4 * feed_forward),
+        "logits, float32": 3 * 4 * min(run.policy.chunk, tokens) * model.vocab_size,
+        "cache while sampling": width * 2 * rows * longest * model.num_hidden_layers * key,
+    }
 
 
 def _example(run: Run) -> list[str]:

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from gruppo import dist
+from gruppo.seeds import seed_at
 from gruppo.track.files import MetricsFile, SamplesFile
+from gruppo.track.texts import program
 from gruppo.training import checkpoint
 from gruppo.training import config as configs
 from gruppo.training.config import IN_MEMORY
 from gruppo.training.run import Run
-from gruppo.types import DataError, GruppoError, Prompt
+from gruppo.types import GruppoError
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Boundary:
     step: int
     version: int
     source: Mapping[str, Any]
-    random: Mapping[str, Any]
+    random: Sequence[Mapping[str, Any]]
+    """Of each rank: rewards that draw numbers draw other ones on each."""
     counters: Mapping[str, Any]
 
     @classmethod
@@ -48,7 +51,8 @@ class Boundary:
             "unscored_steps": run.unscored_steps,
             "evaluations": list(run.evaluations),
         }
-        return cls(run.step, run.version, run.source.state_dict(), checkpoint.random_state(), counters)
+        mine = json.dumps(checkpoint.random_state()).encode()
+        return cls(run.step, run.version, run.source.state_dict(), list(map(json.loads, dist.gather(mine))), counters)
 
 
 class _LogFile(logging.FileHandler):
@@ -71,25 +75,34 @@ class RunFolder:
     def create(cls, path: Path, config: configs.Config) -> RunFolder:
         """A new folder; one that is there already is left alone."""
         folder = cls(path)
-        if dist.is_main():
-            folder.check_is_new()
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise GruppoError(
-                    f"the run folder {path} cannot be made: {error.strerror}. Choose another --runs-dir."
-                ) from error
-            checkpoint.write_text(path / "config.json", json.dumps(configs.to_dict(config), indent=2))
-        dist.barrier()
-        folder.open()
+        with dist.together():
+            if dist.is_main():
+                folder._fill(config)
         return folder
 
-    def check_is_new(self) -> None:
-        """Refuse a folder that holds something."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+    def _fill(self, config: configs.Config) -> None:
+        self.check_is_new()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
             raise GruppoError(
-                f"the run folder {self.path} exists already. Choose another --name, continue it with gruppo resume "
-                f"{self.path}, or delete it."
+                f"the run folder {self.path} cannot be made: {error.strerror}. Choose another --runs-dir."
+            ) from error
+        self.open()
+        try:
+            checkpoint.write_text(self.path / "config.json", json.dumps(configs.to_dict(config), indent=2))
+        except GruppoError:
+            self.close()
+            raise
+
+    def check_is_new(self) -> None:
+        """Refuse a folder that holds more than a start which wrote nothing leaves."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - {".lock", "log.txt"}:
+            raise GruppoError(
+                f"the run folder {self.path} exists already. Choose another --name, continue it with {program()} "
+                f"resume {self.path}, or delete it."
             )
 
     def open(self) -> None:
@@ -163,8 +176,8 @@ class RunFolder:
             restore_weights(run.policy.module, saved.weights)
             checkpoint.restore_optimizer(run.optimizer, saved.optimizer, run.parameter_names)
             run.source.load_state_dict(saved.state["source"])
-            checkpoint.restore_random_state(saved.state["random"])
             run.step, run.version = saved.step, saved.state["version"]
+            self._restore_random_state(run, saved.state["random"])
             run.totals = dict(saved.state["totals"])
             run.skipped_updates, run.unscored_steps = saved.state["skipped_updates"], saved.state["unscored_steps"]
             run.evaluations = list(saved.state["evaluations"])
@@ -176,20 +189,13 @@ class RunFolder:
         run.engine.sync(run.policy, run.version)
         return True
 
-    # --- other files ---
+    def _restore_random_state(self, run: Run, states: Sequence[Mapping[str, Any]]) -> None:
+        if dist.rank() < len(states):
+            checkpoint.restore_random_state(states[dist.rank()])
+        else:  # there are more ranks than when it was saved
+            checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank(), run.step))
 
-    def held_out(self, run: Run) -> list[Prompt]:
-        """The evaluation prompts: the same at every evaluation of a run."""
-        source: Any = run.source
-        prompts = source.held_out(run.config.evaluation.prompts) if hasattr(source, "held_out") else []
-        sampling = run.config.rollout.sampling
-        prompts = [prompt for prompt in prompts if run.policy.refuse(prompt, sampling) is None]
-        if not prompts:
-            raise DataError(
-                "the data have no held-out prompts to evaluate on. Set --prompts.held-out-fraction above 0, or "
-                "--evaluation.prompts 0."
-            )
-        return prompts
+    # --- other files ---
 
     def write_evaluations(self, run: Run) -> None:
         if dist.is_main():
@@ -238,7 +244,6 @@ class RunFolder:
         target = self.path / "final"
         if dist.is_main() and not checkpoint.seal_holds(target):
             checkpoint.write_folder(target, run.policy.save)
-        dist.barrier()
         return target
 
 

@@ -8,26 +8,32 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gruppo import dist
 from gruppo.core.advantages import has_no_spread
+from gruppo.rewards.score import Scores
 from gruppo.seeds import seed_at
+from gruppo.track.texts import program
+from gruppo.training import checkpoint
 from gruppo.training.collect import Collected, collect
-from gruppo.training.evaluate import evaluate, sample_rows
+from gruppo.training.evaluate import evaluate, held_out, sample_rows
 from gruppo.training.folder import Boundary, RunFolder
 from gruppo.training.run import Run, knobs_at
 from gruppo.training.signals import Interrupted
 from gruppo.training.update import learn
-from gruppo.types import NumericalStop
+from gruppo.types import NumericalStop, Rollouts
 
 SAMPLES_SHOWN = 4
+FAILURES_KEPT = 20
+"""Failed rows of a step that samples.jsonl holds."""
 
 
 class Stopped(Exception):
-    """A signal stopped the run; it is saved and can be resumed."""
+    """A signal, such as Ctrl-C, stopped the run; the message says how to continue it."""
 
 
 def train(run: Run, folder: RunFolder) -> None:
@@ -42,14 +48,26 @@ def train(run: Run, folder: RunFolder) -> None:
             publish(run, folder, collected, metrics)
             stop_if_asked(run, folder)
     except Interrupted:
-        raise Stopped(f"stopped by a signal. Continue with: gruppo resume {folder.path}") from None
+        raise Stopped(how_to_continue(folder.path)) from None
+
+
+def how_to_continue(path: Path) -> str:
+    """What a signal left of the run in this folder, and what to type."""
+    if not (path / "config.json").is_file():
+        return "stopped by a signal before the run began; nothing was written. Give the command again."
+    if checkpoint.steps(path / "checkpoints"):
+        return f"stopped by a signal; what is complete is saved. Continue with: {program()} resume {path}"
+    return (
+        "stopped by a signal before a step was complete and saved: there is nothing to continue from. "
+        f"Begin again with: {program()} resume {path}"
+    )
 
 
 @contextmanager
 def boundary_kept(run: Run, folder: RunFolder) -> Iterator[None]:
     """For work that leaves the weights alone: where it fails or is interrupted, the state from before it is saved.
 
-    Not where the weights themselves are what is wrong.
+    Not where the weights themselves are what is wrong. No rank asks another here: it may have failed alone.
     """
     boundary = Boundary.of(run)
     try:
@@ -66,8 +84,15 @@ def boundary_kept(run: Run, folder: RunFolder) -> Iterator[None]:
 def stop_if_asked(run: Run, folder: RunFolder) -> None:
     """After a whole step: leave when a signal came to any rank."""
     if run.step < run.config.steps and dist.all_max(int(run.stopper.requested)):
-        folder.save(run, Boundary.of(run))
+        save(run, folder)
         raise Interrupted
+
+
+def save(run: Run, folder: RunFolder) -> None:
+    """A checkpoint after a whole step. Where it fails, no rank waits for the one that writes."""
+    boundary = Boundary.of(run)
+    with dist.together():
+        folder.save(run, boundary)
 
 
 def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str, float]) -> None:
@@ -82,20 +107,40 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
     metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]
     metrics["mem/peak_gib"] = peak_gib()
     del metrics["rollouts"]
-    run.log(metrics)
-    show_samples(run, collected)
+    with dist.together():
+        run.log(metrics)
+        show_samples(run, collected)
     evaluate_if_due(run, folder)  # before the save, which then holds it; stopped here, the step is saved without it
     every = run.config.saving.every
     if run.step == run.config.steps or (every and run.step % every == 0):
-        folder.save(run, Boundary.of(run))
+        save(run, folder)
 
 
 def show_samples(run: Run, collected: Collected) -> None:
-    """The best and the worst of one group now and then: of one whose rewards differ, where there is one."""
-    every = run.config.show_samples_every
-    rollouts = collected.batch.rollouts
-    if not dist.is_main() or not every or rollouts is None or (run.step - 1) % every:
+    """Rows for the screen and for samples.jsonl: now and then some of one group, and each time those that failed."""
+    rollouts, scores, every = collected.batch.rollouts, collected.scores, run.config.show_samples_every
+    if not dist.is_main() or rollouts is None:
         return
+    rows = failed_rows(rollouts, scores)
+    if every and (run.step - 1) % every == 0:
+        rows += sample_rows(rollouts, scores, best_and_worst_of_a_group(run, collected, rollouts))
+    if rows:
+        run.show(rows)
+
+
+def failed_rows(rollouts: Rollouts, scores: Scores) -> list[dict[str, Any]]:
+    """The first rows of this rank that a reward could not score, with what each reward said."""
+    failures: dict[int, list[dict[str, str]]] = {}
+    for failure in scores.failures:
+        said = {"reward": failure.reward, "kind": failure.kind, "message": failure.message}
+        failures.setdefault(failure.row, []).append(said)
+    rows = sorted(failures)[:FAILURES_KEPT]
+    shown = sample_rows(rollouts, scores, rows)
+    return [row | {"failures": failures[place]} for place, row in zip(rows, shown, strict=True)]
+
+
+def best_and_worst_of_a_group(run: Run, collected: Collected, rollouts: Rollouts) -> list[int]:
+    """Rows of one group: of one whose rewards differ, where there is one."""
     differing = (~has_no_spread(collected.batch.rewards, rollouts.group_ids)).nonzero()[:, 0].tolist()
     groups = differing or range(len(rollouts.prompts))
     group = random.Random(seed_at(run.config.seed, "shown", run.step)).choice(groups)
@@ -103,7 +148,7 @@ def show_samples(run: Run, collected: Collected) -> None:
     order = collected.batch.rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
     ranked = rows[order].tolist()
     chosen = [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
-    run.show(sample_rows(rollouts, collected.batch.rewards, collected.batch.reward_parts, list(dict.fromkeys(chosen))))
+    return list(dict.fromkeys(chosen))
 
 
 def evaluate_if_due(run: Run, folder: RunFolder) -> None:
@@ -113,11 +158,11 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> None:
     if not wanted or not is_due or any(done["step"] == run.step for done in run.evaluations):
         return
     with boundary_kept(run, folder):
-        done = evaluate(run, folder.held_out(run))
+        done = evaluate(run, held_out(run, wanted))
     run.evaluations.append(done.to_dict())
-    folder.write_evaluations(run)
-    for tracker in run.trackers:
-        tracker.log(run.step, done.metrics())
+    with dist.together():
+        folder.write_evaluations(run)
+        run.log(done.metrics())
 
 
 def peak_gib() -> float:

@@ -12,7 +12,7 @@ from gruppo.core.schedules import warmup_decay
 from gruppo.policies.reference import FrozenReference
 from gruppo.training.config import Config
 from gruppo.training.signals import Stopper
-from gruppo.types import Engine, PromptSource, Sampling, Stat, Tracker
+from gruppo.types import Engine, Prompt, PromptSource, Sampling, Stat, Tracker
 
 
 @dataclass
@@ -37,6 +37,8 @@ class Run:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     unscored_steps: int = 0
     """Steps in a row in which no row was scored."""
+    example: Prompt | None = None
+    """A prompt that was trained on since the run was started or resumed."""
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

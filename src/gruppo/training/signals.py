@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from gruppo import dist
+
+FINISHING = "finishing this step, then saving; again stops at once"
+
+
+def say(message: str) -> None:
+    """A line on standard error, past all buffers: a signal may have come in the middle of a print."""
+    with suppress(OSError):
+        os.write(2, f"gruppo: {message}\n".encode())
 
 
 class Interrupted(KeyboardInterrupt):
@@ -19,6 +28,8 @@ class Stopper:
 
     def __init__(self) -> None:
         self.requested = False
+        self.say: Callable[[str], None] = say
+        """Tells people that they were heard. Called inside a signal handler."""
         self._may_leave = False
 
     @contextmanager
@@ -59,3 +70,5 @@ class Stopper:
         self.requested = True
         if self._may_leave:
             raise Interrupted
+        if dist.is_main():
+            self.say(FINISHING)

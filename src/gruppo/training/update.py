@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from gruppo import dist
 from gruppo.core.objective import LossInputs, policy_loss
 from gruppo.core.weights import loss_total, loss_weights
-from gruppo.seeds import generator_at
+from gruppo.training.minibatches import has_gradient, minibatches, wanted
 from gruppo.training.run import Knobs, Run, flatten
 from gruppo.types import Batch, Likelihood, NumericalStop, Piece, Stat
 
@@ -54,26 +53,6 @@ def learn(run: Run, batch: Batch, knobs: Knobs) -> dict[str, float]:
     return metrics | {"optim/lr": knobs.lr, "time/update_s": time.perf_counter() - began}
 
 
-def minibatches(run: Run, batch: Batch, knobs: Knobs) -> Iterator[Batch]:
-    """The batch cut into ``minibatches`` parts, in a new order each epoch.
-
-    The cut is made over the rows of all ranks, numbered as one rank would hold them, so that the number of ranks
-    changes no minibatch. A rank may have no row in one.
-    """
-    optim = run.config.optim
-    own = torch.arange(len(batch.rewards))
-    place = own // knobs.group_size * dist.world() + dist.rank()  # of the row's prompt
-    rows = place * knobs.group_size + own % knobs.group_size
-    for epoch in range(optim.epochs):
-        if optim.minibatches == 1:
-            yield batch
-            continue
-        generator = generator_at(run.config.seed, "minibatches", run.step, epoch)
-        order = torch.randperm(run.config.rollout.prompts * knobs.group_size, generator=generator)
-        for part in order.tensor_split(optim.minibatches):
-            yield batch.take(torch.isin(rows, part).nonzero()[:, 0])
-
-
 def update(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
     """One optimiser step over one minibatch on all ranks."""
     run.optimizer.zero_grad(set_to_none=True)
@@ -104,9 +83,8 @@ def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
     total = dist.all_sum(loss_total(batch.keep, average=objective.average, max_length=knobs.sampling.max_actions))
     weights = loss_weights(batch.keep, average=objective.average, total=total)
     stats = {name: Stat() for name in _stat_names(run)}
-    for piece in run.policy.pieces(rollouts, _has_gradient(batch, knobs), run.config.optim.token_budget):
-        wanted = "entropy" if knobs.entropy_coef else "entropy_value"
-        likelihood = run.policy.likelihood(rollouts, piece, want=(wanted,))
+    for piece in run.policy.pieces(rollouts, has_gradient(batch, knobs), run.config.optim.token_budget):
+        likelihood = run.policy.likelihood(rollouts, piece, want=wanted(knobs))
         inputs = loss_inputs(run, batch, piece, weights, likelihood)
         terms, piece_stats = policy_loss(likelihood, inputs, objective)
         loss = terms["policy"]
@@ -121,17 +99,6 @@ def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
         for name, stat in piece_stats.items():
             stats[name] = stats[name] + stat
     return stats
-
-
-def _has_gradient(batch: Batch, knobs: Knobs) -> Bool[Tensor, "B T"]:
-    """Kept actions of rows that can move the weights: those without an advantage cannot, where nothing else pulls.
-
-    They stay in the weights' denominator. Leaving out their forward changes no gradient, and saves most of an update
-    once the easy prompts are all answered rightly.
-    """
-    if knobs.kl_coef or knobs.entropy_coef:
-        return batch.keep
-    return batch.keep & (batch.advantages != 0).any(dim=1, keepdim=True)
 
 
 def loss_inputs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +9,11 @@ from typing import Any
 
 from gruppo.policies.text import from_pretrained
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
-from gruppo.track.plots import plot_run
+from gruppo.track.texts import program
 from gruppo.training import config as configs
 from gruppo.training.build import Parts, build, missing_parts
-from gruppo.training.evaluate import Evaluated, evaluate_rows
-from gruppo.training.folder import RunFolder
-from gruppo.types import GruppoError, Prompt, Request, Sampling
-
-
-def plot(folder: Path) -> list[Path]:
-    """The run's curves as PNG files; none where matplotlib is missing."""
-    return plot_run(folder, note=logging.getLogger("gruppo").info)
+from gruppo.training.evaluate import Evaluated, evaluate_rows, held_out
+from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
 
 
 def model_of(name: str | Path) -> str:
@@ -32,19 +25,26 @@ def model_of(name: str | Path) -> str:
     if (final / "COMPLETE").is_file():
         return str(final)
     if (path / "manifest.json").is_file():
-        raise GruppoError(f"the run {path} has no final model yet. Finish it with gruppo resume {path}.")
+        raise GruppoError(f"the run {path} has no final model yet. Finish it with {program()} resume {path}.")
     return str(name)
 
 
 def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str, Any]]]:
     """The run's final model on its held-out prompts; the result, and each answer."""
     config = configs.load(path / "config.json")
+    if prompts < 1:
+        raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
     evaluation = replace(config.evaluation, prompts=prompts)
     config = replace(config, model=model_of(path), evaluation=evaluation, stage=replace(config.stage, kl_coef=0.0))
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
     run, _ = build(config, Parts())
-    return evaluate_rows(run, RunFolder(path).held_out(run))
+    if not (asked := held_out(run, prompts)):
+        raise DataError(
+            f"the data of {path} have no held-out prompts to evaluate on. Train with "
+            "--prompts.held-out-fraction above 0."
+        )
+    return evaluate_rows(run, asked)
 
 
 def complete(

@@ -1,21 +1,63 @@
-"""The screen of a run, with the log's lines above it."""
+"""What people see of a run: the log, the live screen, the closing table."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from gruppo.track.console import ConsoleTracker
-from gruppo.training.config import Config
+from gruppo.track.plots import plot_run
+from gruppo.track.report import closing_lines
+from gruppo.training.run import Run
+from gruppo.training.signals import say
 from gruppo.types import Tracker
 
+log = logging.getLogger("gruppo")
 
-def on_screen(config: Config, folder: Path) -> list[Tracker]:
+
+def on_screen(run: Run, folder: Path) -> list[Tracker]:
     """The trackers of a run that people watch."""
-    console = ConsoleTracker(config.steps, title=folder.name, samples_every=max(config.show_samples_every, 1))
+    every = max(run.config.show_samples_every, 1)
+    console = ConsoleTracker(run.config.steps, title=folder.name, step=run.step, samples_every=every)
+    run.stopper.say = lambda message: None if console.announce(message) else say(message)
     return [Screen(console)]
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """Within, the log's notes are shown (a download of 93 MB is one), unless whoever calls has set that otherwise."""
+    level, handler = log.level, None
+    if level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+    if not log.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        if handler is not None:
+            log.removeHandler(handler)
+
+
+def draw(folder: Path) -> None:
+    """The run's curves as PNG files. The run is complete: what cannot be drawn, for whatever reason, costs a line."""
+    try:
+        plot_run(folder, note=log.info)
+    except Exception as error:
+        log.warning("the curves could not be drawn: %s: %s", type(error).__name__, error)
+
+
+def say_closing(result: Any) -> None:
+    """What came of the run, and what to type next."""
+    Console().print(closing_lines(result.folder, result.before, result.after, question=result.question))
 
 
 class Screen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.fakes import END, ByteTokenizer, bpe_tokenizer, render
+from tests.fakes import CHAT_TEMPLATE, END, ByteTokenizer, bpe_tokenizer, render
 
 from gruppo.policies.text.chat import PlainChat, TransformersChat, output_of
 from gruppo.types import DataError
@@ -49,6 +49,25 @@ def test_a_conversation_for_a_tokenizer_without_a_template_is_refused(tokenizer)
     assert not chat.can_chat
     with pytest.raises(DataError, match="no chat template"):
         chat.encode([USER])
+
+
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+"""As in Gemma's template."""
+SYSTEM = {"role": "system", "content": ""}
+
+
+def test_an_empty_system_message_is_left_out_where_the_template_refuses_it_and_written_elsewhere(chat, tokenizer):
+    assert chat.text_with_specials(chat.encode([SYSTEM, USER])).startswith("<|system|><|end|><|user|>")
+    tokenizer.chat_template = NO_SYSTEM + CHAT_TEMPLATE
+    strict = TransformersChat(tokenizer, [0])
+    assert strict.encode([SYSTEM, USER]) == strict.encode([USER])
+
+
+def test_what_a_template_refuses_is_a_data_error_with_its_message(tokenizer):
+    tokenizer.chat_template = NO_SYSTEM + CHAT_TEMPLATE
+    chat = TransformersChat(tokenizer, [0])
+    with pytest.raises(DataError, match=r"conversation of system, user: System role not supported\. Change"):
+        chat.encode([SYSTEM | {"content": "Be brief."}, USER])
 
 
 def test_a_prompt_without_tokens_is_refused(chat):

@@ -39,12 +39,16 @@ def output_of(text: str, inputs: Any) -> Any:
     return text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]
 
 
+_HELLO = {"role": "user", "content": "Hello."}
+
+
 class TransformersChat:
-    """A Hugging Face tokenizer and its chat template."""
+    """A Hugging Face tokenizer and its chat template. An empty system message that the template refuses is left out."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
+        self._writes_empty_system = not self.can_chat or self._can_write([{"role": "system", "content": ""}, _HELLO])
 
     @property
     def can_chat(self) -> bool:
@@ -58,15 +62,37 @@ class TransformersChat:
                 "the prompt is a conversation, but this tokenizer has no chat template. Use a chat model, give prompts "
                 "as plain strings, or set tokenizer.chat_template."
             )
-        continues = inputs[-1]["role"] == "assistant"
-        ids = self.tokenizer.apply_chat_template(
-            list(inputs),
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-        )
-        return _not_empty(list(ids), inputs)
+        messages = list(inputs)
+        if not self._writes_empty_system and (messages[0]["role"], messages[0]["content"]) == ("system", ""):
+            messages = messages[1:] or messages
+        return _not_empty(self._written(messages), inputs)
+
+    def _written(self, messages: list[Any]) -> list[int]:
+        from jinja2 import TemplateError
+
+        continues = messages[-1]["role"] == "assistant"
+        try:
+            return list(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=True,
+                    return_dict=False,
+                    add_generation_prompt=not continues,
+                    continue_final_message=continues,
+                )
+            )
+        except TemplateError as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise DataError(
+                f"the model's chat template cannot write a conversation of {roles}: {error}. Change the messages, or "
+                "use a model whose template takes them."
+            ) from error
+
+    def _can_write(self, messages: list[Any]) -> bool:
+        try:
+            return bool(self._written(messages))
+        except Exception:  # a template may be broken in any way; that is said when a conversation needs it
+            return False
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode([i for i in ids if i not in self.eos_ids], skip_special_tokens=True)

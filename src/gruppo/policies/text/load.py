@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -56,7 +57,7 @@ def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto",
     """A Hugging Face model that is already in memory, with its tokenizer."""
     module = module.float().eval()
     if torch.cuda.is_available():
-        module = module.to("cuda")
+        module = module.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
     backbone = probe(module)
     if not backbone.caches:
         logging.getLogger("gruppo").warning(

@@ -53,6 +53,11 @@ class TextPolicy:
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
+    @property
+    def sampler(self) -> nn.Module:
+        """The module that computes: the master itself or its bfloat16 copy."""
+        return self.backbone.module
+
     def at(self, module: nn.Module) -> TextPolicy:
         """This policy over other weights of the same kind, without a copy of its own: a reference."""
         other = object.__new__(TextPolicy)
