@@ -11,7 +11,7 @@ def arithmetic() -> Config:
     The model is asked "What is 7 + 12?" and continues "7 + 12 =". The reward is 1 where what it writes is the right
     number and nothing else. It first learns to stop after the number, then to calculate. Sampling is a little hotter
     than the model (temperature 1.5 among the 12 likeliest tokens): at temperature 1 it soon stops trying other answers.
-    2 CPU cores: about 4.5 minutes of training, held-out exact match from 0.02 to @@AFTER@@.
+    2 CPU cores: about 4 minutes of training, held-out exact match from 0.02 to 0.85.
     """
     return Config(
         model="smollm2-135m",

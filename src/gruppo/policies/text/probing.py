@@ -49,13 +49,24 @@ Attempt = Callable[[TransformersBackbone, list[Tensor]], tuple[Tensor, Tensor]]
 def _agrees(plain: TransformersBackbone, attempt: Attempt) -> bool:
     device = next(plain.module.parameters()).device
     vocabulary = plain.module.get_input_embeddings().weight.shape[0]
-    prompts = [torch.arange(1, n, device=device) % vocabulary for n in (4, 7)]
+    # ordinary tokens: the first ids of a vocabulary are often special ones, on which a trained model is ill-conditioned
+    prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
     try:
         with torch.no_grad():
             got, needed = attempt(plain, prompts)
     except Exception:  # whatever a foreign model raises, the plain way remains
         return False
-    return torch.allclose(got.float(), needed.float(), atol=1e-3 * float(needed.float().std()), rtol=1e-3)
+    return relative_error(got, needed) < TOLERANCE
+
+
+TOLERANCE = 3e-3
+"""Rounding in float32 makes 1e-6 to 1e-4 of it on trained models, a wrong position, mask or cap 1e-2 to 1."""
+
+
+def relative_error(got: Tensor, needed: Tensor) -> float:
+    """Root mean square of the difference over that of the logits about their mean."""
+    got, needed = got.float(), needed.float()
+    return float((got - needed).norm() / (needed - needed.mean(dim=-1, keepdim=True)).norm())
 
 
 def _split(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
