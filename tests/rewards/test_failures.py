@@ -31,21 +31,22 @@ def test_only_the_row_that_raises_is_unscored_and_the_record_names_error_file_an
     assert outcome.failures[0].reward == "reward"
 
 
-def test_a_wrong_count_is_asked_again_row_by_row():
+@pytest.mark.parametrize("given", [[1.0], [1.0, 2.0]])
+def test_a_wrong_count_fails_every_row_and_is_not_asked_again_row_by_row(given):
     calls_seen = []
 
     def reward(completions):
         calls_seen.append(len(completions))
-        return [float(len(text)) for text in completions if text]  # forgets the empty ones
+        return given  # asked about one row alone, [1.0] would pass for its reward
 
     outcome = FunctionReward(reward).score(rollouts_of(["a", "", "bb"]))
-    assert calls_seen == [3, 1, 1, 1] and kinds_of(outcome) == [(1, "count")]
-    assert outcome.rewards[[0, 2]].tolist() == [1.0, 2.0]
-    assert outcome.failures[0].message == "returned 0 rewards for 1 completions"
+    assert calls_seen == [3] and kinds_of(outcome) == [(0, "count"), (1, "count"), (2, "count")]
+    assert outcome.rewards.isnan().all()
+    assert outcome.failures[0].message == f"returned {len(given)} rewards for 3 completions"
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"), [(None, "exception"), (0.5, "exception"), ([[0.5]], "exception"), ([], "count")]
+    ("answer", "kind"), [(None, "exception"), (0.5, "exception"), ([[0.5]] * 8, "exception"), ([], "count")]
 )
 def test_an_answer_that_is_no_list_of_numbers_fails_every_row(answer, kind):
     outcome = FunctionReward(lambda completions: answer).score(rollouts_of("abcdefgh"))

@@ -141,14 +141,14 @@ def test_what_is_named_can_be_named_and_what_cannot_is_in_memory():
 
 
 SCRIPT = """
-import sys, gruppo
-from tests import tiny, processes
+import gruppo
+from tests import tiny
 
 def reward(completions, **_):
     return tiny.digits(completions)
 
 print("before")
-gruppo.train(model=tiny.model(), data=sys.argv[1], reward=reward, runs_dir=sys.argv[2], name="run", steps=4,
+gruppo.train(model=tiny.model(), data=DATA, reward=reward, runs_dir=RUNS, name="run", steps=4,
              rollout__prompts=2, rollout__group_size=2, rollout__max_new_tokens=4, saving__every=1, show=False)
 print("after")
 """
@@ -164,9 +164,9 @@ def run_script(path: str, *args: str) -> None:
 
 def test_a_run_of_a_ten_line_script_is_resumed_by_its_folder_without_training_again(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     tiny.write_rows(tmp_path / "data.jsonl")
     arguments = [str(tmp_path / "data.jsonl"), str(tmp_path / "runs")]
+    script.write_text(SCRIPT.replace("DATA", repr(arguments[0])).replace("RUNS", repr(arguments[1])))
     api.train(  # as the script would: the function is the file's
         model=tiny.model(),
         data=arguments[0],

@@ -67,14 +67,17 @@ Ask = Callable[[Sequence[int]], Answer]
 
 
 def score_rows(ask: Ask, rows: Sequence[int], size: int, *, reward: str, timeout_s: float | None) -> Outcome:
-    """Ask for all rows at once, and where that fails for each row alone. ``size`` is B; other rows stay NaN."""
+    """Ask for all rows at once, and where that fails for each row alone. ``size`` is B; other rows stay NaN.
+
+    After a wrong count nobody knows which number belongs to which row: all of them fail.
+    """
     sheet = _Sheet(reward, size)
     if not rows:
         return sheet.outcome()
     try:
         sheet.fill(rows, within(partial(ask, rows), timeout_s))
     except Unanswered as error:
-        if len(rows) == 1:
+        if len(rows) == 1 or error.kind == "count":  # alone, a function that gives one number for all would pass
             sheet.fail(rows, error)
         elif error.kind == "timeout" and timeout_s is not None:
             _retry_in_pool(ask, rows, sheet, timeout_s)
