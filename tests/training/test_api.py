@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +151,6 @@ gruppo.train(model=tiny.model(), data=DATA, reward=reward, runs_dir=RUNS, name="
              rollout__prompts=2, rollout__group_size=2, rollout__max_new_tokens=4, saving__every=1, show=False)
 print("after")
 """
-
-
-def run_script(path: str, *args: str) -> None:
-    import runpy
-
-    sys.argv = [path, *args]
-    sys.modules["__main__"].__dict__.update(__file__=path)
-    runpy.run_path(path, run_name="__main__")
 
 
 def test_a_run_of_a_ten_line_script_is_resumed_by_its_folder_without_training_again(tmp_path):
