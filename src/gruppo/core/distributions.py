@@ -169,6 +169,7 @@ def chunked_categorical(
     """
 
     def scorer() -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """One chunk's function, which knows whether it runs for the first time or in the backward pass."""
         wanted = [entropy]
 
         def one(x: Tensor, a: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:

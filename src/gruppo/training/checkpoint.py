@@ -198,7 +198,7 @@ def verify(path: Path) -> None:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"COMPLETE names {name!r}, which is outside the folder")
         if not (path / name).is_file():
-            raise ValueError(f"{name} is missing")
+            raise ValueError(f"its file {name!r} is missing")
         if _fingerprint(path / name) != expected:
             raise ValueError(f"{name} has changed since it was written")
 
