@@ -383,11 +383,20 @@ class Reward(Protocol):
 
 
 class Critic(Protocol):
-    """A separate value model. A head on the policy's trunk fills ``Likelihood.values`` instead."""
+    """What predicts the return before each action: V(s_t)."""
 
     module: nn.Module
+    """What is trained beside the policy: a head alone, or a network of its own with its head."""
+    is_shared: bool
+    """Whether the head is on the policy's trunk; ``likelihood(..., want=("values",))`` then fills ``values`` too."""
 
-    def values(self, rollouts: Rollouts, piece: Piece) -> Float[Tensor, "b t"]: ...
+    def refresh(self, *, force: bool = False) -> None:
+        """Bring what computes up to ``module``, where it is a copy."""
+        ...
+
+    def values(self, rollouts: Rollouts, piece: Piece) -> Float[Tensor, "b t"]:
+        """With gradient; 0 where mask is False."""
+        ...
 
 
 class Reference(Protocol):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gruppo.core.objective import LossInputs, Objective, policy_loss
+from gruppo.core.loss import LossInputs, policy_loss
+from gruppo.core.objective import Objective
 from gruppo.core.weights import loss_total, loss_weights
 from gruppo.types import Likelihood
 

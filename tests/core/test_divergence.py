@@ -20,7 +20,7 @@ from tests.core.enumeration import (
 )
 from torch import Tensor
 
-from gruppo.core.divergence import ESTIMATORS, k3, kl
+from gruppo.core.divergence import ESTIMATORS, effective_sample_size, gaussian_kl, k3, kl
 from gruppo.core.objective import Objective
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
@@ -134,3 +134,67 @@ def test_the_helper_scores_sequences_of_one_and_two_tokens():
     assert MASK[rows].tolist() == [[True, False], [True, True]]
     by_hand = torch.tensor([[0.5, 1.0], [0.3, 0.2]], dtype=torch.float64).log()
     torch.testing.assert_close(logprobs_of(logits, rows), by_hand)
+
+
+# --- exact, for Gaussian policies ------------------------------------------------------------------------------------
+
+
+def test_gaussian_kl_by_hand():
+    """N(1, 2) to N(0, 1): log(1 / 2) + (4 + 1) / 2 - 1 / 2 = 2 - log 2; over two equal dimensions twice that."""
+    mean, std = torch.ones(1, 1, 2, dtype=torch.float64), torch.full((1, 1), 2.0)
+    got = gaussian_kl(mean, std, torch.zeros_like(mean), torch.ones(1, 1))
+    assert got.item() == pytest.approx(2 * (2 - math.log(2)), rel=1e-12)
+
+
+@pytest.mark.silent_bug(35)
+@pytest.mark.parametrize("event", [(), (3,), (2, 2, 3)])
+@pytest.mark.parametrize("std_kind", ["per action", "like the mean"])
+def test_gaussian_kl_equals_that_of_torch_distributions_in_value_and_gradient(event, std_kind):
+    torch.manual_seed(0)
+    mean, ref_mean = torch.randn(2, 2, 4, *event, dtype=torch.float64)
+    shape = (2, 4) if std_kind == "per action" else (2, 4, *event)
+    std, ref_std = torch.rand(2, *shape, dtype=torch.float64) + 0.1
+    leaves = [mean.requires_grad_(), std.requires_grad_()]
+    got = gaussian_kl(mean, std, ref_mean, ref_std)
+    wide = [x.reshape(*x.shape, *[1] * (mean.ndim - x.ndim)).expand(mean.shape) for x in (std, ref_std)]
+    normals = torch.distributions.Normal(mean, wide[0]), torch.distributions.Normal(ref_mean, wide[1])
+    other = torch.distributions.kl_divergence(*normals).reshape(2, 4, -1).sum(-1)
+    torch.testing.assert_close(got, other, rtol=1e-12, atol=1e-14)
+    for mine, theirs in zip(
+        torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(other.sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.silent_bug(17)
+def test_equal_gaussians_have_neither_kl_nor_pull_and_many_dimensions_are_summed_in_float64():
+    mean = torch.randn(1, 1, 10_000, generator=torch.manual_seed(0)).requires_grad_()
+    std = torch.full((1, 1), 0.3)
+    same = gaussian_kl(mean, std, mean.detach(), std)
+    assert same.item() == 0 and not torch.autograd.grad(same.sum(), mean)[0].any()
+    got = gaussian_kl(torch.full_like(mean, 0.1), torch.ones(1, 1), torch.zeros_like(mean), torch.ones(1, 1))
+    by_hand = 10_000 * torch.tensor(0.1).double().item() ** 2 / 2
+    assert got.dtype == torch.float64 and got.item() == pytest.approx(by_hand, rel=1e-12)
+
+
+@pytest.mark.silent_bug(17)
+def test_k1_of_samples_is_on_average_the_exact_gaussian_kl():
+    """Over the points of a Gauss-Hermite grid, whose mean of a quadratic is exact."""
+    nodes = torch.tensor([-math.sqrt(3), 0.0, math.sqrt(3)], dtype=torch.float64)
+    chance = torch.tensor([1 / 6, 2 / 3, 1 / 6], dtype=torch.float64)
+    numbers = [torch.tensor([[x]], dtype=torch.float64) for x in (0.4, 0.7, -0.2, 1.3)]
+    ours, theirs = torch.distributions.Normal(*numbers[:2]), torch.distributions.Normal(*numbers[2:])
+    actions = (0.4 + 0.7 * nodes)[None]
+    k1 = kl(ours.log_prob(actions), theirs.log_prob(actions), torch.zeros(1, 3), ONE, estimator="k1")
+    exact = gaussian_kl(*numbers)
+    assert (chance * k1[0]).sum().item() == pytest.approx(exact.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weights", "size"),
+    [([1, 1, 1, 1], 4), ([1, 3], 1.6), ([1, 0, 0], 1), ([2e300, 6e300], 1.6), ([1e-300, 3e-300], 1.6)],
+)
+def test_effective_sample_size_by_hand(weights, size):
+    """(1 + 3)^2 / (1 + 9) = 1.6, whatever the scale."""
+    got = effective_sample_size(torch.tensor(weights, dtype=torch.float64).log())
+    assert got.item() == pytest.approx(size, rel=1e-12)

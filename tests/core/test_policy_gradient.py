@@ -23,7 +23,8 @@ from tests.core.enumeration import (
 from torch import Tensor
 
 from gruppo.core.advantages import group_advantages
-from gruppo.core.objective import DR_GRPO, GRPO, REINFORCE, RLOO, Objective
+from gruppo.core.credit import gae, place_score, returns_to_go
+from gruppo.core.objective import DR_GRPO, GRPO, NANOCHAT, PPO, REINFORCE, REINFORCE_PP, RLOO, Objective
 
 
 def expected_gradient(objective: Objective, *, rows: int, drawn_by: Tensor = LOGITS, one_group: bool = True) -> Tensor:
@@ -50,10 +51,14 @@ def test_the_enumerated_policy_is_a_distribution():
 
 
 @pytest.mark.silent_bug(1)
-@pytest.mark.parametrize("surrogate", ["clip", "reinforce"])
+@pytest.mark.parametrize(
+    "choices",
+    [*({"surrogate": name} for name in ("clip", "cispo", "sapo", "vespo", "reinforce")), {"ratio": "sequence"}],
+    ids=lambda choices: next(iter(choices.values())),
+)
 @pytest.mark.parametrize(("average", "factor"), [("sequence_sum", 1.0), ("constant", 1 / MAX_LENGTH), ("sum", 2.0)])
-def test_without_a_baseline_the_expected_gradient_is_the_policy_gradient(surrogate, average, factor):
-    objective = Objective(baseline="none", scale="none", surrogate=surrogate, average=average)
+def test_without_a_baseline_the_expected_gradient_is_the_policy_gradient(choices, average, factor):
+    objective = Objective(baseline="none", scale="none", average=average, **choices)
     expected = expected_gradient(objective, rows=2)
     torch.testing.assert_close(expected, -factor * true_gradient(), rtol=1e-10, atol=1e-12)
 
@@ -68,8 +73,20 @@ def test_rloo_is_unbiased(rows):
 @pytest.mark.parametrize("rows", [2, 3])
 @pytest.mark.parametrize(
     ("objective", "factor"),
-    [(DR_GRPO, 1 / MAX_LENGTH), (replace(GRPO, scale="none", average="sequence_sum"), 1.0), (REINFORCE, 1.0)],
-    ids=["dr_grpo", "grpo without its divisions", "reinforce"],
+    [
+        (DR_GRPO, 1 / MAX_LENGTH),
+        (replace(GRPO, scale="none", average="sequence_sum"), 1.0),
+        (REINFORCE, 1.0),
+        (replace(REINFORCE_PP, whiten=False, average="sequence_sum"), 1.0),
+        (replace(NANOCHAT, average="sequence_sum"), 1.0),
+    ],
+    ids=[
+        "dr_grpo",
+        "grpo without its divisions",
+        "reinforce",
+        "reinforce++ unwhitened",
+        "nanochat without its average",
+    ],
 )
 def test_a_mean_that_holds_the_row_itself_shrinks_the_gradient_by_one_part_in_g(rows, objective, factor):
     expected = expected_gradient(objective, rows=rows)
@@ -83,11 +100,11 @@ def test_the_batch_mean_serves_groups_of_one():
 
 
 def test_the_mean_over_tokens_is_biased_toward_short_rows():
-    """GRPO's and DAPO's averages are no policy gradients; a test that they were would be blind."""
-    for average in ("sequence", "token"):
-        objective = Objective(baseline="none", scale="none", average=average)
+    """GRPO's, DAPO's and nanochat's averages are no policy gradients; a test that they were would be blind."""
+    bare = Objective(baseline="none", scale="none")
+    for objective in (bare, replace(bare, average="token"), NANOCHAT, replace(NANOCHAT, average="sequence")):
         expected = expected_gradient(objective, rows=2)
-        assert torch.nn.functional.cosine_similarity(expected.flatten(), -true_gradient().flatten(), dim=0) < 0.999
+        assert torch.nn.functional.cosine_similarity(expected.flatten(), -true_gradient().flatten(), dim=0) < 0.9999
 
 
 @pytest.mark.silent_bug(1)
@@ -102,3 +119,89 @@ def test_an_unclipped_ratio_gives_the_gradient_of_the_token_weighted_objective_o
 
     expected = expected_gradient(objective, rows=1, drawn_by=OTHER)
     torch.testing.assert_close(expected, -gradient(surrogate), rtol=1e-10, atol=1e-12)
+
+
+# --- credit in time --------------------------------------------------------------------------------------------------
+
+EVERY = torch.arange(len(SEQUENCES))
+
+
+def expected_with(advantages: Tensor, objective: Objective) -> Tensor:
+    """The expected gradient where a row's advantages [7, 2] depend on nothing but the row."""
+    total = torch.zeros_like(LOGITS)
+    for n, chance in enumerate(probabilities(LOGITS)):
+        row = torch.tensor([n])
+        total += chance * gradient(lambda x, row=row: terms_of(x, row, advantages[row], objective)["policy"])
+    return total
+
+
+def sequence_kl(logits: Tensor) -> Tensor:
+    """KL(policy || OTHER) of whole sequences."""
+    difference = (logprobs_of(logits, EVERY) - logprobs_of(OTHER, EVERY)).sum(dim=1)
+    return (probabilities(logits) * difference).sum()
+
+
+K1 = torch.where(MASK, logprobs_of(LOGITS, EVERY) - logprobs_of(OTHER, EVERY), 0)
+BARE = replace(REINFORCE_PP, baseline="none", whiten=False, average="sequence_sum")
+
+
+@pytest.mark.silent_bug(17)
+@pytest.mark.parametrize("surrogate", ["clip", "reinforce"])
+@pytest.mark.parametrize("credit", ["return_to_go", "outcome"])
+def test_k1_in_the_reward_has_the_gradient_of_the_score_less_the_kl_of_sequences(credit, surrogate):
+    """Exactly, prefixes included: the term in the loss holds those fixed."""
+    placed = place_score(SCORES, MASK) - 0.7 * K1
+    to_go = returns_to_go(placed, MASK)
+    advantages = to_go if credit == "return_to_go" else torch.where(MASK, placed.sum(dim=1, keepdim=True), 0)
+    objective = replace(BARE, credit=credit, surrogate=surrogate)
+    true = gradient(lambda x: (probabilities(x) * SCORES).sum() - 0.7 * sequence_kl(x))
+    torch.testing.assert_close(expected_with(advantages, objective), -true, rtol=1e-10, atol=1e-12)
+    assert (gradient(sequence_kl)).norm() > 0.1  # so that the line above tells the KL apart from none
+
+
+@pytest.mark.silent_bug(17)
+def test_k1_in_the_loss_with_its_own_gradient_holds_nothing_over_sequences_too():
+    objective = Objective(average="sequence_sum", kl="k1", kl_gradient="naive")
+    nothing = torch.zeros(1, 2)
+    total = torch.zeros_like(LOGITS)
+    for n, chance in enumerate(probabilities(LOGITS)):
+        row = torch.tensor([n])
+        total += chance * gradient(lambda x, row=row: terms_of(x, row, nothing, objective, ref=OTHER)["kl"])
+    torch.testing.assert_close(total, torch.zeros_like(LOGITS), rtol=0, atol=1e-12)
+
+
+def true_values() -> Tensor:
+    """[7, 2]: the expected score before the first token, and after it."""
+    chance = probabilities(LOGITS)
+    first = SEQUENCES[:, 0]
+    after = torch.stack([(chance * SCORES)[first == n].sum() / chance[first == n].sum() for n in range(3)])
+    return torch.stack([(chance * SCORES).sum().expand(len(EVERY)), after[first]], dim=1)
+
+
+UNWHITENED = replace(PPO, whiten=False, average="sequence_sum")
+
+
+@pytest.mark.silent_bug(30)
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
+def test_ppo_with_a_true_critic_is_unbiased_at_any_lambda(lam):
+    advantages, returns = gae(place_score(SCORES, MASK), true_values(), MASK, gamma=1.0, lam=lam)
+    torch.testing.assert_close(expected_with(advantages, UNWHITENED), -true_gradient(), rtol=1e-10, atol=1e-12)
+    chance = probabilities(LOGITS)
+    assert (chance * (returns[:, 0] - true_values()[:, 0])).sum().item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.silent_bug(30)
+def test_ppo_with_a_wrong_critic_is_unbiased_at_lambda_1_alone():
+    wrong = true_values() + torch.tensor([0.8, 0.0]) + SEQUENCES[:, :1] * torch.tensor([0.0, 0.6])  # sees the prefix
+    for lam, is_right in ((1.0, True), (0.5, False), (0.0, False)):
+        advantages, _ = gae(place_score(SCORES, MASK), wrong, MASK, gamma=1.0, lam=lam)
+        error = (expected_with(advantages, UNWHITENED) + true_gradient()).norm() / true_gradient().norm()
+        assert error < 1e-10 if is_right else error > 0.01
+
+
+@pytest.mark.silent_bug(30)
+def test_a_discount_is_a_bias_that_shrinks_the_credit_of_early_actions():
+    to_go = returns_to_go(place_score(SCORES, MASK), MASK, gamma=0.5)
+    by_hand = torch.where(MASK[:, 1], SCORES / 2, SCORES)
+    assert torch.equal(to_go[:, 0], by_hand) and torch.equal(to_go[:, 1], torch.where(MASK[:, 1], SCORES, 0))
+    assert (expected_with(to_go, BARE) + true_gradient()).norm() > 0.05 * true_gradient().norm()

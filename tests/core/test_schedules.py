@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gruppo.core.schedules import warmup_decay
+from gruppo.core.schedules import adaptive_coef, warmup_decay
 
 
 def values(**choices) -> list[float]:
@@ -33,3 +33,36 @@ def test_the_step_after_the_last_and_all_later_ones_have_the_final_value(decay):
     for step in (10, 11, 1000):
         last = warmup_decay(step, peak=2.0, warmup=3, total=10, decay=decay, final_frac=0.25)
         assert last == pytest.approx(0.5, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [
+        (6.0, 1.0),  # on target
+        (6.6, 1.01),  # a tenth above: 0.1 * 100 / 1000
+        (5.4, 0.99),
+        (7.2, 1.02),  # a fifth above, where the clip begins
+        (60.0, 1.02),
+        (0.0, 0.98),
+        (-3.0, 0.98),  # an estimate may be negative
+        (float("nan"), 1.0),
+        (float("inf"), 1.0),
+    ],
+)
+def test_the_adaptive_coefficient_by_hand(kl, factor):
+    assert adaptive_coef(0.05, kl, target=6.0, horizon=1000, n=100) == pytest.approx(0.05 * factor, rel=1e-12)
+
+
+def test_the_adaptive_coefficient_over_three_steps_by_hand():
+    """KL 12, 6.3, 5.1 at a target of 6: times 1.02, times 1 + 0.05 / 10, times 1 - 0.15 / 10."""
+    coef = 0.2
+    for kl in (12.0, 6.3, 5.1):
+        coef = adaptive_coef(coef, kl, target=6.0, horizon=1000, n=100)
+    assert coef == pytest.approx(0.2 * 1.02 * 1.005 * 0.985, rel=1e-12)
+
+
+def test_no_adaptive_coefficient_turns_negative_or_leaves_zero():
+    """A step of many horizons moves it by a fifth, where the bare formula would give 1 - 0.2 * 10 = -1."""
+    assert adaptive_coef(0.1, 0.0, target=1.0, horizon=10, n=100) == pytest.approx(0.08)
+    assert adaptive_coef(0.1, 9.0, target=1.0, horizon=10, n=100) == pytest.approx(0.12)
+    assert adaptive_coef(0.0, 50.0, target=1.0, horizon=10, n=5) == 0

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "exact"]
 KlGradient = Literal["unbiased", "naive"]
 
 
@@ -46,8 +46,8 @@ def kl(
     KL(reference || policy); for k2 it is right where the policy itself drew the actions. ``unbiased`` multiplies by
     the ratio to the sampling policy and is right whoever drew them: r k1 and r k3 with a differentiable ratio, k2 with
     a detached one.
-    ``log_ratio`` is that of the surrogate, with its gradient. Sources: GRPO (arXiv 2402.03300) for k3 in the loss;
-    TRL 1.16 multiplies it by the ratio too.
+    ``log_ratio`` is each action's own, with its gradient, whatever ratio the surrogate has. Sources: GRPO (arXiv
+    2402.03300) for k3 in the loss; TRL 1.16 multiplies it by the ratio too.
     """
     delta = torch.where(keep, ref_logprobs, 0) - torch.where(keep, logprobs, 0)
     estimate = ESTIMATORS[estimator](delta)
@@ -55,3 +55,23 @@ def kl(
         return estimate
     ratio = log_ratio.detach().exp() if estimator == "k2" else log_ratio.exp()
     return ratio * estimate
+
+
+def gaussian_kl(
+    mean: Float[Tensor, "b t ..."], std: Tensor, ref_mean: Float[Tensor, "b t ..."], ref_std: Tensor
+) -> Float[Tensor, "b t"]:
+    """KL(policy || reference) of diagonal normals, exact, in nats, summed over event dimensions in float64.
+
+    log(s' / s) + (s^2 + (m - m')^2) / (2 s'^2) - 1/2. ``std`` has the shape of ``mean``, or its first two dimensions.
+    Its gradient is right whoever drew the actions: no sample enters it.
+    """
+    mean, ref_mean = mean.double(), ref_mean.double()
+    std, ref_std = (s.double().reshape(*s.shape, *[1] * (mean.ndim - s.ndim)) for s in (std, ref_std))
+    nats = (ref_std / std).log() + (std.square() + (mean - ref_mean).square()) / (2 * ref_std.square()) - 0.5
+    return nats.expand_as(mean).flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
+
+
+def effective_sample_size(log_weights: Float[Tensor, "N"]) -> Float[Tensor, ""]:
+    """(sum w)^2 / sum w^2, between 1 and N: how many samples of the right distribution the weighted ones are worth."""
+    w = (log_weights - log_weights.max()).double().exp()
+    return w.sum().square() / w.square().sum()

@@ -2,63 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
-
 from gruppo.core.advantages import Baseline, Scale
-from gruppo.core.divergence import Estimator, KlGradient, kl
-from gruppo.core.surrogates import clip_surrogate, log_ratio, reinforce_surrogate
+from gruppo.core.correction import Correction, CorrectionLevel
+from gruppo.core.divergence import Estimator, KlGradient
 from gruppo.core.weights import Average
-from gruppo.types import GruppoError, Likelihood, Stat
+from gruppo.types import GruppoError
 
 
 @dataclass(frozen=True)
 class Objective:
     """What is maximised. Presets are instances; any field can be changed with ``dataclasses.replace``."""
 
+    credit: Literal["outcome", "return_to_go", "position"] = "outcome"
+    """outcome: a row's score for all its actions. return_to_go: each action, for what came after it. position: each
+    action for a reward of its own (patches)."""
     baseline: Baseline = "mean"
     """What a reward is compared with."""
     scale: Scale = "group"
     """What the difference is divided by."""
     scale_eps: float = 1e-4
     """Added to the scale. TRL 1e-4, verl 1e-6; groups without spread are found by comparison, never by eps."""
-    surrogate: Literal["clip", "reinforce"] = "clip"
+    running_decay: float = 0.99
+    """Of the running baseline and scale, a step."""
+    combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Several rewards: one weighted sum, or each normalised by itself, summed, and normalised over the batch (GDPO)."""
+    whiten: bool = False
+    """Advantages of mean 0 and variance 1 over all kept actions."""
+    adv_clip: float = 0.0
+    """Advantages are kept in [-adv_clip, adv_clip]; 0 leaves them."""
+    gamma: float = 1.0
+    """Discount from one action to the next."""
+    lam: float = 0.95
+    """GAE's lambda: 1 trusts the rewards, 0 the critic."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Of each action, or the geometric mean over its row."""
+    surrogate: Literal["clip", "cispo", "sapo", "vespo", "reinforce"] = "clip"
     clip_low: float = 0.2
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above 1 + clip_high."""
+    clip_unit: Literal["ratio", "nats"] = "ratio"
+    """nats: the log-ratio is kept in [-clip_low, clip_high]."""
+    dual_clip: float = 0.0
+    """Where the advantage is negative, the ratio counts at most this much; 0 leaves it. verl 3."""
+    dims: Literal["sum", "mean"] = "sum"
+    """Log-ratio of a continuous action: of its joint density, or divided by its dimensions."""
+    tau_pos: float = 1.0
+    """SAPO's temperature where the advantage is positive."""
+    tau_neg: float = 1.05
     average: Average = "sequence"
     """How actions are averaged into one loss."""
     kl: Estimator = "k3"
     """Estimator of the KL to the reference; used where kl_coef > 0."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """As a term of the loss, or subtracted from the reward of each action."""
     kl_gradient: KlGradient = "unbiased"
+    correction: Correction = "none"
+    """Weights for actions whose sampler and trainer disagree."""
+    correction_level: CorrectionLevel = "token"
+    correction_low: float = 0.0
+    correction_high: float = 3.0
+    value_clip: float = 0.2
+    """The critic's estimate may move this far from the stored one within a batch; 0 lets it."""
     mask_truncated: bool = False
     """Do not learn from rollouts that were cut at max_actions."""
+    overlong: int = 0
+    """The last so many actions before max_actions are penalised, up to a reward of -1 (DAPO); 0 for none."""
 
     def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_ranges()
+        for refusal in REFUSALS:
+            if why := refusal(self):
+                raise GruppoError(why)
+
+    def _check_choices(self) -> None:
         hints = get_type_hints(type(self))
         for field in fields(self):
             choices = get_args(hints[field.name])
             value = getattr(self, field.name)
             if choices and value not in choices:
                 raise GruppoError(f"objective.{field.name}={value!r} is not one of {', '.join(map(repr, choices))}.")
-        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
-            raise GruppoError(
-                f"objective.clip_low={self.clip_low}, clip_high={self.clip_high}: needs 0 <= clip_low <= 1 and "
-                "clip_high >= 0, since the ratio is kept in [1 - clip_low, 1 + clip_high]. PPO uses 0.2 and 0.2."
-            )
-        if not 0 <= self.scale_eps < float("inf"):
-            raise GruppoError(f"objective.scale_eps={self.scale_eps} is not a number from 0 on; use 1e-4.")
 
-    def check(self, *, group_size: int, updates_per_row: int = 1, kl_coef: float = 0.0) -> None:
+    def _check_ranges(self) -> None:
+        for name, (low, high, advice) in RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high or math.isinf(value):
+                most = f"at most {high:g}" if high < math.inf else "finite"
+                raise GruppoError(
+                    f"objective.{name}={value} is out of range; it needs to be at least {low:g} and {most}. {advice}"
+                )
+
+    def check(
+        self,
+        *,
+        group_size: int,
+        updates_per_row: int = 1,
+        kl_coef: float = 0.0,
+        max_length: int | None = None,
+        has_positions: bool = False,
+        is_gaussian: bool = False,
+    ) -> None:
         """Refuse what cannot learn, with the reason and the nearest valid choice.
 
         ``updates_per_row``: in how many optimiser steps a rollout's data is used after others have moved the weights.
+        ``has_positions``: rewards come per action. ``is_gaussian``: the policy's actions are continuous.
         """
         if group_size < 2 and self.needs_groups:
             why = "baseline" if self.baseline in GROUP_BASELINES else "spread to scale by"
@@ -71,148 +124,200 @@ class Objective:
                 f"surrogate='reinforce' has no correction for data of older weights, but a batch is used for "
                 f"{updates_per_row} updates. Set --optim.epochs 1 --optim.minibatches 1 or --objective.surrogate clip."
             )
-        if kl_coef > 0 and self.kl == "k1" and self.kl_gradient == "naive":
+        if kl_coef > 0 and self.kl_in == "loss" and self.kl == "k1" and self.kl_gradient == "naive":
             raise GruppoError(
                 f"kl='k1' with kl_gradient='naive' has a gradient of zero in expectation, so kl_coef={kl_coef:g} holds "
                 "nothing. Set --objective.kl-gradient unbiased, or --objective.kl k2 or k3."
             )
+        if kl_coef > 0 and self.kl == "exact" and not is_gaussian:
+            raise GruppoError(
+                "kl='exact' is the closed form of Gaussian policies; this policy's actions are discrete, and no logits "
+                "are kept. Set --objective.kl k3."
+            )
+        if self.credit == "position" and not has_positions:
+            raise GruppoError(
+                "credit='position' needs a reward for each action; these rewards score whole rows. Set "
+                "--objective.credit outcome."
+            )
+        if max_length is not None and self.overlong >= max_length:
+            raise GruppoError(
+                f"overlong={self.overlong} penalises every length up to the longest, {max_length}. Set it below "
+                "--rollout.max-new-tokens, to about a fifth of it."
+            )
 
     @property
     def needs_groups(self) -> bool:
-        return self.baseline in GROUP_BASELINES or self.scale == "group"
+        return self.baseline in GROUP_BASELINES or self.scale in ("group", "running")
+
+    @property
+    def has_critic(self) -> bool:
+        return self.baseline == "critic"
+
+    @property
+    def has_credit_in_time(self) -> bool:
+        """Whether the actions of one row get different advantages."""
+        return self.credit != "outcome"
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether a row's loss cannot be computed from some of its columns."""
+        return self.ratio == "sequence" or self.surrogate == "vespo" or self._corrects_sequences
+
+    @property
+    def _corrects_sequences(self) -> bool:
+        return self.correction != "none" and self.correction_level == "sequence"
 
 
 GROUP_BASELINES = ("mean", "leave_one_out")
+
+_PPO = "PPO uses 0.2 and 0.2."
+RANGES: Mapping[str, tuple[float, float, str]] = {
+    "scale_eps": (0, math.inf, "Use 1e-4."),
+    "running_decay": (0, 1 - 1e-9, "Use 0.99."),
+    "adv_clip": (0, math.inf, "Use 0 to leave advantages as they are, or 5."),
+    "gamma": (0, 1, "Use 1."),
+    "lam": (0, 1, "Use 0.95."),
+    "clip_low": (0, math.inf, _PPO),
+    "clip_high": (0, math.inf, _PPO),
+    "dual_clip": (0, math.inf, "Use 0 for none, or 3."),
+    "tau_pos": (1e-6, math.inf, "Use 1."),
+    "tau_neg": (1e-6, math.inf, "Use 1.05."),
+    "correction_low": (0, math.inf, "Use 0."),
+    "correction_high": (0, math.inf, "Use 3."),
+    "value_clip": (0, math.inf, "Use 0 for none, or 0.2."),
+    "overlong": (0, math.inf, "Use 0 for none."),
+}
+
+
+# --- what the fields alone rule out ----------------------------------------------------------------------------------
+
+
+def _clip_crosses(o: Objective) -> str | None:
+    if o.clip_unit == "ratio" and o.clip_low > 1:
+        return (
+            f"objective.clip_low={o.clip_low}: the ratio is kept above 1 - clip_low, which needs 0 <= clip_low <= 1. "
+            f"{_PPO}"
+        )
+    if o.dual_clip and o.surrogate != "clip":
+        return (
+            f"dual_clip={o.dual_clip:g} belongs to surrogate='clip', not {o.surrogate!r}. Set --objective.dual-clip 0."
+        )
+    highest = math.exp(o.clip_high) if o.clip_unit == "nats" else 1 + o.clip_high
+    if o.dual_clip and o.dual_clip <= highest:
+        return (
+            f"dual_clip={o.dual_clip:g} crosses the clip range, which ends at {highest:g}; it needs to be larger. Set "
+            "--objective.dual-clip 3."
+        )
+    return None
+
+
+def _correction_crosses(o: Objective) -> str | None:
+    if o.correction == "none" or o.correction_low < o.correction_high:
+        return None
+    return (
+        f"correction_low={o.correction_low:g} is not below correction_high={o.correction_high:g}, so no weight lies "
+        "between them. Set --objective.correction-low 0 --objective.correction-high 3."
+    )
+
+
+def _critic_misfits(o: Objective) -> str | None:
+    if not o.has_critic:
+        return None
+    if o.credit != "return_to_go":
+        return (
+            f"baseline='critic' gives each action its own advantage, not credit={o.credit!r}. Set --objective.credit "
+            "return_to_go."
+        )
+    if o.scale != "none":
+        return (
+            f"baseline='critic' compares returns with values, which scale={o.scale!r} of rewards does not fit. Set "
+            "--objective.scale none --objective.whiten True."
+        )
+    if o.combine != "sum_then_normalize":
+        return (
+            "combine='normalize_then_sum' normalises rewards before a critic could learn them. Set --objective.combine "
+            "sum_then_normalize."
+        )
+    return None
+
+
+def _credit_misfits(o: Objective) -> str | None:
+    if o.gamma != 1 and o.credit != "return_to_go":
+        return (
+            f"gamma={o.gamma:g} discounts nothing under credit={o.credit!r}. Set --objective.credit return_to_go, or "
+            "--objective.gamma 1."
+        )
+    if o.credit == "position" and (o.combine != "sum_then_normalize" or o.scale == "prompt"):
+        return (
+            "credit='position' has no combine='normalize_then_sum' and no scale='prompt'. Set --objective.credit "
+            "outcome."
+        )
+    return None
+
+
+def _ratio_misfits(o: Objective) -> str | None:
+    if o.ratio == "sequence" and o.surrogate in ("reinforce", "vespo"):
+        uses = "uses no ratio" if o.surrogate == "reinforce" else "has a sequence weight of its own"
+        return f"ratio='sequence' does nothing here: surrogate={o.surrogate!r} {uses}. Set --objective.ratio token."
+    return None
+
+
+def _kl_misfits(o: Objective) -> str | None:
+    if o.kl_in == "reward" and o.combine == "normalize_then_sum" and o.credit == "outcome":
+        return (
+            "kl_in='reward' with combine='normalize_then_sum' would normalise the KL, and kl_coef with it, away. Set "
+            "--objective.credit return_to_go or --objective.kl-in loss."
+        )
+    if o.kl_in == "reward" and o.kl != "k1":
+        return (
+            f"kl_in='reward' needs kl='k1': the gradient of kl={o.kl!r} in the reward is 37 to 125% off. Set "
+            "--objective.kl k1."
+        )
+    return None
+
+
+REFUSALS = (_clip_crosses, _correction_crosses, _critic_misfits, _credit_misfits, _ratio_misfits, _kl_misfits)
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
 
 GRPO = Objective()
 """DeepSeekMath, arXiv 2402.03300: (r - mean) / std in the group, clip, mean over tokens then over sequences."""
 DR_GRPO = Objective(scale="none", average="constant")
 """arXiv 2503.20783: no division by the spread nor by the length; one constant denominator."""
 DAPO = Objective(clip_high=0.28, average="token")
-"""arXiv 2503.14476: clip-higher and the token average (its loss; dynamic sampling and overlong shaping are apart)."""
+"""arXiv 2503.14476: clip-higher and the token average. Its two other parts are --rollout.refill-rounds and overlong."""
+GSPO = Objective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
+"""arXiv 2507.18071: one ratio a row, the geometric mean of its tokens', and a clip to match."""
+CISPO = Objective(surrogate="cispo", clip_low=1.0, clip_high=4.0, average="token")
+"""MiniMax-M1, arXiv 2506.13585: REINFORCE with a ratio that is bounded, here at 5, and carries no gradient."""
+SAPO = Objective(surrogate="sapo")
+"""arXiv 2511.20347: a soft gate on the ratio in place of the clip."""
 RLOO = Objective(baseline="leave_one_out", scale="none", surrogate="reinforce", average="sequence_sum")
 """arXiv 2402.14740: each rollout against the mean of its group-mates, the whole sequence as one action."""
 REINFORCE = Objective(baseline="batch_mean", scale="none", surrogate="reinforce", average="sequence_sum")
 """Williams 1992, with the batch's mean reward as the baseline; works with a group of one."""
+REINFORCE_PP = Objective(
+    credit="return_to_go", baseline="batch_mean", scale="none", whiten=True, average="token", kl="k1", kl_in="reward"
+)
+"""REINFORCE++, arXiv 2501.03262: PPO without a critic; KL in the reward, advantages whitened over all tokens."""
+PPO = Objective(
+    credit="return_to_go", baseline="critic", scale="none", whiten=True, average="token", kl="k1", kl_in="reward"
+)
+"""arXiv 1707.06347, as for text (arXiv 2203.02155): a critic, GAE, and the KL in the reward of each token."""
+NANOCHAT = Objective(scale="none", surrogate="reinforce", average="token")
+"""nanochat's simplified "GRPO": reward minus the group's mean, on-policy, no clip, no KL, the token average."""
 
 PRESETS: Mapping[str, Objective] = {
     "grpo": GRPO,
     "dr_grpo": DR_GRPO,
     "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "sapo": SAPO,
     "rloo": RLOO,
     "reinforce": REINFORCE,
+    "reinforce_pp": REINFORCE_PP,
+    "ppo": PPO,
+    "nanochat": NANOCHAT,
 }
-
-
-@dataclass(frozen=True, eq=False)
-class LossInputs:
-    """One piece of a batch: what the loss needs beside the likelihood."""
-
-    advantages: Float[Tensor, "b t"]
-    keep: Bool[Tensor, "b t"]
-    weights: Float[Tensor, "b t"]
-    """``loss_weights`` of the whole update, cut to the piece."""
-    old_logprobs: Float[Tensor, "b t"] | None = None
-    """None: the current ones, detached (every row enters exactly one update)."""
-    ref: Likelihood | None = None
-
-
-def policy_loss(
-    likelihood: Likelihood, batch: LossInputs, objective: Objective
-) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Stat]]:
-    """The terms of one piece, each already weighted and summed, and the statistics of its kept actions.
-
-    Terms: ``policy``; ``kl`` where there is a reference; ``entropy`` (to be maximised) where it was asked for. The
-    caller multiplies each by its coefficient. Statistics are named by their metric.
-    """
-    keep, logprobs = batch.keep, likelihood.logprobs
-    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    ratio = log_ratio(logprobs, old, keep)  # [b, t]
-    per_action = SURROGATES[objective.surrogate](objective, logprobs, ratio, batch)
-    terms = {"policy": _weighted(batch.weights, keep, per_action)}
-    stats = ratio_stats(ratio.detach(), batch.advantages, keep, objective)
-    if batch.ref is not None:
-        ref = batch.ref.logprobs.detach()
-        estimate = kl(logprobs, ref, ratio, keep, estimator=objective.kl, gradient=objective.kl_gradient)
-        terms["kl"] = _weighted(batch.weights, keep, estimate)
-        stats["kl/ref_nats"] = Stat.of(kl(logprobs.detach(), ref, torch.zeros_like(ratio), keep, estimator="k3"), keep)
-    if likelihood.entropy is not None:
-        terms["entropy"] = _weighted(batch.weights, keep, likelihood.entropy)
-        stats["entropy/nats"] = Stat.of(likelihood.entropy, keep)
-    return terms, stats
-
-
-def ratio_stats(
-    log_ratio: Float[Tensor, "b t"], advantages: Float[Tensor, "b t"], keep: Bool[Tensor, "b t"], objective: Objective
-) -> dict[str, Stat]:
-    """How far the policy is from the one that drew the batch, and what the clip stops."""
-    ratio = log_ratio.exp()
-    clips = objective.surrogate == "clip"
-    too_high = (ratio > 1 + objective.clip_high) & (advantages > 0) & clips
-    too_low = (ratio < 1 - objective.clip_low) & (advantages < 0) & clips
-    return {
-        "ratio": Stat.of(ratio, keep),
-        "kl/old_nats": Stat.of(-log_ratio, keep),
-        "clip/high_frac": Stat.of(too_high.double(), keep),
-        "clip/low_frac": Stat.of(too_low.double(), keep),
-    }
-
-
-def _weighted(weights: Tensor, keep: Tensor, per_action: Tensor) -> Tensor:
-    return (weights.to(per_action.dtype) * torch.where(keep, per_action, 0)).sum()
-
-
-def _clip(objective: Objective, logprobs: Tensor, ratio: Tensor, batch: LossInputs) -> Tensor:
-    advantages = torch.where(batch.keep, batch.advantages, 0)
-    return clip_surrogate(ratio, advantages, low=objective.clip_low, high=objective.clip_high)
-
-
-def _reinforce(objective: Objective, logprobs: Tensor, ratio: Tensor, batch: LossInputs) -> Tensor:
-    return reinforce_surrogate(logprobs, torch.where(batch.keep, batch.advantages, 0), batch.keep)
-
-
-SURROGATES: Mapping[str, Callable[[Objective, Tensor, Tensor, LossInputs], Tensor]] = {
-    "clip": _clip,
-    "reinforce": _reinforce,
-}
-
-
-def describe(objective: Objective, *, kl_coef: float, group_size: int, max_length: int) -> list[str]:
-    """The effective objective in words and formula, line by line."""
-    o = objective
-    baseline = {
-        "none": "0",
-        "mean": "mean of the group",
-        "leave_one_out": "mean of the group's other rows",
-        "batch_mean": "mean of the batch",
-    }[o.baseline]
-    scale = {
-        "none": "",
-        "group": f" / (std of the group + {o.scale_eps:g})",
-        "batch": f" / (std of the batch + {o.scale_eps:g})",
-    }
-    surrogate = {
-        "clip": f"min(r A, clip(r, {1 - o.clip_low:g}, {1 + o.clip_high:g}) A),  r = exp(logprob - old_logprob)",
-        "reinforce": "A logprob",
-    }[o.surrogate]
-    average = {
-        "sequence": "mean over the tokens of a row, then over the rows",
-        "token": "mean over all kept tokens of the update",
-        "constant": f"sum over tokens / (rows x {max_length})",
-        "sequence_sum": "sum over the tokens of a row, then mean over the rows",
-        "sum": "sum over all tokens",
-    }[o.average]
-    lines = [
-        f"advantage   A = (reward - {baseline}){scale[o.scale]}, one for all tokens of a row; "
-        f"{group_size} rows a group",
-        f"maximise    {surrogate}",
-        f"averaged    {average}",
-    ]
-    if kl_coef > 0:
-        how = "correct in expectation" if o.kl_gradient == "unbiased" else "the estimator's own gradient"
-        lines.append(f"minus       {kl_coef:g} x KL(policy || reference) by {o.kl}, {how}, in nats a token")
-    else:
-        lines.append("KL          none: kl_coef is 0, no reference is loaded")
-    if o.mask_truncated:
-        lines.append("not learned rows cut at the longest length")
-    return lines

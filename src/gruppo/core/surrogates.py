@@ -2,28 +2,111 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+Level = Literal["token", "sequence", "sequence_token"]
+
 
 def log_ratio(
-    logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], keep: Bool[Tensor, "B T"]
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    keep: Bool[Tensor, "B T"],
+    *,
+    level: Level = "token",
+    dims: int = 1,
 ) -> Float[Tensor, "B T"]:
-    """``logprobs - old_logprobs`` where kept and 0 elsewhere, so that masked slots may hold anything, NaN included."""
-    return torch.where(keep, logprobs, 0) - torch.where(keep, old_logprobs, 0)
+    """``logprobs - old_logprobs`` where kept and 0 elsewhere, so that masked slots may hold anything, NaN included.
+
+    ``sequence``: the mean over the row's kept actions, for each of them (GSPO, arXiv 2507.18071, eq. 7).
+    ``sequence_token``: the same number, with the gradient of the action's own log-prob (GSPO-token, eq. 14), for
+    advantages that differ from action to action.
+    ``dims``: the dimensions of one continuous action, by which its log-ratio is divided; 1 leaves the joint density.
+    """
+    ratio = (torch.where(keep, logprobs, 0) - torch.where(keep, old_logprobs, 0)) / dims
+    if level == "token":
+        return ratio
+    mean = ratio.sum(dim=1, keepdim=True) / keep.sum(dim=1, keepdim=True).clamp(min=1)
+    if level == "sequence_token":
+        mean = mean.detach() + ratio - ratio.detach()
+    return torch.where(keep, mean, 0)
 
 
 def clip_surrogate(
-    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], *, low: float, high: float
+    log_ratio: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    *,
+    low: float,
+    high: float,
+    dual: float | None = None,
 ) -> Float[Tensor, "B T"]:
     """Clipped surrogate of PPO, per action.
 
     L = -min(r A, clip(r, 1 - low, 1 + high) A),  r = exp(log_ratio).
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7; ``high`` above ``low`` is DAPO's clip-higher (arXiv 2503.14476).
+    ``dual`` bounds it from the other side where A < 0: L = min(L, -dual A) (Ye et al. 2019, arXiv 1912.09729, dual 3).
     """
     ratio = log_ratio.exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
+
+
+def cispo_surrogate(
+    log_ratio: Float[Tensor, "B T"],
+    logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    keep: Bool[Tensor, "B T"],
+    *,
+    low: float,
+    high: float,
+) -> Float[Tensor, "B T"]:
+    """L = -stopgrad(clip(r, 1 - low, 1 + high)) A logprobs: every action keeps its gradient, with a bounded weight.
+
+    MiniMax-M1 (arXiv 2506.13585), eq. 4, which leaves the lower side open (low 1). TRL's epsilon_high is 1 + high.
+    """
+    weight = log_ratio.detach().exp().clamp(1 - low, 1 + high)
+    return -weight * advantages * torch.where(keep, logprobs, 0)
+
+
+def sapo_surrogate(
+    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], *, tau_pos: float = 1.0, tau_neg: float = 1.05
+) -> Float[Tensor, "B T"]:
+    """L = -sigmoid(tau (r - 1)) 4 / tau A, a soft gate with slope 1 at r = 1; tau_pos where A > 0.
+
+    SAPO (arXiv 2511.20347).
+    """
+    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(log_ratio.dtype)
+    return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages
+
+
+def vespo_surrogate(
+    log_ratio: Float[Tensor, "B T"],
+    logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    keep: Bool[Tensor, "B T"],
+    *,
+    pos: tuple[float, float] = (2.0, 3.0),
+    neg: tuple[float, float] = (3.0, 2.0),
+) -> Float[Tensor, "B T"]:
+    """L = -stopgrad(phi(w)) A logprobs,  phi(w) = w^k exp(lam (1 - w)),  w = exp(sum of the row's log-ratios).
+
+    (k, lam) is ``pos`` where A >= 0 and ``neg`` elsewhere; phi(1) = 1. VESPO (arXiv 2602.10693); numbers, and the
+    bounds of the sums, as in TRL 1.16. ``log_ratio`` is the token's.
+    """
+    log_w = log_ratio.detach().clamp(-20, 20).sum(dim=1, keepdim=True).clamp(VESPO_LOWEST, 20)
+    is_pos = advantages >= 0
+    k, lam = (torch.where(is_pos, p, n).to(log_w.dtype) for p, n in zip(pos, neg, strict=True))
+    phi = (lam + k * log_w - lam * log_w.exp()).exp()
+    return -phi * advantages * torch.where(keep, logprobs, 0)
+
+
+VESPO_LOWEST = -18.420680743952367
+"""log 1e-8."""
 
 
 def reinforce_surrogate(
@@ -31,3 +114,26 @@ def reinforce_surrogate(
 ) -> Float[Tensor, "B T"]:
     """L = -A logprobs, with 0 where not kept. Williams 1992; no correction for data of an older policy."""
     return -advantages * torch.where(keep, logprobs, 0)
+
+
+def value_loss(
+    values: Float[Tensor, "B T"],
+    old_values: Float[Tensor, "B T"] | None,
+    returns: Float[Tensor, "B T"],
+    keep: Bool[Tensor, "B T"],
+    *,
+    clip: float = 0.0,
+) -> Float[Tensor, "B T"]:
+    """L = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), with 0 where not kept.
+
+    ``old_values`` are those stored when the batch was collected; ``clip`` 0 leaves the plain squared error.
+    The clip is of the first PPO implementation (Huang et al. 2022, "The 37 implementation details of PPO", 9).
+    """
+    target = torch.where(keep, returns, 0)
+    values = torch.where(keep, values, 0)
+    plain = (values - target).square()
+    if not clip or old_values is None:
+        return plain / 2
+    old = torch.where(keep, old_values, 0)
+    clipped = torch.minimum(torch.maximum(values, old - clip), old + clip)
+    return torch.maximum(plain, (clipped - target).square()) / 2

@@ -10,6 +10,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 Average = Literal["sequence", "token", "constant", "sequence_sum", "sum"]
+AllSum = Callable[[Tensor], Tensor]
+
+
+def identity(x: Tensor) -> Tensor:
+    """The sum over one process."""
+    return x
 
 
 def loss_total(keep: Bool[Tensor, "B T"], *, average: Average, max_length: int) -> Float[Tensor, ""]:

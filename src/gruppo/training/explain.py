@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from gruppo.core.objective import describe
+from gruppo.core.describe import cautions, describe
+from gruppo.policies.critic import SeparateCritic
 from gruppo.policies.text.policy import BATCH_ROWS
 from gruppo.training import config as configs
 from gruppo.training.build import Parts, build, require_named
@@ -31,12 +32,13 @@ def _objective(config: Config) -> list[str]:
         group_size=rollout.group_size,
         max_length=rollout.max_new_tokens,
     )
-    if config.updates_per_batch == 1:
-        lines.append("updates     1 a step: on-policy, the ratio is 1 and the clip rests")
-    else:
-        lines.append(
-            f"updates     {config.updates_per_batch} a step: {optim.epochs} epochs of {optim.minibatches} minibatches"
-        )
+    passes = f"{optim.epochs} epochs of {optim.minibatches} minibatches"
+    stop = f", fewer where the KL to the old policy exceeds {optim.stop_kl:g}" if optim.stop_kl else ""
+    lines.append(f"updates     {config.updates_per_batch} a step: {passes}{stop}")
+    if rollout.refill_rounds:
+        lines.append(f"refilled    groups without spread, by up to {rollout.refill_rounds} further rounds of prompts")
+    said = cautions(config.objective, kl_coef=config.stage.kl_coef, updates_per_batch=config.updates_per_batch)
+    lines += [f"note        {caution}" for caution in said]
     return ["OBJECTIVE", *(f"  {line}" for line in lines)]
 
 
@@ -72,7 +74,7 @@ def _memory(run: Run) -> list[str]:
         parts[f"compute copy, {run.config.compute}"] = width * numbers
     if run.reference is not None:
         parts["reference"] = width * numbers
-    parts |= working_memory(run, width)
+    parts |= critic_memory(run, width) | working_memory(run, width)
     total = sum(parts.values())
     return [
         "MEMORY, an estimate",
@@ -81,23 +83,47 @@ def _memory(run: Run) -> list[str]:
     ]
 
 
+def critic_memory(run: Run, width: int) -> dict[str, float]:
+    """Bytes of the critic's weights and of a separate one's copy; gradients and AdamW state are counted with all.
+
+    Its activations are made after the policy's are gone: those of a larger network need the difference more.
+    """
+    if run.critic is None:
+        return {}
+    weights: dict[str, float] = {"critic, float32": 4 * sum(p.numel() for p in run.critic.module.parameters())}
+    if not isinstance(run.critic, SeparateCritic):
+        return weights
+    if (copied := run.critic.compute_copy) is not None:
+        weights[f"critic's copy, {run.config.compute}"] = width * sum(p.numel() for p in copied.parameters())
+    trunk: Any = run.critic.trunk
+    own, policys = (
+        activations(module.config, run.config.optim.token_budget, width) for module in (trunk, run.policy.module)
+    )
+    return weights | ({"critic's activations": own - policys} if own > policys else {})
+
+
+def activations(config: Any, tokens: int, width: int) -> int:
+    """T layers (8 H + 4 F) width: inputs, norms, q, k, v and outputs of H numbers, four of the feed-forward's F."""
+    model = config.get_text_config()
+    feed_forward = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    return width * tokens * model.num_hidden_layers * (8 * model.hidden_size + 4 * feed_forward)
+
+
 def working_memory(run: Run, width: int) -> dict[str, float]:
     """Bytes of one forward and backward over ``token_budget`` tokens T, and of the cache of B rows of L tokens.
 
-    Activations T layers (8 H + 4 F) width: inputs, norms, q, k, v and outputs of H numbers, four of the feed-forward's
-    F. Logits of a chunk, in float32, three times (themselves, tempered, gradient): 3 * 4 chunk V. Cache 2 B L layers
-    K width, K numbers of a key. Attention scores are not counted.
+    Logits of a chunk, in float32, three times (themselves, tempered, gradient): 3 * 4 chunk V. Cache 2 B L layers K
+    width, K numbers of a key. Attention scores are not counted.
     """
     model = run.policy.module.config.get_text_config()
     tokens, rollout = run.config.optim.token_budget, run.config.rollout
     heads = model.num_attention_heads
     size_of_head = getattr(model, "head_dim", None) or model.hidden_size // heads
     key = size_of_head * (getattr(model, "num_key_value_heads", None) or heads)
-    feed_forward = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
     longest = max(len(_ids(run, prompt)) for prompt in run.source.take(32)) + rollout.max_new_tokens
     rows = max(min(BATCH_ROWS, rollout.prompts * rollout.group_size), rollout.group_size)
     return {
-        "activations": width * tokens * model.num_hidden_layers * (8 * model.hidden_size + 4 * feed_forward),
+        "activations": activations(model, tokens, width),
         "logits, float32": 3 * 4 * min(run.policy.chunk, tokens) * model.vocab_size,
         "cache while sampling": width * 2 * rows * longest * model.num_hidden_layers * key,
     }

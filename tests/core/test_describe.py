@@ -1,0 +1,122 @@
+"""An objective in words: what it says, and that it leaves nothing out."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from gruppo.core.describe import cautions, describe
+from gruppo.core.objective import PRESETS, Objective
+
+
+def described(objective: Objective, kl_coef: float = 0.04) -> str:
+    return "\n".join(describe(objective, kl_coef=kl_coef, group_size=8, max_length=64))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "grpo",
+            [
+                "(reward - mean of the group) / (std of the group + 0.0001)",
+                "clip(r, 0.8, 1.2) A",
+                "8 rows a group",
+                "mean over the tokens of a row, then over the rows",
+            ],
+        ),
+        (
+            "dr_grpo",
+            ["A = (reward - mean of the group)\n", "one for all tokens of a row", "sum over tokens / (rows x 64)"],
+        ),
+        ("dapo", ["clip(r, 0.8, 1.28) A", "mean over all kept tokens of the update"]),
+        (
+            "rloo",
+            ["mean of the group's other rows", "A logprob", "sum over the tokens of a row, then mean over the rows"],
+        ),
+        ("reinforce", ["A = (reward - mean of the batch)", "A logprob"]),
+        ("gspo", ["clip(r, 0.9997, 1.0004) A", "the geometric mean over the row"]),
+        ("cispo", ["stopgrad(clip(r, 0, 5)) A logprob"]),
+        ("sapo", ["sigmoid(tau (r - 1)) 4/tau A", "tau 1 for A > 0, else 1.05"]),
+        ("nanochat", ["A = (reward - mean of the group)\n", "A logprob", "mean over all kept tokens"]),
+    ],
+)
+def test_describe_says_what_the_objective_is(name, says):
+    text = described(PRESETS[name])
+    assert [phrase for phrase in says if phrase not in text] == []
+    assert "0.04 x KL(policy || reference) by k3" in text
+    assert "no reference is loaded" in described(PRESETS[name], kl_coef=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "ppo",
+            ["GAE(rewards, critic), gamma 1, lambda 0.95, whitened over all tokens", "V moving at most 0.2 a batch"],
+        ),
+        ("reinforce_pp", ["A = (reward - mean of the batch), whitened", "each token for what came after it"]),
+    ],
+)
+def test_describe_says_where_the_kl_is_in_the_reward(name, says):
+    text = described(PRESETS[name])
+    assert [phrase for phrase in says if phrase not in text] == []
+    assert "0.04 x (logprob - ref_logprob) in the reward of each token" in text
+
+
+BESIDE: dict[tuple[str, Any] | str, dict[str, Any]] = {
+    "gamma": {"credit": "return_to_go"},
+    "lam": {"credit": "return_to_go", "baseline": "critic", "scale": "none"},
+    "value_clip": {"credit": "return_to_go", "baseline": "critic", "scale": "none"},
+    ("baseline", "critic"): {"credit": "return_to_go", "scale": "none"},
+    "running_decay": {"baseline": "running"},
+    "scale_eps": {},
+    "tau_pos": {"surrogate": "sapo"},
+    "tau_neg": {"surrogate": "sapo"},
+    "correction_level": {"correction": "mask"},
+    "correction_low": {"correction": "truncate"},
+    "correction_high": {"correction": "mask"},
+    "kl_in": {"kl": "k1"},
+}
+"""What a choice needs beside it to have a meaning."""
+OTHER_NUMBER = {"gamma": 0.9, "running_decay": 0.9, "dual_clip": 3.0, "overlong": 5}
+
+
+def other_choices() -> list[Any]:
+    """Every choice that is not the default, one at a time."""
+    hints, changed = get_type_hints(Objective), []
+    for field in fields(Objective):
+        if choices := get_args(hints[field.name]):
+            values = [value for value in choices if value != field.default]
+        elif field.default is False:
+            values = [True]
+        else:
+            values = [OTHER_NUMBER.get(field.name, field.default + 0.05)]
+        changed += [(field.name, value) for value in values]
+    return [pytest.param(name, value, id=f"{name}-{value}") for name, value in changed]
+
+
+@pytest.mark.parametrize(("name", "value"), other_choices())
+def test_no_choice_goes_unmentioned(name, value):
+    base = Objective(**BESIDE.get((name, value), BESIDE.get(name, {})))
+    assert described(replace(base, **{name: value})) != described(base)
+
+
+@pytest.mark.parametrize(
+    ("objective", "run", "says"),
+    [
+        (Objective(baseline="running"), {}, "how hard a prompt is"),
+        (Objective(), {"updates_per_batch": 1}, "the ratio is 1, so the clip rests"),
+        (Objective(whiten=True), {}, "no longer get exactly 0"),
+        (Objective(kl_gradient="naive"), {"kl_coef": 0.1}, "wrong gradient in expectation"),
+    ],
+)
+def test_cautions_name_what_works_and_may_not_be_meant(objective, run, says):
+    said = cautions(objective, **{"kl_coef": 0.0, "updates_per_batch": 2} | run)
+    assert len(said) == 1 and says in said[0]
+
+
+def test_nothing_is_said_of_a_plain_objective():
+    assert cautions(Objective(), kl_coef=0.1, updates_per_batch=2) == []
