@@ -34,6 +34,11 @@ class Backbone(Protocol):
     packs: bool
     """Whether ``packed_features`` works."""
 
+    @property
+    def trunk(self) -> nn.Module:
+        """What computes the features: the module without its head, or all of it. ``on(trunk)`` has no head."""
+        ...
+
     def features(self, ids: Int[Tensor, "b L"]) -> Float[Tensor, "b L F"]:
         """Of rows padded on the right; under causal attention what comes after a position cannot reach it."""
         ...
@@ -69,6 +74,10 @@ class PlainBackbone:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+
+    @property
+    def trunk(self) -> nn.Module:
+        return self.module
 
     def features(self, ids: Tensor) -> Tensor:
         return self.module(ids)
@@ -132,6 +141,10 @@ class TransformersBackbone:
         self.takes_positions = "position_ids" in accepted
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
+    @property
+    def trunk(self) -> nn.Module:
+        return self.module.base_model if self.splits else self.module
+
     def features(self, ids: Tensor) -> Tensor:
         return self._forward(input_ids=ids)
 
@@ -143,7 +156,7 @@ class TransformersBackbone:
 
     def _forward(self, **inputs: Tensor) -> Tensor:
         if self.splits:
-            return self.module.base_model(**inputs, use_cache=False).last_hidden_state
+            return self.trunk(**inputs, use_cache=False).last_hidden_state
         return self.module(**inputs, use_cache=False).logits
 
     def head(self, features: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,11 @@ class Chat(Protocol):
     @property
     def can_chat(self) -> bool:
         """Whether conversations can be encoded."""
+        ...
+
+    @property
+    def vocabulary(self) -> Mapping[str, int] | None:
+        """Every token's id; None where the tokenizer does not tell."""
         ...
 
     def encode(self, inputs: Any) -> list[int]:
@@ -53,6 +58,10 @@ class TransformersChat:
     @property
     def can_chat(self) -> bool:
         return bool(self.tokenizer.chat_template)
+
+    @property
+    def vocabulary(self) -> Mapping[str, int] | None:
+        return self.tokenizer.get_vocab()
 
     def encode(self, inputs: Any) -> list[int]:
         if isinstance(inputs, str):
@@ -117,6 +126,10 @@ class PlainChat:
     @property
     def can_chat(self) -> bool:
         return self.render is not None
+
+    @property
+    def vocabulary(self) -> Mapping[str, int] | None:
+        return None
 
     def encode(self, inputs: Any) -> list[int]:
         if isinstance(inputs, str):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
@@ -48,6 +48,8 @@ class TextPolicy:
         own = next(module.parameters()).dtype
         self.copy = None if compute_dtype == own else ComputeCopy(module, compute_dtype)
         self.backbone = backbone.on(module if self.copy is None else self.copy.module)
+        self.value_head: nn.Module | None = None
+        """Features [N, F] to values [N]; beside ``module``, so that saves, copies and references are without it."""
 
     @property
     def device(self) -> torch.device:
@@ -61,8 +63,18 @@ class TextPolicy:
     def at(self, module: nn.Module) -> TextPolicy:
         """This policy over other weights of the same kind, without a copy of its own: a reference."""
         other = object.__new__(TextPolicy)
-        other.__dict__.update(self.__dict__, module=module.eval(), copy=None, backbone=self.backbone.on(module))
+        parts = {"module": module.eval(), "copy": None, "backbone": self.backbone.on(module), "value_head": None}
+        other.__dict__.update(self.__dict__, **parts)
         return other
+
+    def trunk(self) -> nn.Module:
+        """The part of the master weights that computes the features."""
+        return self.backbone.on(self.module).trunk
+
+    @torch.no_grad()
+    def feature_width(self) -> int:
+        """Numbers at each position that ``value_head`` reads; those of a model that cannot be split are its logits."""
+        return self.backbone.features(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
 
     def refresh(self, *, force: bool = False) -> None:
         """Bring the compute copy, if there is one, up to the master weights."""
@@ -157,7 +169,10 @@ class TextPolicy:
         return [Piece(torch.tensor(rows), slice(0, int(rollouts.lengths[rows].max()))) for rows in pieces]
 
     def likelihood(self, rollouts: Rollouts, piece: Piece, *, want: Want = ()) -> Likelihood:
-        """Log-probabilities at the sampling temperature, top-k and top-p of the rollouts; 0 where mask is False."""
+        """Log-probabilities at the sampling temperature, top-k and top-p of the rollouts; 0 where mask is False.
+
+        "values" come from ``value_head`` and the same forward.
+        """
         self._prepare()
         rows = piece.rows
         mask = piece.of(rollouts.mask)  # [b, t]
@@ -175,12 +190,23 @@ class TextPolicy:
             top_p=top_p,
             entropy="gradient" if "entropy" in want else "value" if "entropy_value" in want else "none",
         )
-        place = (row.to(self.device), column.to(self.device))
+        values = self._values(features) if "values" in want else None
+        return Likelihood(
+            _spread(logprobs, mask),
+            None if entropy is None else _spread(entropy, mask),
+            values=None if values is None else _spread(values, mask),
+        )
 
-        def spread(values: Tensor) -> Tensor:
-            return torch.zeros(mask.shape, dtype=values.dtype, device=self.device).index_put(place, values)
+    def values(self, rollouts: Rollouts, piece: Piece) -> Float[Tensor, "b t"]:
+        """What ``value_head`` says before each action, 0 where mask is False; no logits are computed."""
+        self._prepare()
+        mask = piece.of(rollouts.mask)
+        return _spread(self._values(self._action_features(rollouts, piece.rows, *mask.nonzero(as_tuple=True))), mask)
 
-        return Likelihood(spread(logprobs), None if entropy is None else spread(entropy))
+    def _values(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N"]:
+        if self.value_head is None:
+            raise GruppoError("values are wanted of a policy without a value head. Set policy.value_head first.")
+        return self.value_head(features)
 
     def _action_features(self, rollouts: Rollouts, rows: Tensor, row: Tensor, column: Tensor) -> Tensor:
         """Features at the position before each action: the one that predicts it."""
@@ -206,6 +232,12 @@ class TextPolicy:
         if len(top_k) > 1 or len(top_p) > 1:
             raise GruppoError("these rollouts mix several top_k or top_p; evaluate each kind apart.")
         return (int(top_k[0]), float(top_p[0])) if len(top_k) else (0, 1.0)
+
+
+def _spread(numbers: Float[Tensor, "N"], mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+    """One number of each action at its place, 0 elsewhere."""
+    place = mask.to(numbers.device).nonzero(as_tuple=True)
+    return torch.zeros(mask.shape, dtype=numbers.dtype, device=numbers.device).index_put(place, numbers)
 
 
 def _refuse_namesakes(requests: Sequence[Request]) -> None:

@@ -1,0 +1,273 @@
+"""A run with a critic: what is trained, at which rate, and what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests import tiny
+from tests.training.runs import Signalling, assert_same, newest
+
+from gruppo.policies.critic import SeparateCritic, SharedCritic
+from gruppo.training import api
+from gruppo.training.build import Parts, build, with_absolute_paths
+from gruppo.training.config import Critic
+from gruppo.training.explain import critic_memory
+from gruppo.training.folder import Boundary, RunFolder, first_weights, weights_of
+from gruppo.training.loop import Stopped
+from gruppo.training.run import knobs_at
+from gruppo.training.use import evaluate_run
+from gruppo.types import GruppoError, Request, Sampling
+
+SHARED, SEPARATE = {}, {"critic__kind": "separate"}
+KINDS = pytest.mark.parametrize("kind", [SHARED, SEPARATE], ids=["shared", "separate"])
+
+
+def config_in(folder, kind, **changes):
+    ppo = {"objective": "ppo"}
+    return tiny.config(folder, **(ppo | kind | changes))
+
+
+def built(folder, kind, parts=None, **changes):
+    return build(config_in(folder, kind, **changes), parts or Parts())[0]
+
+
+def step(run):
+    """An update of policy and critic."""
+    prompts = run.source.take(2)
+    rollouts = run.policy.sample([Request(prompt, 2) for prompt in prompts], Sampling(max_actions=5), seed=run.step)
+    for group in run.optimizer.param_groups:
+        group["lr"] = knobs_at(run.config, run.step).lr * group["lr_scale"]
+    for piece in run.policy.pieces(rollouts, rollouts.mask, 64):
+        logprobs, values = run.policy.likelihood(rollouts, piece).logprobs, run.critic.values(rollouts, piece)
+        (logprobs.sum() + (values - 1).square().sum()).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.step += 1
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens run folders, and closes them."""
+    folders = []
+
+    def open_folder(config):
+        path = tmp_path / "runs" / f"{config.name}-{len(folders)}"
+        folders.append(RunFolder.create(path, config))
+        return folders[-1]
+
+    yield open_folder
+    for folder in folders:
+        folder.close()
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_critic_there_is_none_and_one_group(tmp_path):
+    run, _ = build(tiny.config(tmp_path), Parts())
+    assert run.critic is None and run.policy.value_head is None
+    assert run.parameter_names == [name for name, _ in run.policy.module.named_parameters()]
+    assert [group["lr_scale"] for group in run.optimizer.param_groups] == [1.0]
+
+
+@KINDS
+def test_parameters_are_the_policys_then_the_critics_in_the_order_of_the_optimizer(tmp_path, kind):
+    run = built(tmp_path, kind)
+    policy, critic = run.policy.module, run.critic.module
+    assert isinstance(run.critic, SeparateCritic if kind else SharedCritic)
+    assert list(map(id, run.parameters)) == [*map(id, policy.parameters()), *map(id, critic.parameters())]
+    in_optimizer = [p for group in run.optimizer.param_groups for p in group["params"]]
+    assert list(map(id, in_optimizer)) == list(map(id, run.parameters))
+    assert run.parameter_names == [n for n, _ in policy.named_parameters()] + [
+        f"critic:{n}" for n, _ in critic.named_parameters()
+    ]
+    assert len(set(run.parameter_names)) == len(run.parameters)
+
+
+@KINDS
+@pytest.mark.parametrize(("lr", "scale"), [(None, 1.0), (1e-2, 1.0), (3e-2, 3.0), (0.0, 0.0)])
+def test_the_critics_rate_is_a_multiple_of_the_policys(tmp_path, kind, lr, scale):
+    policy, critic = built(tmp_path, kind, critic__lr=lr, optim__lr=1e-2).optimizer.param_groups
+    assert policy["lr_scale"] == 1.0
+    assert critic["lr_scale"] == pytest.approx(scale, rel=1e-12)
+
+
+def test_the_critic_is_alone_for_its_first_steps(tmp_path):
+    config = config_in(tmp_path, SHARED, critic__warmup_steps=2)
+    assert [knobs_at(config, n).is_critic_alone for n in range(4)] == [True, True, False, False]
+
+
+def test_a_critic_of_another_model_is_opened_from_its_folder(tmp_path):
+    other = tiny.write_model(tmp_path / "other", seed=7)
+    run = built(tmp_path, SEPARATE, critic__model=other)
+    saved = load_file(f"{other}/model.safetensors")
+    own = dict(run.critic.trunk.named_parameters())
+    assert own and all(torch.equal(own[name], saved[f"model.{name}"]) for name in own)
+
+
+def test_a_critic_too_short_for_the_data_is_refused(tmp_path):
+    other = tiny.write_model(tmp_path / "other")
+    config = (tmp_path / "other/config.json").read_text()
+    (tmp_path / "other/config.json").write_text(config.replace(f": {tiny.CONTEXT}", ": 20"))
+    with pytest.raises(GruppoError, match=r"the critic .*other is too short for these data: .* context holds 20"):
+        built(tmp_path, SEPARATE, critic__model=other)
+
+
+def test_a_critic_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(GruppoError, match="does not exist"):
+        built(tmp_path, SEPARATE, critic__model="./nowhere")
+    with pytest.raises(GruppoError, match=r"Did you mean smollm2-135m\?"):
+        built(tmp_path, SEPARATE, critic__model="smollm2-135")
+
+
+def test_a_critics_folder_is_named_from_the_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "critic").mkdir()
+    config = with_absolute_paths(config_in(tmp_path, SEPARATE, critic__model="critic"))
+    assert config.critic.model == str(tmp_path / "critic")
+
+
+def test_refilling_by_a_reward_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(GruppoError, match=r"refill_by='letters' is none of this run's rewards, digits"):
+        built(tmp_path, SHARED, rollout__refill_rounds=1, rollout__refill_by="letters")
+    built(tmp_path, SHARED, rollout__refill_rounds=1, rollout__refill_by="digits")
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(33)
+@KINDS
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_resumed_run_has_policy_critic_and_optimizer_to_the_bit(tmp_path, opened, kind, compute):
+    changes = {"compute": compute, "critic__lr": 2e-2}
+    whole = built(tmp_path, kind, **changes)
+    folder = opened(whole.config)
+    step(whole), step(whole)
+    folder.save(whole, Boundary.of(whole))
+    resumed = built(tmp_path, kind, **changes)
+    assert folder.restore(resumed) and resumed.step == 2
+    for run in (whole, resumed):
+        step(run), step(run)
+    for name, first, second in zip(whole.parameter_names, whole.parameters, resumed.parameters, strict=True):
+        assert torch.equal(first, second), name
+        for key, value in whole.optimizer.state[first].items():
+            assert torch.equal(value, resumed.optimizer.state[second][key]), (name, key)
+    assert [g["lr_scale"] for g in resumed.optimizer.param_groups] == [1.0, 2.0]
+
+
+@KINDS
+def test_the_final_model_is_the_policy_alone(tmp_path, opened, kind):
+    run = built(tmp_path, kind)
+    step(run)
+    folder = opened(run.config)
+    final = load_file(folder.write_final(run) / "model.safetensors")
+    assert set(final) == set(weights_of(run.policy.module))
+    folder.save(run, Boundary.of(run))
+    saved = load_file(newest(folder.path) / "critic.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights_of(run.critic.module).items())
+    assert set(saved) == set(weights_of(run.critic.module))
+
+
+@KINDS
+def test_the_first_weights_are_those_of_the_policy_and_a_trained_one_is_seen(tmp_path, kind):
+    reference = {"stage__kl_coef": 0.1}
+    run = built(tmp_path, kind, **reference)
+    first = first_weights(run)
+    assert first == first_weights(build(tiny.config(tmp_path, **reference), Parts())[0])
+    step(run)
+    assert first_weights(run) != first
+
+
+def test_a_checkpoint_of_another_critic_is_refused_in_words_and_restores_nothing(tmp_path, opened):
+    none, shared, separate = {"objective": "grpo"}, SHARED, SEPARATE
+    other = tiny.write_model(tmp_path / "other")
+    runs = {name: built(tmp_path, kind) for name, kind in (("none", none), ("shared", shared), ("separate", separate))}
+    expected = {
+        ("none", "shared"): "step 0 in .* holds no critic, and this run needs one. Resume with",
+        ("shared", "none"): "holds a critic, and this run has none",
+        ("shared", "separate"): r"another critic than this run's: \d+ tensors differ by name, bias among them",
+        ("separate", "shared"): "another critic than this run's",
+    }
+    for (saved, wanted), says in expected.items():
+        folder = opened(runs[saved].config)
+        folder.save(runs[saved], Boundary.of(runs[saved]))
+        run = built(tmp_path, {"none": none, "shared": shared, "separate": separate}[wanted])
+        torch.nn.init.ones_(run.parameters[0])
+        with pytest.raises(GruppoError, match=says):
+            folder.restore(run)
+        assert run.parameters[0].eq(1).all()
+    shutil.rmtree(other)
+
+
+def test_a_saved_head_of_another_width_is_refused_with_both_shapes(tmp_path, opened):
+    run = built(tmp_path, SHARED)
+    folder = opened(run.config)
+    run.critic.module.weight = torch.nn.Parameter(torch.zeros(1, 17))
+    run.optimizer.state.clear()
+    folder.save(run, Boundary.of(run))
+    with pytest.raises(GruppoError, match=r"its weight is \[1, 17\], this run needs \[1, 16\]"):
+        folder.restore(built(tmp_path, SHARED))
+
+
+def test_a_checkpoint_of_before_there_were_critics_still_loads(tmp_path, opened):
+    run, _ = build(tiny.config(tmp_path), Parts())
+    folder = opened(run.config)
+    folder.save(run, Boundary.of(run))
+    assert not (newest(folder.path) / "critic.safetensors").exists()
+    assert folder.restore(build(tiny.config(tmp_path), Parts())[0])
+
+
+@pytest.mark.silent_bug(33)
+@KINDS
+def test_a_run_that_was_stopped_and_resumed_is_the_run_that_was_not(tmp_path, kind):
+    changes = {"critic__warmup_steps": 1, "optim__epochs": 2, "optim__minibatches": 2, "stage__kl_coef": 0.1}
+    whole = api.start(config_in(tmp_path / "whole", kind, **changes)).folder
+    config = replace(config_in(tmp_path / "parts", kind, **changes), data=str(tmp_path / "whole/data.jsonl"))
+    with pytest.raises(Stopped):
+        api.start(config, Parts(rewards=[stopping(Signalling(4))]))
+    assert_same(api.go_on(tmp_path / "parts/runs/run").folder, whole)
+
+
+def stopping(reward):
+    """The reward under the name of the one that a resume goes on with."""
+
+    def digits(completions, **columns):
+        return reward(completions, **columns)
+
+    return digits
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_critics_memory_by_hand(tmp_path):
+    """The trunk of the tiny model is the whole of it, embeddings tied, and the head is 16 weights and a bias."""
+    size = sum(p.numel() for p in built(tmp_path, SHARED).policy.module.parameters())
+    assert critic_memory(build(tiny.config(tmp_path), Parts())[0], 4) == {}
+    assert critic_memory(built(tmp_path, SHARED), 4) == {"critic, float32": 4 * 17}
+    assert critic_memory(built(tmp_path, SEPARATE, compute="bfloat16"), 2) == {
+        "critic, float32": 4 * (size + 17),
+        "critic's copy, bfloat16": 2 * size,
+    }
+
+
+def test_a_larger_critics_activations_are_counted_beyond_the_policys(tmp_path):
+    """Two layers of H 16, F 32 and three: one layer more, at 100 tokens."""
+    run = built(tmp_path, SEPARATE, optim__token_budget=100)
+    run.critic.trunk.config.num_hidden_layers = 3
+    assert run.policy.module.config.num_hidden_layers == 2
+    assert critic_memory(run, 4)["critic's activations"] == 4 * 100 * (8 * 16 + 4 * 32)
+
+
+def test_evaluating_a_run_opens_no_critic(tmp_path, opened):
+    run = built(tmp_path, SEPARATE)
+    step(run)
+    folder = opened(replace(run.config, critic=Critic("separate", "./gone")))
+    folder.write_final(run)
+    evaluated, _ = evaluate_run(folder.path, prompts=3)
+    assert evaluated.prompts == 3
