@@ -31,7 +31,7 @@ def test_only_the_row_that_raises_is_unscored_and_the_record_names_error_file_an
     assert outcome.failures[0].reward == "reward"
 
 
-@pytest.mark.parametrize("given", [[1.0], [1.0, 2.0]])
+@pytest.mark.parametrize("given", [[1.0], [1.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
 def test_a_wrong_count_fails_every_row_and_is_not_asked_again_row_by_row(given):
     calls_seen = []
 

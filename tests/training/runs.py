@@ -52,7 +52,9 @@ def assert_same(run: Path, other: Path) -> None:
     assert tensors(run / "final/model.safetensors") == tensors(other / "final/model.safetensors")
     last, other_last = newest(run), newest(other)
     assert last.name == other_last.name
-    for name in ("model.safetensors", "optimizer.safetensors"):
+    names = sorted(path.name for path in last.glob("*.safetensors"))
+    assert names == sorted(path.name for path in other_last.glob("*.safetensors")) and "model.safetensors" in names
+    for name in names:
         assert tensors(last / name) == tensors(other_last / name)
     assert json.loads((last / "state.json").read_text()) == json.loads((other_last / "state.json").read_text())
     assert metrics(run) == metrics(other)

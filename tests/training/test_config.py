@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,10 +15,11 @@ import pytest
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.training import config as configs
 from gruppo.training.api import change
-from gruppo.training.config import Config, Optim, Rollout, Scoring, Stage
+from gruppo.training.config import Config, Critic, Optim, Rollout, Scoring, Stage
 from gruppo.types import GruppoError
 
 GIVEN = Config(model="m", data="d", reward=("r",))
+PPO = PRESETS["ppo"]
 
 
 def other_value(hint: Any, value: Any) -> Any:
@@ -33,6 +35,8 @@ def other_value(hint: Any, value: Any) -> Any:
 
 
 def changed_everywhere(kind: Any) -> Any:
+    if kind is Objective:  # its fields refuse each other
+        return PRESETS["ppo"]
     hints = typing.get_type_hints(kind)
     values = {}
     for field in dataclasses.fields(kind):
@@ -47,6 +51,23 @@ def test_every_field_survives_json():
     for field in dataclasses.fields(Config):
         assert getattr(config, field.name) != getattr(Config(), field.name), field.name
     assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Objective)])
+def test_every_field_of_the_objective_survives_json(name):
+    """Changed in the first preset that takes it."""
+    hint = typing.get_type_hints(Objective)[name]
+    objective = next(o for o in (with_other(preset, name, hint) for preset in PRESETS.values()) if o is not None)
+    config = dataclasses.replace(GIVEN, objective=objective)
+    assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
+
+
+def with_other(preset: Objective, name: str, hint: Any) -> Objective | None:
+    """The preset with another value there, or None where that is refused."""
+    for value in (other_value(hint, getattr(preset, name)), 3.0):
+        with contextlib.suppress(GruppoError):
+            return dataclasses.replace(preset, **{name: value})
+    return None
 
 
 def test_whole_numbers_become_the_floats_that_fields_are():
@@ -123,6 +144,26 @@ def test_a_missing_config_is_named(tmp_path):
         ({"optim": Optim(token_budget=0)}, "--optim.token-budget"),
         ({"optim": Optim(minibatches=65)}, "more than the 64 rows"),
         ({"stage": Stage(kl_coef=-1)}, "--stage.kl-coef"),
+        ({"stage": Stage(value_coef=-1)}, "--stage.value-coef"),
+        ({"stage": Stage(value_coef=math.inf)}, "--stage.value-coef"),
+        ({"optim": Optim(stop_kl=-0.1)}, "--optim.stop-kl"),
+        ({"optim": Optim(stop_kl=math.nan)}, "--optim.stop-kl"),
+        ({"rollout": Rollout(refill_rounds=-1)}, "--rollout.refill-rounds"),
+        ({"rollout": Rollout(refill_by="r")}, "refill_by='r' decides nothing"),
+        (
+            {"rollout": Rollout(refill_rounds=1, group_size=1), "objective": PRESETS["reinforce"]},
+            "a group of one never has any",
+        ),
+        ({"critic": Critic(lr=-1.0), "objective": PPO}, "--critic.lr"),
+        ({"critic": Critic(lr=math.nan), "objective": PPO}, "--critic.lr"),
+        ({"critic": Critic(warmup_steps=-1), "objective": PPO}, "--critic.warmup-steps"),
+        ({"critic": Critic(warmup_steps=200), "objective": PPO}, "none of the 200 steps"),
+        ({"critic": Critic(model="m"), "objective": PPO}, "--critic.kind separate"),
+        ({"critic": Critic(lr=1e-5), "objective": PPO, "optim": Optim(lr=0.0)}, "--optim.lr above 0"),
+        ({"stage": Stage(value_coef=0.0), "objective": PPO}, "never trains the critic"),
+        ({"critic": Critic(kind="separate")}, "objective.baseline='mean' asks none"),
+        ({"critic": Critic(lr=1e-5)}, "--objective.baseline critic"),
+        ({"critic": Critic(warmup_steps=1)}, "--objective.baseline critic"),
         ({"objective": PRESETS["rloo"], "optim": Optim(epochs=2)}, "--optim.epochs 1"),
         ({"objective": Objective(baseline="leave_one_out"), "rollout": Rollout(group_size=1)}, "at least 2"),
     ],
@@ -141,6 +182,17 @@ def test_no_deadline_is_none_and_survives_json():
 
 def test_a_group_of_one_is_fine_for_reinforce():
     configs.check(dataclasses.replace(GIVEN, objective=PRESETS["reinforce"], rollout=Rollout(group_size=1)))
+
+
+@pytest.mark.parametrize("critic", [Critic(), Critic("separate", "m", lr=1e-5, warmup_steps=199)])
+def test_a_critic_is_fine_where_the_objective_asks_for_one(critic):
+    stage = Stage(value_coef=1.0)
+    configs.check(dataclasses.replace(GIVEN, objective=PPO, critic=critic, stage=stage))
+
+
+def test_refilling_by_one_reward_is_fine():
+    rollout = Rollout(refill_rounds=2, refill_by="r")
+    configs.check(dataclasses.replace(GIVEN, rollout=rollout, optim=Optim(stop_kl=0.1)))
 
 
 def test_keywords_with_two_underscores_change_leaves_and_whole_branches():

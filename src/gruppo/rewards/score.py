@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,40 @@ class Scores:
     """What functions logged: ``reward_metric/<name>``, the mean over the calls of this batch."""
     extras: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Columns that functions logged, each [B]; None where a row has no entry."""
+
+    def take(self, rows: Sequence[int]) -> Scores:
+        """The given rows, in the given order; failures of other rows are left out."""
+        place = {row: n for n, row in enumerate(rows)}
+        return replace(
+            self,
+            rewards=self.rewards[list(rows)],
+            parts={name: part[list(rows)] for name, part in self.parts.items()},
+            failures=tuple(replace(f, row=place[f.row]) for f in self.failures if f.row in place),
+            extras={name: tuple(column[row] for row in rows) for name, column in self.extras.items()},
+        )
+
+    @staticmethod
+    def cat(several: Sequence[Scores]) -> Scores:
+        """All rows of all. A metric is the mean of those that logged it."""
+        starts = [0, *accumulate(len(scores.rewards) for scores in several)]
+        columns = {name for scores in several for name in scores.extras}
+        logged: dict[str, list[float]] = {}
+        for name, value in (entry for scores in several for entry in scores.metrics.items()):
+            logged.setdefault(name, []).append(value)
+        return Scores(
+            rewards=torch.cat([scores.rewards for scores in several]),
+            parts={name: torch.cat([scores.parts[name] for scores in several]) for name in several[0].parts},
+            failures=tuple(
+                replace(f, row=f.row + start)
+                for scores, start in zip(several, starts, strict=False)
+                for f in scores.failures
+            ),
+            metrics={name: sum(values) / len(values) for name, values in logged.items()},
+            extras={
+                name: tuple(x for scores in several for x in scores.extras.get(name, (None,) * len(scores.rewards)))
+                for name in sorted(columns)
+            },
+        )
 
 
 class _Scorer(Protocol):

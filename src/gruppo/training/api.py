@@ -175,10 +175,12 @@ def new_name(stem: str, runs_dir: str | Path) -> str:
 
 
 def change(config: Config, changes: dict[str, Any]) -> Config:
-    """A config with the given leaves: ``{"rollout__group_size": 4}``."""
+    """A config with the given leaves: ``{"rollout__group_size": 4}``. A preset's leaves may be changed with it."""
     data = configs.to_dict(config)
-    for name, value in changes.items():
+    for name, value in sorted(changes.items(), key=lambda change: change[0].count("__")):  # wholes before leaves
         *path, leaf = name.split("__")
+        if path[:1] == ["objective"] and isinstance(data["objective"], str):
+            data["objective"] = configs.plain(configs.preset(data["objective"]))
         place = data
         for part in path:
             place = place.setdefault(part, {}) if isinstance(place, dict) else {}

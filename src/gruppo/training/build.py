@@ -17,6 +17,7 @@ from gruppo import dist
 from gruppo.data.open import open_source
 from gruppo.engines import LocalEngine
 from gruppo.loading import is_file_name
+from gruppo.policies.critic import SeparateCritic, SharedCritic
 from gruppo.policies.reference import FrozenReference
 from gruppo.policies.text import TextPolicy, from_pretrained
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
@@ -24,8 +25,8 @@ from gruppo.rewards.resolve import resolve_reward
 from gruppo.rewards.score import RewardSet
 from gruppo.training.config import IN_MEMORY, Config
 from gruppo.training.evaluate import held_out
-from gruppo.training.run import Run
-from gruppo.types import DataError, GruppoError
+from gruppo.training.run import Run, trained
+from gruppo.types import Critic, DataError, GruppoError
 
 log = logging.getLogger("gruppo")
 
@@ -78,6 +79,9 @@ def with_absolute_paths(config: Config) -> Config:
     def absolute(name: str) -> str:
         return os.path.abspath(name) if name and Path(name).exists() else name
 
+    def model(name: str) -> str:
+        return name if name in BUNDLED else absolute(name)
+
     def reward(name: str) -> str:
         place, colon, function = name.rpartition(":")
         return f"{absolute(place)}{colon}{function}" if colon and is_file_name(place) else name
@@ -85,9 +89,10 @@ def with_absolute_paths(config: Config) -> Config:
     has_known_data = config.data.partition(":")[0] in ("arithmetic", "reasoning_gym")
     return replace(
         config,
-        model=config.model if config.model in BUNDLED else absolute(config.model),
+        model=model(config.model),
         data=config.data if has_known_data else absolute(config.data),
         reward=tuple(map(reward, config.reward)),
+        critic=replace(config.critic, model=model(config.critic.model)),
     )
 
 
@@ -106,17 +111,20 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     )
     if hasattr(source, "columns"):
         rewards.check(reward_columns(source.columns, config))
+    check_refill_by(config, rewards)
     policy, model_source = open_model(config, parts)
     config = replace(config, compute=agreed_compute(policy))
     check_lengths(source, policy, config)
+    critic = open_critic(config, policy, source) if config.objective.has_critic else None
     run = Run(
         config=config,
         policy=policy,
         engine=LocalEngine(policy),
         source=source,
         rewards=rewards,
-        optimizer=adamw(policy.module, config),
+        optimizer=adamw(policy.module, critic, config),
         reference=FrozenReference(policy) if config.stage.kl_coef > 0 else None,
+        critic=critic,
     )
     if config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
@@ -145,14 +153,44 @@ def open_data(config: Config, parts: Parts) -> Any:
 def open_model(config: Config, parts: Parts) -> tuple[TextPolicy, dict[str, Any]]:
     if parts.model is not None:
         return parts.model, {"name": config.model}
-    path, source = config.model, {"name": config.model}
-    if config.model in BUNDLED:
-        found = bundled_model(config.model)
-        path, source = str(found.path), {"name": config.model, "source": found.source, "sha256": found.sha256}
-    elif "/" not in path and not Path(path).exists() and (near := difflib.get_close_matches(path, BUNDLED, 1)):
-        raise GruppoError(f"there is no model {path!r}. Did you mean {near[0]}?")
+    path, source = found_model(config.model)
     policy = from_pretrained(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
     return policy, source
+
+
+def found_model(name: str) -> tuple[str, dict[str, Any]]:
+    """Where a model is to be loaded from, and what a manifest says of it."""
+    if name in BUNDLED:
+        found = bundled_model(name)
+        return str(found.path), {"name": name, "source": found.source, "sha256": found.sha256}
+    if "/" not in name and not Path(name).exists() and (near := difflib.get_close_matches(name, BUNDLED, 1)):
+        raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")
+    return name, {"name": name}
+
+
+def open_critic(config: Config, policy: TextPolicy, source: Any) -> Critic:
+    """A new critic of the untrained policy; on a resume, its weights come from the checkpoint."""
+    if config.critic.kind == "shared":
+        return SharedCritic(policy)
+    if not config.critic.model:
+        return SeparateCritic(policy)
+    path, _ = found_model(config.critic.model)
+    # in float32, whatever the run computes in: the critic makes a copy of its trunk alone
+    model = from_pretrained(path, compute="float32", trust_remote_code=config.trust_remote_code)
+    try:
+        check_lengths(source, model, config)
+    except DataError as error:
+        raise DataError(f"the critic {config.critic.model} is too short for these data: {error}") from None
+    return SeparateCritic(policy, model)
+
+
+def check_refill_by(config: Config, rewards: RewardSet) -> None:
+    wanted = config.rollout.refill_by
+    if wanted and wanted not in rewards.names:
+        raise GruppoError(
+            f"rollout.refill_by={wanted!r} is none of this run's rewards, {', '.join(rewards.names)}. Set "
+            "--rollout.refill-by to one of them, or leave it out for their sum."
+        )
 
 
 def agreed_compute(policy: TextPolicy) -> Any:
@@ -173,10 +211,16 @@ def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
             raise DataError(why)
 
 
-def adamw(module: torch.nn.Module, config: Config) -> torch.optim.AdamW:
+def adamw(module: torch.nn.Module, critic: Critic | None, config: Config) -> torch.optim.AdamW:
+    """The policy's parameters, then the critic's as a group of its own; a group's rate is the step's x lr_scale."""
     optim = config.optim
+    groups: list[dict[str, Any]] = [{"params": list(trained(module, None).values()), "lr_scale": 1.0}]
+    if critic is not None:
+        own = config.critic.lr
+        scale = 1.0 if own is None or own == optim.lr else own / optim.lr
+        groups.append({"params": [p for p in critic.module.parameters() if p.requires_grad], "lr_scale": scale})
     return torch.optim.AdamW(
-        [parameter for parameter in module.parameters() if parameter.requires_grad],
+        groups,
         lr=optim.lr,
         betas=optim.betas,
         eps=optim.eps,

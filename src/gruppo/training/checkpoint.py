@@ -43,16 +43,26 @@ class Saved:
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: dict[str, Any]
+    critic: dict[str, Tensor] | None = None
+    """The critic's weights, where the run has one."""
 
 
 def save(
-    folder: Path, *, step: int, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Any
+    folder: Path,
+    *,
+    step: int,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    state: Any,
+    critic: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write ``folder/step_NNNNNN`` atomically and point ``folder/latest`` at it."""
 
     def fill(temporary: Path) -> None:
         save_file(dict(weights), temporary / "model.safetensors")
         save_file(dict(optimizer), temporary / "optimizer.safetensors")
+        if critic is not None:
+            save_file(dict(critic), temporary / "critic.safetensors")
         (temporary / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}), encoding="utf-8")
 
     target = folder / f"step_{step:06d}"
@@ -176,7 +186,8 @@ def load(path: Path) -> Saved:
                 f"checkpoint {path} has format {state.get('format')!r}, this version reads {FORMAT}. {advice}"
             )
         weights, optimizer = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
-        return Saved(int(state["step"]), weights, optimizer, state)
+        critic = load_file(path / "critic.safetensors") if (path / "critic.safetensors").is_file() else None
+        return Saved(int(state["step"]), weights, optimizer, state, critic)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, SafetensorError) as error:
         raise GruppoError(f"checkpoint {path} cannot be read: {_reason(error)}. {advice}") from error
 

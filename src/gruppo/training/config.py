@@ -37,6 +37,10 @@ class Rollout:
     """1 keeps every token."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion, beside the end tokens."""
+    refill_rounds: int = 0
+    """Further rounds of generation a step that may replace groups without spread (DAPO's dynamic sampling)."""
+    refill_by: str = ""
+    """Name of the reward whose spread decides; without it, the sum before shaping."""
 
     @property
     def sampling(self) -> Sampling:
@@ -59,6 +63,8 @@ class Optim:
     """Gradients are scaled down to this norm; 0 leaves them."""
     epochs: int = 1
     """Passes over each batch."""
+    stop_kl: float = 0.0
+    """Epochs of a batch end when the mean KL to the old policy, in nats a token, exceeds this; 0 never."""
     minibatches: int = 1
     """Updates a pass."""
     token_budget: int = 4096
@@ -72,6 +78,22 @@ class Stage:
     kl_coef: float = 0.0
     """The papers' beta. Above 0 a frozen copy of the first weights is kept as the reference."""
     entropy_coef: float = 0.0
+    value_coef: float = 0.5
+    """Of the critic's loss."""
+
+
+@dataclass(frozen=True)
+class Critic:
+    """What predicts the return before each action. Used where objective.baseline is critic, and nowhere else."""
+
+    kind: Literal["shared", "separate"] = "shared"
+    """A head on the policy's own network, or a network of its own: twice the memory, no pull on the policy."""
+    model: str = ""
+    """The separate network: a hub id, a folder or a bundled model; without it, a copy of the policy."""
+    lr: float | None = None
+    """Peak learning rate, on the policy's schedule; without it, the policy's."""
+    warmup_steps: int = 0
+    """First steps, in which the critic learns alone."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +161,7 @@ class Config:
     rollout: Rollout = field(default_factory=Rollout)
     optim: Optim = field(default_factory=Optim)
     stage: Stage = field(default_factory=Stage)
+    critic: Critic = field(default_factory=Critic)
     scoring: Scoring = field(default_factory=Scoring)
     prompts: Prompts = field(default_factory=Prompts)
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -170,6 +193,11 @@ def check(config: Config) -> None:
         "optim.final_lr_frac": (config.optim.final_lr_frac, 0),
         "stage.kl_coef": (config.stage.kl_coef, 0),
         "stage.entropy_coef": (config.stage.entropy_coef, 0),
+        "stage.value_coef": (config.stage.value_coef, 0),
+        "optim.stop_kl": (config.optim.stop_kl, 0),
+        "rollout.refill_rounds": (config.rollout.refill_rounds, 0),
+        "critic.lr": (config.critic.lr or 0.0, 0),
+        "critic.warmup_steps": (config.critic.warmup_steps, 0),
     }
     for name, (value, lowest) in at_least.items():
         if not lowest <= value < float("inf"):
@@ -204,7 +232,53 @@ def check(config: Config) -> None:
         group_size=config.rollout.group_size,
         updates_per_row=config.updates_per_batch,
         kl_coef=config.stage.kl_coef,
+        max_length=config.rollout.max_new_tokens,
     )
+    check_refill(config.rollout)
+    if config.objective.has_critic:
+        check_critic(config)
+    elif config.critic != Critic():
+        raise GruppoError(
+            f"a critic was set, but objective.baseline={config.objective.baseline!r} asks none for values. Set "
+            "--objective ppo or --objective.baseline critic, or leave --critic out."
+        )
+
+
+def check_refill(rollout: Rollout) -> None:
+    if rollout.refill_by and not rollout.refill_rounds:
+        raise GruppoError(
+            f"rollout.refill_by={rollout.refill_by!r} decides nothing while rollout.refill_rounds=0. Set "
+            "--rollout.refill-rounds 1 or more, or leave --rollout.refill-by out."
+        )
+    if rollout.refill_rounds and rollout.group_size < 2:
+        raise GruppoError(
+            f"rollout.refill_rounds={rollout.refill_rounds} replaces groups without spread, and a group of one never "
+            "has any. Set --rollout.group-size 2 or more, or --rollout.refill-rounds 0."
+        )
+
+
+def check_critic(config: Config) -> None:
+    critic, optim = config.critic, config.optim
+    if critic.kind == "shared" and critic.model:
+        raise GruppoError(
+            f"critic.model={critic.model!r} is a network of its own, but critic.kind='shared' reads the policy's. Set "
+            "--critic.kind separate, or leave --critic.model out."
+        )
+    if critic.lr and not optim.lr:
+        raise GruppoError(
+            f"critic.lr={critic.lr:g} is relative to optim.lr=0 and would be 0 too. Set --optim.lr above 0; "
+            "--critic.warmup-steps lets the critic learn alone."
+        )
+    if config.stage.value_coef == 0:
+        raise GruppoError(
+            "stage.value_coef=0 never trains the critic, whose values stay 0. Set --stage.value-coef above 0, or a "
+            "baseline without a critic."
+        )
+    if critic.warmup_steps >= config.steps:
+        raise GruppoError(
+            f"critic.warmup_steps={critic.warmup_steps} leaves the policy none of the {config.steps} steps to learn "
+            "in. Lower --critic.warmup-steps or raise --steps."
+        )
 
 
 def option(name: str) -> str:

@@ -49,6 +49,7 @@ class Boundary:
             "totals": dict(run.totals),
             "skipped_updates": run.skipped_updates,
             "unscored_steps": run.unscored_steps,
+            "running": run.running,
             "evaluations": list(run.evaluations),
         }
         mine = json.dumps(checkpoint.random_state()).encode()
@@ -164,6 +165,7 @@ class RunFolder:
                 weights=weights_of(run.policy.module),
                 optimizer=optimizer,
                 state=state,
+                critic=None if run.critic is None else weights_of(run.critic.module),
             )
             checkpoint.prune(self.checkpoints, run.config.saving.keep, newest=boundary.step)
 
@@ -172,8 +174,11 @@ class RunFolder:
         saved = checkpoint.load_latest(self.checkpoints)
         if saved is None:
             return False
+        check_critic(run, saved, self.checkpoints)
         try:
             restore_weights(run.policy.module, saved.weights)
+            if run.critic is not None and saved.critic is not None:
+                restore_weights(run.critic.module, saved.critic)
             checkpoint.restore_optimizer(run.optimizer, saved.optimizer, run.parameter_names)
             run.source.load_state_dict(saved.state["source"])
             run.step, run.version = saved.step, saved.state["version"]
@@ -181,6 +186,7 @@ class RunFolder:
             run.totals = dict(saved.state["totals"])
             run.skipped_updates, run.unscored_steps = saved.state["skipped_updates"], saved.state["unscored_steps"]
             run.evaluations = list(saved.state["evaluations"])
+            run.running = dict(saved.state.get("running", {}))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise GruppoError(
                 f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
@@ -256,6 +262,31 @@ def first_weights(run: Run) -> str | None:
         digest.update(name.encode() + b"\0")
         digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def check_critic(run: Run, saved: checkpoint.Saved, folder: Path) -> None:
+    """Refuse a checkpoint with another critic than the run's, before anything is restored."""
+    own = None if run.critic is None else weights_of(run.critic.module)
+    if (what := _other_critic(own, saved.critic)) is not None:
+        raise GruppoError(
+            f"the checkpoint of step {saved.step} in {folder} {what}. Resume with the run's own objective and critic, "
+            "or start a new run."
+        )
+
+
+def _other_critic(own: Mapping[str, Tensor] | None, saved: Mapping[str, Tensor] | None) -> str | None:
+    """What is wrong with the saved critic, or None."""
+    if own is None or saved is None:
+        if own is None and saved is None:
+            return None
+        return "holds a critic, and this run has none" if own is None else "holds no critic, and this run needs one"
+    if odd := sorted(own.keys() ^ saved.keys()):
+        return f"holds another critic than this run's: {len(odd)} tensors differ by name, {odd[0]} among them"
+    for name, tensor in own.items():
+        if tensor.shape != saved[name].shape:
+            got, needed = list(saved[name].shape), list(tensor.shape)
+            return f"holds another critic than this run's: its {name} is {got}, this run needs {needed}"
+    return None
 
 
 def _no_nan(value: Any) -> Any:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from gruppo import dist
 from gruppo.core.advantages import has_no_spread
@@ -101,7 +103,7 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
     run.step += 1
     run.version += 1
     run.engine.sync(run.policy, run.version)
-    seconds = metrics["time/rollout_s"] + metrics["time/reward_s"] + metrics["time/update_s"]
+    seconds = sum(metrics[f"time/{part}_s"] for part in ("rollout", "reward", "credit", "update"))
     metrics["time/sync_s"] = time.perf_counter() - began
     metrics["time/step_s"] = seconds + metrics["time/sync_s"]
     metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]
@@ -118,12 +120,12 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
 
 def show_samples(run: Run, collected: Collected) -> None:
     """Rows for the screen and for samples.jsonl: now and then some of one group, and each time those that failed."""
-    rollouts, scores, every = collected.batch.rollouts, collected.scores, run.config.show_samples_every
-    if not dist.is_main() or rollouts is None:
+    rollouts, scores, every = collected.rollouts, collected.scores, run.config.show_samples_every
+    if not dist.is_main():
         return
     rows = failed_rows(rollouts, scores)
     if every and (run.step - 1) % every == 0:
-        rows += sample_rows(rollouts, scores, best_and_worst_of_a_group(run, collected, rollouts))
+        rows += sample_rows(rollouts, scores, best_and_worst_of_a_group(run, rollouts, scores.rewards))
     if rows:
         run.show(rows)
 
@@ -139,13 +141,13 @@ def failed_rows(rollouts: Rollouts, scores: Scores) -> list[dict[str, Any]]:
     return [row | {"failures": failures[place]} for place, row in zip(rows, shown, strict=True)]
 
 
-def best_and_worst_of_a_group(run: Run, collected: Collected, rollouts: Rollouts) -> list[int]:
+def best_and_worst_of_a_group(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B"]) -> list[int]:
     """Rows of one group: of one whose rewards differ, where there is one."""
-    differing = (~has_no_spread(collected.batch.rewards, rollouts.group_ids)).nonzero()[:, 0].tolist()
+    differing = (~has_no_spread(rewards, rollouts.group_ids)).nonzero()[:, 0].tolist()
     groups = differing or range(len(rollouts.prompts))
     group = random.Random(seed_at(run.config.seed, "shown", run.step)).choice(groups)
     rows = (rollouts.group_ids == group).nonzero()[:, 0]
-    order = collected.batch.rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
+    order = rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
     ranked = rows[order].tolist()
     chosen = [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
     return list(dict.fromkeys(chosen))

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from gruppo.core.schedules import warmup_decay
 from gruppo.policies.reference import FrozenReference
 from gruppo.training.config import Config
 from gruppo.training.signals import Stopper
-from gruppo.types import Engine, Prompt, PromptSource, Sampling, Stat, Tracker
+from gruppo.types import Critic, Engine, Prompt, PromptSource, Sampling, Stat, Tracker
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Run:
     rewards: Any
     optimizer: torch.optim.Optimizer
     reference: FrozenReference | None = None
+    critic: Critic | None = None
     trackers: list[Tracker] = field(default_factory=list)
     stopper: Stopper = field(default_factory=Stopper)
     step: int = 0
@@ -35,18 +37,21 @@ class Run:
     skipped_updates: int = 0
     """Updates in a row whose gradient was not finite."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    running: Mapping[str, Any] = field(default_factory=dict)
+    """Moving statistics of the rewards, by reward; replaced and never changed in place."""
     unscored_steps: int = 0
     """Steps in a row in which no row was scored."""
     example: Prompt | None = None
     """A prompt that was trained on since the run was started or resumed."""
 
     @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.policy.module.parameters() if parameter.requires_grad]
+    def parameters(self) -> list[nn.Parameter]:
+        """What the optimiser trains, in its order: the policy's, then the critic's."""
+        return list(trained(self.policy.module, self.critic).values())
 
     @property
     def parameter_names(self) -> list[str]:
-        return [name for name, parameter in self.policy.module.named_parameters() if parameter.requires_grad]
+        return list(trained(self.policy.module, self.critic))
 
     def log(self, metrics: Mapping[str, float]) -> None:
         for tracker in self.trackers:
@@ -57,13 +62,28 @@ class Run:
             tracker.samples(self.step, rows)
 
 
+def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]:
+    """Parameters with a gradient, by names that no two share: an attribute's name cannot begin with ``critic:``."""
+    modules = [("", policy)] if critic is None else [("", policy), ("critic:", critic.module)]
+    return {
+        prefix + name: parameter
+        for prefix, module in modules
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
 @dataclass(frozen=True)
 class Knobs:
     """What may change from step to step."""
 
     lr: float
+    """Of the policy; each parameter group's is this times its ``lr_scale``."""
     kl_coef: float
     entropy_coef: float
+    value_coef: float
+    is_critic_alone: bool
+    """Whether the policy rests while the critic learns."""
     group_size: int
     sampling: Sampling
 
@@ -80,7 +100,13 @@ def knobs_at(config: Config, step: int) -> Knobs:
         final_frac=optim.final_lr_frac,
     )
     return Knobs(
-        lr, config.stage.kl_coef, config.stage.entropy_coef, config.rollout.group_size, config.rollout.sampling
+        lr=lr,
+        kl_coef=config.stage.kl_coef,
+        entropy_coef=config.stage.entropy_coef,
+        value_coef=config.stage.value_coef,
+        is_critic_alone=config.objective.has_critic and step < config.critic.warmup_steps,
+        group_size=config.rollout.group_size,
+        sampling=config.rollout.sampling,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gruppo.core.objective import Objective
 from gruppo.policies.text import from_pretrained
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
 from gruppo.track.texts import program
@@ -36,6 +37,7 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
     evaluation = replace(config.evaluation, prompts=prompts)
     config = replace(config, model=model_of(path), evaluation=evaluation, stage=replace(config.stage, kl_coef=0.0))
+    config = replace(config, objective=Objective())  # nothing is trained: no reference, no critic
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
     run, _ = build(config, Parts())

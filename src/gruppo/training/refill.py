@@ -1,0 +1,94 @@
+"""DAPO's dynamic sampling: groups without spread give way to new prompts, for a stated number of rounds.
+
+A step has ``prompts`` slots over all ranks; a slot keeps its rank and its place. Which slots are empty is agreed on by
+all ranks and new prompts are drawn by all of them in one order, so that the number of ranks changes no batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from gruppo import dist
+from gruppo.core.advantages import has_no_spread
+from gruppo.rewards.score import Scores
+from gruppo.types import Rollouts
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """What one round of generation gave this rank."""
+
+    rollouts: Rollouts
+    scores: Scores
+    slots: list[int]
+    """Of all ranks' slots, the one of each prompt."""
+    rollout_s: float
+    reward_s: float
+
+
+def alike(one: Round, by: str) -> Bool[Tensor, "P"]:
+    """Groups without spread in the reward ``by``, or in the sum of all before it is shaped.
+
+    Of the rows that are scored: a group with fewer than two has nothing to learn from either.
+    """
+    rewards = one.scores.rewards
+    if by:
+        rewards = torch.where(rewards.isfinite(), one.scores.parts[by], torch.nan)
+    return has_no_spread(rewards, one.rollouts.group_ids)
+
+
+def empty_slots(one: Round | None, by: str, slots: int) -> list[int]:
+    """Slots of all ranks whose group has no spread, ascending."""
+    flags = torch.zeros(slots)
+    if one is not None:
+        flags[torch.tensor(one.slots)] = alike(one, by).float()
+    return dist.all_sum(flags).nonzero()[:, 0].tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """All rounds of a step, on this rank."""
+
+    rollouts: Rollouts
+    scores: Scores
+    rows: list[int]
+    """Rows of the batch: each slot's last group, in order of the slots."""
+    is_filled: Bool[Tensor, "b"]
+    """Of each of them, whether its group is to be learned from."""
+
+    def batch(self) -> tuple[Rollouts, Scores]:
+        """The rows of the batch. Those of an unfilled slot are in no statistic: they have no reward."""
+        rollouts, scores = self.rollouts, self.scores
+        if self.rows != list(range(len(rollouts))):
+            rollouts, scores = rollouts.take(self.rows), scores.take(self.rows)
+        return rollouts, replace(scores, rewards=torch.where(self.is_filled, scores.rewards, torch.nan))
+
+    def thrown(self) -> dict[str, float]:
+        """What no update learns from, on all ranks: thrown away, or the last group of a slot left unfilled."""
+        is_thrown = torch.ones(len(self.rollouts), dtype=torch.bool)
+        is_thrown[torch.tensor(self.rows)[self.is_filled]] = False
+        groups = len(self.rollouts.group_ids[is_thrown].unique())
+        total = dist.all_sum(torch.tensor([groups, int(self.rollouts.lengths[is_thrown].sum())]))
+        return {"refill/thrown_groups_count": float(total[0]), "refill/thrown_tokens_count": float(total[1])}
+
+
+def joined(rounds: Sequence[Round], by: str, *, refills: bool) -> Sampled:
+    """All that was sampled in a step, and which of it is the batch."""
+    last: dict[int, tuple[list[int], bool]] = {}
+    for one, first in zip(rounds, accumulate((len(one.rollouts) for one in rounds), initial=0), strict=False):
+        is_empty = alike(one, by).tolist() if refills else [False] * len(one.slots)
+        for group, slot in enumerate(one.slots):
+            own = (one.rollouts.group_ids == group).nonzero()[:, 0] + first
+            last[slot] = own.tolist(), not is_empty[group]
+    slots = list(last.values())  # in order: the first round has all of them, and a slot keeps its place
+    is_filled = [is_good for own, is_good in slots for _ in own]
+    rollouts, scores = rounds[0].rollouts, rounds[0].scores
+    if len(rounds) > 1:
+        rollouts, scores = Rollouts.cat([one.rollouts for one in rounds]), Scores.cat([one.scores for one in rounds])
+    return Sampled(rollouts, scores, [row for own, _ in slots for row in own], torch.tensor(is_filled))
