@@ -11,14 +11,17 @@ torch := torch==2.13.0
 trl := trl==1.16.0
 pins := pyproject.toml constraints.txt
 
-.PHONY: help demo test lint bench constraints clean
+.PHONY: help demo test mutants lint bench constraints clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a 135M-parameter chat model to do arithmetic, on the CPU (ARGS=\"--steps 50\" is passed on)"
 	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them)"
+	@echo "make mutants inject each known silent bug and list the test that catches it (ARGS=\"-k kl\", \"--bug 13\")"
 	@echo "make lint    ruff (lint and format) and mypy"
 	@echo "make bench   time one training step on a short workload, against TRL"
+	@echo "make bench-ppo  memory and time of a step: GRPO against PPO, about ten minutes"
+	@echo "make curves  learning curves of all presets on a small task, about ten minutes; writes docs/images/presets.png"
 	@echo "make clean   remove .venv and the caches"
 	@echo
 	@echo "The first call installs into .venv. PYTHON=python3.12 chooses the interpreter. On Linux without a GPU,"
@@ -30,6 +33,9 @@ demo: .venv/.ready-demo
 test: .venv/.ready-test
 	@OMP_NUM_THREADS=1 $(bin)/python -m pytest -q $(ARGS)
 
+mutants: .venv/.ready-test
+	@OMP_NUM_THREADS=1 $(bin)/python -m tests.mutants $(ARGS)
+
 lint: .venv/.ready-test
 	@$(bin)/ruff check .
 	@$(bin)/ruff format --check .
@@ -37,6 +43,12 @@ lint: .venv/.ready-test
 
 bench: .venv/.ready-bench
 	@$(bin)/python -m benchmarks.step --short $(ARGS)
+
+bench-ppo: .venv/.ready-demo
+	@$(bin)/python -m benchmarks.grpo_vs_ppo $(ARGS)
+
+curves: .venv/.ready-demo
+	@$(bin)/python -m benchmarks.presets --plot docs/images/presets.png $(ARGS)
 
 # Writes what is installed now, so that the next machine installs the same.
 constraints: .venv/.ready-test
@@ -74,6 +86,6 @@ clean:
 
 .venv/.ready-test: .venv/.torch $(pins)
 	@echo "Installing gruppo and what the tests need: about two minutes, once."
-	@$(pip) -e ".[dev,demo,data]"
+	@$(pip) -e ".[dev,demo,data]" $(trl)
 	@$(pip) -e ".[tasks]" 2>/dev/null || echo "reasoning-gym needs a C compiler; its tests are skipped."
 	@touch $@ .venv/.ready-demo
