@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from gruppo.policies.text import TextPolicy, from_module, from_transformers
-from gruppo.types import Prompt, Request
+from gruppo.policies.text.backbones import TransformersBackbone
+from gruppo.types import Prompt, Request, Rollouts
 
 END = 256
 CHAT_TEMPLATE = (
@@ -140,10 +144,82 @@ def render(messages: Sequence[dict[str, str]]) -> list[int]:
 
 
 def doubled(policy: TextPolicy) -> TextPolicy:
-    """The policy in float64, so that two roads to one number agree to many digits."""
+    """The policy in float64 throughout, so that two roads to one number agree to many digits."""
     policy.module.double()
     policy.compute_dtype = torch.float64
+    for part in {policy.module, getattr(policy.module, "base_model", policy.module)}:
+        part.register_forward_pre_hook(_enter_float64)
+        part.register_forward_hook(_leave_float64, always_call=True)
     return policy
+
+
+class Float64(TorchFunctionMode):
+    """What is asked for in float32 comes in float64: norms, rotary angles and softmax of transformers ask for it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            return args[0].double()
+        kwargs = {name: widened(value) for name, value in (kwargs or {}).items()}
+        return function(*map(widened, args), **kwargs)
+
+
+def widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+FLOAT64 = Float64()
+
+
+def _enter_float64(module: nn.Module, args: Any) -> None:
+    FLOAT64.__enter__()
+
+
+def _leave_float64(module: nn.Module, args: Any, output: Any) -> None:
+    FLOAT64.__exit__(None, None, None)
+
+
+class LeftPadded(TransformersBackbone):
+    """Rows that stand further right, each by another distance, with a mask and positions that say so."""
+
+    def features(self, ids: Tensor) -> Tensor:
+        b, t = ids.shape
+        shift = 1 + torch.arange(b) % 3
+        column = torch.arange(t + 3) - shift[:, None]  # [b, t + 3]: the column that stands there
+        inside = (column >= 0) & (column < t)
+        moved = torch.where(inside, ids.gather(1, column.clamp(0, t - 1)), 7)
+        positions = column.clamp(min=0)
+        features = self._forward(input_ids=moved, attention_mask=(column >= 0).long(), position_ids=positions)
+        return features.gather(1, (torch.arange(t) + shift[:, None])[..., None].expand(-1, -1, features.shape[-1]))
+
+    def on(self, module: nn.Module) -> LeftPadded:
+        return LeftPadded(module, splits=self.splits, caches=self.caches)
+
+
+def left_padded(policy: TextPolicy) -> TextPolicy:
+    """The same policy over the same weights, reading rows that are padded on the left."""
+    return _with_backbone(policy, LeftPadded)
+
+
+def unpacked(policy: TextPolicy) -> TextPolicy:
+    """The same policy over the same weights, reading each completion behind a prompt of its own."""
+    return _with_backbone(policy, TransformersBackbone)
+
+
+def _with_backbone(policy: TextPolicy, kind: type[TransformersBackbone]) -> TextPolicy:
+    other, own = copy.copy(policy), policy.backbone
+    assert isinstance(own, TransformersBackbone)
+    other.backbone = kind(own.module, splits=own.splits, caches=own.caches)
+    return other
+
+
+def ragged(rollouts: Rollouts) -> Rollouts:
+    """The rollouts cut at unequal lengths; one has a column that the environment wrote."""
+    given = torch.tensor([10, 3, 7, 1, 9, 5, 2, 8, 4]).repeat(len(rollouts) // 9 + 1)[: len(rollouts)]
+    lengths = torch.minimum(given, rollouts.lengths)
+    mask = torch.arange(rollouts.mask.shape[1]) < lengths[:, None]
+    mask[0, 1] = False
+    logprobs = torch.where(mask, rollouts.sampler_logprobs, 0)
+    return replace(rollouts, lengths=lengths, mask=mask, sampler_logprobs=logprobs)
 
 
 def prompts(*inputs: Any) -> list[Prompt]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from gruppo import dist
 from gruppo.core.advantages import group_advantages
-from gruppo.core.objective import LossInputs, Objective, policy_loss
+from gruppo.core.loss import LossInputs, policy_loss
+from gruppo.core.objective import Objective
 from gruppo.core.weights import Average, loss_total, loss_weights
 from gruppo.types import GruppoError, Likelihood, Stat
 

@@ -28,7 +28,7 @@ def two(tmp_path_factory) -> list[dict[str, Any]]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    common["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    common["PYTHONPATH"] = os.pathsep.join([str(Path(dist.__file__).parents[2]), str(ROOT)])
     common["CUDA_VISIBLE_DEVICES"] = ""  # gloo
     command = [sys.executable, str(Path(share.__file__)), str(out)]
     ranks = [
@@ -99,10 +99,13 @@ def test_the_collectives_by_hand(two):
         assert primitives["max"] == 13
         assert primitives["gathered"] == ["end", "xxxend"]
         other = "another rank could not go on; its message says why and what to do."
-        assert primitives["together"] == [
-            ["", "rank 0", other, "rank 0"],
-            ["", other, "rank 1", "rank 1"],
-        ][rank]
+        assert (
+            primitives["together"]
+            == [
+                ["", "rank 0", other, "rank 0"],
+                ["", other, "rank 1", "rank 1"],
+            ][rank]
+        )
         assert primitives["merged"] == {"a": [2, 5, 13, 2, 3], "b": [2, 13, 85, 6, 7]}
 
 

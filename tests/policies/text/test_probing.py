@@ -46,7 +46,7 @@ def test_packed_rows_give_the_values_and_gradients_of_plain_ones(make):
 
 @pytest.mark.parametrize("make", HUGGING_FACE, **named)
 def test_trunk_and_head_apart_give_the_values_and_gradients_of_the_whole(make):
-    policy = make() if make is gemma2 else doubled(make())
+    policy = doubled(make())
     assert policy.backbone.splits == (make is not gemma2)
     rollouts = policy.sample(requests(3, 2), Sampling(max_actions=9), seed=1)
     apart = evaluated(policy, rollouts)
