@@ -33,3 +33,8 @@ def test_ones_own_reward_trains_a_chat_model(tmp_path: Path) -> None:
     options = {"show": False, "runs_dir": str(tmp_path), "rollout__prompts": 2, "rollout__group_size": 2}
     result = own_reward.main(tiny.model(), steps=2, **options)
     assert (result.model / "model.safetensors").is_file() and result.after["scored"] == 8
+
+
+def test_ones_own_loop_learns_with_the_loss_alone() -> None:
+    shares = example("own_loop").main()
+    assert shares[0] < 0.2 and shares[-1] > 0.9

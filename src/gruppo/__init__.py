@@ -14,6 +14,9 @@ _HOMES = {
     "Config": "gruppo.training.config",
     "Objective": "gruppo.core.objective",
     "PRESETS": "gruppo.core.objective",
+    "GRPOLoss": "gruppo.losses",
+    "PPOLoss": "gruppo.losses",
+    "compute_gae": "gruppo.losses",
     "TextPolicy": "gruppo.policies.text",
     "from_pretrained": "gruppo.policies.text",
     "from_transformers": "gruppo.policies.text",
@@ -32,6 +35,7 @@ __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
     from gruppo.core.objective import PRESETS, Objective
+    from gruppo.losses import GRPOLoss, PPOLoss, compute_gae
     from gruppo.policies.text import TextPolicy, from_module, from_pretrained, from_transformers
     from gruppo.testing import check_engine, check_policy, check_reward
     from gruppo.training.api import resume, train
