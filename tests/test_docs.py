@@ -1,0 +1,236 @@
+"""The docs say what is so: their table, names, commands, links and examples are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+import typing
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import tiny
+from tests.training.runs import metrics
+
+from gruppo.core.objective import PRESETS, Objective
+from gruppo.options import _fields, config_from
+from gruppo.recipes import RECIPES
+from gruppo.training import api
+from gruppo.training import config as configs
+from gruppo.types import Batch, GruppoError, Likelihood, Rollouts
+
+ROOT = Path(__file__).parents[1]
+OBJECTIVES = ROOT / "docs/objectives"
+PAGES = sorted(OBJECTIVES.glob("*.md"))
+OURS = [page for page in PAGES if page.name != "peers.md"]
+"""Pages in which each name is one of ours; the other is full of TRL's and verl's."""
+WITH_OPTIONS = [*PAGES, ROOT / "docs/guide.md", ROOT / "README.md", ROOT / "README.zh.md"]
+ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+FOREIGN_OPTIONS = {"--nproc-per-node", "--debug", "--help"}
+OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
+"""In code style, and no names of ours."""
+OPTIONS = _fields(configs.Config, "--")
+"""Each option of the command line, and its type."""
+
+
+def each(pages: list[Path]) -> Any:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: page.name)
+
+
+def blocks(page: Path) -> Iterator[tuple[str, int, str]]:
+    """Language, line of the first line, and text of each fenced block."""
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield found[1], text[: found.start()].count("\n") + 2, found[2]
+
+
+def spans(page: Path) -> set[str]:
+    """What stands in code style within the text."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+# --- the table of presets --------------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "credit": {"credit"},
+    "baseline": {"baseline"},
+    "scale": {"scale"},
+    "whiten": {"whiten"},
+    "ratio": {"ratio"},
+    "surrogate": {"surrogate", "clip_low", "clip_high"},
+    "average": {"average"},
+    "KL": {"kl", "kl_in"},
+}
+"""Of the table, and the fields that each shows."""
+
+
+def row(name: str, o: Objective) -> list[str]:
+    bounds = f" {o.clip_low:g}, {o.clip_high:g}" if o.surrogate in ("clip", "cispo") else ""
+    whiten = "yes" if o.whiten else "no"
+    surrogate, kl = o.surrogate + bounds, f"{o.kl}, {o.kl_in}"
+    return [f"`{name}`", o.credit, o.baseline, o.scale, whiten, o.ratio, surrogate, o.average, kl]
+
+
+def test_the_table_of_presets_is_that_of_the_code() -> None:
+    lines = (OBJECTIVES / "README.md").read_text(encoding="utf-8").splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("| preset"))
+    end = next(n for n in range(start, len(lines)) if not lines[n])
+    head, _, *table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end]]
+    assert head == ["preset", *COLUMNS]
+    assert table == [row(name, objective) for name, objective in PRESETS.items()]
+
+
+def test_the_guide_lists_every_preset() -> None:
+    lines = (ROOT / "docs/guide.md").read_text(encoding="utf-8").splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("| preset")) + 2
+    assert [line.split("`")[1] for line in lines[start : start + len(PRESETS)]] == list(PRESETS)
+
+
+def test_the_table_shows_every_field_in_which_a_preset_is_not_the_default() -> None:
+    changed = {f.name for o in PRESETS.values() for f in fields(o) if getattr(o, f.name) != f.default}
+    assert changed <= set().union(*COLUMNS.values())
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def names_of_tests() -> set[str]:
+    return {n for path in (ROOT / "tests").rglob("*.py") for n in re.findall(r"def (test_\w+)", path.read_text())}
+
+
+def defined_in(folder: str) -> set[str]:
+    """Functions, classes, constants and parameters."""
+    found: set[str] = set()
+    for path in (ROOT / "src/gruppo" / folder).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+@cache
+def known_words() -> set[str]:
+    """Settings and their choices, fields of the records, names of the mathematics, presets, recipes, tests."""
+    settings = {part.replace("-", "_") for option in OPTIONS for part in option.lstrip("-").split(".")}
+    choices = {choice for hint in OPTIONS.values() for choice in typing.get_args(hint) if isinstance(choice, str)}
+    records = {f.name for kind in (Likelihood, Rollouts, Batch) for f in fields(kind)}
+    mathematics = defined_in("core") | defined_in("losses") | defined_in("rewards")
+    return settings | choices | records | mathematics | {*PRESETS, *RECIPES} | names_of_tests() | OTHER_WORDS
+
+
+@each(OURS)
+def test_every_word_in_code_style_is_a_name_of_the_code(page: Path) -> None:
+    unknown = {span for span in spans(page) if re.fullmatch(r"[A-Za-z_]\w*", span)} - known_words()
+    assert not unknown
+
+
+@each(OURS)
+def test_every_setting_exists_and_can_have_the_value_that_is_named(page: Path) -> None:
+    hints = typing.get_type_hints(Objective)
+    for span in spans(page):
+        if not (found := re.fullmatch(r"(?:objective__)?(\w+)=([\w.\"-]+)", span)):
+            continue
+        name, value = found.groups()
+        if name in hints:
+            assert configs._fits(hints[name], ast.literal_eval(value)), f"{name}={value}"
+        else:
+            assert name in known_words(), name
+
+
+@each(OURS)
+def test_every_dotted_setting_exists(page: Path) -> None:
+    groups = {option[2:].partition(".")[0] for option in OPTIONS if "." in option}
+    named = {span for span in spans(page) if re.fullmatch(r"[a-z_]+\.[a-z_]+", span) and span.split(".")[0] in groups}
+    unknown = {name for name in named if configs.option(name) not in OPTIONS}
+    assert not unknown
+
+
+@each(PAGES)
+def test_every_test_and_dotted_name_that_a_page_names_exists(page: Path) -> None:
+    unknown = set(re.findall(r"\btest_\w+\b(?!\.py)", page.read_text(encoding="utf-8"))) - names_of_tests()
+    assert not unknown
+    for span in spans(page):
+        if found := re.fullmatch(r"(gruppo(?:\.[a-z_]+)*)\.(\w+)(\(.*\))?", span):
+            module = importlib.import_module(found[1])
+            assert hasattr(module, found[2]) or importlib.import_module(f"{found[1]}.{found[2]}")
+
+
+@each(WITH_OPTIONS)
+def test_every_option_exists(page: Path) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z-]+)*", page.read_text(encoding="utf-8")))
+    groups = {option.rpartition(".")[0] for option in OPTIONS}
+    unknown = named - {*OPTIONS} - groups - FOREIGN_OPTIONS
+    assert not unknown
+
+
+@each(WITH_OPTIONS)
+def test_every_command_is_one_that_can_run(page: Path) -> None:
+    """Built-in recipes alone; files of the reader's own are not there."""
+    for _, line, text in blocks(page):
+        for n, command in enumerate(text.splitlines()):
+            words = shlex.split(command, comments=True) if re.match("gruppo (train|explain) ", command) else []
+            if words and words[2] in RECIPES:
+                try:
+                    configs.check(config_from(words[1], words[2:]))
+                except GruppoError as error:
+                    pytest.fail(f"{page.name}:{line + n}: {error}")
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Every metric of two small runs that between them use everything."""
+    folder = tmp_path_factory.mktemp("runs")
+    everything: dict[str, Any] = {
+        "objective__correction": "truncate",
+        "objective__overlong": 2,
+        "stage__kl_coef": 0.01,
+        "steps": 1,
+        "optim__epochs": 2,
+        "optim__stop_kl": 10.0,
+        "rollout__refill_rounds": 1,
+    }
+    grpo = tiny.config(folder, name="grpo", **everything)
+    ppo = tiny.config(folder, name="ppo", objective="ppo", critic__kind="separate", **everything)
+    rows = [row for config in (grpo, ppo) for row in metrics(api.start(config).folder)]
+    timed = {"time/rollout_s", "time/reward_s", "time/update_s", "rate/tokens_per_s", "mem/peak_gib"}
+    return {name for row in rows for name in row} | timed
+
+
+@each([*OURS, ROOT / "docs/guide.md"])
+def test_every_metric_is_one_that_a_run_logs(page: Path, logged: set[str]) -> None:
+    unknown = {span for span in spans(page) if re.fullmatch(r"[a-z_]+(/[a-z0-9_]+)+", span)} - logged
+    assert not unknown - {"owner/name"}
+
+
+# --- links, files and examples ---------------------------------------------------------------------------------------
+
+
+@each(ALL)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    assert [t for t in targets if "://" not in t and not (page.parent / t).exists()] == []
+
+
+@each(PAGES)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    named = {span for span in spans(page) if re.fullmatch(r"[\w/]+/[\w/]+\.(py|md|txt)", span)}
+    assert [name for name in sorted(named) if not any((ROOT / at / name).exists() for at in (".", "src/gruppo"))] == []
+
+
+@each([*PAGES, ROOT / "docs/guide.md"])
+def test_the_examples_of_a_page_hold(page: Path) -> None:
+    """All Python blocks, one after another in one session."""
+    session: dict[str, Any] = {}
+    for language, line, text in blocks(page):
+        if language == "python":
+            exec(compile("\n" * (line - 1) + text, str(page), "exec"), session)
