@@ -1,0 +1,124 @@
+"""One variant of ``benchmarks.grpo_vs_ppo`` in a process of its own, whose peak memory nothing else has touched.
+
+``python -m benchmarks.variants SPEC`` with SPEC the JSON of a workload. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sides import prompts
+
+VARIANTS = ("grpo", "ppo-shared", "ppo-separate")
+
+
+def config(spec: dict[str, Any]) -> Any:
+    """GRPO and PPO as their presets are, alike in all else.
+
+    The learning rate is 0: an update does all its work and moves nothing, so each variant writes the same completions.
+    """
+    from gruppo.core.objective import GRPO, PPO
+    from gruppo.training.config import Config, Critic, Optim, Rollout, Stage
+
+    name, _, kind = spec["variant"].partition("-")
+    passes = spec["passes"]
+    return Config(
+        model=spec["model"],
+        data="given",
+        reward=("given",),
+        steps=10_000,
+        compute=spec["compute"],
+        objective=GRPO if name == "grpo" else PPO,
+        critic=Critic(kind=kind) if name == "ppo" else Critic(),
+        stage=Stage(kl_coef=spec["kl_coef"]),
+        rollout=Rollout(prompts=spec["prompts"], group_size=spec["group_size"], max_new_tokens=spec["new_tokens"]),
+        optim=Optim(lr=0.0, epochs=passes, minibatches=passes),
+    )
+
+
+def alternating(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that gives every row an advantage: GRPO evaluates no row without one, and PPO evaluates all."""
+    return [float(row % 2) for row in range(len(completions))]
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Steps of one variant after a warm-up step, and the memory that this process came to need beyond its imports."""
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
+
+    from gruppo.training.api import Parts, build
+    from gruppo.training.config import check
+
+    before = resident_gib()
+    settings = config(spec)
+    check(settings)
+    rows = [{"prompt": prompt} for prompt in prompts(64, spec["words"])]
+    run, _ = build(settings, Parts(data=rows, rewards=[alternating]))
+    run.policy.chat.eos_ids = ()  # every row to its full length
+    steps = [one_step(run) for _ in range(spec["steps"] + 1)][1:]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else peak_gib() - before
+    return {"compute": run.config.compute, "peak_gib": peak, "held_gib": held_gib(run), "steps": steps}
+
+
+def one_step(run: Any) -> dict[str, Any]:
+    from gruppo.training.collect import collect
+    from gruppo.training.minibatches import has_gradient
+    from gruppo.training.run import knobs_at
+    from gruppo.training.update import learn
+
+    knobs = knobs_at(run.config, run.step)
+    began = time.perf_counter()
+    collected = collect(run, knobs)
+    metrics = collected.metrics | learn(run, collected.batch, knobs)
+    seconds = time.perf_counter() - began
+    run.step += 1
+    actions = collected.rollouts.actions
+    return {
+        "seconds": seconds,
+        "rollout_s": metrics["time/rollout_s"],
+        "credit_s": metrics["time/credit_s"],
+        "update_s": metrics["time/update_s"],
+        "update_tokens": int(has_gradient(run, collected.batch, knobs).sum()),
+        "tokens": int(metrics["tokens"]),
+        "rollouts_sha256": hashlib.sha256(actions.contiguous().numpy().tobytes()).hexdigest(),
+    }
+
+
+def held_gib(run: Any) -> float:
+    """What lives through the whole run: weights and their copies, gradients, the optimiser's moments."""
+    modules = [run.policy.module, run.policy.sampler]
+    modules += [run.reference.module] if run.reference is not None else []
+    if run.critic is not None:
+        copied = getattr(run.critic, "compute_copy", None)
+        modules += [run.critic.module, *([copied] if copied is not None else [])]
+    weights = {id(tensor): tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    moments = [value for state in run.optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")]
+    return _bytes([*weights.values(), *run.parameters, *moments]) / 2**30  # a gradient is as large as its parameter
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def resident_gib() -> float:
+    """Of now; where the system does not tell, the most so far."""
+    told = Path("/proc/self/statm")
+    if not told.is_file():
+        return peak_gib()
+    return int(told.read_text().split()[1]) * resource.getpagesize() / 2**30
+
+
+def peak_gib() -> float:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
