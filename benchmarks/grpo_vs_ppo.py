@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.variants import VARIANTS
 from gruppo.training.build import found_model
-from gruppo.training.folder import cpu_name
+from gruppo.training.machine import cpu_name
 
 KL_COEF = {"off": 0.0, "on": 0.02}
 PHASES = ("rollout_s", "credit_s", "update_s")

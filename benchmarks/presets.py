@@ -25,7 +25,7 @@ from benchmarks import sorting
 from benchmarks.curves import draw
 from gruppo.core.objective import GRPO, PRESETS
 from gruppo.training.config import Config, Critic, Evaluation, Optim, Prompts, Rollout, Saving
-from gruppo.training.folder import cpu_name
+from gruppo.training.machine import cpu_name
 
 STEPS, POINTS = 80, 20
 LR = 3e-4

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.policies.text.bundled import smollm2_135m
-from gruppo.training.folder import cpu_name
+from gruppo.training.machine import cpu_name
 
 WORKLOADS = {
     "short": {"words": 8, "new_tokens": 64},

@@ -54,7 +54,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
 
     from gruppo.training.api import Parts, build
-    from gruppo.training.config import check
+    from gruppo.training.checks import check
 
     before = resident_gib()
     settings = config(spec)

@@ -22,7 +22,7 @@ from tests.training.runs import newest, steps_logged
 
 from gruppo.recipes import RECIPES
 from gruppo.track.texts import program
-from gruppo.training import api, checkpoint
+from gruppo.training import api, checkpoint, config_file
 from gruppo.training import config as configs
 
 BARE = {"evaluation__prompts": 0, "saving__every": 1, "steps": 3}
@@ -38,7 +38,7 @@ def finished(tmp_path_factory) -> Path:
 def recipe(tmp_path) -> str:
     """A config file to train from; its runs go to ``tmp_path/runs``."""
     path = tmp_path / "recipe.json"
-    path.write_text(json.dumps(configs.to_dict(tiny.config(tmp_path, **BARE))))
+    path.write_text(json.dumps(config_file.to_dict(tiny.config(tmp_path, **BARE))))
     return str(path)
 
 
@@ -68,9 +68,9 @@ def test_train_resume_eval_sample_explain_and_train_from_the_saved_config(tmp_pa
     code, out, err = call(tmp_path, "train", f"{tmp_path / 'recipes.py'}:toy", *overrides)
     assert (code, err) == (0, "")
     assert "step 3/3" in out and "held-out, 4 prompts" in out and f"gruppo sample {run}" in re.sub(r"\s+", " ", out)
-    config = configs.load(run / "config.json")
-    assert config.objective == configs.preset("dr_grpo").__class__(
-        **{**vars(configs.preset("dr_grpo")), "clip_high": 0.3}
+    config = config_file.load(run / "config.json")
+    assert config.objective == config_file.preset("dr_grpo").__class__(
+        **{**vars(config_file.preset("dr_grpo")), "clip_high": 0.3}
     )
     wanted = ["config.json", "evaluations.json", "final", "log.txt", "manifest.json", "metrics.csv", "metrics.jsonl"]
     assert {*wanted, "samples.jsonl", "plots", "checkpoints"} <= {path.name for path in run.iterdir()}
@@ -137,7 +137,7 @@ def test_the_plain_recipe_takes_ones_own_model_data_and_reward(tmp_path):
     runs = ["--runs-dir", str(tmp_path / "runs"), "--name", "run", "--scoring.timeout-s", "None"]
     code, _, err = call(tmp_path, "train", "plain", *own, *small, *runs)
     assert (code, err) == (0, "")
-    config = configs.load(tmp_path / "runs/run/config.json")
+    config = config_file.load(tmp_path / "runs/run/config.json")
     sampling = config.rollout
     assert (sampling.temperature, sampling.top_k, sampling.top_p, config.scoring.timeout_s) == (1.0, 0, 1.0, None)
     code, line = one_line(tmp_path, "train", "plain", *own[2:])

@@ -20,7 +20,7 @@ from tests.training.runs import metrics
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.options import _fields, config_from
 from gruppo.recipes import RECIPES
-from gruppo.training import api
+from gruppo.training import api, checks
 from gruppo.training import config as configs
 from gruppo.types import Batch, GruppoError, Likelihood, Rollouts
 
@@ -142,7 +142,7 @@ def test_every_setting_exists_and_can_have_the_value_that_is_named(page: Path) -
             continue
         name, value = found.groups()
         if name in hints:
-            assert configs._fits(hints[name], ast.literal_eval(value)), f"{name}={value}"
+            assert config_file._fits(hints[name], ast.literal_eval(value)), f"{name}={value}"
         else:
             assert name in known_words(), name
 
@@ -181,7 +181,7 @@ def test_every_command_is_one_that_can_run(page: Path) -> None:
             words = shlex.split(command, comments=True) if re.match("gruppo (train|explain) ", command) else []
             if words and words[2] in RECIPES:
                 try:
-                    configs.check(config_from(words[1], words[2:]))
+                    checks.check(config_from(words[1], words[2:]))
                 except GruppoError as error:
                     pytest.fail(f"{page.name}:{line + n}: {error}")
 

@@ -330,7 +330,7 @@ ONES = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("choices", "says"),
     [
-        ({"clip_epsilon": 1.5}, r"clip_low=1\.5.*needs 0 <= clip_low <= 1.*PPO uses 0\.2"),
+        ({"clip_epsilon": 1.5}, r"clip_low=1\.5.*needs clip_low <= 1.*--objective\.clip-low 0\.2"),
         ({"clip_epsilon": -0.1}, r"clip_low=-0\.1 is out of range"),
         ({"kl_beta": -0.1}, r"kl_beta=-0\.1 .*from 0 on\. Use 0"),
         ({"kl_beta": NAN}, "kl_beta=nan .*from 0 on"),

@@ -18,8 +18,8 @@ import tyro
 from gruppo.core.objective import PRESETS
 from gruppo.loading import is_file_name, load_object
 from gruppo.recipes import RECIPES
-from gruppo.training import config as configs
-from gruppo.training.config import Config
+from gruppo.training import config_file
+from gruppo.training.config import Config, Critic
 from gruppo.types import GruppoError
 
 
@@ -42,7 +42,7 @@ def recipe_config(name: str) -> Config:
         return RECIPES[name]()
     if name.endswith(".json") or (Path(name) / "config.json").is_file():
         path = Path(name) if name.endswith(".json") else Path(name) / "config.json"
-        return replace(configs.load(path), name="")
+        return replace(config_file.load(path), name="")
     if ":" not in name and not is_file_name(name):
         near = difflib.get_close_matches(name, RECIPES, 1)
         hint = f"Did you mean {near[0]}?" if near else f"Built in: {', '.join(RECIPES)}; or give file.py:function."
@@ -67,8 +67,9 @@ def with_preset(config: Config, args: Sequence[str]) -> tuple[Config, list[str]]
     if "--objective" not in rest:
         return config, rest
     at = rest.index("--objective")
-    name = rest[at + 1] if at + 1 < len(rest) else ""
-    return replace(config, objective=configs.preset(name)), rest[:at] + rest[at + 2 :]
+    objective = config_file.preset(rest[at + 1] if at + 1 < len(rest) else "")
+    critic = config.critic if objective.has_critic else Critic()  # the recipe's goes with the recipe's objective
+    return replace(config, objective=objective, critic=critic), rest[:at] + rest[at + 2 :]
 
 
 def parsed_config(default: Config, args: Sequence[str], name: str) -> Config:
@@ -141,7 +142,7 @@ def _one_line(box: str, args: Sequence[str], name: str, types: Mapping[str, Any]
     if found := re.search(r"(?:Error parsing |argument '?)(--[\w.-]+)", said):
         option = found[1].rstrip(".:")
         given = _given(args, option)
-        needs = configs.words(types[option]) if option in types else "a value"
+        needs = config_file.words(types[option]) if option in types else "a value"
         return f"{option} {given or 'has no value'}: it needs {needs}. gruppo {name} --help says more."
     said = said.replace("Unrecognized options:", "not understood:")
     return f"{said or 'the options are not understood'}. gruppo {name} --help lists the options."

@@ -218,3 +218,9 @@ def test_equal_advantages_are_whitened_to_exactly_zero(value, count):
     mixed = torch.where(torch.arange(9)[None] % 2 == 0, torch.full((1, 9), value), near)
     if value:  # the smallest number beside 0 is no rounding of it
         assert not whiten(mixed, keep).any()
+
+
+def test_whitening_hides_no_number_that_is_not_finite():
+    """A batch turned to zeros would be an update without a word; NaN is skipped and counted."""
+    keep = torch.ones(2, 3, dtype=torch.bool)
+    assert whiten(torch.tensor([[torch.nan, 1.0, 2.0], [3.0, 4.0, 5.0]]), keep).isnan().all()

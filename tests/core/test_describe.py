@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from gruppo.core.describe import cautions, describe
-from gruppo.core.objective import PRESETS, Objective
+from gruppo.core.objective import GRPO, PRESETS, RLOO, Objective
 
 
 def described(objective: Objective, kl_coef: float = 0.04) -> str:
@@ -120,3 +120,15 @@ def test_cautions_name_what_works_and_may_not_be_meant(objective, run, says):
 
 def test_nothing_is_said_of_a_plain_objective():
     assert cautions(Objective(), kl_coef=0.1, updates_per_batch=2) == []
+
+
+def test_settings_that_nothing_reads_are_named():
+    said = cautions(replace(RLOO, clip_high=0.3, lam=0.5, correction_high=2.0), kl_coef=0.0, updates_per_batch=1)
+    assert [line.split()[0] for line in said] == ["clip_high", "lam", "correction_high"]
+    assert not any("reads" in line for o in PRESETS.values() for line in cautions(o, kl_coef=0, updates_per_batch=2))
+
+
+def test_a_kl_of_cut_distributions_is_called_an_estimate():
+    for truncates in (True, False):
+        said = cautions(GRPO, kl_coef=0.1, updates_per_batch=2, truncates=truncates)
+        assert any("top-k" in line for line in said) == truncates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -203,3 +204,12 @@ def test_no_surrogate_and_no_value_loss_reads_what_is_not_kept(filling):
     for loss in losses:
         slope = torch.autograd.grad(loss.sum(), logprobs, retain_graph=True)[0]
         assert loss.isfinite().all() and slope.isfinite().all() and slope[0, 1] == 0
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("surrogate", [partial(clip_surrogate, low=0.2, high=0.2, dual=3.0), sapo_surrogate])
+def test_a_ratio_past_the_largest_number_has_a_finite_gradient(surrogate, advantage):
+    """exp(100) is inf in float32, and its gradient NaN where the minimum chose the other side."""
+    rho = torch.tensor([[100.0]], requires_grad=True)
+    loss = surrogate(rho, torch.tensor([[advantage]]))
+    assert loss.isfinite() and torch.autograd.grad(loss.sum(), rho)[0].tolist() == [[0.0]]

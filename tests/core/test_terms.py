@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from tests.core.four_rows import KEEP, LOGPROBS, MAX_LENGTH, OLD, REF, loss_of
 
 from gruppo.core.loss import LossInputs, policy_loss
-from gruppo.core.objective import GSPO, PRESETS
+from gruppo.core.objective import GSPO, PRESETS, Objective
 from gruppo.core.weights import loss_total, loss_weights
-from gruppo.types import Likelihood
+from gruppo.types import Gaussian, Likelihood
 
 DELTA = torch.where(KEEP, REF - LOGPROBS, 0)
 K3 = DELTA.exp() - DELTA - 1
@@ -56,3 +57,18 @@ def test_values_that_moved_out_of_their_clip_are_counted_over_the_kept_alone():
     inputs = LossInputs(old, keep, keep.double(), old_values=old, returns=old)
     _, stats = policy_loss(Likelihood(old, values=values), inputs, replace(PRESETS["ppo"], value_clip=0.5))
     assert (stats["value/clip_frac"].count, stats["value/clip_frac"].sum) == (3, 1)
+
+
+@pytest.mark.silent_bug(5)
+def test_the_exact_kl_takes_neither_value_nor_gradient_from_masked_slots():
+    keep = torch.tensor([[True, False]])
+    mean = torch.tensor([[[1.0, 2.0], [torch.nan, torch.inf]]], dtype=torch.float64, requires_grad=True)
+    std = torch.tensor([[2.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    zeros = torch.zeros(1, 2, dtype=torch.float64)
+    reference = Likelihood(zeros, gaussian=Gaussian(torch.zeros(1, 2, 2).double(), torch.ones(1, 2).double()))
+    inputs = LossInputs(advantages=zeros, keep=keep, weights=keep.double(), ref=reference)
+    terms, _ = policy_loss(Likelihood(zeros, gaussian=Gaussian(mean, std)), inputs, Objective(kl="exact"))
+    by_hand = 2 * (-math.log(2) - 0.5) + (2 * 4 + 1 + 4) / 2  # two dimensions of mean 1 and 2, std 2, to a unit normal
+    torch.testing.assert_close(terms["kl"].item(), by_hand)
+    of_mean, of_std = torch.autograd.grad(terms["kl"], (mean, std))
+    assert of_mean.tolist() == [[[1.0, 2.0], [0.0, 0.0]]] and of_std.tolist() == [[3.0, 0.0]]  # 2 (s - 1 / s)

@@ -56,6 +56,18 @@ def test_sync_catches_parameters_that_were_exchanged_under_a_copy():
         engine.sync(policy, 1)
 
 
+@pytest.mark.silent_bug(9)
+def test_sync_looks_at_every_parameter_and_all_over_it():
+    """The last number of the last parameter alone did not arrive."""
+    policy = llama(compute="bfloat16")
+    engine = LocalEngine(policy)
+    policy.copy.pairs.pop()  # the copy no longer follows it
+    with torch.no_grad():
+        list(policy.module.parameters())[-1][-1] += 1
+    with pytest.raises(RuntimeError, match="did not arrive"):
+        engine.sync(policy, 1)
+
+
 def test_weights_that_are_nan_arrive_too():
     """What NaN means is decided where rollouts are read; it is no failure of the sync."""
     policy = plain()

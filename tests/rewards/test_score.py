@@ -11,6 +11,7 @@ import torch
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.rewards import FunctionReward, RewardSet, reward_stats
+from gruppo.rewards.score import Scores
 from gruppo.types import DataError, GruppoError
 
 NAN = math.nan
@@ -262,3 +263,43 @@ def test_check_reaches_every_reward():
     with pytest.raises(DataError, match="'wants_entry' asks for 'entry'"):
         RewardSet([lambda completions: [], wants_entry]).check(["answer"])
     RewardSet([wants_entry]).check(["entry"])
+
+
+# --- rows of scores ---------------------------------------------------------------------------------------------------
+
+
+def as_plain(scores):
+    """Everything that belongs to a row."""
+    failed = [sorted((f.reward, f.kind) for f in scores.failures if f.row == n) for n in range(len(scores.rewards))]
+    columns = [*scores.parts.values(), scores.rewards]
+    extras = zip(*scores.extras.values(), strict=True) if scores.extras else [()] * len(failed)
+    numbers = zip(*(column.nan_to_num(nan=-99).tolist() for column in columns), strict=True)
+    return list(zip(numbers, failed, extras, strict=True))
+
+
+@pytest.mark.silent_bug(24)
+def test_scores_are_taken_and_joined_row_by_row_with_their_failures_and_columns():
+    def length(completions, log_extra, log_metric):
+        log_extra("text", completions)
+        log_metric("rows", len(completions))
+        return [math.inf if text == "inf" else len(text) for text in completions]
+
+    first = RewardSet([length]).score(rollouts_of(["a", "inf", "ccc", "inf"]))
+    second = RewardSet([length]).score(rollouts_of(["dddd", "inf"]))
+    rows = as_plain(first)
+    assert as_plain(first.take([3, 0])) == [rows[3], rows[0]]
+    assert [f.row for f in first.take([3, 0]).failures] == [0]
+    assert as_plain(Scores.cat([first, second])) == rows + as_plain(second)
+    assert Scores.cat([first, second]).metrics == {"reward_metric/rows": 3}
+    assert as_plain(Scores.cat([first, second]).take(range(4))) == rows
+    assert first.take([]).rewards.shape == (0,) and not first.take([]).failures
+
+
+def test_a_column_that_one_part_alone_logged_is_none_in_the_others():
+    def says(completions, log_extra):
+        if len(completions) > 1:
+            log_extra("seen", completions)
+        return [1.0] * len(completions)
+
+    parts = [RewardSet([says]).score(rollouts_of(texts)) for texts in (["a"], ["b", "c"])]
+    assert Scores.cat(parts).extras == {"seen": (None, "b", "c")}

@@ -51,12 +51,12 @@ class Networks:
     def logprobs(self, module: Any, rollouts: Rollouts, row: int) -> Tensor:
         ids, start = tokens(rollouts, row)
         logits = module(ids[None]).logits[0, start - 1 : -1]
-        return logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0]
+        return logits.log_softmax(-1).gather(1, ids[start:, None])[own(rollouts, row), 0]
 
     def values(self, rollouts: Rollouts, row: int) -> Tensor:
         ids, start = tokens(rollouts, row)
         trunk = self.policy.model if self.trunk is None else self.trunk
-        features = trunk(ids[None]).last_hidden_state[0, start - 1 : -1]
+        features = trunk(ids[None]).last_hidden_state[0, start - 1 : -1][own(rollouts, row)]
         weight, bias = self.head
         return features @ weight[0] + bias[0]
 
@@ -65,6 +65,11 @@ def tokens(rollouts: Rollouts, row: int) -> tuple[Tensor, int]:
     """Prompt and completion, and where the completion begins."""
     prompt = rollouts.shared["prompt_ids"][int(rollouts.group_ids[row])]
     return torch.cat([prompt, rollouts.actions[row, : int(rollouts.lengths[row])]]), len(prompt)
+
+
+def own(rollouts: Rollouts, row: int) -> Tensor:
+    """Which of the row's tokens the policy chose."""
+    return rollouts.mask[row, : int(rollouts.lengths[row])]
 
 
 @dataclass

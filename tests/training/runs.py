@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests import tiny
 
-from gruppo.training import api, checkpoint
-from gruppo.training import config as configs
+from gruppo.training import api, checkpoint, config_file
 from gruppo.training.build import Parts
 from gruppo.training.loop import Stopped
 
@@ -83,7 +82,7 @@ def begin_or_go_on(config: dict[str, Any], parts: Parts | None = None) -> None:
         if (run / "config.json").is_file():
             api.go_on(run, parts)
         else:
-            api.start(configs.from_dict(config), parts)
+            api.start(config_file.from_dict(config), parts)
     except Stopped:
         sys.exit(75)
 

@@ -16,7 +16,7 @@ from tests.training.runs import metrics
 import gruppo
 from gruppo.policies.text import from_pretrained
 from gruppo.track.texts import program
-from gruppo.training import api, watch
+from gruppo.training import api, config_file, watch
 from gruppo.training import config as configs
 from gruppo.training.build import name_of
 from gruppo.types import DataError, GruppoError
@@ -250,6 +250,6 @@ def test_screen_and_log_are_given_back_when_a_run_fails(tmp_path, capsys):
 
 def test_a_config_in_memory_cannot_be_trained_from_its_file(tmp_path):
     result = gruppo.train(model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL)
-    config = configs.load(result.folder / "config.json")
+    config = config_file.load(result.folder / "config.json")
     with pytest.raises(GruppoError, match=r"the data of this config came from Python objects.*Set --data"):
-        api.start(configs.from_dict(configs.to_dict(config) | {"name": "again"}))
+        api.start(config_file.from_dict(config_file.to_dict(config) | {"name": "again"}))

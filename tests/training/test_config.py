@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 
 from gruppo.core.objective import PRESETS, Objective
-from gruppo.training import config as configs
+from gruppo.options import config_from
+from gruppo.training import checks, config_file
 from gruppo.training.api import change
 from gruppo.training.config import Config, Critic, Optim, Rollout, Scoring, Stage
 from gruppo.types import GruppoError
 
 GIVEN = Config(model="m", data="d", reward=("r",))
 PPO = PRESETS["ppo"]
+ONE_ROW = Rollout(prompts=1, group_size=1)
+ONE_SUM = Objective(baseline="running", scale="none", combine="normalize_then_sum")
 
 
 def other_value(hint: Any, value: Any) -> Any:
@@ -50,7 +53,7 @@ def test_every_field_survives_json():
     config = changed_everywhere(Config)
     for field in dataclasses.fields(Config):
         assert getattr(config, field.name) != getattr(Config(), field.name), field.name
-    assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
+    assert config_file.from_dict(json.loads(json.dumps(config_file.to_dict(config)))) == config
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Objective)])
@@ -59,7 +62,7 @@ def test_every_field_of_the_objective_survives_json(name):
     hint = typing.get_type_hints(Objective)[name]
     objective = next(o for o in (with_other(preset, name, hint) for preset in PRESETS.values()) if o is not None)
     config = dataclasses.replace(GIVEN, objective=objective)
-    assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
+    assert config_file.from_dict(json.loads(json.dumps(config_file.to_dict(config)))) == config
 
 
 def with_other(preset: Objective, name: str, hint: Any) -> Objective | None:
@@ -71,7 +74,7 @@ def with_other(preset: Objective, name: str, hint: Any) -> Objective | None:
 
 
 def test_whole_numbers_become_the_floats_that_fields_are():
-    config = configs.from_dict({"optim": {"lr": 1, "betas": [0, 0.5]}, "scoring": {"weights": [1, 2]}})
+    config = config_file.from_dict({"optim": {"lr": 1, "betas": [0, 0.5]}, "scoring": {"weights": [1, 2]}})
     values = [config.optim.lr, *config.optim.betas, *config.scoring.weights]
     assert values == [1.0, 0.0, 0.5, 1.0, 2.0] and all(type(value) is float for value in values)
 
@@ -100,7 +103,7 @@ def test_whole_numbers_become_the_floats_that_fields_are():
 )
 def test_what_does_not_fit_is_refused_with_its_name(data, says):
     with pytest.raises(GruppoError) as error:
-        configs.from_dict(data)
+        config_file.from_dict(data)
     assert says in str(error.value)
 
 
@@ -109,12 +112,12 @@ def test_a_file_that_is_no_config_is_one_clear_error(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(GruppoError, match=r"config\.json.*config\.json is needed"):
-        configs.load(path)
+        config_file.load(path)
 
 
 def test_a_missing_config_is_named(tmp_path):
     with pytest.raises(GruppoError, match="does not exist"):
-        configs.load(tmp_path / "config.json")
+        config_file.load(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_a_missing_config_is_named(tmp_path):
         ({"stage": Stage(entropy_coef=-1)}, "--stage.entropy-coef"),
         ({"stage": Stage(entropy_coef=math.nan)}, "--stage.entropy-coef"),
         ({"optim": Optim(token_budget=0)}, "--optim.token-budget"),
-        ({"optim": Optim(minibatches=65)}, "more than the 64 rows"),
+        ({"optim": Optim(minibatches=65)}, "more than the 64 rows of a step. Set --optim.minibatches 64 or less"),
         ({"stage": Stage(kl_coef=-1)}, "--stage.kl-coef"),
         ({"stage": Stage(value_coef=-1)}, "--stage.value-coef"),
         ({"stage": Stage(value_coef=math.inf)}, "--stage.value-coef"),
@@ -162,37 +165,104 @@ def test_a_missing_config_is_named(tmp_path):
         ({"critic": Critic(lr=1e-5), "objective": PPO, "optim": Optim(lr=0.0)}, "--optim.lr above 0"),
         ({"stage": Stage(value_coef=0.0), "objective": PPO}, "never trains the critic"),
         ({"critic": Critic(kind="separate")}, "objective.baseline='mean' asks none"),
-        ({"critic": Critic(lr=1e-5)}, "--objective.baseline critic"),
-        ({"critic": Critic(warmup_steps=1)}, "--objective.baseline critic"),
+        ({"critic": Critic(lr=1e-5)}, "Set --objective ppo, or leave the --critic options out"),
+        ({"critic": Critic(warmup_steps=1)}, "Set --objective ppo, or leave the --critic options out"),
+        ({"critic": Critic(lr=0.0), "objective": PPO}, "critic.lr=0 never trains the critic"),
+        ({"optim": Optim(stop_kl=0.1)}, "stop_kl=0.1 ends nothing: a batch has one update"),
+        ({"rollout": ONE_ROW, "objective": PRESETS["reinforce"]}, "baseline='batch_mean' compares the rows of a step"),
+        ({"rollout": ONE_ROW, "objective": PRESETS["reinforce_pp"]}, "--rollout.prompts 2 or more"),
+        ({"rollout": ONE_ROW, "objective": Objective(baseline="none", scale="batch")}, "scale='batch' compares"),
+        ({"rollout": ONE_ROW, "objective": ONE_SUM}, "combine='normalize_then_sum' compares"),
         ({"objective": PRESETS["rloo"], "optim": Optim(epochs=2)}, "--optim.epochs 1"),
         ({"objective": Objective(baseline="leave_one_out"), "rollout": Rollout(group_size=1)}, "at least 2"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_loaded(changes, says):
-    configs.check(GIVEN)
+    checks.check(GIVEN)
     with pytest.raises(GruppoError) as error:
-        configs.check(dataclasses.replace(GIVEN, **changes))
+        checks.check(dataclasses.replace(GIVEN, **changes))
     assert says in str(error.value) and error.value.exit_code == 2
 
 
 def test_no_deadline_is_none_and_survives_json():
     config = dataclasses.replace(GIVEN, scoring=Scoring(timeout_s=None))
-    assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
+    assert config_file.from_dict(json.loads(json.dumps(config_file.to_dict(config)))) == config
 
 
 def test_a_group_of_one_is_fine_for_reinforce():
-    configs.check(dataclasses.replace(GIVEN, objective=PRESETS["reinforce"], rollout=Rollout(group_size=1)))
+    checks.check(dataclasses.replace(GIVEN, objective=PRESETS["reinforce"], rollout=Rollout(group_size=1)))
 
 
 @pytest.mark.parametrize("critic", [Critic(), Critic("separate", "m", lr=1e-5, warmup_steps=199)])
 def test_a_critic_is_fine_where_the_objective_asks_for_one(critic):
     stage = Stage(value_coef=1.0)
-    configs.check(dataclasses.replace(GIVEN, objective=PPO, critic=critic, stage=stage))
+    checks.check(dataclasses.replace(GIVEN, objective=PPO, critic=critic, stage=stage))
 
 
 def test_refilling_by_one_reward_is_fine():
     rollout = Rollout(refill_rounds=2, refill_by="r")
-    configs.check(dataclasses.replace(GIVEN, rollout=rollout, optim=Optim(stop_kl=0.1)))
+    checks.check(dataclasses.replace(GIVEN, rollout=rollout))
+
+
+@pytest.mark.parametrize("optim", [Optim(stop_kl=0.1, epochs=2), Optim(stop_kl=0.1, minibatches=2)])
+def test_stopping_early_is_fine_where_a_batch_has_several_updates(optim):
+    checks.check(dataclasses.replace(GIVEN, optim=optim))
+
+
+@pytest.mark.parametrize("rollout", [Rollout(prompts=2, group_size=1), Rollout(prompts=1, group_size=2)])
+def test_two_rows_are_enough_to_compare_over_a_batch(rollout):
+    for objective in (PRESETS["reinforce"], Objective(baseline="running", scale="batch"), ONE_SUM):
+        checks.check(dataclasses.replace(GIVEN, rollout=rollout, objective=objective))
+    checks.check(dataclasses.replace(GIVEN, rollout=ONE_ROW, objective=PPO))
+
+
+@pytest.mark.parametrize("name", checks.AT_LEAST)
+def test_each_lowest_value_is_of_a_field_and_each_number_below_it_is_refused(name):
+    """Of every field that is a number; a field without a bound would let any value through."""
+    branch, _, leaf = name.rpartition(".")
+    for value in (checks.AT_LEAST[name] - 1, math.inf, math.nan):
+        part = dataclasses.replace(getattr(GIVEN, branch) if branch else GIVEN, **{leaf: value})
+        with pytest.raises(GruppoError, match=rf"^{name}=.* is out of range.*Set {checks.option(name)}\."):
+            checks.check(dataclasses.replace(GIVEN, **{branch: part}) if branch else part)
+
+
+# --- an objective without the critic of the config --------------------------------------------------------------------
+
+WITH_CRITIC = dataclasses.replace(GIVEN, objective=PPO, critic=Critic("separate", lr=1e-4, warmup_steps=2))
+
+
+@pytest.mark.parametrize("objective", ["grpo", PRESETS["grpo"], {"average": "token"}, {"baseline": "running"}])
+def test_an_objective_without_a_critic_leaves_the_configs_critic_behind(objective):
+    config = change(WITH_CRITIC, {"objective": objective})
+    assert config.critic == Critic() and not config.objective.has_critic
+    checks.check(config)
+
+
+@pytest.mark.parametrize("objective", ["ppo", dataclasses.replace(PPO, lam=0.9)])
+def test_another_objective_with_a_critic_keeps_the_configs(objective):
+    assert change(WITH_CRITIC, {"objective": objective}).critic == WITH_CRITIC.critic
+
+
+@pytest.mark.parametrize("given", [{"critic__lr": 1e-4}, {"critic": Critic(lr=1e-4)}])
+def test_a_critic_that_is_given_with_such_an_objective_is_refused(given):
+    for changes in (given | {"objective": "grpo"}, {"objective": "grpo"} | given):
+        config = change(WITH_CRITIC, changes)
+        assert config.critic == Critic(lr=1e-4)
+        with pytest.raises(GruppoError, match="a critic was set, but"):
+            checks.check(config)
+
+
+def test_so_it_is_in_the_shell_with_a_recipe_and_with_a_saved_config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_file.to_dict(WITH_CRITIC)))
+    for recipe in ("arithmetic-ppo", str(path)):
+        config = config_from("train", [recipe, "--objective", "grpo", "--optim.epochs", "1"])
+        assert config.critic == Critic() and config.objective == PRESETS["grpo"]
+        checks.check(config)
+        assert config_from("train", [recipe, "--objective", "ppo"]).critic != Critic()
+        config = config_from("train", [recipe, "--objective=grpo", "--critic.lr", "1e-4"])
+        with pytest.raises(GruppoError, match="a critic was set, but"):
+            checks.check(config)
 
 
 def test_keywords_with_two_underscores_change_leaves_and_whole_branches():

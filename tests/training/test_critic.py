@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.training.runs import Signalling, assert_same, newest
 
 from gruppo.policies.critic import SeparateCritic, SharedCritic
+from gruppo.policies.text import probing
 from gruppo.training import api
 from gruppo.training.build import Parts, build, with_absolute_paths
 from gruppo.training.config import Critic
@@ -107,6 +108,57 @@ def test_a_critic_of_another_model_is_opened_from_its_folder(tmp_path):
     saved = load_file(f"{other}/model.safetensors")
     own = dict(run.critic.trunk.named_parameters())
     assert own and all(torch.equal(own[name], saved[f"model.{name}"]) for name in own)
+
+
+def reward_model(folder, **changes):
+    """A tiny classifier of texts with the tiny model's tokens, and its weights."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    tiny.write_model(folder)
+    sizes = {"tie_word_embeddings": False, "num_labels": 1} | changes
+    torch.manual_seed(3)
+    module = LlamaForSequenceClassification(LlamaConfig.from_pretrained(folder, **sizes))
+    module.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_reward_model_without_a_language_head_is_taken_for_its_trunk_and_learns(tmp_path):
+    saved = reward_model(tmp_path / "other")
+    assert "score.weight" in saved and "lm_head.weight" not in saved
+    run = built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
+    own = dict(run.critic.trunk.named_parameters())
+    assert own and all(torch.equal(own[name], saved[f"model.{name}"]) for name in own)
+    assert not run.critic.module["head"].weight.any()
+    before = [p.clone() for p in run.critic.module.parameters()]
+    step(run), step(run)  # the trunk's gradient begins when the head is no longer 0
+    assert not any(torch.equal(a, b) for a, b in zip(before, run.critic.module.parameters(), strict=True))
+    assert len(run.optimizer.param_groups[1]["params"]) == len(own) + 2  # no language head
+
+
+@pytest.mark.parametrize("damage", ["a layer less", "another head"])
+def test_a_model_that_lacks_more_than_its_language_head_is_no_critic(tmp_path, damage):
+    saved = reward_model(tmp_path / "other")
+    if damage == "a layer less":
+        del saved["model.layers.1.mlp.down_proj.weight"]
+    else:
+        saved["v_head.weight"] = saved.pop("score.weight")
+    save_file(saved, tmp_path / "other/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(GruppoError, match=r"lacks \d weights that a LlamaForCausalLM has, lm_head.weight first"):
+        built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
+
+
+def test_a_reward_model_is_no_policy(tmp_path):
+    reward_model(tmp_path / "other")
+    with pytest.raises(GruppoError, match="lacks 1 weights that a LlamaForCausalLM has, lm_head.weight first"):
+        build(tiny.config(tmp_path, model=str(tmp_path / "other")), Parts())
+
+
+def test_a_model_without_language_head_that_cannot_be_run_without_one_is_no_critic(tmp_path, monkeypatch):
+    """Its features would be the logits of a random head."""
+    reward_model(tmp_path / "other")
+    monkeypatch.setattr(probing, "_split", lambda plain, prompts: (torch.zeros(1), torch.ones(1, 2)))
+    with pytest.raises(GruppoError, match="lacks the language head, and a LlamaForCausalLM cannot be run without one"):
+        built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
 
 
 def test_a_critic_too_short_for_the_data_is_refused(tmp_path):
@@ -220,6 +272,15 @@ def test_a_checkpoint_of_before_there_were_critics_still_loads(tmp_path, opened)
     folder.save(run, Boundary.of(run))
     assert not (newest(folder.path) / "critic.safetensors").exists()
     assert folder.restore(build(tiny.config(tmp_path), Parts())[0])
+
+
+def test_a_checkpoint_of_before_there_were_moving_statistics_is_resumed_without_any(tmp_path, opened):
+    run, _ = build(tiny.config(tmp_path), Parts())
+    folder, boundary = opened(run.config), Boundary.of(run)
+    counters = {name: value for name, value in boundary.counters.items() if name != "running"}
+    folder.save(run, replace(boundary, step=3, counters=counters))
+    resumed, _ = build(tiny.config(tmp_path), Parts())
+    assert folder.restore(resumed) and resumed.step == 3 and resumed.running == {}
 
 
 @pytest.mark.silent_bug(33)

@@ -16,8 +16,7 @@ import torch
 from tests import processes, tiny
 from tests.training.runs import assert_same, begin_or_go_on, metrics, newest, weights
 
-from gruppo.training import api, checkpoint
-from gruppo.training import config as configs
+from gruppo.training import api, checkpoint, config_file
 from gruppo.types import GruppoError
 
 OWN = ("update/pieces_count",)
@@ -36,7 +35,7 @@ def spying(completions: Sequence[Any], prompts: Sequence[Any], completion_ids: S
 
 def train(config: dict[str, Any], spied: str) -> None:
     os.environ["SPIED"] = spied
-    api.start(configs.from_dict(config))
+    api.start(config_file.from_dict(config))
 
 
 def both(folder: Path, ranks: int, **changes: Any) -> tuple[Path, Path, list[list[Any]], list[list[list[Any]]]]:
@@ -44,7 +43,7 @@ def both(folder: Path, ranks: int, **changes: Any) -> tuple[Path, Path, list[lis
     changes = {"reward": [f"{Path(__file__).resolve()}:spying"], "optim__eps": 0.1, "optim__lr": 0.05} | changes
     seen = []
     for name, count in (("one", 1), ("many", ranks)):
-        config = configs.to_dict(tiny.config(folder, name=name, steps=3, **changes))
+        config = config_file.to_dict(tiny.config(folder, name=name, steps=3, **changes))
         spied = folder / f"spied-{name}"
         spied.mkdir()
         children = processes.ranks(count, train, config, str(spied), folder=folder / name)
@@ -102,7 +101,7 @@ def first_weights() -> list[torch.Tensor]:
 
 def refused(config: dict[str, Any]) -> None:
     try:
-        api.start(configs.from_dict(config))
+        api.start(config_file.from_dict(config))
     except GruppoError as error:
         assert "leaves some of the 2 ranks without a prompt" in str(error)
         return
@@ -110,7 +109,7 @@ def refused(config: dict[str, Any]) -> None:
 
 
 def test_fewer_prompts_than_ranks_are_refused(tmp_path):
-    config = configs.to_dict(tiny.config(tmp_path, rollout__prompts=1))
+    config = config_file.to_dict(tiny.config(tmp_path, rollout__prompts=1))
     children = processes.ranks(2, refused, config, folder=tmp_path / "children")
     assert [child.wait() for child in children] == [0, 0], children[0].err
 
@@ -134,7 +133,7 @@ def until_stopped(config: dict[str, Any], stop_at: str) -> None:
 def test_two_ranks_resume_to_the_bit_each_with_its_own_random_state(tmp_path):
     rewards = {"reward": [f"{Path(__file__).resolve()}:noisy_and_stopping"]}
     for name, stops in (("whole", [""]), ("parts", ["1", ""])):
-        config = configs.to_dict(tiny.config(tmp_path, name=name, steps=4, saving__keep=9, **rewards))
+        config = config_file.to_dict(tiny.config(tmp_path, name=name, steps=4, saving__keep=9, **rewards))
         for stop_at in stops:
             children = processes.ranks(2, until_stopped, config, stop_at, folder=tmp_path / name)
             codes = [child.wait() for child in children]
@@ -150,14 +149,14 @@ def with_a_full_disk(config: dict[str, Any]) -> None:
 
     checkpoint.save_file = save_file
     try:
-        api.start(configs.from_dict(config))
+        api.start(config_file.from_dict(config))
     except GruppoError as error:
         print(error, flush=True)
         os._exit(error.exit_code)
 
 
 def test_where_the_rank_that_writes_fails_the_other_does_not_wait_for_it(tmp_path):
-    config = configs.to_dict(tiny.config(tmp_path, evaluation__prompts=0, saving__every=1))
+    config = config_file.to_dict(tiny.config(tmp_path, evaluation__prompts=0, saving__every=1))
     children = processes.ranks(2, with_a_full_disk, config, folder=tmp_path / "full")
     assert [child.wait() for child in children] == [2, 2]
     assert "the disk is full" in children[0].out and "another rank could not go on" in children[1].out

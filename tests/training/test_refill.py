@@ -14,14 +14,16 @@ from tests import processes, tiny
 from tests.training import by_hand
 from tests.training.runs import Signalling, assert_same, metrics, newest
 from tests.training.test_step import run_in, step
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from gruppo.training import api
-from gruppo.training import config as configs
+from gruppo.rewards.score import Scores
+from gruppo.training import api, config_file
 from gruppo.training.build import Parts, build
 from gruppo.training.collect import Collected, collect
 from gruppo.training.loop import Stopped
+from gruppo.training.refill import Round, joined
 from gruppo.training.run import Run, knobs_at
-from gruppo.types import DataError, GruppoError
+from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 
 def number_of(prompt: Any) -> int:
@@ -182,10 +184,91 @@ def test_spread_among_rows_that_are_not_scored_is_none(tmp_path):
     assert not any(n % 2 for n in numbers(collected.batch.rollouts))
 
 
+def dull_digits_of_even(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float | None]:
+    """Of an even number's prompt: 1 for each completion, or the digits where four divides it. Of an odd one's: None."""
+    values = tiny.digits(completions)
+    numbers = [number_of(p) for p in prompts]
+    return [None if n % 2 else 1.0 if n % 4 else value for n, value in zip(numbers, values, strict=True)]
+
+
+def test_where_the_reward_named_applies_to_no_row_of_a_group_the_sum_decides(tmp_path):
+    run = run_with(tmp_path, dull_digits_of_even, lengths, rollout__refill_by="dull_digits_of_even")
+    collected = collected_by(run)
+    kept = {n % 4 for n in numbers(collected.batch.rollouts)}
+    assert kept & {1, 3} and 2 not in kept
+    assert collected.metrics["refill/rounds_count"] > 0
+    by_name = collected.batch.reward_parts["dull_digits_of_even"]
+    odd = torch.tensor([n % 2 == 1 for n in numbers(collected.batch.rollouts)])
+    assert torch.equal(by_name.isnan(), odd) and collected.batch.keep.any(dim=1).all()
+
+
 def test_an_unknown_reward_is_refused_with_the_names_there_are(tmp_path):
     config = tiny.config(tmp_path, rollout__refill_rounds=1, rollout__refill_by="digit")
     with pytest.raises(GruppoError, match=r"refill_by='digit' is none of this run's rewards, digits\. Set --rollout"):
         build(config, Parts())
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
+
+def round_of(slots: list[int], size: int, seed: int, draw: int) -> Round:
+    """A group of each slot, rows in any order, each third group alike."""
+    generator = torch.Generator().manual_seed(seed)
+    group_ids = torch.arange(len(slots)).repeat_interleave(size)
+    group_ids = group_ids[torch.randperm(len(group_ids), generator=generator)]
+    rewards = torch.rand(len(group_ids), generator=generator)
+    rewards[group_ids % 3 == 0] = 0.5
+    mask = torch.ones(len(group_ids), 1, dtype=torch.bool)
+    rollouts = Rollouts(
+        prompts=tuple(Prompt(str(slot), "", draw=draw) for slot in slots),
+        group_ids=group_ids,
+        actions=mask.long(),
+        mask=mask,
+        lengths=mask[:, 0].long(),
+        outputs=("",) * len(group_ids),
+        sampler_logprobs=mask.float(),
+        policy_version=mask.long(),
+        temperature=mask[:, 0].float(),
+        finish=("stop",) * len(group_ids),
+    )
+    return Round(rollouts, Scores(rewards, {}), slots, 0.0)
+
+
+def test_rounds_are_joined_as_row_by_row():
+    rounds = [round_of(list(range(7)), 4, 0, 0), round_of([0, 3, 6], 4, 1, 1), round_of([0], 4, 2, 2)]
+    sampled = joined(rounds, "", refills=True)
+    place, expected, filled = 0, {}, {}
+    for one in rounds:
+        for group, slot in enumerate(one.slots):
+            expected[slot] = [place + row for row, g in enumerate(one.rollouts.group_ids.tolist()) if g == group]
+            filled[slot] = group % 3 != 0
+        place += len(one.rollouts)
+    assert sampled.rows == [row for slot in range(7) for row in expected[slot]]
+    assert sampled.is_filled.tolist() == [filled[slot] for slot in range(7) for _ in range(4)]
+    assert sampled.batch()[0].group_ids.bincount().tolist() == [4] * 7
+
+
+class Work(TorchDispatchMode):
+    """Numbers that operations write."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.count += out.numel() if isinstance(out, torch.Tensor) else 0
+        return out
+
+
+@pytest.mark.parametrize("refills", [False, True])
+def test_the_work_of_joining_grows_as_the_rows_do(refills):
+    def work(groups: int) -> int:
+        one = round_of(list(range(groups)), 4, 0, 0)
+        with Work() as mode:
+            sampled = joined([one], "", refills=refills)
+        assert sampled.rollouts is one.rollouts and len(sampled.rows) == 4 * groups
+        return mode.count
+
+    assert work(400) < 4.5 * work(100)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -262,7 +345,7 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
     from gruppo.training.minibatches import minibatch_rows
 
     dist.start()
-    run, _ = build(configs.from_dict(config), Parts())
+    run, _ = build(config_file.from_dict(config), Parts())
     knobs = knobs_at(run.config, 0)
     collected = collect(run, knobs)
     batch = collected.batch
@@ -275,7 +358,7 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
 
 def test_batch_and_minibatches_do_not_depend_on_the_number_of_ranks(tmp_path):
     sizes = {"rollout__prompts": 5, "rollout__group_size": 3, "rollout__refill_rounds": 1, "optim__minibatches": 3}
-    config = configs.to_dict(tiny.config(tmp_path, **sizes, reward=[f"{Path(__file__).resolve()}:dull_odd"]))
+    config = config_file.to_dict(tiny.config(tmp_path, **sizes, reward=[f"{Path(__file__).resolve()}:dull_odd"]))
     for count in (1, 2, 3):
         children = processes.ranks(count, collected_rows, config, str(tmp_path), folder=tmp_path / f"of-{count}")
         assert not any(child.wait() for child in children), "\n".join(child.err for child in children)

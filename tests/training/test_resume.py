@@ -20,7 +20,7 @@ import gruppo
 from gruppo.policies.text import from_pretrained
 from gruppo.rewards.functions import FunctionReward
 from gruppo.track.texts import program
-from gruppo.training import api, checkpoint
+from gruppo.training import api, checkpoint, config_file
 from gruppo.training import config as configs
 from gruppo.training.build import Parts
 from gruppo.training.loop import Stopped
@@ -47,8 +47,8 @@ def whole(tmp_path_factory):
 
 def same_data(folder: Path, kind: dict, whole) -> dict:
     """A config as JSON that differs from the whole run's in its folder alone."""
-    config = configs.load(whole(kind) / "config.json")
-    return configs.to_dict(dataclasses.replace(config, runs_dir=str(folder / "runs")))
+    config = config_file.load(whole(kind) / "config.json")
+    return config_file.to_dict(dataclasses.replace(config, runs_dir=str(folder / "runs")))
 
 
 @pytest.mark.silent_bug(33)
@@ -65,7 +65,7 @@ def test_2n_steps_are_n_steps_a_stop_and_n_steps(tmp_path, kind, whole, calls_be
 
     stopping.__name__ = "noisy" if kind else "digits"
     with pytest.raises(Stopped, match="gruppo resume"):
-        api.start(configs.from_dict(config), Parts(rewards=[stopping]))
+        api.start(config_file.from_dict(config), Parts(rewards=[stopping]))
     assert_same(api.go_on(tmp_path / "runs/run").folder, whole(kind))
 
 
@@ -211,7 +211,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path, whole):
 
 def test_a_damaged_newest_checkpoint_is_resumed_from_the_one_before_to_the_bit(tmp_path, whole):
     config = same_data(tmp_path, SIMPLE, whole) | {"saving": {"every": 2, "keep": 9}}
-    run = api.start(configs.from_dict(config)).folder
+    run = api.start(config_file.from_dict(config)).folder
     shutil.rmtree(run / "final")
     with (newest(run) / "model.safetensors").open("r+b") as file:
         file.seek(200)
@@ -272,7 +272,7 @@ def test_parts_in_memory_are_asked_for_by_name_and_resume_to_the_bit(tmp_path):
         return {"model": from_pretrained(tiny.model(), compute="float32"), "data": tiny.rows()}
 
     settings = dataclasses.asdict(config_in(tmp_path, SIMPLE, stage__kl_coef=0.1))
-    config = configs.from_dict(settings)
+    config = config_file.from_dict(settings)
 
     def train(name, reward):
         return gruppo.train(dataclasses.replace(config, name=name), **parts(), reward=reward, show=False).folder

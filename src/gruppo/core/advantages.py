@@ -75,8 +75,8 @@ def group_advantages(
 
     Scales: standard deviation with ddof 1 of the group's rewards (GRPO, arXiv 2402.03300); ``batch``, of all raw
     rewards on all ranks; ``running``, of the rewards *within* groups, as a moving average of the pooled variance,
-    bias-corrected; ``prompt``, of the last rewards of the same prompt over all its draws (DDPO, arXiv 2305.13301),
-    found by ``prompt_ids``, one for each group.
+    bias-corrected; ``prompt``, of the last rewards of the same prompt over all its draws, found by ``prompt_ids``,
+    one for each group (DDPO, arXiv 2305.13301, which takes the mean of the same rewards as its baseline).
 
     Rewards that are not finite are not scored: they enter no statistic and get 0. A group with fewer than two scored
     rows has nothing to compare and gets 0 under the group baselines. So does, exactly, a group without spread; under

@@ -76,8 +76,8 @@ def whiten(
     centred = torch.where(keep, kept - mean, 0)
     var = all_sum(centred.square().sum()) / (total[1] - 1).clamp(min=1)
     size = total[2] / total[1].clamp(min=1)
-    has_spread = var.sqrt() > 4 * torch.finfo(x.dtype).eps * size
-    return torch.where(has_spread, centred / (var + eps).sqrt(), 0).to(x.dtype)
+    is_residue = var.sqrt() <= 4 * torch.finfo(x.dtype).eps * size  # False where one is NaN, which must not become 0
+    return torch.where(keep & ~is_residue, centred / (var + eps).sqrt(), 0).to(x.dtype)
 
 
 def _joined(columns_backwards: list[Tensor], like: Tensor) -> Tensor:

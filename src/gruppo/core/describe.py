@@ -104,9 +104,10 @@ def _kl(o: Objective, kl_coef: float) -> str:
     return f"minus       {kl_coef:g} x KL(policy || reference) by {o.kl}, {how}, in nats a token"
 
 
-def cautions(objective: Objective, *, kl_coef: float, updates_per_batch: int) -> list[str]:
-    """What works and may not be meant."""
+def cautions(objective: Objective, *, kl_coef: float, updates_per_batch: int, truncates: bool = False) -> list[str]:
+    """What works and may not be meant. ``truncates``: whether sampling leaves out actions, by top-k or top-p."""
     o, said = objective, []
+    said += [f"{name} is set, and nothing here reads it" for name in unread(o)]
     if o.baseline == "running":
         said.append("a running mean of all prompts turns the advantage into how hard a prompt is; the group's does not")
     if updates_per_batch == 1 and o.surrogate == "clip":
@@ -115,4 +116,25 @@ def cautions(objective: Objective, *, kl_coef: float, updates_per_batch: int) ->
         said.append("whitening shifts all advantages by their mean: groups without spread no longer get exactly 0")
     if kl_coef > 0 and o.kl_in == "loss" and o.kl_gradient == "naive":
         said.append(f"kl_gradient='naive' with {o.kl} has the wrong gradient in expectation, off-policy at the least")
+    if kl_coef > 0 and truncates:
+        said.append("the KL is between distributions cut to top-k and top-p, each to its own: an estimate, not exact")
     return said
+
+
+def unread(o: Objective) -> list[str]:
+    """Fields with another value than the default that this objective's other choices leave without effect."""
+    clips, plain = o.surrogate in ("clip", "cispo"), Objective()
+    is_read = {
+        "clip_low": clips,
+        "clip_high": clips,
+        "clip_unit": clips,
+        "tau_pos": o.surrogate == "sapo",
+        "tau_neg": o.surrogate == "sapo",
+        "lam": o.has_critic,
+        "value_clip": o.has_critic,
+        "running_decay": "running" in (o.baseline, o.scale),
+        "correction_level": o.correction != "none",
+        "correction_low": o.correction != "none",
+        "correction_high": o.correction != "none",
+    }
+    return [name for name, reads in is_read.items() if not reads and getattr(o, name) != getattr(plain, name)]

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from gruppo.core.surrogates import ratio_of
+
 Estimator = Literal["k1", "k2", "k3", "exact"]
 KlGradient = Literal["unbiased", "naive"]
 
@@ -53,8 +55,7 @@ def kl(
     estimate = ESTIMATORS[estimator](delta)
     if gradient == "naive":
         return estimate
-    ratio = log_ratio.detach().exp() if estimator == "k2" else log_ratio.exp()
-    return ratio * estimate
+    return ratio_of(log_ratio.detach() if estimator == "k2" else log_ratio) * estimate
 
 
 def gaussian_kl(
@@ -69,9 +70,3 @@ def gaussian_kl(
     std, ref_std = (s.double().reshape(*s.shape, *[1] * (mean.ndim - s.ndim)) for s in (std, ref_std))
     nats = (ref_std / std).log() + (std.square() + (mean - ref_mean).square()) / (2 * ref_std.square()) - 0.5
     return nats.expand_as(mean).flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
-
-
-def effective_sample_size(log_weights: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """(sum w)^2 / sum w^2, between 1 and N: how many samples of the right distribution the weighted ones are worth."""
-    w = (log_weights - log_weights.max()).double().exp()
-    return w.sum().square() / w.square().sum()

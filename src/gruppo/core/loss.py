@@ -105,8 +105,9 @@ class _Step:
         logprobs = likelihood.logprobs
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         dims = batch.dims if objective.dims == "mean" else 1
-        token = log_ratio(logprobs, old, batch.keep)
-        ratio = log_ratio(logprobs, old, batch.keep, level=_level(objective), dims=dims)
+        ratio = token = log_ratio(logprobs, old, batch.keep)
+        if (level := _level(objective)) != "token" or dims != 1:
+            ratio = log_ratio(logprobs, old, batch.keep, level=level, dims=dims)
         return cls(logprobs, old, token, ratio, torch.where(batch.keep, batch.advantages, 0), batch.keep)
 
 
@@ -170,7 +171,13 @@ def _kl(objective: Objective, likelihood: Likelihood, step: _Step, ref: Likeliho
     ours, theirs = likelihood.gaussian, ref.gaussian
     if ours is None or theirs is None:
         raise GruppoError("kl='exact' needs the policy's and the reference's Gaussian. Set --objective.kl k3.")
-    return gaussian_kl(ours.mean, ours.std, theirs.mean.detach(), theirs.std.detach())
+
+    def kept(x: Tensor, filling: float) -> Tensor:
+        """A standard normal where not kept: what stands there may be NaN, and would be in the gradient."""
+        return torch.where(step.keep.reshape(*step.keep.shape, *[1] * (x.ndim - 2)), x, filling)
+
+    policy, reference = ((kept(of.mean, 0.0), kept(of.std, 1.0)) for of in (ours, theirs))
+    return gaussian_kl(*policy, *(x.detach() for x in reference))
 
 
 def _ref_stat(likelihood: Likelihood, step: _Step, ref: Likelihood) -> Stat:

@@ -87,15 +87,19 @@ class Objective:
             choices = get_args(hints[field.name])
             value = getattr(self, field.name)
             if choices and value not in choices:
-                raise GruppoError(f"objective.{field.name}={value!r} is not one of {', '.join(map(repr, choices))}.")
+                raise GruppoError(
+                    f"objective.{field.name}={value!r} is not one of {', '.join(map(repr, choices))}. Set "
+                    f"--objective.{field.name.replace('_', '-')} {field.default}."
+                )
 
     def _check_ranges(self) -> None:
-        for name, (low, high, advice) in RANGES.items():
+        for name, (low, high, usual) in RANGES.items():
             value = getattr(self, name)
             if not low <= value <= high or math.isinf(value):
                 most = f"at most {high:g}" if high < math.inf else "finite"
                 raise GruppoError(
-                    f"objective.{name}={value} is out of range; it needs to be at least {low:g} and {most}. {advice}"
+                    f"objective.{name}={value} is out of range; it needs to be at least {low:g} and {most}. Set "
+                    f"--objective.{name.replace('_', '-')} {usual:g}."
                 )
 
     def check(
@@ -141,8 +145,8 @@ class Objective:
             )
         if max_length is not None and self.overlong >= max_length:
             raise GruppoError(
-                f"overlong={self.overlong} penalises every length up to the longest, {max_length}. Set it below "
-                "--rollout.max-new-tokens, to about a fifth of it."
+                f"overlong={self.overlong} penalises every length up to the longest, {max_length}; it needs to be "
+                f"below. Set --objective.overlong {max_length // 5}."
             )
 
     @property
@@ -170,22 +174,21 @@ class Objective:
 
 GROUP_BASELINES = ("mean", "leave_one_out")
 
-_PPO = "PPO uses 0.2 and 0.2."
-RANGES: Mapping[str, tuple[float, float, str]] = {
-    "scale_eps": (0, math.inf, "Use 1e-4."),
-    "running_decay": (0, 1 - 1e-9, "Use 0.99."),
-    "adv_clip": (0, math.inf, "Use 0 to leave advantages as they are, or 5."),
-    "gamma": (0, 1, "Use 1."),
-    "lam": (0, 1, "Use 0.95."),
-    "clip_low": (0, math.inf, _PPO),
-    "clip_high": (0, math.inf, _PPO),
-    "dual_clip": (0, math.inf, "Use 0 for none, or 3."),
-    "tau_pos": (1e-6, math.inf, "Use 1."),
-    "tau_neg": (1e-6, math.inf, "Use 1.05."),
-    "correction_low": (0, math.inf, "Use 0."),
-    "correction_high": (0, math.inf, "Use 3."),
-    "value_clip": (0, math.inf, "Use 0 for none, or 0.2."),
-    "overlong": (0, math.inf, "Use 0 for none."),
+RANGES: Mapping[str, tuple[float, float, float]] = {
+    "scale_eps": (0, math.inf, 1e-4),
+    "running_decay": (0, 1 - 1e-9, 0.99),
+    "adv_clip": (0, math.inf, 0),
+    "gamma": (0, 1, 1),
+    "lam": (0, 1, 0.95),
+    "clip_low": (0, math.inf, 0.2),
+    "clip_high": (0, math.inf, 0.2),
+    "dual_clip": (0, math.inf, 3),
+    "tau_pos": (1e-6, math.inf, 1),
+    "tau_neg": (1e-6, math.inf, 1.05),
+    "correction_low": (0, math.inf, 0),
+    "correction_high": (0, math.inf, 3),
+    "value_clip": (0, math.inf, 0.2),
+    "overlong": (0, math.inf, 0),
 }
 
 
@@ -195,8 +198,8 @@ RANGES: Mapping[str, tuple[float, float, str]] = {
 def _clip_crosses(o: Objective) -> str | None:
     if o.clip_unit == "ratio" and o.clip_low > 1:
         return (
-            f"objective.clip_low={o.clip_low}: the ratio is kept above 1 - clip_low, which needs 0 <= clip_low <= 1. "
-            f"{_PPO}"
+            f"objective.clip_low={o.clip_low}: the ratio is kept above 1 - clip_low, which needs clip_low <= 1. Set "
+            "--objective.clip-low 0.2."
         )
     if o.dual_clip and o.surrogate != "clip":
         return (
@@ -212,11 +215,12 @@ def _clip_crosses(o: Objective) -> str | None:
 
 
 def _correction_crosses(o: Objective) -> str | None:
-    if o.correction == "none" or o.correction_low < o.correction_high:
+    low, high = o.correction_low, o.correction_high
+    if o.correction == "none" or (low <= 1 <= high and low < high):
         return None
     return (
-        f"correction_low={o.correction_low:g} is not below correction_high={o.correction_high:g}, so no weight lies "
-        "between them. Set --objective.correction-low 0 --objective.correction-high 3."
+        f"correction_low={low:g}, correction_high={high:g}: the weight of an action on which sampler and trainer agree "
+        "is 1, which needs to lie between them. Set --objective.correction-low 0 --objective.correction-high 3."
     )
 
 
@@ -294,7 +298,9 @@ CISPO = Objective(surrogate="cispo", clip_low=1.0, clip_high=4.0, average="token
 SAPO = Objective(surrogate="sapo")
 """arXiv 2511.20347: a soft gate on the ratio in place of the clip."""
 RLOO = Objective(baseline="leave_one_out", scale="none", surrogate="reinforce", average="sequence_sum")
-"""arXiv 2402.14740: each rollout against the mean of its group-mates, the whole sequence as one action."""
+"""arXiv 2402.14740: each rollout against the mean of its group-mates, the whole sequence as one action.
+
+Where there is a kl_coef, the paper has the KL in the reward: replace(RLOO, kl="k1", kl_in="reward")."""
 REINFORCE = Objective(baseline="batch_mean", scale="none", surrogate="reinforce", average="sequence_sum")
 """Williams 1992, with the batch's mean reward as the baseline; works with a group of one."""
 REINFORCE_PP = Objective(

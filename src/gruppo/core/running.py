@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-PROMPT_HISTORY = 64
+PROMPT_HISTORY = 32
 """Rewards of one prompt that its standard deviation is taken over, the newest last."""
 
 
@@ -42,16 +42,16 @@ def prompt_std(
     prompt_ids: Sequence[str],
     history: Mapping[str, Sequence[float]],
     share: Callable[[Any], list[Any]],
-) -> tuple[Float[Tensor, "groups"], dict[str, list[float]]]:
+) -> tuple[Float[Tensor, "groups"], dict[str, Sequence[float]]]:
     """Standard deviation (ddof 1) of each prompt's last rewards, this batch's among them; and the history after it.
 
     ``share`` gives what every rank has, in order of rank, so that all ranks hold one history. NaN below two rewards.
     """
     here = [[prompt, rewards[(group_ids == g) & rewards.isfinite()].tolist()] for g, prompt in enumerate(prompt_ids)]
-    after = {prompt: list(past) for prompt, past in history.items()}
+    after = dict(history)  # lists of the old one are replaced, never changed
     for rank in share(here):
         for prompt, new in rank:
-            after[prompt] = [*after.get(prompt, []), *new][-PROMPT_HISTORY:]
+            after[prompt] = [*after.get(prompt, ()), *new][-PROMPT_HISTORY:]
     return torch.stack([_std(after[prompt]) for prompt in prompt_ids]), after
 
 

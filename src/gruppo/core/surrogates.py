@@ -9,6 +9,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 Level = Literal["token", "sequence", "sequence_token"]
+FARTHEST = 20.0
+"""Nats. exp of more than 88 is inf in float32, whose gradient is NaN even where the clip has chosen its other side."""
+
+
+def ratio_of(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """exp, without a gradient beyond e^20: an action that is half a billion times likelier is stopped, not followed."""
+    return log_ratio.clamp(max=FARTHEST).exp()
 
 
 def log_ratio(
@@ -49,7 +56,7 @@ def clip_surrogate(
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7; ``high`` above ``low`` is DAPO's clip-higher (arXiv 2503.14476).
     ``dual`` bounds it from the other side where A < 0: L = min(L, -dual A) (Ye et al. 2019, arXiv 1912.09729, dual 3).
     """
-    ratio = log_ratio.exp()
+    ratio = ratio_of(log_ratio)
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     if dual is None:
         return loss
@@ -69,7 +76,7 @@ def cispo_surrogate(
 
     MiniMax-M1 (arXiv 2506.13585), eq. 4, which leaves the lower side open (low 1). TRL's epsilon_high is 1 + high.
     """
-    weight = log_ratio.detach().exp().clamp(1 - low, 1 + high)
+    weight = ratio_of(log_ratio.detach()).clamp(1 - low, 1 + high)
     return -weight * advantages * torch.where(keep, logprobs, 0)
 
 
@@ -81,7 +88,7 @@ def sapo_surrogate(
     SAPO (arXiv 2511.20347).
     """
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(log_ratio.dtype)
-    return -torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau * advantages
+    return -torch.sigmoid(tau * (ratio_of(log_ratio) - 1)) * 4 / tau * advantages
 
 
 def vespo_surrogate(
@@ -98,7 +105,7 @@ def vespo_surrogate(
     (k, lam) is ``pos`` where A >= 0 and ``neg`` elsewhere; phi(1) = 1. VESPO (arXiv 2602.10693); numbers, and the
     bounds of the sums, as in TRL 1.16. ``log_ratio`` is the token's.
     """
-    log_w = log_ratio.detach().clamp(-20, 20).sum(dim=1, keepdim=True).clamp(VESPO_LOWEST, 20)
+    log_w = log_ratio.detach().clamp(-FARTHEST, FARTHEST).sum(dim=1, keepdim=True).clamp(VESPO_LOWEST, FARTHEST)
     is_pos = advantages >= 0
     k, lam = (torch.where(is_pos, p, n).to(log_w.dtype) for p, n in zip(pos, neg, strict=True))
     phi = (lam + k * log_w - lam * log_w.exp()).exp()

@@ -12,7 +12,7 @@ from gruppo.core.advantages import group_advantages
 from gruppo.core.credit import place_score, returns_to_go, whiten
 from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import GRPO, PRESETS, Objective
-from gruppo.losses.inputs import Rows, Terms, coefficient, same_shape, weights
+from gruppo.losses.inputs import Rows, Terms, coefficient, refuse_nan, same_shape, weights
 from gruppo.types import GruppoError, Likelihood, Stat
 
 
@@ -63,7 +63,8 @@ class GRPOLoss(nn.Module):
         a sequence's, and leaves the clip sooner than a token's. With a mask (True where the policy chose the token),
         log-probs are [B, T] and rewards [prompts, group], prompt after prompt, with prompts * group = B.
         ``group_ids`` [B] with rewards [B] says instead which rows share a prompt.
-        ``old_policy_logprobs`` None: the policy itself drew the rows.
+        ``old_policy_logprobs`` None: the policy itself drew the rows. Surrogates without a ratio (rloo, reinforce,
+        nanochat) do not read them: there the rows have to be the policy's own.
         Rewards that are not finite are not scored: their rows leave numerator and denominator, and are counted.
         """
         terms, _ = self.terms(policy_logprobs, old_policy_logprobs, rewards, reference_logprobs, mask, group_ids)
@@ -104,6 +105,7 @@ class GRPOLoss(nn.Module):
         o, keep = self.objective, rows.keep
         penalty = torch.zeros_like(old)
         if o.kl_in == "reward" and ref is not None:
+            refuse_nan(keep, old_policy_logprobs=old, reference_logprobs=ref)
             penalty = self.kl_beta * torch.where(keep, old - ref, 0)
         if o.credit == "outcome":
             advantages = torch.where(keep, _row_advantages(rows, rows.rewards - penalty.sum(dim=1), o)[:, None], 0)

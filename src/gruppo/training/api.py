@@ -12,10 +12,9 @@ from typing import Any
 from gruppo import dist
 from gruppo.loading import RunWhileLoading, is_loading
 from gruppo.seeds import seed_at
-from gruppo.training import checkpoint, loop
-from gruppo.training import config as configs
+from gruppo.training import checkpoint, checks, config_file, loop
 from gruppo.training.build import Parts, build, missing_parts, name_of, require_named, with_absolute_paths
-from gruppo.training.config import Config
+from gruppo.training.config import Config, Critic
 from gruppo.training.evaluate import held_out
 from gruppo.training.folder import RunFolder
 from gruppo.training.run import Run
@@ -101,7 +100,7 @@ def start(config: Config, parts: Parts | None = None, *, watch: Watch | None = N
         raise RunWhileLoading
     dist.start()
     parts = parts or Parts()
-    configs.check(config)
+    checks.check(config)
     require_named(config, parts)
     config = with_absolute_paths(replace(config, name=config.name or new_name("run", config.runs_dir)))
     path = Path(config.runs_dir) / config.name
@@ -126,7 +125,7 @@ def go_on(path: str | Path, parts: Parts | None = None, *, watch: Watch | None =
     if not (path / "config.json").is_file():
         what = "has no config.json" if path.exists() else "does not exist"
         raise GruppoError(f"the run folder {path} {what}. Give the folder of a run, such as runs/arithmetic-...")
-    config = configs.load(path / "config.json")
+    config = config_file.load(path / "config.json")
     if missing := missing_parts(config, parts):
         raise GruppoError(
             f"this run's {' and '.join(missing)} came from Python objects. Continue it with "
@@ -175,19 +174,24 @@ def new_name(stem: str, runs_dir: str | Path) -> str:
 
 
 def change(config: Config, changes: dict[str, Any]) -> Config:
-    """A config with the given leaves: ``{"rollout__group_size": 4}``. A preset's leaves may be changed with it."""
-    data = configs.to_dict(config)
+    """A config with the given leaves: ``{"rollout__group_size": 4}``. A preset's leaves may be changed with it.
+
+    An objective without a critic leaves the config's behind; one that is given with it stays, to be refused.
+    """
+    data = config_file.to_dict(config)
+    if "objective" in changes and not config_file.names_critic(changes["objective"]):
+        data["critic"] = config_file.plain(Critic())
     for name, value in sorted(changes.items(), key=lambda change: change[0].count("__")):  # wholes before leaves
         *path, leaf = name.split("__")
         if path[:1] == ["objective"] and isinstance(data["objective"], str):
-            data["objective"] = configs.plain(configs.preset(data["objective"]))
+            data["objective"] = config_file.plain(config_file.preset(data["objective"]))
         place = data
         for part in path:
             place = place.setdefault(part, {}) if isinstance(place, dict) else {}
         if not isinstance(place, dict):
             raise GruppoError(f"{name}: {path[-1]} is a value, not a group of settings.")
-        place[leaf] = configs.plain(value)
-    return configs.from_dict(data)
+        place[leaf] = config_file.plain(value)
+    return config_file.from_dict(data)
 
 
 def _question(run: Run) -> str:

@@ -176,7 +176,7 @@ def open_critic(config: Config, policy: TextPolicy, source: Any) -> Critic:
         return SeparateCritic(policy)
     path, _ = found_model(config.critic.model)
     # in float32, whatever the run computes in: the critic makes a copy of its trunk alone
-    model = from_pretrained(path, compute="float32", trust_remote_code=config.trust_remote_code)
+    model = from_pretrained(path, compute="float32", trust_remote_code=config.trust_remote_code, needs_head=False)
     try:
         check_lengths(source, model, config)
     except DataError as error:

@@ -35,8 +35,9 @@ class Collected:
 
 def collect(run: Run, knobs: Knobs) -> Collected:
     """One step's data: every prompt ``group_size`` times, rewarded, with advantages."""
-    rounds = sample(run, knobs)
     began = time.perf_counter()
+    rounds = sample(run, knobs)
+    sampled_at, reward_s = time.perf_counter(), sum(one.reward_s for one in rounds)
     refills = run.config.rollout.refill_rounds > 0
     sampled = joined(rounds, run.config.rollout.refill_by, refills=refills)
     _stop_if_useless(run, sampled.rollouts, sampled.scores)
@@ -47,9 +48,8 @@ def collect(run: Run, knobs: Knobs) -> Collected:
     run.totals["tokens"] += metrics["tokens"]
     run.totals["rollouts"] += metrics["rollouts"]
     metrics |= {f"progress/{name}": total for name, total in run.totals.items()}
-    metrics |= {"time/rollout_s": sum(one.rollout_s for one in rounds)}
-    metrics |= {"time/reward_s": sum(one.reward_s for one in rounds)}
-    metrics |= {"time/credit_s": time.perf_counter() - began}
+    metrics |= {"time/rollout_s": sampled_at - began - reward_s}  # drawing prompts and waiting for ranks too
+    metrics |= {"time/reward_s": reward_s, "time/credit_s": time.perf_counter() - sampled_at}
     return Collected(batch, sampled.rollouts, sampled.scores, metrics)
 
 
@@ -70,12 +70,11 @@ def sample(run: Run, knobs: Knobs) -> list[Round]:
 
 
 def _round(run: Run, knobs: Knobs, prompts: dict[int, Prompt]) -> Round:
-    began = time.perf_counter()
     requests = [Request(prompt, knobs.group_size) for prompt in prompts.values()]
     rollouts = run.engine.generate(requests, knobs.sampling, seed=run.config.seed)
-    sampled = time.perf_counter()
+    began = time.perf_counter()
     scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps)
-    return Round(rollouts, scores, list(prompts), sampled - began, time.perf_counter() - sampled)
+    return Round(rollouts, scores, list(prompts), time.perf_counter() - began)
 
 
 def take_prompts(run: Run, slots: Sequence[int]) -> dict[int, Prompt]:

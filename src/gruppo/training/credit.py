@@ -62,9 +62,9 @@ def with_advantages(run: Run, knobs: Knobs, batch: Batch, scores: Scores) -> Bat
         row = row_advantages(run, batch.rollouts, score, scores)
         advantages = returns_to_go(place_score(row, batch.keep) - penalty, batch.keep, gamma=objective.gamma)
     else:
-        if is_evaluated_first(run, knobs):  # a row without log-probs has no reward to compare
-            score = torch.where(batch.keep.any(dim=1), score - penalty.sum(dim=1), torch.nan)
-        row = row_advantages(run, batch.rollouts, score, scores)
+        of_row = penalty.sum(dim=1)  # 0 of a row that is not learned from: it is compared by its score alone
+        row = row_advantages(run, batch.rollouts, score - of_row, scores)
+        row = torch.where(of_row.isfinite(), row, torch.nan)  # no row without a score: the update is to be skipped
         advantages = torch.where(batch.rollouts.mask, row[:, None], 0)
     if objective.whiten:
         advantages = whiten(advantages, batch.keep, all_sum=dist.all_sum)

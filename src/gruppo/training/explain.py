@@ -9,7 +9,7 @@ import torch
 from gruppo.core.describe import cautions, describe
 from gruppo.policies.critic import SeparateCritic
 from gruppo.policies.text.policy import BATCH_ROWS
-from gruppo.training import config as configs
+from gruppo.training import checks
 from gruppo.training.build import Parts, build, require_named
 from gruppo.training.config import Config
 from gruppo.training.run import Run
@@ -18,7 +18,7 @@ from gruppo.types import Request
 
 def explain(config: Config) -> list[str]:
     """The effective objective, tokens per step, a memory estimate, and one real prompt, completion and reward."""
-    configs.check(config)
+    checks.check(config)
     require_named(config, Parts())
     run, _ = build(config, Parts())
     return [*_objective(config), "", *_work(run), "", *_memory(run), "", *_example(run)]
@@ -37,7 +37,12 @@ def _objective(config: Config) -> list[str]:
     lines.append(f"updates     {config.updates_per_batch} a step: {passes}{stop}")
     if rollout.refill_rounds:
         lines.append(f"refilled    groups without spread, by up to {rollout.refill_rounds} further rounds of prompts")
-    said = cautions(config.objective, kl_coef=config.stage.kl_coef, updates_per_batch=config.updates_per_batch)
+    said = cautions(
+        config.objective,
+        kl_coef=config.stage.kl_coef,
+        updates_per_batch=config.updates_per_batch,
+        truncates=rollout.top_k > 0 or rollout.top_p < 1,
+    )
     lines += [f"note        {caution}" for caution in said]
     return ["OBJECTIVE", *(f"  {line}" for line in lines)]
 

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import math
-import os
-import platform
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from gruppo import dist
 from gruppo.seeds import seed_at
 from gruppo.track.files import MetricsFile, SamplesFile
 from gruppo.track.texts import program
-from gruppo.training import checkpoint
-from gruppo.training import config as configs
-from gruppo.training.config import IN_MEMORY
+from gruppo.training import checkpoint, config_file
+from gruppo.training.config import Config
+from gruppo.training.machine import hardware, versions
 from gruppo.training.run import Run
+from gruppo.training.weights import check_critic, first_weights, restore_weights, weights_of
 from gruppo.types import GruppoError
 
 
@@ -73,7 +66,7 @@ class RunFolder:
         self._handler: logging.Handler | None = None
 
     @classmethod
-    def create(cls, path: Path, config: configs.Config) -> RunFolder:
+    def create(cls, path: Path, config: Config) -> RunFolder:
         """A new folder; one that is there already is left alone."""
         folder = cls(path)
         with dist.together():
@@ -81,7 +74,7 @@ class RunFolder:
                 folder._fill(config)
         return folder
 
-    def _fill(self, config: configs.Config) -> None:
+    def _fill(self, config: Config) -> None:
         self.check_is_new()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -91,7 +84,7 @@ class RunFolder:
             ) from error
         self.open()
         try:
-            checkpoint.write_text(self.path / "config.json", json.dumps(configs.to_dict(config), indent=2))
+            checkpoint.write_text(self.path / "config.json", json.dumps(config_file.to_dict(config), indent=2))
         except GruppoError:
             self.close()
             raise
@@ -253,42 +246,6 @@ class RunFolder:
         return target
 
 
-def first_weights(run: Run) -> str | None:
-    """SHA-256 of the untrained weights, where a resume depends on them and no file name stands for them."""
-    if run.reference is None and run.config.model != IN_MEMORY:
-        return None
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights_of(run.policy.module).items()):
-        digest.update(name.encode() + b"\0")
-        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def check_critic(run: Run, saved: checkpoint.Saved, folder: Path) -> None:
-    """Refuse a checkpoint with another critic than the run's, before anything is restored."""
-    own = None if run.critic is None else weights_of(run.critic.module)
-    if (what := _other_critic(own, saved.critic)) is not None:
-        raise GruppoError(
-            f"the checkpoint of step {saved.step} in {folder} {what}. Resume with the run's own objective and critic, "
-            "or start a new run."
-        )
-
-
-def _other_critic(own: Mapping[str, Tensor] | None, saved: Mapping[str, Tensor] | None) -> str | None:
-    """What is wrong with the saved critic, or None."""
-    if own is None or saved is None:
-        if own is None and saved is None:
-            return None
-        return "holds a critic, and this run has none" if own is None else "holds no critic, and this run needs one"
-    if odd := sorted(own.keys() ^ saved.keys()):
-        return f"holds another critic than this run's: {len(odd)} tensors differ by name, {odd[0]} among them"
-    for name, tensor in own.items():
-        if tensor.shape != saved[name].shape:
-            got, needed = list(saved[name].shape), list(tensor.shape)
-            return f"holds another critic than this run's: its {name} is {got}, this run needs {needed}"
-    return None
-
-
 def _no_nan(value: Any) -> Any:
     """NaN as null, which is what JSON has."""
     if isinstance(value, Mapping):
@@ -296,54 +253,3 @@ def _no_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [_no_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name; tied weights once."""
-    saved = module.state_dict().keys()
-    tensors = dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in saved}
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
-@torch.no_grad()
-def restore_weights(module: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
-    own = weights_of(module)
-    if own.keys() != weights.keys():
-        odd = sorted(own.keys() ^ weights.keys())
-        raise ValueError(f"{len(odd)} tensors differ by name, {odd[0]} among them")
-    for name, tensor in own.items():
-        if tensor.shape != weights[name].shape:
-            raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, the model needs {tuple(tensor.shape)}")
-        tensor.copy_(weights[name])
-
-
-def versions() -> dict[str, str]:
-    names = ("gruppo", "torch", "transformers", "safetensors", "numpy")
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return {"python": sys.version.split()[0], **found}
-
-
-def hardware() -> dict[str, Any]:
-    return {
-        "machine": platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )

@@ -1,18 +1,20 @@
-"""How a batch is cut: into minibatches, and of those the rows that need a forward."""
+"""How a batch is cut: into minibatches, and of those the rows that need a forward; and what is asked of a forward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from gruppo import dist
+from gruppo.policies.critic import check_values
 from gruppo.seeds import generator_at
 from gruppo.training.run import Knobs, Run
-from gruppo.types import Batch, Critic, Likelihood, Piece, Rollouts, Want
+from gruppo.types import Batch, Likelihood, Piece, Rollouts, Want
 
 
 def minibatches(run: Run, batch: Batch, knobs: Knobs) -> Iterator[Batch]:
@@ -57,40 +59,76 @@ def has_gradient(run: Run, batch: Batch, knobs: Knobs) -> Bool[Tensor, "B T"]:
     return batch.keep & (batch.advantages != 0).any(dim=1, keepdim=True)
 
 
-def wanted(run: Run, knobs: Knobs) -> Want:
-    """What an update's forward gives beside log-probs."""
-    entropy = "entropy" if knobs.entropy_coef else "entropy_value"
-    return (entropy, "values") if run.critic is not None and run.critic.is_shared else (entropy,)
+def wanted(run: Run, knobs: Knobs, *, with_stats: bool = True) -> Want:
+    """What a forward gives beside log-probs; ``with_stats``, the entropy also where nothing but a metric needs it.
+
+    The entropy with a gradient is asked for before the updates too: the log-probs beside it round otherwise than those
+    of the faster way, and the first ratio would not be 1. The entropy as a number changes no bit of them.
+    """
+    entropy: Want = ("entropy",) if knobs.entropy_coef else ("entropy_value",) if with_stats else ()
+    return (*entropy, "values") if run.critic is not None and run.critic.is_shared else entropy
+
+
+def likelihood_of(run: Run, rollouts: Rollouts, piece: Piece, *, want: Want) -> Likelihood:
+    """The policy's likelihood; its values are one of each action."""
+    likelihood = run.policy.likelihood(rollouts, piece, want=want)
+    if "values" in want:
+        assert likelihood.values is not None
+        check_values(likelihood.values, piece)
+    return likelihood
+
+
+@contextmanager
+def at_rest(module: nn.Module) -> Iterator[None]:
+    """No gradient reaches the weights through a forward that is made within."""
+    resting = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in resting:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in resting:
+            parameter.requires_grad_(True)
 
 
 @torch.no_grad()
 def evaluated(run: Run, batch: Batch, knobs: Knobs) -> Batch:
-    """The batch with what policy, reference and critic say of it before any update.
+    """The batch with what policy, reference and critic say of it before any update, as far as it is needed then.
 
     They come from the very pieces that the first epoch's updates use: in bfloat16 another cut rounds otherwise, and
     the first ratio would not be 1. Rows without a gradient have none, and are asked for none.
     """
-    old, ref, values = (torch.zeros(batch.keep.shape) for _ in range(3))
+    stored = {name: torch.zeros(batch.keep.shape) for name in _needed(run, knobs)}
     for rows in minibatch_rows(run, len(batch.rewards), knobs, epoch=0):
         part = _part(batch, rows)
         assert part.rollouts is not None
         for piece in run.policy.pieces(part.rollouts, has_gradient(run, part, knobs), run.config.optim.token_budget):
             place = (rows[piece.rows][:, None], torch.arange(piece.cols.start or 0, piece.cols.stop)[None])
-            likelihood = run.policy.likelihood(part.rollouts, piece, want=wanted(run, knobs))
-            old[place] = likelihood.logprobs.float().cpu()
-            if run.reference is not None:
-                ref[place] = run.reference.likelihood(part.rollouts, piece).logprobs.float().cpu()
-            if run.critic is not None:
-                values[place] = _values(run.critic, part.rollouts, piece, likelihood).float().cpu()
-    return replace(
-        batch,
-        old_logprobs=old,
-        ref=None if run.reference is None else Likelihood(ref),
-        old_values=None if run.critic is None else values,
-    )
+            said = _said(run, part.rollouts, piece, knobs)
+            for name, numbers in stored.items():
+                numbers[place] = said[name].float().cpu()
+    old, ref, values = map(stored.get, ("old_logprobs", "ref", "old_values"))
+    return replace(batch, old_logprobs=old, ref=None if ref is None else Likelihood(ref), old_values=values)
 
 
-def _values(critic: Critic, rollouts: Rollouts, piece: Piece, likelihood: Likelihood) -> Float[Tensor, "b t"]:
-    values = likelihood.values if critic.is_shared else critic.values(rollouts, piece)
-    assert values is not None
-    return values
+def _needed(run: Run, knobs: Knobs) -> list[str]:
+    """Log-probs where advantages are made of them or several updates share them; else the update's own are the old."""
+    in_reward = run.config.objective.kl_in == "reward" and knobs.kl_coef > 0
+    names = ["old_logprobs"] if in_reward or run.config.updates_per_batch > 1 else []
+    names += ["ref"] if names and run.reference is not None else []
+    return names + (["old_values"] if run.critic is not None else [])
+
+
+def _said(run: Run, rollouts: Rollouts, piece: Piece, knobs: Knobs) -> dict[str, Float[Tensor, "b t"]]:
+    """Of one piece, what is needed; the values of a shared critic from the policy's forward, where there is one."""
+    said, needed = {}, _needed(run, knobs)
+    if "old_logprobs" in needed:
+        likelihood = likelihood_of(run, rollouts, piece, want=wanted(run, knobs, with_stats=False))
+        said["old_logprobs"] = likelihood.logprobs
+        if likelihood.values is not None:
+            said["old_values"] = likelihood.values
+    if "ref" in needed and run.reference is not None:
+        said["ref"] = run.reference.likelihood(rollouts, piece).logprobs
+    if run.critic is not None and "old_values" not in said:
+        said["old_values"] = run.critic.values(rollouts, piece)
+    return said

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from gruppo import dist
@@ -28,19 +28,21 @@ class Round:
     scores: Scores
     slots: list[int]
     """Of all ranks' slots, the one of each prompt."""
-    rollout_s: float
     reward_s: float
 
 
 def alike(one: Round, by: str) -> Bool[Tensor, "P"]:
     """Groups without spread in the reward ``by``, or in the sum of all before it is shaped.
 
-    Of the rows that are scored: a group with fewer than two has nothing to learn from either.
+    Of the rows that are scored: a group with fewer than two has nothing to learn from either. Where ``by`` scores no
+    row of a group it does not apply to that group, and the sum decides.
     """
-    rewards = one.scores.rewards
+    rewards, group_ids = one.scores.rewards, one.rollouts.group_ids
     if by:
-        rewards = torch.where(rewards.isfinite(), one.scores.parts[by], torch.nan)
-    return has_no_spread(rewards, one.rollouts.group_ids)
+        named = torch.where(rewards.isfinite(), one.scores.parts[by], torch.nan)
+        applies = group_ids[named.isfinite()].bincount(minlength=len(one.slots)) > 0
+        rewards = torch.where(applies[group_ids], named, rewards)
+    return has_no_spread(rewards, group_ids)
 
 
 def empty_slots(one: Round | None, by: str, slots: int) -> list[int]:
@@ -80,15 +82,22 @@ class Sampled:
 
 def joined(rounds: Sequence[Round], by: str, *, refills: bool) -> Sampled:
     """All that was sampled in a step, and which of it is the batch."""
+    rollouts, scores = rounds[0].rollouts, rounds[0].scores
+    if not refills:
+        every = torch.ones(len(rollouts), dtype=torch.bool)
+        return Sampled(rollouts, scores, rollouts.group_ids.argsort(stable=True).tolist(), every)
     last: dict[int, tuple[list[int], bool]] = {}
     for one, first in zip(rounds, accumulate((len(one.rollouts) for one in rounds), initial=0), strict=False):
-        is_empty = alike(one, by).tolist() if refills else [False] * len(one.slots)
-        for group, slot in enumerate(one.slots):
-            own = (one.rollouts.group_ids == group).nonzero()[:, 0] + first
-            last[slot] = own.tolist(), not is_empty[group]
+        for slot, own, is_empty in zip(one.slots, _rows_by_group(one), alike(one, by).tolist(), strict=True):
+            last[slot] = (own + first).tolist(), not is_empty
     slots = list(last.values())  # in order: the first round has all of them, and a slot keeps its place
     is_filled = [is_good for own, is_good in slots for _ in own]
-    rollouts, scores = rounds[0].rollouts, rounds[0].scores
     if len(rounds) > 1:
         rollouts, scores = Rollouts.cat([one.rollouts for one in rounds]), Scores.cat([one.scores for one in rounds])
     return Sampled(rollouts, scores, [row for own, _ in slots for row in own], torch.tensor(is_filled))
+
+
+def _rows_by_group(one: Round) -> Sequence[Int[Tensor, "n"]]:
+    """The rows of each group, in one pass over all rows."""
+    sizes = one.rollouts.group_ids.bincount(minlength=len(one.slots))
+    return one.rollouts.group_ids.argsort(stable=True).split(sizes.tolist())

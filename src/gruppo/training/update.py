@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from jaxtyping import Float
@@ -14,7 +15,7 @@ from torch import Tensor
 from gruppo import dist
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import loss_total, loss_weights
-from gruppo.training.minibatches import has_gradient, minibatches, wanted
+from gruppo.training.minibatches import at_rest, has_gradient, likelihood_of, minibatches, wanted
 from gruppo.training.moved import EVERY, Moved, warn_if_still
 from gruppo.training.run import Knobs, Run, flatten
 from gruppo.types import Batch, GruppoError, Likelihood, NumericalStop, Piece, Stat
@@ -74,28 +75,26 @@ def update(run: Run, batch: Batch, knobs: Knobs) -> tuple[dict[str, Stat], bool]
     """One optimiser step over one minibatch on all ranks; none where the policy has moved too far, which it says."""
     run.optimizer.zero_grad(set_to_none=True)
     stats = backward(run, batch, knobs)
-    dist.sum_gradients(run.parameters)
+    critic = run.critic.module.parameters() if run.critic is not None else ()
+    dist.sum_gradients(critic if knobs.is_critic_alone else run.parameters)
     stats = dist.merge_stats(stats)
     limit = run.config.optim.stop_kl
     has_moved_far = limit > 0 and stats["kl/old_k3_nats"].mean > limit  # the same number on all ranks
     if not stats["ratio"].count:
         stats |= {f"grad/{name}": Stat(1, 0.0) for name in _networks(run)}
     elif not has_moved_far:
-        stats |= _step(run, knobs)
+        stats |= _step(run)
     run.optimizer.zero_grad(set_to_none=True)
     return stats, has_moved_far
 
 
-def _step(run: Run, knobs: Knobs) -> dict[str, Stat]:
+def _step(run: Run) -> dict[str, Stat]:
     """Clip what each network's gradient is, and step; leave it out where a gradient is not finite."""
-    if knobs.is_critic_alone:
-        for parameter in run.policy.module.parameters():
-            parameter.grad = None
     limit = run.config.optim.max_grad_norm or float("inf")
     norms = {n: float(torch.nn.utils.clip_grad_norm_(own, limit)) for n, own in _networks(run).items()}
     stats = {f"grad/{name}": Stat(1, norm) for name, norm in norms.items()}
     if not all(map(math.isfinite, norms.values())):
-        _count_skip(run, list(norms.values()))
+        _count_skip(run, norms)
         return stats | {"update/skipped": Stat(1, 1.0)}
     run.skipped_updates = 0
     before = Moved(run.optimizer) if run.step % EVERY == 0 else None
@@ -124,10 +123,12 @@ def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
     weights = loss_weights(batch.keep, average=objective.average, total=total)
     stats = {name: Stat() for name in _stat_names(run)}
     for piece in run.policy.pieces(rollouts, has_gradient(run, batch, knobs), run.config.optim.token_budget):
-        likelihood = run.policy.likelihood(rollouts, piece, want=wanted(run, knobs))
+        with at_rest(run.policy.sampler) if knobs.is_critic_alone else nullcontext():
+            likelihood = likelihood_of(run, rollouts, piece, want=wanted(run, knobs))
         inputs = loss_inputs(run, batch, piece, weights, likelihood)
         terms, piece_stats = policy_loss(likelihood, inputs, objective)
-        _loss(terms, knobs).backward()
+        if not knobs.is_critic_alone or "value" in terms:
+            _loss(terms, knobs).backward()
         if run.critic is not None and not run.critic.is_shared:  # after the policy's, whose activations are gone by now
             values = run.critic.values(rollouts, piece)
             terms["value"], piece_stats["value/clip_frac"] = critic_loss(values, inputs, objective)
@@ -141,7 +142,7 @@ def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
 
 
 def _loss(terms: Mapping[str, Tensor], knobs: Knobs) -> Tensor:
-    """What is descended. While the critic learns alone, the policy's part has a gradient that is not used."""
+    """What is descended. While the critic learns alone, the policy's part is a number without a gradient."""
     loss = terms["policy"]
     if knobs.entropy_coef:
         loss = loss - knobs.entropy_coef * terms["entropy"]
@@ -210,15 +211,15 @@ def _mismatch(batch: Batch, piece: Piece, likelihood: Likelihood, inputs: LossIn
     return Stat.of((old - piece.of(batch.rollouts.sampler_logprobs).to(old.device)).abs(), inputs.keep)
 
 
-def _count_skip(run: Run, norms: list[float]) -> None:
+def _count_skip(run: Run, norms: Mapping[str, float]) -> None:
     run.skipped_updates += 1
-    log.warning("step %d: the gradient's norm is %s; this update was skipped.", run.step, max(norms, key=_badness))
+    is_policy = not math.isfinite(norms["norm"])
+    whose, option = ("policy", "--optim.lr") if is_policy else ("critic", "--critic.lr")
+    norm = norms["norm" if is_policy else "critic_norm"]
+    log.warning("step %d: the norm of the %s's gradient is %s; this update was skipped.", run.step, whose, norm)
     if run.skipped_updates >= MAX_SKIPPED_UPDATES:
         raise NumericalStop(
-            f"step {run.step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite; "
-            "every save before this step is kept. Train again with a lower --optim.lr, or try --compute float32."
+            f"step {run.step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite, the last one "
+            f"the {whose}'s; every save before this step is kept. Train again with a lower {option}, or try --compute "
+            "float32."
         )
-
-
-def _badness(norm: float) -> float:
-    return norm if math.isfinite(norm) else math.inf

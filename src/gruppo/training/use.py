@@ -11,7 +11,7 @@ from gruppo.core.objective import Objective
 from gruppo.policies.text import from_pretrained
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
 from gruppo.track.texts import program
-from gruppo.training import config as configs
+from gruppo.training import config_file
 from gruppo.training.build import Parts, build, missing_parts
 from gruppo.training.evaluate import Evaluated, evaluate_rows, held_out
 from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
@@ -32,7 +32,7 @@ def model_of(name: str | Path) -> str:
 
 def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str, Any]]]:
     """The run's final model on its held-out prompts; the result, and each answer."""
-    config = configs.load(path / "config.json")
+    config = config_file.load(path / "config.json")
     if prompts < 1:
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
     evaluation = replace(config.evaluation, prompts=prompts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,17 +22,42 @@ Compute = Literal["auto", "float32", "bfloat16"]
 
 
 def from_pretrained(
-    path: str | Path, *, compute: Compute = "auto", trust_remote_code: bool = False, chunk: int = 1024
+    path: str | Path,
+    *,
+    compute: Compute = "auto",
+    trust_remote_code: bool = False,
+    chunk: int = 1024,
+    needs_head: bool = True,
 ) -> TextPolicy:
-    """A Hugging Face causal LM: a hub id or a local folder. Master weights are float32."""
+    """A Hugging Face causal LM: a hub id or a local folder. Master weights are float32.
+
+    ``needs_head=False`` takes a reward model too, whose language head is random: for its trunk and nothing else.
+    """
+    module, tokenizer, lost = _loaded(_checked_folder(path), trust_remote_code)
+    lacks_head = bool(lost["missing_keys"]) and not needs_head and _lacks_head_alone(module, lost)
+    if (missing := sorted(lost["missing_keys"])) and not lacks_head:
+        raise GruppoError(
+            f"model {str(path)!r} lacks {len(missing)} weights that a {type(module).__name__} has, {missing[0]} first; "
+            "they would be random. Give a folder with all weights of a causal language model."
+        )
+    policy = from_transformers(module, tokenizer, compute=compute, chunk=chunk)
+    if lacks_head and policy.trunk() is policy.module:
+        raise GruppoError(
+            f"model {str(path)!r} lacks the language head, and a {type(module).__name__} cannot be run without one. "
+            "Give a folder with all weights of a causal language model."
+        )
+    return policy
+
+
+def _loaded(path: str, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
+    """Module and tokenizer, and the names of weights that the files lack or have too many of."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
-    path = _checked_folder(path)
     hf_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        module, loaded = AutoModelForCausalLM.from_pretrained(
+        module, lost = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
@@ -42,15 +67,18 @@ def from_pretrained(
     except Exception as error:  # whatever transformers and the formats raise for files that they cannot read
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise GruppoError(
-            f"model {str(path)!r} could not be loaded: {reason} Give a local folder that save_pretrained wrote, or a "
+            f"model {path!r} could not be loaded: {reason} Give a local folder that save_pretrained wrote, or a "
             "hub id that this machine can reach or has cached."
         ) from error
-    if missing := sorted(loaded["missing_keys"]):
-        raise GruppoError(
-            f"model {str(path)!r} lacks {len(missing)} weights that a {type(module).__name__} has, {missing[0]} first; "
-            "they would be random. Give a folder with all weights of a causal language model."
-        )
-    return from_transformers(module, tokenizer, compute=compute, chunk=chunk)
+    return module, tokenizer, lost
+
+
+def _lacks_head_alone(module: Any, lost: Mapping[str, Any]) -> bool:
+    """Whether nothing but the output embedding is missing, and at most a score of texts stands in its place."""
+    head = module.get_output_embeddings()
+    of_head = {name for name, part in module.named_modules() if part is head}
+    is_trunk_whole = all(name.rpartition(".")[0] in of_head for name in lost["missing_keys"])
+    return is_trunk_whole and all(name.startswith("score.") for name in lost["unexpected_keys"])
 
 
 def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto", chunk: int = 1024) -> TextPolicy:

@@ -191,17 +191,20 @@ class TextPolicy:
             entropy="gradient" if "entropy" in want else "value" if "entropy_value" in want else "none",
         )
         values = self._values(features) if "values" in want else None
+        place = (row.to(self.device), column.to(self.device))
         return Likelihood(
-            _spread(logprobs, mask),
-            None if entropy is None else _spread(entropy, mask),
-            values=None if values is None else _spread(values, mask),
+            _spread(logprobs, place, mask.shape),
+            None if entropy is None else _spread(entropy, place, mask.shape),
+            values=None if values is None else _spread(values, place, mask.shape),
         )
 
     def values(self, rollouts: Rollouts, piece: Piece) -> Float[Tensor, "b t"]:
         """What ``value_head`` says before each action, 0 where mask is False; no logits are computed."""
         self._prepare()
         mask = piece.of(rollouts.mask)
-        return _spread(self._values(self._action_features(rollouts, piece.rows, *mask.nonzero(as_tuple=True))), mask)
+        row, column = mask.nonzero(as_tuple=True)
+        values = self._values(self._action_features(rollouts, piece.rows, row, column))
+        return _spread(values, (row.to(self.device), column.to(self.device)), mask.shape)
 
     def _values(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N"]:
         if self.value_head is None:
@@ -234,10 +237,9 @@ class TextPolicy:
         return (int(top_k[0]), float(top_p[0])) if len(top_k) else (0, 1.0)
 
 
-def _spread(numbers: Float[Tensor, "N"], mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
-    """One number of each action at its place, 0 elsewhere."""
-    place = mask.to(numbers.device).nonzero(as_tuple=True)
-    return torch.zeros(mask.shape, dtype=numbers.dtype, device=numbers.device).index_put(place, numbers)
+def _spread(numbers: Float[Tensor, "N"], place: tuple[Tensor, Tensor], shape: Sequence[int]) -> Float[Tensor, "b t"]:
+    """One number of each action at its row and column, 0 elsewhere. Finding the place on a GPU would wait for it."""
+    return torch.zeros(shape, dtype=numbers.dtype, device=numbers.device).index_put(place, numbers)
 
 
 def _refuse_namesakes(requests: Sequence[Request]) -> None:

@@ -1,0 +1,188 @@
+"""Tests against a changed package, each job in a process forked from one that has imported what is heavy."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.mutants.mutant import SOURCE, TESTS, Mutant
+
+PRELOADED = (
+    "hypothesis",
+    "safetensors.torch",
+    "torch",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.gemma2.modeling_gemma2",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+TIMEOUT_S = 300.0
+BROKEN = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "AttributeError", "TypeError")
+"""What code raises that would never have run: a mutant that ends so is no silent bug, and its test proves nothing."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What pytest said of one phase (setup, call, teardown) of one test."""
+
+    test: str
+    phase: str
+    outcome: str
+    message: str = ""
+
+    @property
+    def is_broken(self) -> bool:
+        return self.message.partition(":")[0] in BROKEN
+
+
+@dataclass(frozen=True)
+class Told:
+    """What became of one job."""
+
+    reports: tuple[Report, ...] = ()
+    problem: str = ""
+    """Why the reports are not to be trusted: another package was tested, or the process died or hung."""
+    seconds: float = 0.0
+
+    def is_green(self, test: str) -> bool:
+        """Whether the named test ran and passed, in each of its forms."""
+        mine = [report for report in self.reports if test in (report.test, report.test.partition("[")[0])]
+        return not self.problem and bool(mine) and all(report.outcome == "passed" for report in mine)
+
+    def failed_in(self, test: str) -> Report | None:
+        """The first failure inside the named test; not one of collection or setup, nor of code that cannot run."""
+        if self.problem:
+            return None
+        failed = (r for r in self.reports if (r.phase, r.outcome) == ("call", "failed") and not r.is_broken)
+        return next((r for r in failed if test in (r.test, r.test.partition("[")[0])), None)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tests to run, and the mutant that they run on; without one, on the code as it is."""
+
+    tests: tuple[str, ...]
+    mutant: Mutant | None = None
+
+
+def run_all(jobs: Sequence[Job], cores: int, on_done: Callable[[Job, Told], None]) -> None:
+    """All jobs, ``cores`` at a time, on one copy of the source taken now; ``on_done`` hears of each as it ends."""
+    assert not any(name.partition(".")[0] == "gruppo" for name in sys.modules), "a fork would keep the healthy package"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in PRELOADED:
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory(prefix="gruppo-mutants-") as scratch:
+        source = Path(scratch) / "src"
+        shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
+        waiting = list(enumerate(jobs))[::-1]  # the first is the last
+        running: dict[Any, _Running] = {}
+        while waiting or running:
+            while waiting and len(running) < cores:
+                place, job = waiting.pop()
+                started = _start(job, source, Path(scratch) / str(place))
+                running[started.process.sentinel] = started
+            connection.wait(list(running), timeout=1.0)
+            for sentinel, one in list(running.items()):
+                if not one.process.is_alive() or one.age > TIMEOUT_S:
+                    del running[sentinel]
+                    on_done(one.job, one.end())
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: BaseProcess
+    folder: Path
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.began
+
+    def end(self) -> Told:
+        """Collect the answer of a process that has ended, or end it."""
+        is_late = self.process.is_alive()
+        if is_late:
+            self.process.kill()
+        self.process.join()
+        try:
+            answer = json.loads((self.folder / "answer.json").read_text())
+            reports = tuple(Report(**report) for report in answer["reports"])
+            told = Told(reports, answer["problem"], self.age)
+        except (OSError, ValueError):
+            why = f"no answer within {TIMEOUT_S:g} s" if is_late else f"exit code {self.process.exitcode}, no answer"
+            told = Told(problem=why, seconds=self.age)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return told
+
+
+def _start(job: Job, source: Path, folder: Path) -> _Running:
+    """Begin a job on its own copy of the package. On healthy code all tests run, on a mutant until one fails."""
+    shutil.copytree(source, folder / "src")
+    if job.mutant is not None:
+        (folder / "src/gruppo" / job.mutant.file).write_text(job.mutant.inject(source), encoding="utf-8")
+    options = ["-q"] if job.mutant is None else ["-q", "-x"]
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(job.tests, options, folder))
+    process.start()
+    return _Running(job, process, folder)
+
+
+def _child(tests: Sequence[str], options: Sequence[str], folder: Path) -> None:
+    """Run tests with the package of ``folder`` first on every path: this process's, pytest's, and its children's."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    package, root = str(folder / "src"), str(TESTS.parent)
+    os.environ |= {"PYTHONPATH": os.pathsep.join([package, root]), "TMPDIR": str(temporary)}
+    tempfile.tempdir = None
+    sys.path.insert(0, package)
+    os.chdir(root)
+    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    recorder = _Recorder()
+    options = [*options, "-p", "no:cacheprovider", "-o", f"pythonpath={package} {root}", "--basetemp", f"{folder}/t"]
+    code = pytest.main([*options, *(str(TESTS / test) for test in tests)], plugins=[recorder])
+    found = Path(getattr(sys.modules.get("gruppo"), "__file__", None) or "nowhere")
+    problem = recorder.problem or ("" if code in (0, 1) else f"pytest ended with {code!r}")
+    if not found.is_relative_to(package):
+        problem = problem or f"the package that was tested is {found}"
+    reports = [vars(report) for report in recorder.reports]
+    (folder / "answer.json").write_text(json.dumps({"reports": reports, "problem": problem}))
+
+
+class _Recorder:
+    """A pytest plugin that keeps what happened."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.problem = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        message = "" if report.outcome == "passed" else _last_line(report)
+        if report.when == "call" or report.outcome != "passed":
+            self.reports.append(Report(report.nodeid.removeprefix("tests/"), report.when, report.outcome, message))
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.outcome == "failed":
+            self.problem = f"{report.nodeid} could not be collected: {_last_line(report)}"
+
+
+def _last_line(report: Any) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr).strip().partition("\n")[0][:200]
