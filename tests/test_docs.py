@@ -20,7 +20,7 @@ from tests.training.runs import metrics
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.options import _fields, config_from
 from gruppo.recipes import RECIPES
-from gruppo.training import api, checks
+from gruppo.training import api, checks, config_file
 from gruppo.training import config as configs
 from gruppo.types import Batch, GruppoError, Likelihood, Rollouts
 

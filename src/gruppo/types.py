@@ -243,7 +243,7 @@ class Batch:
     demos: Rollouts | None
     """Demonstrations for supervised terms."""
     rewards: Float[Tensor, "B"]
-    """NaN = not scored."""
+    """NaN = not scored, or of a slot that no round of sampling filled."""
     reward_parts: Mapping[str, Float[Tensor, "B"]]
     advantages: Float[Tensor, "B T"]
     keep: Bool[Tensor, "B T"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.fakes import POLICIES, bpe_tokenizer, causal_lm, doubled, gpt2, llama, of, plain, prompts, qwen2, requests
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gruppo.policies.critic import SeparateCritic, SharedCritic, ValueHead, check_same_tokens, check_values
 from gruppo.policies.reference import FrozenReference
@@ -322,6 +323,31 @@ def test_tokenizers_of_ones_own_cannot_be_compared_and_a_copy_needs_no_compariso
     with pytest.raises(GruppoError, match="without a vocabulary cannot be compared"):
         check_same_tokens(plain(), plain(seed=1))
     assert SeparateCritic(plain()).module["head"].weight.shape == (1, 257)
+
+
+class Searches(TorchDispatchMode):
+    """How often a mask is searched for its entries, which on a GPU is waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.nonzero.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [plain, llama], ids=["padded", "packed"])
+def test_the_place_of_the_actions_is_searched_once_for_all_that_is_said_of_them(make):
+    policy = make()
+    critic = SharedCritic(policy)
+    rollouts = ragged(policy)
+    piece = whole(rollouts, *range(9))
+    for ask in (
+        lambda: policy.likelihood(rollouts, piece, want=("entropy", "values")),
+        lambda: critic.values(rollouts, piece),
+    ):
+        with Searches() as searches:
+            ask()
+        assert searches.count == 1
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2,), (3, 2), (2, 3, 1), (1, 3), ()])

@@ -149,7 +149,7 @@ def test_a_model_that_lacks_more_than_its_language_head_is_no_critic(tmp_path, d
 
 def test_a_reward_model_is_no_policy(tmp_path):
     reward_model(tmp_path / "other")
-    with pytest.raises(GruppoError, match="lacks 1 weights that a LlamaForCausalLM has, lm_head.weight first"):
+    with pytest.raises(GruppoError, match=r"lacks 1 weights that a LlamaForCausalLM has, lm_head\.weight first"):
         build(tiny.config(tmp_path, model=str(tmp_path / "other")), Parts())
 
 

@@ -104,14 +104,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
             f"--rollout.prompts {dist.world()} or more, or start fewer ranks."
         )
     source = open_data(config, parts)
-    rewards = RewardSet(
-        [resolve_reward(reward) for reward in parts.rewards or config.reward],
-        config.scoring.weights,
-        config.scoring.timeout_s,
-    )
-    if hasattr(source, "columns"):
-        rewards.check(reward_columns(source.columns, config))
-    check_refill_by(config, rewards)
+    rewards = open_rewards(config, parts, source)
     policy, model_source = open_model(config, parts)
     config = replace(config, compute=agreed_compute(policy))
     check_lengths(source, policy, config)
@@ -148,6 +141,15 @@ def open_data(config: Config, parts: Parts) -> Any:
         target_column=config.prompts.target_column,
         held_out_fraction=config.prompts.held_out_fraction,
     )
+
+
+def open_rewards(config: Config, parts: Parts, source: Any) -> RewardSet:
+    given = parts.rewards or config.reward
+    rewards = RewardSet(list(map(resolve_reward, given)), config.scoring.weights, config.scoring.timeout_s)
+    if hasattr(source, "columns"):
+        rewards.check(reward_columns(source.columns, config))
+    check_refill_by(config, rewards)
+    return rewards
 
 
 def open_model(config: Config, parts: Parts) -> tuple[TextPolicy, dict[str, Any]]:

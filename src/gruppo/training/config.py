@@ -32,7 +32,7 @@ class Rollout:
     refill_rounds: int = 0
     """Further rounds of generation a step that may replace groups without spread (DAPO's dynamic sampling)."""
     refill_by: str = ""
-    """Name of the reward whose spread decides; without it, the sum before shaping."""
+    """Name of the reward whose spread decides; without it, or where it scores no row, the sum before shaping."""
 
     @property
     def sampling(self) -> Sampling:
@@ -81,7 +81,8 @@ class Critic:
     kind: Literal["shared", "separate"] = "shared"
     """A head on the policy's own network, or a network of its own: twice the memory, no pull on the policy."""
     model: str = ""
-    """The separate network: a hub id, a folder or a bundled model; without it, a copy of the policy."""
+    """The separate network: a hub id, a folder (a reward model too) or a bundled model; without it, a copy of the
+    policy."""
     lr: float | None = None
     """Peak learning rate, on the policy's schedule; without it, the policy's."""
     warmup_steps: int = 0
