@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a dual clip inside": ({"objective__dual_clip": 1.1}, r"dual_clip=1.1 crosses.*--objective.dual-clip 3"),
     "correction bounds that cross": (
         {"objective__correction": "mask", "objective__correction_low": 4.0},
-        r"correction_low=4 is not below correction_high=3",
+        r"correction_low=4, correction_high=3: the weight.*Set --objective.correction-low 0",
     ),
     "a negative kl_coef": ({"stage__kl_coef": -0.1}, r"stage.kl_coef=-0.1 .*--stage.kl-coef"),
     "a negative value_clip": ({"objective": "ppo", "objective__value_clip": -1.0}, r"value_clip=-1.0 is out of range"),
@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a critic for GRPO": ({"critic__kind": "separate"}, r"a critic was set, but.*--objective ppo"),
     "a penalty on every length": (
         {"objective": "dapo", "objective__overlong": 8},
-        r"overlong=8 penalises every length up to the longest, 8.*--rollout.max-new-tokens",
+        r"overlong=8 penalises every length up to the longest, 8.*Set --objective.overlong 1",
     ),
     "refilling groups of one": (
         {"objective": "ppo", "rollout__group_size": 1, "rollout__refill_rounds": 1},
