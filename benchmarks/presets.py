@@ -69,7 +69,6 @@ def run(preset: str, seed: int, steps: int) -> dict[str, Any]:
     from gruppo.track.files import read_metrics
 
     torch.set_num_threads(1)
-    logging.getLogger("gruppo").setLevel(logging.ERROR)
     model, chat = sorting.started(seed), sorting.Characters()
     policy = gruppo.from_module(model, chat, eos_ids=[sorting.END], context=sorting.CONTEXT)
     settings = config(preset, seed, steps)
@@ -93,11 +92,16 @@ def run(preset: str, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
+def be_quiet() -> None:
+    """In a worker: warnings of 36 runs at once help nobody."""
+    logging.getLogger("gruppo").setLevel(logging.ERROR)
+
+
 def run_all(presets: Sequence[str], seeds: int, steps: int, processes: int) -> list[dict[str, Any]]:
     """Every preset with every seed; what is done is said as it comes."""
     os.environ["OMP_NUM_THREADS"] = "1"
     runs = []
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=be_quiet) as pool:
         waiting = [pool.submit(run, preset, seed, steps) for seed in range(seeds) for preset in presets]
         for future in as_completed(waiting):
             runs.append(one := future.result())
