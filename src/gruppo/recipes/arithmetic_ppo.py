@@ -14,7 +14,7 @@ def arithmetic_ppo() -> Config:
 
     Every row is evaluated before the updates and passed over twice, so a step takes half the prompts of GRPO's. The
     value head is new and has a learning rate of its own.
-    2 CPU cores: about 9 minutes of training, held-out exact match from 0.02 to 0.85.
+    2 CPU cores: about 9 minutes of training, held-out exact match from 0.02 to 0.83 or more (three seeds).
     """
     recipe = arithmetic()
     return replace(
