@@ -30,6 +30,13 @@ def test_each_logged_curve_is_a_png_and_all_are_on_the_overview(run_dir):
         assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5000
 
 
+def test_a_run_with_a_critic_shows_its_values_beside_the_returns_and_what_it_explains(tmp_path):
+    file = MetricsFile(tmp_path)
+    for step in range(1, 4):
+        file.log(step, {"value/mean": 0.1, "return/mean": 0.2, "value/explained_variance_frac": step / 10})
+    assert [path.name for path in plot_run(tmp_path)] == ["overview.png", "value.png", "critic.png"]
+
+
 def test_a_run_without_metrics_has_no_pictures(tmp_path):
     assert plot_run(tmp_path) == []
     assert not (tmp_path / "plots").exists()

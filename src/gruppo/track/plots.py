@@ -1,4 +1,4 @@
-"""Curves of a run as PNG files: one sheet of six, and each of them alone."""
+"""Curves of a run as PNG files: one sheet of all, and each of them alone."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ CURVES = (
     ),
     Curve("length", "Length", "actions per rollout", (("len/mean_actions", "mean"),)),
     Curve("entropy", "Entropy", "nats per action", (("entropy/mean_nats", "mean"),)),
+    Curve("value", "Value", "reward to come", (("value/mean", "critic's mean"), ("return/mean", "mean return"))),
+    Curve("critic", "Critic", "share of the returns' variance", (("value/explained_variance_frac", "explained"),)),
 )
 COLOURS = ("#2563a8", "#c2571a", "#3f8f4f")
 INK, PAPER, RULE = "#222222", "#ffffff", "#dddddd"
