@@ -390,10 +390,6 @@ class Critic(Protocol):
     is_shared: bool
     """Whether the head is on the policy's trunk; ``likelihood(..., want=("values",))`` then fills ``values`` too."""
 
-    def refresh(self, *, force: bool = False) -> None:
-        """Bring what computes up to ``module``, where it is a copy."""
-        ...
-
     def values(self, rollouts: Rollouts, piece: Piece) -> Float[Tensor, "b t"]:
         """With gradient; 0 where mask is False."""
         ...

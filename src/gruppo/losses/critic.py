@@ -16,6 +16,43 @@ from gruppo.losses.inputs import Terms, boolean, coefficient, columns, refuse_na
 from gruppo.types import GruppoError, Likelihood
 
 
+def compute_gae(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    mask: Bool[Tensor, "B T"] | None = None,
+    bootstrap: Float[Tensor, "B"] | None = None,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Advantages and returns (advantages + values) of each action, without gradient; ``core.credit.gae``.
+
+    Every action has one, the last too: what comes after it is worth ``bootstrap`` [B], 0 where it is not given. (A
+    ``values[:, 1:]`` without it drops the last step.) Time is the second dimension, and where ``mask`` is False it
+    stands still.
+    """
+    if rewards.ndim == 2 and values.shape == (len(rewards), rewards.shape[1] + 1):
+        raise GruppoError(
+            f"values have {values.shape[-1]} columns for {rewards.shape[-1]} rewards; each action needs one. Give "
+            "values[:, :-1], and the last as bootstrap=values[:, -1]."
+        )
+    keep = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    same_shape(rewards, values=values, mask=keep)
+    boolean(keep)
+    if rewards.ndim != 2 or (bootstrap is not None and bootstrap.shape != rewards.shape[:1]):
+        ends = "" if bootstrap is None else f", bootstrap {list(bootstrap.shape)}"
+        raise GruppoError(
+            f"rewards are {list(rewards.shape)}{ends}; they need [B, T] and [B]. For one sequence give rewards[None]."
+        )
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= value <= 1:
+            raise GruppoError(f"{name}={value} is outside [0, 1]; use {0.99 if name == 'gamma' else 0.95}.")
+    refuse_nan(keep, rewards=rewards, values=values)
+    if bootstrap is not None:
+        refuse_nan(torch.ones_like(bootstrap, dtype=torch.bool), bootstrap=bootstrap)
+    with torch.no_grad():
+        return gae(rewards, values, keep, gamma=gamma, lam=lam, bootstrap=bootstrap)
+
+
 class PPOLoss(nn.Module):
     """Proximal policy optimisation (arXiv 1707.06347) with a critic and an entropy bonus.
 
@@ -24,6 +61,8 @@ class PPOLoss(nn.Module):
     The squared error is whole, as ``F.mse_loss``; ``core`` and ``gruppo.train`` halve it, so that their value_coef is
     2 c1. ``value_clip`` above 0 lets V move so far from ``old_values``, those stored with the batch.
     """
+
+    compute_gae = staticmethod(compute_gae)
 
     def __init__(
         self,
@@ -90,17 +129,6 @@ class PPOLoss(nn.Module):
             terms["entropy"] = -self.entropy_coef * terms["entropy"]
         return terms, stats
 
-    def compute_gae(
-        self,
-        rewards: Float[Tensor, "B T"],
-        values: Float[Tensor, "B T"],
-        gamma: float = 0.99,
-        lam: float = 0.95,
-        mask: Bool[Tensor, "B T"] | None = None,
-        bootstrap: Float[Tensor, "B"] | None = None,
-    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-        return compute_gae(rewards, values, gamma, lam, mask, bootstrap)
-
     def _check(
         self, keep: Tensor, entropy: Tensor | None, old_values: Tensor | None, stored: Mapping[str, Tensor]
     ) -> None:
@@ -113,40 +141,3 @@ class PPOLoss(nn.Module):
                 "collected. Give them, or set value_clip=0."
             )
         refuse_nan(keep, **stored)
-
-
-def compute_gae(
-    rewards: Float[Tensor, "B T"],
-    values: Float[Tensor, "B T"],
-    gamma: float = 0.99,
-    lam: float = 0.95,
-    mask: Bool[Tensor, "B T"] | None = None,
-    bootstrap: Float[Tensor, "B"] | None = None,
-) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Advantages and returns (advantages + values) of each action, without gradient; ``core.credit.gae``.
-
-    Every action has one, the last too: what comes after it is worth ``bootstrap`` [B], 0 where it is not given. (A
-    ``values[:, 1:]`` without it drops the last step.) Time is the second dimension, and where ``mask`` is False it
-    stands still.
-    """
-    if rewards.ndim == 2 and values.shape == (len(rewards), rewards.shape[1] + 1):
-        raise GruppoError(
-            f"values have {values.shape[-1]} columns for {rewards.shape[-1]} rewards; each action needs one. Give "
-            "values[:, :-1], and the last as bootstrap=values[:, -1]."
-        )
-    keep = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-    same_shape(rewards, values=values, mask=keep)
-    boolean(keep)
-    if rewards.ndim != 2 or (bootstrap is not None and bootstrap.shape != rewards.shape[:1]):
-        ends = "" if bootstrap is None else f", bootstrap {list(bootstrap.shape)}"
-        raise GruppoError(
-            f"rewards are {list(rewards.shape)}{ends}; they need [B, T] and [B]. For one sequence give rewards[None]."
-        )
-    for name, value in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= value <= 1:
-            raise GruppoError(f"{name}={value} is outside [0, 1]; use {0.99 if name == 'gamma' else 0.95}.")
-    refuse_nan(keep, rewards=rewards, values=values)
-    if bootstrap is not None:
-        refuse_nan(torch.ones_like(bootstrap, dtype=torch.bool), bootstrap=bootstrap)
-    with torch.no_grad():
-        return gae(rewards, values, keep, gamma=gamma, lam=lam, bootstrap=bootstrap)

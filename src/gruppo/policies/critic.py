@@ -48,9 +48,6 @@ class SharedCritic:
         policy.value_head = self.module
         self._policy = policy
 
-    def refresh(self, *, force: bool = False) -> None:
-        self._policy.refresh(force=force)
-
     def values(self, rollouts: Rollouts, piece: Piece) -> Float[Tensor, "b t"]:
         return check_values(self._policy.values(rollouts, piece), piece)
 
@@ -84,9 +81,6 @@ class SeparateCritic:
     def compute_copy(self) -> nn.Module | None:
         """The trunk in another dtype, where the arithmetic has one."""
         return None if self._network.copy is None else self._network.copy.module
-
-    def refresh(self, *, force: bool = False) -> None:
-        self._network.refresh(force=force)
 
     def values(self, rollouts: Rollouts, piece: Piece) -> Float[Tensor, "b t"]:
         return check_values(self._network.values(rollouts, piece), piece)

@@ -15,7 +15,7 @@ from gruppo.core.advantages import group_advantages
 from gruppo.core.credit import gae, place_score, returns_to_go, whiten
 from gruppo.core.shaping import normalized_sum, overlong_penalty
 from gruppo.rewards.score import Scores
-from gruppo.training.minibatches import evaluated
+from gruppo.training.minibatches import evaluated, has_kl_in_reward
 from gruppo.training.run import Knobs, Run
 from gruppo.types import Batch, GruppoError, Rollouts
 
@@ -28,7 +28,7 @@ def assemble(run: Run, knobs: Knobs, rollouts: Rollouts, scores: Scores) -> Batc
     limit, keep = run.config.objective.adv_clip, kept_actions(run, rollouts, scores)
     _check_sampler(run, rollouts, keep)
     batch = Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(keep.shape), keep)
-    if is_evaluated_first(run, knobs):
+    if run.critic is not None or has_kl_in_reward(run, knobs):  # advantages are made of values or log-probs
         batch = evaluated(run, batch, knobs)
     batch = with_advantages(run, knobs, batch, scores)
     if limit:
@@ -36,11 +36,6 @@ def assemble(run: Run, knobs: Knobs, rollouts: Rollouts, scores: Scores) -> Batc
     if batch.old_logprobs is None and run.config.updates_per_batch > 1:
         batch = evaluated(run, batch, knobs)
     return batch
-
-
-def is_evaluated_first(run: Run, knobs: Knobs) -> bool:
-    """Whether the advantages need log-probs or values."""
-    return run.critic is not None or (run.config.objective.kl_in == "reward" and knobs.kl_coef > 0)
 
 
 def kept_actions(run: Run, rollouts: Rollouts, scores: Scores) -> Bool[Tensor, "B T"]:
@@ -85,8 +80,9 @@ def overlong(run: Run, rollouts: Rollouts) -> Float[Tensor, "B"]:
 
 def kl_penalty(run: Run, knobs: Knobs, batch: Batch) -> Float[Tensor, "B T"]:
     """kl_coef (logprob - ref_logprob) of each kept action, where the KL is in the reward."""
-    if run.config.objective.kl_in != "reward" or batch.ref is None or batch.old_logprobs is None:
+    if not has_kl_in_reward(run, knobs):
         return torch.zeros(batch.keep.shape)
+    assert batch.old_logprobs is not None and batch.ref is not None
     return knobs.kl_coef * torch.where(batch.keep, batch.old_logprobs - batch.ref.logprobs, 0)
 
 

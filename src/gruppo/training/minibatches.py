@@ -111,10 +111,13 @@ def evaluated(run: Run, batch: Batch, knobs: Knobs) -> Batch:
     return replace(batch, old_logprobs=old, ref=None if ref is None else Likelihood(ref), old_values=values)
 
 
+def has_kl_in_reward(run: Run, knobs: Knobs) -> bool:
+    return run.config.objective.kl_in == "reward" and knobs.kl_coef > 0
+
+
 def _needed(run: Run, knobs: Knobs) -> list[str]:
     """Log-probs where advantages are made of them or several updates share them; else the update's own are the old."""
-    in_reward = run.config.objective.kl_in == "reward" and knobs.kl_coef > 0
-    names = ["old_logprobs"] if in_reward or run.config.updates_per_batch > 1 else []
+    names = ["old_logprobs"] if has_kl_in_reward(run, knobs) or run.config.updates_per_batch > 1 else []
     names += ["ref"] if names and run.reference is not None else []
     return names + (["old_values"] if run.critic is not None else [])
 
