@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -117,6 +118,16 @@ def qwen2(**changes: Any) -> TextPolicy:
     return of("Qwen2", tie_word_embeddings=False, **changes)
 
 
+def qwen3(**changes: Any) -> TextPolicy:
+    """Norms on queries and keys, heads wider than the features divide into."""
+    return of("Qwen3", tie_word_embeddings=False, head_dim=16, **changes)
+
+
+def wide_mistral(**changes: Any) -> TextPolicy:
+    """No sliding window."""
+    return mistral(sliding_window=None, **changes)
+
+
 def mistral(**changes: Any) -> TextPolicy:
     """A sliding window shorter than the rows."""
     return of("Mistral", **({"sliding_window": 6} | changes))
@@ -137,6 +148,8 @@ POLICIES: list[Callable[..., TextPolicy]] = [plain, llama, gpt2, qwen2, mistral,
 """What every metamorphic test runs over: a new policy joins by one more name here."""
 HUGGING_FACE = [llama, gpt2, qwen2, mistral, gemma2]
 PACKING = [llama, gpt2, qwen2]
+STREAMING = [llama, qwen2, qwen3, wide_mistral]
+"""Their layers can be run one by one."""
 
 
 def render(messages: Sequence[dict[str, str]]) -> list[int]:
@@ -147,9 +160,9 @@ def doubled(policy: TextPolicy) -> TextPolicy:
     """The policy in float64 throughout, so that two roads to one number agree to many digits."""
     policy.module.double()
     policy.compute_dtype = torch.float64
-    for part in {policy.module, getattr(policy.module, "base_model", policy.module)}:
-        part.register_forward_pre_hook(_enter_float64)
-        part.register_forward_hook(_leave_float64, always_call=True)
+    trunk = getattr(policy.module, "base_model", policy.module)
+    for part in {policy.module, trunk, getattr(trunk, "rotary_emb", trunk)}:
+        part.__class__ = in_float64(type(part))
     return policy
 
 
@@ -167,15 +180,17 @@ def widened(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-FLOAT64 = Float64()
+@functools.cache
+def in_float64(kind: type[nn.Module]) -> type[nn.Module]:
+    """The same kind of module, whose forward runs in float64 throughout; a hook would change how it is run."""
 
+    class InFloat64(kind):
+        @functools.wraps(kind.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with Float64():
+                return super().forward(*args, **kwargs)
 
-def _enter_float64(module: nn.Module, args: Any) -> None:
-    FLOAT64.__enter__()
-
-
-def _leave_float64(module: nn.Module, args: Any, output: Any) -> None:
-    FLOAT64.__exit__(None, None, None)
+    return InFloat64
 
 
 class LeftPadded(TransformersBackbone):

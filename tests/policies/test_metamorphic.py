@@ -155,7 +155,7 @@ def test_the_gradient_at_a_temperature_is_that_of_logits_divided_by_it(policy):
 
 
 @pytest.mark.silent_bug(3)
-@pytest.mark.parametrize("budget", [1, 25, 70])
+@pytest.mark.parametrize("budget", [1, 25, 50])
 def test_piece_size_changes_neither_value_nor_gradient(policy, rollouts, budget):
     one, many = (policy.pieces(rollouts, rollouts.mask, tokens) for tokens in (ALL, budget))
     assert len(one) == 1 < len(many)
@@ -218,7 +218,7 @@ def test_rows_padded_on_the_left_give_the_same_values_and_gradients(policy, roll
 @pytest.mark.silent_bug(4)
 @pytest.mark.parametrize("make", PACKING, ids=lambda make: make.__name__)
 def test_packed_rows_equal_rows_alone(policy, rollouts):
-    assert policy.backbone.packs
+    assert policy.backbone.layout in ("stream", "packed")
     pieces, apart = policy.pieces(rollouts, rollouts.mask, ALL), unpacked(policy)
     same(logprobs_of(apart, rollouts, pieces), logprobs_of(policy, rollouts, pieces))
     same_gradient(gradient_of(apart, rollouts, pieces), gradient_of(policy, rollouts, pieces))

@@ -119,10 +119,10 @@ def test_metrics_of_a_step_are_those_of_its_rows(tmp_path):
 # --- cut in other ways ------------------------------------------------------------------------------------------------
 
 
-def after_one_step(folder: Path, *, packs: bool = True, **changes: Any) -> torch.Tensor:
+def after_one_step(folder: Path, *, layout: str = "stream", **changes: Any) -> torch.Tensor:
     run = run_in(folder, **changes)
-    assert run.policy.backbone.packs
-    run.policy.backbone.packs = packs
+    assert layout in run.policy.backbone.layouts
+    run.policy.backbone.layouts = (layout,)
     before = vector(run.policy.module)
     step(run)
     after = vector(run.policy.module)
@@ -134,12 +134,12 @@ def after_one_step(folder: Path, *, packs: bool = True, **changes: Any) -> torch
 @pytest.mark.silent_bug(11)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("prompts", "size"), [(1, 5), (3, 3), (4, 2)])
-def test_token_budget_and_packing_do_not_change_the_step(tmp_path, preset, prompts, size):
+def test_token_budget_and_layout_do_not_change_the_step(tmp_path, preset, prompts, size):
     sizes = {"rollout__prompts": prompts, "rollout__group_size": size, "objective": preset, "stage__kl_coef": 0.1}
     expected = after_one_step(tmp_path, **sizes)
     for budget in (1, 50, 120):
-        for packs in (True, False):
-            got = after_one_step(tmp_path, packs=packs, optim__token_budget=budget, **sizes)
+        for layout in ("stream", "packed", "padded"):
+            got = after_one_step(tmp_path, layout=layout, optim__token_budget=budget, **sizes)
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
 
 

@@ -53,7 +53,7 @@ def _work(run: Run) -> list[str]:
     prompts = [_ids(run, prompt) for prompt in run.source.take(32)]
     mean = sum(map(len, prompts)) / len(prompts)
     trained = rollout.prompts * mean + rows * rollout.max_new_tokens
-    if not run.policy.backbone.packs:
+    if run.policy.backbone.layout == "padded":
         trained = rows * (mean + rollout.max_new_tokens)
     return [
         "WORK",
@@ -61,7 +61,7 @@ def _work(run: Run) -> list[str]:
         f"  prompts     {mean:.0f} tokens on average, {max(map(len, prompts))} at most (of 32)",
         f"  sampled     at most {rows * rollout.max_new_tokens:,} tokens a step, {rollout.max_new_tokens} a row",
         f"  trained on  at most {trained:,.0f} tokens an epoch"
-        + (", a group's prompt once" if run.policy.backbone.packs else ", the prompt with every row"),
+        + (", a group's prompt once" if run.policy.backbone.layout != "padded" else ", the prompt with every row"),
         f"  steps       {run.config.steps}, optimiser steps {run.config.steps * run.config.updates_per_batch}",
     ]
 

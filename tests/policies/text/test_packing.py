@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gruppo.policies.text.packing import pack, pieces_by_group
-from gruppo.policies.text.policy import pieces_by_length
+from gruppo.policies.text.layouts import pieces_by_group, pieces_by_length
+from gruppo.policies.text.packing import pack
 
 
 def packed_example():
@@ -52,18 +52,19 @@ def batches(draw):
     return groups, owners, lengths, draw(st.integers(1, 60))
 
 
-@given(batches())
-def test_packed_pieces_hold_each_row_once_and_keep_to_the_budget(batch):
+@pytest.mark.parametrize("padded", [False, True])
+@given(batch=batches())
+def test_pieces_of_groups_hold_each_row_once_and_keep_to_the_budget(padded, batch):
     groups, owners, lengths, budget = batch
     prompt_lengths = torch.tensor(groups)[torch.tensor(owners)]
     rows = range(len(owners))
-    pieces = pieces_by_group(prompt_lengths, torch.tensor(lengths), torch.tensor(owners), rows, budget)
+    pieces = pieces_by_group(prompt_lengths, torch.tensor(lengths), torch.tensor(owners), rows, budget, padded=padded)
     assert sorted(row for piece in pieces for row in piece) == list(rows)
     for piece in pieces:
         of_group = {owners[row]: groups[owners[row]] for row in piece}
         for row in piece:
             of_group[owners[row]] += lengths[row]
-        cost = len(of_group) * max(of_group.values())
+        cost = len(of_group) * max(of_group.values()) if padded else sum(of_group.values())
         assert cost <= budget or len(piece) == 1
 
 
@@ -77,7 +78,16 @@ def test_padded_pieces_hold_each_row_once_and_keep_to_the_budget(batch):
         assert len(piece) * int(totals[piece].max()) <= budget or len(piece) == 1
 
 
-def test_a_group_that_fits_is_one_piece():
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_group_that_fits_is_one_piece_and_another_is_cut_into_pieces_of_like_size(padded):
     lengths, group_ids = torch.tensor([5, 5, 5, 5]), torch.tensor([0, 0, 0, 0])
-    assert pieces_by_group(torch.full((4,), 10), lengths, group_ids, range(4), budget=30) == [[0, 1, 2, 3]]
-    assert pieces_by_group(torch.full((4,), 10), lengths, group_ids, range(4), budget=29) == [[0, 1, 2], [3]]
+    of = (torch.full((4,), 10), lengths, group_ids, range(4))
+    assert pieces_by_group(*of, budget=30, padded=padded) == [[0, 1, 2, 3]]
+    assert pieces_by_group(*of, budget=29, padded=padded) == [[0, 1], [2, 3]], "not three rows and one"
+
+
+def test_unequal_groups_share_a_piece_at_their_sum_where_there_is_no_padding():
+    lengths, group_ids = torch.tensor([20, 1]), torch.tensor([0, 1])
+    of = (torch.tensor([10, 1]), lengths, group_ids, range(2))
+    assert pieces_by_group(*of, budget=32, padded=False) == [[0, 1]]
+    assert pieces_by_group(*of, budget=32, padded=True) == [[0], [1]]

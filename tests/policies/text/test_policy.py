@@ -117,12 +117,12 @@ def test_a_plain_model_that_says_its_position_is_read_at_the_right_one():
 
 
 @pytest.mark.silent_bug(16)
-@pytest.mark.parametrize("packs", [True, False])
-def test_a_cached_model_that_says_its_position_is_read_at_the_right_one(packs):
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_cached_model_that_says_its_position_is_read_at_the_right_one(layout):
     """GPT-2 whose blocks do nothing and whose position embeddings are one-hot: it says where it is."""
     policy = says_position()
-    assert policy.backbone.caches and policy.backbone.packs
-    policy.backbone.packs = packs
+    assert policy.backbone.caches and policy.backbone.layout == "packed"
+    policy.backbone.layouts = (layout,)
     asked = requests(2, 1, 2, of=prompts("@", "@123456789", "@123"))
     rollouts = policy.sample(asked, Sampling(max_actions=4), seed=0)
     first = [len(ids) for ids in rollouts.shared["prompt_ids"]]

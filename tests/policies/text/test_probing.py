@@ -30,16 +30,23 @@ def evaluated(policy, rollouts):
     return logprobs, torch.cat([p.grad.flatten() for p in policy.module.parameters() if p.grad is not None])
 
 
+def read_as(layout, policy, rollouts):
+    layouts = policy.backbone.layouts
+    assert layout in layouts
+    policy.backbone.layouts = (layout,)
+    try:
+        return evaluated(policy, rollouts)
+    finally:
+        policy.backbone.layouts = layouts
+
+
 @pytest.mark.silent_bug(3)
 @pytest.mark.silent_bug(4)
 @pytest.mark.parametrize("make", PACKING, **named)
 def test_packed_rows_give_the_values_and_gradients_of_plain_ones(make):
     policy = doubled(make())
-    assert policy.backbone.packs
     rollouts = policy.sample(requests(5, 2, 3), Sampling(max_actions=9), seed=1)
-    packed = evaluated(policy, rollouts)
-    policy.backbone.packs = False
-    plain = evaluated(policy, rollouts)
+    packed, plain = (read_as(layout, policy, rollouts) for layout in ("packed", "padded"))
     torch.testing.assert_close(packed[0], plain[0], rtol=0, atol=1e-9)
     torch.testing.assert_close(packed[1], plain[1], rtol=0, atol=3e-7 * float(plain[1].abs().max()))
 
@@ -78,7 +85,8 @@ def test_cached_decoding_gives_the_logits_of_reading_every_row_again(make):
 
 def test_a_sliding_window_is_never_packed():
     """A few tokens within the window would agree; far ones would not be seen."""
-    assert not mistral(sliding_window=100).backbone.packs and not gemma2(sliding_window=100).backbone.packs
+    for policy in (mistral(sliding_window=100), gemma2(sliding_window=100)):
+        assert policy.backbone.layouts == ("padded",)
 
 
 def test_local_attention_that_the_config_names_otherwise_is_not_packed():
@@ -92,7 +100,7 @@ def test_local_attention_that_the_config_names_otherwise_is_not_packed():
         window_size=64,
         attention_types=[[["global", "local"], 1]],
     )
-    assert not probe(transformers.GPTNeoForCausalLM(config).eval()).packs
+    assert probe(transformers.GPTNeoForCausalLM(config).eval()).layouts == ("padded",)
 
 
 def test_soft_capped_logits_are_not_split_even_where_fresh_weights_are_too_small_to_show_the_cap():
@@ -168,7 +176,7 @@ def test_a_model_that_ignores_a_block_mask_is_not_packed():
             return self.inner.get_input_embeddings()
 
     backbone = probe(Deaf(causal_lm("Llama")).eval())
-    assert not backbone.packs and not backbone.splits and not backbone.caches
+    assert backbone.layouts == ("padded",) and not backbone.splits and not backbone.caches
 
 
 def test_the_prompt_is_read_once_for_a_group(monkeypatch):

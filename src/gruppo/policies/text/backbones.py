@@ -5,12 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
 from safetensors.torch import save_model
 from torch import Tensor, nn
+
+from gruppo.policies.text.layers import read_decoder
+from gruppo.policies.text.stream import Stream
+from gruppo.policies.text.trunk import stream_features
+
+Layout = Literal["stream", "packed", "padded"]
+"""Rows to score: groups one after another without padding; a group as one row under a block mask; each row alone."""
 
 
 class Decoding(Protocol):
@@ -31,8 +38,10 @@ class Backbone(Protocol):
 
     module: nn.Module
 
-    packs: bool
-    """Whether ``packed_features`` works."""
+    @property
+    def layout(self) -> Layout:
+        """Which way of reading rows scores them."""
+        ...
 
     @property
     def trunk(self) -> nn.Module:
@@ -47,6 +56,10 @@ class Backbone(Protocol):
         self, ids: Int[Tensor, "g L"], positions: Int[Tensor, "g L"], visible: Bool[Tensor, "g L L"]
     ) -> Float[Tensor, "g L F"]:
         """Of rows with positions and visibility of their own."""
+        ...
+
+    def stream_features(self, tokens: Stream) -> Float[Tensor, "N F"]:
+        """Of groups one after another."""
         ...
 
     def head(self, features: Tensor) -> Tensor:
@@ -70,7 +83,7 @@ class Backbone(Protocol):
 class PlainBackbone:
     """A module that maps ids [B, T] to logits [B, T, V] causally. Decoding reads the whole row at every token."""
 
-    packs = False
+    layout: Layout = "padded"
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -83,7 +96,10 @@ class PlainBackbone:
         return self.module(ids)
 
     def packed_features(self, ids: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        raise NotImplementedError("a plain module takes ids alone; see packs")
+        raise NotImplementedError("a plain module takes ids alone; see layout")
+
+    def stream_features(self, tokens: Stream) -> Tensor:
+        raise NotImplementedError("a plain module takes ids alone; see layout")
 
     def head(self, features: Tensor) -> Tensor:
         return features
@@ -130,13 +146,15 @@ class RereadDecoding:
 class TransformersBackbone:
     """A Hugging Face causal LM. Which of the fast ways hold for this model is found by trying, once (``probe``).
 
-    ``splits``: trunk and head can be run apart. ``caches``: decoding with keys and values kept. ``packs``: rows with
-    positions and a block mask of their own.
+    ``splits``: trunk and head can be run apart. ``caches``: decoding with keys and values kept. ``layouts``: ways of
+    reading rows, the fastest first.
     """
 
-    def __init__(self, module: Any, *, splits: bool = False, caches: bool = False, packs: bool = False) -> None:
+    def __init__(
+        self, module: Any, *, splits: bool = False, caches: bool = False, layouts: Sequence[Layout] = ("padded",)
+    ) -> None:
         self.module = module
-        self.splits, self.caches, self.packs = splits, caches, packs
+        self.splits, self.caches, self.layouts = splits, caches, tuple(layouts)
         accepted = inspect.signature(module.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -148,11 +166,22 @@ class TransformersBackbone:
     def features(self, ids: Tensor) -> Tensor:
         return self._forward(input_ids=ids)
 
+    @property
+    def layout(self) -> Layout:
+        """The fastest that is possible now: a hook on a layer needs the model's own forward."""
+        runs_layers = self.splits and read_decoder(self.module) is not None
+        return next((layout for layout in self.layouts if layout != "stream" or runs_layers), "padded")
+
     def packed_features(self, ids: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         dtype = next(self.module.parameters()).dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=ids.device)
         mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
         return self._forward(input_ids=ids, position_ids=positions, attention_mask=mask)
+
+    def stream_features(self, tokens: Stream) -> Tensor:
+        decoder = read_decoder(self.module)
+        assert decoder is not None, "see layout"
+        return stream_features(decoder, tokens)
 
     def _forward(self, **inputs: Tensor) -> Tensor:
         if self.splits:
@@ -166,7 +195,7 @@ class TransformersBackbone:
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
 
     def on(self, module: nn.Module) -> TransformersBackbone:
-        return TransformersBackbone(module, splits=self.splits, caches=self.caches, packs=self.packs)
+        return TransformersBackbone(module, splits=self.splits, caches=self.caches, layouts=self.layouts)
 
     def save(self, folder: Path) -> None:
         _make_savable(getattr(self.module, "generation_config", None))

@@ -92,6 +92,12 @@ def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto",
             "%s: cached decoding does not give the model's own logits, so each token reads its whole row (slow).",
             type(module).__name__,
         )
+    if backbone.layout == "padded":
+        logging.getLogger("gruppo").warning(
+            "%s: its attention cannot be told which tokens of a group belong together, so in updates each completion "
+            "reads its prompt again (slower, and the same numbers).",
+            type(module).__name__,
+        )
     width = module.get_input_embeddings().weight.shape[1]
     return TextPolicy(
         module,

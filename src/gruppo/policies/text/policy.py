@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
-from gruppo.policies.text.backbones import Backbone, pad_right
+from gruppo.policies.text.backbones import Backbone
 from gruppo.policies.text.chat import Chat, output_of
 from gruppo.policies.text.generation import cut_at_stop, write
-from gruppo.policies.text.packing import pack, pieces_by_group
+from gruppo.policies.text.layouts import features_before, pieces_by_group, pieces_by_length
 from gruppo.policies.text.precision import ComputeCopy
 from gruppo.seeds import uniforms_at
 from gruppo.types import GruppoError, Likelihood, Piece, Prompt, Request, Rollouts, Sampling, Want
@@ -158,14 +158,16 @@ class TextPolicy:
     def pieces(self, rollouts: Rollouts, keep: Bool[Tensor, "B T"], budget: int) -> list[Piece]:
         """Pieces of at most ``budget`` tokens, padding included; what is longer alone is a piece of its own.
 
-        Packed, group-mates stay together; otherwise rows of like length do.
+        Where a prompt is read once for its group, group-mates stay together; otherwise rows of like length do.
         """
         prompt_lengths = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
         wanted = keep.any(dim=1).nonzero()[:, 0]
-        if self.backbone.packs:
-            pieces = pieces_by_group(prompt_lengths, rollouts.lengths, rollouts.group_ids, wanted.tolist(), budget)
-        else:
+        if self.backbone.layout == "padded":
             pieces = pieces_by_length(prompt_lengths + rollouts.lengths, wanted, budget)
+        else:
+            padded = self.backbone.layout == "packed"
+            of = (prompt_lengths, rollouts.lengths, rollouts.group_ids)
+            pieces = pieces_by_group(*of, wanted.tolist(), budget, padded=padded)
         return [Piece(torch.tensor(rows), slice(0, int(rollouts.lengths[rows].max()))) for rows in pieces]
 
     def likelihood(self, rollouts: Rollouts, piece: Piece, *, want: Want = ()) -> Likelihood:
@@ -216,15 +218,7 @@ class TextPolicy:
         groups, owners = rollouts.group_ids[rows].unique(return_inverse=True)
         prompts = [rollouts.shared["prompt_ids"][g] for g in groups.tolist()]
         completions = [rollouts.actions[r, : int(rollouts.lengths[r])] for r in rows.tolist()]
-        if self.backbone.packs:
-            packed = pack(prompts, completions, owners)
-            features = self.backbone.packed_features(
-                packed.ids.to(self.device), packed.positions.to(self.device), packed.visible.to(self.device)
-            )
-            return features[packed.row[row].to(self.device), packed.before(row, column).to(self.device)]
-        ids, _ = pad_right([torch.cat([prompts[o], c]) for o, c in zip(owners.tolist(), completions, strict=True)])
-        before = torch.tensor([len(prompt) - 1 for prompt in prompts])[owners][row] + column
-        return self.backbone.features(ids.to(self.device))[row.to(self.device), before.to(self.device)]
+        return features_before(self.backbone, prompts, completions, owners, row, column)
 
     def _distribution(self, rollouts: Rollouts, rows: Int[Tensor, "b"]) -> tuple[int, float]:
         if (rollouts.temperature[rows] <= 0).any():
@@ -260,13 +254,3 @@ def _batches(requests: Sequence[Request]) -> list[list[Request]]:
             batches.append([])
         batches[-1].append(request)
     return batches
-
-
-def pieces_by_length(totals: Int[Tensor, "B"], wanted: Int[Tensor, "n"], budget: int) -> list[list[int]]:
-    """Rows of like length together, so that little is padding."""
-    pieces: list[list[int]] = []
-    for row in wanted[totals[wanted].argsort(descending=True, stable=True)].tolist():
-        if not pieces or (len(pieces[-1]) + 1) * int(totals[pieces[-1][0]]) > budget:
-            pieces.append([])
-        pieces[-1].append(row)
-    return pieces

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gruppo.policies.text.backbones import CachedDecoding, RereadDecoding, TransformersBackbone, pad_right
+from gruppo.policies.text.backbones import CachedDecoding, Layout, RereadDecoding, TransformersBackbone, pad_right
 from gruppo.policies.text.packing import pack
+from gruppo.policies.text.stream import stream
 from gruppo.types import NumericalStop
 
 
@@ -19,8 +20,11 @@ def probe(module: Any) -> TransformersBackbone:
     _check_finite(plain)
     splits = _agrees(plain, _split)
     caches = _agrees(plain, _cached)
-    packs = _attends_fully(module.config.get_text_config()) and _agrees(plain, _packed)
-    return TransformersBackbone(module, splits=splits, caches=caches, packs=packs)
+    layouts: list[Layout] = []
+    if _attends_fully(module.config.get_text_config()):
+        layouts += ["stream"] if splits and _agrees(plain, _streamed) else []
+        layouts += ["packed"] if _agrees(plain, _packed) else []
+    return TransformersBackbone(module, splits=splits, caches=caches, layouts=(*layouts, "padded"))
 
 
 WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "attention_chunk_size")
@@ -91,10 +95,22 @@ def _cached(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor,
     return both[0].logits, both[1].logits
 
 
+def _streamed(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    first, second = prompts
+    tokens = stream([first.cpu()], [second.cpu(), second.cpu() + 1], torch.tensor([0, 0]))
+    split = TransformersBackbone(plain.module, splits=True)
+    got = split.head(split.stream_features(tokens))[len(first) :].unflatten(0, (2, -1))
+    return got, _alone(plain, first, second)[:, len(first) : -1]
+
+
 def _packed(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     first, second = prompts
     packed = pack([first.cpu()], [second.cpu(), second.cpu() + 1], torch.tensor([0, 0]))
     device = first.device
     got = plain.packed_features(packed.ids.to(device), packed.positions.to(device), packed.visible.to(device))
-    needed = plain.features(torch.stack([torch.cat([first, second]), torch.cat([first, second + 1])]))
-    return got[0, len(first) :].reshape(2, len(second), -1), needed[:, len(first) :]
+    return got[0, len(first) :].reshape(2, len(second), -1), _alone(plain, first, second)[:, len(first) :]
+
+
+def _alone(plain: TransformersBackbone, first: Tensor, second: Tensor) -> Tensor:
+    """Two completions of one prompt, each with a prompt of its own."""
+    return plain.features(torch.stack([torch.cat([first, second]), torch.cat([first, second + 1])]))

@@ -1,0 +1,112 @@
+"""A decoder's layers over a stream of tokens, with few passes over memory and little kept for the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gruppo.policies.text.attention import attend
+from gruppo.policies.text.layers import Decoder, Layer
+from gruppo.policies.text.stream import Stream
+
+
+def stream_features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
+    """What the model's head reads at each token of the stream, as its own forward would compute it."""
+    x = decoder.embed(stream.ids)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    stream = stream.to(x.device, wide)
+    cos, sin = (half.contiguous() for half in decoder.rotations(x.to(wide), stream.positions))
+    for layer in decoder.layers:
+        x = x + _attention(decoder, layer, norm(layer.attention_norm, x), stream, cos, sin)
+        x = x + _mlp(layer, norm(layer.mlp_norm, x))
+    return norm(decoder.norm, x)
+
+
+def _attention(decoder: Decoder, layer: Layer, x: Tensor, stream: Stream, cos: Tensor, sin: Tensor) -> Tensor:
+    q, k, v = (part(x).unflatten(-1, (-1, decoder.head_dim)) for part in (layer.q, layer.k, layer.v))  # [N, heads, D]
+    q = q if layer.q_norm is None else norm(layer.q_norm, q)
+    k = k if layer.k_norm is None else norm(layer.k_norm, k)
+    q, k = _Rotated.apply(q, cos, sin, layer.scale), _Rotated.apply(k, cos, sin, 1.0)
+    return layer.o(attend(q, k, v, stream.blocks).flatten(-2))
+
+
+def _mlp(layer: Layer, x: Tensor) -> Tensor:
+    gate, up = layer.gate(x), layer.up(x)
+    gated = _SwiGlu.apply(gate, up) if isinstance(layer.act, nn.SiLU) else layer.act(gate) * up
+    return layer.down(gated)
+
+
+def norm(module: Any, x: Float[Tensor, "*b F"]) -> Float[Tensor, "*b F"]:
+    """The module's RMS norm in few passes where its parts are named as usual, else the module itself."""
+    eps = getattr(module, "variance_epsilon", None)
+    return module(x) if eps is None else _RmsNorm.apply(x, module.weight, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = w x r,  r = (mean x^2 + eps)^(-1/2), in float32 at least; the input and r are kept. Zhang & Sennrich 2019."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        r = (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (wide * r).to(x.dtype) * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, r = ctx.saved_tensors
+        normed = x * r if x.dtype == r.dtype else x.to(r.dtype).mul_(r)  # [*b, F]
+        grad = grad.to(r.dtype)
+        product = grad * normed
+        to_weight = product.flatten(0, -2).sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        product *= weight
+        shrink = product.mean(dim=-1, keepdim=True)
+        to_x = torch.addcmul(grad * weight, normed, shrink, value=-1).mul_(r)
+        return to_x.to(x.dtype), to_weight, None
+
+
+class _Rotated(torch.autograd.Function):
+    """scale (x cos + rotate_half(x) sin), in the dtype of cos. Su et al. 2021; halves, not pairs, are rotated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.scale = scale
+        return _rotate(x, cos, sin, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin, ctx.scale), None, None, None
+
+
+def _rotate(x: Float[Tensor, "N h D"], cos: Tensor, sin: Tensor, scale: float) -> Float[Tensor, "N h D"]:
+    wide = x.to(cos.dtype)
+    half = x.shape[-1] // 2
+    cos, sin = (cos * scale)[:, None], (sin * scale)[:, None]
+    out = wide * cos
+    out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(wide[..., :half], sin[..., half:])
+    return out.to(x.dtype)
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) up; silu is computed again in the backward pass instead of kept. Shazeer 2020."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        to_up = nn.functional.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(up * grad, gate), to_up
