@@ -23,22 +23,22 @@ named = {"ids": lambda make: make.__name__}
 
 
 def example():
-    """Prompt 10 11 with completions 1 2 3 and 4, prompt 20 with 5 6."""
+    """Prompt 10 11 with completions 1 2 3 and 4 7, prompt 20 with 5 6."""
     prompts = [torch.tensor([10, 11]), torch.tensor([20])]
-    completions = [torch.tensor([1, 2, 3]), torch.tensor([5, 6]), torch.tensor([4])]
+    completions = [torch.tensor([1, 2, 3]), torch.tensor([5, 6]), torch.tensor([4, 7])]
     return stream(prompts, completions, torch.tensor([0, 1, 0]))
 
 
 def test_a_prompt_is_there_once_and_a_completion_without_its_last_token():
     tokens = example()
-    assert tokens.ids.tolist() == [10, 11, 1, 2, 20, 5]
-    assert tokens.positions.tolist() == [0, 1, 2, 3, 0, 1]
+    assert tokens.ids.tolist() == [10, 11, 1, 2, 4, 20, 5]
+    assert tokens.positions.tolist() == [0, 1, 2, 3, 2, 0, 1]
 
 
 @pytest.mark.silent_bug(16)
 def test_an_action_is_predicted_by_the_token_before_it_and_the_first_by_the_prompts_last():
-    completion, column = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 1, 2, 0, 1, 0])
-    assert example().before(completion, column).tolist() == [1, 2, 3, 4, 5, 1]
+    completion, column = torch.tensor([0, 0, 0, 1, 1, 2, 2]), torch.tensor([0, 1, 2, 0, 1, 0, 1])
+    assert example().before(completion, column).tolist() == [1, 2, 3, 5, 6, 1, 4]
 
 
 @st.composite
@@ -118,8 +118,8 @@ def test_attention_over_blocks_equals_a_masked_softmax_over_everything(sizes, la
 def test_no_block_holds_more_scores_than_it_may_unless_one_text_alone_does():
     prompts, owners, lengths = [300, 20], [0] * 40 + [1] * 10, [600] * 20 + [500] * 20 + [90] * 10
     for block in laid_out(prompts, owners, lengths).blocks:
-        assert len(block.own) == 1 or block.bias.shape[1:].numel() * len(block.own) <= streams.BLOCK_SCORES
-        assert block.bias.shape[1] <= streams.BLOCK_QUERIES
+        assert len(block.own) == 1 or block.bias.numel() * len(block.own) <= streams.BLOCK_SCORES
+        assert block.bias.shape[0] <= streams.BLOCK_QUERIES
 
 
 def test_completions_of_like_length_share_a_block_and_others_do_not():

@@ -59,9 +59,8 @@ def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tenso
     """Queries [cK, Gr, D], probabilities [cK, Gr, S], keys and values [cK, S, D]; G heads share one of K."""
     kv_heads = k.shape[1]
     queries, keys, values = _queries(q, block, kv_heads), _keys(k, block), _keys(v, block)
-    texts, (_, rows, width) = len(block.own), block.bias.shape
     scores = torch.bmm(queries, keys.mT).to(block.bias.dtype)
-    scores.view(texts, -1, rows, width).add_(block.bias[:, None])
+    scores.view(-1, *block.bias.shape).add_(block.bias)
     return queries, torch.softmax(scores, dim=-1).to(q.dtype), keys, values
 
 

@@ -29,11 +29,11 @@ class Block:
     shared: slice
     """Tokens that all queries see: the prompt's. Empty where the block is of the prompt itself."""
     own: Int[Tensor, "c s"]
-    """Tokens of the texts themselves; short ones repeat their first token, which ``bias`` hides."""
+    """Tokens of the texts themselves; behind the end of a short one its first is repeated, unseen by what is real."""
     first: int
     """The queries are ``own[:, first:]``."""
-    bias: Float[Tensor, "c|1 r S"]
-    """0 where a query sees a key, -inf elsewhere; keys are the shared ones, then the own."""
+    bias: Float[Tensor, "r S"]
+    """0 where a query sees a key, -inf elsewhere; the keys are the shared ones, then the own up to its own."""
     real: Int[Tensor, "n"] | None
     """Which queries, counted over [c, r], are tokens and not repetitions; None if all are."""
 
@@ -106,15 +106,11 @@ def _blocks(shared: slice, texts: Sequence[slice]) -> Iterator[Block]:
             is_real = columns < lengths  # [c, s]
             own = starts + torch.where(is_real, columns, 0)
             real = _real(is_real[:, first:].sum(dim=1).tolist(), len(columns) - first)
-            yield Block(shared, own, first, _bias(shared, is_real, first), real)
+            yield Block(shared, own, first, _bias(shared, columns, first), real)
 
 
-def _bias(shared: slice, is_real: Tensor, first: int) -> Tensor:
-    columns = torch.arange(is_real.shape[1])
-    visible = (columns <= columns[first:, None]) & is_real[:, None, :]  # [c, r, s]
-    if is_real.all():
-        visible = visible[:1]
-    visible |= columns == columns[first:, None]  # a repetition sees itself, so that no query is without a key
+def _bias(shared: slice, columns: Tensor, first: int) -> Tensor:
+    visible = columns <= columns[first:, None]  # [r, s]
     visible = torch.nn.functional.pad(visible, (shared.stop - shared.start, 0), value=True)
     return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
 
