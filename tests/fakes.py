@@ -123,6 +123,16 @@ def qwen3(**changes: Any) -> TextPolicy:
     return of("Qwen3", tie_word_embeddings=False, head_dim=16, **changes)
 
 
+def biased_llama(**changes: Any) -> TextPolicy:
+    """Biases wherever the layout can have them."""
+    policy = llama(attention_bias=True, mlp_bias=True, **changes)
+    with torch.no_grad():
+        for name, parameter in policy.module.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    return policy
+
+
 def wide_mistral(**changes: Any) -> TextPolicy:
     """No sliding window."""
     return mistral(sliding_window=None, **changes)
@@ -148,7 +158,7 @@ POLICIES: list[Callable[..., TextPolicy]] = [plain, llama, gpt2, qwen2, mistral,
 """What every metamorphic test runs over: a new policy joins by one more name here."""
 HUGGING_FACE = [llama, gpt2, qwen2, mistral, gemma2]
 PACKING = [llama, gpt2, qwen2]
-STREAMING = [llama, qwen2, qwen3, wide_mistral]
+STREAMING = [llama, biased_llama, qwen2, qwen3, wide_mistral]
 """Their layers can be run one by one."""
 
 

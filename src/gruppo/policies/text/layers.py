@@ -102,6 +102,12 @@ def _head_shape(trunk: Any) -> tuple[int, int, int]:
 
 def _without_hooks(*modules: Any) -> Any:
     """The last of the modules, if none has a hook that its own forward would call."""
-    if any(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks for module in modules):
+    if any(map(has_hooks, modules)):
         raise ValueError("a hook needs the module's own forward")
     return modules[-1]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

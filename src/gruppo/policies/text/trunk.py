@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gruppo.policies.text.attention import attend
-from gruppo.policies.text.layers import Decoder, Layer
+from gruppo.policies.text.layers import Decoder, Layer, has_hooks
 from gruppo.policies.text.stream import Stream
 
 
@@ -36,14 +36,20 @@ def _attention(decoder: Decoder, layer: Layer, x: Tensor, stream: Stream, cos: T
 
 def _mlp(layer: Layer, x: Tensor) -> Tensor:
     gate, up = layer.gate(x), layer.up(x)
-    gated = _SwiGlu.apply(gate, up) if isinstance(layer.act, nn.SiLU) else layer.act(gate) * up
-    return layer.down(gated)
+    if isinstance(layer.act, nn.SiLU) and is_plain_linear(layer.down):
+        return _GatedDown.apply(gate, up, layer.down.weight, layer.down.bias)
+    return layer.down(layer.act(gate) * up)
 
 
 def norm(module: Any, x: Float[Tensor, "*b F"]) -> Float[Tensor, "*b F"]:
     """The module's RMS norm in few passes where its parts are named as usual, else the module itself."""
     eps = getattr(module, "variance_epsilon", None)
     return module(x) if eps is None else _RmsNorm.apply(x, module.weight, eps)
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Whether calling the module does nothing but x W^T + b."""
+    return type(module) is nn.Linear and not has_hooks(module)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -96,17 +102,20 @@ def _rotate(x: Float[Tensor, "N h D"], cos: Tensor, sin: Tensor, scale: float) -
     return out.to(x.dtype)
 
 
-class _SwiGlu(torch.autograd.Function):
-    """silu(gate) up; silu is computed again in the backward pass instead of kept. Shazeer 2020."""
+class _GatedDown(torch.autograd.Function):
+    """W (silu(gate) up) + b; what W multiplies is computed again in the backward pass instead of kept. Shazeer 2020."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return nn.functional.silu(gate).mul_(up)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return nn.functional.linear(nn.functional.silu(gate).mul_(up), weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        to_up = nn.functional.silu(gate).mul_(grad)
-        return torch.ops.aten.silu_backward(up * grad, gate), to_up
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        gate, up, weight = ctx.saved_tensors
+        opened = nn.functional.silu(gate)
+        to_weight = grad.mT @ (opened * up) if ctx.needs_input_grad[2] else None
+        to_bias = grad.sum(dim=0) if ctx.needs_input_grad[3] else None
+        to_gated = grad @ weight
+        return torch.ops.aten.silu_backward(up * to_gated, gate), opened.mul_(to_gated), to_weight, to_bias
