@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -27,6 +28,8 @@ class Layer:
     up: nn.Module
     down: nn.Module
     act: Callable[[Tensor], Tensor]
+    is_silu: bool
+    """Whether ``act`` is x sigmoid(x): found by its values, which go by several names."""
     scale: float
     """Of the scores q k."""
 
@@ -71,6 +74,9 @@ def read_decoder(module: Any) -> Decoder | None:
         return None
 
 
+_SOME = torch.tensor([-9.0, -1.0, -0.1, 0.0, 0.3, 2.0, 7.0])
+
+
 def _layer(block: Any) -> Layer:
     attention, mlp = block.self_attn, block.mlp
     _without_hooks(block, attention, mlp)
@@ -87,6 +93,7 @@ def _layer(block: Any) -> Layer:
         up=mlp.up_proj,
         down=mlp.down_proj,
         act=mlp.act_fn,
+        is_silu=torch.equal(mlp.act_fn(_SOME), nn.functional.silu(_SOME)),
         scale=float(attention.scaling),
     )
 

@@ -36,7 +36,7 @@ def _attention(decoder: Decoder, layer: Layer, x: Tensor, stream: Stream, cos: T
 
 def _mlp(layer: Layer, x: Tensor) -> Tensor:
     gate, up = layer.gate(x), layer.up(x)
-    if isinstance(layer.act, nn.SiLU) and is_plain_linear(layer.down):
+    if layer.is_silu and is_plain_linear(layer.down):
         return _GatedDown.apply(gate, up, layer.down.weight, layer.down.bias)
     return layer.down(layer.act(gate) * up)
 
