@@ -6,13 +6,21 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from gruppo.core.linear_head import is_linear, linear_categorical
+
 BLOCK = 256
 """Columns summed at once by the two-level inverse CDF."""
+
+AT_ONCE = 2**19
+"""Logits that ``draw`` works on at a time: what is in between stays in the cache of a machine."""
+
+SHORTLIST = 256
+"""Actions that are ordered at first to draw from a truncated distribution."""
 
 
 def temper(logits: Float[Tensor, "N V"], temperature: Tensor | float) -> Float[Tensor, "N V"]:
@@ -36,15 +44,20 @@ def truncate(
         inside = logits >= logits.topk(top_k, dim=-1).values[:, -1:]
     if top_p < 1:
         limited = logits if inside is None else logits.masked_fill(~inside, -torch.inf)
-        ordered, order = limited.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-        reached = ordered.cumsum(dim=-1) - ordered < top_p  # [N, V]: mass before this action is still short of top_p
-        nucleus = torch.zeros_like(reached).scatter(-1, order, reached)
+        nucleus = _nucleus(limited.softmax(dim=-1), top_p)
         inside = nucleus if inside is None else inside & nucleus
     if inside is None:
         return logits
     if always is not None:
         inside = inside.scatter(-1, always[:, None], True)
     return logits.masked_fill(~inside, -torch.inf)
+
+
+def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Bool[Tensor, "N V"]:
+    """The likeliest actions until they reach ``top_p``; of equal ones the first."""
+    ordered, order = p.sort(dim=-1, descending=True, stable=True)
+    reached = ordered.cumsum(dim=-1) - ordered < top_p  # mass before this action is still short of top_p
+    return torch.zeros_like(reached).scatter(-1, order, reached)
 
 
 def draw(
@@ -58,24 +71,79 @@ def draw(
     """Actions by the inverse CDF at the given uniforms, and their log-probabilities. Temperature 0 is the argmax.
 
     One uniform an action makes every draw addressable. The CDF is summed in blocks, so that no [N, V] cumulative sum
-    is formed. Of a greedy action the log-probability is the one at temperature 1.
+    is formed, and a truncated one over the likely actions alone. Of a greedy action the log-probability is the one at
+    temperature 1.
     """
-    if temperature == 0:
-        logits = temper(logits, 1.0)
-        actions = logits.argmax(dim=-1)
-        return actions, _logprob(logits, actions)
-    logits = truncate(temper(logits, temperature), top_k=top_k, top_p=top_p)
-    top = logits.amax(dim=-1, keepdim=True)
-    weight = torch.nn.functional.pad((logits - top).exp(), (0, -logits.shape[-1] % BLOCK))
-    weight = weight.unflatten(-1, (-1, BLOCK))  # [N, blocks, BLOCK]
-    mass = weight.sum(dim=-1).double()
-    total = mass.sum(dim=-1)
-    block, rest = _invert(mass, uniforms.to(total) * total)
-    within = weight[torch.arange(len(weight), device=weight.device), block].double()  # [N, BLOCK]
-    column, _ = _invert(within, rest)
-    actions = (block * BLOCK + column).clamp(max=logits.shape[-1] - 1)  # past the end only where logits are not finite
-    logprobs = logits.gather(-1, actions[:, None])[:, 0] - top[:, 0] - total.log().to(logits.dtype)
+    draw_some = _draw_truncated if 0 < top_k < logits.shape[-1] or top_p < 1 else _draw_any
+    drawn = []
+    rows = max(1, AT_ONCE // logits.shape[-1])
+    for some, uniform in zip(logits.split(rows), uniforms.split(rows), strict=True):
+        if temperature == 0:
+            actions = some.argmax(dim=-1)
+            drawn.append((actions, _logprob(temper(some, 1.0), actions)))
+        else:
+            drawn.append(draw_some(temper(some, temperature), uniform, top_k, top_p))
+    return torch.cat([actions for actions, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
+
+
+def _draw_any(logits: Tensor, uniforms: Tensor, *_: float) -> tuple[Tensor, Tensor]:
+    p = logits.softmax(dim=-1)  # the one operation that reads and writes each number from the nearest memory
+    actions = _invert_in_blocks(p, uniforms)
+    return actions, p.gather(-1, actions[:, None])[:, 0].log()
+
+
+def _draw_truncated(logits: Tensor, uniforms: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """``_draw_any`` of ``truncate``, for which only the most likely actions are ordered, more of them where needed."""
+    rows, vocabulary = logits.shape
+    actions, logprobs = logits.new_zeros(rows, dtype=torch.long), logits.new_zeros(rows)
+    left = torch.arange(rows, device=logits.device)
+    width = max(SHORTLIST, 2 * top_k)
+    while len(left):
+        some, width = logits[left], min(width, vocabulary)
+        listed, is_whole = _shortlist(some, width, top_k, top_p)
+        drawn, scored = _draw_any(listed[1], uniforms[left])
+        actions[left] = listed[0].gather(-1, drawn[:, None])[:, 0]
+        logprobs[left] = scored
+        left = left[~is_whole]
+        width *= 16
     return actions, logprobs
+
+
+def _shortlist(
+    logits: Float[Tensor, "N V"], width: int, top_k: int, top_p: float
+) -> tuple[tuple[Int[Tensor, "N C"], Float[Tensor, "N C"]], Bool[Tensor, "N"]]:
+    """The ``width`` likeliest actions as the vocabulary orders them, their truncated logits, and whether that is all.
+
+    Whatever could tie with the edge of the set must be on the list.
+    """
+    values, ids = logits.topk(width, dim=-1)
+    ids, by_id = ids.sort(dim=-1)
+    lowest, values = values[:, -1:], values.gather(-1, by_id)
+    if 0 < top_k < logits.shape[-1]:
+        values = truncate(values, top_k=top_k, top_p=1.0)
+        is_whole = (values > lowest) | values.isneginf()
+        values = truncate(values, top_p=top_p)
+    else:
+        p = logits.softmax(dim=-1).gather(-1, ids)
+        inside = _nucleus(p, top_p)
+        is_whole = (p > p.amin(dim=-1, keepdim=True)) | ~inside
+        values = values.masked_fill(~inside, -torch.inf)
+    return (ids, values), is_whole.all(dim=-1) | (width == logits.shape[-1])
+
+
+def _invert_in_blocks(p: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]) -> Int[Tensor, "N"]:
+    """The first action whose cumulative probability exceeds the uniform."""
+    vocabulary = p.shape[-1]
+    whole = vocabulary - vocabulary % BLOCK
+    mass = p[:, :whole].unflatten(-1, (-1, BLOCK)).sum(dim=-1)  # [N, blocks]
+    if whole < vocabulary:
+        mass = torch.cat([mass, p[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
+    mass = mass.double()
+    block, rest = _invert(mass, uniforms.to(mass) * mass.sum(dim=-1))
+    columns = block[:, None] * BLOCK + torch.arange(BLOCK, device=p.device)  # [N, BLOCK]
+    within = p.gather(-1, columns.clamp(max=vocabulary - 1)).masked_fill(columns >= vocabulary, 0).double()
+    column, _ = _invert(within, rest)
+    return (block * BLOCK + column).clamp(max=vocabulary - 1)  # past the end only where logits are not finite
 
 
 def _invert(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,15 +226,20 @@ def chunked_categorical(
     actions: Int[Tensor, "N"],
     temperature: Float[Tensor, "N"],
     *,
-    chunk: int = 1024,
+    chunk: int = 256,
     top_k: int = 0,
     top_p: float = 1.0,
     entropy: EntropyWanted = "none",
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
-    """``categorical`` of ``head(features)``, ``chunk`` rows at a time: never more than [chunk, V] logits are held.
+    """``categorical`` of ``head(features)`` without its logits [N, V].
 
-    The backward pass computes each chunk's logits again instead of keeping them.
+    Under an ``nn.Linear``, in blocks of the vocabulary (``linear_categorical``). Under any other head, and where
+    actions are cut to top-k or top-p, ``chunk`` rows at a time, whose logits the backward pass computes again.
     """
+    if len(actions) and top_k == 0 and top_p == 1 and is_linear(head, features):
+        wanted = {"with_entropy": entropy != "none", "entropy_gradient": entropy == "gradient"}
+        logprobs, nats = linear_categorical(features, head, actions, temperature, **wanted)
+        return logprobs, None if entropy == "none" else nats
 
     def scorer() -> Callable[..., tuple[Tensor, Tensor | None]]:
         """One chunk's function, which knows whether it runs for the first time or in the backward pass."""
