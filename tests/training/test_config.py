@@ -144,7 +144,7 @@ def test_a_missing_config_is_named(tmp_path):
         ({"optim": Optim(betas=(math.nan, 0.9))}, "--optim.betas"),
         ({"stage": Stage(entropy_coef=-1)}, "--stage.entropy-coef"),
         ({"stage": Stage(entropy_coef=math.nan)}, "--stage.entropy-coef"),
-        ({"optim": Optim(token_budget=0)}, "--optim.token-budget"),
+        ({"optim": Optim(token_budget=-1)}, "--optim.token-budget"),
         ({"optim": Optim(minibatches=65)}, "more than the 64 rows of a step. Set --optim.minibatches 64 or less"),
         ({"stage": Stage(kl_coef=-1)}, "--stage.kl-coef"),
         ({"stage": Stage(value_coef=-1)}, "--stage.value-coef"),

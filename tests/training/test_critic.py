@@ -318,11 +318,11 @@ def test_the_critics_memory_by_hand(tmp_path):
 
 
 def test_a_larger_critics_activations_are_counted_beyond_the_policys(tmp_path):
-    """Two layers of H 16, F 32 and three: one layer more, at 100 tokens."""
+    """Two layers of H 16, K 8, F 32 and three: one layer more, at 100 tokens."""
     run = built(tmp_path, SEPARATE, optim__token_budget=100)
     run.critic.trunk.config.num_hidden_layers = 3
     assert run.policy.module.config.num_hidden_layers == 2
-    assert critic_memory(run, 4)["critic's activations"] == 4 * 100 * (8 * 16 + 4 * 32)
+    assert critic_memory(run, 4)["critic's activations"] == 4 * 100 * (6 * 16 + 2 * 8 + 2 * 32)
 
 
 def test_evaluating_a_run_opens_no_critic(tmp_path, opened):

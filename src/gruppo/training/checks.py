@@ -22,7 +22,7 @@ AT_LEAST: Mapping[str, float] = {
     "optim.max_grad_norm": 0,
     "optim.epochs": 1,
     "optim.minibatches": 1,
-    "optim.token_budget": 1,
+    "optim.token_budget": 0,
     "optim.stop_kl": 0,
     "stage.kl_coef": 0,
     "stage.entropy_coef": 0,

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from gruppo.core.describe import cautions, describe
+from gruppo.core.linear_head import tile_bytes
 from gruppo.policies.critic import SeparateCritic
 from gruppo.policies.text.policy import BATCH_ROWS
 from gruppo.training import checks
 from gruppo.training.build import Parts, build, require_named
 from gruppo.training.config import Config
+from gruppo.training.memory import activations, key_numbers, token_budget
 from gruppo.training.run import Run
 from gruppo.types import Request
 
@@ -82,7 +84,7 @@ def _memory(run: Run) -> list[str]:
     parts |= critic_memory(run, width) | working_memory(run, width)
     total = sum(parts.values())
     return [
-        "MEMORY, an estimate",
+        f"MEMORY, an estimate at {token_budget(run):,} tokens a piece",
         *(f"  {name:<24} {size / 2**30:6.2f} GiB" for name, size in parts.items()),
         f"  {'together':<24} {total / 2**30:6.2f} GiB",
     ]
@@ -102,36 +104,34 @@ def critic_memory(run: Run, width: int) -> dict[str, float]:
         weights[f"critic's copy, {run.config.compute}"] = width * sum(p.numel() for p in copied.parameters())
     trunk: Any = run.critic.trunk
     own, policys = (
-        activations(module.config, run.config.optim.token_budget, width) for module in (trunk, run.policy.module)
+        activations(module.config, token_budget(run), width, run.policy.backbone.layout)
+        for module in (trunk, run.policy.module)
     )
     return weights | ({"critic's activations": own - policys} if own > policys else {})
 
 
-def activations(config: Any, tokens: int, width: int) -> int:
-    """T layers (8 H + 4 F) width: inputs, norms, q, k, v and outputs of H numbers, four of the feed-forward's F."""
-    model = config.get_text_config()
-    feed_forward = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
-    return width * tokens * model.num_hidden_layers * (8 * model.hidden_size + 4 * feed_forward)
-
-
 def working_memory(run: Run, width: int) -> dict[str, float]:
-    """Bytes of one forward and backward over ``token_budget`` tokens T, and of the cache of B rows of L tokens.
+    """Bytes of one forward and backward over T tokens, the run's budget, and of the cache of B rows of L tokens.
 
-    Logits of a chunk, in float32, three times (themselves, tempered, gradient): 3 * 4 chunk V. Cache 2 B L layers K
-    width, K numbers of a key. Attention scores are not counted.
+    Cache 2 B L layers K width, K numbers of a key. Attention scores are not counted.
     """
     model = run.policy.module.config.get_text_config()
-    tokens, rollout = run.config.optim.token_budget, run.config.rollout
-    heads = model.num_attention_heads
-    size_of_head = getattr(model, "head_dim", None) or model.hidden_size // heads
-    key = size_of_head * (getattr(model, "num_key_value_heads", None) or heads)
+    tokens, rollout = token_budget(run), run.config.rollout
     longest = max(len(_ids(run, prompt)) for prompt in run.source.take(32)) + rollout.max_new_tokens
     rows = max(min(BATCH_ROWS, rollout.prompts * rollout.group_size), rollout.group_size)
     return {
-        "activations": activations(model, tokens, width),
-        "logits, float32": 3 * 4 * min(run.policy.chunk, tokens) * model.vocab_size,
-        "cache while sampling": width * 2 * rows * longest * model.num_hidden_layers * key,
+        "activations": activations(model, tokens, width, run.policy.backbone.layout),
+        "logits": logits_memory(run, tokens, width),
+        "cache while sampling": width * 2 * rows * longest * model.num_hidden_layers * key_numbers(model),
     }
+
+
+def logits_memory(run: Run, tokens: int, width: int) -> int:
+    """Bytes of tiles where the head is linear; else of a chunk in float32, three times: raw, tempered, gradient."""
+    vocabulary, rollout = run.policy.module.config.get_text_config().vocab_size, run.config.rollout
+    if isinstance(run.policy.backbone.head, torch.nn.Linear) and rollout.top_k == 0 and rollout.top_p == 1:
+        return tile_bytes(tokens, vocabulary, width, run.policy.device)
+    return 3 * 4 * min(run.policy.chunk, tokens) * vocabulary
 
 
 def _example(run: Run) -> list[str]:

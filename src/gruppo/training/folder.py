@@ -20,6 +20,7 @@ from gruppo.track.texts import program
 from gruppo.training import checkpoint, config_file
 from gruppo.training.config import Config
 from gruppo.training.machine import hardware, versions
+from gruppo.training.memory import token_budget
 from gruppo.training.run import Run
 from gruppo.training.weights import check_critic, first_weights, restore_weights, weights_of
 from gruppo.types import GruppoError
@@ -42,6 +43,7 @@ class Boundary:
             "totals": dict(run.totals),
             "skipped_updates": run.skipped_updates,
             "unscored_steps": run.unscored_steps,
+            "token_budget": run.token_budget,
             "running": run.running,
             "evaluations": list(run.evaluations),
         }
@@ -180,6 +182,7 @@ class RunFolder:
             run.skipped_updates, run.unscored_steps = saved.state["skipped_updates"], saved.state["unscored_steps"]
             run.evaluations = list(saved.state["evaluations"])
             run.running = dict(saved.state.get("running", {}))
+            run.token_budget = int(saved.state.get("token_budget", 0))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise GruppoError(
                 f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
@@ -213,6 +216,7 @@ class RunFolder:
                 "name": run.config.data,
                 "fingerprint": source.fingerprint() if hasattr(source, "fingerprint") else None,
             },
+            "token_budget": token_budget(run),
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
             "versions": versions(),
             "hardware": hardware(),

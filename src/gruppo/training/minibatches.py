@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from gruppo import dist
 from gruppo.policies.critic import check_values
 from gruppo.seeds import generator_at
+from gruppo.training.memory import in_pieces
 from gruppo.training.run import Knobs, Run
 from gruppo.types import Batch, Likelihood, Piece, Rollouts, Want
 
@@ -96,17 +98,19 @@ def evaluated(run: Run, batch: Batch, knobs: Knobs) -> Batch:
     """The batch with what policy, reference and critic say of it before any update, as far as it is needed then.
 
     They come from the very pieces that the first epoch's updates use: in bfloat16 another cut rounds otherwise, and
-    the first ratio would not be 1. Rows without a gradient have none, and are asked for none.
+    the first ratio would not be 1 (after memory has run out in an update, it is not). Rows without a gradient have
+    none, and are asked for none.
     """
     stored = {name: torch.zeros(batch.keep.shape) for name in _needed(run, knobs)}
-    for rows in minibatch_rows(run, len(batch.rewards), knobs, epoch=0):
-        part = _part(batch, rows)
-        assert part.rollouts is not None
-        for piece in run.policy.pieces(part.rollouts, has_gradient(run, part, knobs), run.config.optim.token_budget):
-            place = (rows[piece.rows][:, None], torch.arange(piece.cols.start or 0, piece.cols.stop)[None])
-            said = _said(run, part.rollouts, piece, knobs)
-            for name, numbers in stored.items():
-                numbers[place] = said[name].float().cpu()
+    with dist.together():
+        for rows in minibatch_rows(run, len(batch.rewards), knobs, epoch=0):
+            part = _part(batch, rows)
+            assert part.rollouts is not None
+            ask = partial(_said_of, run, knobs, part.rollouts)
+            for piece, said in in_pieces(run, part.rollouts, has_gradient(run, part, knobs), ask):
+                place = (rows[piece.rows][:, None], torch.arange(piece.cols.start or 0, piece.cols.stop)[None])
+                for name, numbers in stored.items():
+                    numbers[place] = said[name].float().cpu()
     old, ref, values = map(stored.get, ("old_logprobs", "ref", "old_values"))
     return replace(batch, old_logprobs=old, ref=None if ref is None else Likelihood(ref), old_values=values)
 
@@ -120,6 +124,10 @@ def _needed(run: Run, knobs: Knobs) -> list[str]:
     names = ["old_logprobs"] if has_kl_in_reward(run, knobs) or run.config.updates_per_batch > 1 else []
     names += ["ref"] if names and run.reference is not None else []
     return names + (["old_values"] if run.critic is not None else [])
+
+
+def _said_of(run: Run, knobs: Knobs, rollouts: Rollouts, pieces: list[Piece]) -> list[tuple[Piece, dict[str, Tensor]]]:
+    return [(piece, _said(run, rollouts, piece, knobs)) for piece in pieces]
 
 
 def _said(run: Run, rollouts: Rollouts, piece: Piece, knobs: Knobs) -> dict[str, Float[Tensor, "b t"]]:

@@ -39,6 +39,8 @@ class Run:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     running: Mapping[str, Any] = field(default_factory=dict)
     """Moving statistics of the rewards, by reward; replaced and never changed in place."""
+    token_budget: int = 0
+    """Tokens of a piece once they are chosen, less where memory has run out; see ``memory.token_budget``."""
     unscored_steps: int = 0
     """Steps in a row in which no row was scored."""
     example: Prompt | None = None

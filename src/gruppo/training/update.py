@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,7 @@ from torch import Tensor
 from gruppo import dist
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import loss_total, loss_weights
+from gruppo.training.memory import in_pieces
 from gruppo.training.minibatches import at_rest, has_gradient, likelihood_of, minibatches, wanted
 from gruppo.training.moved import EVERY, Moved, warn_if_still
 from gruppo.training.run import Knobs, Run, flatten
@@ -121,8 +123,18 @@ def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
     assert rollouts is not None
     total = dist.all_sum(loss_total(batch.keep, average=objective.average, max_length=knobs.sampling.max_actions))
     weights = loss_weights(batch.keep, average=objective.average, total=total)
+    with dist.together():
+        return in_pieces(run, rollouts, has_gradient(run, batch, knobs), partial(_backward, run, batch, knobs, weights))
+
+
+def _backward(
+    run: Run, batch: Batch, knobs: Knobs, weights: Float[Tensor, "B T"], pieces: list[Piece]
+) -> dict[str, Stat]:
+    """Gradients and statistics of these pieces; no rank asks another, so that each may begin again alone."""
+    objective, rollouts = run.config.objective, batch.rollouts
+    assert rollouts is not None
     stats = {name: Stat() for name in _stat_names(run)}
-    for piece in run.policy.pieces(rollouts, has_gradient(run, batch, knobs), run.config.optim.token_budget):
+    for piece in pieces:
         with at_rest(run.policy.sampler) if knobs.is_critic_alone else nullcontext():
             likelihood = likelihood_of(run, rollouts, piece, want=wanted(run, knobs))
         inputs = loss_inputs(run, batch, piece, weights, likelihood)

@@ -26,7 +26,7 @@ def from_pretrained(
     *,
     compute: Compute = "auto",
     trust_remote_code: bool = False,
-    chunk: int = 1024,
+    chunk: int = 256,
     needs_head: bool = True,
 ) -> TextPolicy:
     """A Hugging Face causal LM: a hub id or a local folder. Master weights are float32.
@@ -81,7 +81,7 @@ def _lacks_head_alone(module: Any, lost: Mapping[str, Any]) -> bool:
     return is_trunk_whole and all(name.startswith("score.") for name in lost["unexpected_keys"])
 
 
-def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto", chunk: int = 1024) -> TextPolicy:
+def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto", chunk: int = 256) -> TextPolicy:
     """A Hugging Face model that is already in memory, with its tokenizer."""
     module = module.float().eval()
     if torch.cuda.is_available():
@@ -117,7 +117,7 @@ def from_module(
     context: int | None = None,
     render: Callable[[Sequence[Any]], list[int]] | None = None,
     compute: Compute = "float32",
-    chunk: int = 1024,
+    chunk: int = 256,
 ) -> TextPolicy:
     """Any module that maps ids [B, T] to logits [B, T, V] causally, with a tokenizer with ``encode`` and ``decode``.
 

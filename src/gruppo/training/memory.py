@@ -1,0 +1,264 @@
+"""Free memory, and how many tokens one forward and backward may cover in it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from gruppo.policies.critic import SeparateCritic
+from gruppo.policies.text import TextPolicy
+from gruppo.training.run import Run
+from gruppo.types import GruppoError, Piece, Rollouts
+
+log = logging.getLogger("gruppo")
+
+TOKENS_ON_CPU, TOKENS = 1152, 16384
+"""Where memory is not short. A CPU's products are as fast at 500 rows as at more; an accelerator's are not."""
+USABLE_FRAC = 0.5
+"""Of free memory, for activations, gradients and the optimiser's state. Logits and scores need some too."""
+GIB = 2**30
+
+T = TypeVar("T")
+
+
+# --- pieces that fit --------------------------------------------------------------------------------------------------
+
+
+def in_pieces(run: Run, rollouts: Rollouts, wanted: Bool[Tensor, "B T"], work: Callable[[list[Piece]], T]) -> T:
+    """``work`` on pieces that cover ``wanted``; where memory runs out, all of it again on smaller ones.
+
+    Gradients are set to zero before another attempt, so that no piece counts twice. The smaller budget stays for the
+    rest of the run. No rank asks another here.
+    """
+    while True:
+        budget = budget_for(run, rollouts)
+        pieces = run.policy.pieces(rollouts, wanted, budget)
+        _refuse_hopeless(run, rollouts, pieces)
+        try:
+            return work(pieces)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            said = str(error)
+        _release(run)  # here, where the traceback no longer holds what the failed attempt had made
+        run.token_budget = _finer(run, rollouts, wanted, len(pieces)) or _give_up(run, rollouts, pieces, said)
+        log.warning(
+            "step %d: memory ran out in pieces of %d tokens; going on with %d. Set --optim.token-budget %d to begin "
+            "there.",
+            run.step,
+            budget,
+            run.token_budget,
+            run.token_budget,
+        )
+
+
+def _finer(run: Run, rollouts: Rollouts, wanted: Tensor, count: int) -> int:
+    """The largest halving of the budget that gives more pieces than ``count``; 0 where none does."""
+    budget = token_budget(run)
+    while budget > 1:
+        budget //= 2
+        if len(run.policy.pieces(rollouts, wanted, budget)) > count:
+            return budget
+    return 0
+
+
+def _release(run: Run) -> None:
+    """No gradient of a half-done pass, and no memory that it leaves in caches."""
+    run.optimizer.zero_grad(set_to_none=True)
+    run.policy.sampler.zero_grad(set_to_none=True)
+    if isinstance(run.critic, SeparateCritic) and run.critic.compute_copy is not None:
+        run.critic.compute_copy.zero_grad(set_to_none=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """On a CPU torch raises a plain RuntimeError, known by its text."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    texts = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def _give_up(run: Run, rollouts: Rollouts, pieces: list[Piece], said: str) -> int:
+    asked = re.search(r"tried to allocate ([\d.]+ ?\w+)", said, re.IGNORECASE)
+    raise _does_not_fit(run, _longest(rollouts, pieces), f"the last request was for {asked[1]}" if asked else "")
+
+
+def _refuse_hopeless(run: Run, rollouts: Rollouts, pieces: list[Piece]) -> None:
+    """Where the longest row alone needs more than is free, Linux would end the process without a word."""
+    longest, free = _longest(rollouts, pieces), free_bytes(device_of(run))
+    needs = longest * bytes_per_token(run, "stream")  # the least that any layout keeps
+    if free is not None and needs > free and device_of(run).type == "cpu":
+        raise _does_not_fit(run, longest, f"its activations alone need about {needs / GIB:.2f} GiB")
+
+
+def _does_not_fit(run: Run, tokens: int, why: str) -> GruppoError:
+    free = free_bytes(device_of(run))
+    numbers = [why] if why else []
+    numbers += [] if free is None else [f"{free / GIB:.2f} GiB are free"]
+    numbers += [f"optim.token_budget is {run.token_budget}"]
+    return GruppoError(
+        f"one row of {tokens} tokens does not fit into memory: {', '.join(numbers)}. Set a lower "
+        "--rollout.max-new-tokens, shorten the prompts, or train a smaller --model; --optim.token-budget cannot cut a "
+        "row."
+    )
+
+
+def _longest(rollouts: Rollouts, pieces: list[Piece]) -> int:
+    """Tokens of the longest row in the pieces, its prompt included."""
+    if not pieces:
+        return 0
+    rows = torch.cat([piece.rows for piece in pieces])
+    prompts = rollouts.shared.get("prompt_ids")
+    before = torch.tensor([len(ids) for ids in prompts])[rollouts.group_ids[rows]] if prompts is not None else 0
+    return int((rollouts.lengths[rows] + before).max())
+
+
+# --- the budget -------------------------------------------------------------------------------------------------------
+
+
+def token_budget(run: Run) -> int:
+    """Tokens of a piece: what was set, or chosen at the first call; less where memory has run out since."""
+    if not run.token_budget:
+        run.token_budget = run.config.optim.token_budget or choose(run)
+    return run.token_budget
+
+
+def budget_for(run: Run, rollouts: Rollouts) -> int:
+    """``token_budget``, or twice the longest prompt: as each piece of a group reads the prompt, short ones do it often.
+
+    Not where the budget was set, where memory has run out, or where it would.
+    """
+    budget, device = token_budget(run), device_of(run)
+    if run.config.optim.token_budget or budget < _usual(device) or not rollouts.shared.get("prompt_ids"):
+        return budget
+    wider = 2 * max(len(ids) for ids in rollouts.shared["prompt_ids"])
+    free = free_bytes(device)
+    if wider <= budget or (free is not None and wider * bytes_per_token(run) > USABLE_FRAC * free - still_to_come(run)):
+        return budget
+    return wider
+
+
+def _usual(device: torch.device) -> int:
+    return TOKENS_ON_CPU if device.type == "cpu" else TOKENS
+
+
+def choose(run: Run) -> int:
+    """A fixed number of the device's kind, or the largest power of two below it that free memory holds.
+
+    Wherever memory is not short the choice is the same, and a run repeats to the bit.
+    """
+    device, per_token = device_of(run), bytes_per_token(run)
+    usual, free = _usual(device), free_bytes(device)
+    if free is None or not per_token:
+        return usual
+    fits = max(int((USABLE_FRAC * free - still_to_come(run)) / per_token), 1)
+    chosen = min(usual, 2 ** (fits.bit_length() - 1))
+    if chosen < usual:
+        log.warning("%.2f GiB are free: pieces have %d tokens in place of %d.", free / GIB, chosen, usual)
+    return chosen
+
+
+def still_to_come(run: Run) -> int:
+    """Bytes of float32 gradients and of AdamW's state, as far as they are not there yet."""
+    numbers = sum(p.numel() for p in run.parameters)
+    return 4 * numbers + (0 if run.optimizer.state else 8 * numbers)
+
+
+def bytes_per_token(run: Run, layout: str | None = None) -> int:
+    """Activations of the larger of policy and critic; 0 where a module does not say its sizes."""
+    if not isinstance(run.policy, TextPolicy):
+        return 0
+    layout = layout or run.policy.backbone.layout
+    width = 2 if run.policy.compute_dtype == torch.bfloat16 else 4
+    modules = [run.policy.module, *([run.critic.trunk] if isinstance(run.critic, SeparateCritic) else [])]
+    configs = [getattr(module, "config", None) for module in modules]
+    return max(activations(config, 1, width, layout) if hasattr(config, "get_text_config") else 0 for config in configs)
+
+
+def activations(config: Any, tokens: int, width: int, layout: str) -> int:
+    """T layers (6 H + 2 K + 2 F) width of our own layers, ("stream"), T layers (16 H + 4 F) width of a model's.
+
+    H numbers of a feature, K of a key, F of the feed-forward; ours are inputs, norms, q, k, v, what attention gives,
+    gate and up. Counted for the Llama layout, whose own norms and rotations keep float32; it has 0.4 and 0.95 MB a
+    token at 135M weights in bfloat16.
+    """
+    model = config.get_text_config()
+    feed_forward = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    numbers = 16 * model.hidden_size + 4 * feed_forward
+    if layout == "stream":
+        numbers = 6 * model.hidden_size + 2 * key_numbers(model) + 2 * feed_forward
+    return width * tokens * model.num_hidden_layers * numbers
+
+
+def key_numbers(model: Any) -> int:
+    """Of one token in one layer; a value has as many."""
+    heads = model.num_attention_heads
+    size_of_head = getattr(model, "head_dim", None) or model.hidden_size // heads
+    return size_of_head * (getattr(model, "num_key_value_heads", None) or heads)
+
+
+def device_of(run: Run) -> torch.device:
+    return next(run.policy.module.parameters()).device
+
+
+# --- what is free -----------------------------------------------------------------------------------------------------
+
+
+def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
+    """Memory that can still be had: of the accelerator, or of this machine and this process's control groups."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return min((*_left_on_machine(root), *_left_in_groups(root)), default=None)
+
+
+def _left_on_machine(root: Path) -> Iterator[int]:
+    numbers = _numbers(root / "proc/meminfo")
+    if "MemAvailable:" in numbers:
+        yield 1024 * (numbers["MemAvailable:"] + numbers.get("SwapFree:", 0))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Limit less use of each group that this process is in, versions 2 and 1. Pages of files can be dropped: free."""
+    base = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if not kinds:
+            names, pages, top = ("memory.max", "memory.current"), "", base
+        elif "memory" in kinds.split(","):
+            names, pages, top = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_", base / "memory"
+        else:
+            continue
+        own = top / path.strip("/")
+        for folder in (own, *own.parents):
+            limit, used = (_read(folder / name).strip() for name in names)
+            if limit.isdigit() and used.isdigit():  # "max" is no limit
+                stat = _numbers(folder / "memory.stat")
+                files = stat.get(f"{pages}inactive_file", 0) + stat.get(f"{pages}active_file", 0)
+                yield max(int(limit) - int(used) + files, 0)
+            if folder == top:
+                break
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """First word to second, of lines such as ``MemFree: 17 kB``."""
+    rows = (line.split() for line in _read(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
