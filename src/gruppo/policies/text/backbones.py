@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
+from gruppo.policies.text.decoding import LayeredDecoding
 from gruppo.policies.text.layers import read_decoder
 from gruppo.policies.text.stream import Stream
 from gruppo.policies.text.trunk import stream_features
@@ -62,8 +63,9 @@ class Backbone(Protocol):
         """Of groups one after another."""
         ...
 
-    def head(self, features: Tensor) -> Tensor:
-        """Features to logits."""
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """Features to logits; where it is an ``nn.Linear``, that module, which scoring then runs in blocks."""
         ...
 
     def start(self, prompts: Sequence[Int[Tensor, "L"]], owners: Int[Tensor, "N"]) -> Decoding:
@@ -146,15 +148,21 @@ class RereadDecoding:
 class TransformersBackbone:
     """A Hugging Face causal LM. Which of the fast ways hold for this model is found by trying, once (``probe``).
 
-    ``splits``: trunk and head can be run apart. ``caches``: decoding with keys and values kept. ``layouts``: ways of
-    reading rows, the fastest first.
+    ``splits``: trunk and head can be run apart. ``caches``: decoding with keys and values kept; ``decodes``: by layers
+    of our own. ``layouts``: ways of reading rows, the fastest first.
     """
 
     def __init__(
-        self, module: Any, *, splits: bool = False, caches: bool = False, layouts: Sequence[Layout] = ("padded",)
+        self,
+        module: Any,
+        *,
+        splits: bool = False,
+        caches: bool = False,
+        decodes: bool = False,
+        layouts: Sequence[Layout] = ("padded",),
     ) -> None:
         self.module = module
-        self.splits, self.caches, self.layouts = splits, caches, tuple(layouts)
+        self.splits, self.caches, self.decodes, self.layouts = splits, caches, decodes, tuple(layouts)
         accepted = inspect.signature(module.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -188,14 +196,20 @@ class TransformersBackbone:
             return self.trunk(**inputs, use_cache=False).last_hidden_state
         return self.module(**inputs, use_cache=False).logits
 
-    def head(self, features: Tensor) -> Tensor:
-        return self.module.get_output_embeddings()(features) if self.splits else features
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        return self.module.get_output_embeddings() if self.splits else nn.Identity()
 
     def start(self, prompts: Sequence[Tensor], owners: Tensor) -> Decoding:
+        decoder = read_decoder(self.module) if self.decodes else None
+        if decoder is not None:
+            return LayeredDecoding(decoder, self.module.get_output_embeddings(), prompts, owners)
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
 
     def on(self, module: nn.Module) -> TransformersBackbone:
-        return TransformersBackbone(module, splits=self.splits, caches=self.caches, layouts=self.layouts)
+        return TransformersBackbone(
+            module, splits=self.splits, caches=self.caches, decodes=self.decodes, layouts=self.layouts
+        )
 
     def save(self, folder: Path) -> None:
         _make_savable(getattr(self.module, "generation_config", None))

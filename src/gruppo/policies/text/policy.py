@@ -38,7 +38,7 @@ class TextPolicy:
         *,
         context: int | None = None,
         compute_dtype: torch.dtype = torch.float32,
-        chunk: int = 1024,
+        chunk: int = 256,
     ) -> None:
         self.module = module.eval()
         self.chat = chat

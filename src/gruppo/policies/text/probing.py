@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gruppo.policies.text.backbones import CachedDecoding, Layout, RereadDecoding, TransformersBackbone, pad_right
+from gruppo.policies.text.backbones import (
+    CachedDecoding,
+    Decoding,
+    Layout,
+    RereadDecoding,
+    TransformersBackbone,
+    pad_right,
+)
+from gruppo.policies.text.decoding import LayeredDecoding
+from gruppo.policies.text.layers import read_decoder
 from gruppo.policies.text.packing import pack
 from gruppo.policies.text.stream import stream
 from gruppo.types import NumericalStop
@@ -20,11 +29,13 @@ def probe(module: Any) -> TransformersBackbone:
     _check_finite(plain)
     splits = _agrees(plain, _split)
     caches = _agrees(plain, _cached)
+    decodes = False
     layouts: list[Layout] = []
     if _attends_fully(module.config.get_text_config()):
+        decodes = splits and _agrees(plain, _layered)
         layouts += ["stream"] if splits and _agrees(plain, _streamed) else []
         layouts += ["packed"] if _agrees(plain, _packed) else []
-    return TransformersBackbone(module, splits=splits, caches=caches, layouts=(*layouts, "padded"))
+    return TransformersBackbone(module, splits=splits, caches=caches, decodes=decodes, layouts=(*layouts, "padded"))
 
 
 WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "attention_chunk_size")
@@ -87,7 +98,23 @@ def _split(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, 
 def _cached(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     device = prompts[0].device
     owners = torch.tensor([1, 0, 0], device=device)
-    both = CachedDecoding(plain, prompts, owners), RereadDecoding(plain, prompts, owners)
+    return _after_some_steps(CachedDecoding(plain, prompts, owners), plain, prompts, owners)
+
+
+def _layered(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    device = prompts[0].device
+    owners = torch.tensor([1, 0, 0], device=device)
+    decoder = read_decoder(plain.module)
+    assert decoder is not None, "another layout"
+    fast = LayeredDecoding(decoder, plain.module.get_output_embeddings(), prompts, owners)
+    return _after_some_steps(fast, plain, prompts, owners)
+
+
+def _after_some_steps(
+    fast: Decoding, plain: TransformersBackbone, prompts: list[Tensor], owners: Tensor
+) -> tuple[Tensor, Tensor]:
+    device = owners.device
+    both = fast, RereadDecoding(plain, prompts, owners)
     for decoding in both:
         decoding.advance(torch.tensor([1, 2, 1], device=device))
         decoding.select(torch.tensor([0, 2], device=device))
@@ -99,7 +126,9 @@ def _streamed(plain: TransformersBackbone, prompts: list[Tensor]) -> tuple[Tenso
     first, second = prompts
     tokens = stream([first.cpu()], [second.cpu(), second.cpu() + 1], torch.tensor([0, 0]))
     split = TransformersBackbone(plain.module, splits=True)
-    got = split.head(split.stream_features(tokens))[len(first) :].unflatten(0, (2, -1))
+    columns = torch.arange(1, len(second))
+    places = torch.stack([tokens.before(torch.full_like(columns, row), columns) for row in (0, 1)])
+    got = split.head(split.stream_features(tokens))[places.to(first.device)]
     return got, _alone(plain, first, second)[:, len(first) : -1]
 
 

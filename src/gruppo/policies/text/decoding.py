@@ -1,0 +1,231 @@
+"""Decoding layer by layer: prompts held once for their group, products fused, rows that leave cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Complex, Float, Int
+from torch import Tensor, nn
+
+from gruppo.policies.text.blocks import Block, fused, lean_norm
+from gruppo.policies.text.layers import Decoder
+
+COLUMNS = 32
+"""Tokens by which the buffers of the rows' own keys and values grow."""
+
+READ_AT_ONCE = 1024
+"""Tokens of prompts in one pass, so that what is between the layers stays in the cache of the machine."""
+
+QUERIES_AT_ONCE = 256
+
+SMALL = 1024
+"""Up to so many rows times columns, products of keys in float32 are the faster ones on a CPU: they start sooner."""
+
+
+class LayeredDecoding:
+    """Rows in the middle of being written by the parts of a decoder (``Decoding``).
+
+    Rows lie on a grid of groups [g, j]: the queries of a group's rows meet the keys of their prompt in one product,
+    and each row's own keys in another. Where groups have unequal numbers of rows, or some have left, places of the
+    grid are empty; only the attention is computed there, the rest for the rows alone.
+    """
+
+    logits: Float[Tensor, "N V"]
+
+    @torch.no_grad()
+    def __init__(
+        self, decoder: Decoder, head: nn.Module, prompts: Sequence[Int[Tensor, "L"]], owners: Int[Tensor, "N"]
+    ) -> None:
+        self.decoder = decoder
+        self.blocks = [Block(layer, decoder) for layer in decoder.layers]
+        self.norm, self.head = lean_norm(decoder.norm), fused(head)
+        self.dtype: torch.dtype = next(decoder.embed.parameters()).dtype
+        self.exact = torch.promote_types(self.dtype, torch.float32)
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=owners.device)
+        self.written = 0
+        self._lay_out(owners)
+        self.prompts = self._empty(len(prompts), int(self.lengths.max()))
+        self.logits = self.head(self._read(prompts))[owners]
+        self.own = self._empty(self.groups * self.width, COLUMNS)
+
+    # --- rows on the grid ---
+
+    def _lay_out(self, owners: Int[Tensor, "N"]) -> None:
+        """One place for each row, those of a group side by side."""
+        self.owners = owners
+        self.groups = len(self.lengths)
+        order = owners.argsort(stable=True)
+        sizes = owners.bincount(minlength=self.groups)
+        self.width = int(sizes.max())
+        rank = torch.empty_like(owners)
+        rank[order] = torch.arange(len(owners), device=owners.device) - (sizes.cumsum(0) - sizes)[owners[order]]
+        self._place(owners * self.width + rank)
+        padding = torch.arange(int(self.lengths.max()), device=owners.device) >= self.lengths[:, None]
+        self.padding = padding[:, None, None, None] if padding.any() else None  # [g, 1, 1, 1, P]
+
+    def _place(self, home: Int[Tensor, "N"]) -> None:
+        self.home = home
+        self.rows = torch.zeros(self.groups * self.width, dtype=torch.long, device=home.device)
+        self.rows[home] = torch.arange(len(home), device=home.device)
+        self.is_full = torch.equal(home, torch.arange(len(self.rows), device=home.device))
+
+    def _empty(self, batch: int, columns: int) -> list[Tensor]:
+        """Keys and values [2, batch x kv heads, columns, D] of each layer."""
+        shape = (2, batch * self.decoder.kv_heads, columns, self.decoder.head_dim)
+        dtype = self._dtype_for(columns)
+        return [torch.zeros(shape, dtype=dtype, device=self.owners.device) for _ in self.blocks]
+
+    def _dtype_for(self, columns: int) -> torch.dtype:
+        is_small = self.groups * self.width * columns <= SMALL
+        return self.exact if is_small and self.owners.device.type == "cpu" else self.dtype
+
+    def select(self, slots: Int[Tensor, "n"]) -> None:
+        """Go on with these rows, each named once; buffers are copied when a quarter of the grid is empty."""
+        self.logits = self.logits[slots]
+        home, owners = self.home[slots], self.owners[slots]
+        if 4 * len(slots) > 3 * self.groups * self.width:
+            self.owners = owners
+            self._place(home)
+            return
+        old_width = self.width
+        kept, owners = owners.unique(return_inverse=True)
+        self.lengths = self.lengths[kept]
+        self._lay_out(owners)
+        longest = int(self.lengths.max())
+        self.prompts = self._moved(self.prompts, self._with_heads(kept, 1), longest, longest)
+        places = self._with_heads(home[self.rows], old_width)
+        places = places.view(self.groups, self.width, -1).transpose(1, 2).flatten()
+        self.own = self._moved(self.own, places, self.own[0].shape[2], self.written)
+
+    def _with_heads(self, places: Int[Tensor, "n"], width: int) -> Int[Tensor, "m"]:
+        """Where the heads of a place [g, j] lie in a buffer [g, kv heads, j]."""
+        kv_heads = torch.arange(self.decoder.kv_heads, device=places.device)
+        group, column = places // width, places % width
+        return ((group[:, None] * self.decoder.kv_heads + kv_heads) * width + column[:, None]).flatten()
+
+    def _moved(self, buffers: list[Tensor], places: Tensor | None, columns: int, used: int) -> list[Tensor]:
+        """The buffers at these places, or at all; one layer at a time, so that one layer is held twice."""
+        dtype = self._dtype_for(columns)
+        for n, old in enumerate(buffers):
+            old = old[:, :, :used] if places is None else old[:, :, :used].index_select(1, places)
+            if old.shape[2] == columns and old.dtype == dtype:
+                buffers[n] = old
+            else:
+                buffers[n] = old.new_zeros(2, old.shape[1], columns, old.shape[3], dtype=dtype)
+                buffers[n][:, :, :used] = old
+        return buffers
+
+    # --- reading the prompts ---
+
+    def _read(self, prompts: Sequence[Tensor]) -> Float[Tensor, "g F"]:
+        """Features of the last token of each prompt; its keys and values are kept."""
+        last, start = [], 0
+        while start < len(prompts):
+            end, total = start + 1, len(prompts[start])
+            while end < len(prompts) and total + len(prompts[end]) <= READ_AT_ONCE:
+                total, end = total + len(prompts[end]), end + 1
+            last.append(self._read_together(prompts[start:end], start))
+            start = end
+        return self.norm(torch.cat(last))
+
+    def _read_together(self, prompts: Sequence[Tensor], first: int) -> Float[Tensor, "b F"]:
+        lengths = [len(prompt) for prompt in prompts]
+        positions = torch.cat([torch.arange(length, device=self.owners.device) for length in lengths])
+        x = self.decoder.embed(torch.cat(list(prompts)))  # [N, F], a flat stream without padding
+        turns = self._turns(x, positions)
+        kv_heads = self.decoder.kv_heads
+        for block, kept in zip(self.blocks, self.prompts, strict=True):
+            qk, v = block.rotate(block.project(x), turns)
+            qkv = torch.cat([qk.to(self.dtype), v], dim=1)
+            attended = []
+            for n, own in enumerate(qkv.split(lengths)):
+                q, k, v = own.transpose(0, 1).split([self.decoder.heads, kv_heads, kv_heads])  # [heads, L, D]
+                at = slice((first + n) * kv_heads, (first + n + 1) * kv_heads)
+                kept[0, at, : lengths[n]], kept[1, at, : lengths[n]] = k, v
+                attended.append(causal(q, k, v, block.layer.scale))
+            x = block.finish(x, torch.cat(attended))
+        return x[torch.tensor(lengths, device=x.device).cumsum(0) - 1]
+
+    def _turns(self, like: Tensor, positions: Int[Tensor, "N"]) -> Complex[Tensor, "N 1 d"]:
+        """Rotations of the halves of a head, as complex numbers."""
+        cos, sin = self.decoder.rotations(like, positions)
+        half = self.decoder.head_dim // 2
+        return torch.complex(cos[:, None, :half].to(self.exact), sin[:, None, :half].to(self.exact))
+
+    # --- writing ---
+
+    @torch.no_grad()
+    def advance(self, tokens: Int[Tensor, "N"]) -> None:
+        if self.written == self.own[0].shape[2]:
+            self.own = self._moved(self.own, None, self.written + COLUMNS, self.written)
+        x = self.decoder.embed(tokens)
+        turns = self._turns(x, (self.lengths[self.owners] + self.written)[self.rows])
+        for block, prompt, own in zip(self.blocks, self.prompts, self.own, strict=True):
+            qkv = block.project(x)
+            qk, v = block.rotate(qkv if self.is_full else qkv.index_select(0, self.rows), turns)
+            attended = self._attend(qk, v, prompt, own, block.layer.scale)
+            x = block.finish(x, attended if self.is_full else attended.index_select(0, self.home))
+        self.written += 1
+        self.logits = self.head(self.norm(x))
+
+    def _attend(
+        self,
+        qk: Float[Tensor, "cells H D"],
+        v: Float[Tensor, "cells K D"],
+        prompt: Float[Tensor, "2 p P D"],
+        own: Float[Tensor, "2 c T D"],
+        scale: float,
+    ) -> Float[Tensor, "cells B"]:
+        """Over [the group's prompt | the row's own tokens], with one softmax over both."""
+        g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
+        rep = self.decoder.heads // kv_heads
+        now = own.view(2, g, kv_heads, j, -1, dim)[:, :, :, :, self.written]
+        now[0].copy_(qk[:, -kv_heads:].view(g, j, kv_heads, dim).transpose(1, 2))
+        now[1].copy_(v.view(g, j, kv_heads, dim).transpose(1, 2))
+        q = qk.new_empty(g, kv_heads, j, rep, dim)
+        torch.mul(qk[:, :-kv_heads].view(g, j, kv_heads, rep, dim).transpose(1, 2), scale, out=q)
+
+        seen = self.written + 1
+        # bmm in low precision would copy keys that are not contiguous, so there it runs over the empty columns too
+        reach = seen if own.dtype == self.exact else own.shape[2]
+        to_prompt = torch.bmm(q.view(g * kv_heads, j * rep, dim).to(prompt.dtype), prompt[0].mT)
+        to_own = torch.bmm(q.view(-1, rep, dim).to(own.dtype), own[0, :, :reach].mT)
+        columns = prompt.shape[2]
+        scores = torch.cat([to_prompt.view(-1, rep, columns), to_own[:, :, :seen]], dim=-1).to(self.exact)
+        if self.padding is not None:
+            scores.view(g, kv_heads, j, rep, -1)[..., :columns].masked_fill_(self.padding, -torch.inf)
+        weights = scores.softmax(dim=-1)
+        of_prompt, of_own = weights.split([columns, seen], dim=-1)
+        if reach > seen:
+            of_own = torch.nn.functional.pad(of_own, (0, reach - seen))
+        parts = (
+            torch.bmm(of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1]),
+            torch.bmm(of_own.to(own.dtype), own[1, :, :reach]),
+        )
+        attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=qk.device)
+        torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts), out=attended)
+        return attended.view(g * j, -1)
+
+
+def causal(
+    q: Float[Tensor, "H L D"], k: Float[Tensor, "K L D"], v: Float[Tensor, "K L D"], scale: float
+) -> Float[Tensor, "L B"]:
+    """Attention of one row to itself and what is before it. Heads of queries follow their head of keys."""
+    heads, length, dim = q.shape
+    rep = heads // len(k)
+    k, v = k.contiguous(), v.contiguous()
+    parts = []
+    for start in range(0, length, QUERIES_AT_ONCE):
+        end = min(start + QUERIES_AT_ONCE, length)
+        asked = q[:, start:end].reshape(len(k), -1, dim)
+        scores = (
+            torch.bmm(asked, k[:, :end].mT)
+            .view(heads, end - start, end)
+            .to(torch.promote_types(q.dtype, torch.float32))
+        )
+        later = torch.ones(end - start, end, dtype=torch.bool, device=q.device).triu(start + 1)
+        weights = scores.mul_(scale).masked_fill_(later, -torch.inf).softmax(dim=-1).to(q.dtype)
+        gathered = torch.bmm(weights.view(len(k), rep * (end - start), end), v[:, :end])
+        parts.append(gathered.view(heads, end - start, dim).transpose(0, 1).reshape(end - start, -1))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
