@@ -4,14 +4,17 @@
 PYTHON ?= python3
 ARGS ?=
 TORCH_INDEX ?=
+RESULTS ?= build/bench
+VLLM_PYTHON ?=
 
 bin := .venv/bin
 pip := $(bin)/python -m pip -qq --disable-pip-version-check install -c constraints.txt
 torch := torch==2.13.0
 trl := trl==1.16.0
+VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help demo test mutants lint bench constraints clean
+.PHONY: help demo test mutants lint bench bench-full bench-ppo curves constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,11 +22,13 @@ help:
 	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them)"
 	@echo "make mutants inject each known silent bug and list the test that catches it (ARGS=\"-k kl\", \"--bug 13\")"
 	@echo "make lint    ruff (lint and format) and mypy"
-	@echo "make bench   time one training step on a short workload, against TRL"
+	@echo "make bench   speed and memory, short: a step against TRL, generation, roofline, scaling; about six minutes"
+	@echo "make bench-full  the same at length, about an hour; writes docs/performance.md's tables and pictures"
 	@echo "make bench-ppo  memory and time of a step: GRPO against PPO, about ten minutes"
 	@echo "make curves  learning curves of all presets on a small task, about ten minutes; writes docs/images/presets.png"
 	@echo "make clean   remove .venv and the caches"
 	@echo
+	@echo "VLLM_PYTHON=/path/to/python, one that has vLLM, lets both time it too."
 	@echo "The first call installs into .venv. PYTHON=python3.12 chooses the interpreter. On Linux without a GPU,"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu makes the download about 2 GB smaller."
 
@@ -42,7 +47,19 @@ lint: .venv/.ready-test
 	@$(bin)/mypy
 
 bench: .venv/.ready-bench
-	@$(bin)/python -m benchmarks.step --short $(ARGS)
+	@$(bin)/python -m benchmarks.step --short
+	@$(bin)/python -m benchmarks.generate --short $(VLLM)
+	@$(bin)/python -m benchmarks.roofline --short
+	@$(bin)/python -m benchmarks.scaling --short
+
+bench-full: .venv/.ready-bench
+	@mkdir -p $(RESULTS) docs/images
+	@$(bin)/python -m benchmarks.step --tune-trl --json $(RESULTS)/step.json --plot docs/images/step.png
+	@$(bin)/python -m benchmarks.generate --rows 1 8 32 128 $(VLLM) \
+	  --json $(RESULTS)/generate.json --plot docs/images/generate.png
+	@$(bin)/python -m benchmarks.roofline --json $(RESULTS)/roofline.json --plot docs/images/roofline.png
+	@$(bin)/python -m benchmarks.scaling --json $(RESULTS)/scaling.json --plot docs/images/scaling.png
+	@$(bin)/python -m benchmarks.tables $(RESULTS)
 
 bench-ppo: .venv/.ready-demo
 	@$(bin)/python -m benchmarks.grpo_vs_ppo $(ARGS)

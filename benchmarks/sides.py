@@ -1,86 +1,46 @@
-"""The two sides of ``benchmarks.step``, each a process that does one GRPO step whenever it reads a line.
+"""The two sides of ``benchmarks.step``, each a process that does one GRPO step whenever it is its turn.
 
-``python -m benchmarks.sides gruppo|trl SPEC`` with SPEC the JSON of a workload. Prints one JSON object a step.
+``python -m benchmarks.sides gruppo|trl SPEC`` with SPEC the JSON of a workload.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import resource
 import sys
 import time
 from typing import Any
 
-FILLER = (
-    "Think about what you know of rivers, mountains, trade and the seasons, then answer in full sentences, as you "
-    "would to a friend who asks while walking along the coast on a windy day in spring."
-)
-
-
-def prompts(count: int, words: int) -> list[list[dict[str, str]]]:
-    """Conversations of about 25 tokens and ``words`` words more, all different."""
-    filler = " ".join((FILLER.split() * (words // 20 + 1))[:words])
-    return [[{"role": "user", "content": f"Question {i}: tell me about number {i}. {filler}"}] for i in range(count)]
-
-
-def share_of_e(completions: list[Any], **_: Any) -> list[float]:
-    """A reward that differs between any two samples."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [text.count("e") / max(len(text), 1) for text in texts]
-
-
-def report(**numbers: Any) -> None:
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-    print(json.dumps({**numbers, "peak_gib": peak}), flush=True)
-
-
-def wait_for_turn() -> None:
-    if not sys.stdin.readline():
-        sys.exit(0)
+from benchmarks import memory
+from benchmarks.turns import say, wait_for_turn
+from benchmarks.workloads import PROMPTS, alternating, prompts, row_lengths
 
 
 def gruppo_side(spec: dict[str, Any]) -> None:
-    from gruppo.training.api import Parts, build
-    from gruppo.training.collect import collect
-    from gruppo.training.config import Config, Optim, Rollout
-    from gruppo.training.run import knobs_at
-    from gruppo.training.update import learn
+    import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
 
-    config = Config(
-        model=spec["model"],
-        data="given",
-        reward=("given",),
-        steps=10_000,
-        compute=spec["compute"],
-        rollout=Rollout(prompts=spec["prompts"], group_size=spec["group_size"], max_new_tokens=spec["new_tokens"]),
-        optim=Optim(lr=1e-6, token_budget=spec["token_budget"]),
-    )
-    rows = [{"prompt": prompt} for prompt in prompts(64, spec["words"])]
-    run, _ = build(config, Parts(data=rows, rewards=[share_of_e]))
-    run.policy.chat.eos_ids = ()  # every row to its full length, as on the other side
-    report(ready=True)
+    from benchmarks.ends import ScriptedEnds
+    from benchmarks.runs import one_step, started
+
+    after_imports = memory.begin()
+    run = started(spec)
+    ends = ScriptedEnds(run.policy)
+    parameters = sum(parameter.numel() for parameter in run.parameters)
+    say(parameters=parameters, compute=run.config.compute)
     while True:
         wait_for_turn()
-        began = time.perf_counter()
-        collected = collect(run, knobs_at(config, run.step))
-        metrics = collected.metrics | learn(run, collected.batch, knobs_at(config, run.step))
-        run.step += 1
-        run.engine.sync(run.policy, run.step)
-        seconds = time.perf_counter() - began
-        report(
-            seconds=seconds,
-            rollout_s=metrics["time/rollout_s"],
-            update_s=metrics["time/update_s"],
-            tokens=metrics["tokens"],
-        )
+        ends.script(spec, run.step)
+        say(**one_step(run), peak_bytes=memory.most(after_imports))
 
 
 def trl_side(spec: dict[str, Any]) -> None:
     import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+
+    from benchmarks.ends import force_ends
 
     rows, batch = spec["prompts"] * spec["group_size"], spec["trl_batch"]
     arguments = GRPOConfig(
@@ -91,7 +51,6 @@ def trl_side(spec: dict[str, Any]) -> None:
         gradient_accumulation_steps=rows // batch,
         num_generations=spec["group_size"],
         max_completion_length=spec["new_tokens"],
-        generation_kwargs={"min_new_tokens": spec["new_tokens"]},
         max_steps=10_000,
         learning_rate=1e-6,
         lr_scheduler_type="constant",
@@ -102,26 +61,60 @@ def trl_side(spec: dict[str, Any]) -> None:
         disable_tqdm=True,
         gradient_checkpointing=spec["trl_checkpointing"],
     )
+    after_imports = memory.begin()
+    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    seen: dict[str, Any] = {}
+    steps = itertools.count()
+
+    def rewarded(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        seen["lengths"] = [len(ids) for ids in completion_ids]
+        return alternating(completions)
+
+    class EndsAt:
+        """Where rows end; made anew for each batch of rows."""
+
+        def __init__(self, prompt_tokens: int) -> None:
+            lengths = row_lengths(rows, next(steps), most=spec["new_tokens"], mean=spec["mean_tokens"])
+            self.lengths, self.prompt_tokens = torch.tensor(lengths, device=model.device), prompt_tokens
+
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            force_ends(scores, self.lengths, input_ids.shape[1] - self.prompt_tokens, trainer.eos_token_ids)
+            return scores
 
     class Turns(TrainerCallback):
-        """A step whenever the parent says so."""
+        """A step whenever it is this side's turn."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            report(ready=True) if not hasattr(self, "began") else None
+            if not seen:
+                say(parameters=sum(parameter.numel() for parameter in model.parameters()))
             wait_for_turn()
-            self.began = time.perf_counter()
+            seen["began"] = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            report(seconds=time.perf_counter() - self.began, tokens=rows * spec["new_tokens"])
+            seconds = time.perf_counter() - seen.pop("began")
+            phases = {"rollout_s": seen["rollout_s"], "update_s": seconds - seen["rollout_s"]}
+            work = {"lengths": seen["lengths"], "prompt_tokens": seen["prompt_tokens"]}
+            say(seconds=seconds, **phases, **work, peak_bytes=memory.most(after_imports))
 
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+        model=model,
         processing_class=AutoTokenizer.from_pretrained(spec["model"]),
-        reward_funcs=share_of_e,
+        reward_funcs=rewarded,
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(64, spec["words"])]),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(PROMPTS, spec["words"])]),
         callbacks=[Turns()],
     )
+    generate = model.generate
+
+    def scripted(*args: Any, **inputs: Any) -> Any:
+        began = time.perf_counter()
+        ends = LogitsProcessorList([EndsAt(inputs["input_ids"].shape[1])])
+        written = generate(*args, **inputs, logits_processor=ends)
+        seen["rollout_s"] = time.perf_counter() - began
+        seen["prompt_tokens"] = inputs["attention_mask"].sum(dim=1).tolist()
+        return written
+
+    model.generate = scripted
     trainer.train()
 
 

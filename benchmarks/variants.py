@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import resource
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from benchmarks.sides import prompts
+from benchmarks import memory
+from benchmarks.workloads import alternating, prompts
 
 VARIANTS = ("grpo", "ppo-shared", "ppo-separate")
 
@@ -43,27 +42,21 @@ def config(spec: dict[str, Any]) -> Any:
     )
 
 
-def alternating(completions: list[Any], **_: Any) -> list[float]:
-    """A reward that gives every row an advantage: GRPO evaluates no row without one, and PPO evaluates all."""
-    return [float(row % 2) for row in range(len(completions))]
-
-
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Steps of one variant after a warm-up step, and the memory that this process came to need beyond its imports."""
-    import torch
     import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
 
     from gruppo.training.api import Parts, build
     from gruppo.training.checks import check
 
-    before = resident_gib()
+    after_imports = memory.begin()
     settings = config(spec)
     check(settings)
     rows = [{"prompt": prompt} for prompt in prompts(64, spec["words"])]
     run, _ = build(settings, Parts(data=rows, rewards=[alternating]))
     run.policy.chat.eos_ids = ()  # every row to its full length
     steps = [one_step(run) for _ in range(spec["steps"] + 1)][1:]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else peak_gib() - before
+    peak = memory.most(after_imports) / 2**30
     return {"compute": run.config.compute, "peak_gib": peak, "held_gib": held_gib(run), "steps": steps}
 
 
@@ -105,19 +98,6 @@ def held_gib(run: Any) -> float:
 
 def _bytes(tensors: Iterable[Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def resident_gib() -> float:
-    """Of now; where the system does not tell, the most so far."""
-    told = Path("/proc/self/statm")
-    if not told.is_file():
-        return peak_gib()
-    return int(told.read_text().split()[1]) * resource.getpagesize() / 2**30
-
-
-def peak_gib() -> float:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 if __name__ == "__main__":

@@ -131,9 +131,9 @@ def test_operations_are_by_hand() -> None:
 
 
 def test_decoding_reads_weights_at_each_step_and_a_prompt_once_a_group() -> None:
-    # Two steps: 44 weights each; the prompt's 3 tokens each; own tokens 1, and 1 + 2; 4 numbers a token; 2 bytes each.
+    # Three steps: 44 weights each; the prompt's 3 tokens each; own tokens 1, and 1 + 2 + 3; 4 numbers a token; 2 bytes.
     assert SHAPE.kv_numbers == 4
-    assert flops.decode_bytes(SHAPE, [GROUP], bytes_each=2) == 2 * (2 * 44 + 4 * (3 * 2 + 1 + 1 + 2))
+    assert flops.decode_bytes(SHAPE, [(3, [2, 4])], bytes_each=2) == 2 * (3 * 44 + 4 * (3 * 3 + 1 + 1 + 2 + 3))
 
 
 def test_products_are_what_torch_counts_in_the_models_own_forward() -> None:
@@ -155,7 +155,7 @@ def test_a_rate_of_several_parts_is_all_work_over_all_time() -> None:
 def test_a_phases_fraction_is_its_rate_over_the_measured_one() -> None:
     rates = dict.fromkeys(flops.products(SHAPE, [GROUP]), 1000.0)
     forward = dict.fromkeys([*SHAPE.linears, "head"], 500.0)
-    best = {"update": rates, "prefill": forward, "decode": forward, "memory": {"read": 800.0, "copy": 2800.0}}
+    best = {"update": rates, "prefill": forward, "decode": forward, "memory": {"read": 800.0, "in place": 2800.0}}
     seconds = {"rollout_s": 3.0, "prefill_s": 1.0, "update_s": 4.0, "optimiser_s": 1.0}
     phases = roofline.summarise(SHAPE, seconds, [GROUP], best, bytes_each=2, parameters=50)
     assert phases["update"]["fraction"] == pytest.approx(1980 / 4 / 1000)

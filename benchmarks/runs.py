@@ -1,0 +1,53 @@
+"""gruppo as the benchmarks run it: as ``gruppo train`` would, with nothing else configured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.workloads import PROMPTS, alternating, prompts
+from gruppo.training.api import Parts, build
+from gruppo.training.collect import collect
+from gruppo.training.config import Config, Optim, Rollout
+from gruppo.training.run import Run, knobs_at
+from gruppo.training.update import learn
+
+
+def started(spec: Mapping[str, Any], *, model: Any = None) -> Run:
+    """A run of GRPO on a workload, as told; ``model``, a policy, in the place of the spec's."""
+    optim = {"token_budget": spec["token_budget"]} if spec.get("token_budget") else {}
+    config = Config(
+        model=spec.get("model", ""),
+        data="given",
+        reward=("given",),
+        steps=10_000,
+        compute=spec.get("compute", "auto"),
+        rollout=Rollout(prompts=spec["prompts"], group_size=spec["group_size"], max_new_tokens=spec["new_tokens"]),
+        optim=Optim(lr=spec.get("lr", 1e-6), **optim),
+    )
+    rows = [{"prompt": prompt} for prompt in prompts(PROMPTS, spec["words"])]
+    run, _ = build(config, Parts(model=model, data=rows, rewards=[alternating]))
+    return run
+
+
+def one_step(run: Run) -> dict[str, Any]:
+    """Collect, learn, publish; how long each took, and what was in it."""
+    knobs = knobs_at(run.config, run.step)
+    began = time.perf_counter()
+    collected = collect(run, knobs)
+    metrics = collected.metrics | learn(run, collected.batch, knobs)
+    run.step += 1
+    run.engine.sync(run.policy, run.step)
+    seconds = time.perf_counter() - began
+    rollouts = collected.rollouts
+    prompt_tokens = [len(ids) for ids in rollouts.shared["prompt_ids"]]
+    return {
+        "seconds": seconds,
+        "rollout_s": metrics["time/rollout_s"],
+        "update_s": metrics["time/update_s"],
+        "pieces": metrics["update/pieces_count"],
+        "lengths": rollouts.lengths.tolist(),
+        "prompt_tokens": [prompt_tokens[group] for group in rollouts.group_ids.tolist()],
+        "mismatch_nats": metrics.get("mismatch/mean_nats"),
+    }
