@@ -14,8 +14,6 @@ TILE_ON_CPU, TILE = (256, 4096), (4096, 8192)
 """Rows and columns of logits worked on at once. On a CPU they stay in the cache from one pass to the next."""
 MULTIPLE = 16
 """Of rows, filled up with zeros: a CPU's bfloat16 products of odd sizes are a quarter slower."""
-KEPT_BYTES = 64 << 20
-"""Logits kept for the backward pass. What is more is computed again there."""
 NO_LOGIT = -1e30
 """In place of the -inf that a bias may hold: it has no mass either, and 0 times it is 0."""
 
@@ -60,12 +58,11 @@ def linear_categorical(
 def tile_bytes(rows: int, vocabulary: int, width: int, device: torch.device) -> int:
     """Most that the logits of N rows take at once, and their gradient; ``width`` bytes a number of the features.
 
-    What is kept of N V width, a tile of z and one of p in float32, and N columns of the gradient.
+    A tile of z and one of p in float32, and N columns of the gradient.
     """
     tile_rows, columns = TILE_ON_CPU if device.type == "cpu" else TILE
     columns = min(columns, vocabulary)
-    kept = min(KEPT_BYTES, width * rows * vocabulary)
-    return kept + 2 * 4 * min(tile_rows, rows) * columns + width * rows * columns
+    return 2 * 4 * min(tile_rows, rows) * columns + width * rows * columns
 
 
 class _Scored(torch.autograd.Function):
@@ -84,13 +81,9 @@ class _Scored(torch.autograd.Function):
         log_totals = tiles.new(tiles.blocks, len(features))  # log sum exp z of each block
         entropies = torch.zeros_like(log_totals)  # of the softmax of each block alone
         picked = tiles.new(len(features))
-        kept: list[Tensor] = []
-        room = KEPT_BYTES if any(ctx.needs_input_grad) else 0
         for block, columns in enumerate(tiles.columns()):
             for rows in tiles.rows():
                 logits = tiles.logits(rows, columns)
-                room -= logits.nbytes
-                kept += [logits] if room >= 0 else []
                 z, p = tiles.softmax(logits, rows)
                 top, log_top = z.amax(dim=-1), p.amax(dim=-1).log()  # log_top = top - log sum exp z
                 log_totals[block, rows] = top - log_top
@@ -103,7 +96,7 @@ class _Scored(torch.autograd.Function):
         entropy = (
             (log_share.exp() * (entropies - log_share)).sum(dim=0) if with_entropy else torch.zeros_like(log_total)
         )
-        ctx.save_for_backward(features, weight, bias, actions, temperature, log_totals, log_total, entropy, *kept)
+        ctx.save_for_backward(features, weight, bias, actions, temperature, log_totals, log_total, entropy)
         ctx.entropy_gradient = entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -112,20 +105,19 @@ class _Scored(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, bias, actions, temperature, log_totals, log_total, entropy, *kept = ctx.saved_tensors
+        features, weight, bias, actions, temperature, log_totals, log_total, entropy = ctx.saved_tensors
         needs_features, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         tiles = _Tiles(features, weight, bias, temperature)
         grad, entropy_grad = grad / temperature.to(grad.dtype), entropy_grad / temperature.to(grad.dtype)
         to_features = tiles.new(features.shape).zero_() if needs_features else None
         to_weight = torch.empty_like(weight) if needs_weight else None
         to_bias = torch.empty_like(bias) if needs_bias else None
-        stored, to_block = iter(kept), features.new_empty(len(features) * min(tiles.tile_columns, len(weight)))
+        to_block = features.new_empty(len(features) * min(tiles.tile_columns, len(weight)))
         for columns, of_block in zip(tiles.columns(), log_totals.softmax(dim=0), strict=True):
             width = columns.stop - columns.start
             to_logits = to_block[: len(features) * width].view(-1, width)
             for rows in tiles.rows():
-                logits = next(stored, None)
-                z, p = tiles.softmax(tiles.logits(rows, columns) if logits is None else logits, rows)
+                z, p = tiles.softmax(tiles.logits(rows, columns), rows)
                 if ctx.entropy_gradient:
                     z -= (log_total - entropy)[rows, None]  # log p + H
                     p *= z.mul_(entropy_grad[rows, None]).add_(grad[rows, None]).mul_(-of_block[rows, None])

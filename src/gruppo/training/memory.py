@@ -20,8 +20,8 @@ from gruppo.types import GruppoError, Piece, Rollouts
 
 log = logging.getLogger("gruppo")
 
-TOKENS_ON_CPU, TOKENS = 1152, 16384
-"""Where memory is not short. A CPU's products are as fast at 500 rows as at more; an accelerator's are not."""
+TOKENS_ON_CPU, TOKENS = 640, 16384
+"""Where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; an accelerator's are not."""
 USABLE_FRAC = 0.5
 """Of free memory, for activations, gradients and the optimiser's state. Logits and scores need some too."""
 GIB = 2**30
