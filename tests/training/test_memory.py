@@ -269,18 +269,21 @@ def test_a_row_that_cannot_fit_is_refused_before_linux_ends_the_process(tmp_path
     assert full.asked
 
 
-def test_pieces_hold_twice_the_longest_prompt_unless_the_budget_was_set_or_memory_is_short(tmp_path, monkeypatch):
+def test_pieces_hold_four_or_two_of_the_longest_prompt_unless_the_budget_was_set_or_memory_is_short(
+    tmp_path, monkeypatch
+):
     run = run_in(tmp_path)
     rollouts = collect(run, knobs_at(run.config, 0)).batch.rollouts
     longest = max(len(ids) for ids in rollouts.shared["prompt_ids"])
     monkeypatch.setattr(memory, "TOKENS_ON_CPU", longest)
     run.token_budget = 0
-    assert memory.budget_for(run, rollouts) == 2 * longest
+    assert memory.budget_for(run, rollouts) == 4 * longest
     set_by_hand = run_in(tmp_path, optim__token_budget=longest)
     assert memory.budget_for(set_by_hand, rollouts) == longest
     run.token_budget = longest - 1  # memory has run out before
     assert memory.budget_for(run, rollouts) == longest - 1
     run.token_budget = longest
-    room = memory.still_to_come(run) + (2 * longest - 1) * memory.bytes_per_token(run)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: int(room / memory.USABLE_FRAC))
-    assert memory.budget_for(run, rollouts) == longest
+    for tokens, budget in ((4 * longest - 1, 2 * longest), (2 * longest - 1, longest)):
+        room = memory.still_to_come(run) + tokens * memory.bytes_per_token(run)
+        monkeypatch.setattr(memory, "free_bytes", lambda device, room=room: int(room / memory.USABLE_FRAC))
+        assert memory.budget_for(run, rollouts) == budget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,18 +136,17 @@ def token_budget(run: Run) -> int:
 
 
 def budget_for(run: Run, rollouts: Rollouts) -> int:
-    """``token_budget``, or twice the longest prompt: as each piece of a group reads the prompt, short ones do it often.
+    """``token_budget``, or four times the longest prompt: each piece of a group reads the prompt, short ones often.
 
-    Not where the budget was set, where memory has run out, or where it would.
+    Twice where memory does not hold that. Not where the budget was set or memory has run out.
     """
     budget, device = token_budget(run), device_of(run)
     if run.config.optim.token_budget or budget < _usual(device) or not rollouts.shared.get("prompt_ids"):
         return budget
-    wider = 2 * max(len(ids) for ids in rollouts.shared["prompt_ids"])
-    free = free_bytes(device)
-    if wider <= budget or (free is not None and wider * bytes_per_token(run) > USABLE_FRAC * free - still_to_come(run)):
-        return budget
-    return wider
+    longest, free = max(len(ids) for ids in rollouts.shared["prompt_ids"]), free_bytes(device)
+    room = math.inf if free is None else USABLE_FRAC * free - still_to_come(run)
+    wider = (times * longest for times in (4, 2))
+    return next((w for w in wider if w > budget and w * bytes_per_token(run) <= room), budget)
 
 
 def _usual(device: torch.device) -> int:
