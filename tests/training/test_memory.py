@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,13 +96,13 @@ def test_where_memory_is_not_short_the_budget_does_not_hang_on_it(tmp_path, monk
     assert not caplog.records
 
 
-def test_where_memory_is_short_the_budget_is_the_largest_power_of_two_that_half_of_it_holds(
+def test_where_memory_is_short_the_budget_is_the_largest_power_of_two_that_half_of_the_rest_holds(
     tmp_path, monkeypatch, caplog
 ):
     run = run_in(tmp_path)
     to_come = 12 * sum(p.numel() for p in run.parameters)  # gradients and two moments
     for tokens, budget in ((512, 512), (511, 256), (700, 512), (1, 1)):
-        free(monkeypatch, 2 * (tokens * per_token(run) + to_come + 8) / GIB)
+        free(monkeypatch, (2 * tokens * per_token(run) + to_come + 8) / GIB)
         run.token_budget = 0
         with caplog.at_level(logging.WARNING):
             assert token_budget(run) == budget
@@ -213,11 +214,10 @@ def test_a_lower_budget_is_one_that_cuts_otherwise(tmp_path):
     run = run_in(tmp_path)
     batch = collect(run, knobs_at(run.config, 0)).batch
     assert len(run.policy.pieces(batch.rollouts, batch.keep, token_budget(run) // 2)) == 1
-    finer = memory._finer(run, batch.rollouts, batch.keep, 1)
+    finer = memory._finer(run, batch.rollouts, batch.keep, token_budget(run), 1)
     assert len(run.policy.pieces(batch.rollouts, batch.keep, finer)) > 1
     assert len(run.policy.pieces(batch.rollouts, batch.keep, 2 * finer)) == 1
-    run.token_budget = 1
-    assert memory._finer(run, batch.rollouts, batch.keep, len(batch.keep)) == 0
+    assert memory._finer(run, batch.rollouts, batch.keep, 1, len(batch.keep)) == 0
 
 
 def test_an_error_that_is_not_about_memory_is_raised_as_it_is(tmp_path):
@@ -284,6 +284,33 @@ def test_pieces_hold_four_or_two_of_the_longest_prompt_unless_the_budget_was_set
     assert memory.budget_for(run, rollouts) == longest - 1
     run.token_budget = longest
     for tokens, budget in ((4 * longest - 1, 2 * longest), (2 * longest - 1, longest)):
-        room = memory.still_to_come(run) + tokens * memory.bytes_per_token(run)
-        monkeypatch.setattr(memory, "free_bytes", lambda device, room=room: int(room / memory.USABLE_FRAC))
+        room = memory.still_to_come(run) + tokens * memory.bytes_per_token(run) / memory.USABLE_FRAC
+        monkeypatch.setattr(memory, "free_bytes", lambda device, room=room: int(room))
         assert memory.budget_for(run, rollouts) == budget
+
+
+def test_a_config_that_does_not_name_heads_is_of_unknown_size(tmp_path):
+    """As those of recurrent models; training goes on without an estimate."""
+    run = run_in(tmp_path)
+    assert memory.bytes_per_token(run) > 0
+    run.policy.module.config = SimpleNamespace(
+        get_text_config=lambda: SimpleNamespace(hidden_size=8, num_hidden_layers=2)
+    )
+    assert memory.bytes_per_token(run) == 0 and memory.choose(run) == memory.TOKENS_ON_CPU
+
+
+def test_what_ran_out_with_wide_pieces_goes_on_with_half_of_them_and_is_not_widened_again(tmp_path, monkeypatch):
+    run = run_in(tmp_path, rollout__group_size=6)
+    batch = collect(run, knobs_at(run.config, 0)).batch
+    longest = max(len(ids) for ids in batch.rollouts.shared["prompt_ids"])
+    monkeypatch.setattr(memory, "TOKENS_ON_CPU", longest)
+    run.token_budget, tried = 0, []
+
+    def work(pieces):
+        tried.append(memory.budget_for(run, batch.rollouts))
+        if len(tried) == 1:
+            raise MemoryError
+        return pieces
+
+    memory.in_pieces(run, batch.rollouts, batch.keep, work)
+    assert tried == [4 * longest, 2 * longest] and run.token_budget == 2 * longest

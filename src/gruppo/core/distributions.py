@@ -76,7 +76,7 @@ def draw(
     """
     draw_some = _draw_truncated if 0 < top_k < logits.shape[-1] or top_p < 1 else _draw_any
     drawn = []
-    rows = max(1, AT_ONCE // logits.shape[-1])
+    rows = max(1, AT_ONCE // logits.shape[-1] if logits.device.type == "cpu" else len(logits))
     for some, uniform in zip(logits.split(rows), uniforms.split(rows), strict=True):
         if temperature == 0:
             actions = some.argmax(dim=-1)

@@ -60,8 +60,9 @@ class Optim:
     minibatches: int = 1
     """Updates a pass."""
     token_budget: int = 0
-    """Tokens one forward and backward may cover, padding included; 0 chooses 640 on a CPU and 16384 on a GPU, or fewer
-    where memory is short. Halved where it runs out. Changes memory and speed, never the gradient."""
+    """Tokens one forward and backward may cover, padding included; 0 chooses 640 on a CPU and 16384 on a GPU, or four
+    times the longest prompt, or fewer where memory is short. Halved where it runs out. Changes memory and speed, never
+    the gradient."""
 
 
 @dataclass(frozen=True)

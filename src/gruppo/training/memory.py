@@ -24,7 +24,7 @@ log = logging.getLogger("gruppo")
 TOKENS_ON_CPU, TOKENS = 640, 16384
 """Where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; an accelerator's are not."""
 USABLE_FRAC = 0.5
-"""Of free memory, for activations, gradients and the optimiser's state. Logits and scores need some too."""
+"""Of what gradients and the optimiser's state leave free, for activations. Logits and scores need some too."""
 GIB = 2**30
 
 T = TypeVar("T")
@@ -49,8 +49,9 @@ def in_pieces(run: Run, rollouts: Rollouts, wanted: Bool[Tensor, "B T"], work: C
             if not is_out_of_memory(error):
                 raise
             said = str(error)
+        run.has_run_out = True
         _release(run)  # here, where the traceback no longer holds what the failed attempt had made
-        run.token_budget = _finer(run, rollouts, wanted, len(pieces)) or _give_up(run, rollouts, pieces, said)
+        run.token_budget = _finer(run, rollouts, wanted, budget, len(pieces)) or _give_up(run, rollouts, pieces, said)
         log.warning(
             "step %d: memory ran out in pieces of %d tokens; going on with %d. Set --optim.token-budget %d to begin "
             "there.",
@@ -61,9 +62,8 @@ def in_pieces(run: Run, rollouts: Rollouts, wanted: Bool[Tensor, "B T"], work: C
         )
 
 
-def _finer(run: Run, rollouts: Rollouts, wanted: Tensor, count: int) -> int:
+def _finer(run: Run, rollouts: Rollouts, wanted: Tensor, budget: int, count: int) -> int:
     """The largest halving of the budget that gives more pieces than ``count``; 0 where none does."""
-    budget = token_budget(run)
     while budget > 1:
         budget //= 2
         if len(run.policy.pieces(rollouts, wanted, budget)) > count:
@@ -141,10 +141,15 @@ def budget_for(run: Run, rollouts: Rollouts) -> int:
     Twice where memory does not hold that. Not where the budget was set or memory has run out.
     """
     budget, device = token_budget(run), device_of(run)
-    if run.config.optim.token_budget or budget < _usual(device) or not rollouts.shared.get("prompt_ids"):
+    if (
+        run.config.optim.token_budget
+        or run.has_run_out
+        or budget < _usual(device)
+        or not rollouts.shared.get("prompt_ids")
+    ):
         return budget
     longest, free = max(len(ids) for ids in rollouts.shared["prompt_ids"]), free_bytes(device)
-    room = math.inf if free is None else USABLE_FRAC * free - still_to_come(run)
+    room = math.inf if free is None else USABLE_FRAC * (free - still_to_come(run))
     wider = (times * longest for times in (4, 2))
     return next((w for w in wider if w > budget and w * bytes_per_token(run) <= room), budget)
 
@@ -162,7 +167,7 @@ def choose(run: Run) -> int:
     usual, free = _usual(device), free_bytes(device)
     if free is None or not per_token:
         return usual
-    fits = max(int((USABLE_FRAC * free - still_to_come(run)) / per_token), 1)
+    fits = max(int(USABLE_FRAC * (free - still_to_come(run)) / per_token), 1)
     chosen = min(usual, 2 ** (fits.bit_length() - 1))
     if chosen < usual:
         log.warning("%.2f GiB are free: pieces have %d tokens in place of %d.", free / GIB, chosen, usual)
@@ -182,8 +187,15 @@ def bytes_per_token(run: Run, layout: str | None = None) -> int:
     layout = layout or run.policy.backbone.layout
     width = 2 if run.policy.compute_dtype == torch.bfloat16 else 4
     modules = [run.policy.module, *([run.critic.trunk] if isinstance(run.critic, SeparateCritic) else [])]
-    configs = [getattr(module, "config", None) for module in modules]
-    return max(activations(config, 1, width, layout) if hasattr(config, "get_text_config") else 0 for config in configs)
+    return max(_activations_of_token(getattr(module, "config", None), width, layout) for module in modules)
+
+
+def _activations_of_token(config: Any, width: int, layout: str) -> int:
+    """0 where a config does not say what it would take, as those of recurrent models."""
+    try:
+        return activations(config, 1, width, layout)
+    except (AttributeError, TypeError):
+        return 0
 
 
 def activations(config: Any, tokens: int, width: int, layout: str) -> int:

@@ -41,6 +41,8 @@ class Run:
     """Moving statistics of the rewards, by reward; replaced and never changed in place."""
     token_budget: int = 0
     """Tokens of a piece once they are chosen, less where memory has run out; see ``memory.token_budget``."""
+    has_run_out: bool = False
+    """Whether memory ran out in this process, after which no piece is made larger than ``token_budget``."""
     unscored_steps: int = 0
     """Steps in a row in which no row was scored."""
     example: Prompt | None = None

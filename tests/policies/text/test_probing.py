@@ -6,7 +6,18 @@ import logging
 
 import pytest
 import torch
-from tests.fakes import HUGGING_FACE, PACKING, bpe_tokenizer, causal_lm, doubled, gemma2, mistral, prompts, requests
+from tests.fakes import (
+    HUGGING_FACE,
+    PACKING,
+    bpe_tokenizer,
+    causal_lm,
+    doubled,
+    gemma2,
+    llama,
+    mistral,
+    prompts,
+    requests,
+)
 from torch import nn
 
 from gruppo.policies.text import from_transformers
@@ -89,6 +100,20 @@ def test_a_sliding_window_is_never_packed():
         assert policy.backbone.layouts == ("padded",)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        {"clip_qkv": 1e4},
+    ],
+    ids=str,
+)
+def test_what_sets_in_at_far_positions_or_large_values_is_left_to_the_models_own_forward(changes):
+    """A few ordinary tokens agree in any case."""
+    backbone = llama(**changes).backbone
+    assert backbone.layout == "packed" and not backbone.decodes and backbone.caches
+
+
 def test_local_attention_that_the_config_names_otherwise_is_not_packed():
     import transformers
 
@@ -152,7 +177,9 @@ def has_no_cache(forward, *, past_key_values, **rest):
 
 
 @pytest.mark.parametrize("wrong", [forgets_positions, forgets_the_cache, forgets_the_mask, has_no_cache])
-def test_a_model_whose_cache_is_wrong_is_read_again_at_every_token(wrong, caplog):
+def test_a_model_whose_cache_is_wrong_is_read_again_at_every_token(wrong, caplog, monkeypatch):
+    """Where its layers cannot be run one by one either, which needs no cache of its own."""
+    monkeypatch.setattr("gruppo.policies.text.probing.read_decoder", lambda module: None)
     with caplog.at_level(logging.WARNING, logger="gruppo"):
         policy = from_transformers(broken(wrong), bpe_tokenizer(), compute="float32")
     assert not policy.backbone.caches and "cached decoding" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tests.policies.text.test_probing import read_as
 
 from gruppo.policies.text import stream as streams
 from gruppo.policies.text.attention import attend
+from gruppo.policies.text.layers import read_decoder
 from gruppo.policies.text.stream import stream
+from gruppo.policies.text.trunk import stream_features
 from gruppo.types import Sampling
 
 named = {"ids": lambda make: make.__name__}
@@ -132,6 +135,20 @@ def test_completions_of_like_length_share_a_block_and_others_do_not():
     assert blocks[1].real is not None and len(blocks[1].real) == 100 + 100 + 80 and blocks[2].real is None
 
 
+class Elsewhere(torch.nn.Embedding):
+    """Refuses what is not on the device it says it is on, as an accelerator would."""
+
+    def forward(self, ids):
+        assert ids.device == self.weight.device
+        return torch.zeros(*ids.shape, self.embedding_dim, device=ids.device)
+
+
+def test_tokens_are_brought_to_the_device_of_the_weights():
+    decoder = read_decoder(llama().module.to("meta"))
+    elsewhere = replace(decoder, embed=Elsewhere(5, 32, device="meta"), layers=(), norm=torch.nn.Identity())
+    assert stream_features(elsewhere, example()).device.type == "meta"
+
+
 # --- whole models ----------------------------------------------------------------------------------------------------
 
 
@@ -165,11 +182,13 @@ def test_a_stream_in_bfloat16_is_as_near_to_float32_as_rows_alone_are():
     assert 0 < of_stream < 1.5 * of_rows
 
 
-def test_a_model_with_a_hook_on_a_layer_runs_its_own_forward_which_calls_the_hook():
+@pytest.mark.parametrize("part", ["", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "mlp.act_fn"])
+def test_a_model_with_a_hook_in_a_layer_runs_its_own_forward_which_calls_the_hook(part):
     policy = llama()
     assert policy.backbone.layout == "stream"
     calls = []
-    handle = policy.module.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    hooked = policy.module.model.layers[0].get_submodule(part)
+    handle = hooked.register_forward_hook(lambda *_: calls.append(1))
     rollouts = policy.sample(requests(2), Sampling(max_actions=4), seed=1)
     calls.clear()
     assert policy.backbone.layout == "packed"

@@ -11,12 +11,12 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gruppo.policies.text.layers import Decoder, Layer
+from gruppo.policies.text.layers import Decoder, Layer, has_hooks, is_plain_linear
 
 Map = Callable[[Tensor], Tensor]
 
 
-class Block:
+class FusedLayer:
     """One layer around its attention, which whoever runs the layer brings.
 
     Where the products are plain ``nn.Linear`` on a CPU that has the operation, q, k and v are one product and gate and
@@ -64,7 +64,7 @@ def lean_norm(module: Any) -> Map:
     """The module, or the same RMS norm as one operation, where a try shows that it is one."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or eps is None or _is_hooked(module):
+    if weight is None or eps is None or has_hooks(module):
         return module
     weight = weight.detach()
 
@@ -78,7 +78,7 @@ def lean_norm(module: Any) -> Map:
 
 def fused(*modules: Any) -> Map:
     """The outputs of the modules for one input, side by side."""
-    if all(type(module) is nn.Linear and not _is_hooked(module) for module in modules):
+    if all(map(is_plain_linear, modules)):
         weight = modules[0].weight
         if weight.device.type == "cpu" and _packs(weight.dtype):
             return _packed(modules)
@@ -122,7 +122,3 @@ def _packs(dtype: torch.dtype) -> bool:
 def _is_close(got: Tensor, needed: Tensor) -> bool:
     scale = float(needed.abs().max()) * torch.finfo(needed.dtype).eps
     return got.shape == needed.shape and float((got - needed).abs().max()) <= 8 * scale
-
-
-def _is_hooked(module: Any) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)

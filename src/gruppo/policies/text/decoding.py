@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
-from gruppo.policies.text.blocks import Block, fused, lean_norm
+from gruppo.policies.text.blocks import FusedLayer, fused, lean_norm
 from gruppo.policies.text.layers import Decoder
 
 COLUMNS = 32
@@ -38,7 +38,7 @@ class LayeredDecoding:
         self, decoder: Decoder, head: nn.Module, prompts: Sequence[Int[Tensor, "L"]], owners: Int[Tensor, "N"]
     ) -> None:
         self.decoder = decoder
-        self.blocks = [Block(layer, decoder) for layer in decoder.layers]
+        self.blocks = [FusedLayer(layer, decoder) for layer in decoder.layers]
         self.norm, self.head = lean_norm(decoder.norm), fused(head)
         self.dtype: torch.dtype = next(decoder.embed.parameters()).dtype
         self.exact = torch.promote_types(self.dtype, torch.float32)
@@ -149,7 +149,7 @@ class LayeredDecoding:
 
     def _turns(self, like: Tensor, positions: Int[Tensor, "N"]) -> Complex[Tensor, "N 1 d"]:
         """Rotations of the halves of a head, as complex numbers."""
-        cos, sin = self.decoder.rotations(like, positions)
+        cos, sin = self.decoder.rotations(like.to(self.exact), positions)
         half = self.decoder.head_dim // 2
         return torch.complex(cos[:, None, :half].to(self.exact), sin[:, None, :half].to(self.exact))
 

@@ -74,12 +74,15 @@ def read_decoder(module: Any) -> Decoder | None:
         return None
 
 
+# numbers on which an activation shows what it is
 _SOME = torch.tensor([-9.0, -1.0, -0.1, 0.0, 0.3, 2.0, 7.0])
 
 
 def _layer(block: Any) -> Layer:
     attention, mlp = block.self_attn, block.mlp
-    _without_hooks(block, attention, mlp)
+    norms = (block.input_layernorm, block.post_attention_layernorm)
+    more = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None), mlp.act_fn)
+    _without_hooks(block, attention, mlp, *norms, *(part for part in more if isinstance(part, nn.Module)))
     return Layer(
         attention_norm=block.input_layernorm,
         q=attention.q_proj,
@@ -118,3 +121,8 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Whether calling the module does nothing but x W^T + b."""
+    return type(module) is nn.Linear and not has_hooks(module) and "forward" not in vars(module)

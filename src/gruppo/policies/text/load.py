@@ -87,7 +87,7 @@ def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto",
     if torch.cuda.is_available():
         module = module.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
     backbone = probe(module)
-    if not backbone.caches:
+    if not (backbone.caches or backbone.decodes):
         logging.getLogger("gruppo").warning(
             "%s: cached decoding does not give the model's own logits, so each token reads its whole row (slow).",
             type(module).__name__,

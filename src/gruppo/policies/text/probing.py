@@ -29,11 +29,12 @@ def probe(module: Any) -> TransformersBackbone:
     _check_finite(plain)
     splits = _agrees(plain, _split)
     caches = _agrees(plain, _cached)
-    decodes = False
     layouts: list[Layout] = []
-    if _attends_fully(module.config.get_text_config()):
-        decodes = splits and _agrees(plain, _layered)
-        layouts += ["stream"] if splits and _agrees(plain, _streamed) else []
+    config = module.config.get_text_config()
+    runs_layers = splits and _attends_fully(config) and not _has_more_than_shows(config)
+    decodes = runs_layers and _agrees(plain, _layered)
+    if _attends_fully(config):
+        layouts += ["stream"] if runs_layers and _agrees(plain, _streamed) else []
         layouts += ["packed"] if _agrees(plain, _packed) else []
     return TransformersBackbone(module, splits=splits, caches=caches, decodes=decodes, layouts=(*layouts, "padded"))
 
@@ -55,6 +56,16 @@ def _attends_fully(config: Any) -> bool:
     """A few tokens cannot tell whether far ones are seen: a window must be known from the config."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     return kinds == {"full_attention"} and all(getattr(config, name, None) is None for name in WINDOWS)
+
+
+def _has_more_than_shows(config: Any) -> bool:
+    """Nor can they show what sets in at large values (OLMo's clip) or far positions (Ministral's scale, LongRoPE)."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        getattr(config, "clip_qkv", None) is not None
+        or "llama_4_scaling_beta" in rope
+        or rope.get("rope_type") in ("dynamic", "longrope")
+    )
 
 
 Attempt = Callable[[TransformersBackbone, list[Tensor]], tuple[Tensor, Tensor]]

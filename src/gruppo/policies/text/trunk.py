@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gruppo.policies.text.attention import attend
-from gruppo.policies.text.layers import Decoder, Layer, has_hooks
+from gruppo.policies.text.layers import Decoder, Layer, is_plain_linear
 from gruppo.policies.text.stream import Stream
 
 
 def stream_features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
     """What the model's head reads at each token of the stream, as its own forward would compute it."""
+    weight = next(decoder.embed.parameters())
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    stream = stream.to(weight.device, wide)
     x = decoder.embed(stream.ids)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    stream = stream.to(x.device, wide)
     cos, sin = (half.contiguous() for half in decoder.rotations(x.to(wide), stream.positions))
     for layer in decoder.layers:
         x = x + _attention(decoder, layer, norm(layer.attention_norm, x), stream, cos, sin)
@@ -45,11 +46,6 @@ def norm(module: Any, x: Float[Tensor, "*b F"]) -> Float[Tensor, "*b F"]:
     """The module's RMS norm in few passes where its parts are named as usual, else the module itself."""
     eps = getattr(module, "variance_epsilon", None)
     return module(x) if eps is None else _RmsNorm.apply(x, module.weight, eps)
-
-
-def is_plain_linear(module: Any) -> bool:
-    """Whether calling the module does nothing but x W^T + b."""
-    return type(module) is nn.Linear and not has_hooks(module)
 
 
 class _RmsNorm(torch.autograd.Function):
