@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fakes import FLOAT64, bpe_tokenizer, causal_lm
+from tests.fakes import Float64, bpe_tokenizer, causal_lm
 from tests.parity.batch import COMPLETIONS, GROUPS, MAX_LENGTH, PROMPT_IDS, WEIGHTS, Given, Result, result_of
 from torch import Tensor
 
@@ -120,10 +120,10 @@ def throughout(dtype: torch.dtype) -> Iterator[None]:
     backward = head.backward
 
     def wide(*args: Any) -> Any:
-        with FLOAT64:
+        with Float64():
             return backward(*args)
 
-    with pytest.MonkeyPatch.context() as patch, FLOAT64:
+    with pytest.MonkeyPatch.context() as patch, Float64():
         patch.setattr(head, "backward", staticmethod(wide))
         yield
 
