@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 TORCH_INDEX ?=
 RESULTS ?= build/bench
 VLLM_PYTHON ?=
@@ -14,16 +15,19 @@ trl := trl==1.16.0
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help demo test mutants lint bench bench-full bench-ppo curves constraints clean
+.PHONY: help demo digits test mutants lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a 135M-parameter chat model to do arithmetic, on the CPU (ARGS=\"--steps 50\" is passed on)"
-	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them)"
+	@echo "make digits  train an image model from nothing, then make its files smaller by GRPO; a judge compares them"
+	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them; JOBS=8 processes)"
 	@echo "make mutants inject each known silent bug and list the test that catches it (ARGS=\"-k kl\", \"--bug 13\")"
 	@echo "make lint    ruff (lint and format) and mypy"
 	@echo "make bench   speed and memory, short: a step against TRL, generation, roofline, scaling; about six minutes"
 	@echo "make bench-full  the same at length, about an hour; writes docs/performance.md's tables and pictures"
+	@echo "make bench-demonstrations  demonstrations before rewards against rewards alone, about half an hour"
+	@echo "make bench-lora  memory of references and adapters, and their speed; about twenty minutes"
 	@echo "make bench-ppo  memory and time of a step: GRPO against PPO, about ten minutes"
 	@echo "make curves  learning curves of all presets on a small task, about ten minutes; writes docs/images/presets.png"
 	@echo "make clean   remove .venv and the caches"
@@ -35,8 +39,13 @@ help:
 demo: .venv/.ready-demo
 	@$(bin)/gruppo train arithmetic $(ARGS)
 
+digits: .venv/.ready-digits
+	@test -d runs/digits-pretrain/final || $(bin)/gruppo train digits-pretrain
+	@$(bin)/gruppo train digits-compress $(ARGS)
+	@$(bin)/python -m benchmarks.digits --compare
+
 test: .venv/.ready-test
-	@OMP_NUM_THREADS=1 $(bin)/python -m pytest -q $(ARGS)
+	@OMP_NUM_THREADS=1 $(bin)/python -m pytest -q -n $(JOBS) $(ARGS)
 
 mutants: .venv/.ready-test
 	@OMP_NUM_THREADS=1 $(bin)/python -m tests.mutants $(ARGS)
@@ -61,8 +70,15 @@ bench-full: .venv/.ready-bench
 	@$(bin)/python -m benchmarks.scaling --json $(RESULTS)/scaling.json --plot docs/images/scaling.png
 	@$(bin)/python -m benchmarks.tables $(RESULTS)
 
+bench-lora: .venv/.ready-test
+	@$(bin)/python -m benchmarks.references --document docs/references.md
+	@$(bin)/python -m benchmarks.lora
+
 bench-ppo: .venv/.ready-demo
 	@$(bin)/python -m benchmarks.grpo_vs_ppo $(ARGS)
+
+bench-demonstrations: .venv/.ready-demo
+	@$(bin)/python -m benchmarks.demonstrations --plot docs/images/demonstrations.png $(ARGS)
 
 curves: .venv/.ready-demo
 	@$(bin)/python -m benchmarks.presets --plot docs/images/presets.png $(ARGS)
@@ -96,6 +112,11 @@ clean:
 	@$(pip) -e ".[demo]"
 	@touch $@
 
+.venv/.ready-digits: .venv/.torch $(pins)
+	@echo "Installing gruppo and what the digits need: about a minute, once."
+	@$(pip) -e ".[digits]" matplotlib
+	@touch $@
+
 .venv/.ready-bench: .venv/.ready-demo
 	@echo "Installing TRL, which gruppo is timed against: half a minute, once."
 	@$(pip) $(trl) datasets
@@ -103,6 +124,6 @@ clean:
 
 .venv/.ready-test: .venv/.torch $(pins)
 	@echo "Installing gruppo and what the tests need: about two minutes, once."
-	@$(pip) -e ".[dev,demo,data]" $(trl)
+	@$(pip) -e ".[dev,demo,data,lora,images,digits,diffusion]" $(trl)
 	@$(pip) -e ".[tasks]" 2>/dev/null || echo "reasoning-gym needs a C compiler; its tests are skipped."
-	@touch $@ .venv/.ready-demo
+	@touch $@ .venv/.ready-demo .venv/.ready-digits

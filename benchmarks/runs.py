@@ -10,7 +10,8 @@ from benchmarks.workloads import PROMPTS, alternating, prompts
 from gruppo.training.api import Parts, build
 from gruppo.training.collect import collect
 from gruppo.training.config import Config, Optim, Rollout
-from gruppo.training.run import Run, knobs_at
+from gruppo.training.run import Run
+from gruppo.training.stages import knobs_at
 from gruppo.training.update import learn
 
 

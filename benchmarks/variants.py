@@ -63,7 +63,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 def one_step(run: Any) -> dict[str, Any]:
     from gruppo.training.collect import collect
     from gruppo.training.minibatches import has_gradient
-    from gruppo.training.run import knobs_at
+    from gruppo.training.stages import knobs_at
     from gruppo.training.update import learn
 
     knobs = knobs_at(run.config, run.step)

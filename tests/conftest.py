@@ -7,9 +7,22 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before any test is
 os.environ["MPLBACKEND"] = "Agg"
 
+import logging
+
 import hypothesis
+import pytest
 import torch
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("gruppo", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("gruppo")
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was():
+    """A command line that runs within a test gives the log a handler, which the next test's would find."""
+    log = logging.getLogger("gruppo")
+    handlers, level = list(log.handlers), log.level
+    yield
+    log.handlers[:] = handlers
+    log.setLevel(level)

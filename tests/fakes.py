@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gruppo.policies.lora import adapter_weights, inject
 from gruppo.policies.text import TextPolicy, from_module, from_transformers
 from gruppo.policies.text.backbones import TransformersBackbone
 from gruppo.types import Prompt, Request, Rollouts
@@ -108,6 +109,24 @@ def llama(**changes: Any) -> TextPolicy:
     return of("Llama", tie_word_embeddings=True, **changes)
 
 
+def adapted(*, rank: int = 3, targets: Sequence[str] = (), compute: Any = "float32", **changes: Any) -> TextPolicy:
+    """A frozen Llama below an adapter that changes what it says."""
+    adapt = functools.partial(inject, rank=rank, alpha=2.0 * rank, targets=targets, seed=0, base="tiny")
+    module = causal_lm("Llama", tie_word_embeddings=True, **changes)
+    policy = from_transformers(module, bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt)
+    return with_random_adapter(policy)
+
+
+@torch.no_grad()
+def with_random_adapter(policy: TextPolicy, scale: float = 0.3) -> TextPolicy:
+    """No part of it 0, so that each counts."""
+    generator = torch.Generator().manual_seed(7)
+    for weight in adapter_weights(policy.module).values():
+        weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    policy.refresh(force=True)
+    return policy
+
+
 def gpt2(**changes: Any) -> TextPolicy:
     """Learned absolute positions, dropout in the config."""
     return of("GPT2", **changes)
@@ -154,11 +173,11 @@ def of(kind: str, *, compute: Any = "float32", chunk: int = 1024, **changes: Any
     return from_transformers(causal_lm(kind, **changes), bpe_tokenizer(), compute=compute, chunk=chunk)
 
 
-POLICIES: list[Callable[..., TextPolicy]] = [plain, llama, gpt2, qwen2, mistral, gemma2]
+POLICIES: list[Callable[..., TextPolicy]] = [plain, llama, adapted, gpt2, qwen2, mistral, gemma2]
 """What every metamorphic test runs over: a new policy joins by one more name here."""
 HUGGING_FACE = [llama, gpt2, qwen2, mistral, gemma2]
-PACKING = [llama, gpt2, qwen2]
-STREAMING = [llama, biased_llama, qwen2, qwen3, wide_mistral]
+PACKING = [llama, adapted, gpt2, qwen2]
+STREAMING = [llama, adapted, biased_llama, qwen2, qwen3, wide_mistral]
 """Their layers can be run one by one."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import curves, grpo_vs_ppo, presets, sorting, variants
+from benchmarks import curves, demonstrations, grpo_vs_ppo, presets, sorting, variants
 from tests import tiny
 
 from gruppo.core.objective import PRESETS
@@ -106,3 +106,32 @@ def test_both_commands_print_a_table_and_write_json(
     presets.main([*small.split(), "--json", str(tmp_path / "b"), "--plot", str(tmp_path / "c.png")])
     assert len(json.loads((tmp_path / "b").read_text())["runs"]) == 1 and (tmp_path / "c.png").is_file()
     assert "steps to half" in capsys.readouterr().out
+
+
+def evaluated(had: float, *pairs: tuple[float, float]) -> list[dict[str, float]]:
+    return [{"seconds": seconds, "had": had, demonstrations.METRIC: value} for seconds, value in pairs]
+
+
+def test_runs_are_compared_at_the_time_that_all_have_had_and_by_their_last_evaluation_until_then() -> None:
+    found = {
+        "both": {0: evaluated(90, (0, 0.0), (30, 0.5), (80, 0.75)), 1: evaluated(60, (0, 0.0), (50, 0.5))},
+        "alone": {0: evaluated(100, (0, 0.0), (40, 0.125), (100, 1.0))},
+    }
+    assert demonstrations.shared_seconds(found) == 60
+    lines = demonstrations.table(found, parts=2).splitlines()
+    assert lines[0] == "| variant | 30 s | 60 s |"
+    assert lines[2:] == [
+        "| demonstrations, then rewards | 0.250 (0.500, 0.000) | 0.500 (0.500, 0.500) |",
+        "| rewards alone | 0.000 (0.000) | 0.125 (0.125) |",
+    ]
+
+
+def test_a_run_stops_when_it_has_had_its_time_and_what_it_stamped_is_read(tmp_path, capsys) -> None:
+    small = "--rollout.prompts 2 --rollout.group-size 2 --evaluation.prompts 2 --evaluation.every 1 --compute float32"
+    own = ["--runs-dir", str(tmp_path), "--name", "both-s0", "--model", tiny.model(), *small.split()]
+    demonstrations.run_one(own, seconds=0.0)
+    rows = demonstrations.stamps(tmp_path, ["both", "alone"], [0])["both"][0]
+    assert [(row["step"], row["seconds"], row["eval/in_tags"]) for row in rows] == [(0, 0.0, 0.0)]
+    demonstrations.main(["--read", "--runs-dir", str(tmp_path), "--plot", str(tmp_path / "curves.png")])
+    assert "| demonstrations, then rewards | 0.000 (0.000) |" in capsys.readouterr().out
+    assert (tmp_path / "curves.png").stat().st_size > 1000

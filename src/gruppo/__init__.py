@@ -21,6 +21,10 @@ _HOMES = {
     "from_pretrained": "gruppo.policies.text",
     "from_transformers": "gruppo.policies.text",
     "from_module": "gruppo.policies.text",
+    "DenoiserPolicy": "gruppo.policies.diffusion",
+    "DiffusionSampling": "gruppo.policies.diffusion",
+    "load_denoiser": "gruppo.policies.diffusion",
+    "load_diffusers": "gruppo.policies.diffusion",
     "Prompt": "gruppo.types",
     "Request": "gruppo.types",
     "Rollouts": "gruppo.types",
@@ -36,6 +40,7 @@ __all__ = ["__version__", *_HOMES]
 if TYPE_CHECKING:
     from gruppo.core.objective import PRESETS, Objective
     from gruppo.losses import GRPOLoss, PPOLoss, compute_gae
+    from gruppo.policies.diffusion import DenoiserPolicy, DiffusionSampling, load_denoiser, load_diffusers
     from gruppo.policies.text import TextPolicy, from_module, from_pretrained, from_transformers
     from gruppo.testing import check_engine, check_policy, check_reward
     from gruppo.training.api import resume, train

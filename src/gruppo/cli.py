@@ -1,4 +1,4 @@
-"""The command line: ``gruppo train | resume | eval | sample | explain | recipes``.
+"""The command line: ``gruppo train | resume | eval | sample | export | explain | doctor | recipes``.
 
 Exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop, 75 stopped by a signal and resumable.
 Nothing heavy is imported before a command needs it, so that help answers at once.
@@ -35,7 +35,10 @@ usage: gruppo COMMAND ...
   resume RUN                  continue a stopped or killed run, to the bit
   eval RUN                    greedy answers of a run's model to its held-out prompts
   sample RUN "PROMPT" ...     completions of a run's (or any) model
+  export RUN FOLDER           a run's model as a folder for transformers; an adapter is merged into its base
   explain RECIPE [--options]  what train would do: objective, tokens, memory, a real prompt and its reward
+  explain --names trl RECIPE  its settings under TRL's names (or verl, ddpo, sources); trl:beta for one
+  doctor RUN                  what ails a run: what was measured, what it means, what to change by how much
   recipes                     the built-in recipes
 
   gruppo COMMAND --help       the options of a command
@@ -45,6 +48,7 @@ exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop, 75
 
 start here:  gruppo train arithmetic
 your data:   gruppo train plain --model smollm2-135m --data mine.jsonl --reward my.py:f
+in stages:   gruppo train arithmetic-format --stages supervised:6,ramp:10,full --steps 80
 """
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import tyro
 
 from gruppo.cli import EXIT_STOPPED
-from gruppo.options import config_from, parsed, stem_of
+from gruppo.loading import program
+from gruppo.options import config_from, parsed, stem_of, taken
 from gruppo.recipes import RECIPES
-from gruppo.track.texts import program, shown
+from gruppo.track.texts import shown
 from gruppo.types import GruppoError
 
 
@@ -79,10 +80,11 @@ def evaluate(args: list[str]) -> int:
 
     done, rows = use.evaluate_run(path, prompts=prompts)
     for row in rows[:show]:
-        print(
-            f"  '{shown(row['prompt'])}' -> '{shown(row['completion'])}'   wanted {row['target']!r}   "
-            f"reward {row['reward']:g}"
-        )
+        is_picture = "group" in row  # it is on the sheet
+        answer = "" if is_picture else f" -> '{shown(row['completion'])}'   wanted {row['target']!r}"
+        print(f"  '{shown(row['prompt'])}'{answer}   reward {row['reward']:g}")
+    if (sheet := use.evaluation_sheet(path, rows)) is not None:
+        print(f"  pictures: {sheet}")
     unscored = f", {done.prompts - done.scored} not scored" if done.scored < done.prompts else ""
     print(
         f"mean reward {done.mean:.3f}, 95% interval {done.low:.3f} to {done.high:.3f}, "
@@ -102,25 +104,31 @@ def sample(args: list[str]) -> int:
         max_new_tokens: int = 64,
         seed: int = 0,
         plain: bool = False,
+        folder: Path = Path("pictures"),
     ) -> tuple[Any, ...]:
-        """Answer prompts with a run's model, or any model folder, hub id or bundled model.
+        """Answer prompts with a run's model, or any model folder, hub id or bundled model; an image model draws.
 
         Args:
             model: A run's folder, or a model.
             prompt: One or more prompts.
-            n: Completions of each prompt; above 1, a temperature above 0 makes them differ.
-            temperature: 0 is greedy.
+            n: Completions of each prompt; above 1, a temperature above 0 makes those of a text model differ.
+            temperature: 0 is greedy; of an image model the ODE, and 1 draws as in training.
             max_new_tokens: Longest completion.
             seed: Another seed gives other completions.
             plain: Continue the text as it is, without the chat template.
+            folder: Where an image model's pictures are written.
         """
-        return model, prompt, n, temperature, max_new_tokens, seed, plain
+        return model, prompt, n, temperature, max_new_tokens, seed, plain, folder
 
-    model, prompts, n, temperature, longest, seed, plain = parsed(command, args, "sample")
+    model, prompts, n, temperature, longest, seed, plain, folder = parsed(command, args, "sample")
     if not prompts:
         raise GruppoError(f'no prompt was given. For example: {program()} sample RUN "What is 3 + 4?"')
     from gruppo.training import use
 
+    if use.is_of_images(model):
+        files = use.pictures(model, prompts, folder, n=n, temperature=temperature, seed=seed)
+        print(f"{len(files) - 1} pictures in {folder}, all of them on {files[-1]}")
+        return 0
     answers = use.complete(
         model, prompts, n=n, temperature=temperature, max_new_tokens=longest, seed=seed, is_plain=plain
     )
@@ -130,12 +138,72 @@ def sample(args: list[str]) -> int:
     return 0
 
 
+def export(args: list[str]) -> int:
+    """A model as a folder of its own."""
+
+    def command(
+        run: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path], adapter: bool = False
+    ) -> tuple[str, Path, bool]:
+        """Write a run's model as a folder that transformers, or diffusers, opens by itself; an adapter is added.
+
+        Args:
+            run: A run's folder, or a model or adapter folder.
+            folder: Where to; it must not exist.
+            adapter: Keep the adapter as it is, for peft, instead of adding it to its base.
+        """
+        return run, folder, adapter
+
+    model, folder, is_adapter_kept = parsed(command, args, "export")
+    from gruppo.training import use
+
+    print(f"written to {use.export(model, folder, is_adapter_kept=is_adapter_kept)}")
+    return 0
+
+
 def explain(args: list[str]) -> int:
-    """What ``train`` would do."""
+    """What ``train`` would do; ``--names SYSTEM`` alone: its settings under the names of another system."""
+    asked, args = taken(args, "--names")
+    if asked is not None:
+        return _names(asked, args)
     config = config_from("explain", args)
     from gruppo.training import explain as training_explain
 
     print("\n".join(training_explain.explain(config)))
+    return 0
+
+
+def _names(asked: str, args: list[str]) -> int:
+    """``--names trl RECIPE``; a single name, ``--names trl:beta``, needs no recipe."""
+    from gruppo.training import names
+    from gruppo.training.config import Config
+
+    if not asked or asked.startswith("-"):
+        raise GruppoError(
+            f"--names has no value; it needs one of {', '.join(names.NAMES)}, or one name of theirs as in "
+            f"{program()} explain --names trl:beta."
+        )
+    names.system_of(asked)  # before a recipe is asked for
+    config = Config() if ":" in asked and not args else config_from("explain", args)
+    print("\n".join(names.asked(config, asked)))
+    return 0
+
+
+def doctor(args: list[str]) -> int:
+    """What ails a run."""
+
+    def command(run: tyro.conf.Positional[Path], json: bool = False) -> tuple[Path, bool]:
+        """Look through a run's metrics for what commonly goes wrong: what was measured, what it means, what to change.
+
+        Args:
+            run: The run's folder; the run may be under way.
+            json: Print it as JSON.
+        """
+        return run, json
+
+    path, is_json = parsed(command, args, "doctor")
+    from gruppo.doctor import report
+
+    report.say(report.diagnose(path), is_json=is_json)
     return 0
 
 
@@ -156,6 +224,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "resume": resume,
     "eval": evaluate,
     "sample": sample,
+    "export": export,
     "explain": explain,
+    "doctor": doctor,
     "recipes": recipes,
 }

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -122,3 +123,20 @@ def _import_error(path: Path, error: BaseException) -> str:
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else (lines or [None])[-1]
     text = error.msg if isinstance(error, SyntaxError) else (str(error).splitlines() or [""])[0]
     return f"{path}, line {line}, raised {type(error).__name__} on import: {text}. Mend the file and try again."
+
+
+def why_not_opened(error: Exception, what: str) -> str:
+    """What transformers says of files that it cannot read, as one sentence; its first line may begin a list."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+    if line.endswith(":"):
+        return f"it has no {what} that transformers can open."
+    return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+def program() -> str:
+    """How ``gruppo`` is called from here: by its name where the shell finds it, else by its path."""
+    beside = Path(sys.executable).with_name("gruppo")
+    found = shutil.which("gruppo")
+    if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):
+        return "gruppo"
+    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)

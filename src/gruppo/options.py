@@ -19,8 +19,12 @@ from gruppo.core.objective import PRESETS
 from gruppo.loading import is_file_name, load_object
 from gruppo.recipes import RECIPES
 from gruppo.training import config_file
-from gruppo.training.config import Config, Critic
+from gruppo.training.config import Config, Critic, Stage
+from gruppo.training.names import elsewhere
+from gruppo.training.plan import KINDS, planned
 from gruppo.types import GruppoError
+
+NAMES_HELP = " --names trl, verl, ddpo or sources shows the settings under the names that they have there instead."
 
 
 def config_from(command: str, args: Sequence[str]) -> Config:
@@ -32,7 +36,7 @@ def config_from(command: str, args: Sequence[str]) -> Config:
             f"no recipe was given. gruppo {command} RECIPE, where RECIPE is {', '.join(RECIPES)}, file.py:function, or "
             "a run's config.json."
         )
-    base, rest = with_preset(recipe_config(args[0]), args[1:])
+    base, rest = with_stages(*with_preset(recipe_config(args[0]), args[1:]))
     return parsed_config(base, rest, f"{command} {args[0]}")
 
 
@@ -63,13 +67,40 @@ def stem_of(recipe: str) -> str:
 
 def with_preset(config: Config, args: Sequence[str]) -> tuple[Config, list[str]]:
     """``--objective NAME`` chooses a preset, which further ``--objective.x`` options change."""
-    rest = [piece for arg in args for piece in (arg.split("=", 1) if arg.startswith("--objective=") else [arg])]
-    if "--objective" not in rest:
+    name, rest = taken(args, "--objective")
+    if name is None:
         return config, rest
-    at = rest.index("--objective")
-    objective = config_file.preset(rest[at + 1] if at + 1 < len(rest) else "")
+    objective = config_file.preset(name)
+    if config.objective.kl == "exact" and objective.kl_in == "loss":  # of the recipe's model, not of an algorithm
+        objective = replace(objective, kl="exact")
     critic = config.critic if objective.has_critic else Critic()  # the recipe's goes with the recipe's objective
-    return replace(config, objective=objective, critic=critic), rest[:at] + rest[at + 2 :]
+    return replace(config, objective=objective, critic=critic), rest
+
+
+def with_stages(config: Config, args: Sequence[str]) -> tuple[Config, list[str]]:
+    """``--stages supervised:50,ramp:30,full`` names the parts of the run; ``--stages.0.lr`` and the like change them.
+
+    ``--stage.x`` options, and those of the recipe's stage, then are of the stages that are made from it.
+    """
+    text, rest = taken(args, "--stages")
+    if text is None:
+        return config, rest
+    of_stage = [piece.split("=", 1)[0].startswith("--stage.") for piece in rest]
+    own = [n for n, is_own in enumerate(of_stage) if is_own]
+    values = [n + 1 for n in own if "=" not in rest[n] and n + 1 < len(rest)]
+    those = {*own, *values}
+    config = parsed_config(config, [rest[n] for n in sorted(those)], "train")
+    return planned(text, config), [piece for n, piece in enumerate(rest) if n not in those]
+
+
+def taken(args: Sequence[str], option: str) -> tuple[str | None, list[str]]:
+    """The value of an option, None where it is not given and "" where nothing follows it, and the other arguments."""
+    rest = [piece for arg in args for piece in (arg.split("=", 1) if arg.startswith(f"{option}=") else [arg])]
+    _check_once(rest, {option: str})
+    if option not in rest:
+        return None, rest
+    at = rest.index(option)
+    return rest[at + 1] if at + 1 < len(rest) else "", rest[:at] + rest[at + 2 :]
 
 
 def parsed_config(default: Config, args: Sequence[str], name: str) -> Config:
@@ -78,9 +109,15 @@ def parsed_config(default: Config, args: Sequence[str], name: str) -> Config:
         "default": default,
         "config": (tyro.conf.FlagConversionOff,),
         "description": "Options of a run; the defaults are the recipe's. --objective NAME chooses a preset: "
-        + ", ".join(PRESETS),
+        f"{', '.join(PRESETS)}. --stages NAME:STEPS,NAME makes a run of several stages, of {', '.join(KINDS)}, as in "
+        "--stages supervised:50,ramp:30,full; --stages.0.lr and the like then change one of them, counted from 0."
+        + (NAMES_HELP if name.startswith("explain") else ""),
     }
-    return _parsed(Config, args, name, {"--objective": str, **_fields(Config, "--")}, options)
+    types = {"--objective": str, "--stages": str, **_fields(Config, "--")}
+    for index in range(len(default.stages)):
+        types |= _fields(Stage, f"--stages.{index}.")
+    _check_stage_numbers(args, default.stages)
+    return _parsed(Config, args, name, types, options)
 
 
 def parsed(command: Callable[..., Any], args: Sequence[str], name: str) -> Any:
@@ -101,6 +138,7 @@ def _fields(kind: Any, prefix: str) -> dict[str, Any]:
 
 def _parsed(target: Any, args: Sequence[str], name: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any:
     _check_names(args, name, types)
+    _check_once(args, types)
     said = io.StringIO()
     try:
         with redirect_stderr(said):
@@ -111,12 +149,48 @@ def _parsed(target: Any, args: Sequence[str], name: str, types: Mapping[str, Any
         raise GruppoError(_one_line(said.getvalue(), args, name, types)) from None
 
 
+def _check_stage_numbers(args: Sequence[str], stages: Sequence[Stage]) -> None:
+    """Refuse an option of a stage that the run does not have."""
+    for arg in args:
+        option = arg.split("=", 1)[0]
+        match = re.fullmatch(r"--stages\.([^.]+)\.(.+)", option)
+        if match is None or match[1] in map(str, range(len(stages))):
+            continue
+        field = match[2]
+        if not stages:
+            raise GruppoError(
+                f"unknown option {option}: this run has one stage, --stage.{field}. Name several with --stages, as in "
+                "--stages supervised:50,full."
+            )
+        names = [f"{number} {stage.name}".strip() for number, stage in enumerate(stages)]
+        there = f"are the stages {' and '.join(names)}" if len(names) > 1 else f"is the stage {names[0]} alone"
+        meant = next((n for n, stage in enumerate(stages) if stage.name == match[1]), len(stages) - 1)
+        raise GruppoError(f"unknown option {option}: there {there}: --stages.{meant}.{field}.")
+
+
+def _check_once(args: Sequence[str], types: Mapping[str, Any]) -> None:
+    """Refuse an option that is given again: the parser would keep the last one and say nothing."""
+    given = [arg.split("=", 1)[0].replace("_", "-") for arg in args if arg.startswith("--")]
+    for option in given:
+        if (times := given.count(option)) == 1 or option not in types:
+            continue
+        often = "twice" if times == 2 else f"{times} times"
+        form = f"write {option} A B" if _is_list(types[option]) else "leave one of them out"
+        raise GruppoError(f"{option} is given {often}; {form}.")
+
+
+def _is_list(hint: Any) -> bool:
+    inner = typing.get_args(hint)
+    return typing.get_origin(hint) is tuple or any(typing.get_origin(kind) is tuple for kind in inner)
+
+
 def _check_names(args: Sequence[str], name: str, types: Mapping[str, Any]) -> None:
     for arg in args:
         option = arg.split("=", 1)[0].replace("_", "-")
         if option.startswith("--") and option not in types and option not in ("--", "--help"):
             near = _nearest(option, types)
-            hint = f"Did you mean {near}? " if near else ""
+            hint = elsewhere(option) if near is None or not _is_leaf_of(near, option) else ""
+            hint = f"{hint} " if hint else f"Did you mean {near}? " if near else ""
             raise GruppoError(f"unknown option {option}. {hint}gruppo {name} --help lists them.")
 
 
@@ -130,6 +204,10 @@ def _nearest(option: str, known: Mapping[str, Any]) -> str | None:
         or next(iter(whole), None)
         or next((leaves[found] for found in difflib.get_close_matches(leaf, leaves, 1)), None)
     )
+
+
+def _is_leaf_of(near: str, option: str) -> bool:
+    return near.rpartition(".")[2].lstrip("-") == option.rpartition(".")[2].lstrip("-")
 
 
 def _one_line(box: str, args: Sequence[str], name: str, types: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ columns of one piece. Records that hold tensors are frozen and compare by identi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -254,6 +255,8 @@ class Batch:
     """None with a reference: it is evaluated inside the piece."""
     old_values: Float[Tensor, "B T"] | None = None
     returns: Float[Tensor, "B T"] | None = None
+    old_gaussian: Gaussian | None = None
+    """Of a Gaussian policy, beside its old log-probs."""
 
     def take(self, rows: Int[Tensor, "b"]) -> Batch:
         """The given rows of every entry that has rows."""
@@ -262,10 +265,16 @@ class Batch:
             for name in ("rewards", "advantages", "keep", "old_logprobs", "old_values", "returns")
             if (value := getattr(self, name)) is not None
         }
-        ref = None if self.ref is None else Likelihood(self.ref.logprobs[rows])
+        ref, old = self.ref, _rows_of(self.old_gaussian, rows)
+        if ref is not None:
+            ref = Likelihood(ref.logprobs[rows], gaussian=_rows_of(ref.gaussian, rows))
         parts = {name: value[rows] for name, value in self.reward_parts.items()}
         rollouts = None if self.rollouts is None else self.rollouts.take(rows)
-        return replace(self, rollouts=rollouts, ref=ref, reward_parts=parts, **pick)
+        return replace(self, rollouts=rollouts, ref=ref, old_gaussian=old, reward_parts=parts, **pick)
+
+
+def _rows_of(gaussian: Gaussian | None, rows: Int[Tensor, "b"]) -> Gaussian | None:
+    return None if gaussian is None else Gaussian(gaussian.mean[rows], gaussian.std[rows])
 
 
 @dataclass(frozen=True)
@@ -350,9 +359,17 @@ class Policy(Protocol):
 class Supervised(Protocol):
     """A policy that can also learn from targets."""
 
-    def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts: ...
+    def refuse_demonstration(self, prompt: Prompt) -> str | None:
+        """Why this prompt's target cannot be learned from, with what to do; or None."""
+        ...
 
-    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]: ...
+    def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
+        """One row of each prompt, whose actions give its target. Nothing is sampled by a policy."""
+        ...
+
+    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
+        """Of each action of the likelihood's rows, which are those of the rollouts."""
+        ...
 
 
 @runtime_checkable
@@ -398,11 +415,35 @@ class Critic(Protocol):
 class Reference(Protocol):
     """What the KL term is measured against."""
 
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module:
+        """What computes; without weights while they rest elsewhere."""
+        ...
+
+    @property
+    def rests(self) -> bool:
+        """Whether its weights rest elsewhere; it is then asked in one pass before a batch's updates."""
+        ...
+
+    def here(self) -> AbstractContextManager[None]:
+        """Within, its weights are where they compute."""
+        ...
 
     def likelihood(self, rollouts: Rollouts, piece: Piece, *, want: Want = ()) -> Likelihood: ...
 
-    def update(self, policy: Policy, step: int) -> None: ...
+    def update(self, policy: Policy, step: int) -> None:
+        """After step 1, 2, ...: follow the policy, if it does."""
+        ...
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        """The weights that must never change, by name."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The weights that change, by name."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 class Tracker(Protocol):

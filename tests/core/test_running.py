@@ -104,6 +104,18 @@ def test_the_prompt_scale_by_hand_over_three_calls():
     assert state["prompts"] == {"p": [1, 3, 5, 7], "q": [0, 8, 4]}
 
 
+def test_the_prompt_baseline_by_hand_is_the_mean_of_its_last_rewards_and_with_the_scale_ddpos():
+    first, state = advantages_of([1, 3], [0, 0], prompt_ids=["p"], baseline="prompt", scale="none")
+    assert_close(first, [-1, 1])
+    second, state = advantages_of(
+        [5, 7, 4], [0, 0, 1], prompt_ids=["p", "q"], baseline="prompt", scale="none", state=state
+    )
+    assert_close(second, [1, 3, 0])  # 1, 3, 5, 7 have the mean 4; q has its own reward alone
+    assert state == {"prompts": {"p": [1, 3, 5, 7], "q": [4]}}
+    both, _ = advantages_of([5, NAN], [0, 0], prompt_ids=["p"], baseline="prompt", scale="prompt", state=state)
+    assert_close(both, [(5 - 4.2) / 5.2**0.5, 0])  # 1, 3, 5, 7, 5: mean 4.2, variance 5.2
+
+
 def test_a_prompt_is_remembered_by_its_last_rewards_alone():
     many = torch.arange(PROMPT_HISTORY + 6.0)
     _, state = advantages_of(many.tolist(), [0] * len(many), prompt_ids=["p"], scale="prompt")
@@ -117,7 +129,7 @@ def test_a_prompt_with_one_reward_so_far_has_no_spread_and_is_silent():
 
 
 def test_the_prompt_scale_without_prompt_ids_is_refused():
-    with pytest.raises(ValueError, match="needs prompt_ids"):
+    with pytest.raises(ValueError, match="need prompt_ids"):
         advantages_of([1, 2], [0, 0], scale="prompt")
 
 

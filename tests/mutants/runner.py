@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import compileall
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -21,7 +23,15 @@ import pytest
 from tests.mutants.mutant import SOURCE, TESTS, Mutant
 
 PRELOADED = (
+    "diffusers.pipelines.flux.pipeline_flux",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+    "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
     "hypothesis",
+    "jaxtyping",
+    "matplotlib.pyplot",
+    "peft",
+    "rich.console",
     "safetensors.torch",
     "torch",
     "transformers.generation.utils",
@@ -31,8 +41,11 @@ PRELOADED = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
+    "tyro",
 )
 TIMEOUT_S = 300.0
+ATTEMPTS = 2
+"""A process that gives no answer says nothing of a test: its job is run again."""
 BROKEN = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "AttributeError", "TypeError")
 """What code raises that would never have run: a mutant that ends so is no silent bug, and its test proves nothing."""
 
@@ -59,6 +72,8 @@ class Told:
     problem: str = ""
     """Why the reports are not to be trusted: another package was tested, or the process died or hung."""
     seconds: float = 0.0
+    is_silent: bool = False
+    """Whether the process gave no answer at all."""
 
     def is_green(self, test: str) -> bool:
         """Whether the named test ran and passed, in each of its forms."""
@@ -90,18 +105,25 @@ def run_all(jobs: Sequence[Job], cores: int, on_done: Callable[[Job, Told], None
     with tempfile.TemporaryDirectory(prefix="gruppo-mutants-") as scratch:
         source = Path(scratch) / "src"
         shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
-        waiting = list(enumerate(jobs))[::-1]  # the first is the last
+        compileall.compile_dir(source, quiet=2)  # once, and not again in each copy
+        waiting = [(place, 1, job) for place, job in enumerate(jobs)][::-1]  # the first is the last
         running: dict[Any, _Running] = {}
         while waiting or running:
             while waiting and len(running) < cores:
-                place, job = waiting.pop()
-                started = _start(job, source, Path(scratch) / str(place))
+                place, attempt, job = waiting.pop()
+                started = _start(job, source, Path(scratch) / f"{place}-{attempt}", place, attempt)
                 running[started.process.sentinel] = started
             connection.wait(list(running), timeout=1.0)
             for sentinel, one in list(running.items()):
-                if not one.process.is_alive() or one.age > TIMEOUT_S:
-                    del running[sentinel]
-                    on_done(one.job, one.end())
+                if one.process.is_alive() and one.age <= TIMEOUT_S:
+                    continue
+                del running[sentinel]
+                told = one.end()
+                if told.is_silent and one.attempt < ATTEMPTS:
+                    print(f"once more ({told.problem}): {one.job.tests[0]}", flush=True)
+                    waiting.append((one.place, one.attempt + 1, one.job))
+                else:
+                    on_done(one.job, told)
 
 
 @dataclass
@@ -109,6 +131,8 @@ class _Running:
     job: Job
     process: BaseProcess
     folder: Path
+    place: int = 0
+    attempt: int = 1
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -127,20 +151,31 @@ class _Running:
             told = Told(reports, answer["problem"], self.age)
         except (OSError, ValueError):
             why = f"no answer within {TIMEOUT_S:g} s" if is_late else f"exit code {self.process.exitcode}, no answer"
-            told = Told(problem=why, seconds=self.age)
+            told = Told(problem=why + self._stood_at(), seconds=self.age, is_silent=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         return told
 
+    def _stood_at(self) -> str:
+        """The innermost lines of a process that hung, of its last thread: where to look."""
+        try:
+            lines = [line.strip() for line in (self.folder / "hung.txt").read_text().splitlines() if "File" in line]
+        except OSError:
+            return ""
+        return f", at {'; '.join(lines[:3])}" if lines else ""
 
-def _start(job: Job, source: Path, folder: Path) -> _Running:
+
+def _start(job: Job, source: Path, folder: Path, place: int = 0, attempt: int = 1) -> _Running:
     """Begin a job on its own copy of the package. On healthy code all tests run, on a mutant until one fails."""
     shutil.copytree(source, folder / "src")
     if job.mutant is not None:
-        (folder / "src/gruppo" / job.mutant.file).write_text(job.mutant.inject(source), encoding="utf-8")
+        changed = folder / "src/gruppo" / job.mutant.file
+        changed.write_text(job.mutant.inject(source), encoding="utf-8")
+        for compiled in (changed.parent / "__pycache__").glob(f"{changed.stem}.*"):
+            compiled.unlink()
     options = ["-q"] if job.mutant is None else ["-q", "-x"]
     process = multiprocessing.get_context("fork").Process(target=_child, args=(job.tests, options, folder))
     process.start()
-    return _Running(job, process, folder)
+    return _Running(job, process, folder, place, attempt)
 
 
 def _child(tests: Sequence[str], options: Sequence[str], folder: Path) -> None:
@@ -155,6 +190,7 @@ def _child(tests: Sequence[str], options: Sequence[str], folder: Path) -> None:
     output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.dump_traceback_later(TIMEOUT_S - 5, file=(folder / "hung.txt").open("w"))
     recorder = _Recorder()
     options = [*options, "-p", "no:cacheprovider", "-o", f"pythonpath={package} {root}", "--basetemp", f"{folder}/t"]
     code = pytest.main([*options, *(str(TESTS / test) for test in tests)], plugins=[recorder])

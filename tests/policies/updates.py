@@ -18,7 +18,8 @@ from gruppo.policies.reference import FrozenReference
 from gruppo.rewards.score import Scores
 from gruppo.training.config import Config, Optim, Rollout, Stage
 from gruppo.training.credit import assemble
-from gruppo.training.run import Knobs, Run, knobs_at
+from gruppo.training.run import Run
+from gruppo.training.stages import Knobs, knobs_at
 from gruppo.training.update import backward
 from gruppo.types import Batch, Likelihood, Piece, Rollouts, Sampling, Stat
 

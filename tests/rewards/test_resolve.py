@@ -7,6 +7,7 @@ import math
 import sys
 
 import pytest
+import torch
 
 from gruppo.loading import load_object
 from gruppo.rewards import builtin, resolve_reward
@@ -144,3 +145,24 @@ def test_a_spec_without_two_halves_is_refused(spec):
 def test_a_module_that_does_not_import_is_one_line():
     with pytest.raises(GruppoError, match="'no_such_package' cannot be imported"):
         load_object("no_such_package:name")
+
+
+@pytest.mark.parametrize(
+    ("spec", "score"),
+    [
+        ("brightness", 0.2),
+        ("brightness:target=0.6", 0.6),
+        ("symmetry:axis=horizontal", 0.0),
+        ("jpeg_compressibility:quality=80,without_header=true", 0.0),
+    ],
+)
+def test_rewards_of_images_are_written_with_their_options(spec, score):
+    grey = torch.full((1, 8, 8), 0.0 if spec.startswith("jpeg") else 0.2)
+    assert resolve_reward(spec)(images=[grey]) == pytest.approx([score])
+
+
+def test_options_of_images_that_are_not_understood_are_refused():
+    with pytest.raises(GruppoError, match=r"did you mean quality\?.*write jpeg_compressibility or"):
+        resolve_reward("jpeg_compressibility:qualty=80")
+    with pytest.raises(GruppoError, match=r"written name=value.*write brightness or"):
+        resolve_reward("brightness:0.5")

@@ -238,8 +238,8 @@ def test_a_reward_object_that_fails_on_a_row_costs_that_row():
     assert same(scores.rewards, [0.5, NAN, 1.0]) and scores.failures[0].kind == "exception"
 
 
-def test_process_rewards_are_refused():
-    with pytest.raises(DataError, match=r"returned \(2, 3\): a score for each step"):
+def test_an_object_that_scores_each_action_and_does_not_say_so_is_refused_with_the_way_out():
+    with pytest.raises(DataError, match=r"returned \(2, 3\): a score for each action.*gives_steps = True"):
         RewardSet([Model(lambda rollouts: torch.zeros(2, 3))]).score(rollouts_of("ab"))
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 
 import pytest
+import torch
 from rich.console import Console
 
-from gruppo.track.console import ConsoleTracker
+from gruppo.track.console import ConsoleTracker, _words
 from gruppo.track.screen import best_and_worst, time_split
 from gruppo.track.texts import number, shorten, shown, span, trend, visible
 
@@ -90,6 +92,41 @@ def test_plain_lines_are_not_wrapped_and_markup_is_text():
         r'  reward 1  "[red]1 + 1[/red] [/oops]" -> "[bold\n\x1b[31m2\x07"  target 2',
         "warning: [red]reward[/red] raised " + "x" * 80,
     ]
+
+
+PICTURES = [{"prompt": n, "completion": torch.rand(1, 28, 28), "reward": n / 4, "target": None} for n in range(5)]
+
+
+def test_of_pictures_a_plain_line_says_prompt_reward_and_where_they_are():
+    plain = tracker(9, is_terminal=False, run_dir="runs/a")
+    plain.samples(1, PICTURES)
+    plain.samples(1, [row | {"held_out": True} for row in PICTURES])
+    assert said(plain).splitlines() == [
+        '  reward 1  "4"',
+        '  reward 0  "0"',
+        "  pictures: runs/a/images/step_000001.png",
+        "  held-out pictures: runs/a/images/eval_000001.png",
+    ]
+
+
+def test_no_picture_is_named_that_was_not_drawn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    plain = tracker(9, is_terminal=False)
+    latents = [row | {"prompt": torch.rand(4, 8, 8), "held_out": False} for row in PICTURES[:1]]
+    plain.samples(1, latents)
+    plain.samples(1, [PICTURES[0] | {"held_out": True}])
+    assert said(plain) == '  reward 0  "float32 [4, 8, 8]"\n'
+
+
+@pytest.mark.parametrize("width", [30, 80])
+def test_the_live_screen_names_the_sheet_and_no_numbers_of_a_tensor(width):
+    live = tracker(9, is_terminal=True, width=width, run_dir="runs/a")
+    live.samples(2, PICTURES)
+    live.samples(2, [row | {"held_out": True} for row in PICTURES])
+    screen = final_screen(live)
+    assert "runs/a/images/step_000002.png" in "".join(line.strip("│ ") for line in screen.splitlines())
+    assert "tensor" not in screen and "completion" not in screen and "0.75" in screen
+    assert "held-out pictures: runs/a/images/eval_000002.png" in said(live)
 
 
 def test_a_terminal_without_unicode_gets_escapes():
@@ -198,3 +235,9 @@ def test_texts_stay_on_one_line_and_show_what_cannot_be_seen():
     assert shorten("abcdefghijk", 10) == "abcdef…ijk"
     assert shorten("中文中文中文", 7) == "中文…文"
     assert shown([{"role": "system", "content": "s"}, {"role": "user", "content": "hi\n"}]) == r"hi\n"
+
+
+def test_a_plain_line_of_an_image_model_counts_denoising_steps_and_leaves_out_what_says_nothing():
+    metrics = {"reward/mean": 0.5, "entropy/mean_nats": 300.0, "len/mean_actions": 10.0, "rate/tokens_per_s": 800.0}
+    assert _words(metrics) == ["reward 0.5", "entropy 300", "len 10", "800 tok/s"]
+    assert _words(metrics | {"timestep/trained_count/3": 8.0}) == ["reward 0.5", "800 denoising steps/s"]

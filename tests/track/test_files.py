@@ -137,6 +137,14 @@ def test_samples_keep_any_text_and_are_cut_with_the_run(tmp_path):
     assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_bytes().split(b"\n")[:-1]] == [1, 2]
 
 
+def test_of_a_long_array_in_samples_only_type_and_shape_are_kept(tmp_path):
+    arrays = {"short": torch.tensor([1, 2]), "one": torch.tensor(0.5), "nan": torch.tensor([math.nan]).numpy()}
+    SamplesFile(tmp_path).samples(1, [{"extra": arrays | {"long": torch.zeros(3, 64, 64)}, "target": torch.zeros(17)}])
+    [row] = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert row["extra"] == {"short": [1, 2], "one": 0.5, "nan": [None], "long": "float32 [3, 64, 64]"}
+    assert row["target"] == "float32 [17]"
+
+
 def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
     (tmp_path / "run").write_text("a file, not a folder")
     with pytest.raises(GruppoError, match=r"metrics.jsonl cannot be written: .* free space"):

@@ -9,10 +9,10 @@ import shlex
 import pytest
 from rich.console import Console
 
+from gruppo.loading import program
 from gruppo.track import report
 from gruppo.track.files import MetricsFile
 from gruppo.track.report import closing_lines, wilson_interval
-from gruppo.track.texts import program
 
 
 def text(renderable, *, is_terminal=False, width=80):
@@ -64,6 +64,26 @@ def test_the_report_holds_reward_time_evaluations_files_and_commands(tmp_path):
         assert f"  {program()} {command}" in said
     again = next(line for line in said.splitlines() if " train " in line)
     assert again.strip().startswith(f"{program()} train {run_dir}/config.json --steps 24  # train again, for longer")
+
+
+def test_pictures_and_the_page_are_named_where_they_are(tmp_path):
+    for name in ("images/before_after.png", "report.html"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    lines = [line.split("  ") for line in text(closing_lines(tmp_path), width=400).splitlines()]
+    assert ["", f"{tmp_path}/images/before_after.png", "the same prompts before and after"] in lines
+    assert any(line[1:2] == [f"{tmp_path}/report.html"] for line in lines)
+
+
+def test_steps_that_sampled_nothing_are_steps_too(tmp_path):
+    file = MetricsFile(tmp_path)
+    file.log(0, {"eval/reward_mean": 0.1})
+    for step in range(1, 13):  # 5 of demonstrations alone; the last is evaluated, in a row that it has already
+        file.log(step, {"time/step_s": 5.0} | ({"reward/mean": 0.5} if step > 5 else {"sup/loss_nats": 1.0}))
+    file.log(12, {"eval/reward_mean": 0.2})
+    said = text(closing_lines(tmp_path, longer="--steps 24 --stages.1.steps 0"), width=400)
+    assert f"{tmp_path}: 12 steps in 1:00; reward 0.500 over the last 7 steps" in said
+    assert f"train {tmp_path}/config.json --steps 24 --stages.1.steps 0  # train again, for longer" in said
 
 
 def test_commands_are_written_as_the_shell_needs_them(tmp_path, monkeypatch):

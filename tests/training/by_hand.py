@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.training.minibatches import minibatch_rows
-from gruppo.training.run import Run, knobs_at
+from gruppo.training.run import Run
 from gruppo.types import Rollouts
 
 
@@ -161,13 +161,13 @@ def limited(parameters: list[Tensor], most: float) -> None:
         p.grad *= min(1.0, most / (norm + 1e-6))
 
 
-def learned(run: Run, networks: Networks, rollouts: Rollouts, rows: dict[int, Row], size: int) -> int:
-    """All updates of a batch of ``size`` rows, in place; how many there were."""
-    knobs, optim, config = knobs_at(run.config, run.step), run.config.optim, run.config
+def learned(run: Run, networks: Networks, rollouts: Rollouts, rows: dict[int, Row]) -> int:
+    """All updates of a batch, in place; how many there were."""
+    optim, config = run.config.optim, run.config
     lr = optim.lr if config.critic.lr is None else config.critic.lr
     optimizers = [AdamW(networks.of_policy, optim.lr, optim), AdamW(networks.of_critic, lr, optim)]
     for epoch in range(optim.epochs):
-        for part in minibatch_rows(run, size, knobs, epoch):
+        for part in minibatch_rows(run, rollouts, epoch):
             update(run, networks, rollouts, {row: rows[row] for row in part.tolist() if row in rows}, optimizers)
     return optimizers[0].steps
 

@@ -14,9 +14,10 @@ from tests import fakes, processes, tiny
 from tests.training.runs import metrics
 
 import gruppo
+from gruppo.loading import program
+from gruppo.options import parsed_config
 from gruppo.policies.text import from_pretrained
-from gruppo.track.texts import program
-from gruppo.training import api, config_file, watch
+from gruppo.training import api, checks, config_file, watch
 from gruppo.training import config as configs
 from gruppo.training.build import name_of
 from gruppo.types import DataError, GruppoError
@@ -124,7 +125,9 @@ def test_a_plain_module_trains_and_its_weights_can_be_loaded_again(tmp_path):
 
 
 def test_a_model_without_its_tokenizer_is_refused_with_what_to_do():
-    with pytest.raises(GruppoError, match=r"TinyGPT; it needs a name, a folder or a TextPolicy.*from_transformers"):
+    with pytest.raises(
+        GruppoError, match=r"TinyGPT; it needs a name, a folder, a TextPolicy or a DenoiserPolicy.*from_transformers"
+    ):
         gruppo.train(model=fakes.TinyGPT(), data=["x"], reward=length)
 
 
@@ -212,6 +215,21 @@ def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys,
     assert f"{program()}sample{result.folder}" in said and f"{program()}eval{result.folder}" in said
     assert levels == [logging.INFO]  # what is downloaded is said
     assert (log.level, log.handlers) == before
+
+
+@pytest.mark.parametrize(
+    ("stages", "longer"),
+    [
+        ((), "--steps 24"),
+        ((configs.Stage(steps=12),), "--steps 24 --stages.0.steps 0"),
+        ((configs.Stage(steps=4), configs.Stage()), "--steps 24"),
+        ((configs.Stage(steps=4), configs.Stage(steps=8)), "--steps 24 --stages.1.steps 0"),
+    ],
+)
+def test_what_is_suggested_for_longer_is_twice_the_steps_and_is_not_refused(tmp_path, stages, longer):
+    config = tiny.config(tmp_path, steps=12, stages=stages)
+    assert watch.for_longer(config) == longer
+    checks.check(parsed_config(config, longer.split(), "train"))
 
 
 def test_curves_that_cannot_be_drawn_cost_a_line(tmp_path, monkeypatch, caplog):

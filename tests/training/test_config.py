@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,16 @@ def other_value(hint: Any, value: Any) -> Any:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return next(choice for choice in inner if choice != value)
+    if dataclasses.is_dataclass(hint):
+        return changed_everywhere(hint)
+    if origin is types.UnionType and type(None) not in inner:
+        return "linear:0.5,1"
     if origin is tuple:
-        return tuple(other_value(inner[0], "x") for _ in range(2)) if inner[-1] is ... else (0.25, 0.75)
+        if inner[-1] is ...:
+            return tuple(other_value(inner[0], "x") for _ in range(2))
+        return (3, 5) if inner[0] is int else (0.25, 0.75)
     if type(None) in inner:
-        return other_value(inner[0], value)
+        return other_value(inner[0], 0 if value is None and inner[0] is int else value)
     return {bool: lambda: not value, int: lambda: value + 3, float: lambda: 0.5, str: lambda: "other é"}[hint]()
 
 

@@ -14,7 +14,8 @@ from tests.training.test_measures import shift
 from tests.training.test_step import run_in, step
 
 from gruppo.training.collect import collect
-from gruppo.training.run import Run, knobs_at
+from gruppo.training.run import Run
+from gruppo.training.stages import knobs_at
 from gruppo.training.update import backward
 from gruppo.types import GruppoError, Likelihood, Piece, Rollouts
 

@@ -13,13 +13,13 @@ from tests.training.runs import Signalling, assert_same, newest
 
 from gruppo.policies.critic import SeparateCritic, SharedCritic
 from gruppo.policies.text import probing
-from gruppo.training import api
+from gruppo.training import api, checks
 from gruppo.training.build import Parts, build, with_absolute_paths
 from gruppo.training.config import Critic
 from gruppo.training.explain import critic_memory
 from gruppo.training.folder import Boundary, RunFolder, first_weights, weights_of
 from gruppo.training.loop import Stopped
-from gruppo.training.run import knobs_at
+from gruppo.training.stages import knobs_at
 from gruppo.training.use import evaluate_run
 from gruppo.types import GruppoError, Request, Sampling
 
@@ -40,8 +40,9 @@ def step(run):
     """An update of policy and critic."""
     prompts = run.source.take(2)
     rollouts = run.policy.sample([Request(prompt, 2) for prompt in prompts], Sampling(max_actions=5), seed=run.step)
+    knobs = knobs_at(run.config, run.step)
     for group in run.optimizer.param_groups:
-        group["lr"] = knobs_at(run.config, run.step).lr * group["lr_scale"]
+        group["lr"] = knobs.critic_lr if group["is_critic"] else knobs.lr
     for piece in run.policy.pieces(rollouts, rollouts.mask, 64):
         logprobs, values = run.policy.likelihood(rollouts, piece).logprobs, run.critic.values(rollouts, piece)
         (logprobs.sum() + (values - 1).square().sum()).backward()
@@ -72,7 +73,7 @@ def test_without_a_critic_there_is_none_and_one_group(tmp_path):
     run, _ = build(tiny.config(tmp_path), Parts())
     assert run.critic is None and run.policy.value_head is None
     assert run.parameter_names == [name for name, _ in run.policy.module.named_parameters()]
-    assert [group["lr_scale"] for group in run.optimizer.param_groups] == [1.0]
+    assert [group["is_critic"] for group in run.optimizer.param_groups] == [False]
 
 
 @KINDS
@@ -92,9 +93,24 @@ def test_parameters_are_the_policys_then_the_critics_in_the_order_of_the_optimiz
 @KINDS
 @pytest.mark.parametrize(("lr", "scale"), [(None, 1.0), (1e-2, 1.0), (3e-2, 3.0), (0.0, 0.0)])
 def test_the_critics_rate_is_a_multiple_of_the_policys(tmp_path, kind, lr, scale):
-    policy, critic = built(tmp_path, kind, critic__lr=lr, optim__lr=1e-2).optimizer.param_groups
-    assert policy["lr_scale"] == 1.0
-    assert critic["lr_scale"] == pytest.approx(scale, rel=1e-12)
+    run = built(tmp_path, kind, critic__lr=lr, optim__lr=1e-2, optim__warmup_steps=4)
+    knobs = run.course.knobs(1)
+    assert knobs.lr == pytest.approx(0.5e-2, rel=1e-12) and knobs.critic_lr == pytest.approx(
+        scale * knobs.lr, rel=1e-12
+    )
+    assert [group["is_critic"] for group in run.optimizer.param_groups] == [False, True]
+
+
+def test_the_critics_rate_is_its_own_where_a_stage_sets_the_policys(tmp_path):
+    """critic.lr is its peak on the schedule of the stage, whose own peak is 1e-4 and not optim.lr."""
+    run = built(tmp_path, {}, critic__lr=1e-3, optim__lr=1e-6, stage__lr="linear:1e-4,0", steps=10)
+    assert [run.course.knobs(step).critic_lr for step in (0, 5)] == pytest.approx([1e-3, 0.5e-3], rel=1e-9)
+
+
+def test_a_critics_own_rate_beside_a_policy_that_never_learns_is_refused(tmp_path):
+    with pytest.raises(GruppoError, match=r"relative to stage\.lr=0"):
+        checks.check(config_in(tmp_path, {}, critic__lr=1e-3, stage__lr=0.0))
+    checks.check(config_in(tmp_path, {}, critic__lr=1e-3, stage__lr=1e-4, optim__lr=0.0))
 
 
 def test_the_critic_is_alone_for_its_first_steps(tmp_path):
@@ -209,7 +225,7 @@ def test_a_resumed_run_has_policy_critic_and_optimizer_to_the_bit(tmp_path, open
         assert torch.equal(first, second), name
         for key, value in whole.optimizer.state[first].items():
             assert torch.equal(value, resumed.optimizer.state[second][key]), (name, key)
-    assert [g["lr_scale"] for g in resumed.optimizer.param_groups] == [1.0, 2.0]
+    assert [g["is_critic"] for g in resumed.optimizer.param_groups] == [False, True]
 
 
 @KINDS
@@ -309,9 +325,9 @@ def stopping(reward):
 def test_the_critics_memory_by_hand(tmp_path):
     """The trunk of the tiny model is the whole of it, embeddings tied, and the head is 16 weights and a bias."""
     size = sum(p.numel() for p in built(tmp_path, SHARED).policy.module.parameters())
-    assert critic_memory(build(tiny.config(tmp_path), Parts())[0], 4) == {}
-    assert critic_memory(built(tmp_path, SHARED), 4) == {"critic, float32": 4 * 17}
-    assert critic_memory(built(tmp_path, SEPARATE, compute="bfloat16"), 2) == {
+    assert critic_memory(build(tiny.config(tmp_path), Parts())[0], 4, 100) == {}
+    assert critic_memory(built(tmp_path, SHARED), 4, 100) == {"critic, float32": 4 * 17}
+    assert critic_memory(built(tmp_path, SEPARATE, compute="bfloat16"), 2, 100) == {
         "critic, float32": 4 * (size + 17),
         "critic's copy, bfloat16": 2 * size,
     }
@@ -322,7 +338,7 @@ def test_a_larger_critics_activations_are_counted_beyond_the_policys(tmp_path):
     run = built(tmp_path, SEPARATE, optim__token_budget=100)
     run.critic.trunk.config.num_hidden_layers = 3
     assert run.policy.module.config.num_hidden_layers == 2
-    assert critic_memory(run, 4)["critic's activations"] == 4 * 100 * (6 * 16 + 2 * 8 + 2 * 32)
+    assert critic_memory(run, 4, 100)["critic's activations"] == 4 * 100 * (6 * 16 + 2 * 8 + 2 * 32)
 
 
 def test_evaluating_a_run_opens_no_critic(tmp_path, opened):

@@ -14,7 +14,7 @@ from gruppo.training.build import Parts
 from gruppo.training.collect import collect
 from gruppo.training.evaluate import evaluate, evaluate_rows, held_out
 from gruppo.training.folder import Boundary, RunFolder
-from gruppo.training.run import knobs_at
+from gruppo.training.stages import knobs_at
 from gruppo.types import Request, Sampling
 
 

@@ -17,7 +17,8 @@ from tests.training.test_step import run_in
 
 from gruppo.training.build import Parts
 from gruppo.training.collect import collect
-from gruppo.training.run import Run, knobs_at
+from gruppo.training.run import Run
+from gruppo.training.stages import knobs_at
 from gruppo.training.update import backward, learn
 from gruppo.types import GruppoError, NumericalStop, Want
 

@@ -20,7 +20,8 @@ from gruppo.training.build import Parts, build
 from gruppo.training.collect import collect
 from gruppo.training.folder import RunFolder
 from gruppo.training.memory import GIB, free_bytes, is_out_of_memory, token_budget
-from gruppo.training.run import Run, knobs_at
+from gruppo.training.run import Run
+from gruppo.training.stages import knobs_at
 from gruppo.training.update import backward, update
 from gruppo.types import GruppoError
 
@@ -214,10 +215,10 @@ def test_a_lower_budget_is_one_that_cuts_otherwise(tmp_path):
     run = run_in(tmp_path)
     batch = collect(run, knobs_at(run.config, 0)).batch
     assert len(run.policy.pieces(batch.rollouts, batch.keep, token_budget(run) // 2)) == 1
-    finer = memory._finer(run, batch.rollouts, batch.keep, token_budget(run), 1)
+    finer = memory._finer(run, [(batch.rollouts, batch.keep)], token_budget(run), 1)
     assert len(run.policy.pieces(batch.rollouts, batch.keep, finer)) > 1
     assert len(run.policy.pieces(batch.rollouts, batch.keep, 2 * finer)) == 1
-    assert memory._finer(run, batch.rollouts, batch.keep, 1, len(batch.keep)) == 0
+    assert memory._finer(run, [(batch.rollouts, batch.keep)], 1, len(batch.keep)) == 0
 
 
 def test_an_error_that_is_not_about_memory_is_raised_as_it_is(tmp_path):
@@ -277,16 +278,16 @@ def test_pieces_hold_four_or_two_of_the_longest_prompt_unless_the_budget_was_set
     longest = max(len(ids) for ids in rollouts.shared["prompt_ids"])
     monkeypatch.setattr(memory, "TOKENS_ON_CPU", longest)
     run.token_budget = 0
-    assert memory.budget_for(run, rollouts) == 4 * longest
+    assert memory.budget_for(run, longest) == 4 * longest
     set_by_hand = run_in(tmp_path, optim__token_budget=longest)
-    assert memory.budget_for(set_by_hand, rollouts) == longest
+    assert memory.budget_for(set_by_hand, longest) == longest
     run.token_budget = longest - 1  # memory has run out before
-    assert memory.budget_for(run, rollouts) == longest - 1
+    assert memory.budget_for(run, longest) == longest - 1
     run.token_budget = longest
     for tokens, budget in ((4 * longest - 1, 2 * longest), (2 * longest - 1, longest)):
         room = memory.still_to_come(run) + tokens * memory.bytes_per_token(run) / memory.USABLE_FRAC
         monkeypatch.setattr(memory, "free_bytes", lambda device, room=room: int(room))
-        assert memory.budget_for(run, rollouts) == budget
+        assert memory.budget_for(run, longest) == budget
 
 
 def test_a_config_that_does_not_name_heads_is_of_unknown_size(tmp_path):
@@ -307,7 +308,7 @@ def test_what_ran_out_with_wide_pieces_goes_on_with_half_of_them_and_is_not_wide
     run.token_budget, tried = 0, []
 
     def work(pieces):
-        tried.append(memory.budget_for(run, batch.rollouts))
+        tried.append(memory.budget_for(run, longest))
         if len(tried) == 1:
             raise MemoryError
         return pieces

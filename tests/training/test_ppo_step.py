@@ -15,7 +15,8 @@ from tests.training.test_step import none_for_even, run_in, step
 from gruppo.training.build import Parts
 from gruppo.training.collect import collect
 from gruppo.training.minibatches import minibatches
-from gruppo.training.run import Run, knobs_at
+from gruppo.training.run import Run
+from gruppo.training.stages import knobs_at
 from gruppo.training.update import backward, update
 from gruppo.types import Rollouts
 
@@ -51,7 +52,7 @@ def both(run: Run) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     rollouts, rewards = collected.batch.rollouts, collected.batch.rewards.double().tolist()
     assert len(rollouts.lengths.unique()) > 4 and 0 < rollouts.finish.count("length") < len(rewards)  # ragged
     rows = by_hand.credited(run, networks, rollouts, rewards)
-    count = by_hand.learned(run, networks, rollouts, rows, len(rewards))
+    count = by_hand.learned(run, networks, rollouts, rows)
     assert said["update/updates_count"] == count
     said = collected.metrics | said
     return by_hand.flat(run.parameters), by_hand.flat([*networks.of_policy, *networks.of_critic]), said
@@ -253,7 +254,7 @@ def kls(folder: Any, kind: dict[str, Any], count: int) -> list[float]:
     run = begun(folder, kind | SLOW, optim__epochs=count)
     knobs, said = knobs_at(run.config, 0), []
     for group in run.optimizer.param_groups:
-        group["lr"] = knobs.lr * group["lr_scale"]
+        group["lr"] = knobs.critic_lr if group["is_critic"] else knobs.lr
     for part in minibatches(run, collect(run, knobs).batch, knobs):
         stats, _ = update(run, part, knobs)
         said.append(stats["kl/old_k3_nats"].mean)

@@ -68,6 +68,8 @@ def both(folder: Path, ranks: int, **changes: Any) -> tuple[Path, Path, list[lis
             "optim__minibatches": 3,
             "stage__kl_coef": 0.1,
             "stage__entropy_coef": 0.01,
+            "reference": {"kind": "mixed", "update_every": 1},
+            "reward": [f"{Path(__file__).resolve()}:spying", "length_target:5"],
             "objective": {"baseline": "batch_mean", "scale": "batch", "average": "token"},
         },
         {"rollout__prompts": 2, "rollout__group_size": 3, "optim__minibatches": 6, "objective": "dr_grpo"},

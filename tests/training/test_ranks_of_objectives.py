@@ -13,6 +13,8 @@ from tests import tiny
 from tests.training.runs import metrics, newest, tensors, weights
 from tests.training.test_ranks import OWN, both, first_weights
 
+from gruppo.rewards import step_reward
+
 HERE = Path(__file__).resolve()
 SEVERAL = {"optim__epochs": 2, "optim__minibatches": 3, "stage__kl_coef": 0.2}
 CASES: dict[str, dict[str, Any]] = {
@@ -24,8 +26,13 @@ CASES: dict[str, dict[str, Any]] = {
     "running scale": {"objective": {"scale": "running", "running_decay": 0.5}},
     "scale of the prompt": {"objective": {"scale": "prompt"}, "rollout__prompts": 8},
     "two rewards, each normalised": {"objective": {"combine": "normalize_then_sum"}, "two rewards": True},
+    "rows and steps": {
+        "objective": {"combine": "normalize_then_sum", "credit": "return_to_go", "scale": "running"},
+        "steps": True,
+    },
     "refilled": {"objective": "dapo", "rollout__refill_rounds": 2, "objective__overlong": 4, "dull": True, **SEVERAL},
     "refilled, ppo": {"objective": "ppo", "rollout__refill_rounds": 1, "dull": True, **SEVERAL},
+    "grown": {"objective": "dr_grpo", "rollout__first_samples": 2, "rollout__group_size": 4, "dull": True, **SEVERAL},
     "stopped early": {"objective": "ppo", "optim__stop_kl": 1e-3, "optim__lr": 0.5, **SEVERAL, "optim__epochs": 4},
 }
 
@@ -33,6 +40,15 @@ CASES: dict[str, dict[str, Any]] = {
 def counted(completions: Sequence[Any], **_: Any) -> list[float]:
     """Of another scale than the share of digits."""
     return [100.0 * tiny.said(completion).count("a") for completion in completions]
+
+
+@step_reward("1")
+def vowels(steps: Sequence[Sequence[str]], **_: Any) -> list[list[float]]:
+    """Of each step its own, and now and then none."""
+    count = [[float(sum(c in "aeiou" for c in part)) for part in own] for own in steps]
+    return [
+        [n if len(part) % 3 else None for n, part in zip(*both, strict=True)] for both in zip(count, steps, strict=True)
+    ]
 
 
 def dull_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float]:
@@ -47,6 +63,7 @@ def dull_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> li
 def test_two_ranks_are_one_under_the_objective(tmp_path, case):
     changes = {"rollout__prompts": 3, "rollout__group_size": 3, "saving__every": 1, "saving__keep": 9} | CASES[case]
     rewards = [f"{HERE.with_name('test_ranks.py')}:spying"] + [f"{HERE}:counted"] * changes.pop("two rewards", False)
+    rewards += [f"{HERE}:vowels"] * changes.pop("steps", False)
     rewards += [f"{HERE}:dull_odd"] * changes.pop("dull", False)
     if len(rewards) > 1 and "rollout__refill_rounds" in changes:
         changes |= {"rollout__refill_by": "dull_odd", "scoring__weights": (0.0, 1.0)}
@@ -63,6 +80,7 @@ def test_two_ranks_are_one_under_the_objective(tmp_path, case):
     assert flat(state[1]["running"]) == pytest.approx(flat(state[0]["running"]), rel=1e-5)
     assert state[0]["source"] == state[1]["source"]
     check = {"refilled": "refill/thrown_groups_count", "stopped": "update/early_stop_frac"}
+    check |= {"grown": "growth/grown_rows_count"}
     for name in (metric for word, metric in check.items() if case.startswith(word)):
         assert sum(row.get(name) or 0 for row in said) > 0
     assert (newest(one) / "critic.safetensors").exists() == ("ppo" in str(changes["objective"]))

@@ -22,7 +22,8 @@ from gruppo.training.build import Parts, build
 from gruppo.training.collect import Collected, collect
 from gruppo.training.loop import Stopped
 from gruppo.training.refill import Round, joined
-from gruppo.training.run import Run, knobs_at
+from gruppo.training.run import Run
+from gruppo.training.stages import knobs_at
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 
@@ -147,7 +148,7 @@ def test_a_ppo_step_with_unfilled_slots_is_the_step_by_hand_without_their_rows(t
     ]
     rows = by_hand.credited(run, networks, rollouts, rewards)
     assert 0 < len(rows) < 16
-    assert by_hand.learned(run, networks, rollouts, rows, 16) == said["update/updates_count"]
+    assert by_hand.learned(run, networks, rollouts, rows) == said["update/updates_count"]
     expected = by_hand.flat([*networks.of_policy, *networks.of_critic])
     torch.testing.assert_close(by_hand.flat(run.parameters), expected, rtol=0, atol=1e-5)
 
@@ -351,7 +352,7 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
     batch = collected.batch
     names = [f"{n} {tiny.said(o)}" for n, o in zip(numbers(batch.rollouts), batch.rollouts.outputs, strict=True)]
     kept = batch.keep.any(dim=1).tolist()
-    cuts = [[names[row] for row in rows] for rows in minibatch_rows(run, len(names), knobs, 0)]
+    cuts = [[names[row] for row in rows] for rows in minibatch_rows(run, batch.rollouts, 0)]
     said = {name: value for name, value in collected.metrics.items() if not name.startswith("time/")}
     Path(out, f"{dist.world()}-{dist.rank()}.json").write_text(json.dumps([names, kept, cuts, said]))
 

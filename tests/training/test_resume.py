@@ -17,9 +17,9 @@ from tests import processes, tiny
 from tests.training.runs import FULL, SIMPLE, Signalling, assert_same, begin_or_go_on, newest, steps_logged
 
 import gruppo
+from gruppo.loading import program
 from gruppo.policies.text import from_pretrained
 from gruppo.rewards.functions import FunctionReward
-from gruppo.track.texts import program
 from gruppo.training import api, checkpoint, config_file
 from gruppo.training import config as configs
 from gruppo.training.build import Parts

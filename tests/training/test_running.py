@@ -90,6 +90,33 @@ def test_a_running_scale_is_followed_by_hand(tmp_path):
         torch.testing.assert_close(batch.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["scale running", "baseline running", "each of two"])
+def test_a_run_tells_its_moving_statistics(tmp_path, kind):
+    rewards = [tiny.digits, counted] if "two" in SETS[kind] else [tiny.digits]
+    changes = {name: value for name, value in SETS[kind].items() if name != "two"}
+    run = run_in(tmp_path, Parts(rewards=rewards), rollout__group_size=4, **changes)
+    total: dict[str, list[float]] = {}
+    for _ in range(2):
+        collected, _ = step(run)
+        run.step += 1
+        parts = collected.scores.parts if len(rewards) > 1 else {"": collected.scores.rewards}
+        for name, part in parts.items():
+            area = f"reward/{name}/" if name else "reward/"
+            groups = part.double().reshape(4, 4)
+            spread = float((groups - groups.mean(dim=1, keepdim=True)).square().sum() / 12)
+            now = float(groups.mean()) if kind == "baseline running" else spread
+            total.setdefault(area, []).append(now)
+    for area, (first, second) in total.items():
+        moving = (0.25 * first + 0.5 * second) / 0.75
+        expected = (
+            {f"{area}running_mean": moving}
+            if kind == "baseline running"
+            else {f"{area}running_std_within_group": moving**0.5}
+        )
+        told = {name: value for name, value in collected.metrics.items() if name.startswith(f"{area}running")}
+        assert told == pytest.approx(expected, rel=1e-6)
+
+
 def test_the_scale_of_a_prompt_is_that_of_its_last_rewards(tmp_path):
     data = tiny.write_rows(tmp_path / "three.jsonl", tiny.rows(3))
     run = run_in(tmp_path, data=data, prompts__held_out_fraction=0.0, rollout__prompts=3, **SETS["scale prompt"])

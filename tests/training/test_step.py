@@ -21,7 +21,8 @@ from gruppo.training import api
 from gruppo.training.build import Parts, build
 from gruppo.training.collect import collect
 from gruppo.training.minibatches import minibatches
-from gruppo.training.run import Run, knobs_at
+from gruppo.training.run import Run
+from gruppo.training.stages import knobs_at
 from gruppo.training.update import backward, learn
 from gruppo.types import DataError, NumericalStop
 

@@ -13,11 +13,11 @@ from tests.training.test_step import run_in, step, vector
 
 from gruppo.policies.text import from_pretrained
 from gruppo.training import api
-from gruppo.training.build import Parts
+from gruppo.training.build import Parts, build
 from gruppo.training.collect import collect
 from gruppo.training.minibatches import minibatches
-from gruppo.training.run import knobs_at
-from gruppo.training.update import learn, update
+from gruppo.training.stages import knobs_at
+from gruppo.training.update import backward, learn, update
 from gruppo.types import Rollouts
 
 ALIKE = Parts(rewards=[lambda completions, **_: [1.0] * len(completions)])
@@ -103,7 +103,7 @@ def test_the_losses_of_a_step_are_means_over_its_updates_of_sums_over_their_piec
     said = learn(run, collect(run, knobs).batch, knobs)
     assert said["update/pieces_count"] > 4
     for group in other.optimizer.param_groups:
-        group["lr"] = knobs.lr * group["lr_scale"]
+        group["lr"] = knobs.critic_lr if group["is_critic"] else knobs.lr
     updates = [update(other, part, knobs)[0] for part in minibatches(other, collect(other, knobs).batch, knobs)]
     for name in ("loss/policy", "loss/kl"):
         assert said[name] == pytest.approx(sum(stats[name].sum for stats in updates) / 4, rel=1e-6)
@@ -121,3 +121,16 @@ def test_the_progress_counts_each_token_and_rollout_once(tmp_path):
     rows = metrics(api.start(config, Parts(rewards=[counts])).folder)
     assert [row["progress/tokens"] for row in rows] == [seen[0], sum(seen[:2]), sum(seen)]
     assert [row["progress/rollouts"] for row in rows] == [12, 24, 36]
+
+
+def test_the_constant_average_divides_by_the_longest_row_that_may_be(tmp_path):
+    """Twice the length that is allowed is half the gradient, whatever the rows' own lengths are."""
+    run, _ = build(tiny.config(tmp_path, objective="dr_grpo", optim__max_grad_norm=0.0), Parts())
+    knobs, found = knobs_at(run.config, 0), []
+    batch = collect(run, knobs).batch
+    for length in (8, 16):
+        run.optimizer.zero_grad(set_to_none=True)
+        backward(run, batch, replace(knobs, sampling=replace(knobs.sampling, max_actions=length)))
+        found.append(torch.cat([p.grad.flatten() for p in run.parameters]))
+    torch.testing.assert_close(found[1], 0.5 * found[0], rtol=1e-5, atol=1e-9)
+    assert found[0].abs().max() > 1e-4

@@ -19,6 +19,21 @@ def place_score(score: Float[Tensor, "B"], mask: Bool[Tensor, "B T"]) -> Float[T
     return torch.where(last & score.isfinite()[:, None], score[:, None], 0.0).to(score.dtype)
 
 
+def of_own_step(
+    steps: Float[Tensor, "B T"], is_step: Bool[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """Each kept action gets the number at the end of the step that it is in: of the first end from here on.
+
+    Actions after the last end are in the last step; a row without steps, and what is not kept, gets 0.
+    """
+    columns = torch.arange(is_step.shape[1], device=steps.device)
+    never = is_step.shape[1]
+    ends = torch.where(is_step, columns, never).flip(1).cummin(dim=1).values.flip(1)  # [B, T] the next end
+    last = torch.where(is_step, columns, -1).amax(dim=1, keepdim=True)  # [B, 1]; -1 without steps
+    ends = torch.where(ends == never, last, ends)
+    return torch.where(mask & (ends >= 0), steps.gather(1, ends.clamp(min=0)), 0.0)
+
+
 def returns_to_go(
     rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, gamma: float = 1.0
 ) -> Float[Tensor, "B T"]:

@@ -6,9 +6,12 @@ from gruppo.core.loss import clip_range
 from gruppo.core.objective import Objective
 
 
-def describe(objective: Objective, *, kl_coef: float, group_size: int, max_length: int) -> list[str]:
-    """The effective objective, line by line."""
-    o = objective
+def describe(objective: Objective, *, kl_coef: float, group_size: int, max_length: int, of: str = "token") -> list[str]:
+    """The effective objective, line by line. ``of``: what an action is called, token or step."""
+    return [line.replace("token", of) for line in _described(objective, kl_coef, group_size, max_length)]
+
+
+def _described(o: Objective, kl_coef: float, group_size: int, max_length: int) -> list[str]:
     lines = [
         f"advantage   {_advantage(o)}",
         f"            {_credit(o)}; {group_size} rows a group",
@@ -20,6 +23,8 @@ def describe(objective: Objective, *, kl_coef: float, group_size: int, max_lengt
         bounds = f"[{o.correction_low:g}, {o.correction_high:g}]"
         how = f"kept in {bounds}" if o.correction == "truncate" else f"0 outside {bounds}"
         lines.append(f"corrected   by exp(old_logprob - sampler_logprob) of each {o.correction_level}, {how}")
+    if o.kl_mask:
+        lines.append(f"left out    where the KL to the old policy exceeds {o.kl_mask:g} nats and would grow")
     if o.has_critic:
         clip = f", V moving at most {o.value_clip:g} a batch" if o.value_clip else ""
         lines.append(f"critic      0.5 (V - return)^2{clip}")
@@ -56,12 +61,13 @@ _BASELINES = {
     "leave_one_out": "mean of the group's other rows",
     "batch_mean": "mean of the batch",
     "running": "running mean of all rewards",
+    "prompt": "mean of the prompt's last rewards",
 }
 
 
 def _credit(o: Objective) -> str:
     if o.has_critic:
-        return "each token its own; the reward is on the row's last token"
+        return "each token its own; a row's reward is on its last token, a step's on the step's"
     if o.credit == "return_to_go":
         return f"each token for what came after it, gamma {o.gamma:g}"
     return "each action its own" if o.credit == "position" else "one for all tokens of a row"

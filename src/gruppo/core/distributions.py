@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from gruppo.core.linear_head import is_linear, linear_categorical
+from gruppo.core.linear_head import is_plain_linear, linear_categorical
 
 BLOCK = 256
 """Columns summed at once by the two-level inverse CDF."""
@@ -236,7 +236,7 @@ def chunked_categorical(
     Under an ``nn.Linear``, in blocks of the vocabulary (``linear_categorical``). Under any other head, and where
     actions are cut to top-k or top-p, ``chunk`` rows at a time, whose logits the backward pass computes again.
     """
-    if len(actions) and top_k == 0 and top_p == 1 and is_linear(head, features):
+    if len(actions) and top_k == 0 and top_p == 1 and is_plain_linear(head) and head.weight.dtype == features.dtype:
         wanted = {"with_entropy": entropy != "none", "entropy_gradient": entropy == "gradient"}
         logprobs, nats = linear_categorical(features, head, actions, temperature, **wanted)
         return logprobs, None if entropy == "none" else nats

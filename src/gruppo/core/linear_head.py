@@ -18,14 +18,20 @@ NO_LOGIT = -1e30
 """In place of the -inf that a bias may hold: it has no mass either, and 0 times it is 0."""
 
 
-def is_linear(head: Any, features: Tensor) -> TypeGuard[nn.Linear]:
-    """Whether ``head`` is a product with a matrix of the features' dtype and nothing else: no subclass, no hook."""
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
+    """Whether calling the module does nothing but x W^T + b: no subclass, no hook, no other forward, no odd weight."""
     return (
-        type(head) is nn.Linear
-        and type(head.weight) in (nn.Parameter, Tensor)
-        and head.weight.dtype == features.dtype
-        and "forward" not in vars(head)
-        and not (head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks)
+        type(module) is nn.Linear
+        and type(module.weight) in (nn.Parameter, Tensor)
+        and "forward" not in vars(module)
+        and not has_hooks(module)
     )
 
 

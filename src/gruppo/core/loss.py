@@ -23,7 +23,7 @@ from gruppo.core.surrogates import (
     value_loss,
     vespo_surrogate,
 )
-from gruppo.types import GruppoError, Likelihood, Stat
+from gruppo.types import Gaussian, GruppoError, Likelihood, Stat
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +44,8 @@ class LossInputs:
     returns: Float[Tensor, "b t"] | None = None
     dims: int = 1
     """Dimensions of one action."""
+    old_gaussian: Gaussian | None = None
+    """The old policy's, for an exact KL to it; without it, that KL is estimated."""
 
 
 def policy_loss(
@@ -62,11 +64,20 @@ def policy_loss(
         weight = _correction(objective, step, batch)
         per_action = weight * per_action
         stats["correction/weight"] = Stat.of(weight, batch.keep)
+    if likelihood.gaussian is not None and batch.old_gaussian is not None:  # in place of estimates
+        exact = exact_kl(likelihood.gaussian, batch.old_gaussian, batch.keep).detach()
+        stats |= dict.fromkeys(("kl/old_nats", "kl/old_k3_nats"), Stat.of(exact, batch.keep))
+    if objective.kl_mask:
+        is_left_out = _moves_too_far(objective, likelihood, step, batch)
+        per_action = torch.where(is_left_out, 0, per_action)
+        stats["clip/kl_mask_frac"] = Stat.of(is_left_out.double(), batch.keep)
     terms["policy"] = _weighted(batch.weights, batch.keep, per_action)
     if batch.ref is not None:
+        exact = _exact_ref_kl(objective, likelihood, batch.ref, batch.keep)
         if objective.kl_in == "loss":
-            terms["kl"] = _weighted(batch.weights, batch.keep, _kl(objective, likelihood, step, batch.ref))
-        stats["kl/ref_nats"] = _ref_stat(likelihood, step, batch.ref)
+            kl_ref = _estimated_kl(objective, step, batch.ref) if exact is None or objective.kl != "exact" else exact
+            terms["kl"] = _weighted(batch.weights, batch.keep, kl_ref)
+        stats["kl/ref_nats"] = _ref_stat(likelihood, step, batch.ref) if exact is None else Stat.of(exact, batch.keep)
     if likelihood.values is not None and batch.returns is not None:
         terms["value"], stats["value/clip_frac"] = critic_loss(likelihood.values, batch, objective)
     if likelihood.entropy is not None:
@@ -164,20 +175,42 @@ def _correction(objective: Objective, step: _Step, batch: LossInputs) -> Tensor:
     )
 
 
-def _kl(objective: Objective, likelihood: Likelihood, step: _Step, ref: Likelihood) -> Tensor:
-    if objective.kl != "exact":
-        estimator, gradient = objective.kl, objective.kl_gradient
-        return kl(step.logprobs, ref.logprobs.detach(), step.token, step.keep, estimator=estimator, gradient=gradient)
-    ours, theirs = likelihood.gaussian, ref.gaussian
-    if ours is None or theirs is None:
+def _estimated_kl(objective: Objective, step: _Step, ref: Likelihood) -> Tensor:
+    estimator, gradient = objective.kl, objective.kl_gradient
+    return kl(step.logprobs, ref.logprobs.detach(), step.token, step.keep, estimator=estimator, gradient=gradient)
+
+
+def _exact_ref_kl(objective: Objective, likelihood: Likelihood, ref: Likelihood, keep: Tensor) -> Tensor | None:
+    """In closed form where both are Gaussian; None where they are not."""
+    if likelihood.gaussian is not None and ref.gaussian is not None:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and objective.kl == "exact"):  # a metric needs none
+            return exact_kl(likelihood.gaussian, ref.gaussian, keep)
+    if objective.kl == "exact":
         raise GruppoError("kl='exact' needs the policy's and the reference's Gaussian. Set --objective.kl k3.")
+    return None
+
+
+def exact_kl(ours: Gaussian, theirs: Gaussian, keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+    """KL(ours || theirs) of each kept action, in nats, 0 elsewhere; with a gradient for ours alone."""
 
     def kept(x: Tensor, filling: float) -> Tensor:
         """A standard normal where not kept: what stands there may be NaN, and would be in the gradient."""
-        return torch.where(step.keep.reshape(*step.keep.shape, *[1] * (x.ndim - 2)), x, filling)
+        return torch.where(keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), x, filling)
 
     policy, reference = ((kept(of.mean, 0.0), kept(of.std, 1.0)) for of in (ours, theirs))
     return gaussian_kl(*policy, *(x.detach() for x in reference))
+
+
+def _moves_too_far(objective: Objective, likelihood: Likelihood, step: _Step, batch: LossInputs) -> Bool[Tensor, "b t"]:
+    """Where the KL to the old policy exceeds the mask and the update would raise it: A log r > 0.
+
+    In closed form where both are Gaussian, else k3 of the action that the old policy drew.
+    """
+    log_ratio = step.token.detach()
+    kl_old = log_ratio.expm1() - log_ratio
+    if likelihood.gaussian is not None and batch.old_gaussian is not None:
+        kl_old = exact_kl(likelihood.gaussian, batch.old_gaussian, step.keep).detach()
+    return step.keep & (kl_old > objective.kl_mask) & (step.advantages * log_ratio > 0)
 
 
 def _ref_stat(likelihood: Likelihood, step: _Step, ref: Likelihood) -> Stat:

@@ -10,6 +10,7 @@ from typing import Literal, get_args, get_type_hints
 from gruppo.core.advantages import Baseline, Scale
 from gruppo.core.correction import Correction, CorrectionLevel
 from gruppo.core.divergence import Estimator, KlGradient
+from gruppo.core.surrogates import FARTHEST
 from gruppo.core.weights import Average
 from gruppo.types import GruppoError
 
@@ -20,7 +21,7 @@ class Objective:
 
     credit: Literal["outcome", "return_to_go", "position"] = "outcome"
     """outcome: a row's score for all its actions. return_to_go: each action, for what came after it. position: each
-    action for a reward of its own (patches)."""
+    action for a reward of its own (of its step, its patch)."""
     baseline: Baseline = "mean"
     """What a reward is compared with."""
     scale: Scale = "group"
@@ -58,7 +59,10 @@ class Objective:
     average: Average = "sequence"
     """How actions are averaged into one loss."""
     kl: Estimator = "k3"
-    """Estimator of the KL to the reference; used where kl_coef > 0."""
+    """Estimator of the KL to the reference; used where kl_coef > 0. exact: the closed form, of image models."""
+    kl_mask: float = 0.0
+    """An action whose KL to the old policy exceeds this, in nats, is left out where it would move further away; 0
+    leaves out none."""
     kl_in: Literal["loss", "reward"] = "loss"
     """As a term of the loss, or subtracted from the reward of each action."""
     kl_gradient: KlGradient = "unbiased"
@@ -138,15 +142,38 @@ class Objective:
                 "kl='exact' is the closed form of Gaussian policies; this policy's actions are discrete, and no logits "
                 "are kept. Set --objective.kl k3."
             )
-        if self.credit == "position" and not has_positions:
+        if kl_coef > 0 and self.kl == "k3" and is_gaussian:
             raise GruppoError(
-                "credit='position' needs a reward for each action; these rewards score whole rows. Set "
-                "--objective.credit outcome."
+                "kl='k3' of a Gaussian policy is the exponential of a log-ratio that adds up over all dimensions of an "
+                "action: tens of nats are usual, and their exponential is no number. Its KL has a closed form. Set "
+                "--objective.kl exact."
             )
+        self.check_rewards(of_steps=has_positions, of_rows=not has_positions)
         if max_length is not None and self.overlong >= max_length:
             raise GruppoError(
                 f"overlong={self.overlong} penalises every length up to the longest, {max_length}; it needs to be "
                 f"below. Set --objective.overlong {max_length // 5}."
+            )
+
+    def check_rewards(self, *, of_steps: bool, of_rows: bool) -> None:
+        """Refuse a credit that the rewards cannot give: some score single steps, some whole rows, or both."""
+        if self.credit == "position" and not of_steps:
+            raise GruppoError(
+                "credit='position' needs a reward for each action; these rewards score whole rows. Set "
+                "--objective.credit outcome, or --reward process_reward:PATH."
+            )
+        if not of_steps or self.credit == "outcome" or self.has_critic:
+            return
+        if "prompt" in (self.baseline, self.scale):
+            raise GruppoError(
+                "baseline='prompt' and scale='prompt' remember the scores of rows, and the steps of a row are compared "
+                "with steps. Set --objective.baseline mean --objective.scale group, or --objective.credit outcome."
+            )
+        if of_rows and self.scale != "none" and self.combine == "sum_then_normalize":
+            way = "combine normalize_then_sum" if self.credit == "return_to_go" else "scale none"
+            raise GruppoError(
+                f"rewards of rows and of steps are compared apart, and scale={self.scale!r} would divide out what "
+                f"each weighs in their sum. Set --objective.{way}, or --objective.credit outcome."
             )
 
     @property
@@ -183,6 +210,7 @@ RANGES: Mapping[str, tuple[float, float, float]] = {
     "clip_low": (0, math.inf, 0.2),
     "clip_high": (0, math.inf, 0.2),
     "dual_clip": (0, math.inf, 3),
+    "kl_mask": (0, math.inf, 0),
     "tau_pos": (1e-6, math.inf, 1),
     "tau_neg": (1e-6, math.inf, 1.05),
     "correction_low": (0, math.inf, 0),
@@ -200,6 +228,11 @@ def _clip_crosses(o: Objective) -> str | None:
         return (
             f"objective.clip_low={o.clip_low}: the ratio is kept above 1 - clip_low, which needs clip_low <= 1. Set "
             "--objective.clip-low 0.2."
+        )
+    if o.clip_unit == "nats" and o.clip_high > FARTHEST:
+        return (
+            f"objective.clip_high={o.clip_high:g} nats: a ratio of e^{FARTHEST:g} is the largest that is told apart, "
+            "so it never clips. Set --objective.clip-high 1."
         )
     if o.dual_clip and o.surrogate != "clip":
         return (
@@ -251,7 +284,7 @@ def _credit_misfits(o: Objective) -> str | None:
             f"gamma={o.gamma:g} discounts nothing under credit={o.credit!r}. Set --objective.credit return_to_go, or "
             "--objective.gamma 1."
         )
-    if o.credit == "position" and (o.combine != "sum_then_normalize" or o.scale == "prompt"):
+    if o.credit == "position" and (o.combine != "sum_then_normalize" or "prompt" in (o.baseline, o.scale)):
         return (
             "credit='position' has no combine='normalize_then_sum' and no scale='prompt'. Set --objective.credit "
             "outcome."

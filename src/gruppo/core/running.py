@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 PROMPT_HISTORY = 32
-"""Rewards of one prompt that its standard deviation is taken over, the newest last."""
+"""Rewards of one prompt that its mean and standard deviation are taken over, the newest last."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,33 @@ class Ema:
         return self.sum / self.weight if self.weight else 0.0
 
 
-def prompt_std(
+def remembered(
     rewards: Float[Tensor, "B"],
     group_ids: Int[Tensor, "B"],
     prompt_ids: Sequence[str],
     history: Mapping[str, Sequence[float]],
     share: Callable[[Any], list[Any]],
-) -> tuple[Float[Tensor, "groups"], dict[str, Sequence[float]]]:
-    """Standard deviation (ddof 1) of each prompt's last rewards, this batch's among them; and the history after it.
+) -> dict[str, Sequence[float]]:
+    """The last rewards of every prompt so far, this batch's among them.
 
-    ``share`` gives what every rank has, in order of rank, so that all ranks hold one history. NaN below two rewards.
+    ``share`` gives what every rank has, in order of rank, so that all ranks hold one history.
     """
     here = [[prompt, rewards[(group_ids == g) & rewards.isfinite()].tolist()] for g, prompt in enumerate(prompt_ids)]
     after = dict(history)  # lists of the old one are replaced, never changed
     for rank in share(here):
         for prompt, new in rank:
             after[prompt] = [*after.get(prompt, ()), *new][-PROMPT_HISTORY:]
-    return torch.stack([_std(after[prompt]) for prompt in prompt_ids]), after
+    return after
+
+
+def prompt_mean(history: Mapping[str, Sequence[float]], prompt_ids: Sequence[str]) -> Float[Tensor, "groups"]:
+    """Mean of each prompt's last rewards; NaN without any."""
+    return torch.stack([torch.tensor(history[prompt], dtype=torch.float64).mean() for prompt in prompt_ids])
+
+
+def prompt_std(history: Mapping[str, Sequence[float]], prompt_ids: Sequence[str]) -> Float[Tensor, "groups"]:
+    """Standard deviation (ddof 1) of each prompt's last rewards; NaN below two."""
+    return torch.stack([_std(history[prompt]) for prompt in prompt_ids])
 
 
 def _std(past: Sequence[float]) -> Tensor:

@@ -25,11 +25,11 @@ class Arithmetic:
     assistant's words ``7 - 12 =``, which the policy continues. A problem is held out by its text (``7 - 12``),
     with or without the prefix, a sum together with its mirror image. ``allow_negative=False`` asks for no difference
     below 0. ``system``: the system message; without one, chat templates may write a longer one of their own before
-    every problem.
+    every problem. Column ``size``, |a| + |b|, is a problem's difficulty for a curriculum.
     """
 
     name = "arithmetic"
-    columns = ("target", "a", "b", "operation")
+    columns = ("target", "a", "b", "operation", "size")
 
     def __init__(
         self,
@@ -132,4 +132,5 @@ class Arithmetic:
         if self.answer_prefix:
             messages.append({"role": "assistant", "content": f"{text} ="})
         answer = a + b if operation == "+" else a - b
-        return Prompt(text, messages, str(answer), {"a": a, "b": b, "operation": operation}, draw)
+        meta = {"a": a, "b": b, "operation": operation, "size": abs(a) + abs(b)}
+        return Prompt(text, messages, str(answer), meta, draw)

@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from gruppo.data.arithmetic import Arithmetic
+from gruppo.data.curriculum import Curriculum
+from gruppo.data.digits import digits
 from gruppo.data.errors import nearest
 from gruppo.data.gym import ReasoningGym
 from gruppo.data.hub import FILE_KINDS, read_dataset
+from gruppo.data.images import ImageFolder
 from gruppo.data.jsonl import read_jsonl
+from gruppo.data.restoration import open_pairs
 from gruppo.data.rows import RowSource
 from gruppo.types import DataError, PromptSource
 
 FORMS = (
-    "Data is one of: arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; the path of a .jsonl, .parquet, .csv or "
-    ".json file or of a data set folder; a hub name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python "
-    "also a list of texts or dicts, a Hugging Face Dataset, or an object with take, state_dict and load_state_dict."
+    "Data is one of: arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; digits; images:FOLDER or "
+    "images:FOLDER:SIZE; photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN; the path of a "
+    ".jsonl, .parquet, .csv or .json file or of a data set folder; a hub name OWNER/NAME, OWNER/NAME:SPLIT or "
+    "OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts or dicts, a Hugging Face Dataset, or an object with take, "
+    "state_dict and load_state_dict."
 )
 
 
@@ -45,8 +51,25 @@ def open_source(
     prompt_column: str = "prompt",
     target_column: str | None = None,
     held_out_fraction: float = 0.1,
+    difficulty_column: str = "",
 ) -> PromptSource:
-    """The prompt source that ``data`` names or is; one that is a source already comes back unchanged."""
+    """The prompt source that ``data`` names or is; one that is a source already comes back unchanged.
+
+    With ``difficulty_column``, in a ``Curriculum``.
+    """
+    source = _opened(
+        data,
+        seed=seed,
+        prompt_column=prompt_column,
+        target_column=target_column,
+        held_out_fraction=held_out_fraction,
+    )
+    return Curriculum(source, difficulty_column) if difficulty_column else source
+
+
+def _opened(
+    data: Any, *, seed: int, prompt_column: str, target_column: str | None, held_out_fraction: float
+) -> PromptSource:
     if isinstance(data, Source) and not isinstance(data, Table):
         return data
     if isinstance(data, str) and (procedural := _procedural(data, seed, held_out_fraction)) is not None:
@@ -63,9 +86,18 @@ def open_source(
 
 
 def _procedural(data: str, seed: int, held_out_fraction: float) -> PromptSource | None:
+    if (pairs := open_pairs(data, seed=seed, held_out_fraction=held_out_fraction)) is not None:
+        return pairs
     kind, _, rest = data.partition(":")
     if kind == "reasoning_gym" and rest:
         return ReasoningGym(rest, seed=seed, held_out_fraction=held_out_fraction)
+    if data == "digits":
+        return digits(seed=seed, held_out_fraction=held_out_fraction)
+    if kind == "images" and rest:
+        folder, _, size = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", "")
+        if size and int(size) < 1:
+            raise DataError(f"data={data!r}: pictures of {size} pixels are none. Write images:{folder}:64.")
+        return ImageFolder(folder, seed=seed, size=int(size) if size else None, held_out_fraction=held_out_fraction)
     if kind != "arithmetic":
         return None
     match = re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")
@@ -86,7 +118,7 @@ def _named_rows(data: str | os.PathLike[str]) -> tuple[list[Any], str]:
         return read_dataset(path), str(path)
     hub_name = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))
     if hub_name is None:
-        near = nearest(str(data), ("arithmetic", "reasoning_gym"))
+        near = nearest(str(data), ("arithmetic", "reasoning_gym", "digits", "images", "photos", "degrade", "pairs"))
         raise DataError(f"data={str(data)!r} is no file, folder or known name{near}. {FORMS}")
     return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
 

@@ -51,6 +51,11 @@ class RowSource:
         self._split(held_out_fraction)
         self._epoch, self._order = -1, torch.empty(0)
 
+    @property
+    def epoch_size(self) -> int:
+        """Draws in which each row that is trained on comes once."""
+        return len(self._train)
+
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts of the stream."""
         first = self._cursor.position

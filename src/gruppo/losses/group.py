@@ -152,7 +152,7 @@ def _refuse_what_needs_more(o: Objective, max_length: int | None) -> None:
     lacks = {
         "baseline='critic' needs values. Use PPOLoss.": o.has_critic,
         "moving statistics need memory from step to step. Use baseline='mean' and scale='group', or gruppo.train.": (
-            o.baseline == "running" or o.scale in ("running", "prompt")
+            o.baseline in ("running", "prompt") or o.scale in ("running", "prompt")
         ),
         "a correction needs the sampler's log-probs. Set correction='none', or use gruppo.train.": (
             o.correction != "none"

@@ -55,7 +55,8 @@ class SharedCritic:
 class SeparateCritic:
     """A trunk of its own with a value head, in the arithmetic of the policy.
 
-    A copy of the policy's trunk as it is now, or the trunk of another model that reads the same tokens. The language
+    A copy of the policy's trunk as it is now (of its adapter, where it has one: the base is shared), or the trunk of
+    another model that reads the same tokens. The language
     head is left behind: there is nothing of it to train, to sum over ranks or to save.
     """
 
@@ -63,7 +64,9 @@ class SeparateCritic:
 
     def __init__(self, policy: TextPolicy, model: TextPolicy | None = None) -> None:
         if model is None or model is policy:
-            model, trunk = policy, copy.deepcopy(policy.trunk())
+            # the base below an adapter never changes: both stand on the same
+            base = {id(p): p for p in policy.trunk().parameters() if not p.requires_grad}
+            model, trunk = policy, copy.deepcopy(policy.trunk(), base)
         else:
             check_same_tokens(policy, model)
             trunk = model.trunk()
@@ -87,8 +90,8 @@ class SeparateCritic:
 
 
 def _head_for(policy: TextPolicy) -> ValueHead:
-    """In the dtype of the master weights."""
-    dtype = next(policy.module.parameters()).dtype
+    """In the dtype of the master weights; those of an adapter are float32 though its base may be less."""
+    dtype = torch.promote_types(next(policy.module.parameters()).dtype, torch.float32)
     return ValueHead(policy.feature_width(), dtype=dtype).to(policy.device)
 
 

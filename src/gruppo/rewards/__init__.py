@@ -2,7 +2,20 @@
 
 from gruppo.rewards.failures import Failure
 from gruppo.rewards.functions import FunctionReward, columns_of
+from gruppo.rewards.models import ProcessRewardModel, RewardModel
 from gruppo.rewards.resolve import resolve_reward
 from gruppo.rewards.score import RewardSet, Scores, reward_stats
+from gruppo.rewards.steps import step_reward
 
-__all__ = ["Failure", "FunctionReward", "RewardSet", "Scores", "columns_of", "resolve_reward", "reward_stats"]
+__all__ = [
+    "Failure",
+    "FunctionReward",
+    "ProcessRewardModel",
+    "RewardModel",
+    "RewardSet",
+    "Scores",
+    "columns_of",
+    "resolve_reward",
+    "reward_stats",
+    "step_reward",
+]

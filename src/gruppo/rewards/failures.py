@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo.rewards.calls import Call, Kind, Unanswered, abandoned_count, start, within
+from gruppo.rewards.steps import StepScores
 
 SAME_ERRORS = 4
 """Single rows that repeat the error of the whole batch before the remaining rows count as failed too."""
@@ -40,6 +42,7 @@ class Answer:
     """What one call gave for its rows."""
 
     values: Sequence[Any]
+    """A number or None; ``StepScores`` of a reward of steps; or why there is none."""
     metrics: Sequence[tuple[str, float]] = ()
     extras: Sequence[tuple[str, Sequence[Any]]] = ()
 
@@ -49,10 +52,12 @@ class Outcome:
     """What one reward gave for all rows."""
 
     rewards: Float[Tensor, "B"]
-    """float64; NaN = not scored."""
+    """float64; NaN = not scored. Of a reward of steps their sum."""
     failures: tuple[Failure, ...]
     metrics: dict[str, list[float]]
     extras: dict[str, tuple[Any, ...]]
+    steps: Mapping[int, StepScores] = field(default_factory=dict)
+    """By row, finite or None."""
 
     @property
     def failed(self) -> Bool[Tensor, "B"]:
@@ -149,11 +154,12 @@ class _Sheet:
         self.failures: dict[int, Failure] = {}
         self.metrics: dict[str, list[float]] = {}
         self.extras: dict[str, list[Any]] = {}
+        self.steps: dict[int, StepScores] = {}
 
     def fill(self, rows: Sequence[int], answer: Answer) -> None:
         for row, value in zip(rows, answer.values, strict=True):
             try:
-                self.rewards[row] = as_reward(value)
+                self._fill_row(row, value)
             except Unanswered as error:
                 self.fail([row], error)
         for name, number in answer.metrics:
@@ -162,6 +168,17 @@ class _Sheet:
             whole = self.extras.setdefault(column, [None] * len(self.rewards))
             for row, value in zip(rows, values, strict=True):
                 whole[row] = value
+
+    def _fill_row(self, row: int, value: Any) -> None:
+        if isinstance(value, Unanswered):
+            raise value
+        if not isinstance(value, StepScores):
+            self.rewards[row] = as_reward(value)
+            return
+        scores = [as_reward(score) for score in value.scores]
+        known = [score for score in scores if score == score]
+        self.rewards[row] = as_reward(math.fsum(known) if known else None)
+        self.steps[row] = StepScores(value.columns, scores)
 
     def fail(self, rows: Sequence[int], error: Unanswered) -> None:
         for row in rows:
@@ -173,6 +190,7 @@ class _Sheet:
             failures=tuple(self.failures[row] for row in sorted(self.failures)),
             metrics=self.metrics,
             extras={column: tuple(values) for column, values in self.extras.items()},
+            steps=self.steps,
         )
 
 
@@ -183,8 +201,9 @@ def as_reward(value: Any) -> float:
     if value is None:
         return float("nan")
     if not isinstance(value, (int, float)):
+        hint = "; mark a function that scores each step with gruppo.rewards.step_reward" * isinstance(value, list)
         raise Unanswered(
-            "exception", f"returned {value!r:.60} ({type(value).__name__}); each entry is a number or None"
+            "exception", f"returned {value!r:.60} ({type(value).__name__}); each entry is a number or None{hint}"
         )
     if not abs(value) <= _MAX_FLOAT32:
         raise Unanswered("not_finite", f"returned {value!r:.60}; a reward is a finite float32, or None for not scored")

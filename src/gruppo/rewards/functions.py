@@ -14,10 +14,13 @@ from torch import Tensor
 
 from gruppo.rewards.calls import Unanswered, wait_for
 from gruppo.rewards.failures import Answer, Ask, Outcome, score_rows
+from gruppo.rewards.steps import Read, Step, cut, placed, places
+from gruppo.rewards.text import text_of
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-"""Keywords that every reward function can ask for, beside the columns of the data."""
+"""Keywords that every reward function can ask for, beside the columns of the data; one of steps, ``steps`` too; and of
+a policy of images, ``images``."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,15 @@ class _Notes:
 class FunctionReward:
     """A function called with keywords only, and only with those in its signature (all of them if it has ``**kwargs``).
 
-    ``prompts``, ``completions`` (strings or message lists), ``completion_ids``, ``trainer_state`` (``global_step``,
-    ``max_steps``), ``log_metric(name, value)``, ``log_extra(column, values)`` and every column of the data as a list:
+    ``prompts``, ``completions`` (strings, message lists or images [C, H, W], which are ``images`` too),
+    ``completion_ids``, ``trainer_state`` (``global_step``, ``max_steps``), ``log_metric(name, value)``,
+    ``log_extra(column, values)`` and every column of the data as a list:
     ``Prompt.target`` as ``answer`` and ``target``, and every key of ``Prompt.meta`` (which wins over those two names).
     It returns one number or None (not scored) for each completion; it may be ``async``. The call runs in a thread
-    without gradients; ``timeout_s=None`` runs it in the caller's thread, without a deadline.
+    without gradients; ``timeout_s=None`` runs it in the caller's thread, without a deadline; a ``timeout_s`` of the
+    function's own counts instead.
+
+    One that ``step_reward`` has marked, or that has a ``step_separator`` of its own, scores steps: see there.
     """
 
     def __init__(self, fn: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = 60.0) -> None:
@@ -63,27 +70,40 @@ class FunctionReward:
                 " as def reward(completions, **kwargs) that returns one number for each completion. Pass the function"
                 " itself, not its result."
             )
-        self.fn, self.name, self.timeout_s = fn, name or name_of(fn), checked_timeout(timeout_s)
+        self.fn, self.name = fn, name or name_of(fn)
+        self.timeout_s = checked_timeout(getattr(fn, "timeout_s", timeout_s))
+        self.separator: str | None = getattr(fn, "step_separator", None)
+        self.read: Read | None = None
+        """How the policy's ids are read, which a reward of steps needs."""
         self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
         self._parameters, self._takes_all = _keywords_of(fn, self.name)
         self._columns: set[str] = set()
+
+    @property
+    def gives_steps(self) -> bool:
+        return self.separator is not None
 
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B"]:
         return self.score(rollouts).rewards.float()
 
     def check(self, columns: Collection[str]) -> None:
         """Refuse a function that asks for a column which the data do not have. ``columns_of`` lists what they have."""
-        known = {*PROVIDED, *columns}
+        known = {*self._provided, *columns}
         for name, required in self._parameters.items():
             if required and name not in known:
-                raise DataError(_missing_column(self.name, name, columns))
+                raise DataError(_missing_column(self.name, name, columns, self._provided))
         self._columns.update(columns)
 
     def score(
         self, rollouts: Rollouts, *, rows: Sequence[int] | None = None, step: int = 0, max_steps: int = 0
     ) -> Outcome:
         """Score the given rows (all without them). A failing function costs rows, never the run."""
-        self.check(self._columns | set(columns_of(rollouts.prompts)))
+        self.check({*self._columns, *columns_of(rollouts.prompts), *(["images"] if shows_images(rollouts) else [])})
+        if self.gives_steps and self.read is None:
+            raise GruppoError(
+                f"reward {self.name!r} scores steps and needs to know how the policy's ids are read, to find their "
+                "ends. Call RewardSet.reads(policy.chat.text) first."
+            )
         rows = range(len(rollouts)) if rows is None else rows
         ask = self._ask(rollouts, TrainerState(step, max_steps))
         return score_rows(ask, rows, len(rollouts), reward=self.name, timeout_s=self.timeout_s)
@@ -102,16 +122,38 @@ class FunctionReward:
                 "log_metric": lambda: notes.log_metric,
                 "log_extra": lambda: notes.log_extra,
             }
+            steps = [cut(text_of(rollouts.outputs[row]), self.separator) for row in rows] if self.separator else []
+            if self.separator:
+                makers["steps"] = lambda: [[step.text for step in own] for own in steps]
+            if shows_images(rollouts):
+                makers["images"] = makers["completions"]
             keywords = {name: make() for name, make in makers.items() if self._wants(name)}
             if wants_ids:
                 keywords["completion_ids"] = [rollouts.actions[row][rollouts.mask[row]].tolist() for row in rows]
-            for name in self._columns_to_pass(columns):
+            for name in (name for name in self._columns_to_pass(columns) if name not in makers):
                 keywords[name] = [column_value(prompt, name) for prompt in prompts]
             raw = self.fn(**keywords)
             raw = wait_for(raw) if inspect.isawaitable(raw) else raw
-            return Answer(entries_of(raw, len(rows)), notes.metrics, notes.extras)
+            entries = entries_of(raw, len(rows))
+            if self.separator:
+                entries = [self._placed(rollouts, *of_row) for of_row in zip(rows, entries, steps, strict=True)]
+            return Answer(entries, notes.metrics, notes.extras)
 
         return ask
+
+    def _placed(self, rollouts: Rollouts, row: int, entry: Any, steps: Sequence[Step]) -> Any:
+        """A row's entry at the actions that end its steps."""
+        assert self.read is not None
+        columns = rollouts.mask[row].nonzero()[:, 0]
+        try:
+            at = places(steps, text_of(rollouts.outputs[row]), rollouts.actions[row][columns].tolist(), self.read)
+        except Unanswered as error:
+            return error
+        return placed(entry, steps, columns[at].tolist())
+
+    @property
+    def _provided(self) -> tuple[str, ...]:
+        return (*PROVIDED, "steps") if self.separator else PROVIDED
 
     def _wants(self, name: str) -> bool:
         return self._takes_all or name in self._parameters
@@ -119,7 +161,7 @@ class FunctionReward:
     def _columns_to_pass(self, columns: Collection[str]) -> list[str]:
         """Those of this batch, and those that the function cannot do without: the latter are None in this batch."""
         needed = [name for name, required in self._parameters.items() if required]
-        return [name for name in dict.fromkeys([*columns, *needed]) if self._wants(name) and name not in PROVIDED]
+        return [name for name in dict.fromkeys([*columns, *needed]) if self._wants(name) and name not in self._provided]
 
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
@@ -129,6 +171,11 @@ def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     if any(prompt.target is not None for prompt in prompts):
         names |= {"answer", "target"}
     return tuple(sorted(names))
+
+
+def shows_images(rollouts: Rollouts) -> bool:
+    """Whether what the policy made are images."""
+    return any(isinstance(output, Tensor) for output in rollouts.outputs)
 
 
 def column_value(prompt: Prompt, name: str) -> Any:
@@ -187,18 +234,20 @@ def _keywords_of(fn: Callable[..., Any], name: str) -> tuple[Mapping[str, bool],
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _missing_column(reward: str, name: str, columns: Collection[str]) -> str:
-    nearest = difflib.get_close_matches(name, [*columns, *PROVIDED], n=1, cutoff=0.5)
+def _missing_column(reward: str, name: str, columns: Collection[str], provided: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, [*columns, *provided], n=1, cutoff=0.5)
     guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
     has = ", ".join(sorted(columns)) or "no columns"
     return (
         f"reward {reward!r} asks for {name!r}, which the data do not have; they have: {has} (and every reward can"
-        f" ask for {', '.join(PROVIDED)}).{guess} Rename the argument, give it a default, or add the column."
+        f" ask for {', '.join(provided)}).{guess} Rename the argument, give it a default, or add the column."
     )
 
 
 def _copied(value: Any) -> Any:
-    """Message lists are copied, so that a function which edits them does not edit the rollouts."""
+    """Messages and images are copied, so that a function which edits them does not edit the rollouts."""
+    if isinstance(value, Tensor):
+        return value.clone()
     if isinstance(value, list):
         return [dict(part) if isinstance(part, dict) else part for part in value]
     return value

@@ -14,9 +14,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gruppo.rewards.calls import start
-from gruppo.rewards.failures import Answer, Failure, Outcome, score_rows
-from gruppo.rewards.functions import FunctionReward, checked_timeout, entries_of, name_of
-from gruppo.types import DataError, GruppoError, Reward, Rollouts
+from gruppo.rewards.failures import Failure, Outcome
+from gruppo.rewards.functions import FunctionReward, name_of
+from gruppo.rewards.networks import Network
+from gruppo.rewards.objects import ObjectReward
+from gruppo.rewards.steps import Read, StepScores
+from gruppo.types import GruppoError, Reward, Rollouts
 
 NAN = float("nan")
 
@@ -30,6 +33,9 @@ class Scores:
     parts: Mapping[str, Float[Tensor, "B"]]
     """Each reward before its weight, float32; NaN = not scored by it."""
     failures: tuple[Failure, ...] = ()
+    steps: Mapping[str, Float[Tensor, "B T"]] = field(default_factory=dict)
+    """Each reward of steps before its weight, at the action that ends each step; NaN = no step ends here, or it is
+    not scored. A row's part is their sum."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What functions logged: ``reward_metric/<name>``, the mean over the calls of this batch."""
     extras: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -42,6 +48,7 @@ class Scores:
             self,
             rewards=self.rewards[list(rows)],
             parts={name: part[list(rows)] for name, part in self.parts.items()},
+            steps={name: steps[list(rows)] for name, steps in self.steps.items()},
             failures=tuple(replace(f, row=place[f.row]) for f in self.failures if f.row in place),
             extras={name: tuple(column[row] for row in rows) for name, column in self.extras.items()},
         )
@@ -57,6 +64,7 @@ class Scores:
         return Scores(
             rewards=torch.cat([scores.rewards for scores in several]),
             parts={name: torch.cat([scores.parts[name] for scores in several]) for name in several[0].parts},
+            steps={name: _one_below_another([scores.steps[name] for scores in several]) for name in several[0].steps},
             failures=tuple(
                 replace(f, row=f.row + start)
                 for scores, start in zip(several, starts, strict=False)
@@ -70,40 +78,23 @@ class Scores:
         )
 
 
+def _one_below_another(several: Sequence[Float[Tensor, "b t"]]) -> Float[Tensor, "B T"]:
+    """As many columns as the widest, as ``Rollouts.cat``."""
+    columns = max(steps.shape[1] for steps in several)
+    return torch.cat([torch.nn.functional.pad(x, (0, columns - x.shape[1]), value=NAN) for x in several])
+
+
 class _Scorer(Protocol):
     name: str
     is_async: bool
+    read: Read | None
+
+    @property
+    def gives_steps(self) -> bool: ...
 
     def check(self, columns: Collection[str]) -> None: ...
 
     def score(self, rollouts: Rollouts, *, rows: Sequence[int] | None, step: int, max_steps: int) -> Outcome: ...
-
-
-class _ObjectReward:
-    """An object with the Reward protocol (a reward model), under the same rules for failures as a function."""
-
-    is_async = False
-
-    def __init__(self, reward: Reward, timeout_s: float | None) -> None:
-        self.reward, self.name, self.timeout_s = reward, reward.name, checked_timeout(timeout_s)
-
-    def check(self, columns: Collection[str]) -> None:
-        check = getattr(self.reward, "check", None)
-        if check is not None:
-            check(columns)
-
-    def score(self, rollouts: Rollouts, *, rows: Sequence[int] | None, step: int, max_steps: int) -> Outcome:
-        rows = range(len(rollouts)) if rows is None else rows
-        return score_rows(partial(self._ask, rollouts), rows, len(rollouts), reward=self.name, timeout_s=self.timeout_s)
-
-    def _ask(self, rollouts: Rollouts, rows: Sequence[int]) -> Answer:
-        raw = self.reward(rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows)))
-        if isinstance(raw, Tensor) and raw.ndim == 2:
-            raise DataError(
-                f"reward {self.name!r} returned {tuple(raw.shape)}: a score for each step (a process reward), which is"
-                " not supported yet; return one score for each row, [B]."
-            )
-        return Answer([None if value != value else value for value in entries_of(raw, len(rows))])
 
 
 class RewardSet:
@@ -121,16 +112,51 @@ class RewardSet:
         rewards: Sequence[Reward | Callable[..., Any]],
         weights: Sequence[float] | None = None,
         timeout_s: float | None = 60.0,
+        *,
+        may_be_empty: bool = False,
     ) -> None:
+        """``may_be_empty``: nothing is ever scored, as where demonstrations alone teach."""
         if callable(rewards):
             rewards = [rewards]
-        if not rewards:
+        if not rewards and not may_be_empty:
             raise GruppoError(
                 "no reward was given; learning needs at least one. Pass a function or --reward exact_match."
             )
         self.weights = _checked_weights(weights, len(rewards))
         self._scorers = [_scorer_of(reward, timeout_s) for reward in rewards]
         self.names = _unique([scorer.name for scorer in self._scorers])
+
+    def reads(self, text: Read) -> None:
+        """Tell rewards of steps how the policy's ids are read: ``policy.chat.text``."""
+        for scorer in self._scorers:
+            scorer.read = text
+
+    @property
+    def step_names(self) -> tuple[str, ...]:
+        """Rewards that score steps."""
+        return tuple(name for name, scorer in zip(self.names, self._scorers, strict=True) if scorer.gives_steps)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether some reward of steps weighs anything."""
+        return any(self.weight_of[name] for name in self.step_names)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some reward of whole rows weighs anything."""
+        return any(weight for name, weight in self.weight_of.items() if name not in self.step_names)
+
+    @property
+    def weight_of(self) -> dict[str, float]:
+        return dict(zip(self.names, self.weights, strict=True))
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the weights of reward models, by name."""
+        found = {
+            name: getattr(getattr(s, "fn", s), "network", None)
+            for name, s in zip(self.names, self._scorers, strict=True)
+        }
+        return {name: model.memory_bytes for name, model in found.items() if isinstance(model, Network)}
 
     def check(self, columns: Collection[str]) -> None:
         """Refuse rewards that ask for a column which the data do not have, before anything is sampled."""
@@ -145,10 +171,21 @@ class RewardSet:
         return Scores(
             rewards=combine(list(outcomes.values()), self.weights, None if is_evaluation else rollouts.group_ids.cpu()),
             parts={name: outcome.rewards.float() for name, outcome in outcomes.items()},
+            steps={name: at_their_actions(outcomes[name].steps, rollouts.mask.shape) for name in self.step_names},
             failures=tuple(replace(f, reward=name) for name, outcome in outcomes.items() for f in outcome.failures),
             metrics=_pooled_metrics(outcomes.values()),
             extras=_named_extras(outcomes),
         )
+
+
+def at_their_actions(steps: Mapping[int, StepScores], shape: Sequence[int]) -> Float[Tensor, "B T"]:
+    """Scores of steps at the actions that end them, NaN elsewhere; what ends in one action is added."""
+    placed = torch.full(tuple(shape), NAN)
+    for row, own in steps.items():
+        for column, score in zip(own.columns, own.scores, strict=True):
+            if score == score:
+                placed[row, column] = score + placed[row, column].nan_to_num()
+    return placed
 
 
 def combine(
@@ -164,7 +201,7 @@ def combine(
     parts = torch.stack([outcome.rewards for outcome, _ in counted])  # [parts, B]
     failed = torch.stack([outcome.failed for outcome, _ in counted])
     scored = ~parts.isnan()
-    applies = _applies_to_row(scored) if group_ids is None else _applies_to_group(scored, group_ids)
+    applies = _applies_to_row(scored) if group_ids is None else applies_to_group(scored, group_ids)
     is_missing = (applies & ~scored) | failed
     weight = torch.tensor([weight for _, weight in counted], dtype=torch.float64)
     total = (weight[:, None] * torch.where(scored, parts, 0)).sum(0)
@@ -172,9 +209,12 @@ def combine(
     return torch.where(total.isfinite(), total, NAN)
 
 
-def _applies_to_group(scored: Bool[Tensor, "parts B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "parts B"]:
+def applies_to_group(scored: Bool[Tensor, "parts B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "parts B"]:
+    """Whether a part scores any row of each row's group."""
     groups = int(group_ids.max()) + 1 if len(group_ids) else 0
-    return torch.zeros(len(scored), groups).index_add(1, group_ids, scored.float())[:, group_ids] > 0
+    return (
+        torch.zeros(len(scored), groups, dtype=torch.float32).index_add(1, group_ids, scored.float())[:, group_ids] > 0
+    )
 
 
 def _applies_to_row(scored: Bool[Tensor, "parts B"]) -> Bool[Tensor, "parts B"]:
@@ -202,7 +242,7 @@ def _scorer_of(reward: Any, timeout_s: float | None) -> _Scorer:
     if isinstance(reward, FunctionReward):
         return reward
     if callable(reward) and isinstance(getattr(reward, "name", None), str):
-        return _ObjectReward(reward, timeout_s)
+        return ObjectReward(reward, timeout_s)
     return FunctionReward(reward, name=None if not callable(reward) else name_of(reward), timeout_s=timeout_s)
 
 

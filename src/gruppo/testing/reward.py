@@ -18,6 +18,8 @@ WORD = Prompt("word", "Say yes.", "yes", draw=1)
 def check_reward(reward: Any, prompts: Sequence[Any] | None = None, *, timeout_s: float | None = 60.0) -> None:
     """A reward scores whatever a model may write, an empty text too, and each score belongs to its completion.
 
+    Of a reward of steps, each step's score too.
+
     ``reward``: a function in TRL's calling convention, an object with the Reward protocol, or a name such as
     ``file.py:function``. ``prompts``: some of your data, with the target and columns that the reward reads.
     """
@@ -25,6 +27,7 @@ def check_reward(reward: Any, prompts: Sequence[Any] | None = None, *, timeout_s
     scorer = RewardSet([resolve_reward(reward)], timeout_s=timeout_s)
     who = f"reward {scorer.names[0]!r}"
     scorer.check(columns_of(asked))
+    scorer.reads(text_of_codes)
     rollouts = completions_for(asked)
     before = _seen(rollouts)
     scores = scorer.score(rollouts)
@@ -50,46 +53,57 @@ def _check_answers(who: str, rollouts: Rollouts, scores: Scores) -> None:
 
 
 def _check_order(who: str, scorer: RewardSet, rollouts: Rollouts, scores: Scores) -> None:
-    again = scorer.score(rollouts).rewards
+    again, said = scorer.score(rollouts), scores.rewards.tolist()
     require(
-        _same(again, scores.rewards),
-        f"{who} scored {again.tolist()} what it had scored {scores.rewards.tolist()}; the same completions need the "
-        "same scores, or a resumed run is another run. Seed whatever is random.",
+        _same(again, scores),
+        f"{who} scored {again.rewards.tolist()} what it had scored {said}; the same completions need the same scores, "
+        "or a resumed run is another run. Seed whatever is random.",
     )
     order = torch.arange(len(rollouts)).flip(0)
-    turned = scorer.score(rollouts.take(order)).rewards[order]
+    turned = scorer.score(rollouts.take(order)).take(order.tolist())
     require(
-        _same(turned, scores.rewards),
-        f"{who} scored {turned.tolist()} when the completions came in reverse, but {scores.rewards.tolist()} before; a "
-        "score stays with its completion. Return scores in the order of the completions.",
+        _same(turned, scores),
+        f"{who} scored {turned.rewards.tolist()} when the completions came in reverse, but {said} before; a score "
+        "stays with its completion. Return scores in the order of the completions.",
     )
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+def _same(a: Scores, b: Scores) -> bool:
+    """Of rows and of their steps."""
+    pairs = zip([a.rewards, *a.steps.values()], [b.rewards, *b.steps.values()], strict=True)
+    return all(torch.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True) for x, y in pairs)
 
 
 def completions_for(prompts: Sequence[Prompt]) -> Rollouts:
-    """What models write: nothing, the answer, the answer in a sentence, nonsense, and a great deal."""
+    """What models write: nothing, the answer, the answer in a sentence, in lines, nonsense, and a great deal.
+
+    An action is the code of a character, or 0 at the end.
+    """
     rows = [(n, text) for n, prompt in enumerate(prompts) for text in _texts(prompt)]
-    lengths = torch.tensor([min(len(text), 4) for _, text in rows])
+    lengths = torch.tensor([len(text) + 1 for _, text in rows])
+    columns = int(lengths.max())
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=torch.tensor([n for n, _ in rows]),
-        actions=torch.arange(len(rows))[:, None] + torch.arange(4),
-        mask=torch.arange(4) < lengths[:, None],
+        actions=torch.tensor([[*map(ord, text), *[0] * (columns - len(text))] for _, text in rows]),
+        mask=torch.arange(columns) < lengths[:, None],
         lengths=lengths,
         outputs=tuple(_as_asked(prompts[n], text) for n, text in rows),
-        sampler_logprobs=torch.zeros(len(rows), 4),
-        policy_version=torch.zeros(len(rows), 4, dtype=torch.long),
+        sampler_logprobs=torch.zeros(len(rows), columns),
+        policy_version=torch.zeros(len(rows), columns, dtype=torch.long),
         temperature=torch.ones(len(rows)),
         finish=tuple("stop" for _ in rows),
     )
 
 
+def text_of_codes(ids: Sequence[int]) -> str:
+    return "".join(map(chr, filter(None, ids)))
+
+
 def _texts(prompt: Prompt) -> list[str]:
     answer = f"{prompt.target}"
-    return ["", answer, f"The answer is {answer}.", "\u4f60\u597d \u2211 \\boxed{ <think>", "no " * 200]
+    lines = f"First,\n\nthen {answer}.\n"
+    return ["", answer, f"The answer is {answer}.", lines, "\u4f60\u597d \u2211 \\boxed{ <think>", "no " * 200]
 
 
 def _as_asked(prompt: Prompt, text: str) -> Any:

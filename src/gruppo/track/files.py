@@ -10,13 +10,14 @@ import csv
 import io
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TextIO
 
+from gruppo.track.sheets import LONGEST_ARRAY, Sheets
+from gruppo.track.texts import described, is_array
+from gruppo.track.writing import replace_text, writing
 from gruppo.types import GruppoError
 
 Row = dict[str, Any]
@@ -27,17 +28,17 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _writing(path):
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _open_to_append(path)
         if not _is_whole(path):
             self.rewrite(self.rows())
 
     def rows(self) -> list[Row]:
-        return _read(self.path)
+        return read_lines(self.path)
 
     def append(self, rows: Sequence[Row]) -> None:
-        with _writing(self.path):
+        with writing(self.path):
             self._file.write("".join(map(_line, rows)))
             self._file.flush()
 
@@ -45,7 +46,7 @@ class JsonLines:
         """Replace the whole file; it holds either the old rows or the new ones, whenever the machine stops."""
         self.close()
         replace_text(self.path, "".join(map(_line, rows)))
-        with _writing(self.path):
+        with writing(self.path):
             self._file = _open_to_append(self.path)
 
     def cut(self, step: int) -> None:
@@ -56,7 +57,7 @@ class JsonLines:
             self.rewrite(kept)
 
     def close(self) -> None:
-        with _writing(self.path):
+        with writing(self.path):
             self._file.close()
 
 
@@ -85,7 +86,7 @@ class MetricsFile:
         if not row.keys() <= set(self._columns):
             return self._copy_to_csv()
         self._last = row
-        with _writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as file:
+        with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as file:
             file.write(_csv_text(self._columns, [row]))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -108,20 +109,29 @@ class MetricsFile:
 
 
 class SamplesFile:
-    """``samples.jsonl``: what was asked, what the policy answered and how it was rewarded."""
+    """``samples.jsonl``: what was asked, what the policy answered and how it was rewarded.
+
+    Pictures are on PNG sheets in ``images/``, and their rows say where. Rows of an evaluation have ``held_out``.
+    """
 
     def __init__(self, run_dir: str | Path) -> None:
         self._lines = JsonLines(Path(run_dir) / "samples.jsonl")
+        self._sheets = Sheets(run_dir)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics have a file of their own."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._lines.append([{"step": step} | _plain(row) for row in rows])
+        placed = self._sheets.place(step, rows)
+        self._lines.append([{"step": step} | _plain(row) for row in placed])
+        if any(row.get("held_out") for row in rows):
+            self._sheets.before_and_after(self._lines.rows())
 
     def cut(self, step: int) -> None:
-        """Keep the steps up to ``step``: what a resumed run does before it goes on."""
+        """Keep the steps up to ``step``, and their sheets: what a resumed run does before it goes on."""
         self._lines.cut(step)
+        self._sheets.cut(step)
+        self._sheets.before_and_after(self._lines.rows())
 
     def close(self) -> None:
         self._lines.close()
@@ -130,35 +140,14 @@ class SamplesFile:
 def read_metrics(run_dir: str | Path) -> list[dict[str, float]]:
     """One mapping per logged step, with null read as NaN. A torn last line is left out; no file is an empty list."""
     path = Path(run_dir) / "metrics.jsonl"
-    return [{name: _number(value) for name, value in row.items()} for row in (_read(path) if path.exists() else [])]
+    return [
+        {name: _number(value) for name, value in row.items()} for row in (read_lines(path) if path.exists() else [])
+    ]
 
 
 def _open_to_append(path: Path) -> TextIO:
     # What UTF-8 cannot hold (half of a surrogate pair) becomes \\udc80, which is how JSON writes it.
     return path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write ``path`` so that it holds either the old text or the new one, whenever the machine stops."""
-    scratch = path.with_name(f".{path.name}.new")
-    with _writing(path):
-        with scratch.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise GruppoError(
-            f"{path} cannot be written: {reason}. The run needs a folder with free space that it may write to. "
-            "Nothing saved before is lost: make room, or choose another folder, and resume the run."
-        ) from error
 
 
 def _is_whole(path: Path) -> bool:
@@ -174,7 +163,8 @@ def _parsed(line: bytes) -> Row | None:
     return row if isinstance(row, dict) and "step" in row else None
 
 
-def _read(path: Path) -> list[Row]:
+def read_lines(path: Path) -> list[Row]:
+    """The rows of a file of JSON lines; a torn last line is left out."""
     lines = path.read_bytes().split(b"\n")
     rows = [_parsed(line) for line in lines if line.strip()]
     for number, row in enumerate(rows[:-1], start=1):
@@ -191,13 +181,18 @@ def _line(row: Row) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: NaN becomes null, an infinity the text "inf" or "-inf", what is not data its text."""
+    """What JSON can hold: NaN becomes null, an infinity the text "inf" or "-inf", what is not data its text.
+
+    Of an array that is longer than ``LONGEST_ARRAY`` only the shape.
+    """
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if is_array(value):
+        return _plain(value.tolist()) if math.prod(value.shape) <= LONGEST_ARRAY else described(value)
     if isinstance(value, Integral):
         return int(value)
     return _finite(float(value)) if isinstance(value, Real) else str(value)

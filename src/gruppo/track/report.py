@@ -14,8 +14,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from gruppo.loading import program
 from gruppo.track.files import read_metrics
-from gruppo.track.texts import program, span
+from gruppo.track.texts import span
 
 Z_95 = 1.959963984540054
 """97.5% of a standard normal lies below it."""
@@ -28,6 +29,8 @@ FILES = {
     "metrics.csv": "every metric of every step",
     "samples.jsonl": "prompts, completions and their rewards",
     "plots/overview.png": "the curves",
+    "images/before_after.png": "the same prompts before and after",
+    "report.html": "curves and samples on one page",
 }
 
 
@@ -51,16 +54,19 @@ def closing_lines(
     after: Mapping[str, Any] | None = None,
     *,
     question: str = "What is 3 + 4?",
+    longer: str = "",
 ) -> RenderableType:
     """The end of a run, for a terminal or a log.
 
     ``before`` and ``after`` are held-out evaluations: ``step``, ``prompts``, ``mean``, ``low`` and ``high`` (a 95%
-    interval), and ``parts``, the mean of each reward by name. Reward and time are read from the run's metrics.
+    interval), and ``parts``, the mean of each reward by name. ``longer``: the options that train the run's config for
+    longer. Steps, reward and time are read from the run's metrics.
     """
     run_dir = Path(run_dir)
-    steps = [row for row in read_metrics(run_dir) if "reward/mean" in row or "loss/policy" in row]
+    steps = [row for row in read_metrics(run_dir) if "time/step_s" in row]  # also those that sampled nothing
     evaluations = [_evaluations(before, after)] if before or after else []
-    return Group(_summary(run_dir, steps), *evaluations, *_files(run_dir), _commands(run_dir, question, len(steps)))
+    longer = longer or f"--steps {2 * len(steps) or 300}"
+    return Group(_summary(run_dir, steps), *evaluations, *_files(run_dir), _commands(run_dir, question, longer))
 
 
 def _summary(run_dir: Path, steps: Sequence[Mapping[str, float]]) -> Text:
@@ -108,10 +114,10 @@ def _files(run_dir: Path) -> list[Text]:
     return [_aligned("Files", present, "  ")] if present else []
 
 
-def _commands(run_dir: Path, question: str, steps: int) -> Text:
+def _commands(run_dir: Path, question: str, longer: str) -> Text:
     run, gruppo = shlex.quote(str(run_dir)), shlex.quote(program())
     asked = question if question and question.isprintable() and len(question) <= LONGEST_QUESTION else "..."
-    again = f"train {shlex.quote(str(run_dir / 'config.json'))} --steps {2 * steps or 300}"
+    again = f"train {shlex.quote(str(run_dir / 'config.json'))} {longer}"
     commands = [
         (f"{gruppo} sample {run} {shlex.quote(asked)}", "ask it something"),
         (f"{gruppo} eval {run}", "measure it again"),

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.track.texts import number, percent, shorten, shown, span, trend
+from gruppo.track.texts import is_array, number, percent, shorten, shown, span, trend
 
 Row = Mapping[str, Any]
 History = Mapping[str, Sequence[float]]
@@ -30,6 +30,7 @@ class Line(NamedTuple):
 
 REWARD = Line("reward/mean", "reward")
 LEARNING = (
+    Line("sup/loss_nats", "NLL of demos"),
     Line("reward/std_within_group", "spread in a group"),
     Line("group/zero_spread_frac", "groups all alike", percent),
     Line("kl/ref_nats", "KL to reference"),
@@ -95,11 +96,13 @@ def time_split(metrics: Row, width: int) -> Text:
     return bar.append_text(words)
 
 
-def samples_panel(step: int, rows: Sequence[Row], width: int) -> RenderableType:
-    """The best and the worst of the rows, each on at most two lines."""
+def samples_panel(step: int, rows: Sequence[Row], sheet: str, width: int) -> RenderableType:
+    """The best and the worst of the rows, each on at most two lines; of pictures their prompts, and their sheet."""
     target = min(max([6, *(len(shown(row.get("target", ""))) for row in rows)]), 14)
     free = width - EDGE - 6 - target - 6
     columns = [("reward", 6), ("prompt", free * 2 // 5), ("completion", free - free * 2 // 5), ("target", target)]
+    if any(is_array(row.get("completion")) for row in rows):
+        columns = [("reward", 6), ("prompt", width - EDGE - 8)]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name, size in columns:
         table.add_column(name, width=size, overflow="fold", justify="right" if name == "reward" else "left")
@@ -107,7 +110,9 @@ def samples_panel(step: int, rows: Sequence[Row], width: int) -> RenderableType:
         reward = row.get("reward")
         cells = [Text(shorten(shown(row.get(name, "")), 2 * size - 2)) for name, size in columns[1:]]
         table.add_row(Text(number(reward), _colour(reward)), *cells)
-    return Panel(table, title=Text(f"samples of step {step}"), title_align="left", border_style="dim", width=width)
+    parts = [table, Text(f"pictures: {sheet}", "dim", overflow="fold")] if sheet else [table]
+    title = Text(f"samples of step {step}")
+    return Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width)
 
 
 def best_and_worst(rows: Sequence[Row], count: int = 4) -> list[Row]:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import math
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.cells import cell_len, set_cell_size
+from torch import Tensor
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-def program() -> str:
-    """How ``gruppo`` is called from here: by its name where the shell finds it, else by its path."""
-    beside = Path(sys.executable).with_name("gruppo")
-    found = shutil.which("gruppo")
-    if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):
-        return "gruppo"
-    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 def number(value: float | None) -> str:
@@ -67,8 +57,19 @@ def shorten(text: str, width: int) -> str:
     return set_cell_size(text, width - 1 - tail).rstrip() + "…" + set_cell_size(text[::-1], tail).rstrip()[::-1]
 
 
+def is_array(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray)
+
+
+def described(value: Tensor | np.ndarray) -> str:
+    """Type and shape: float32 [3, 64, 64]."""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
 def shown(value: Any) -> str:
-    """A prompt or an answer in words: the last message of a conversation, the text of anything else."""
+    """A prompt or an answer in words: the last message of a conversation, the shape of an array, else its text."""
+    if is_array(value):
+        return described(value)
     if isinstance(value, list | tuple) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         value = value[-1]["content"]
     return visible(str(value))

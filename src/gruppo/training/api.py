@@ -17,6 +17,7 @@ from gruppo.training.build import Parts, build, missing_parts, name_of, require_
 from gruppo.training.config import Config, Critic
 from gruppo.training.evaluate import held_out
 from gruppo.training.folder import RunFolder
+from gruppo.training.models import kind_of
 from gruppo.training.run import Run
 from gruppo.training.watch import draw, heard, on_screen, say_closing
 from gruppo.types import GruppoError, Tracker
@@ -54,10 +55,11 @@ def train(
 ) -> Result:
     """Train a model on data with a reward, and return where it is.
 
-    ``model``: a hub id, a folder, a bundled name, or a ``TextPolicy``. ``data``: a name, a path, a list of dicts or
-    strings, a Hugging Face data set, or a prompt source. ``reward``: a function in TRL's calling convention, a name,
-    or a list of them. ``changes`` are further fields of ``Config``, dotted ones with two underscores:
-    ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen, and what came of the run at its end.
+    ``model``: a hub id, a folder, a bundled name, a ``TextPolicy`` or a ``DenoiserPolicy``. ``data``: a name, a path, a
+    list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in TRL's calling
+    convention, a name, or a list of them. ``changes`` are further fields of ``Config``, dotted ones with two
+    underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen, and what came of the run at
+    its end.
 
     A mistake raises ``GruppoError``. Ctrl-C or SIGTERM finishes what would be lost, saves, and raises
     ``gruppo.Stopped``; ``resume`` continues from there. A second one stops at once.
@@ -100,7 +102,7 @@ def start(config: Config, parts: Parts | None = None, *, watch: Watch | None = N
         raise RunWhileLoading
     dist.start()
     parts = parts or Parts()
-    checks.check(config)
+    checks.check(config, kind_of(config, parts.model))
     require_named(config, parts)
     config = with_absolute_paths(replace(config, name=config.name or new_name("run", config.runs_dir)))
     path = Path(config.runs_dir) / config.name
@@ -197,6 +199,6 @@ def change(config: Config, changes: dict[str, Any]) -> Config:
 def _question(run: Run) -> str:
     example = next(iter(held_out(run, 1)), run.example)
     inputs = "" if example is None else example.inputs
-    if isinstance(inputs, str):
-        return inputs
+    if not isinstance(inputs, list | tuple):
+        return str(inputs)
     return next((message["content"] for message in inputs if message["role"] == "user"), "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import sys
@@ -16,16 +15,21 @@ import torch
 from gruppo import dist
 from gruppo.data.open import open_source
 from gruppo.engines import LocalEngine
-from gruppo.loading import is_file_name
 from gruppo.policies.critic import SeparateCritic, SharedCritic
-from gruppo.policies.reference import FrozenReference
+from gruppo.policies.diffusion import DenoiserCritic, check_trust_region
 from gruppo.policies.text import TextPolicy, from_pretrained
-from gruppo.policies.text.bundled import BUNDLED, bundled_model
+from gruppo.policies.text.bundled import BUNDLED
+from gruppo.rewards.resolve import absolute as absolute_reward
 from gruppo.rewards.resolve import resolve_reward
 from gruppo.rewards.score import RewardSet
 from gruppo.training.config import IN_MEMORY, Config
-from gruppo.training.evaluate import held_out
+from gruppo.training.demos import check_demos, open_demos, peeked
+from gruppo.training.evaluate import held_out, mode_of
+from gruppo.training.memory import token_budget
+from gruppo.training.models import HUB, NEW, POLICIES, Kind, found_model, kind_of, open_model, sampling_of
+from gruppo.training.references import open_reference
 from gruppo.training.run import Run, trained
+from gruppo.training.stages import highest, learns_from_samples
 from gruppo.types import Critic, DataError, GruppoError
 
 log = logging.getLogger("gruppo")
@@ -38,20 +42,21 @@ TEMPLATE_TOKENS = 512
 class Parts:
     """Python objects given in place of a config's names."""
 
-    model: TextPolicy | None = None
+    model: Any = None
     data: Any = None
     rewards: Sequence[Callable[..., Any]] | None = None
 
     @classmethod
     def of(cls, model: Any, data: Any, reward: Any) -> Parts:
         """What a caller gives: a model's name is no part; one reward, or a list of them."""
-        if model is not None and not isinstance(model, str | os.PathLike | TextPolicy):
+        if model is not None and not isinstance(model, (str, os.PathLike, *POLICIES)):
             raise GruppoError(
-                f"model is a {type(model).__name__}; it needs a name, a folder or a TextPolicy. Wrap a Hugging Face "
-                "model with gruppo.from_transformers(model, tokenizer), any other module with gruppo.from_module."
+                f"model is a {type(model).__name__}; it needs a name, a folder, a TextPolicy or a DenoiserPolicy. Wrap "
+                "a Hugging Face model with gruppo.from_transformers(model, tokenizer), another module with "
+                "gruppo.from_module, one that denoises with gruppo.DenoiserPolicy."
             )
         rewards = None if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
-        return cls(model if isinstance(model, TextPolicy) else None, data, rewards)
+        return cls(model if isinstance(model, POLICIES) else None, data, rewards)
 
 
 def missing_parts(config: Config, parts: Parts) -> list[str]:
@@ -80,19 +85,22 @@ def with_absolute_paths(config: Config) -> Config:
         return os.path.abspath(name) if name and Path(name).exists() else name
 
     def model(name: str) -> str:
-        return name if name in BUNDLED else absolute(name)
+        return name if name in (*BUNDLED, NEW) or name.startswith(HUB) else absolute(name)
 
-    def reward(name: str) -> str:
-        place, colon, function = name.rpartition(":")
-        return f"{absolute(place)}{colon}{function}" if colon and is_file_name(place) else name
+    def data(name: str) -> str:
+        kind, *parts = name.split(":")
+        if kind in ("images", "degrade", "pairs"):
+            return ":".join([kind, *(part if part.isdecimal() else absolute(part) for part in parts)])
+        return name if kind in ("arithmetic", "reasoning_gym", "digits", "photos") else absolute(name)
 
-    has_known_data = config.data.partition(":")[0] in ("arithmetic", "reasoning_gym")
     return replace(
         config,
         model=model(config.model),
-        data=config.data if has_known_data else absolute(config.data),
-        reward=tuple(map(reward, config.reward)),
+        data=data(config.data),
+        supervised=replace(config.supervised, data=data(config.supervised.data)),
+        reward=tuple(map(absolute_reward, config.reward)),
         critic=replace(config.critic, model=model(config.critic.model)),
+        lora=replace(config.lora, adapter=absolute(config.lora.adapter)),
     )
 
 
@@ -105,10 +113,14 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         )
     source = open_data(config, parts)
     rewards = open_rewards(config, parts, source)
-    policy, model_source = open_model(config, parts)
+    demos = open_demos(config, config.data if parts.data is None else parts.data)
+    kind = kind_of(config, parts.model)
+    policy, model_source = open_model(config, kind, parts.model, source)
     config = replace(config, compute=agreed_compute(policy))
-    check_lengths(source, policy, config)
-    critic = open_critic(config, policy, source) if config.objective.has_critic else None
+    check_policy(config, kind, policy, rewards, source)
+    if demos is not None:
+        check_demos(config, demos, policy)
+    critic = open_critic(config, kind, policy, source) if config.objective.has_critic else None
     run = Run(
         config=config,
         policy=policy,
@@ -116,10 +128,15 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         source=source,
         rewards=rewards,
         optimizer=adamw(policy.module, critic, config),
-        reference=FrozenReference(policy) if config.stage.kl_coef > 0 else None,
+        reference=open_reference(config, policy),
         critic=critic,
+        demos=demos,
+        sampling=sampling_of(config, kind),
     )
-    if config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
+    check_pieces(run)
+    if config.evaluation.prompts and not rewards.names and kind == "text":
+        run.config = replace(config, evaluation=replace(config.evaluation, prompts=0))  # nothing says what is good
+    elif config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
             "the data have no held-out prompts: nothing is evaluated. Set --prompts.held-out-fraction above 0 for some."
         )
@@ -127,10 +144,55 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     return run, model_source
 
 
-def reward_columns(columns: Sequence[str], config: Config) -> set[str]:
-    """What a reward may ask for: the data's columns, and the target under the names answer and target."""
+def check_policy(config: Config, kind: Kind, policy: Any, rewards: RewardSet, source: Any) -> None:
+    """Refuse what this policy cannot be asked for, now that it is open."""
+    if kind == "text":
+        rewards.reads(policy.chat.text)
+        check_lengths(source, policy, config)
+        return
+    sampling = policy.check_sampling(sampling_of(config, kind))
+    policy.check_sampling(mode_of(sampling))
+    check_pictures(config, kind, policy, source)
+    if learns_from_samples(config):
+        check_trust_region(config.objective, policy.dims)
+
+
+def check_pictures(config: Config, kind: Kind, policy: Any, source: Any) -> None:
+    """Refuse data that ask for nothing this model can draw; say where it was made for other pictures."""
+    first = peeked(source)
+    refused = [policy.refuse(prompt, None) for prompt in first]
+    if all(refused):
+        hint = " Put captions.jsonl or a .txt file beside each image." if kind == "pipeline" else ""
+        raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be drawn: {refused[0]}{hint}")
+    shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
+    own = tuple(policy.denoiser.codec.picture_shape)
+    if shapes and own not in shapes:
+        log.warning("the model draws %s, and the pictures of %s are %s.", list(own), config.data, list(min(shapes)))
+    if config.model == NEW and not highest(config, "sup_coef"):
+        log.warning(
+            "a new network draws grey, and no stage has demonstrations to learn from: set --stages supervised:2000,full"
+            ", or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
+        )
+
+
+def check_pieces(run: Run) -> None:
+    """Refuse ratios of whole rows where a piece holds less than a row of denoising steps."""
+    sampling: Any = run.sampling
+    if not run.is_gaussian or not run.config.objective.needs_whole_rows or sampling.noise == "branched":
+        return
+    budget, needs = token_budget(run), (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
+    if needs > budget:
+        raise GruppoError(
+            f"this objective compares whole rows, of up to {needs} evaluations of the network, and a piece has {budget}"
+            f". Set --optim.token-budget {needs}, or --objective.ratio token."
+        )
+
+
+def reward_columns(columns: Sequence[str], config: Config, kind: Kind) -> set[str]:
+    """What a reward may ask for: the data's columns, the target under the names answer and target, and images."""
     targets = {"answer", "target", "solution", "label", config.prompts.target_column}
-    return {*columns} | ({"answer", "target"} if targets & {*columns} else set())
+    found = {*columns} | ({"answer", "target"} if targets & {*columns} else set())
+    return found if kind == "text" else found | {"images"}
 
 
 def open_data(config: Config, parts: Parts) -> Any:
@@ -140,45 +202,37 @@ def open_data(config: Config, parts: Parts) -> Any:
         prompt_column=config.prompts.column,
         target_column=config.prompts.target_column,
         held_out_fraction=config.prompts.held_out_fraction,
+        difficulty_column=config.prompts.difficulty_column,
     )
 
 
 def open_rewards(config: Config, parts: Parts, source: Any) -> RewardSet:
     given = parts.rewards or config.reward
-    rewards = RewardSet(list(map(resolve_reward, given)), config.scoring.weights, config.scoring.timeout_s)
+    rewards = RewardSet(
+        list(map(resolve_reward, given)),
+        config.scoring.weights,
+        config.scoring.timeout_s,
+        may_be_empty=not learns_from_samples(config),
+    )
     if hasattr(source, "columns"):
-        rewards.check(reward_columns(source.columns, config))
+        rewards.check(reward_columns(source.columns, config, kind_of(config, parts.model)))
     check_refill_by(config, rewards)
+    config.objective.check_rewards(of_steps=rewards.has_steps, of_rows=rewards.has_rows)
     return rewards
 
 
-def open_model(config: Config, parts: Parts) -> tuple[TextPolicy, dict[str, Any]]:
-    if parts.model is not None:
-        return parts.model, {"name": config.model}
-    path, source = found_model(config.model)
-    policy = from_pretrained(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
-    return policy, source
-
-
-def found_model(name: str) -> tuple[str, dict[str, Any]]:
-    """Where a model is to be loaded from, and what a manifest says of it."""
-    if name in BUNDLED:
-        found = bundled_model(name)
-        return str(found.path), {"name": name, "source": found.source, "sha256": found.sha256}
-    if "/" not in name and not Path(name).exists() and (near := difflib.get_close_matches(name, BUNDLED, 1)):
-        raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")
-    return name, {"name": name}
-
-
-def open_critic(config: Config, policy: TextPolicy, source: Any) -> Critic:
+def open_critic(config: Config, kind: Kind, policy: Any, source: Any) -> Critic:
     """A new critic of the untrained policy; on a resume, its weights come from the checkpoint."""
     if config.critic.kind == "shared":
         return SharedCritic(policy)
+    if kind != "text":
+        return DenoiserCritic(policy)
     if not config.critic.model:
         return SeparateCritic(policy)
     path, _ = found_model(config.critic.model)
     # in float32, whatever the run computes in: the critic makes a copy of its trunk alone
-    model = from_pretrained(path, compute="float32", trust_remote_code=config.trust_remote_code, needs_head=False)
+    trusted = config.trust_remote_code
+    model = from_pretrained(path, compute="float32", trust_remote_code=trusted, needs_head=False, is_merged=True)
     try:
         check_lengths(source, model, config)
     except DataError as error:
@@ -195,7 +249,7 @@ def check_refill_by(config: Config, rewards: RewardSet) -> None:
         )
 
 
-def agreed_compute(policy: TextPolicy) -> Any:
+def agreed_compute(policy: Any) -> Any:
     """The dtype of the arithmetic, for the run's config. Ranks that measured different ones would train two models."""
     is_half = policy.compute_dtype == torch.bfloat16
     if dist.all_max(int(is_half)) and dist.all_max(int(not is_half)):
@@ -214,13 +268,11 @@ def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
 
 
 def adamw(module: torch.nn.Module, critic: Critic | None, config: Config) -> torch.optim.AdamW:
-    """The policy's parameters, then the critic's as a group of its own; a group's rate is the step's x lr_scale."""
+    """The policy's parameters, then the critic's as a group of its own, with a rate of its own; see ``learn``."""
     optim = config.optim
-    groups: list[dict[str, Any]] = [{"params": list(trained(module, None).values()), "lr_scale": 1.0}]
+    groups: list[dict[str, Any]] = [{"params": list(trained(module, None).values()), "is_critic": False}]
     if critic is not None:
-        own = config.critic.lr
-        scale = 1.0 if own is None or own == optim.lr else own / optim.lr
-        groups.append({"params": [p for p in critic.module.parameters() if p.requires_grad], "lr_scale": scale})
+        groups.append({"params": [p for p in critic.module.parameters() if p.requires_grad], "is_critic": True})
     return torch.optim.AdamW(
         groups,
         lr=optim.lr,

@@ -15,9 +15,10 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gruppo.track.texts import program
+from gruppo.loading import program
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -45,6 +46,8 @@ class Saved:
     state: dict[str, Any]
     critic: dict[str, Tensor] | None = None
     """The critic's weights, where the run has one."""
+    reference: dict[str, Tensor] = field(default_factory=dict)
+    """The weights of a reference that moves."""
 
 
 def save(
@@ -55,6 +58,7 @@ def save(
     optimizer: Mapping[str, Tensor],
     state: Any,
     critic: Mapping[str, Tensor] | None = None,
+    reference: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
     """Write ``folder/step_NNNNNN`` atomically and point ``folder/latest`` at it."""
 
@@ -63,9 +67,11 @@ def save(
         save_file(dict(optimizer), temporary / "optimizer.safetensors")
         if critic is not None:
             save_file(dict(critic), temporary / "critic.safetensors")
+        if reference:
+            save_file(dict(reference), temporary / "reference.safetensors")
         (temporary / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}), encoding="utf-8")
 
-    target = folder / f"step_{step:06d}"
+    target = folder / name_of(step)
     if not seal_holds(target):  # a resumed run may stop again where it began: the same step is the same save
         write_folder(target, fill)
     write_text(folder / "latest", target.name)
@@ -127,8 +133,15 @@ def prune(folder: Path, keep: int, *, newest: int) -> None:
     """
     older = [step for step in steps(folder) if step < newest]
     for step in older[: max(len(older) + 1 - max(keep, 1), 0)]:
-        shutil.rmtree(folder / f"step_{step:06d}", ignore_errors=True)
+        shutil.rmtree(folder / name_of(step), ignore_errors=True)
     sweep(folder)
+
+
+def keep_only(folder: Path, kept: Collection[int | None]) -> None:
+    """Remove the checkpoints of all other steps."""
+    for step in steps(folder):
+        if step not in kept:
+            shutil.rmtree(folder / name_of(step), ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:
@@ -138,6 +151,10 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:06d}"
 
 
 def steps(folder: Path) -> list[int]:
@@ -153,7 +170,7 @@ def load_latest(folder: Path) -> Saved | None:
     Where one is damaged, the one before it is used; where none is whole, the error says what is wrong with the first.
     """
     problem = None
-    newest_first = [f"step_{step:06d}" for step in reversed(steps(folder))]
+    newest_first = [name_of(step) for step in reversed(steps(folder))]
     for name in sorted(newest_first, key=lambda name: name != _latest(folder)):
         try:
             saved = load(folder / name)
@@ -187,7 +204,9 @@ def load(path: Path) -> Saved:
             )
         weights, optimizer = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
         critic = load_file(path / "critic.safetensors") if (path / "critic.safetensors").is_file() else None
-        return Saved(int(state["step"]), weights, optimizer, state, critic)
+        moving = path / "reference.safetensors"
+        reference = load_file(moving) if moving.is_file() else {}
+        return Saved(int(state["step"]), weights, optimizer, state, critic, reference)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, SafetensorError) as error:
         raise GruppoError(f"checkpoint {path} cannot be read: {_reason(error)}. {advice}") from error
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from gruppo import dist
+from gruppo.data.curriculum import Curriculum
 from gruppo.rewards.score import Scores
+from gruppo.training import growth
 from gruppo.training.credit import assemble
+from gruppo.training.demos import demonstrations, unsampled
 from gruppo.training.measures import batch_metrics
 from gruppo.training.refill import Round, empty_slots, joined
-from gruppo.training.run import Knobs, Run
-from gruppo.types import Batch, DataError, NumericalStop, Prompt, Request, Rollouts
+from gruppo.training.run import Run
+from gruppo.training.stages import Knobs
+from gruppo.types import Batch, DataError, NumericalStop, Prompt, Request, Rollouts, Stat
 
 log = logging.getLogger("gruppo")
 
@@ -26,55 +32,99 @@ class Collected:
     """A batch, and what is said of it."""
 
     batch: Batch
-    rollouts: Rollouts
-    """All that was sampled: the batch's rows, and those that were thrown away."""
-    scores: Scores
+    rollouts: Rollouts | None
+    """All that was sampled: the batch's rows, and those that were thrown away. None where nothing was."""
+    scores: Scores | None
     """Of all that was sampled."""
     metrics: dict[str, float]
 
 
 def collect(run: Run, knobs: Knobs) -> Collected:
-    """One step's data: every prompt ``group_size`` times, rewarded, with advantages."""
+    """One step's data: every prompt ``group_size`` times, rewarded, with advantages; demonstrations; or both."""
+    demos, metrics_of_demos = demonstrations(run, knobs)
+    if not knobs.samples:
+        so_far = {f"progress/{name}": total for name, total in run.totals.items()}
+        return Collected(unsampled(demos), None, None, metrics_of_demos | so_far)
+    passed_over = set_difficulty(run, knobs)
     began = time.perf_counter()
-    rounds = sample(run, knobs)
-    sampled_at, reward_s = time.perf_counter(), sum(one.reward_s for one in rounds)
-    refills = run.config.rollout.refill_rounds > 0
-    sampled = joined(rounds, run.config.rollout.refill_by, refills=refills)
+    rounds, grown = sample(run, knobs)
+    sampled_at, reward_s = time.perf_counter(), sum(one.reward_s for one in (*rounds, grown) if one is not None)
+    rollout = run.config.rollout
+    refills = rollout.refill_rounds > 0
+    sampled = joined(rounds, rollout.refill_by, refills=refills, grown=grown)
+    if grown is not None:
+        whole = growth.over_whole_groups(sampled.scores, sampled.rollouts.group_ids, run.rewards.weights)
+        sampled = replace(sampled, scores=whole)
     _stop_if_useless(run, sampled.rollouts, sampled.scores)
     batch = assemble(run, knobs, *sampled.batch())
     metrics = batch_metrics(run, batch, sampled.rollouts, sampled.scores)
     if refills:
         metrics |= sampled.thrown() | {"refill/rounds_count": float(dist.all_max(len(rounds) - 1))}
+    if rollout.first_samples:
+        metrics |= growth.metrics(rounds, grown, rollout, knobs)
+    metrics |= difficulty_metrics(run, sampled.rollouts, passed_over)
     run.totals["tokens"] += metrics["tokens"]
     run.totals["rollouts"] += metrics["rollouts"]
     metrics |= {f"progress/{name}": total for name, total in run.totals.items()}
     metrics |= {"time/rollout_s": sampled_at - began - reward_s}  # drawing prompts and waiting for ranks too
     metrics |= {"time/reward_s": reward_s, "time/credit_s": time.perf_counter() - sampled_at}
-    return Collected(batch, sampled.rollouts, sampled.scores, metrics)
+    return Collected(replace(batch, demos=demos), sampled.rollouts, sampled.scores, metrics | metrics_of_demos)
 
 
-def sample(run: Run, knobs: Knobs) -> list[Round]:
-    """Every slot's prompt sampled and scored, then anew where its group has no spread, within the budget of rounds."""
+def set_difficulty(run: Run, knobs: Knobs) -> int:
+    """The level of a curriculum, for this step's draws; how many prompts it has passed over before them."""
+    if not isinstance(run.source, Curriculum):
+        return 0
+    run.source.level = knobs.difficulty
+    return run.source.passed_over
+
+
+def difficulty_metrics(run: Run, rollouts: Rollouts, passed_over: int) -> dict[str, float]:
+    """Of the prompts that were sampled, over all ranks; all ranks draw them all, and pass over the same ones."""
+    if not isinstance(run.source, Curriculum):
+        return {}
+    drawn = torch.tensor([run.source.difficulty(prompt) for prompt in rollouts.prompts], dtype=torch.float64)
+    stat = dist.merge_stats({"drawn": Stat.of(drawn)})["drawn"]
+    passed_over = run.source.passed_over - passed_over
+    said = {"difficulty/mean": stat.mean, "difficulty/max": stat.max}
+    return said | {"difficulty/passed_over_count": float(passed_over)}
+
+
+def sample(run: Run, knobs: Knobs) -> tuple[list[Round], Round | None]:
+    """Every slot's prompt sampled and scored, then anew where its group has no spread, within the budget of rounds;
+    and at last what groups with spread grow by."""
     config = run.config.rollout
-    rounds = [_round(run, knobs, take_prompts(run, range(config.prompts)))]
+    size = growth.first_size(config, knobs)
+    rounds = [_round(run, knobs, _requests(run, range(config.prompts), size))]
     run.example = run.example or rounds[0].rollouts.prompts[0]
     latest: Round | None = rounds[0]
+    sampled = config.prompts * size
     for _ in range(config.refill_rounds):
         empty = empty_slots(latest, config.refill_by, config.prompts)
         if not empty:
             break
-        prompts = take_prompts(run, empty)
-        latest = _round(run, knobs, prompts) if prompts else None  # none of them is this rank's
+        sampled += len(empty) * size
+        requests = _requests(run, empty, size)
+        latest = _round(run, knobs, requests) if requests else None  # none of them is this rank's
         rounds += [latest] if latest else []
-    return rounds
+    further = growth.further(rounds, config, knobs, sampled=sampled) if config.first_samples else {}
+    return rounds, _round(run, knobs, further) if further else None
 
 
-def _round(run: Run, knobs: Knobs, prompts: dict[int, Prompt]) -> Round:
-    requests = [Request(prompt, knobs.group_size) for prompt in prompts.values()]
-    rollouts = run.engine.generate(requests, knobs.sampling, seed=run.config.seed)
+def _requests(run: Run, slots: Sequence[int], size: int) -> dict[int, Request]:
+    return {slot: Request(prompt, size) for slot, prompt in take_prompts(run, slots).items()}
+
+
+def _round(run: Run, knobs: Knobs, requests: dict[int, Request]) -> Round:
+    rollouts = run.engine.generate(list(requests.values()), knobs.sampling, seed=run.config.seed)
     began = time.perf_counter()
+    if len(rollouts.prompts) < len(requests) and (run.config.rollout.refill_rounds or run.config.rollout.first_samples):
+        raise DataError(
+            "two prompts of a step have the same id and draw, so their samples are one group; refilled or grown groups "
+            "need to be told apart. Let the data source number its draws: Prompt(..., draw=n)."
+        )
     scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps)
-    return Round(rollouts, scores, list(prompts), time.perf_counter() - began)
+    return Round(rollouts, scores, list(requests), time.perf_counter() - began)
 
 
 def take_prompts(run: Run, slots: Sequence[int]) -> dict[int, Prompt]:
@@ -83,7 +133,7 @@ def take_prompts(run: Run, slots: Sequence[int]) -> dict[int, Prompt]:
     for slot in slots:
         for _ in range(100):
             prompt = run.source.take(1)[0]
-            refused = run.policy.refuse(prompt, run.config.rollout.sampling)
+            refused = run.policy.refuse(prompt, run.sampling)
             if refused is None:
                 break
             log.warning("left out: %s", refused)

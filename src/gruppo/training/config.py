@@ -33,10 +33,57 @@ class Rollout:
     """Further rounds of generation a step that may replace groups without spread (DAPO's dynamic sampling)."""
     refill_by: str = ""
     """Name of the reward whose spread decides; without it, or where it scores no row, the sum before shaping."""
+    first_samples: int = 0
+    """Samples of each prompt before rewards decide which groups grow: those with spread, in the budget of prompts x
+    group_size samples a step; 0 samples whole groups at once."""
+    max_group_size: int = 0
+    """Largest size of a group that grows; 0 for twice group_size."""
 
     @property
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, self.stop)
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """How an image model is drawn from, and what a new one is. Read where the model is one."""
+
+    steps: int = 10
+    """Denoising steps of a sample; the last one adds no noise and is not learned from."""
+    transition: str = "ancestral"
+    """How each step but the last is drawn: ddim, ddpm, ddpm_large or ancestral; of a flow ancestral, flow_sde,
+    dance_sde or cps."""
+    eta: float | None = None
+    """Share of new noise in a step; without it, the transition's own."""
+    guidance: float = 1.0
+    """Classifier-free, sampled and scored alike; 1 asks the network once."""
+    noise: Literal["independent", "shared", "branched"] = "independent"
+    """shared: a group has one first latent. branched: and all noise in common but one random step's, which alone is
+    learned from."""
+    train_from: int = 0
+    """The first step that is learned from."""
+    train_to: int = 0
+    """The step before which learning ends; 0 for the last one."""
+    train_fraction: float = 1.0
+    """Share of these steps that is learned from, drawn anew for each group."""
+    eval_steps: int = 0
+    """Steps of an evaluation, which follows the ODE; 0 for as many as in training."""
+    path: Literal["flow", "diffusion"] = "flow"
+    """Of a new network: x = (1 - t) x0 + t e, or sqrt(a) x0 + sqrt(1 - a) e."""
+    shift: float = 1.0
+    """Of a new network's flow: above 1, more of its steps and of what it learns from are where there is much noise."""
+    predicts: Literal["noise", "x0", "v", "velocity"] = "x0"
+    """What a new network says of a noisy picture."""
+    weighting: Literal["uniform", "clean"] = "clean"
+    """Of a new network's denoising loss; clean: 1 / (sigma^2 + 0.05)."""
+    dropped: float = 0.0
+    """Share of demonstrations that a new network learns from without their class, for guidance."""
+    width: int = 32
+    """Channels of a new network."""
+    size: tuple[int, int] | None = None
+    """Height and width of a pipeline's pictures in pixels; without it, what it was trained for."""
+    embedded_guidance: float = 3.5
+    """The guidance that FLUX is told as a number; it is not classifier-free."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +108,103 @@ class Optim:
     """Updates a pass."""
     token_budget: int = 0
     """Tokens one forward and backward may cover, padding included; 0 chooses 640 on a CPU and 16384 on a GPU, or four
-    times the longest prompt, or fewer where memory is short. Halved where it runs out. Changes memory and speed, never
-    the gradient."""
+    times the longest prompt, or fewer where memory is short. Of an image model, evaluations of its network: 128. Halved
+    where it runs out. Changes memory and speed, never the gradient."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Coefficients of the loss terms."""
+    """A part of a run: the coefficients of its loss terms, and what else changes while it lasts.
 
-    kl_coef: float = 0.0
-    """The papers' beta. Above 0 a frozen copy of the first weights is kept as the reference."""
-    entropy_coef: float = 0.0
-    value_coef: float = 0.5
+    A field of type number or text takes a schedule over the stage's steps: linear:FROM,TO  cosine:FROM,TO
+    steps:FROM,50=X,100=Y; or, of three of them, a controller: adaptive:FROM,target=X,... See docs/stages.md.
+    """
+
+    name: str = ""
+    steps: int = 0
+    """Steps it lasts at most; 0, in the last stage alone, for all that are left. The last one also has the steps that
+    gates before it have saved."""
+    until: str = ""
+    """Ends it earlier, as soon as a metric says so: "eval/reward_mean > 0.5"."""
+    rl_coef: float | str = 1.0
+    """Of the objective's surrogate. Where it and kl_coef stay 0 nothing is sampled: demonstrations alone teach."""
+    sup_coef: float | str = 0.0
+    """Of the supervised loss of demonstrations."""
+    kl_coef: float | str = 0.0
+    """The papers' beta. Above 0 in any stage, a reference is kept. Or adaptive:FROM,target=NATS,horizon=SAMPLES."""
+    entropy_coef: float | str = 0.0
+    """Or adaptive:FROM,target=NATS,delta=STEP."""
+    value_coef: float | str = 0.5
     """Of the critic's loss."""
+    lr: float | str | None = None
+    """Without it, optim.lr with its warm-up and decay over the whole run."""
+    warmup_steps: int = 0
+    """First steps of the stage, in which lr rises linearly to what it is set to."""
+    temperature: float | str | None = None
+    """Without it, rollout.temperature."""
+    group_size: int | str | None = None
+    """Without it, rollout.group_size."""
+    difficulty: float | str = 1.0
+    """Share of the prompts that are drawn from, the easiest first (prompts.difficulty_column). Or
+    adaptive:FROM,target=REWARD,rate=STEP."""
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """The demonstrations that a stage with sup_coef above 0 learns from."""
+
+    data: str = ""
+    """Prompts with what to answer; without it, the run's own data."""
+    column: str = ""
+    """Column of what to answer; without it, the target."""
+    template: str = ""
+    """What to answer as a text around columns: "<answer>{answer}</answer>"."""
+    batch: int = 32
+    """Demonstrations a step, over all ranks."""
+
+
+@dataclass(frozen=True)
+class BackOff:
+    """Return to the best weights, with a lower learning rate, where a metric has fallen."""
+
+    metric: str = ""
+    """Such as eval/reward_mean, higher is better; without it, never."""
+    drop: float = 0.05
+    """How far below its best the metric may be."""
+    lr_factor: float = 0.5
+    """Of the learning rate, at each return."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the KL is measured against, where some stage's kl_coef is above 0."""
+
+    kind: Literal["frozen", "mixed"] = "frozen"
+    """The first weights for ever, or weights that follow the policy: reference <- rate policy + (1 - rate) reference.
+    Of a run with LoRA the frozen one is the model with its adapter off, and the mixed one a second adapter."""
+    update_rate: float = 0.6
+    """Share of the policy in a mixed reference after an update."""
+    update_every: int = 512
+    """Steps between updates of a mixed reference."""
+    place: Literal["device", "cpu", "disk"] = "device"
+    """Where a copy of the weights rests. On cpu or disk it comes to the device for one pass before the updates, and is
+    released before they begin."""
+    watch_prompts: int = 64
+    """Held-out prompts that a mixed reference answers too at each evaluation; 0 for none."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters in place of the weights (extra lora)."""
+
+    rank: int = 0
+    """0 trains the weights themselves."""
+    alpha: float = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of linear layers, such as q_proj; without any, all but the head."""
+    adapter: str = ""
+    """A folder with an adapter of the same base to begin from; its rank, alpha and targets are its own."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +241,8 @@ class Prompts:
     """Without it, the first of answer, target, solution, label that is there."""
     held_out_fraction: float = 0.1
     """Share of the prompts, by hash, that are kept for evaluation and never trained on."""
+    difficulty_column: str = ""
+    """Column with a number, higher is harder, for a stage's difficulty."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +253,9 @@ class Evaluation:
     """0 evaluates nothing."""
     every: int = 0
     """Steps between further evaluations; 0 for none."""
+    along_steps: int = 16
+    """Of an image model, so many held-out prompts whose pictures are also rewarded as they stand after each denoising
+    step; 0 asks the rewards nothing more."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +271,10 @@ class Config:
     """A whole run. Recipes are functions that return one; the shell overrides its leaves."""
 
     model: str = ""
-    """A hub id, a local folder, or a bundled model such as smollm2-135m."""
+    """A hub id, a local folder, or a bundled model such as smollm2-135m; a folder with a denoiser or a pipeline of
+    diffusers, diffusers:OWNER/NAME, or unet for a new one of the size of the data's pictures."""
     data: str = ""
-    """A .jsonl file, a Hugging Face data set, arithmetic, or reasoning_gym:TASK."""
+    """A .jsonl file, a Hugging Face data set, arithmetic, reasoning_gym:TASK, digits, or images:FOLDER:SIZE."""
     reward: tuple[str, ...] = ()
     """Built-in names, or file.py:function; called as in TRL."""
     steps: int = 200
@@ -154,13 +291,26 @@ class Config:
     """Steps between sample completions on the screen; 0 shows none."""
     objective: Objective = field(default_factory=Objective)
     rollout: Rollout = field(default_factory=Rollout)
+    diffusion: Diffusion = field(default_factory=Diffusion)
     optim: Optim = field(default_factory=Optim)
     stage: Stage = field(default_factory=Stage)
+    """The whole run as one stage, where stages names none."""
+    stages: tuple[Stage, ...] = ()
+    """Parts of the run, one after another; on the shell --stages supervised:50,ramp:30,full."""
+    supervised: Supervised = field(default_factory=Supervised)
+    back_off: BackOff = field(default_factory=BackOff)
+    reference: Reference = field(default_factory=Reference)
+    lora: Lora = field(default_factory=Lora)
     critic: Critic = field(default_factory=Critic)
     scoring: Scoring = field(default_factory=Scoring)
     prompts: Prompts = field(default_factory=Prompts)
     evaluation: Evaluation = field(default_factory=Evaluation)
     saving: Saving = field(default_factory=Saving)
+
+    @property
+    def plan(self) -> tuple[Stage, ...]:
+        """The stages, in order."""
+        return self.stages or (self.stage,)
 
     @property
     def updates_per_batch(self) -> int:

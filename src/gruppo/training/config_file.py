@@ -25,6 +25,8 @@ def plain(value: Any) -> Any:
     """A value as ``to_dict`` gives it: settings as dicts, paths as texts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -65,9 +67,20 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise GruppoError(f"config entry {where} is {value!r}; it needs an object of settings.")
         return _build(hint, value, f"{where}.")
+    if (inner := _settings_in(hint)) is not None:
+        if not isinstance(value, list | tuple):
+            raise GruppoError(f"config entry {where} is {value!r}; it needs a list of settings.")
+        return tuple(_convert(inner, item, f"{where}.{n}") for n, item in enumerate(value))
     if not _fits(hint, value):
         raise GruppoError(f"config entry {where} is {value!r}; it needs {words(hint)}.")
     return _cast(hint, value)
+
+
+def _settings_in(hint: Any) -> Any:
+    """The dataclass that a tuple of any length holds; None of another type."""
+    inner = typing.get_args(hint)
+    is_list = typing.get_origin(hint) is tuple and inner[-1] is Ellipsis
+    return inner[0] if is_list and dataclasses.is_dataclass(inner[0]) else None
 
 
 def preset(name: str) -> Objective:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +13,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo import dist
-from gruppo.core.advantages import group_advantages
-from gruppo.core.credit import gae, place_score, returns_to_go, whiten
+from gruppo.core.advantages import group_advantages, step_advantages
+from gruppo.core.credit import gae, of_own_step, place_score, returns_to_go, whiten
 from gruppo.core.shaping import normalized_sum, overlong_penalty
 from gruppo.rewards.score import Scores
-from gruppo.training.minibatches import evaluated, has_kl_in_reward
-from gruppo.training.run import Knobs, Run
+from gruppo.training.minibatches import asks_before_updates, evaluated, has_kl_in_reward
+from gruppo.training.run import Run
+from gruppo.training.stages import Knobs
 from gruppo.types import Batch, GruppoError, Rollouts
 
 OVERLONG = "overlong penalty"
@@ -33,7 +36,7 @@ def assemble(run: Run, knobs: Knobs, rollouts: Rollouts, scores: Scores) -> Batc
     batch = with_advantages(run, knobs, batch, scores)
     if limit:
         batch = replace(batch, advantages=batch.advantages.clamp(-limit, limit))
-    if batch.old_logprobs is None and run.config.updates_per_batch > 1:
+    if batch.old_logprobs is None and batch.ref is None and asks_before_updates(run):
         batch = evaluated(run, batch, knobs)
     return batch
 
@@ -51,7 +54,12 @@ def with_advantages(run: Run, knobs: Knobs, batch: Batch, scores: Scores) -> Bat
     objective, returns = run.config.objective, None
     assert batch.rollouts is not None
     score, penalty = scores.rewards + overlong(run, batch.rollouts), kl_penalty(run, knobs, batch)
-    if objective.has_critic:
+    if objective.credit != "outcome" and (names := step_names(run, scores)):
+        if objective.has_critic:
+            advantages, returns = _by_critic(run, batch, action_rewards(run, batch, scores, names) - penalty)
+        else:
+            advantages = credit_of_steps(run, batch, scores, names, penalty)
+    elif objective.has_critic:
         advantages, returns = _by_critic(run, batch, place_score(score, batch.keep) - penalty)
     elif objective.credit == "return_to_go":
         row = row_advantages(run, batch.rollouts, score, scores)
@@ -71,6 +79,95 @@ def _by_critic(run: Run, batch: Batch, rewards: Float[Tensor, "B T"]) -> tuple[T
     assert batch.old_values is not None
     objective = run.config.objective
     return gae(rewards, batch.old_values, batch.keep, gamma=objective.gamma, lam=objective.lam)
+
+
+# --- rewards of steps ------------------------------------------------------------------------------------------------
+
+
+def step_names(run: Run, scores: Scores) -> list[str]:
+    """Rewards of steps that weigh something: the same on all ranks."""
+    return [name for name in scores.steps if run.rewards.weight_of[name]]
+
+
+def credit_of_steps(
+    run: Run, batch: Batch, scores: Scores, names: Sequence[str], penalty: Float[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """Advantages of single actions: of all steps that end from there on, or of the own step; and the row's beside.
+
+    Steps are compared with all steps of the group (DeepSeekMath, arXiv 2402.03300, section 4.1.3), rows with rows.
+    Rewards that are each normalised first have their sum normalised over the kept actions of all ranks (``whiten``),
+    in place of the rows of all ranks, before the KL is taken off.
+    """
+    objective, keep = run.config.objective, batch.keep
+    each_apart = objective.combine == "normalize_then_sum"
+    row, steps, is_step = (_each_normalised if each_apart else _sums_normalised)(run, batch, scores, names)
+    steps, later = torch.where(keep, steps, 0), partial(returns_to_go, mask=keep, gamma=objective.gamma)
+    if objective.credit == "return_to_go":
+        advantages, penalty = later(place_score(row, keep) + steps), later(penalty)
+    else:
+        advantages = of_own_step(steps, is_step, keep) + torch.where(keep, row[:, None], 0)
+    if each_apart:
+        advantages = whiten(advantages, keep, all_sum=dist.all_sum)
+    return advantages - penalty
+
+
+def action_rewards(run: Run, batch: Batch, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B T"]:
+    """For a critic: each step's reward at its end, those of rows and the penalty at the last kept action."""
+    assert batch.rollouts is not None
+    row = score_of_rows(run, scores, names) + overlong(run, batch.rollouts)
+    return place_score(row, batch.keep) + rewards_of_steps(run, scores, names).nan_to_num(0)
+
+
+def score_of_rows(run: Run, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B"]:
+    """The weighted sum of the rewards of whole rows; NaN where the row is not scored."""
+    parts = {name: part.nan_to_num(0) for name, part in scores.parts.items() if name not in names}
+    total = sum((run.rewards.weight_of[name] * part for name, part in parts.items()), torch.zeros_like(scores.rewards))
+    return torch.where(scores.rewards.isfinite(), total, torch.nan)
+
+
+def rewards_of_steps(run: Run, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B T"]:
+    """Their weighted sum at the actions that end a step; NaN elsewhere, and in rows that are not scored."""
+    each = torch.stack([run.rewards.weight_of[name] * scores.steps[name] for name in names])
+    is_step = each.isfinite().any(0) & scores.rewards.isfinite()[:, None]
+    return torch.where(is_step, each.nan_to_num(0).sum(0), torch.nan)
+
+
+def _sums_normalised(run: Run, batch: Batch, scores: Scores, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
+    """Advantages of rows [B] and of steps [B, T], and where steps end. The penalty is the row's, or the last step's."""
+    assert batch.rollouts is not None
+    late, rewards = overlong(run, batch.rollouts), rewards_of_steps(run, scores, names)
+    if run.rewards.has_rows:
+        row = _of_one(run, batch.rollouts, score_of_rows(run, scores, names) + late, "sum")
+    else:
+        row, rewards = torch.zeros_like(late), rewards + place_score(late, rewards.isfinite())
+    return row, _of_steps(run, batch.rollouts, rewards, "steps"), rewards.isfinite()
+
+
+def _each_normalised(run: Run, batch: Batch, scores: Scores, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``_sums_normalised``, each reward by itself and the penalty as one more; their weighted sums."""
+    assert batch.rollouts is not None
+    is_scored, weights = scores.rewards.isfinite(), run.rewards.weight_of
+    row, steps = torch.zeros_like(scores.rewards), torch.zeros(batch.keep.shape)
+    is_step = rewards_of_steps(run, scores, names).isfinite()
+    parts = {name: part for name, part in scores.parts.items() if weights[name]}
+    if run.config.objective.overlong:
+        parts, weights = parts | {OVERLONG: overlong(run, batch.rollouts)}, weights | {OVERLONG: 1.0}
+    for name, part in parts.items():
+        if name in names:
+            own = scores.steps[name].where(is_scored[:, None], torch.nan)
+            steps = steps + weights[name] * _of_steps(run, batch.rollouts, own, name)
+        else:
+            row = row + weights[name] * _of_one(run, batch.rollouts, part.where(is_scored, torch.nan), name)
+    return row, steps, is_step
+
+
+def _of_steps(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B T"], name: str) -> Float[Tensor, "B T"]:
+    advantages, state = step_advantages(rewards, rollouts.group_ids, **_choices(run, name))
+    _remember(run, name, state)
+    return advantages
+
+
+# --- rewards of rows -------------------------------------------------------------------------------------------------
 
 
 def overlong(run: Run, rollouts: Rollouts) -> Float[Tensor, "B"]:
@@ -99,23 +196,30 @@ def row_advantages(run: Run, rollouts: Rollouts, score: Float[Tensor, "B"], scor
 
 
 def _of_one(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B"], name: str) -> Float[Tensor, "B"]:
+    once, ids = torch.ones(len(rollouts), 1, dtype=torch.bool), [prompt.id for prompt in rollouts.prompts]
+    choices = _choices(run, name) | {"prompt_ids": ids}
+    advantages, state = group_advantages(rewards, rollouts.group_ids, once, **choices)
+    _remember(run, name, state)
+    return advantages[:, 0]
+
+
+def _choices(run: Run, name: str) -> dict[str, Any]:
+    """What the objective compares rewards with, and the moving statistics of this one."""
     objective = run.config.objective
-    advantages, state = group_advantages(
-        rewards,
-        rollouts.group_ids,
-        torch.ones(len(rollouts), 1, dtype=torch.bool),
-        baseline=objective.baseline,
-        scale=objective.scale,
-        eps=objective.scale_eps,
-        decay=objective.running_decay,
-        state=run.running.get(name),
-        prompt_ids=[prompt.id for prompt in rollouts.prompts],
-        all_sum=dist.all_sum,
-        share=_share,
-    )
+    return {
+        "baseline": objective.baseline,
+        "scale": objective.scale,
+        "eps": objective.scale_eps,
+        "decay": objective.running_decay,
+        "state": run.running.get(name),
+        "all_sum": dist.all_sum,
+        "share": _share,
+    }
+
+
+def _remember(run: Run, name: str, state: Mapping[str, Any]) -> None:
     if state:
         run.running = {**run.running, name: state}  # a new one: a boundary may hold the old
-    return advantages[:, 0]
 
 
 def _share(data: Any) -> list[Any]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from gruppo import dist
 from gruppo.rewards.score import Scores
 from gruppo.track.report import Z_95, wilson_interval
 from gruppo.training.run import Run
 from gruppo.types import Prompt, Request, Rollouts, Sampling, Stat
+
+Generate = Callable[..., Rollouts]
+"""An engine's ``generate``, or a policy's ``sample``: who answers."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +44,31 @@ def held_out(run: Run, count: int) -> list[Prompt]:
     """At most ``count`` evaluation prompts: the same at every evaluation of a run; none where the data keep none."""
     source: Any = run.source
     prompts = source.held_out(count) if count and hasattr(source, "held_out") else []
-    return [prompt for prompt in prompts if run.policy.refuse(prompt, run.config.rollout.sampling) is None]
+    return [prompt for prompt in prompts if run.policy.refuse(prompt, run.sampling) is None]
 
 
-def evaluate(run: Run, prompts: Sequence[Prompt]) -> Evaluated:
+def evaluate(run: Run, prompts: Sequence[Prompt], *, generate: Generate | None = None) -> Evaluated:
     """Answers at temperature 0, one for each prompt, shared out over ranks."""
-    return evaluate_rows(run, prompts)[0]
+    return evaluate_rows(run, prompts, generate=generate)[0]
 
 
-def evaluate_rows(run: Run, prompts: Sequence[Prompt]) -> tuple[Evaluated, list[dict[str, Any]]]:
-    """The evaluation, and this rank's answers."""
+def evaluate_rows(
+    run: Run, prompts: Sequence[Prompt], *, generate: Generate | None = None
+) -> tuple[Evaluated, list[dict[str, Any]]]:
+    """The evaluation, and this rank's answers: those of the run's engine, or of ``generate``."""
+    generate = generate or run.engine.generate
     mine = list(prompts)[dist.rank() :: dist.world()]
-    sampling = Sampling(temperature=0.0, max_actions=run.config.rollout.max_new_tokens, stop=run.config.rollout.stop)
+    sampling = mode_of(run.sampling)
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
     rows: list[dict[str, Any]] = []
-    if mine:
-        rollouts = run.engine.generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
+    if mine and not run.rewards.names:  # pictures are to be seen all the same
+        rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
+        unscored = Scores(torch.full((len(mine),), torch.nan), {})
+        rows = sample_rows(rollouts, unscored, range(len(rollouts)), is_held_out=True)
+    elif mine:
+        rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
         scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps, is_evaluation=True)
-        rows = sample_rows(rollouts, scores, range(len(rollouts)))
+        rows = sample_rows(rollouts, scores, range(len(rollouts)), is_held_out=True)
         stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
         stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
     stats = dist.merge_stats(stats)
@@ -63,6 +76,11 @@ def evaluate_rows(run: Run, prompts: Sequence[Prompt]) -> tuple[Evaluated, list[
     low, high = interval(total)
     parts = {name: stat.mean for name, stat in stats.items()}
     return Evaluated(run.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
+
+
+def mode_of(sampling: Sampling) -> Sampling:
+    """Of an evaluation: greedy decoding, or the ODE of an image model."""
+    return replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
 
 
 def interval(stat: Stat) -> tuple[float, float]:
@@ -76,10 +94,17 @@ def interval(stat: Stat) -> tuple[float, float]:
     return stat.mean - half, stat.mean + half
 
 
-def sample_rows(rollouts: Rollouts, scores: Scores, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows as people read them, for the screen and samples.jsonl; ``extra`` is what rewards logged with log_extra."""
+def sample_rows(
+    rollouts: Rollouts, scores: Scores, rows: Sequence[int], *, is_held_out: bool = False
+) -> list[dict[str, Any]]:
+    """Rows as people read them, for the screen and samples.jsonl; ``extra`` is what rewards logged with log_extra.
+
+    Of pictures also their group, and whether they are an evaluation's: trackers draw them on sheets.
+    """
+    has_pictures = any(isinstance(rollouts.outputs[row], Tensor) for row in rows)
     return [
         {
+            **({"group": int(rollouts.group_ids[row]), "held_out": is_held_out} if has_pictures else {}),
             "prompt": rollouts.prompts[int(rollouts.group_ids[row])].inputs,
             "completion": rollouts.outputs[row],
             "reward": float(scores.rewards[row]),

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from gruppo import dist
+from gruppo.loading import program
 from gruppo.seeds import seed_at
 from gruppo.track.files import MetricsFile, SamplesFile
-from gruppo.track.texts import program
 from gruppo.training import checkpoint, config_file
 from gruppo.training.config import Config
 from gruppo.training.machine import hardware, versions
 from gruppo.training.memory import token_budget
+from gruppo.training.references import check_unchanged, remember
 from gruppo.training.run import Run
-from gruppo.training.weights import check_critic, first_weights, restore_weights, weights_of
+from gruppo.training.weights import base_sha256, check_base, check_critic, first_weights, restore_weights, weights_of
 from gruppo.types import GruppoError
 
 
@@ -45,6 +46,9 @@ class Boundary:
             "unscored_steps": run.unscored_steps,
             "token_budget": run.token_budget,
             "running": run.running,
+            "course": run.course.state_dict(),
+            "demos": None if run.demos is None else run.demos.state_dict(),
+            "best": run.best,
             "evaluations": list(run.evaluations),
         }
         mine = json.dumps(checkpoint.random_state()).encode()
@@ -63,7 +67,9 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints, self.best = path / "checkpoints", path / "best"
+        self._saved_best: int | None = None
+        """Step of the best weights that the newest checkpoint names."""
         self._lock: Any = None
         self._handler: logging.Handler | None = None
 
@@ -149,20 +155,47 @@ class RunFolder:
         if dist.is_main():
             state = {
                 "version": boundary.version,
+                "base_sha256": base_sha256(run),
                 "source": boundary.source,
                 "random": boundary.random,
                 **boundary.counters,
             }
-            optimizer = checkpoint.optimizer_tensors(run.optimizer, run.parameter_names)
-            checkpoint.save(
-                self.checkpoints,
-                step=boundary.step,
-                weights=weights_of(run.policy.module),
-                optimizer=optimizer,
-                state=state,
-                critic=None if run.critic is None else weights_of(run.critic.module),
-            )
+            self._write(self.checkpoints, run, boundary.step, state)
             checkpoint.prune(self.checkpoints, run.config.saving.keep, newest=boundary.step)
+            best = boundary.counters["best"]
+            self._saved_best = None if best is None else int(best["step"])
+            checkpoint.keep_only(self.best, {self._saved_best, None if run.best is None else int(run.best["step"])})
+
+    def keep_best(self, run: Run) -> None:
+        """The weights and the optimiser's state as the best so far, beside those that the last checkpoint names."""
+        if dist.is_main():
+            self._write(self.best, run, run.step, {})
+            checkpoint.keep_only(self.best, {self._saved_best, run.step})
+
+    def _write(self, folder: Path, run: Run, step: int, state: Mapping[str, Any]) -> None:
+        checkpoint.save(
+            folder,
+            step=step,
+            weights=weights_of(run.policy.module),
+            optimizer=checkpoint.optimizer_tensors(run.optimizer, run.parameter_names),
+            state=state,
+            critic=None if run.critic is None else weights_of(run.critic.module),
+            reference={} if run.reference is None else run.reference.state_dict(),
+        )
+
+    def best_weights(self, run: Run) -> checkpoint.Saved:
+        """What was kept at the run's best."""
+        assert run.best is not None
+        return checkpoint.load(self.best / checkpoint.name_of(int(run.best["step"])))
+
+    def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
+        """Weights, reference and optimiser as they were saved; the rest of the run goes on."""
+        restore_weights(run.policy.module, saved.weights)
+        if run.critic is not None and saved.critic is not None:
+            restore_weights(run.critic.module, saved.critic)
+        if run.reference is not None:
+            run.reference.load_state_dict(saved.reference)
+        checkpoint.restore_optimizer(run.optimizer, saved.optimizer, run.parameter_names)
 
     def restore(self, run: Run) -> bool:
         """Put the run where its newest checkpoint is; False where there is none."""
@@ -170,12 +203,12 @@ class RunFolder:
         if saved is None:
             return False
         check_critic(run, saved, self.checkpoints)
+        check_base(run, saved, self.checkpoints)
         try:
-            restore_weights(run.policy.module, saved.weights)
-            if run.critic is not None and saved.critic is not None:
-                restore_weights(run.critic.module, saved.critic)
-            checkpoint.restore_optimizer(run.optimizer, saved.optimizer, run.parameter_names)
+            self.return_to(run, saved)
             run.source.load_state_dict(saved.state["source"])
+            if run.demos is not None:
+                run.demos.load_state_dict(saved.state["demos"])
             run.step, run.version = saved.step, saved.state["version"]
             self._restore_random_state(run, saved.state["random"])
             run.totals = dict(saved.state["totals"])
@@ -183,6 +216,9 @@ class RunFolder:
             run.evaluations = list(saved.state["evaluations"])
             run.running = dict(saved.state.get("running", {}))
             run.token_budget = int(saved.state.get("token_budget", 0))
+            run.course.load_state_dict(saved.state["course"])
+            run.best = saved.state["best"]
+            self._saved_best = None if run.best is None else int(run.best["step"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise GruppoError(
                 f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
@@ -207,21 +243,20 @@ class RunFolder:
         """Versions, hardware, seed, and where model and data came from. Nothing of the environment is copied."""
         if not dist.is_main():
             return
-        source: Any = run.source
         manifest = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seed": run.config.seed,
             "model": dict(model_source),
-            "data": {
-                "name": run.config.data,
-                "fingerprint": source.fingerprint() if hasattr(source, "fingerprint") else None,
-            },
+            "data": _of_source(run.config.data, run.source),
+            "demonstrations": _of_source(run.config.supervised.data or run.config.data, run.demos),
             "token_budget": token_budget(run),
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
             "versions": versions(),
             "hardware": hardware(),
             "world": dist.world(),
             "first_weights_sha256": first_weights(run),
+            "base_sha256": base_sha256(run),
+            "reference_sha256": remember(run),
         }
         checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))
 
@@ -233,7 +268,8 @@ class RunFolder:
         if not dist.is_main():
             return
         try:
-            then = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))["first_weights_sha256"]
+            manifest = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
+            then, of_reference = manifest["first_weights_sha256"], manifest["reference_sha256"]
         except (OSError, ValueError, KeyError, TypeError):
             return  # a run killed before its manifest was written has no step to continue
         if then is not None and then != first_weights(run):
@@ -241,6 +277,8 @@ class RunFolder:
                 f"the model {run.config.model} is not the one that {self.path} began with: its weights have changed. "
                 "Resume with the model as it was before training, which is the KL reference and the starting point."
             )
+        run.reference_sha256 = of_reference
+        check_unchanged(run)
 
     def write_final(self, run: Run) -> Path:
         """The trained model as a folder of its own."""
@@ -248,6 +286,13 @@ class RunFolder:
         if dist.is_main() and not checkpoint.seal_holds(target):
             checkpoint.write_folder(target, run.policy.save)
         return target
+
+
+def _of_source(name: str, source: Any) -> dict[str, Any] | None:
+    """What a manifest says of prompts; None where there are none."""
+    if source is None:
+        return None
+    return {"name": name, "fingerprint": source.fingerprint() if hasattr(source, "fingerprint") else None}
 
 
 def _no_nan(value: Any) -> Any:

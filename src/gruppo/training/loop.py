@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,26 @@ from torch import Tensor
 
 from gruppo import dist
 from gruppo.core.advantages import has_no_spread
+from gruppo.loading import program
 from gruppo.rewards.score import Scores
 from gruppo.seeds import seed_at
-from gruppo.track.texts import program
-from gruppo.training import checkpoint
+from gruppo.training import back_off, checkpoint, references
 from gruppo.training.collect import Collected, collect
-from gruppo.training.evaluate import evaluate, held_out, sample_rows
+from gruppo.training.evaluate import Evaluated, evaluate_rows, held_out, sample_rows
 from gruppo.training.folder import Boundary, RunFolder
-from gruppo.training.run import Run, knobs_at
+from gruppo.training.run import Run
 from gruppo.training.signals import Interrupted
+from gruppo.training.timesteps import rewards_along
 from gruppo.training.update import learn
 from gruppo.types import NumericalStop, Rollouts
 
+log = logging.getLogger("gruppo")
+
+TIMED = ("demos", "rollout", "reward", "credit", "update")
+"""Parts of a step, those that it has."""
 SAMPLES_SHOWN = 4
+GROUPS_SHOWN, PICTURES_SHOWN = 10, 8
+"""Where samples are pictures: so many groups, and so many of each; and of an evaluation so many in all, times two."""
 FAILURES_KEPT = 20
 """Failed rows of a step that samples.jsonl holds."""
 
@@ -40,15 +48,17 @@ class Stopped(Exception):
 
 def train(run: Run, folder: RunFolder) -> None:
     """Rounds until ``config.steps`` are complete, from wherever the run is."""
+    references.remember(run)
     try:
-        evaluate_if_due(run, folder)
+        settle(run, folder, {})
         while run.step < run.config.steps:
-            knobs = knobs_at(run.config, run.step)
+            knobs = run.course.knobs(run.step)
             with boundary_kept(run, folder):
                 collected = collect(run, knobs)
-            metrics = collected.metrics | learn(run, collected.batch, knobs)
+            metrics = collected.metrics | learn(run, collected.batch, knobs) | run.course.metrics(knobs)
             publish(run, folder, collected, metrics)
             stop_if_asked(run, folder)
+        back_off.warn_if_never(run)
     except Interrupted:
         raise Stopped(how_to_continue(folder.path)) from None
 
@@ -94,38 +104,58 @@ def save(run: Run, folder: RunFolder) -> None:
     """A checkpoint after a whole step. Where it fails, no rank waits for the one that writes."""
     boundary = Boundary.of(run)
     with dist.together():
+        references.check_unchanged(run)
         folder.save(run, boundary)
 
 
 def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str, float]) -> None:
     """Hand the new weights to the sampler, say what happened, evaluate and save where due."""
     began = time.perf_counter()
+    rows = metrics.get("rollouts", 0.0)
     run.step += 1
     run.version += 1
     run.engine.sync(run.policy, run.version)
-    seconds = sum(metrics[f"time/{part}_s"] for part in ("rollout", "reward", "credit", "update"))
+    if run.reference is not None:
+        run.reference.update(run.policy, run.step)
+    seconds = sum(metrics.get(f"time/{part}_s", 0.0) for part in TIMED)
     metrics["time/sync_s"] = time.perf_counter() - began
     metrics["time/step_s"] = seconds + metrics["time/sync_s"]
-    metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]
+    if collected.rollouts is not None:
+        metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]
+        del metrics["rollouts"]
     metrics["mem/peak_gib"] = peak_gib()
-    del metrics["rollouts"]
+    run.course.measure(run.step - 1, metrics, rows=rows)
     with dist.together():
         run.log(metrics)
         show_samples(run, collected)
-    evaluate_if_due(run, folder)  # before the save, which then holds it; stopped here, the step is saved without it
+    settle(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without it
     every = run.config.saving.every
     if run.step == run.config.steps or (every and run.step % every == 0):
         save(run, folder)
 
 
+def settle(run: Run, folder: RunFolder, measured: Mapping[str, float]) -> None:
+    """At a step boundary, of which a step ``measured`` this: evaluate where due, return to the best weights where that
+    is called for, and let the next stage begin where this one is over."""
+    watched = evaluate_if_due(run, folder)
+    if run.course.settled < run.step:
+        done = next((Evaluated(**done).metrics() for done in run.evaluations if done["step"] == run.step), {})
+        done |= watched
+        run.course.measure(run.step, done)
+        back_off.watch(run, folder, {**measured, **done})
+    if (said := run.course.advance(run.step, run.known)) is not None:
+        log.info("%s", said)
+
+
 def show_samples(run: Run, collected: Collected) -> None:
     """Rows for the screen and for samples.jsonl: now and then some of one group, and each time those that failed."""
     rollouts, scores, every = collected.rollouts, collected.scores, run.config.show_samples_every
-    if not dist.is_main():
+    if rollouts is None or scores is None or not dist.is_main():
         return
     rows = failed_rows(rollouts, scores)
     if every and (run.step - 1) % every == 0:
-        rows += sample_rows(rollouts, scores, best_and_worst_of_a_group(run, rollouts, scores.rewards))
+        best = rows_of_a_sheet if run.is_gaussian else best_and_worst_of_a_group
+        rows += sample_rows(rollouts, scores, best(run, rollouts, scores.rewards))
     if rows:
         run.show(rows)
 
@@ -153,18 +183,38 @@ def best_and_worst_of_a_group(run: Run, rollouts: Rollouts, rewards: Float[Tenso
     return list(dict.fromkeys(chosen))
 
 
-def evaluate_if_due(run: Run, folder: RunFolder) -> None:
-    """Before the first step, after the last, and every so often; never twice at one step."""
+def rows_of_a_sheet(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B"]) -> list[int]:
+    """Rows of the first groups, each from its best on: pictures are seen at a glance, many of them."""
+    chosen: list[int] = []
+    for group in range(min(len(rollouts.prompts), GROUPS_SHOWN)):
+        rows = (rollouts.group_ids == group).nonzero()[:, 0]
+        order = rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
+        chosen += rows[order].tolist()[:PICTURES_SHOWN]
+    return chosen
+
+
+def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
+    """Before the first step, after the last, and every so often; never twice at one step. What is said of a reference
+    that is watched beside it."""
     wanted, every = run.config.evaluation.prompts, run.config.evaluation.every
     is_due = run.step in (0, run.config.steps) or (every and run.step % every == 0)
-    if not wanted or not is_due or any(done["step"] == run.step for done in run.evaluations):
-        return
+    is_done = any(done["step"] == run.step for done in run.evaluations)
+    if not run.rewards.names:  # pictures were shown, and nothing was measured
+        is_done = run.course.settled >= run.step
+    if not wanted or not is_due or is_done:
+        return {}
     with boundary_kept(run, folder):
-        done = evaluate(run, held_out(run, wanted))
-    run.evaluations.append(done.to_dict())
+        prompts = held_out(run, wanted)
+        done, rows = evaluate_rows(run, prompts)
+        watched = references.watch(run) | rewards_along(run, prompts)
     with dist.together():
-        folder.write_evaluations(run)
-        run.log(done.metrics())
+        if run.rewards.names:
+            run.evaluations.append(done.to_dict())
+            folder.write_evaluations(run)
+            run.log(done.metrics() | watched)
+        if run.is_gaussian and dist.is_main() and run.config.show_samples_every:
+            run.show(rows[: 2 * PICTURES_SHOWN * GROUPS_SHOWN])
+    return watched
 
 
 def peak_gib() -> float:
@@ -176,11 +226,13 @@ def peak_gib() -> float:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """What a finished run is remembered by."""
-    ends = run.evaluations
+    """What a finished run is remembered by. After a return at the last step, the weights are those of the best one."""
+    ends, last = run.evaluations, run.step
+    if run.best is not None and run.best.get("returned_at") == run.step:
+        last = int(run.best["step"])
     return {
         "steps": run.step,
         "before": next((e for e in ends if e["step"] == 0), None),
-        "after": next((e for e in reversed(ends) if e["step"] == run.step and run.step), None),
+        "after": next((e for e in reversed(ends) if e["step"] == last and run.step), None),
         **run.totals,
     }

@@ -6,7 +6,7 @@ import gc
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from gruppo.policies.critic import SeparateCritic
+from gruppo.policies.diffusion import DiffusersPolicy
 from gruppo.policies.text import TextPolicy
 from gruppo.training.run import Run
 from gruppo.types import GruppoError, Piece, Rollouts
@@ -23,11 +24,15 @@ log = logging.getLogger("gruppo")
 
 TOKENS_ON_CPU, TOKENS = 640, 16384
 """Where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; an accelerator's are not."""
+EVALUATIONS_ON_CPU, EVALUATIONS, EVALUATIONS_OF_PIPELINES = 128, 1024, 8
+"""Of a denoising network: a small one on a CPU and on an accelerator, and one of a pipeline."""
 USABLE_FRAC = 0.5
 """Of what gradients and the optimiser's state leave free, for activations. Logits and scores need some too."""
 GIB = 2**30
 
 T = TypeVar("T")
+Part = tuple[Rollouts, Bool[Tensor, "B T"]]
+"""Rollouts, and which of their actions are wanted."""
 
 
 # --- pieces that fit --------------------------------------------------------------------------------------------------
@@ -39,19 +44,25 @@ def in_pieces(run: Run, rollouts: Rollouts, wanted: Bool[Tensor, "B T"], work: C
     Gradients are set to zero before another attempt, so that no piece counts twice. The smaller budget stays for the
     rest of the run. No rank asks another here.
     """
+    return in_pieces_of(run, [(rollouts, wanted)], lambda cuts: work(cuts[0]))
+
+
+def in_pieces_of(run: Run, parts: Sequence[Part], work: Callable[[list[list[Piece]]], T]) -> T:
+    """``in_pieces`` of several rollouts whose gradients add up: a second attempt begins again with all of them."""
     while True:
-        budget = budget_for(run, rollouts)
-        pieces = run.policy.pieces(rollouts, wanted, budget)
-        _refuse_hopeless(run, rollouts, pieces)
+        budgets = [budget_for(run, _longest_prompt(rollouts)) for rollouts, _ in parts]
+        cuts = [run.policy.pieces(*part, budget) for part, budget in zip(parts, budgets, strict=True)]
+        longest, budget = max(_longest(part[0], cut) for part, cut in zip(parts, cuts, strict=True)), max(budgets)
+        _refuse_hopeless(run, longest)
         try:
-            return work(pieces)
+            return work(cuts)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             said = str(error)
         run.has_run_out = True
         _release(run)  # here, where the traceback no longer holds what the failed attempt had made
-        run.token_budget = _finer(run, rollouts, wanted, budget, len(pieces)) or _give_up(run, rollouts, pieces, said)
+        run.token_budget = _finer(run, parts, budget, sum(map(len, cuts))) or _give_up(run, longest, said)
         log.warning(
             "step %d: memory ran out in pieces of %d tokens; going on with %d. Set --optim.token-budget %d to begin "
             "there.",
@@ -62,11 +73,11 @@ def in_pieces(run: Run, rollouts: Rollouts, wanted: Bool[Tensor, "B T"], work: C
         )
 
 
-def _finer(run: Run, rollouts: Rollouts, wanted: Tensor, budget: int, count: int) -> int:
+def _finer(run: Run, parts: Sequence[Part], budget: int, count: int) -> int:
     """The largest halving of the budget that gives more pieces than ``count``; 0 where none does."""
     while budget > 1:
         budget //= 2
-        if len(run.policy.pieces(rollouts, wanted, budget)) > count:
+        if sum(len(run.policy.pieces(*part, budget)) for part in parts) > count:
             return budget
     return 0
 
@@ -90,14 +101,14 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
-def _give_up(run: Run, rollouts: Rollouts, pieces: list[Piece], said: str) -> int:
+def _give_up(run: Run, longest: int, said: str) -> int:
     asked = re.search(r"tried to allocate ([\d.]+ ?\w+)", said, re.IGNORECASE)
-    raise _does_not_fit(run, _longest(rollouts, pieces), f"the last request was for {asked[1]}" if asked else "")
+    raise _does_not_fit(run, longest, f"the last request was for {asked[1]}" if asked else "")
 
 
-def _refuse_hopeless(run: Run, rollouts: Rollouts, pieces: list[Piece]) -> None:
+def _refuse_hopeless(run: Run, longest: int) -> None:
     """Where the longest row alone needs more than is free, Linux would end the process without a word."""
-    longest, free = _longest(rollouts, pieces), free_bytes(device_of(run))
+    free = free_bytes(device_of(run))
     needs = longest * bytes_per_token(run, "stream")  # the least that any layout keeps
     if free is not None and needs > free and device_of(run).type == "cpu":
         raise _does_not_fit(run, longest, f"its activations alone need about {needs / GIB:.2f} GiB")
@@ -108,6 +119,11 @@ def _does_not_fit(run: Run, tokens: int, why: str) -> GruppoError:
     numbers = [why] if why else []
     numbers += [] if free is None else [f"{free / GIB:.2f} GiB are free"]
     numbers += [f"optim.token_budget is {run.token_budget}"]
+    if run.is_gaussian:
+        return GruppoError(
+            f"one evaluation of the network does not fit into memory: {', '.join(numbers)}. Train smaller pictures "
+            "(--diffusion.size), a --lora.rank in place of all weights, or a smaller --model."
+        )
     return GruppoError(
         f"one row of {tokens} tokens does not fit into memory: {', '.join(numbers)}. Set a lower "
         "--rollout.max-new-tokens, shorten the prompts, or train a smaller --model; --optim.token-budget cannot cut a "
@@ -135,27 +151,30 @@ def token_budget(run: Run) -> int:
     return run.token_budget
 
 
-def budget_for(run: Run, rollouts: Rollouts) -> int:
-    """``token_budget``, or four times the longest prompt: each piece of a group reads the prompt, short ones often.
+def budget_for(run: Run, longest: int) -> int:
+    """``token_budget``, or four times the longest prompt's: each piece of a group reads the prompt, short ones often.
 
     Twice where memory does not hold that. Not where the budget was set or memory has run out.
     """
     budget, device = token_budget(run), device_of(run)
-    if (
-        run.config.optim.token_budget
-        or run.has_run_out
-        or budget < _usual(device)
-        or not rollouts.shared.get("prompt_ids")
-    ):
+    if run.config.optim.token_budget or run.has_run_out or budget < _usual(run, device):
         return budget
-    longest, free = max(len(ids) for ids in rollouts.shared["prompt_ids"]), free_bytes(device)
+    free = free_bytes(device)
     room = math.inf if free is None else USABLE_FRAC * (free - still_to_come(run))
     wider = (times * longest for times in (4, 2))
     return next((w for w in wider if w > budget and w * bytes_per_token(run) <= room), budget)
 
 
-def _usual(device: torch.device) -> int:
-    return TOKENS_ON_CPU if device.type == "cpu" else TOKENS
+def _longest_prompt(rollouts: Rollouts) -> int:
+    return max((len(ids) for ids in rollouts.shared.get("prompt_ids", ())), default=0)
+
+
+def _usual(run: Run, device: torch.device) -> int:
+    if isinstance(run.policy, DiffusersPolicy):
+        return EVALUATIONS_OF_PIPELINES
+    is_text = isinstance(run.policy, TextPolicy)
+    on_cpu, elsewhere = (TOKENS_ON_CPU, TOKENS) if is_text else (EVALUATIONS_ON_CPU, EVALUATIONS)
+    return on_cpu if device.type == "cpu" else elsewhere
 
 
 def choose(run: Run) -> int:
@@ -164,7 +183,7 @@ def choose(run: Run) -> int:
     Wherever memory is not short the choice is the same, and a run repeats to the bit.
     """
     device, per_token = device_of(run), bytes_per_token(run)
-    usual, free = _usual(device), free_bytes(device)
+    usual, free = _usual(run, device), free_bytes(device)
     if free is None or not per_token:
         return usual
     fits = max(int(USABLE_FRAC * (free - still_to_come(run)) / per_token), 1)

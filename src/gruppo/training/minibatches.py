@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -14,34 +14,52 @@ from torch import Tensor, nn
 from gruppo import dist
 from gruppo.policies.critic import check_values
 from gruppo.seeds import generator_at
+from gruppo.training.demos import demo_parts
 from gruppo.training.memory import in_pieces
-from gruppo.training.run import Knobs, Run
-from gruppo.types import Batch, Likelihood, Piece, Rollouts, Want
+from gruppo.training.run import Run
+from gruppo.training.stages import Knobs
+from gruppo.types import Batch, Gaussian, Likelihood, Piece, Rollouts, Want
 
 
 def minibatches(run: Run, batch: Batch, knobs: Knobs) -> Iterator[Batch]:
     """The batch cut into ``minibatches`` parts, in a new order each epoch."""
     for epoch in range(run.config.optim.epochs):
-        for rows in minibatch_rows(run, len(batch.rewards), knobs, epoch):
-            yield _part(batch, rows)
+        demos = demo_parts(run, batch.demos, epoch)
+        if batch.rollouts is None:
+            yield from (replace(batch, demos=part) for part in demos if part is not None)
+            continue
+        for rows, part in zip(minibatch_rows(run, batch.rollouts, epoch), demos, strict=True):
+            yield replace(_part(batch, rows), demos=part)
 
 
-def minibatch_rows(run: Run, count: int, knobs: Knobs, epoch: int) -> Iterator[Int[Tensor, "b"]]:
+def minibatch_rows(run: Run, rollouts: Rollouts, epoch: int) -> Iterator[Int[Tensor, "b"]]:
     """This rank's rows of each minibatch of an epoch.
 
     The cut is made over the rows of all ranks, numbered as one rank would hold them, so that the number of ranks
     changes no minibatch. A rank may have no row in one.
     """
-    own = torch.arange(count)
     if run.config.optim.minibatches == 1:
-        yield own
+        yield torch.arange(len(rollouts))
         return
-    place = own // knobs.group_size * dist.world() + dist.rank()  # of the row's prompt
-    rows = place * knobs.group_size + own % knobs.group_size
+    own, total = numbered(rollouts, run.config.rollout.prompts)
     generator = generator_at(run.config.seed, "minibatches", run.step, epoch)
-    order = torch.randperm(run.config.rollout.prompts * knobs.group_size, generator=generator)
-    for part in order.tensor_split(run.config.optim.minibatches):
-        yield torch.isin(rows, part).nonzero()[:, 0]
+    for part in torch.randperm(total, generator=generator).tensor_split(run.config.optim.minibatches):
+        yield torch.isin(own, part).nonzero()[:, 0]
+
+
+def numbered(rollouts: Rollouts, slots: int) -> tuple[Int[Tensor, "B"], int]:
+    """The numbers of this rank's rows among those of all ranks, and how many there are in all.
+
+    The rows of a slot's group follow each other, slots in order, of which a rank has every ``world``-th.
+    """
+    sizes = rollouts.group_ids.unique_consecutive(return_counts=True)[1]
+    held = torch.arange(len(sizes)) * dist.world() + dist.rank()
+    of_slots = torch.zeros(slots, dtype=torch.long)
+    of_slots[held] = sizes
+    of_slots = dist.all_sum(of_slots)
+    first = (of_slots.cumsum(0) - of_slots)[held]  # number of each group's first row
+    within = torch.arange(len(rollouts)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    return first.repeat_interleave(sizes) + within, int(of_slots.sum())
 
 
 def _part(batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
@@ -67,8 +85,15 @@ def wanted(run: Run, knobs: Knobs, *, with_stats: bool = True) -> Want:
     The entropy with a gradient is asked for before the updates too: the log-probs beside it round otherwise than those
     of the faster way, and the first ratio would not be 1. The entropy as a number changes no bit of them.
     """
-    entropy: Want = ("entropy",) if knobs.entropy_coef else ("entropy_value",) if with_stats else ()
-    return (*entropy, "values") if run.critic is not None and run.critic.is_shared else entropy
+    said: Want = ("entropy",) if knobs.entropy_coef else ("entropy_value",) if with_stats else ()
+    said = (*said, *gaussian(run))
+    return (*said, "values") if run.critic is not None and run.critic.is_shared else said
+
+
+def gaussian(run: Run) -> Want:
+    """What is asked of a policy whose KLs have a closed form; nothing where none is measured."""
+    is_measured = run.reference is not None or run.config.updates_per_batch > 1
+    return ("gaussian",) if run.is_gaussian and is_measured else ()
 
 
 def likelihood_of(run: Run, rollouts: Rollouts, piece: Piece, *, want: Want) -> Likelihood:
@@ -99,20 +124,51 @@ def evaluated(run: Run, batch: Batch, knobs: Knobs) -> Batch:
 
     They come from the very pieces that the first epoch's updates use: in bfloat16 another cut rounds otherwise, and
     the first ratio would not be 1 (after memory has run out in an update, it is not). Rows without a gradient have
-    none, and are asked for none.
+    none, and are asked for none. Numbers are kept in the precision that they come in, from float32 on: the joint
+    log-prob of many dimensions is in the thousands.
     """
-    stored = {name: torch.zeros(batch.keep.shape) for name in _needed(run, knobs)}
-    with dist.together():
-        for rows in minibatch_rows(run, len(batch.rewards), knobs, epoch=0):
+    needed, stored = _needed(run, knobs), dict[str, Tensor]()
+    with dist.together(), run.reference.here() if "ref" in needed and run.reference is not None else nullcontext():
+        assert batch.rollouts is not None
+        for rows in minibatch_rows(run, batch.rollouts, epoch=0):
             part = _part(batch, rows)
             assert part.rollouts is not None
             ask = partial(_said_of, run, knobs, part.rollouts)
             for piece, said in in_pieces(run, part.rollouts, has_gradient(run, part, knobs), ask):
                 place = (rows[piece.rows][:, None], torch.arange(piece.cols.start or 0, piece.cols.stop)[None])
-                for name, numbers in stored.items():
-                    numbers[place] = said[name].float().cpu()
+                for name, numbers in said.items():
+                    _store(stored, name, numbers, place, batch.keep.shape)
+    stored = {name: torch.zeros(batch.keep.shape) for name in needed} | stored
     old, ref, values = map(stored.get, ("old_logprobs", "ref", "old_values"))
-    return replace(batch, old_logprobs=old, ref=None if ref is None else Likelihood(ref), old_values=values)
+    return replace(
+        batch,
+        old_logprobs=old,
+        old_gaussian=_stored_gaussian(stored, "old_logprobs"),
+        ref=None if ref is None else Likelihood(ref, gaussian=_stored_gaussian(stored, "ref")),
+        old_values=values,
+    )
+
+
+def _store(
+    stored: dict[str, Tensor], name: str, numbers: Tensor, place: tuple[Tensor, Tensor], shape: Sequence[int]
+) -> None:
+    """A piece's numbers [b, t, ...] in those of the batch, which are 0 elsewhere; a std is 1."""
+    numbers = numbers.detach().to(torch.promote_types(numbers.dtype, torch.float32)).cpu()
+    if name not in stored:
+        filling = 1.0 if name.endswith(":std") else 0.0
+        stored[name] = torch.full((*shape, *numbers.shape[2:]), filling, dtype=numbers.dtype)
+    stored[name][place] = numbers
+
+
+def _stored_gaussian(stored: Mapping[str, Tensor], name: str) -> Gaussian | None:
+    if f"{name}:mean" not in stored:
+        return None
+    return Gaussian(stored[f"{name}:mean"], stored[f"{name}:std"])
+
+
+def asks_before_updates(run: Run) -> bool:
+    """Whether an update needs what was said before it, be there a critic or not."""
+    return run.config.updates_per_batch > 1 or (run.reference is not None and run.reference.rests)
 
 
 def has_kl_in_reward(run: Run, knobs: Knobs) -> bool:
@@ -120,9 +176,12 @@ def has_kl_in_reward(run: Run, knobs: Knobs) -> bool:
 
 
 def _needed(run: Run, knobs: Knobs) -> list[str]:
-    """Log-probs where advantages are made of them or several updates share them; else the update's own are the old."""
+    """Log-probs where advantages are made of them or several updates share them; else the update's own are the old.
+
+    The reference's beside them, and where its weights rest elsewhere than where an update computes.
+    """
     names = ["old_logprobs"] if has_kl_in_reward(run, knobs) or run.config.updates_per_batch > 1 else []
-    names += ["ref"] if names and run.reference is not None else []
+    names += ["ref"] if run.reference is not None and (names or run.reference.rests) else []
     return names + (["old_values"] if run.critic is not None else [])
 
 
@@ -132,14 +191,22 @@ def _said_of(run: Run, knobs: Knobs, rollouts: Rollouts, pieces: list[Piece]) ->
 
 def _said(run: Run, rollouts: Rollouts, piece: Piece, knobs: Knobs) -> dict[str, Float[Tensor, "b t"]]:
     """Of one piece, what is needed; the values of a shared critic from the policy's forward, where there is one."""
-    said, needed = {}, _needed(run, knobs)
+    said: dict[str, Tensor] = {}
+    needed = _needed(run, knobs)
     if "old_logprobs" in needed:
         likelihood = likelihood_of(run, rollouts, piece, want=wanted(run, knobs, with_stats=False))
-        said["old_logprobs"] = likelihood.logprobs
+        said |= _with_gaussian("old_logprobs", likelihood)
         if likelihood.values is not None:
             said["old_values"] = likelihood.values
     if "ref" in needed and run.reference is not None:
-        said["ref"] = run.reference.likelihood(rollouts, piece).logprobs
+        said |= _with_gaussian("ref", run.reference.likelihood(rollouts, piece, want=gaussian(run)))
     if run.critic is not None and "old_values" not in said:
         said["old_values"] = run.critic.values(rollouts, piece)
     return said
+
+
+def _with_gaussian(name: str, likelihood: Likelihood) -> dict[str, Tensor]:
+    """Log-probs under this name, and the normal that they are of."""
+    own = likelihood.gaussian
+    beside = {} if own is None else {f"{name}:mean": own.mean, f"{name}:std": own.std}
+    return {name: likelihood.logprobs, **beside}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gruppo import dist
@@ -31,18 +31,23 @@ class Round:
     reward_s: float
 
 
-def alike(one: Round, by: str) -> Bool[Tensor, "P"]:
-    """Groups without spread in the reward ``by``, or in the sum of all before it is shaped.
+def decisive(one: Round, by: str) -> Float[Tensor, "B"]:
+    """The reward whose spread within a group counts: ``by``, or the sum of all before it is shaped.
 
-    Of the rows that are scored: a group with fewer than two has nothing to learn from either. Where ``by`` scores no
-    row of a group it does not apply to that group, and the sum decides.
+    Of the rows that are scored. Where ``by`` scores no row of a group it does not apply to that group, and the sum
+    decides.
     """
     rewards, group_ids = one.scores.rewards, one.rollouts.group_ids
-    if by:
-        named = torch.where(rewards.isfinite(), one.scores.parts[by], torch.nan)
-        applies = group_ids[named.isfinite()].bincount(minlength=len(one.slots)) > 0
-        rewards = torch.where(applies[group_ids], named, rewards)
-    return has_no_spread(rewards, group_ids)
+    if not by:
+        return rewards
+    named = torch.where(rewards.isfinite(), one.scores.parts[by], torch.nan)
+    applies = group_ids[named.isfinite()].bincount(minlength=len(one.slots)) > 0
+    return torch.where(applies[group_ids], named, rewards)
+
+
+def alike(one: Round, by: str) -> Bool[Tensor, "P"]:
+    """Groups without spread in the decisive reward: one with fewer than two scored rows has nothing to learn from."""
+    return has_no_spread(decisive(one, by), one.rollouts.group_ids)
 
 
 def empty_slots(one: Round | None, by: str, slots: int) -> list[int]:
@@ -80,20 +85,25 @@ class Sampled:
         return {"refill/thrown_groups_count": float(total[0]), "refill/thrown_tokens_count": float(total[1])}
 
 
-def joined(rounds: Sequence[Round], by: str, *, refills: bool) -> Sampled:
-    """All that was sampled in a step, and which of it is the batch."""
+def joined(rounds: Sequence[Round], by: str, *, refills: bool, grown: Round | None = None) -> Sampled:
+    """All that was sampled in a step, and which of it is the batch. ``grown``: more samples of slots' last groups."""
     rollouts, scores = rounds[0].rollouts, rounds[0].scores
-    if not refills:
+    if not refills and grown is None:
         every = torch.ones(len(rollouts), dtype=torch.bool)
         return Sampled(rollouts, scores, rollouts.group_ids.argsort(stable=True).tolist(), every)
+    every_round = [*rounds, grown] if grown is not None else list(rounds)
+    starts = accumulate((len(one.rollouts) for one in every_round), initial=0)
     last: dict[int, tuple[list[int], bool]] = {}
-    for one, first in zip(rounds, accumulate((len(one.rollouts) for one in rounds), initial=0), strict=False):
-        for slot, own, is_empty in zip(one.slots, _rows_by_group(one), alike(one, by).tolist(), strict=True):
-            last[slot] = (own + first).tolist(), not is_empty
+    for one, first in zip(every_round, starts, strict=False):
+        is_empty = [False] * len(one.slots) if one is grown or not refills else alike(one, by).tolist()
+        for slot, own, is_alike in zip(one.slots, _rows_by_group(one), is_empty, strict=True):
+            before = last[slot][0] if one is grown else []
+            last[slot] = before + (own + first).tolist(), not is_alike
     slots = list(last.values())  # in order: the first round has all of them, and a slot keeps its place
     is_filled = [is_good for own, is_good in slots for _ in own]
-    if len(rounds) > 1:
-        rollouts, scores = Rollouts.cat([one.rollouts for one in rounds]), Scores.cat([one.scores for one in rounds])
+    if len(every_round) > 1:
+        rollouts = Rollouts.cat([one.rollouts for one in every_round])
+        scores = Scores.cat([one.scores for one in every_round])
     return Sampled(rollouts, scores, [row for own, _ in slots for row in own], torch.tensor(is_filled))
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gruppo.core.schedules import warmup_decay
-from gruppo.policies.reference import FrozenReference
+from gruppo.policies.diffusion import DenoiserPolicy
 from gruppo.training.config import Config
 from gruppo.training.signals import Stopper
-from gruppo.types import Critic, Engine, Prompt, PromptSource, Sampling, Stat, Tracker
+from gruppo.training.stages import Course
+from gruppo.types import Critic, Engine, Prompt, PromptSource, Reference, Sampling, Stat, Tracker
 
 
 @dataclass
@@ -26,8 +26,15 @@ class Run:
     source: PromptSource
     rewards: Any
     optimizer: torch.optim.Optimizer
-    reference: FrozenReference | None = None
+    reference: Reference | None = None
+    reference_sha256: str | None = None
+    """Of the reference's frozen weights, from before the first update."""
     critic: Critic | None = None
+    demos: PromptSource | None = None
+    """Where demonstrations come from, where some stage learns from them."""
+    sampling: Sampling = None  # type: ignore[assignment]
+    """What is sampled from where no stage sets a temperature; without it, the config's of texts."""
+    course: Course = field(init=False)
     trackers: list[Tracker] = field(default_factory=list)
     stopper: Stopper = field(default_factory=Stopper)
     step: int = 0
@@ -43,10 +50,23 @@ class Run:
     """Tokens of a piece once they are chosen, less where memory has run out; see ``memory.token_budget``."""
     has_run_out: bool = False
     """Whether memory ran out in this process, after which no piece is made larger than ``token_budget``."""
+    best: dict[str, float] | None = None
+    """Step and value at which the metric that back_off watches was best; replaced and never changed in place."""
+    known: dict[str, float] = field(default_factory=dict)
+    """The last value of each metric that was logged since the run was started or resumed."""
     unscored_steps: int = 0
     """Steps in a row in which no row was scored."""
     example: Prompt | None = None
     """A prompt that was trained on since the run was started or resumed."""
+
+    def __post_init__(self) -> None:
+        self.sampling = self.sampling or self.config.rollout.sampling
+        self.course = Course(self.config, self.sampling)
+
+    @property
+    def is_gaussian(self) -> bool:
+        """Whether actions are drawn from a normal, so that KLs have a closed form."""
+        return isinstance(self.policy, DenoiserPolicy)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -58,6 +78,7 @@ class Run:
         return list(trained(self.policy.module, self.critic))
 
     def log(self, metrics: Mapping[str, float]) -> None:
+        self.known.update(metrics)
         for tracker in self.trackers:
             tracker.log(self.step, metrics)
 
@@ -77,50 +98,13 @@ def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]
     }
 
 
-@dataclass(frozen=True)
-class Knobs:
-    """What may change from step to step."""
-
-    lr: float
-    """Of the policy; each parameter group's is this times its ``lr_scale``."""
-    kl_coef: float
-    entropy_coef: float
-    value_coef: float
-    is_critic_alone: bool
-    """Whether the policy rests while the critic learns."""
-    group_size: int
-    sampling: Sampling
-
-
-def knobs_at(config: Config, step: int) -> Knobs:
-    """The knobs of step 0, 1, ..."""
-    optim = config.optim
-    lr = warmup_decay(
-        step,
-        peak=optim.lr,
-        warmup=optim.warmup_steps,
-        total=config.steps,
-        decay=optim.decay,
-        final_frac=optim.final_lr_frac,
-    )
-    return Knobs(
-        lr=lr,
-        kl_coef=config.stage.kl_coef,
-        entropy_coef=config.stage.entropy_coef,
-        value_coef=config.stage.value_coef,
-        is_critic_alone=config.objective.has_critic and step < config.critic.warmup_steps,
-        group_size=config.rollout.group_size,
-        sampling=config.rollout.sampling,
-    )
-
-
 def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
     """Metrics from statistics: ``entries`` maps a statistic to the metrics it gives, ``"mean:len/mean_actions"``."""
     metrics = {}
     for name, wanted in entries.items():
         if name in stats:
             for entry in wanted:
-                what, metric = entry.split(":")
+                what, metric = entry.split(":", 1)  # a reward may have one in its name
                 is_known = stats[name].count or what in ("sum", "count")
                 metrics[metric] = float(getattr(stats[name], what)) if is_known else float("nan")
     return metrics

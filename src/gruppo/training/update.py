@@ -5,27 +5,34 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo import dist
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
-from gruppo.core.weights import loss_total, loss_weights
-from gruppo.training.memory import in_pieces
-from gruppo.training.minibatches import at_rest, has_gradient, likelihood_of, minibatches, wanted
+from gruppo.core.weights import Average, loss_total, loss_weights
+from gruppo.training import timesteps
+from gruppo.training.demos import supervised_backward
+from gruppo.training.epochs import epoch_metrics
+from gruppo.training.memory import Part, in_pieces_of
+from gruppo.training.minibatches import at_rest, gaussian, has_gradient, likelihood_of, minibatches, wanted
 from gruppo.training.moved import EVERY, Moved, warn_if_still
-from gruppo.training.run import Knobs, Run, flatten
-from gruppo.types import Batch, GruppoError, Likelihood, NumericalStop, Piece, Stat
+from gruppo.training.run import Run, flatten, trained
+from gruppo.training.stages import Knobs
+from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, NumericalStop, Piece, Stat
 
 log = logging.getLogger("gruppo")
 
 MAX_SKIPPED_UPDATES = 3
 """So many updates in a row with a gradient that is not finite end the run."""
+
+LEARNED = ("ratio", "sup/nats")
+"""Statistics that count what a gradient comes from: sampled actions, tokens of demonstrations."""
 
 _METRICS = {
     "ratio": ("mean:ratio/mean", "max:ratio/max"),
@@ -35,11 +42,15 @@ _METRICS = {
     "entropy/nats": ("mean:entropy/mean_nats",),
     "clip/high_frac": ("mean:clip/high_frac",),
     "clip/low_frac": ("mean:clip/low_frac",),
+    "clip/kl_mask_frac": ("mean:clip/kl_mask_frac",),
     "correction/weight": ("mean:correction/mean", "min:correction/min", "max:correction/max"),
     "value/clip_frac": ("mean:value/clip_frac",),
     "mismatch/nats": ("mean:mismatch/mean_nats", "max:mismatch/max_nats"),
     "loss/policy": ("sum:loss/policy",),
     "loss/kl": ("sum:loss/kl",),
+    "loss/sup": ("sum:loss/sup",),
+    "sup/nats": ("mean:sup/loss_nats",),
+    "sup/tokens": ("sum:sup/tokens_count",),
     "loss/value": ("sum:loss/value",),
     "grad/norm": ("mean:grad/norm",),
     "grad/critic_norm": ("mean:grad/critic_norm",),
@@ -54,18 +65,21 @@ def learn(run: Run, batch: Batch, knobs: Knobs) -> dict[str, float]:
     """All updates of one batch, or those before the policy has moved too far."""
     began = time.perf_counter()
     for group in run.optimizer.param_groups:
-        group["lr"] = knobs.lr * group["lr_scale"]
+        group["lr"] = knobs.critic_lr if group["is_critic"] else knobs.lr
     stats = {"update/taken": Stat(), "update/skipped": Stat()}
+    epochs: list[dict[str, Stat]] = [{} for _ in range(run.config.optim.epochs)]
     tried, has_moved_far = 0, False
     for minibatch in minibatches(run, batch, knobs):
         of_update, has_moved_far = update(run, minibatch, knobs)
+        of_epoch = epochs[tried // run.config.optim.minibatches]
         tried += 1
-        for name, stat in of_update.items():
-            stats[name] = stats.get(name, Stat()) + stat
+        for said in (stats, of_epoch):
+            said |= {name: said.get(name, Stat()) + stat for name, stat in of_update.items()}
         if has_moved_far:
             break
     losses = {name: Stat(1, stat.sum / tried) for name, stat in stats.items() if name.startswith("loss/")}
-    metrics = flatten(stats | losses, _METRICS)
+    metrics = flatten(stats | losses, _METRICS) | timesteps.metrics_of(stats)
+    metrics |= epoch_metrics(run.config.optim, epochs, tried - has_moved_far)
     if run.config.optim.stop_kl:
         metrics["update/early_stop_frac"] = float(has_moved_far)
     if "update/changed" in stats:
@@ -77,17 +91,25 @@ def update(run: Run, batch: Batch, knobs: Knobs) -> tuple[dict[str, Stat], bool]
     """One optimiser step over one minibatch on all ranks; none where the policy has moved too far, which it says."""
     run.optimizer.zero_grad(set_to_none=True)
     stats = backward(run, batch, knobs)
-    critic = run.critic.module.parameters() if run.critic is not None else ()
-    dist.sum_gradients(critic if knobs.is_critic_alone else run.parameters)
+    dist.sum_gradients(learning(run, knobs))
     stats = dist.merge_stats(stats)
     limit = run.config.optim.stop_kl
-    has_moved_far = limit > 0 and stats["kl/old_k3_nats"].mean > limit  # the same number on all ranks
-    if not stats["ratio"].count:
+    has_moved_far = limit > 0 and stats.get("kl/old_k3_nats", Stat()).mean > limit  # the same number on all ranks
+    if not any(stats[name].count for name in LEARNED if name in stats):
         stats |= {f"grad/{name}": Stat(1, 0.0) for name in _networks(run)}
     elif not has_moved_far:
         stats |= _step(run)
     run.optimizer.zero_grad(set_to_none=True)
     return stats, has_moved_far
+
+
+def learning(run: Run, knobs: Knobs) -> list[torch.nn.Parameter]:
+    """What has a gradient on some rank: the critic's weights while it learns alone, none of them while nothing is
+    sampled. The others keep no gradient at all, so that neither momentum nor decay moves them."""
+    policy = list(trained(run.policy.module, None).values())
+    if knobs.is_critic_alone:
+        return run.parameters[len(policy) :]
+    return run.parameters if knobs.samples else policy
 
 
 def _step(run: Run) -> dict[str, Stat]:
@@ -117,14 +139,40 @@ def _networks(run: Run) -> dict[str, list[torch.nn.Parameter]]:
 def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
     """Gradients of the whole minibatch, piece by piece; this rank's statistics.
 
-    The weights are those of the whole minibatch over all ranks, so that the pieces' losses add up to one loss.
+    The weights are those of the whole minibatch over all ranks, so that the pieces' losses add up to one loss; of
+    demonstrations, each token counts alike.
     """
-    objective, rollouts = run.config.objective, batch.rollouts
-    assert rollouts is not None
-    total = dist.all_sum(loss_total(batch.keep, average=objective.average, max_length=knobs.sampling.max_actions))
-    weights = loss_weights(batch.keep, average=objective.average, total=total)
+    parts: list[Part] = []
+    works: list[Callable[[list[Piece]], dict[str, Stat]]] = []
+    if batch.rollouts is not None:
+        weights = _weights(batch.keep, run.config.objective.average, knobs)
+        parts.append((batch.rollouts, has_gradient(run, batch, knobs)))
+        works.append(partial(_backward, run, batch, knobs, weights))
+    if batch.demos is not None:
+        weights = _weights(batch.demos.mask, "token", knobs)
+        parts.append((batch.demos, batch.demos.mask))
+        works.append(partial(supervised_backward, run, batch.demos, knobs, weights))
+
+    def attempt(cuts: list[list[Piece]]) -> dict[str, Stat]:
+        return added(work(pieces) for work, pieces in zip(works, cuts, strict=True))
+
     with dist.together():
-        return in_pieces(run, rollouts, has_gradient(run, batch, knobs), partial(_backward, run, batch, knobs, weights))
+        return in_pieces_of(run, parts, attempt)
+
+
+def _weights(keep: Bool[Tensor, "B T"], average: Average, knobs: Knobs) -> Float[Tensor, "B T"]:
+    """Of this rank's actions in the minibatch of all ranks."""
+    total = dist.all_sum(loss_total(keep, average=average, max_length=knobs.sampling.max_actions))
+    return loss_weights(keep, average=average, total=total)
+
+
+def added(several: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
+    """Statistics of the same name as one."""
+    stats: dict[str, Stat] = {}
+    for one in several:
+        for name, stat in one.items():
+            stats[name] = stats.get(name, Stat()) + stat
+    return stats
 
 
 def _backward(
@@ -133,7 +181,7 @@ def _backward(
     """Gradients and statistics of these pieces; no rank asks another, so that each may begin again alone."""
     objective, rollouts = run.config.objective, batch.rollouts
     assert rollouts is not None
-    stats = {name: Stat() for name in _stat_names(run)}
+    stats = {name: Stat() for name in (*_stat_names(run), *timesteps.names(run, rollouts))}
     for piece in pieces:
         with at_rest(run.policy.sampler) if knobs.is_critic_alone else nullcontext():
             likelihood = likelihood_of(run, rollouts, piece, want=wanted(run, knobs))
@@ -147,6 +195,8 @@ def _backward(
             (knobs.value_coef * terms["value"]).backward()
         piece_stats |= {f"loss/{name}": Stat.of(term) for name, term in terms.items() if name != "entropy"}
         piece_stats["update/pieces"] = Stat(1, 1.0)
+        if timesteps.has_timesteps(run, rollouts):
+            piece_stats |= timesteps.of_piece(piece, likelihood, inputs)
         piece_stats["mismatch/nats"] = _mismatch(batch, piece, likelihood, inputs)
         for name, stat in piece_stats.items():
             stats[name] = stats[name] + stat
@@ -155,7 +205,7 @@ def _backward(
 
 def _loss(terms: Mapping[str, Tensor], knobs: Knobs) -> Tensor:
     """What is descended. While the critic learns alone, the policy's part is a number without a gradient."""
-    loss = terms["policy"]
+    loss = terms["policy"] if knobs.rl_coef == 1 else knobs.rl_coef * terms["policy"]
     if knobs.entropy_coef:
         loss = loss - knobs.entropy_coef * terms["entropy"]
     if "kl" in terms:
@@ -171,19 +221,28 @@ def loss_inputs(
     assert rollouts is not None
     _check_whole_rows(run, batch, piece)
 
+    device = likelihood.logprobs.device
+
     def cut(x: Tensor | None) -> Tensor | None:
-        return None if x is None else piece.of(x).to(likelihood.logprobs.device)
+        return None if x is None else piece.of(x).to(device)
+
+    def cut_gaussian(x: Gaussian | None) -> Gaussian | None:
+        return None if x is None else Gaussian(piece.of(x.mean).to(device), piece.of(x.std).to(device))
 
     ref = None
     if run.reference is not None:
-        stored = None if batch.ref is None else cut(batch.ref.logprobs)
-        ref = run.reference.likelihood(rollouts, piece) if stored is None else Likelihood(stored)
+        ref = (
+            run.reference.likelihood(rollouts, piece, want=gaussian(run))
+            if batch.ref is None
+            else Likelihood(piece.of(batch.ref.logprobs).to(device), gaussian=cut_gaussian(batch.ref.gaussian))
+        )
     needs_sampler = run.config.objective.correction != "none"
     return LossInputs(
-        advantages=piece.of(batch.advantages).to(likelihood.logprobs.device),
-        keep=piece.of(batch.keep).to(likelihood.logprobs.device),
-        weights=piece.of(weights).to(likelihood.logprobs.device),
+        advantages=piece.of(batch.advantages).to(device),
+        keep=piece.of(batch.keep).to(device),
+        weights=piece.of(weights).to(device),
         old_logprobs=cut(batch.old_logprobs),
+        old_gaussian=cut_gaussian(batch.old_gaussian),
         ref=ref,
         sampler_logprobs=cut(rollouts.sampler_logprobs) if needs_sampler else None,
         old_values=cut(batch.old_values),
@@ -210,6 +269,7 @@ def _stat_names(run: Run) -> list[str]:
     names += ["mismatch/nats", "loss/policy", "update/pieces"]
     objective = run.config.objective
     names += ["correction/weight"] if objective.correction != "none" else []
+    names += ["clip/kl_mask_frac"] if objective.kl_mask else []
     names += ["loss/value", "value/clip_frac"] if run.critic is not None else []
     if run.reference is not None:
         names += ["kl/ref_nats", *(["loss/kl"] if objective.kl_in == "loss" else [])]

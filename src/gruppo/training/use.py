@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gruppo.core.objective import Objective
+from gruppo.loading import program
+from gruppo.policies.adapters import is_adapter, model_of
+from gruppo.policies.diffusion import ClassLabels
 from gruppo.policies.text import from_pretrained
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
-from gruppo.track.texts import program
-from gruppo.training import config_file
+from gruppo.rewards.images import to_pillow
+from gruppo.track.pictures import Cell, Line, draw, picture_of
+from gruppo.track.sheets import FOLDER, write_sheet
+from gruppo.training import checkpoint, config_file
 from gruppo.training.build import Parts, build, missing_parts
+from gruppo.training.config import Config, Lora, Stage
 from gruppo.training.evaluate import Evaluated, evaluate_rows, held_out
+from gruppo.training.models import kind_of, open_images
 from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
 
-
-def model_of(name: str | Path) -> str:
-    """The model folder of a run, else the name as it is."""
-    path = Path(name)
-    final = path / "final"
-    if (final / "COMPLETE").is_file() and not (final / "config.json").is_file():
-        raise GruppoError(f"the model of {path} is a module of your own; load {final}/model.safetensors into it.")
-    if (final / "COMPLETE").is_file():
-        return str(final)
-    if (path / "manifest.json").is_file():
-        raise GruppoError(f"the run {path} has no final model yet. Finish it with {program()} resume {path}.")
-    return str(name)
+PIPELINE_ADAPTER = "pytorch_lora_weights.safetensors"
+"""As diffusers names it."""
 
 
 def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str, Any]]]:
@@ -35,18 +35,31 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
     config = config_file.load(path / "config.json")
     if prompts < 1:
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
+    if not config.reward:
+        raise GruppoError(
+            f"{path} was trained without a reward, so nothing is measured. Ask it: {program()} sample {path}"
+        )
     evaluation = replace(config.evaluation, prompts=prompts)
-    config = replace(config, model=model_of(path), evaluation=evaluation, stage=replace(config.stage, kl_coef=0.0))
+    config = replace(config, model=model_of(path), evaluation=evaluation, stage=Stage(), stages=(), lora=Lora())
     config = replace(config, objective=Objective())  # nothing is trained: no reference, no critic
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
-    run, _ = build(config, Parts())
+    policy = None
+    if kind_of(config) == "text":  # an adapter stays beside its base
+        policy = from_pretrained(config.model, compute=config.compute, trust_remote_code=config.trust_remote_code)
+    run, _ = build(config, Parts(policy))
     if not (asked := held_out(run, prompts)):
         raise DataError(
             f"the data of {path} have no held-out prompts to evaluate on. Train with "
             "--prompts.held-out-fraction above 0."
         )
     return evaluate_rows(run, asked)
+
+
+def evaluation_sheet(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
+    """The pictures of an evaluation on one sheet in the run's folder, each with its reward; None of texts."""
+    file = path / FOLDER / "evaluated.png"
+    return file if write_sheet(file, rows, f"{path.name}, evaluated") else None
 
 
 def complete(
@@ -60,12 +73,95 @@ def complete(
     is_plain: bool = False,
 ) -> list[list[str]]:
     """``n`` completions of each prompt, as chat unless ``is_plain`` or the model has no chat template."""
-    name = model_of(model)
-    path = bundled_model(name).path if name in BUNDLED else name
-    policy = from_pretrained(path)
+    policy = from_pretrained(_path_of(model))
     chats = policy.chat.can_chat and not is_plain
     asked = [[{"role": "user", "content": text}] if chats else text for text in prompts]
     requests = [Request(Prompt(str(i), inputs, draw=i), n) for i, inputs in enumerate(asked)]
     rollouts = policy.sample(requests, Sampling(temperature=temperature, max_actions=max_new_tokens), seed=seed)
     texts = [output if isinstance(output, str) else output[-1]["content"] for output in rollouts.outputs]
     return [texts[i * n : (i + 1) * n] for i in range(len(prompts))]
+
+
+def is_of_images(model: str | Path) -> bool:
+    """Whether a run's model, or any other, draws pictures."""
+    return kind_of(Config(model=str(model))) != "text"
+
+
+def pictures(
+    model: str | Path,
+    prompts: Sequence[str],
+    folder: Path,
+    *,
+    n: int = 1,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[Path]:
+    """``n`` pictures of each prompt as PNG files in a folder, and after them a sheet with all; drawn as in training,
+    or at temperature 0 by the ODE."""
+    policy, sampling = open_images(model)
+    if n < 1:
+        raise GruppoError(f"--n {n} draws nothing; it needs at least 1.")
+    asked = [Prompt(str(i), _asked_for(policy, text), draw=i) for i, text in enumerate(prompts)]
+    for prompt in asked:
+        if why := policy.refuse(prompt, sampling):
+            raise GruppoError(why)
+    sampling = replace(sampling, temperature=float(temperature), noise="independent", train_from=0, train_to=0)
+    rollouts = policy.sample([Request(prompt, n) for prompt in asked], sampling, seed=seed)
+    files, lines = [], []
+    folder.mkdir(parents=True, exist_ok=True)
+    for place, (text, prompt) in enumerate(zip(prompts, asked, strict=True)):
+        drawn = rollouts.outputs[place * n : (place + 1) * n]
+        stem = re.sub(r"[^\w-]+", "-", text)[:40].strip("-") or f"prompt-{prompt.id}"
+        for number, picture in enumerate(drawn):
+            files.append(folder / f"{place}-{stem}-{number}.png")
+            to_pillow(picture).save(files[-1])
+        lines.append(Line(text, [Cell(picture_of(picture)) for picture in drawn]))
+    sheet, _ = draw(lines, title=f"{model}")
+    files.append(folder / "sheet.png")
+    sheet.save(files[-1])
+    return files
+
+
+def _asked_for(policy: Any, text: str) -> Any:
+    """What was typed: the name of a class or its number, or a caption."""
+    condition = policy.denoiser.condition
+    is_number = isinstance(condition, ClassLabels) and text not in condition.names and text.isdecimal()
+    return int(text) if is_number else text
+
+
+def export(model: str | Path, folder: Path, *, is_adapter_kept: bool = False) -> Path:
+    """A run's (or any) model as a folder of its own, an adapter added to its base; or the adapter as it is."""
+    if folder.exists():
+        raise GruppoError(f"the folder {folder} exists already. Name a new one, or delete it.")
+    path = Path(_path_of(model))
+    if is_adapter_kept:
+        if (path / PIPELINE_ADAPTER).is_file():
+            raise GruppoError(
+                f"the adapter of a pipeline lies in {path} already, as {PIPELINE_ADAPTER}: load it with "
+                "pipeline.load_lora_weights(folder). Leave --adapter out for the model."
+            )
+        if not is_adapter(path):
+            raise GruppoError(
+                f"{model} has no adapter: its weights themselves were trained. Leave --adapter out for the model."
+            )
+        return checkpoint.write_folder(folder, partial(_copy_adapter, path))
+    policy: Any
+    if is_of_images(model):
+        policy, _ = open_images(_path_of(model))
+    else:
+        policy = from_pretrained(path, compute="float32", is_merged=True)
+    return checkpoint.write_folder(folder, policy.save)
+
+
+def _copy_adapter(path: Path, folder: Path) -> None:
+    """All that lies beside the adapter, but not the seal, which a new folder gets of its own."""
+    shutil.copytree(path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("COMPLETE"))
+
+
+def _path_of(model: str | Path) -> str:
+    """Where a run's model, a bundled one or a folder lies; a hub id as it is."""
+    name = model_of(model)
+    path = Path(name)
+    if not path.exists() and path.parent != Path() and path.parent.is_dir():  # no hub id: its folder is here
+        raise GruppoError(f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there.")
+    return str(bundled_model(name).path) if name in BUNDLED else name

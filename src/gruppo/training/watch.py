@@ -12,10 +12,14 @@ from typing import Any
 from rich.console import Console
 
 from gruppo.track.console import ConsoleTracker
+from gruppo.track.page import write_page
 from gruppo.track.plots import plot_run
 from gruppo.track.report import closing_lines
+from gruppo.training import config_file
+from gruppo.training.config import Config
 from gruppo.training.run import Run
 from gruppo.training.signals import say
+from gruppo.training.stages import where_of
 from gruppo.types import Tracker
 
 log = logging.getLogger("gruppo")
@@ -24,7 +28,10 @@ log = logging.getLogger("gruppo")
 def on_screen(run: Run, folder: Path) -> list[Tracker]:
     """The trackers of a run that people watch."""
     every = max(run.config.show_samples_every, 1)
-    console = ConsoleTracker(run.config.steps, title=folder.name, step=run.step, samples_every=every)
+    stages = run.course.names
+    console = ConsoleTracker(
+        run.config.steps, title=folder.name, step=run.step, samples_every=every, stages=stages, run_dir=folder
+    )
     run.stopper.say = lambda message: None if console.announce(message) else say(message)
     return [Screen(console)]
 
@@ -49,15 +56,24 @@ def heard() -> Iterator[None]:
 
 def draw(folder: Path) -> None:
     """The run's curves as PNG files. The run is complete: what cannot be drawn, for whatever reason, costs a line."""
-    try:
-        plot_run(folder, note=log.info)
-    except Exception as error:
-        log.warning("the curves could not be drawn: %s: %s", type(error).__name__, error)
+    for what, make in (("curves", lambda: plot_run(folder, note=log.info)), ("page", lambda: write_page(folder))):
+        try:
+            make()
+        except Exception as error:
+            log.warning("the %s could not be drawn: %s: %s", what, type(error).__name__, error)
 
 
 def say_closing(result: Any) -> None:
     """What came of the run, and what to type next."""
-    Console().print(closing_lines(result.folder, result.before, result.after, question=result.question))
+    longer = for_longer(config_file.load(result.folder / "config.json"))
+    said = closing_lines(result.folder, result.before, result.after, question=result.question, longer=longer)
+    Console().print(said, soft_wrap=True)  # a command that is broken in two cannot be copied
+
+
+def for_longer(config: Config) -> str:
+    """The options that train a config again for twice its steps, which a last stage of a fixed length would refuse."""
+    to_the_end = f" --{where_of(config, len(config.plan) - 1)}.steps 0" if config.plan[-1].steps else ""
+    return f"--steps {2 * config.steps}{to_the_end}"
 
 
 class Screen:

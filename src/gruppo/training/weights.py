@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gruppo.policies.lora import base_of, base_weights, digest, has_adapter
 from gruppo.training import checkpoint
 from gruppo.training.config import IN_MEMORY
 from gruppo.training.run import Run
@@ -16,7 +16,9 @@ from gruppo.types import GruppoError
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name; tied weights once."""
+    """Parameters and saved buffers by name; tied weights once. Of a module with adapters, what is trained alone."""
+    if has_adapter(module):
+        return {name: p.detach().contiguous() for name, p in module.named_parameters() if p.requires_grad}
     saved = module.state_dict().keys()
     tensors = dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in saved}
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -38,11 +40,28 @@ def first_weights(run: Run) -> str | None:
     """SHA-256 of the untrained weights, where a resume depends on them and no file name stands for them."""
     if run.reference is None and run.config.model != IN_MEMORY:
         return None
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights_of(run.policy.module).items()):
-        digest.update(name.encode() + b"\0")
-        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest(base_weights(run.policy.module) | weights_of(run.policy.module))
+
+
+def base_sha256(run: Run) -> str | None:
+    """SHA-256 of the weights below the policy's adapter, which no checkpoint holds; None without an adapter."""
+    base = base_of(run.policy.module)
+    return None if base is None else base.sha256
+
+
+def check_base(run: Run, saved: checkpoint.Saved, folder: Path) -> None:
+    """Refuse a checkpoint of an adapter on other weights than the run's."""
+    own, then = base_sha256(run), saved.state.get("base_sha256")
+    if own == then:
+        return
+    if own is None or then is None:
+        what = "holds an adapter, and this run trains all weights" if own is None else "holds all weights, no adapter"
+    else:
+        what = f"holds an adapter of weights with SHA-256 {then[:16]}..., and {run.config.model} has {own[:16]}..."
+    raise GruppoError(
+        f"the checkpoint of step {saved.step} in {folder} {what}: it belongs to another base. Resume with the run's "
+        "own config and the model as it was, or start a new run."
+    )
 
 
 def check_critic(run: Run, saved: checkpoint.Saved, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -164,6 +165,22 @@ def test_a_damaged_model_is_refused_in_one_line_that_names_it(folder, damage):
     with pytest.raises(GruppoError) as caught:
         from_pretrained(folder, compute="float32")
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_reason_that_begins_a_list_is_told_as_a_whole_sentence(folder):
+    without_tokenizer(folder)
+    with pytest.raises(GruppoError, match=r"be loaded: it has no tokenizer that transformers can open\. Give a"):
+        from_pretrained(folder, compute="float32")
+
+
+def test_a_runs_folder_opens_as_its_final_model(folder, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    shutil.copytree(folder, run / "final")
+    (run / "manifest.json").write_text("{}")
+    with pytest.raises(GruppoError, match=r"the run .* has no final model yet\. Finish it with .* resume"):
+        from_pretrained(run)
+    (run / "final/COMPLETE").write_text("")
+    assert from_pretrained(run, compute="float32").context == from_pretrained(folder, compute="float32").context
 
 
 def test_weights_that_would_be_random_are_counted(folder):

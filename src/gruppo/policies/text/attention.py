@@ -41,10 +41,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         to_q = torch.empty_like(q)
         wide = torch.promote_types(q.dtype, torch.float32)
-        to_k, to_v = (
-            torch.zeros_like(k, dtype=wide),
-            torch.zeros_like(v, dtype=wide),
-        )  # a prompt's come from many blocks
+        to_k, to_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))  # a prompt's come from many blocks
         for block in ctx.blocks:
             queries, p, keys, values = _probabilities(q, k, v, block)
             from_above = _queries(grad, block, k.shape[1], hide=True)

@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
+from gruppo.policies.adapters import save_adapter
+from gruppo.policies.lora import has_adapter
 from gruppo.policies.text.decoding import LayeredDecoding
 from gruppo.policies.text.layers import read_decoder
 from gruppo.policies.text.stream import Stream
@@ -212,6 +214,9 @@ class TransformersBackbone:
         )
 
     def save(self, folder: Path) -> None:
+        if has_adapter(self.module):
+            save_adapter(self.module, folder)
+            return
         _make_savable(getattr(self.module, "generation_config", None))
         self.module.save_pretrained(folder)
 

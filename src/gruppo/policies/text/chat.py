@@ -24,8 +24,21 @@ class Chat(Protocol):
         """Every token's id; None where the tokenizer does not tell."""
         ...
 
+    @property
+    def closing(self) -> list[int]:
+        """The end token that a completion is closed with where nothing else says which; none where there is none."""
+        ...
+
     def encode(self, inputs: Any) -> list[int]:
         """Ids of a string, or of messages up to where the assistant is to speak."""
+        ...
+
+    def encode_answered(self, inputs: Any, text: str) -> list[int]:
+        """Ids of the prompt and of what it is answered with, written as one; none where that cannot be written."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text in the middle of others: no token stands for its beginning or end."""
         ...
 
     def text(self, ids: Sequence[int]) -> str:
@@ -71,22 +84,44 @@ class TransformersChat:
                 "the prompt is a conversation, but this tokenizer has no chat template. Use a chat model, give prompts "
                 "as plain strings, or set tokenizer.chat_template."
             )
-        messages = list(inputs)
-        if not self._writes_empty_system and (messages[0]["role"], messages[0]["content"]) == ("system", ""):
-            messages = messages[1:] or messages
-        return _not_empty(self._written(messages), inputs)
+        return _not_empty(self._written(self._taken(list(inputs))), inputs)
 
-    def _written(self, messages: list[Any]) -> list[int]:
+    def encode_answered(self, inputs: Any, text: str) -> list[int]:
+        if isinstance(inputs, str):
+            return list(self.tokenizer(inputs + text)["input_ids"])
+        messages = self._taken(list(inputs))
+        begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+        try:
+            return self._written([*messages, {"role": "assistant", "content": begun + text}], is_whole=True)
+        except DataError:
+            return []
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @property
+    def closing(self) -> list[int]:
+        own = self.tokenizer.eos_token_id
+        return [own] if own in self.eos_ids else list(self.eos_ids[:1])
+
+    def _taken(self, messages: list[Any]) -> list[Any]:
+        """The messages, without an empty system message that the template refuses."""
+        if not self._writes_empty_system and (messages[0]["role"], messages[0]["content"]) == ("system", ""):
+            return messages[1:] or messages
+        return messages
+
+    def _written(self, messages: list[Any], *, is_whole: bool = False) -> list[int]:
+        """Ids up to where the assistant is to speak or to speak on; ``is_whole``, with its last words and their end."""
         from jinja2 import TemplateError
 
-        continues = messages[-1]["role"] == "assistant"
+        continues = messages[-1]["role"] == "assistant" and not is_whole
         try:
             return list(
                 self.tokenizer.apply_chat_template(
                     messages,
                     tokenize=True,
                     return_dict=False,
-                    add_generation_prompt=not continues,
+                    add_generation_prompt=not continues and not is_whole,
                     continue_final_message=continues,
                 )
             )
@@ -140,6 +175,16 @@ class PlainChat:
                 "to from_module, or give prompts as plain strings."
             )
         return _not_empty(list(self.render(inputs)), inputs)
+
+    def encode_answered(self, inputs: Any, text: str) -> list[int]:
+        return list(self.tokenizer.encode(inputs + text)) if isinstance(inputs, str) else []
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text))
+
+    @property
+    def closing(self) -> list[int]:
+        return list(self.eos_ids[:1])
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode([i for i in ids if i not in self.eos_ids])

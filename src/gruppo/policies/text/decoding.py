@@ -8,16 +8,16 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
+from gruppo.policies.text.attention import attend
 from gruppo.policies.text.blocks import FusedLayer, fused, lean_norm
 from gruppo.policies.text.layers import Decoder
+from gruppo.policies.text.stream import stream
 
 COLUMNS = 32
 """Tokens by which the buffers of the rows' own keys and values grow."""
 
 READ_AT_ONCE = 1024
 """Tokens of prompts in one pass, so that what is between the layers stays in the cache of the machine."""
-
-QUERIES_AT_ONCE = 256
 
 SMALL = 1024
 """Up to so many rows times columns, products of keys in float32 are the faster ones on a CPU: they start sooner."""
@@ -130,21 +130,18 @@ class LayeredDecoding:
         return self.norm(torch.cat(last))
 
     def _read_together(self, prompts: Sequence[Tensor], first: int) -> Float[Tensor, "b F"]:
-        lengths = [len(prompt) for prompt in prompts]
-        positions = torch.cat([torch.arange(length, device=self.owners.device) for length in lengths])
-        x = self.decoder.embed(torch.cat(list(prompts)))  # [N, F], a flat stream without padding
-        turns = self._turns(x, positions)
-        kv_heads = self.decoder.kv_heads
+        lengths, kv_heads = [len(prompt) for prompt in prompts], self.decoder.kv_heads
+        tokens = stream([prompt.cpu() for prompt in prompts], [], torch.zeros(0, dtype=torch.long))
+        tokens = tokens.to(self.owners.device, self.exact)
+        x = self.decoder.embed(tokens.ids)  # [N, F]
+        turns = self._turns(x, tokens.positions)
         for block, kept in zip(self.blocks, self.prompts, strict=True):
             qk, v = block.rotate(block.project(x), turns)
-            qkv = torch.cat([qk.to(self.dtype), v], dim=1)
-            attended = []
-            for n, own in enumerate(qkv.split(lengths)):
-                q, k, v = own.transpose(0, 1).split([self.decoder.heads, kv_heads, kv_heads])  # [heads, L, D]
+            q, k = (qk[:, :-kv_heads] * block.layer.scale).to(self.dtype), qk[:, -kv_heads:].to(self.dtype)
+            for n, (keys, values) in enumerate(zip(*(of[: sum(lengths)].split(lengths) for of in (k, v)), strict=True)):
                 at = slice((first + n) * kv_heads, (first + n + 1) * kv_heads)
-                kept[0, at, : lengths[n]], kept[1, at, : lengths[n]] = k, v
-                attended.append(causal(q, k, v, block.layer.scale))
-            x = block.finish(x, torch.cat(attended))
+                kept[0, at, : lengths[n]], kept[1, at, : lengths[n]] = keys.transpose(0, 1), values.transpose(0, 1)
+            x = block.finish(x, attend(q, k, v, tokens.blocks).flatten(1))
         return x[torch.tensor(lengths, device=x.device).cumsum(0) - 1]
 
     def _turns(self, like: Tensor, positions: Int[Tensor, "N"]) -> Complex[Tensor, "N 1 d"]:
@@ -206,26 +203,3 @@ class LayeredDecoding:
         attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=qk.device)
         torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts), out=attended)
         return attended.view(g * j, -1)
-
-
-def causal(
-    q: Float[Tensor, "H L D"], k: Float[Tensor, "K L D"], v: Float[Tensor, "K L D"], scale: float
-) -> Float[Tensor, "L B"]:
-    """Attention of one row to itself and what is before it. Heads of queries follow their head of keys."""
-    heads, length, dim = q.shape
-    rep = heads // len(k)
-    k, v = k.contiguous(), v.contiguous()
-    parts = []
-    for start in range(0, length, QUERIES_AT_ONCE):
-        end = min(start + QUERIES_AT_ONCE, length)
-        asked = q[:, start:end].reshape(len(k), -1, dim)
-        scores = (
-            torch.bmm(asked, k[:, :end].mT)
-            .view(heads, end - start, end)
-            .to(torch.promote_types(q.dtype, torch.float32))
-        )
-        later = torch.ones(end - start, end, dtype=torch.bool, device=q.device).triu(start + 1)
-        weights = scores.mul_(scale).masked_fill_(later, -torch.inf).softmax(dim=-1).to(q.dtype)
-        gathered = torch.bmm(weights.view(len(k), rep * (end - start), end), v[:, :end])
-        parts.append(gathered.view(heads, end - start, dim).transpose(0, 1).reshape(end - start, -1))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]

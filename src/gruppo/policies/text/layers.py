@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from gruppo.core.linear_head import has_hooks
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:
@@ -115,14 +117,3 @@ def _without_hooks(*modules: Any) -> Any:
     if any(map(has_hooks, modules)):
         raise ValueError("a hook needs the module's own forward")
     return modules[-1]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-def is_plain_linear(module: Any) -> bool:
-    """Whether calling the module does nothing but x W^T + b."""
-    return type(module) is nn.Linear and not has_hooks(module) and "forward" not in vars(module)

@@ -23,10 +23,11 @@ def features_before(
 ) -> Float[Tensor, "n F"]:
     """Features at the token before each action, the one that predicts it; an action is a completion and its column."""
     device = next(backbone.module.parameters()).device
-    if backbone.layout == "stream":
+    layout = backbone.layout
+    if layout == "stream":
         tokens = stream(prompts, completions, owners)
         return backbone.stream_features(tokens)[tokens.before(row, column).to(device)]
-    if backbone.layout == "packed":
+    if layout == "packed":
         packed = pack(prompts, completions, owners)
         features = backbone.packed_features(
             packed.ids.to(device), packed.positions.to(device), packed.visible.to(device)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from gruppo.loading import why_not_opened
+from gruppo.policies.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
+from gruppo.policies.lora import has_adapter, hold_base
 from gruppo.policies.text.backbones import PlainBackbone
+from gruppo.policies.text.bundled import BUNDLED, bundled_model
 from gruppo.policies.text.chat import PlainChat, TransformersChat
 from gruppo.policies.text.policy import TextPolicy
 from gruppo.policies.text.precision import faster_dtype
@@ -19,6 +24,8 @@ from gruppo.policies.text.probing import probe
 from gruppo.types import GruppoError
 
 Compute = Literal["auto", "float32", "bfloat16"]
+Adapt = Callable[[nn.Module], None]
+"""Gives a module in float32 an adapter, and freezes all else."""
 
 
 def from_pretrained(
@@ -28,19 +35,33 @@ def from_pretrained(
     trust_remote_code: bool = False,
     chunk: int = 256,
     needs_head: bool = True,
+    adapt: Adapt | None = None,
+    is_merged: bool = False,
 ) -> TextPolicy:
-    """A Hugging Face causal LM: a hub id or a local folder. Master weights are float32.
+    """A Hugging Face causal LM: a hub id, a local folder, or a run's for its final model. Master weights are float32.
 
     ``needs_head=False`` takes a reward model too, whose language head is random: for its trunk and nothing else.
+    With ``adapt`` the base is held once, in the dtype of the arithmetic. A folder with an adapter is opened on its
+    base; with ``is_merged`` it is added to the base's weights.
     """
-    module, tokenizer, lost = _loaded(_checked_folder(path), trust_remote_code)
+    path = model_of(path)
+    if is_adapter(path):
+        if adapt is not None:
+            raise GruppoError(
+                f"the model {path} is an adapter, and another one was asked for. Go on with it by --lora.adapter "
+                f"{path} and its base as --model; or merge it first, with gruppo export {path} FOLDER, and give that."
+            )
+        base, adapt = _below(read_adapter(path), is_merged=is_merged)
+        module, tokenizer, lost = _loaded(_checked_folder(base), trust_remote_code, _words(path, base))
+    else:
+        module, tokenizer, lost = _loaded(_checked_folder(path), trust_remote_code)
     lacks_head = bool(lost["missing_keys"]) and not needs_head and _lacks_head_alone(module, lost)
     if (missing := sorted(lost["missing_keys"])) and not lacks_head:
         raise GruppoError(
             f"model {str(path)!r} lacks {len(missing)} weights that a {type(module).__name__} has, {missing[0]} first; "
             "they would be random. Give a folder with all weights of a causal language model."
         )
-    policy = from_transformers(module, tokenizer, compute=compute, chunk=chunk)
+    policy = from_transformers(module, tokenizer, compute=compute, chunk=chunk, adapt=adapt)
     if lacks_head and policy.trunk() is policy.module:
         raise GruppoError(
             f"model {str(path)!r} lacks the language head, and a {type(module).__name__} cannot be run without one. "
@@ -49,14 +70,40 @@ def from_pretrained(
     return policy
 
 
-def _loaded(path: str, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
+def _below(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
+    """Where an adapter's base is, and what puts the adapter on it."""
+    for name in adapter.base_names:
+        if name in BUNDLED:
+            base = str(bundled_model(name).path)
+        elif Path(name).exists() or not name.startswith((".", "/", "~")):
+            base = model_of(name)
+        else:
+            continue
+        return base, partial(adapter.attach_merged if is_merged else adapter.attach, base=name)
+    named = f"is {adapter.base_names[0]!r}, which is not here" if adapter.base_names else "has no name"
+    raise GruppoError(
+        f"the base of the adapter {adapter.folder} {named}. Load the base with gruppo.from_transformers and its "
+        f"adapter with adapt=gruppo.policies.adapters.adapt_from({str(adapter.folder)!r}, base=''), or name the base "
+        f"in {adapter.folder / BASE}."
+    )
+
+
+def _words(adapter: str | Path, base: str) -> str:
+    """Where the tokenizer is: beside the adapter, if it was saved with one."""
+    folder = Path(adapter).expanduser()
+    return str(folder) if (folder / "tokenizer_config.json").is_file() else base
+
+
+def _loaded(path: str, trust_remote_code: bool, words: str = "") -> tuple[Any, Any, dict[str, Any]]:
     """Module and tokenizer, and the names of weights that the files lack or have too many of."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
     hf_logging.disable_progress_bar()
+    what = "tokenizer"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(words or path, trust_remote_code=trust_remote_code)
+        what = "model"
         module, lost = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
@@ -65,11 +112,15 @@ def _loaded(path: str, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any
             output_loading_info=True,
         )
     except Exception as error:  # whatever transformers and the formats raise for files that they cannot read
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise GruppoError(
-            f"model {path!r} could not be loaded: {reason} Give a local folder that save_pretrained wrote, or a "
-            "hub id that this machine can reach or has cached."
+            f"model {path!r} could not be loaded: {why_not_opened(error, what)} Give a local folder that "
+            "save_pretrained wrote, or a hub id that this machine can reach or has cached."
         ) from error
+    if has_adapter(module):
+        raise GruppoError(
+            f"{path!r} is an adapter on a hub. Download it, and give its base as --model and its folder as "
+            "--lora.adapter."
+        )
     return module, tokenizer, lost
 
 
@@ -81,7 +132,9 @@ def _lacks_head_alone(module: Any, lost: Mapping[str, Any]) -> bool:
     return is_trunk_whole and all(name.startswith("score.") for name in lost["unexpected_keys"])
 
 
-def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto", chunk: int = 256) -> TextPolicy:
+def from_transformers(
+    module: Any, tokenizer: Any, *, compute: Compute = "auto", chunk: int = 256, adapt: Adapt | None = None
+) -> TextPolicy:
     """A Hugging Face model that is already in memory, with its tokenizer."""
     module = module.float().eval()
     if torch.cuda.is_available():
@@ -98,15 +151,35 @@ def from_transformers(module: Any, tokenizer: Any, *, compute: Compute = "auto",
             "reads its prompt again (slower, and the same numbers).",
             type(module).__name__,
         )
-    width = module.get_input_embeddings().weight.shape[1]
+    dtype = _dtype(compute, module.get_input_embeddings().weight.shape[1], module)
+    if adapt is not None:
+        adapt(module)
+    if has_adapter(module):
+        hold_base(module, dtype)
     return TextPolicy(
         module,
         backbone,
         TransformersChat(tokenizer, end_tokens(module, tokenizer)),
         context=getattr(module.config.get_text_config(), "max_position_embeddings", None),
-        compute_dtype=_dtype(compute, width, module),
+        compute_dtype=dtype,
         chunk=chunk,
     )
+
+
+def give_adapter(policy: TextPolicy, adapt: Adapt) -> None:
+    """An adapter for a policy that is in memory already, in place; its base is held once from now on."""
+    policy.copy, policy.backbone = None, policy.backbone.on(policy.module)
+    adapt(policy.module)
+    hold_base(policy.module, policy.compute_dtype)
+    anew = TextPolicy(
+        policy.module,
+        policy.backbone,
+        policy.chat,
+        context=policy.context,
+        compute_dtype=policy.compute_dtype,
+        chunk=policy.chunk,
+    )
+    policy.__dict__.update(vars(anew))
 
 
 def from_module(

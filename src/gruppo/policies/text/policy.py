@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gruppo.core.distributions import chunked_categorical
 from gruppo.policies.text.backbones import Backbone
 from gruppo.policies.text.chat import Chat, output_of
+from gruppo.policies.text.demonstrations import demonstrated, refusal
 from gruppo.policies.text.generation import cut_at_stop, write
 from gruppo.policies.text.layouts import features_before, pieces_by_group, pieces_by_length
 from gruppo.policies.text.precision import ComputeCopy
@@ -45,8 +46,8 @@ class TextPolicy:
         self.context = context
         self.chunk = chunk
         self.compute_dtype = compute_dtype
-        own = next(module.parameters()).dtype
-        self.copy = None if compute_dtype == own else ComputeCopy(module, compute_dtype)
+        own = {parameter.dtype for parameter in module.parameters()}
+        self.copy = None if own == {compute_dtype} else ComputeCopy(module, compute_dtype)
         self.backbone = backbone.on(module if self.copy is None else self.copy.module)
         self.value_head: nn.Module | None = None
         """Features [N, F] to values [N]; beside ``module``, so that saves, copies and references are without it."""
@@ -199,6 +200,21 @@ class TextPolicy:
             None if entropy is None else _spread(entropy, place, mask.shape),
             values=None if values is None else _spread(values, place, mask.shape),
         )
+
+    def refuse_demonstration(self, prompt: Prompt) -> str | None:
+        """Why this prompt's target cannot be learned from, or None."""
+        return refusal(self.chat, prompt, self.context)
+
+    def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
+        """Each prompt answered with its target, as the policy would write and end it. Nothing is drawn."""
+        for prompt in prompts:
+            if why := self.refuse_demonstration(prompt):
+                raise GruppoError(why)
+        return demonstrated(self.chat, prompts)
+
+    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
+        """-log p of each token of the answers: cross-entropy, in nats."""
+        return -likelihood.logprobs
 
     def values(self, rollouts: Rollouts, piece: Piece) -> Float[Tensor, "b t"]:
         """What ``value_head`` says before each action, 0 where mask is False; no logits are computed."""

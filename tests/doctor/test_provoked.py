@@ -1,0 +1,92 @@
+"""Small real runs whose configuration provokes a symptom, and one that is healthy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import tiny
+
+from gruppo.doctor.report import diagnose
+from gruppo.training import api
+from gruppo.training.config import Stage
+
+REWARDS = str(Path(__file__).with_name("provoked.py").resolve())
+QUICK: dict[str, Any] = {
+    "steps": 12,
+    "evaluation__prompts": 0,
+    "saving__every": 0,
+    "show_samples_every": 0,
+    "rollout__stop": tuple("abcdefghijklmn"),  # so that few answers are cut off
+    "reward": [f"{REWARDS}:short"],
+}
+STAGES = (Stage(name="supervised", steps=11, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=30), Stage(name="full"))
+RUNNING = {"objective__baseline": "running", "objective__scale": "none", "objective__running_decay": 0.9}
+
+PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "a reward that is always 0": ({"reward": [f"{REWARDS}:constant"]}, ["zero-spread"], "--stages supervised:1,full"),
+    "a warm-up longer than the run": (
+        {"optim__warmup_steps": 20},
+        ["lr-never-arrives"],
+        "--optim.warmup-steps 1",
+    ),
+    "loss_sup that does not fall": (
+        {"stages": STAGES},
+        ["lr-never-arrives", "supervised-loss"],
+        "--stages.0.warmup-steps 7",
+    ),
+    "loss_pg that is positive and grows": (
+        {"reward": [f"{REWARDS}:falls"], **RUNNING},
+        ["policy-loss", "advantages"],
+        "--objective.baseline mean",
+    ),
+    "a learning rate that leaves the clip at once": (
+        {"optim__minibatches": 2, "optim__epochs": 2, "optim__lr": 0.3},
+        ["clip-always"],
+        "--optim.lr 0.15",
+    ),
+    "a learning rate that no ratio feels": (
+        {"optim__minibatches": 2, "optim__lr": 1e-6},
+        ["clip-inert"],
+        "--optim.lr 3e-06",
+    ),
+    "a limit on the KL that ends every batch": (
+        {"optim__minibatches": 2, "optim__epochs": 3, "optim__lr": 0.05, "optim__stop_kl": 1e-4},
+        ["ended-early"],
+        "--optim.lr 0.025",
+    ),
+    "two opposed rewards": (
+        {"reward": [tiny.reward("digits"), f"{REWARDS}:letters"]},
+        ["disagreement"],
+        "--scoring.weights 1 0.5",
+    ),
+    "a reward that raises": ({"reward": [f"{REWARDS}:fails"]}, ["reward-failures", "zero-spread"], "--stages"),
+    "no baseline": (
+        {"objective__baseline": "none", "objective__scale": "none"},
+        ["advantages"],
+        "--objective.baseline mean",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "names", "change"), PROVOKED.values(), ids=PROVOKED)
+def test_a_symptom_that_is_provoked_is_named(tmp_path, config, names, change):
+    run = api.start(tiny.config(tmp_path, **(QUICK | config))).folder
+    findings = diagnose(run).findings
+    assert [finding.name for finding in findings] == names
+    assert str(findings[-1].changes[0]).startswith(change)
+
+
+def test_the_failure_that_a_reward_raised_is_quoted(tmp_path):
+    run = api.start(tiny.config(tmp_path, **(QUICK | {"reward": [f"{REWARDS}:fails"], "steps": 2}))).folder
+    assert "most often fails: ValueError: an odd beginning" in diagnose(run).findings[0].meaning
+
+
+def test_a_run_that_learns_has_no_symptom(tmp_path):
+    sizes = {"rollout__prompts": 6, "rollout__group_size": 8, "steps": 24}
+    evaluated = {"evaluation__prompts": 4, "evaluation__every": 6}
+    run = api.start(tiny.config(tmp_path, **(QUICK | sizes | evaluated))).folder
+    report = diagnose(run)
+    assert report.findings == []
+    assert {"entropy-collapse", "zero-spread", "hacking", "mismatch", "ratio-not-1"}.isdisjoint(report.missing)

@@ -1,0 +1,142 @@
+"""What the symptoms read: thirds, noise, the stage in force; and what cannot be read is one line."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from tests.doctor.planted import Fault, early, plant, thirds, write
+
+from gruppo.doctor import remedies
+from gruppo.doctor.record import Series, Span, read
+from gruppo.training.config import Stage
+from gruppo.types import GruppoError
+
+SERIES = Series("x", tuple(range(2, 12)), (1.0, 3.0, 2.0, 5.0, 5.0, 5.0, 5.0, 10.0, 20.0, 30.0))
+
+
+def test_thirds_are_equal_at_the_ends_and_the_middle_has_what_is_left():
+    assert SERIES.third(0) == Span(2.0, 2, 4, 3)
+    assert SERIES.third(1) == Span(5.0, 5, 8, 4)
+    assert SERIES.third(2) == Span(20.0, 9, 11, 3)
+
+
+@pytest.mark.parametrize(("count", "counts"), [(1, (1, 1, 1)), (2, (1, 1, 1)), (3, (1, 1, 1)), (5, (1, 3, 1))])
+def test_thirds_of_few_values(count, counts):
+    series = Series("x", tuple(range(count)), tuple(map(float, range(count))))
+    assert tuple(series.third(number).count for number in range(3)) == counts
+    assert series.third(0).mean == 0.0 and series.third(2).mean == count - 1
+
+
+def test_noise_is_the_root_of_half_the_mean_square_of_the_differences():
+    series = Series("x", (1, 2, 3, 4), (1.0, 3.0, 2.0, 2.0))  # differences 2, -1, 0: 5 / (2 x 3)
+    assert series.noise == pytest.approx(math.sqrt(5 / 6), rel=1e-12)
+    assert Series("x", (1,), (1.0,)).noise == 0.0
+
+
+def test_a_rise_is_one_beyond_two_standard_errors():
+    series = Series("x", (1, 2, 3, 4), (0.0, 1.0, 0.0, 1.0))  # noise sqrt(1/2): two errors of 2 + 2 values are sqrt(2)
+    before = Span(0.0, 1, 2, 2)
+    assert series.rises(before, Span(1.4143, 3, 4, 2)) and not series.rises(before, Span(1.4141, 3, 4, 2))
+    assert not series.rises(Span(1.4143, 3, 4, 2), before)
+
+
+def test_nan_and_what_was_not_logged_are_not_in_a_series(tmp_path):
+    run = plant(tmp_path, Fault({"grad/norm": early({2: 5.0, 3: float("nan"), 4: float("inf")}, None)}, ()))
+    assert run["grad/norm"] == Series("grad/norm", (2,), (5.0,))
+    assert len(run["no/such"]) == 0
+
+
+def test_the_way_up_is_the_last_third_between_the_lowest_and_the_highest_reward(tmp_path):
+    columns = {"reward/mean": thirds(0.0, 0.0, 1.0), "reward/min": -1.0, "reward/max": early({1: 4.0}, 3.0)}
+    assert plant(tmp_path / "a", Fault(columns, ())).way_up == pytest.approx(2 / 5)
+    assert math.isnan(plant(tmp_path / "b", Fault(columns | {"reward/min": 4.0}, ())).way_up)
+
+
+def test_where_groups_grow_the_reward_is_that_of_the_first_samples(tmp_path):
+    run = plant(tmp_path, Fault({"growth/first_reward_mean": 0.25}, ()))
+    assert run.reward.name == "growth/first_reward_mean"
+
+
+def test_rows_of_a_step_are_counted_by_the_sizes_of_groups(tmp_path):
+    run = plant(tmp_path / "a", Fault({"group/size_8_count": 10.0, "group/size_3_count": early({1: 30.0}, 0.0)}, ()))
+    assert run.rows_a_step == 80 + 90 / 30
+    assert plant(tmp_path / "b", Fault({"group/size_8_count": None}, ())).rows_a_step == 48 * 8  # the config's
+
+
+def test_remedies_are_for_the_stage_that_the_run_is_in(tmp_path):
+    stages = (Stage(name="a", steps=9, lr=1e-4), Stage(name="b", lr="linear:2e-5,1e-5", kl_coef=0.1))
+    fault = Fault({"stage/number": lambda step: 1 + (step > 9)}, (), config={"stages": stages, "stage__kl_coef": 0.0})
+    run = plant(tmp_path, fault)
+    assert str(remedies.slower(run)) == "--stages.1.lr linear:1e-05,5e-06"
+    assert str(remedies.more_kl(run, target=0.3)) == "--stages.1.kl-coef 0.2"
+    assert str(remedies.slower(run.during(9))) == "--stages.0.lr 5e-05"
+    assert run.steps_of(0) == list(range(1, 10)) and run.steps_of(1)[0] == 10
+
+
+@pytest.mark.parametrize(
+    ("given", "factor", "wanted"),
+    [
+        (0.03, 0.5, "0.015"),
+        ("0.03", 2.0, "0.06"),
+        ("linear:1,0", 0.5, "linear:0.5,0"),
+        ("cosine:1e-4, 1e-5, 40", 3.0, "cosine:0.0003,3e-05,40"),
+        ("steps:1,50=0.5,100=0.25", 2.0, "steps:2,50=1,100=0.5"),
+        ("adaptive:0.1,target=6,horizon=100", 2.0, "adaptive:0.2,target=6,horizon=100"),
+        (400.0, 1.0, "400"),
+    ],
+)
+def test_a_schedule_is_scaled_in_its_values_and_not_in_its_steps(given, factor, wanted):
+    assert remedies.scaled(given, factor) == wanted
+
+
+# --- what cannot be read ----------------------------------------------------------------------------------------------
+
+
+def damaged(name, text):
+    def write_it(run):
+        (run / name).write_text(text)
+
+    return write_it
+
+
+ROW = '{"step": 1, "reward/mean": 0.5}\n'
+UNREADABLE = {
+    "no folder": (lambda run: [path.unlink() for path in run.iterdir()] + [run.rmdir()], "does not exist"),
+    "no config": (lambda run: (run / "config.json").unlink(), "has no config.json. Give the folder of a run"),
+    "a broken config": (damaged("config.json", "{"), "cannot be read as JSON"),
+    "a foreign config": (damaged("config.json", '{"colour": 1}'), "unknown entry colour"),
+    "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "has logged no step"),
+    "empty metrics": (damaged("metrics.jsonl", ""), "metrics.jsonl is empty. Ask again when a step is complete"),
+    "an evaluation alone": (damaged("metrics.jsonl", '{"step": 0, "eval/reward_mean": 1}\n'), "ends at 0"),
+    "a damaged line": (damaged("metrics.jsonl", ROW + "{oops\n" + ROW), "metrics.jsonl, line 2 is no JSON object"),
+    "a text": (damaged("metrics.jsonl", ROW + '{"step": 2, "a": "b"}\n'), "has a value that is no number"),
+    "a list": (damaged("metrics.jsonl", ROW + '{"step": 2, "a": [1]}\n'), "line 2: a is no number. Delete that line"),
+    "no step": (damaged("metrics.jsonl", ROW + '{"step": null}\n'), "line 2: step is no number"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), UNREADABLE.values(), ids=UNREADABLE)
+def test_what_cannot_be_read_is_one_line_that_says_what_to_do(tmp_path, damage, says):
+    run = write(tmp_path / "run", {})
+    damage(run)
+    with pytest.raises(GruppoError, match=says) as caught:
+        read(run)
+    assert ("\n" not in str(caught.value) and str(run) in str(caught.value)) or "unknown entry" in says
+
+
+def test_a_file_is_no_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GruppoError, match="is a file"):
+        read(tmp_path / "file")
+
+
+def test_a_line_that_a_crash_has_torn_and_other_files_that_are_damaged_cost_nothing(tmp_path):
+    run = write(tmp_path / "run", {}, files=dict.fromkeys(("samples.jsonl", "manifest.json", "log.txt"), "{oops"))
+    (run / "evaluations.json").write_text('{"no": "list"}')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "rew')
+    assert read(run).steps == 30
+    (run / "evaluations.json").write_text(json.dumps([1, {"low": None, "high": 1.0}]))
+    assert read(run).noise_of_evaluations == pytest.approx(0.05)  # of rewards from 0 to 1

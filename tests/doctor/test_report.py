@@ -1,0 +1,161 @@
+"""What people and programs read of it, and the command."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.doctor.planted import STEPS, write
+from tests.doctor.test_symptoms import FAULTS, STOPS
+
+from gruppo import cli
+from gruppo.doctor import report
+from gruppo.doctor.symptoms import SYMPTOMS
+from gruppo.loading import program
+from gruppo.options import _fields
+from gruppo.training.config import Config
+
+COLLAPSE = FAULTS["a collapse of the entropy"].columns
+MIXED = {**COLLAPSE, "loss/cons": FAULTS["a consistency loss that goes on rising"].columns["loss/cons"]}
+
+
+def text(run, width=120):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(report.shown(report.diagnose(run)))
+    return console.file.getvalue()
+
+
+def test_the_terminal_shows_what_was_measured_what_it_means_and_what_to_change(tmp_path):
+    run = write(tmp_path / "run", MIXED)
+    said = text(run)
+    assert " ".join(said.split()).startswith(f"{run}: 30 steps, 2 symptoms of 21 that its metrics can show 1. ")
+    assert "1. The entropy has collapsed  entropy-collapse" in said
+    assert "2. The consistency loss goes on rising  consistency-loss" in said
+    for line in (
+        "   measured  entropy/mean_nats       1 (step 1)",
+        "             entropy/mean_nats       1 (steps 1 to 10), then 0.02 (steps 21 to 30)",
+        "   means     98% of the entropy is gone and the reward no longer rises",
+        "   change    --stage.entropy-coef adaptive:0,target=0.5,delta=0.005  holds half of the first entropy",
+    ):
+        assert line in said
+    assert "Not looked for, as the run logged nothing of it: " in said and "critic" in said
+
+
+def test_the_page_shows_what_is_printed_and_lists_every_symptom(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/doctor.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "program", lambda: "gruppo")
+    console = Console(file=io.StringIO(), width=116, color_system=None)
+    made = report.diagnose(write(Path("runs/run"), COLLAPSE))
+    console.print(report.shown(made))
+    console.print(report.how_to_try(made), soft_wrap=True)
+    printed = "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    assert f"```\n{printed}\n```" in page
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE) == [symptom.name for symptom in SYMPTOMS]
+    options = set(re.findall(r"--[a-z][a-z-]*(?:\.[a-z-]+)*", page.replace("--stages.0", "--stage")))
+    assert options <= {*_fields(Config, "--"), "--json"}
+
+
+def test_a_healthy_run_is_told_so(tmp_path):
+    run = write(tmp_path / "run", {})
+    said = text(run)
+    assert " ".join(said.split()).startswith(f"{run}: 30 steps, no symptom of 20 that its metrics can show Not ")
+    assert "change" not in said and str(report.how_to_try(report.diagnose(run))) == ""
+
+
+def test_what_is_too_early_to_tell_is_said_apart(tmp_path):
+    run = write(tmp_path / "run", {})
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:12]))
+    said = " ".join(text(run).split())
+    assert "Too early to tell: flat-reward (reward/mean was logged in 12 steps, and it needs 18)." in said
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(tmp_path, width):
+    run = write(tmp_path / "r", MIXED)
+    assert max(map(len, text(run, width).splitlines())) <= max(width, len(str(run)))
+
+
+def test_control_characters_of_a_reward_reach_no_terminal(tmp_path):
+    failures = [{"reward": "f", "kind": "exception", "message": "\x1b[31mred\nline"}]
+    files = {"samples.jsonl": json.dumps({"step": 1, "failures": failures}) + "\n"}
+    said = text(write(tmp_path / "run", {"reward/exception_count": 50.0}, files=files))
+    assert "\x1b" not in said and "\\x1b[31mred line" in said
+
+
+def test_the_command_prints_and_exits_with_0(tmp_path, capsys):
+    run = write(tmp_path / "run", COLLAPSE)
+    assert cli.run(["doctor", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "The entropy has collapsed" in out
+    change = "--stage.entropy-coef adaptive:0,target=0.5,delta=0.005"
+    assert out.endswith(f"\nOne thing at a time: {program()} train {run / 'config.json'} {change}\n")
+
+
+def test_json_holds_the_same(tmp_path, capsys):
+    run = write(tmp_path / "run", COLLAPSE)
+    assert cli.run(["doctor", str(run), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["run"], said["steps"]) == (str(run), STEPS)
+    (finding,) = said["findings"]
+    assert finding["symptom"] == "entropy-collapse"
+    assert finding["measured"][0] == {"metric": "entropy/mean_nats", "mean": 1.0, "steps": [1, 1]}
+    assert finding["measured"][2] == {"metric": "entropy/mean_nats", "mean": pytest.approx(0.02), "steps": [21, 30]}
+    assert finding["changes"][0]["options"] == {"--stage.entropy-coef": "adaptive:0,target=0.5,delta=0.005"}
+    assert {*said["looked_for"], *said["not_looked_for"]} == {symptom.name for symptom in SYMPTOMS}
+
+
+def test_a_run_from_python_is_told_in_python(tmp_path, capsys):
+    columns = {"kl/ref_nats": FAULTS["a KL that runs away"].columns["kl/ref_nats"], "reward/mean": STOPS}
+    run = write(tmp_path / "run", columns, {"data": "<in memory>"})
+    assert cli.run(["doctor", str(run)]) == 0
+    assert capsys.readouterr().out.endswith("started in Python: gruppo.train(..., stage__kl_coef=0.1)\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "literal"),
+    [
+        ("6e-06", "6e-06"),
+        ("16", "16"),
+        ("1 0.5", "(1, 0.5)"),
+        ("True", "True"),
+        ("adaptive:0,target=0.5,delta=0.005", "'adaptive:0,target=0.5,delta=0.005'"),
+    ],
+)
+def test_a_value_of_the_shell_in_python(value, literal):
+    assert report._literal(value) == literal
+
+
+@pytest.mark.parametrize("arguments", [["no/run"], ["no/run", "--json"]])
+def test_a_mistake_is_one_line_and_exits_with_2(capsys, arguments):
+    assert cli.run(["doctor", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("gruppo: the run folder no/run does not exist. Give the folder of a run")
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path, monkeypatch):
+    run = write(tmp_path / "run", COLLAPSE)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.run(["doctor", str(run)]) == 0
+
+
+def test_what_a_terminal_cannot_write_is_escaped(tmp_path, monkeypatch):
+    failures = [{"reward": "f", "kind": "exception", "message": "数"}]
+    files = {"samples.jsonl": json.dumps({"step": 1, "failures": failures}) + "\n"}
+    run = write(tmp_path / "run", {"reward/exception_count": 50.0}, files=files)
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.run(["doctor", str(run)]) == 0
+    stdout.flush()
+    assert b"\\u6570" in stdout.buffer.getvalue()

@@ -1,0 +1,590 @@
+"""Each symptom is found where it is planted, alone, with changes that can be typed; and not where it is none."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+from tests.doctor.planted import HEALTHY, STEPS, Fault, early, line, plant, thirds
+
+from gruppo.doctor.finding import Change, examine
+from gruppo.doctor.record import Record
+from gruppo.doctor.symptoms import SYMPTOMS
+from gruppo.options import _fields, parsed_config
+from gruppo.recipes import RECIPES
+from gruppo.training import checks
+from gruppo.training.api import change
+from gruppo.training.config import Config, Stage
+from gruppo.training.models import kind_of
+from gruppo.training.plan import planned
+
+FLAT = thirds(0.4, 0.4, 0.4, noise=0.01)
+STOPS = thirds(0.1, 0.4, 0.4, noise=0.01)
+"""Rewards: one that stays, and one that has risen and stands still."""
+SEVERAL = {"optim__epochs": 2, "optim__minibatches": 1}
+TWO_REWARDS = {"reward": ("exact_match", "length_target:5")}
+
+
+OF_PICTURES = {"model": "unet", "data": "digits", "reward": ("jpeg_compressibility",), "objective__kl": "exact"}
+OF_PICTURES |= {"rollout__temperature": 1.0, "rollout__top_k": 0, "rollout__max_new_tokens": 128}
+
+
+def reward_of(name: str, mean: Any, spread: float) -> dict[str, Any]:
+    return {f"reward/{name}/mean": mean, f"reward/{name}/std_within_group": spread}
+
+
+def told(*steps: int) -> str:
+    sizes = [640 // 2**n for n in range(len(steps) + 1)]
+    lines = [
+        f"WARNING step {step}: memory ran out in pieces of {a} tokens; going on with {b}. Set --optim.token-budget {b}"
+        for step, a, b in zip(steps, sizes, sizes[1:], strict=False)
+    ]
+    return "\n".join(["INFO step 1: something else", *lines, ""])
+
+
+def evaluations(*means: float, half: float = 0.05) -> list[dict[str, Any]]:
+    steps = (1, 10, 20, 30)
+    return [{"step": s, "mean": m, "low": m - half, "high": m + half} for s, m in zip(steps, means, strict=True)]
+
+
+def held_out(*means: float) -> dict[str, Any]:
+    return {"eval/reward_mean": early(dict(zip((1, 10, 20, 30), means, strict=True)), None)}
+
+
+FAILED = [{"step": 3, "prompt": "p", "failures": [{"reward": "f", "kind": "exception", "message": "division by zero"}]}]
+STAGES = (Stage(name="supervised", steps=12, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=20), Stage(name="full"))
+
+FAULTS = {
+    "the ratio of the first update is not 1": Fault(
+        {"ratio/mean": early({7: 1.02}, 1.0), "ratio/max": early({7: 1.4}, 1.0)},
+        ("ratio-not-1",),
+        says="the ratio was not 1 in 1 of 30 steps",
+    ),
+    "the ratio of the first of several epochs is not 1, in half precision": Fault(
+        {"epoch/1/ratio_mean": 1.05, "epoch/1/ratio_max": 1.3, "ratio/max": 1.5, "clip/high_frac": 0.1},
+        ("ratio-not-1",),
+        ("--compute float32",),
+        config=SEVERAL | {"compute": "bfloat16"},
+    ),
+    "another temperature in the sampler": Fault(
+        {"mismatch/mean_nats": 0.3, "mismatch/max_nats": 4.0},
+        ("mismatch",),
+        ("--objective.correction truncate --objective.correction-high 2",),
+        "from the first step on",
+    ),
+    "a sampler that keeps its first weights": Fault(
+        {"mismatch/mean_nats": line(0.0, 0.3), "mismatch/max_nats": line(0.0, 3.0)},
+        ("mismatch",),
+        says="the sampler holds older weights",
+    ),
+    "a sampler that is wrong on few tokens": Fault(
+        {"mismatch/mean_nats": 5e-4, "mismatch/max_nats": 2.0},
+        ("mismatch",),
+    ),
+    "a reward that raises": Fault(
+        {"reward/exception_count": 20.0, "reward/unscored_count": 20.0},
+        ("reward-failures",),
+        says="5.2% of the sampled rows have no reward, and nothing is learned from them; most often f: division by",
+        files={"samples.jsonl": "".join(str(row).replace("'", '"') + "\n" for row in FAILED)},
+    ),
+    "a reward that is too slow": Fault(
+        {"reward/timeout_count": 96.0, "reward/unscored_count": 96.0},
+        ("reward-failures",),
+        ("--scoring.timeout-s 90",),
+        "25.0%",
+        config={"scoring__timeout_s": 45.0},
+    ),
+    "a reward that returns None for a quarter of the rows": Fault(
+        {"reward/unscored_count": 96.0}, ("reward-failures",), says="the function returned None"
+    ),
+    "updates that are skipped": Fault(
+        {"update/skipped_count": early({4: 1.0, 9: 1.0}, 0.0)},
+        ("skipped-updates",),
+        ("--optim.lr 6e-06", "--compute float32"),
+        "2 of 32 updates had a gradient that is not finite and were left out (steps 4, 9)",
+        config={"compute": "auto"},
+    ),
+    "a warm-up longer than the run": Fault(
+        {"optim/lr": lambda step: 1.2e-5 * step / 60},
+        ("lr-never-arrives",),
+        ("--optim.warmup-steps 3",),
+        "rises over 60 steps, and it lasts 30: it came to 6e-06 of 1.2e-05",
+        config={"optim__warmup_steps": 60},
+    ),
+    "a warm-up longer than its stage": Fault(
+        {
+            "stage/number": lambda step: 1.0 if step <= 12 else 2.0,
+            "optim/lr": lambda step: 1e-4 * step / 20 if step <= 12 else 1.2e-5,
+        },
+        ("lr-never-arrives",),
+        ("--stages.0.warmup-steps 1",),
+        "stage supervised rises over 20 steps, and it lasts 12: it came to 6e-05 of 0.0001",
+        config={"stages": STAGES, "stage__kl_coef": 0.0, "optim__warmup_steps": 0},
+    ),
+    "weights that rounding keeps": Fault(
+        {"update/changed_frac": early({1: 0.01}, None)}, ("still-weights",), ("--optim.lr 0.00012",), "1.0% of the"
+    ),
+    "one reward for every sample": Fault(
+        {
+            "group/zero_spread_frac": 1.0,
+            "reward/mean": 0.0,
+            "reward/max": 0.0,
+            "reward/std_within_group": 0.0,
+            **held_out(0, 0, 0, 0),
+        },
+        ("zero-spread",),
+        ("--stages supervised:3,full",),
+        "every sample of every group had the same reward (0)",
+        config={"stage__kl_coef": 0.0},
+    ),
+    "groups that are alike while the reward stands still": Fault(
+        {"group/zero_spread_frac": 0.8, "reward/mean": thirds(0.05, 0.05, 0.05, noise=0.001), **held_out(0, 0, 0, 0)},
+        ("zero-spread",),
+        ("--rollout.group-size 16", "--rollout.refill-rounds 3", "--rollout.temperature 1.8"),
+    ),
+    "prompts that are too easy": Fault(
+        {"group/zero_spread_frac": 0.95, "reward/mean": thirds(0.97, 0.97, 0.97, noise=0.001)},
+        ("zero-spread",),
+        ("--rollout.refill-rounds 3",),
+        "too easy",
+    ),
+    "a reward that does not rise": Fault(
+        {"reward/mean": FLAT, "kl/ref_nats": line(0.0, 0.01), **held_out(0.4, 0.4, 0.4, 0.4)},
+        ("flat-reward",),
+        ("--optim.lr 3.6e-05", "--rollout.prompts 96"),
+        "the steps are too small",
+    ),
+    "a reward that does not rise while the policy drifts": Fault(
+        {"reward/mean": FLAT, "kl/ref_nats": line(0.1, 0.6), **held_out(0.4, 0.4, 0.4, 0.4)},
+        ("flat-reward",),
+        ("--rollout.prompts 96", "--optim.lr 6e-06"),
+        "More samples, not larger steps",
+    ),
+    "a reward that falls": Fault(
+        {"reward/mean": thirds(0.5, 0.4, 0.3, noise=0.01), **held_out(0.4, 0.4, 0.4, 0.4)},
+        ("flat-reward",),
+        ("--optim.lr 6e-06",),
+        "the reward falls",
+    ),
+    "a held-out reward that falls while the training reward rises": Fault(
+        held_out(0.2, 0.6, 0.5, 0.3),
+        ("hacking",),
+        ("--back-off.metric eval/reward_mean --back-off.drop 0.05", "--stage.kl-coef 0.1", "--steps 10"),
+        "has fallen from its best",
+        files={"evaluations.json": evaluations(0.2, 0.6, 0.5, 0.3)},
+    ),
+    "a held-out reward that stays while the training reward rises": Fault(
+        held_out(0.2, 0.19, 0.21, 0.2),
+        ("hacking",),
+        says="does not: sampling has become narrower",
+        files={"evaluations.json": evaluations(0.2, 0.19, 0.21, 0.2)},
+    ),
+    "a watched reward that falls": Fault(
+        reward_of("exact_match", line(0.1, 0.8), 0.2)
+        | reward_of("judge", line(0.9, 0.2), 0.2)
+        | {"eval/judge": early({1: 0.9, 10: 0.7, 20: 0.5, 30: 0.2}, None)},
+        ("hacking",),
+        says="judge, which has no weight and is only watched, falls",
+        config={"reward": ("exact_match", "judge.py:judge"), "scoring__weights": (1.0, 0.0)},
+    ),
+    "two rewards against each other": Fault(
+        reward_of("exact_match", line(0.1, 0.9), 0.2)
+        | reward_of("length_target", line(0.5, 0.4), 0.2)
+        | {"reward_corr_within_group/exact_match/length_target": -0.6},
+        ("disagreement",),
+        ("--scoring.weights 1 0.5",),
+        "exact_match is low where length_target is high",
+        config=TWO_REWARDS,
+    ),
+    "a reward that drowns the other": Fault(
+        reward_of("exact_match", line(0.1, 0.9), 0.01)
+        | reward_of("length_target", line(0.1, 0.4), 0.5)
+        | {"reward_corr_within_group/exact_match/length_target": 0.1},
+        ("drowned-reward",),
+        ("--objective.combine normalize_then_sum", "--scoring.weights 50 1"),
+        "50 times as much",
+        config=TWO_REWARDS,
+    ),
+    "a collapse of the entropy": Fault(
+        {"entropy/mean_nats": thirds(1.0, 0.05, 0.02), "reward/mean": STOPS},
+        ("entropy-collapse",),
+        ("--stage.entropy-coef adaptive:0,target=0.5,delta=0.005", "--rollout.temperature 1.8"),
+        "98% of the entropy is gone",
+    ),
+    "a KL that runs away": Fault(
+        {"kl/ref_nats": thirds(0.01, 0.2, 2.0), "reward/mean": STOPS},
+        ("kl-blow-up",),
+        ("--stage.kl-coef 0.1", "--optim.lr 6e-06", "--back-off.metric eval/reward_mean --back-off.drop 0.05"),
+        "the reward does not rise with it",
+    ),
+    "a KL beyond all measure": Fault({"kl/ref_nats": thirds(5.0, 6.0, 8.0)}, ("kl-blow-up",), says="its reference."),
+    "a KL that its controller has lost": Fault(
+        {"kl/ref_nats": thirds(0.1, 0.6, 0.7)},
+        ("kl-blow-up",),
+        ("--stage.kl-coef adaptive:0.05,target=0.05,horizon=2000",),
+        config={"stage__kl_coef": "adaptive:0.05,target=0.1,horizon=2000"},
+    ),
+    "a clip that stops half of a batch": Fault(
+        {"clip/high_frac": 0.3, "clip/low_frac": 0.2, "ratio/max": 4.0, "kl/old_k3_nats": 0.08},
+        ("clip-always",),
+        ("--optim.lr 6e-06", "--optim.epochs 1", "--optim.stop-kl 0.04"),
+        "stops 50% of the actions",
+        config=SEVERAL,
+    ),
+    "a clip that stops every picture": Fault(
+        {"clip/high_frac": 0.3, "clip/low_frac": 0.3, "ratio/max": 40.0, "timestep/trained_count/0": 8.0},
+        ("clip-always",),
+        (
+            "--optim.lr 6e-06",
+            "--optim.epochs 1",
+            "--objective.clip-unit nats --objective.clip-low 1 --objective.clip-high 1",
+        ),
+        "all its dimensions together",
+        config=SEVERAL | {"objective__clip_low": 1e-4, "objective__clip_high": 1e-4},
+    ),
+    "a clip that nothing comes near": Fault(
+        {"ratio/max": 1.001, "epoch/1/ratio_max": 1.0, "epoch/1/ratio_mean": 1.0},
+        ("clip-inert",),
+        ("--optim.lr 3.6e-05",),
+        "no ratio comes further than 0.001 from 1, where the clip begins at 0.2",
+        config=SEVERAL,
+    ),
+    "old log-probs from the same forward": Fault(
+        {}, ("clip-inert",), says="stays 1 to the bit", config={"optim__minibatches": 4}
+    ),
+    "a mean ratio over many dimensions": Fault(
+        {"ratio/max": 1.001},
+        ("clip-inert",),
+        ("--optim.lr 3.6e-05", "--objective.dims sum --objective.clip-unit nats"),
+        config={"optim__minibatches": 4, "objective__dims": "mean"},
+    ),
+    "batches that are ended early": Fault(
+        {"update/early_stop_frac": 0.8, "update/epochs_count": 1.2, "ratio/max": 1.3, "clip/high_frac": 0.1},
+        ("ended-early",),
+        ("--optim.lr 6e-06", "--optim.epochs 2"),
+        "exceeds 0.02 nats in 80% of the steps",
+        config={"optim__epochs": 4, "optim__minibatches": 2, "optim__stop_kl": 0.02},
+    ),
+    "answers that grow for nothing": Fault(
+        {"len/mean_actions": thirds(40.0, 60.0, 90.0), "reward/mean": STOPS},
+        ("longer",),
+        ("--objective.average constant", "--objective.overlong 25"),
+        "2.2 times as long",
+        config={"rollout__max_new_tokens": 128},
+    ),
+    "answers that are cut off": Fault(
+        {"finish/truncated_frac": line(0.1, 0.8)},
+        ("truncated",),
+        ("--rollout.max-new-tokens 256", "--objective.overlong 25"),
+        config={"rollout__max_new_tokens": 128},
+    ),
+    "a policy loss below a running baseline": Fault(
+        {
+            "loss/policy": thirds(0.05, 0.3, 0.5),
+            "advantage/mean": thirds(-0.05, -0.3, -0.5),
+            "reward/mean": thirds(0.5, 0.4, 0.3, noise=0.05),
+            **held_out(0.4, 0.4, 0.4, 0.4),
+        },
+        ("flat-reward", "policy-loss", "advantages"),
+        ("--objective.baseline mean",),
+        "below the baseline (running) on average",
+        config={"objective__baseline": "running", "objective__scale": "none"},
+    ),
+    "a policy loss of a policy that moves too far": Fault(
+        {"loss/policy": thirds(0.0, 0.1, 0.3), "ratio/max": 1.6, "clip/high_frac": 0.2},
+        ("policy-loss",),
+        (
+            "--optim.lr 6e-06",
+            "--optim.epochs 1",
+            "--objective.clip-low 0.1 --objective.clip-high 0.1",
+        ),
+        "a loss above 0 comes from ratios",
+        config={"optim__epochs": 2, "optim__minibatches": 2},
+    ),
+    "a supervised loss that stays beside rewards": Fault(
+        {"loss/sup": thirds(1.0, 1.0, 1.0, noise=0.01), "sup/loss_nats": 1.0},
+        ("supervised-loss",),
+        ("--stage.sup-coef 1", "--stage.rl-coef 0.5"),
+        "the policy's gradient outweighs it",
+        config={"stage__sup_coef": 0.5},
+    ),
+    "a supervised loss that stays by itself": Fault(
+        {
+            "loss/sup": early(dict.fromkeys(range(1, 13), 1.0), None),
+            "loss/policy": early(dict.fromkeys(range(13, 31), 0.0), None),
+            "optim/lr": 1e-4,
+        },
+        ("supervised-loss",),
+        ("--stages.0.lr 0.0003", "--supervised.batch 16"),
+        "the steps are too small",
+        config={"stages": (Stage(name="a", steps=12, rl_coef=0.0, sup_coef=1.0, lr=1e-4), Stage(name="b"))}
+        | {"stage__kl_coef": 0.0},
+    ),
+    "a supervised loss that waits for its learning rate": Fault(
+        {"loss/sup": thirds(1.0, 1.0, 1.1), "optim/lr": lambda step: 1.2e-5 * step / 60},
+        ("lr-never-arrives", "supervised-loss"),
+        ("--stage.warmup-steps 15", "--optim.lr 3.6e-05"),
+        "the supervised loss rises: the learning rate was 3.1e-06 on average, of 1.2e-05 that was set",
+        config={"stage__sup_coef": 0.5, "stage__warmup_steps": 60},
+    ),
+    "a consistency loss that goes on rising": Fault(
+        {"loss/cons": thirds(0.01, 0.04, 0.08), "reward/mean": STOPS},
+        ("consistency-loss",),
+        (
+            "--stage.kl-coef 0.1",
+            "--optim.lr 6e-06",
+            "--back-off.metric eval/reward_mean --back-off.drop 0.05",
+            "--reference.kind mixed --reference.update-every 3",
+        ),
+        "while the reward does not rise",
+    ),
+    "a consistency loss that rises faster than along a line": Fault(
+        {"loss/cons": thirds(0.01, 0.05, 0.2)}, ("consistency-loss",), says="go on doing so: a way around"
+    ),
+    "advantages of a few rows": Fault(
+        {"advantage/max": 8.0, "advantage/std": 0.7},
+        ("advantages",),
+        ("--objective.adv-clip 2.1",),
+        "more than 11 standard deviations",
+    ),
+    "advantages with a mean": Fault(
+        {"advantage/mean": 0.5},
+        ("advantages",),
+        ("--objective.baseline mean",),
+        "above the baseline (running) on average, by 0.7 standard",
+        config={"objective__baseline": "running"},
+    ),
+    "a critic that adds to the variance": Fault(
+        {"value/explained_variance_frac": -0.5, "loss/value": line(1.0, 3.0), "value/clip_frac": 0.1},
+        ("critic",),
+        ("--critic.lr 0.0003", "--critic.warmup-steps 1"),
+        config={"objective": "ppo", "critic__lr": 1e-3, "stage__kl_coef": 0.05},
+    ),
+    "a critic that its clip holds back": Fault(
+        {"value/explained_variance_frac": 0.2, "value/clip_frac": 0.7},
+        ("critic",),
+        ("--objective.value-clip 0.6",),
+        "70% of the critic's values are held back",
+        config={"objective": "ppo"},
+    ),
+    "a denoising step that carries the KL": Fault(
+        {f"timestep/kl_ref_nats/{k}": 200.0 if k == 8 else 1.0 for k in range(9)},
+        ("one-denoising-step",),
+        ("--diffusion.train-to 8",),
+        "denoising step 8 carries 96% of the KL",
+    ),
+    "gradients far above the limit": Fault(
+        {"grad/norm": 50.0},
+        ("gradient-clipped",),
+        ("--optim.max-grad-norm 50",),
+        "in 100% of the steps, 50 times",
+    ),
+    "memory that runs out": Fault(
+        {}, ("memory",), ("--optim.token-budget 160",), "ran out 2 times", files={"log.txt": told(3, 7)}
+    ),
+    "returns to the best weights": Fault(
+        {"back_off/returns_count": early({10: 1.0, 20: 2.0, 30: 3.0}, None)},
+        ("returns",),
+        ("--optim.lr 6e-06", "--back-off.drop 0.1"),
+        "returned to its best weights 3 times",
+        config={"back_off__metric": "eval/reward_mean", "back_off__drop": 0.05},
+    ),
+}
+
+HEALTHY_ALL_THE_SAME = {
+    "nothing": Fault({}, ()),
+    "entropy that falls while the reward rises": Fault({"entropy/mean_nats": thirds(1.0, 0.05, 0.02)}, ()),
+    "entropy that is gone when all is solved": Fault(
+        {"entropy/mean_nats": thirds(1.0, 0.05, 0.02), "reward/mean": thirds(0.1, 0.97, 0.97)}, ()
+    ),
+    "entropies of continuous actions, which may be negative": Fault(
+        {"entropy/mean_nats": thirds(3.0, 1.0, -9.0), "reward/mean": STOPS}, ()
+    ),
+    "groups that are alike when all is solved": Fault(
+        {"group/zero_spread_frac": thirds(0.2, 0.8, 0.95), "reward/mean": thirds(0.1, 0.9, 0.97)}, ()
+    ),
+    "groups that are alike while the reward rises": Fault({"group/zero_spread_frac": 0.8}, ()),
+    "a reward that stays while prompts become harder": Fault(
+        {"reward/mean": FLAT, "group/zero_spread_frac": 0.8},
+        (),
+        config={"stage__difficulty": "adaptive:0.3,target=0.4,rate=0.2", "prompts__difficulty_column": "size"},
+    ),
+    "a KL that grows with the reward": Fault({"kl/ref_nats": thirds(0.01, 0.2, 2.0)}, ()),
+    "a KL that is still small": Fault({"kl/ref_nats": thirds(1e-4, 1e-3, 0.05), "reward/mean": STOPS}, ()),
+    "a KL of pictures": Fault({"kl/ref_nats": thirds(5.0, 20.0, 30.0), "timestep/trained_count/0": 1.0}, ()),
+    "answers that grow with the reward": Fault({"len/mean_actions": thirds(40.0, 60.0, 90.0)}, ()),
+    "answers that were cut off at first": Fault({"finish/truncated_frac": thirds(0.8, 0.3, 0.02)}, ()),
+    "rounding between sampler and trainer": Fault(
+        {"mismatch/mean_nats": 0.06, "mismatch/max_nats": 1.9}, (), config={"compute": "bfloat16"}
+    ),
+    "rounding over the dimensions of a picture": Fault(
+        {"mismatch/mean_nats": 0.008, "mismatch/max_nats": 0.03, "timestep/trained_count/0": 8.0}, ()
+    ),
+    "rounding in the first ratio": Fault({"ratio/mean": 1.01, "ratio/max": 1.8}, (), config={"compute": "bfloat16"}),
+    "gradients seven times the limit": Fault({"grad/norm": 7.0}, ()),
+    "a limit that is off": Fault({"grad/norm": 500.0}, (), config={"optim__max_grad_norm": 0.0}),
+    "a tenth of the actions clipped": Fault(
+        {"clip/high_frac": 0.1, "ratio/max": 1.9, "epoch/1/ratio_max": 1.0, "epoch/1/ratio_mean": 1.0},
+        (),
+        config=SEVERAL,
+    ),
+    "a held-out reward whose fall is noise": Fault(
+        held_out(0.2, 0.6, 0.65, 0.6), (), files={"evaluations.json": evaluations(0.2, 0.6, 0.65, 0.6)}
+    ),
+    "a held-out reward that is at the top from the first step": Fault(
+        held_out(0.95, 0.95, 0.95, 0.95), (), files={"evaluations.json": evaluations(0.95, 0.95, 0.95, 0.95)}
+    ),
+    "two rewards that rise against each other": Fault(
+        reward_of("exact_match", line(0.1, 0.9), 0.2)
+        | reward_of("length_target", line(0.2, 0.4), 0.2)
+        | {"reward_corr_within_group/exact_match/length_target": -0.4},
+        (),
+        config=TWO_REWARDS,
+    ),
+    "a correlation with a reward of weight 0": Fault(
+        reward_of("exact_match", line(0.1, 0.9), 0.2)
+        | reward_of("length_target", line(0.5, 0.4), 0.2)
+        | {"reward_corr_within_group/exact_match/length_target": -0.6},
+        (),
+        config=TWO_REWARDS | {"scoring__weights": (1.0, 0.0)},
+    ),
+    "a small reward that is normalised by itself": Fault(
+        reward_of("exact_match", line(0.1, 0.9), 0.01)
+        | reward_of("length_target", line(0.1, 0.4), 0.5)
+        | {"reward_corr_within_group/exact_match/length_target": 0.1},
+        (),
+        config=TWO_REWARDS | {"objective__combine": "normalize_then_sum"},
+    ),
+    "a supervised loss that is learned": Fault(
+        {"loss/sup": 0.05, "sup/loss_nats": 0.05}, (), config={"stage__sup_coef": 0.5}
+    ),
+    "a supervised loss that falls": Fault({"loss/sup": line(3.0, 1.0)}, (), config={"stage__sup_coef": 0.5}),
+    "a consistency loss along a line, with the reward": Fault({"loss/cons": line(0.0, 0.1)}, ()),
+    "a consistency loss that has settled": Fault({"loss/cons": thirds(0.02, 0.1, 0.11), "reward/mean": STOPS}, ()),
+    "a policy loss that is a residue": Fault({"loss/policy": thirds(0.0, 0.005, 0.02)}, ()),
+    "a warm-up that ends": Fault(
+        {"optim/lr": lambda step: 1.2e-5 * min(step / 10, 1)}, (), config={"optim__warmup_steps": 10}
+    ),
+    "a run that is still in its warm-up": Fault(
+        {"optim/lr": lambda step: 1.2e-5 * step / 40}, (), config={"optim__warmup_steps": 40, "steps": 400}
+    ),
+    "a new critic": Fault(
+        {"value/explained_variance_frac": thirds(-0.5, 0.0, 0.08), "value/clip_frac": 0.1},
+        (),
+        config={"objective": "ppo"},
+    ),
+    "two returns": Fault(
+        {"back_off/returns_count": early({10: 1.0, 20: 2.0}, None)}, (), config={"back_off__metric": "eval/reward_mean"}
+    ),
+    "a reward that failed once": Fault({"reward/exception_count": early({3: 5.0}, 0.0)}, ()),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record]:
+    """The run with a fault, planted once."""
+    folder = tmp_path_factory.mktemp("faults")
+    return cache(lambda name: plant(folder / name, FAULTS[name]))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_nothing_else(runs, name):
+    fault, (findings, _) = FAULTS[name], examine(runs(name), SYMPTOMS)
+    assert tuple(finding.name for finding in findings) == fault.found
+    assert tuple(map(str, findings[-1].changes))[: len(fault.changes)] == fault.changes
+    assert fault.says in findings[-1].meaning
+    assert all(finding.measured and finding.meaning.endswith((".", ".)")) for finding in findings)
+
+
+@pytest.mark.parametrize("fault", HEALTHY_ALL_THE_SAME.values(), ids=HEALTHY_ALL_THE_SAME)
+def test_what_is_healthy_gives_no_finding(tmp_path, fault):
+    assert examine(plant(tmp_path / "run", fault), SYMPTOMS)[0] == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_change_gives_a_config_that_can_be_trained(runs, name):
+    for finding in examine(runs(name), SYMPTOMS)[0]:
+        for proposed in finding.changes:
+            config = applied(runs(name).config, proposed)
+            checks.check(config, kind_of(config))
+
+
+def applied(config: Config, proposed: Change) -> Config:
+    """The config with a change, by its fields; of an image model where only that has them."""
+    if proposed.option == "--stages":
+        return planned(proposed.value, config)
+    if proposed.option.startswith("--diffusion."):
+        config = change(config, OF_PICTURES)
+    leaves = {option.removeprefix("--").replace(".", "__").replace("-", "_"): v for option, v in proposed.settings}
+    in_stages = {leaf: value for leaf, value in leaves.items() if leaf.startswith("stages__")}
+    stages = list(config.stages)
+    for leaf, value in in_stages.items():
+        _, place, name = leaf.split("__")
+        stages[int(place)] = replace(stages[int(place)], **{name: typed(value)})
+    rest = {leaf: typed(value) for leaf, value in leaves.items() if leaf not in in_stages}
+    return change(replace(config, stages=tuple(stages)), rest)
+
+
+def typed(value: str) -> Any:
+    if " " in value:
+        return tuple(map(float, value.split()))
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
+
+
+def test_the_shell_takes_the_options(runs):
+    """All names; and the texts of those that one command can hold together."""
+    proposed: dict[str, str] = {}
+    for name in FAULTS:
+        for finding in examine(runs(name), SYMPTOMS)[0]:
+            proposed |= {option: value for change in finding.changes for option, value in change.settings}
+    assert proposed.keys() <= {*_fields(Config, "--"), *_fields(Stage, "--stages.0."), *_fields(Stage, "--stages.1.")}
+    together = ("--rollout.", "--optim.", "--stage.", "--evaluation.", "--scoring.timeout")
+    words = [w for o, v in proposed.items() if o.startswith(together) for w in (o, *v.split())]
+    config = parsed_config(RECIPES["arithmetic"](), words, "train")
+    assert config.rollout.temperature == 1.8 and config.optim.token_budget == 160 and config.stage.sup_coef == 1.0
+
+
+def test_every_symptom_is_planted():
+    named = {name for fault in FAULTS.values() for name in fault.found}
+    assert named == {symptom.name for symptom in SYMPTOMS}
+    assert len({symptom.name for symptom in SYMPTOMS}) == len(SYMPTOMS)
+
+
+def test_a_metric_that_was_never_logged_is_named_and_not_guessed(tmp_path):
+    run = plant(tmp_path / "run", Fault({name: None for name in HEALTHY if name != "optim/lr"}, ()))
+    findings, missing = examine(run, SYMPTOMS)
+    assert findings == []
+    assert missing["entropy-collapse"] == "no entropy/mean_nats was logged"
+    assert set(missing) == {symptom.name for symptom in SYMPTOMS if symptom.needs and symptom.needs != ("optim/lr",)}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_no_gap_in_the_metrics_is_an_error(runs, name):
+    """Each fifth of the columns left out, or never finite."""
+    run = runs(name)
+    columns = [column for column in run.names if column != "step"]
+    for start, value in product(range(5), (None, math.nan)):
+        gone = set(columns[start::5])
+        rows = [
+            {n: v if n not in gone else value for n, v in row.items() if value or n not in gone} for row in run.rows
+        ]
+        findings, _ = examine(replace(run, rows=rows), SYMPTOMS)
+        json.dumps([finding.to_dict() for finding in findings], allow_nan=False)
+
+
+def test_a_trend_needs_three_steps_in_each_third(tmp_path):
+    fault = FAULTS["a KL that runs away"]
+    short = [value if step <= 8 else None for step, value in enumerate([0.01, 0.01, 0.2, 0.2, 0.2, 2, 2, 2] * 4, 1)]
+    columns = {**fault.columns, "kl/ref_nats": short[:STEPS]}
+    _, missing = examine(plant(tmp_path / "run", Fault(columns, ())), SYMPTOMS)
+    assert missing["kl-blow-up"] == "kl/ref_nats was logged in 8 steps, and it needs 9"

@@ -1,0 +1,389 @@
+"""Reward models: what they read, what they say of it, and that batches, padding and devices change nothing."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from tests.fakes import CHAT_TEMPLATE, bpe_tokenizer, causal_lm
+from tests.rewards.classifiers import OTHER_MERGES, classifier, folder_of
+from tests.rewards.test_steps import read, written
+
+from gruppo import check_reward
+from gruppo.rewards import ProcessRewardModel, RewardModel, RewardSet, networks, resolve_reward
+from gruppo.types import DataError, GruppoError
+
+NAN = math.nan
+CHAT = [{"role": "user", "content": "ask"}]
+TEXTS = ["es", "yes\n12 tes", "", "a" * 40, "12 is \u4f60\u597d", "no"]
+
+
+def tokenizer_of(chats=True, **changes):
+    tokenizer = bpe_tokenizer(OTHER_MERGES)
+    tokenizer.chat_template = CHAT_TEMPLATE if chats else None
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+def outcome(labels=1, *, chats=True, seed=0, tokenizer=None, model=None, **options):
+    tokenizer = tokenizer or tokenizer_of(chats)
+    return RewardModel(model or classifier("SequenceClassification", labels, seed=seed), tokenizer, **options)
+
+
+def process(labels=2, *, chats=True, seed=0, **options):
+    return ProcessRewardModel(classifier("TokenClassification", labels, seed=seed), tokenizer_of(chats), **options)
+
+
+def alone(model, ids):
+    """The module's own logits for one text, without padding."""
+    with torch.no_grad():
+        return model.network.module(input_ids=torch.tensor([ids])).logits[0]
+
+
+def say(model, completions, prompt="ask "):
+    return model(prompts=[prompt] * len(completions), completions=completions)
+
+
+# --- what an outcome model reads -------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_written_by_the_models_own_template():
+    model = outcome()
+    tokenizer = model.network.tokenizer
+    text = "<|user|>ask<|end|><|assistant|>yes<|end|>"
+    wanted = float(alone(model, tokenizer(text)["input_ids"])[0])
+    assert say(model, [[{"role": "assistant", "content": "yes"}]], CHAT) == pytest.approx([wanted], abs=1e-5)
+    assert say(model, ["yes"], "ask") == pytest.approx([wanted], abs=1e-5)
+    begun = [*CHAT, {"role": "assistant", "content": "y"}]
+    assert say(model, ["es"], begun) == pytest.approx([wanted], abs=1e-5)
+
+
+def test_without_a_template_prompt_and_completion_are_one_text():
+    model = outcome(chats=False)
+    wanted = float(alone(model, model.network.tokenizer("ask yes")["input_ids"])[0])
+    assert say(model, ["yes"], "ask ") == pytest.approx([wanted], abs=1e-5)
+    chat = float(alone(model, model.network.tokenizer("ask\nyes")["input_ids"])[0])
+    assert say(model, ["yes"], CHAT) == pytest.approx([chat], abs=1e-5)
+    assert outcome(chat=False)(prompts=["ask "], completions=["yes"]) == pytest.approx([wanted], abs=1e-5)
+
+
+@pytest.mark.silent_bug(10)
+def test_the_text_is_read_by_the_models_own_tokenizer_whatever_the_policys_ids_are():
+    rewards = RewardSet([outcome()])
+    rollouts = written("yes", "no")
+    other = written("yes", "no", end=3)
+    assert rewards.score(rollouts).rewards.tolist() == rewards.score(other).rewards.tolist()
+    assert rewards.names == ("reward_model",)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(4)
+@pytest.mark.silent_bug(24)
+@pytest.mark.parametrize("pads", ["end", "own", "none"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batches_padding_and_order_change_no_score(pads, side):
+    """Padding with the end token, with one of its own, and by a model that knows none; whatever the tokenizer says."""
+    tokenizer = tokenizer_of(padding_side=side)
+    pad = {"end": tokenizer.eos_token_id, "own": tokenizer.convert_tokens_to_ids("<|system|>"), "none": None}[pads]
+    module = classifier("SequenceClassification", pad_token_id=pad)
+    model = outcome(model=module, tokenizer=tokenizer, batch_tokens=4096)
+    wanted = [float(alone(model, model._ids("ask ", text))[0]) for text in TEXTS]
+    assert say(model, TEXTS) == pytest.approx(wanted, abs=2e-5)
+    assert max(wanted) - min(wanted) > 1
+    for budget in (1, 40, 100):
+        model.network.batch_tokens = budget
+        assert say(model, TEXTS[::-1])[::-1] == pytest.approx(wanted, abs=2e-5)
+    assert module.config.pad_token_id == pad
+
+
+@pytest.mark.parametrize(
+    ("budget", "batches"),
+    [(100, [[1, 3, 0, 2]]), (12, [[1, 3, 0], [2]]), (6, [[1, 3], [0], [2]]), (1, [[1], [3], [0], [2]])],
+)
+def test_rows_of_like_length_share_a_batch_of_so_many_tokens_padding_included(budget, batches):
+    assert networks.by_length([4, 2, 9, 3], budget) == batches
+
+
+def test_where_memory_runs_out_a_batch_is_halved_and_so_are_all_later_ones(monkeypatch, caplog):
+    model = outcome()
+    wanted, forward, sizes = say(model, TEXTS), model.network.module.forward, []
+
+    def short(input_ids, **rest):
+        sizes.append(len(input_ids))
+        if len(input_ids) > 2:
+            raise torch.OutOfMemoryError("no")
+        return forward(input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(model.network.module, "forward", short)
+    with caplog.at_level(logging.WARNING):
+        assert say(model, TEXTS) == pytest.approx(wanted, abs=2e-5)
+    assert sizes[0] == 6 and max(sizes[1:]) == 3 and model.network.batch_tokens < 4096
+    assert "out of memory" in caplog.text
+
+
+# --- what a model says -----------------------------------------------------------------------------------------------
+
+
+def test_one_label_is_its_logit_and_two_are_the_log_odds_of_the_second():
+    one, two = outcome(1), outcome(2)
+    logit = float(alone(one, one._ids("ask", "yes"))[0])
+    assert say(one, ["yes"], "ask") == pytest.approx([logit], abs=1e-5)
+    assert say(outcome(1, output="probability"), ["yes"], "ask") == pytest.approx(
+        [1 / (1 + math.exp(-logit))], abs=1e-5
+    )
+    bad, good = alone(two, two._ids("ask", "yes")).tolist()
+    assert say(two, ["yes"], "ask") == pytest.approx([good - bad], abs=1e-5)
+    for label in (0, "0", "LABEL_0"):
+        assert say(outcome(2, label=label), ["yes"], "ask") == pytest.approx([bad - good], abs=1e-5)
+
+
+def test_of_several_labels_the_odds_are_those_against_all_others():
+    model = outcome(3, label=1, output="probability")
+    logits = alone(model, model._ids("ask", "yes"))
+    assert say(model, ["yes"], "ask") == pytest.approx([float(logits.softmax(-1)[1])], abs=1e-5)
+    model.output = "logit"
+    p = float(logits.double().softmax(-1)[1])
+    assert say(model, ["yes"], "ask") == pytest.approx([math.log(p / (1 - p))], abs=1e-4)
+    with pytest.raises(GruppoError, match=r"has 3 labels, LABEL_0, LABEL_1, LABEL_2; say which.*label=2"):
+        outcome(3)
+
+
+@pytest.mark.silent_bug(27)
+def test_a_model_does_not_learn_and_drops_nothing_out():
+    model = outcome(model=classifier("SequenceClassification", attention_dropout=0.5).train())
+    assert say(model, TEXTS) == say(model, TEXTS)
+    assert not any(p.requires_grad for p in model.network.module.parameters())
+
+
+# --- too long --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_too_long_loses_its_beginning_and_is_counted_and_said_once(caplog):
+    tokenizer = tokenizer_of(bos_token="<|system|>")
+    model = outcome(tokenizer=tokenizer, max_length=8, chat=False)
+    long = [tokenizer.bos_token_id, *range(5, 25)]
+    assert model.network.fitted(long).ids == [tokenizer.bos_token_id, *range(18, 25)]
+    assert model.network.fitted(long[1:]).ids == [*range(17, 25)]
+    assert model.network.fitted(long[:8]) == networks.Ids(long[:8], is_cut=False)
+    rewards = RewardSet([model])
+    with caplog.at_level(logging.WARNING):
+        scores = [rewards.score(written("no way at all", "is")) for _ in range(2)]
+    assert [s.metrics["reward_metric/reward_model_truncated_frac"] for s in scores] == [0.5, 0.5]
+    assert caplog.text.count("1 of 2 texts are longer than the 8 tokens") == 1
+    end = tokenizer("no way at all")["input_ids"][-8:]
+    assert scores[0].rewards[0] == pytest.approx(float(alone(model, end)[0]), abs=1e-5)
+
+
+def test_the_longest_text_is_what_model_and_tokenizer_hold():
+    assert outcome().network.max_length == 256
+    assert outcome(tokenizer=tokenizer_of(model_max_length=99)).network.max_length == 99
+    assert outcome(max_length=7).network.max_length == 7
+
+
+# --- a process model -------------------------------------------------------------------------------------------------
+
+
+def test_each_step_is_scored_at_the_last_token_of_its_mark_in_trls_convention():
+    """prompt, then each step and the separator, tokenised apart: "xt" is one token of this tokenizer otherwise."""
+    model, tokenizer = process(separator="x"), tokenizer_of()
+    ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in ("ask ", "yes", "x", "tes", "x")]
+    assert sum(map(len, ids)) > len(tokenizer("ask yesxtesx")["input_ids"])
+    flat, ends = [i for part in ids for i in part], [sum(map(len, ids[:3])) - 1, sum(map(len, ids)) - 1]
+    wanted = alone(model, flat).softmax(-1)[ends, 1].tolist()
+    (scores,) = say(model, ["yesxtes"])
+    assert scores == pytest.approx(wanted, abs=1e-5)
+    (alike,) = say(model, ["yesx xtesx"])
+    assert alike == scores  # blank parts are no steps
+    (first,) = say(model, ["yes"])
+    assert first[0] == pytest.approx(scores[0], abs=1e-6)  # which has read nothing that came later
+
+
+def test_a_process_model_reads_a_conversation_by_its_template_and_may_have_a_mark_of_its_own():
+    model, tokenizer = process(mark="<|system|>", separator=". "), tokenizer_of()
+    text = "<|user|>ask<|end|><|assistant|>yes<|system|>12<|system|>"
+    ids = tokenizer(text)["input_ids"]
+    ends = [n for n, i in enumerate(ids) if i == tokenizer.convert_tokens_to_ids("<|system|>")]
+    (scores,) = say(model, [[{"role": "assistant", "content": "yes. 12"}]], CHAT)
+    assert scores == pytest.approx(alone(model, ids).softmax(-1)[ends, 1].tolist(), abs=1e-5)
+
+
+def test_steps_of_a_process_model_are_placed_on_the_policys_tokens():
+    model = process(output="logit")
+    rewards = RewardSet([model])
+    rewards.reads(read)
+    scores = rewards.score(written("yes\nno", "12"))
+    said = [row for text in ("yes\nno", "12") for row in say(model, [text], "ask")]
+    placed = scores.steps["process_reward"]
+    assert placed.isfinite().nonzero().tolist() == [[0, 3], [0, 6], [1, 2]]
+    assert placed[0, [3, 6]].tolist() == pytest.approx(said[0], abs=2e-5)
+    assert placed[1, 2].item() == pytest.approx(said[1][0], abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("score", "summary"),
+    [("mean", lambda s: sum(s) / len(s)), ("min", min), ("last", lambda s: s[-1]), ("product", math.prod)],
+)
+def test_a_process_model_may_give_one_score_of_its_steps_which_is_an_outcome(score, summary):
+    (steps,) = say(process(), ["yes\ntes\n12"])
+    model = process(score=score)
+    assert say(model, ["yes\ntes\n12"]) == pytest.approx([summary(steps)], rel=1e-5)
+    assert RewardSet([model]).step_names == ()
+
+
+def test_steps_that_a_cut_text_has_lost_are_unscored():
+    model = process(max_length=6)
+    (scores,) = say(model, ["yes\ntes\n12 12 12"])
+    assert scores[:2] == [None, None] and scores[2] is not None
+    (worst,) = say(process(max_length=6, score="min"), ["yes\ntes\n12 12 12"])
+    assert worst == scores[2]
+    rewards = RewardSet([model])
+    rewards.reads(read)
+    scores = rewards.score(written("yes\ntes\n12 12 12"))
+    assert scores.steps["process_reward"].isfinite().sum() == 1 and scores.failures == ()
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkeypatch):
+    """``cpu:0`` stands for an accelerator: it computes, and is another device than ``cpu`` to all who compare."""
+    work = torch.device("cpu", 0)
+    monkeypatch.setattr(networks, "accelerator", lambda: work)
+    model, moves = outcome(offload=True), []
+    network, move, forward = model.network, model.network.module.to, model.network.module.forward
+    assert (network.device, network.work) == (torch.device("cpu"), work)
+    monkeypatch.setattr(network.module, "to", lambda device: moves.append(device) or move(device))
+    monkeypatch.setattr(network.module, "forward", lambda **rest: moves.append("forward") or forward(**rest))
+    assert say(model, TEXTS) == say(outcome(), TEXTS)
+    assert moves == [work, "forward", torch.device("cpu")]
+
+    def fails(**_):
+        raise ValueError("boom")
+
+    moves.clear()
+    monkeypatch.setattr(network.module, "forward", fails)
+    with pytest.raises(ValueError, match="boom"):
+        say(model, TEXTS)
+    assert moves == [work, torch.device("cpu")]
+
+
+def test_without_an_accelerator_offloading_says_that_it_changes_nothing(caplog, monkeypatch):
+    monkeypatch.setattr(networks, "accelerator", lambda: torch.device("cpu"))
+    with caplog.at_level(logging.INFO, logger="gruppo"):
+        outcome(offload=True)
+    assert "offload=True changes nothing" in caplog.text
+
+
+def test_the_memory_of_models_is_told():
+    model = outcome()
+    numbers = sum(p.numel() for p in model.network.module.parameters())
+    rewards = RewardSet([model, lambda completions: [], process(name="steps")])
+    assert rewards.memory()["reward_model"] == 4 * numbers and set(rewards.memory()) == {"reward_model", "steps"}
+
+
+# --- folders and options ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_named_with_its_options_and_keeps_the_contract(tmp_path):
+    path = folder_of(tmp_path / "rm", "SequenceClassification", 2)
+    model = resolve_reward(f"reward_model:{path},label=0,output=probability,batch_tokens=64,name=kind,chat=false")
+    assert (model.label, model.output, model.network.batch_tokens, model.chats) == (0, "probability", 64, False)
+    assert RewardSet([model]).names == ("kind",)
+    plain = outcome(2, label=0, output="probability", chat=False)
+    assert say(model, TEXTS) == pytest.approx(say(plain, TEXTS), abs=1e-6)
+    check_reward(f"reward_model:{path},max_length=999")
+
+
+def test_a_process_model_is_named_with_its_separator_and_keeps_the_contract(tmp_path):
+    path = folder_of(tmp_path / "prm", "TokenClassification", 2, max_position_embeddings=999)
+    model = resolve_reward(f"process_reward:{path},separator=\\n\\n,mark=, ,score=mean")
+    assert (model.separator, model.score) == ("\n\n", "mean")
+    assert model.mark == tokenizer_of()(", ")["input_ids"]
+    check_reward(f"process_reward:{path}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("reward_model", "it needs a path"),
+        ("reward_model:{rm},lable=1", r"no option 'lable'; did you mean label\? It has label, output"),
+        ("reward_model:{rm},label=good", "has no label 'good'; it has LABEL_0, LABEL_1"),
+        ("reward_model:{rm},label=2", "has no label '2'"),
+        ("reward_model:{rm},batch_tokens=many", "batch_tokens=many is no int"),
+        ("reward_model:{rm},batch_tokens=0", "batch_tokens=0 is not a whole number of at least 1"),
+        ("reward_model:{rm},offload=perhaps", "offload=perhaps is no bool"),
+        ("reward_model:{rm},output=odds", "neither logit nor probability"),
+        ("reward_model:{rm},dtype=int8", "neither float32 nor bfloat16"),
+        ("reward_model:{rm},device=zebra", "device='zebra' is not there"),
+        ("reward_model:{rm},separator=;", r"no option 'separator'\. It has label"),
+        ("reward_model:{plain},chat=true", "has no chat template"),
+        ("reward_model:{lm}", "holds a LlamaForCausalLM and lacks score.weight.*random weights"),
+        ("reward_model:{prm}", "is a LlamaForTokenClassification.*Write process_reward:{prm}"),
+        ("process_reward:{rm}", "is a LlamaForSequenceClassification.*Write reward_model:{rm}"),
+        ("process_reward:{prm},score=max", "score='max' is not one of steps, mean"),
+        ("process_reward:{prm},separator=", "separator='' cuts nothing"),
+        ("reward_model:{none}", "does not exist"),
+        ("reward_model:{bare}", r"could not be loaded: [^:]+\. Give a folder"),
+        ("reward_model:{empty}", "has no config.json"),
+        ("reward_modle:x", "Did you mean reward_model"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(folders, spec, why):
+    places = {name: str(path) for name, path in folders.items()}
+    with pytest.raises(GruppoError, match=why.format(**places)):
+        resolve_reward(spec.format(**places))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    tokenizer_of().save_pretrained(root / "lm")
+    causal_lm("Llama").save_pretrained(root / "lm")
+    classifier("SequenceClassification").save_pretrained(root / "bare")  # without a tokenizer
+    (root / "empty").mkdir()
+    return {
+        "rm": folder_of(root / "rm", "SequenceClassification", 2),
+        "plain": folder_of(root / "plain", "SequenceClassification", 2, chats=False),
+        "prm": folder_of(root / "prm", "TokenClassification", 2),
+        **{name: root / name for name in ("lm", "bare", "empty", "none")},
+    }
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    with pytest.raises(GruppoError, match="knows 5 token ids, and its tokenizer writes"):
+        outcome(model=classifier("SequenceClassification", vocab_size=5, pad_token_id=0, eos_token_id=1))
+    with pytest.raises(GruppoError, match="needs its tokenizer"):
+        RewardModel(classifier("SequenceClassification"))
+
+
+def test_a_module_of_the_other_kind_is_found_out_when_it_speaks():
+    with pytest.raises(GruppoError, match="For a model of steps write process_reward"):
+        say(RewardModel(classifier("TokenClassification", 2), tokenizer_of()), ["yes"])
+    with pytest.raises(GruppoError, match="For a model of whole texts write reward_model"):
+        say(ProcessRewardModel(classifier("SequenceClassification", 2), tokenizer_of()), ["yes"])
+
+
+def test_a_mark_that_the_tokenizer_does_not_know_is_refused():
+    class Deaf(type(tokenizer_of())):
+        def __call__(self, text, **rest):
+            return {"input_ids": []} if text == "\n" else super().__call__(text, **rest)
+
+    tokenizer = tokenizer_of()
+    tokenizer.__class__ = Deaf
+    with pytest.raises(GruppoError, match="has no token for"):
+        ProcessRewardModel(classifier("TokenClassification", 2), tokenizer)
+
+
+def test_a_score_that_is_not_finite_costs_its_row_alone():
+    model = outcome()
+    with torch.no_grad():
+        model.network.module.score.weight.fill_(NAN)
+    scores = RewardSet([model]).score(written("a", "b"))
+    assert scores.rewards.isnan().all() and {f.kind for f in scores.failures} == {"not_finite"}
+    with pytest.raises(DataError, match="not callable"):
+        resolve_reward(3)

@@ -1,0 +1,437 @@
+"""Stages: what is in force at each step, when the next begins, and that a resume goes on in the same place."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests import processes, tiny
+from tests.training.runs import Signalling, assert_same, metrics, newest, tensors, weights
+
+from gruppo.core.objective import PRESETS
+from gruppo.options import config_from
+from gruppo.training import api, checkpoint, checks, config_file
+from gruppo.training.build import Parts, build
+from gruppo.training.collect import collect
+from gruppo.training.config import BackOff, Config, Critic, Evaluation, Optim, Rollout, Stage
+from gruppo.training.loop import Stopped
+from gruppo.training.stages import Course, highest
+from gruppo.training.update import backward
+from gruppo.types import GruppoError
+
+GIVEN = Config(model="m", data="d", reward=("r",), steps=10, evaluation=Evaluation(every=1))
+WARM = Stage(name="warm", steps=3, kl_coef=0.1)
+LAST = Stage(name="last")
+
+
+def given(*stages: Stage, **changes) -> Config:
+    return replace(GIVEN, stages=stages, **changes)
+
+
+def advanced(course: Course, *values: float, metric: str = "eval/reward_mean") -> list[str]:
+    """Names of the stage after each step that measured this."""
+    names = []
+    for step, value in enumerate(values, start=1):
+        course.measure(step, {metric: value})
+        course.advance(step, {metric: value})
+        names.append(course.name)
+    return names
+
+
+# --- schedules in stages ---
+
+
+def test_the_knobs_of_each_step_by_hand():
+    """A ramp over 4 steps after 2 of another stage; lr warms up in it; temperature and group size change in steps."""
+    ramp = Stage(
+        steps=4,
+        rl_coef="linear:0,1",
+        sup_coef="cosine:1,0",
+        lr=0.4,
+        warmup_steps=2,
+        temperature="steps:1.5,2=1",
+        group_size="linear:8,4",
+    )
+    course = Course(given(Stage(steps=2), ramp, Stage(), optim=Optim(lr=1.0)))
+    said = []
+    for step in range(7):
+        said.append(course.knobs(step))
+        course.advance(step + 1, {})
+    assert [k.rl_coef for k in said] == pytest.approx([1, 1, 0, 0.25, 0.5, 0.75, 1])
+    assert [k.sup_coef for k in said] == pytest.approx(
+        [0, 0, *((1 + math.cos(math.pi * x / 4)) / 2 for x in range(4)), 0]
+    )
+    assert [k.lr for k in said] == pytest.approx([1, 1, 0.2, 0.4, 0.4, 0.4, 1])
+    assert [k.sampling.temperature for k in said] == [1, 1, 1.5, 1.5, 1, 1, 1]
+    assert [k.group_size for k in said] == [8, 8, 8, 7, 6, 5, 8]
+
+
+def test_a_step_without_rl_kl_and_entropy_samples_nothing():
+    course = Course(given(Stage(rl_coef="linear:0,1", sup_coef=1.0)))
+    assert not course.knobs(0).samples and course.knobs(1).samples
+    assert Course(given(Stage(rl_coef=0.0, kl_coef=0.1))).knobs(0).samples
+
+
+def test_one_stage_of_constants_is_the_run_as_it_was_before_there_were_stages():
+    optim = Optim(lr=0.5, warmup_steps=2, decay="linear")
+    course = Course(replace(GIVEN, stage=Stage(kl_coef=0.1), optim=optim, rollout=Rollout(temperature=0.7)))
+    assert [course.knobs(step).lr for step in (0, 1, 2, 6)] == pytest.approx([0.25, 0.5, 0.5, 0.25])
+    assert course.knobs(5).kl_coef == 0.1 and course.knobs(5).sampling.temperature == 0.7
+    assert course.metrics(course.knobs(5)) == {}
+
+
+def test_what_changes_is_logged_and_what_does_not_is_not():
+    course = Course(given(WARM, LAST))
+    assert course.metrics(course.knobs(0)) == {"stage/kl_coef": 0.1, "stage/number": 1.0}
+
+
+def test_the_highest_value_counts_every_stage_and_both_ends_of_a_schedule():
+    config = given(Stage(steps=2, kl_coef="linear:0,0.3"), Stage(steps=2, kl_coef="steps:0.1,1=0.5"), Stage())
+    assert highest(config, "kl_coef") == 0.5 and highest(config, "sup_coef") == 0.0
+
+
+# --- gates ---
+
+
+def test_a_gate_ends_its_stage_as_soon_as_it_opens():
+    course = Course(given(replace(WARM, steps=6, until="eval/reward_mean > 0.5"), LAST))
+    assert advanced(course, 0.2, 0.5, 0.6, 0.1) == ["warm", "warm", "last", "last"]
+    assert course.began == 3
+
+
+@pytest.mark.parametrize(("until", "opens"), [("m<1", 0.5), ("m <= 1", 1.0), ("m >= 1", 1.0), ("m > -2e-1", 0.0)])
+def test_all_comparisons(until, opens):
+    course = Course(given(replace(WARM, until=until), LAST))
+    assert advanced(course, opens, metric="m") == ["last"]
+
+
+def test_a_gate_that_never_opens_is_a_warning_with_the_value_of_its_metric(caplog):
+    course = Course(given(replace(WARM, until="eval/reward_mean > 0.9"), LAST))
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        assert advanced(course, 0.1, 0.2, 0.3)[-1] == "last"
+    assert "'eval/reward_mean > 0.9' never opened: eval/reward_mean was 0.3 at last" in caplog.text
+
+
+def test_a_gate_on_a_metric_that_does_not_exist_says_so_with_the_nearest_name(caplog):
+    course = Course(given(replace(WARM, steps=1, until="eval/rewards_mean > 0.9"), LAST))
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        advanced(course, 0.1)
+    assert "eval/rewards_mean was never measured. Did you mean eval/reward_mean?" in caplog.text
+
+
+def test_a_value_that_is_not_finite_opens_no_gate():
+    course = Course(given(replace(WARM, until="m < 1"), LAST))
+    assert advanced(course, math.nan, -math.inf, metric="m") == ["warm", "warm"]
+
+
+def test_a_boundary_is_settled_once():
+    course = Course(given(replace(WARM, steps=1), replace(WARM, name="second", steps=1), LAST))
+    course.advance(1, {})
+    assert course.name == "second" and course.advance(1, {}) is None and course.name == "second"
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (replace(GIVEN, stage=Stage(kl_coef="linear:0.1,-0.1")), r"kl_coef=linear:0.1,-0.1 reaches -0.1.*at least 0"),
+        (replace(GIVEN, stage=Stage(temperature="linear:1,0")), "nothing to learn from at 0"),
+        (replace(GIVEN, stage=Stage(difficulty="linear:0.2,1.5")), "reaches 1.5.*needs 0 to 1"),
+        (replace(GIVEN, stage=Stage(group_size="steps:8,5=0")), "reaches 0.*at least 1"),
+        (replace(GIVEN, stage=Stage(lr="adaptive:1,target=1")), "stage.lr cannot be adaptive"),
+        (replace(GIVEN, stage=Stage(until="m > 1")), "ends the last stage, and nothing follows"),
+        (replace(GIVEN, stage=Stage(rl_coef=0.0)), "learns nothing"),
+        (given(WARM, LAST, stage=Stage(kl_coef=0.1)), r"both stage and stages.*--stages\.1\.kl-coef"),
+        (given(replace(WARM, steps=0), LAST), r"stages\.0\.steps=0 lasts to the end, and another"),
+        (given(replace(WARM, steps=10), LAST), r"have 10 steps and the run 10.*--steps above 10"),
+        (given(replace(WARM, steps=12), LAST), r"have 12 steps and the run 10.*--steps above 12"),
+        (
+            given(replace(WARM, until="eval/x > 1"), LAST, evaluation=Evaluation()),
+            "waits for an evaluation",
+        ),
+        (given(replace(WARM, steps=4), replace(LAST, steps=4)), r"have 8 steps and the run 10.*--steps 8"),
+        (given(replace(WARM, until="kl/ref_nats"), LAST), "a metric, a comparison and a number"),
+        (given(replace(WARM, until="m > nan"), LAST), "a metric, a comparison and a number"),
+        (given(replace(WARM, warmup_steps=-1), LAST), r"stages\.0\.warmup_steps=-1"),
+        (replace(GIVEN, back_off=BackOff("eval/reward_mean", drop=-1.0)), "back_off.drop=-1.0"),
+        (replace(GIVEN, back_off=BackOff("eval/reward_mean", lr_factor=0.0)), "back_off.lr_factor=0.0"),
+        (replace(GIVEN, back_off=BackOff("eval/reward_mean"), evaluation=Evaluation()), "--evaluation.every"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(config, said):
+    with pytest.raises(GruppoError, match=said):
+        checks.check(config)
+
+
+def test_stages_by_name_are_made_of_the_recipes_own_stage():
+    args = [
+        "arithmetic",
+        "--stages",
+        "supervised:10,ramp:20,full",
+        "--stage.entropy-coef",
+        "0.01",
+        "--stages.1.kl-coef=0.2",
+    ]
+    supervised, ramp, full = config_from("train", args).stages
+    assert (supervised.rl_coef, supervised.sup_coef, supervised.steps) == (0.0, 1.0, 10)
+    assert (ramp.rl_coef, ramp.sup_coef, ramp.kl_coef, ramp.steps) == ("linear:0,1", "linear:1,0", 0.2, 20)
+    assert (full.rl_coef, full.entropy_coef, full.steps, full.name) == (1.0, 0.01, 0, "full")
+    config = config_from("train", args)
+    assert config_file.from_dict(json.loads(json.dumps(config_file.to_dict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("supervize:5,full", "supervize is no stage. Did you mean supervised"),
+        ("supervised,full", "does not say how many steps"),
+        ("supervised:0,full", "does not say how many steps"),
+        ("supervised:x,full", "does not say how many steps"),
+        ("", r"\(nothing\) is no stage"),
+    ],
+)
+def test_names_of_stages_that_are_not_understood(text, said):
+    with pytest.raises(GruppoError, match=said):
+        config_from("train", ["arithmetic", "--stages", text])
+
+
+# --- whole runs ---
+
+STAGED = {
+    "steps": 8,
+    "stages": (
+        Stage(name="first", steps=4, until="eval/reward_mean > -1", kl_coef="adaptive:0.1,target=0.01,horizon=20"),
+        Stage(name="second", steps=3, entropy_coef="adaptive:0.01,target=5", temperature="linear:1.2,0.8"),
+        Stage(name="third", group_size=4),
+    ),
+    "evaluation__every": 2,
+    "back_off__metric": "eval/reward_mean",
+    "back_off__drop": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("staged")
+    changes = STAGED | {"stages": (replace(STAGED["stages"][0], until="eval/digits > 2"), *STAGED["stages"][1:])}
+    return api.start(tiny.config(folder, **changes)).folder
+
+
+def test_a_run_goes_through_its_stages_and_says_so(whole):
+    said = [row for row in metrics(whole) if "stage/number" in row]
+    assert [row["stage/number"] for row in said] == [1, 1, 1, 1, 2, 2, 2, 3]
+    assert [row["stage/group_size"] for row in said] == [3] * 7 + [4]
+    assert [row["stage/temperature"] for row in said[4:7]] == pytest.approx([1.2, 1.2 - 0.4 / 3, 1.2 - 0.8 / 3])
+    coefs = [row["stage/kl_coef"] for row in said[:4]]
+    kls = [row["kl/ref_nats"] for row in said[:4]]
+    for before, after, kl in zip(coefs, coefs[1:], kls, strict=False):
+        assert after == pytest.approx(before * (1 + min(max(kl / 0.01 - 1, -0.2), 0.2) * 12 / 20))
+
+
+@pytest.mark.silent_bug(33)
+@pytest.mark.parametrize("calls_before", [3, 7, 11])
+def test_a_staged_run_that_is_stopped_goes_on_to_the_bit(whole, tmp_path, calls_before):
+    config = replace(config_file.load(whole / "config.json"), runs_dir=str(tmp_path / "runs"))
+    reward = Signalling(calls_before)
+    reward.__name__ = "digits"
+    with pytest.raises(Stopped):
+        api.start(config, Parts(rewards=[reward]))
+    assert_same(api.go_on(tmp_path / "runs/run").folder, whole)
+
+
+def train(config) -> None:
+    api.start(config_file.from_dict(config))
+
+
+def test_two_ranks_go_through_the_stages_as_one(tmp_path):
+    found = []
+    for name, count in (("one", 1), ("two", 2)):
+        config = config_file.to_dict(tiny.config(tmp_path, name=name, optim__eps=0.1, **STAGED))
+        children = processes.ranks(count, train, config, folder=tmp_path / name)
+        assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
+        rows = [row for row in metrics(tmp_path / "runs" / name) if "stage/number" in row]
+        found.append([(row["stage/number"], row["stage/kl_coef"]) for row in rows])
+    assert [number for number, _ in found[0]] == [number for number, _ in found[1]]
+    assert [coef for _, coef in found[0]] == pytest.approx([coef for _, coef in found[1]], rel=1e-4)
+
+
+# --- back-off ---
+
+
+class Falls:
+    """A reward that is high in one evaluation and low in all others; every step has the spread to learn from."""
+
+    __name__ = "falls"
+
+    def __init__(self, best_at: int) -> None:
+        self.best_at, self.state = best_at, None
+
+    def __call__(self, completions, trainer_state, **_):
+        is_best = trainer_state.global_step == self.best_at
+        values = tiny.digits(completions)
+        return [value + (10.0 if is_best else 0.0) for value in values]
+
+
+def test_a_fall_returns_to_the_best_weights_and_lowers_the_learning_rate(tmp_path, caplog):
+    changes = {"steps": 4, "evaluation__every": 2, "back_off__metric": "eval/reward_mean", "reward": None}
+    config = tiny.config(tmp_path, **(changes | {"reward": ["falls"]}))
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        backed = api.start(config, Parts(rewards=[Falls(2)]))
+    assert "step 4: eval/reward_mean fell to" in caplog.text and "back to the weights of step 2" in caplog.text
+    assert [row["back_off/returns_count"] for row in metrics(backed.folder) if "back_off/returns_count" in row] == [1]
+    short = api.start(replace(config, steps=2, name="short"), Parts(rewards=[Falls(2)]))
+    assert weights(backed.folder).equal(weights(short.folder))
+
+
+def test_the_learning_rate_after_a_return(tmp_path):
+    config = tiny.config(
+        tmp_path,
+        steps=5,
+        evaluation__every=2,
+        back_off__metric="eval/reward_mean",
+        back_off__lr_factor=0.25,
+        reward=["falls"],
+    )
+    rows = metrics(api.start(config, Parts(rewards=[Falls(2)])).folder)
+    assert [row["optim/lr"] for row in rows if "optim/lr" in row] == [0.01, 0.01, 0.01, 0.01, 0.0025]
+
+
+@pytest.mark.silent_bug(33)
+@pytest.mark.parametrize("calls_before", [4, 6, 8])
+def test_a_run_with_a_return_is_resumed_to_the_bit(tmp_path, calls_before):
+    changes = {"steps": 6, "evaluation__every": 2, "back_off__metric": "eval/reward_mean", "reward": ["falls"]}
+    whole = api.start(tiny.config(tmp_path, **changes), Parts(rewards=[Falls(2)])).folder
+    other = tiny.config(tmp_path, **changes, runs_dir=str(tmp_path / "other"))
+    signal, falls = Signalling(calls_before), Falls(2)
+
+    def stopping(completions, trainer_state, **_):
+        signal(completions)
+        return falls(completions, trainer_state)
+
+    stopping.__name__ = "falls"
+    with pytest.raises(Stopped):
+        api.start(other, Parts(rewards=[stopping]))
+    assert_same(api.go_on(tmp_path / "other/run", Parts(rewards=[Falls(2)])).folder, whole)
+
+
+def test_the_optimiser_returns_with_the_weights(tmp_path):
+    """A step after the return is the step after the best one, at the lower rate: with other moments it would not be."""
+    changes = {"evaluation__every": 2, "back_off__metric": "eval/reward_mean", "back_off__lr_factor": 1.0}
+    long = api.start(tiny.config(tmp_path, steps=4, **changes, reward=["falls"]), Parts(rewards=[Falls(2)])).folder
+    short = api.start(
+        tiny.config(tmp_path, steps=2, name="short", **changes, reward=["falls"]), Parts(rewards=[Falls(2)])
+    )
+    run, other = (newest(folder) for folder in (long, short.folder))
+    assert tensors(run / "optimizer.safetensors") == tensors(other / "optimizer.safetensors")
+
+
+def test_the_coefficient_of_the_surrogate_scales_its_gradient(tmp_path):
+    """With plain gradients a step at 0.5 is half the step at 1."""
+    moved = []
+    for coef in (1.0, 0.5):
+        run, _ = build(tiny.config(tmp_path, stage__rl_coef=coef, optim__max_grad_norm=0.0), Parts())
+        knobs = run.course.knobs(0)
+        backward(run, collect(run, knobs).batch, knobs)
+        moved.append(torch.cat([p.grad.flatten() for p in run.parameters]))
+    torch.testing.assert_close(moved[1], 0.5 * moved[0], rtol=1e-5, atol=1e-9)
+    assert moved[0].abs().max() > 1e-4
+
+
+def test_a_fall_at_the_last_step_is_reported_as_the_weights_that_are_left(tmp_path):
+    config = tiny.config(tmp_path, steps=4, evaluation__every=2, back_off__metric="eval/reward_mean", reward=["falls"])
+    result = api.start(config, Parts(rewards=[Falls(2)]))
+    assert result.after["step"] == 2 and result.after["mean"] > 10
+
+
+def test_of_the_best_weights_no_more_are_kept_than_a_resume_can_ask_for(tmp_path):
+    """A metric that rises with each step, and one save: the best so far, and the one that the save names."""
+    config = tiny.config(tmp_path, steps=5, saving__every=3, reward=["rises"])
+    seen = []
+
+    def rises(completions, trainer_state, log_metric, **_):
+        log_metric("rising", float(trainer_state.global_step))
+        seen.append(checkpoint.steps(tmp_path / "runs/run/best"))
+        return tiny.digits(completions)
+
+    config = replace(config, back_off=BackOff("reward_metric/rising"))
+    api.start(config, Parts(rewards=[rises]))
+    assert max(map(len, seen)) == 2 and [3, 4] in seen, seen
+    assert checkpoint.steps(tmp_path / "runs/run/best") == [5]
+
+
+def test_a_metric_that_back_off_never_sees_is_a_warning_with_the_nearest(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        api.start(tiny.config(tmp_path, steps=1, back_off__metric="reward/meen"))
+    assert "'reward/meen' was never measured, so that nothing was watched. Did you mean reward/mean?" in caplog.text
+
+
+def test_back_off_without_a_metric_is_refused():
+    with pytest.raises(GruppoError, match="no metric says when"):
+        checks.check(replace(GIVEN, back_off=BackOff(drop=0.3)))
+
+
+def differing(completions, log_metric, trainer_state, **_):
+    """Logs what rises on one rank and falls on the other."""
+    sign = 1.0 if os.environ.get("RANK", "0") == "0" else -3.0
+    log_metric("own", sign * trainer_state.global_step)
+    return tiny.digits(completions)
+
+
+def test_two_ranks_return_to_the_best_weights_together(tmp_path):
+    """By what is the mean over ranks, which falls from the first step on; each by itself, one would wait for ever."""
+    reward = [f"{Path(__file__).resolve()}:differing"]
+    back_off = {"back_off__metric": "reward_metric/own", "back_off__drop": 0.0}
+    config = config_file.to_dict(tiny.config(tmp_path, steps=3, reward=reward, **back_off))
+    children = processes.ranks(2, train, config, folder=tmp_path / "both")
+    assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
+    counts = [
+        row["back_off/returns_count"] for row in metrics(tmp_path / "runs/run") if "back_off/returns_count" in row
+    ]
+    assert counts == [1, 2]
+
+
+def test_the_last_stage_has_the_steps_that_a_gate_has_saved():
+    course = Course(given(replace(WARM, steps=5, until="m > 0"), replace(LAST, steps=5, lr="linear:1,0")))
+    advanced(course, 1.0, metric="m")
+    assert course.knobs(1).lr == 1.0 and course.knobs(9).lr == pytest.approx(1 / 9)
+
+
+def test_the_critic_is_alone_in_its_first_steps_with_rewards_however_the_plan_is_written():
+    critic = Critic(warmup_steps=2)
+    plans = (
+        given(Stage(steps=3, rl_coef=0.0, sup_coef=1.0), Stage()),
+        replace(GIVEN, stage=Stage(rl_coef="steps:0,3=1", sup_coef="steps:1,3=0")),
+    )
+    for plan in plans:
+        course, alone = Course(replace(plan, objective=PRESETS["ppo"], critic=critic)), []
+        for step in range(7):
+            knobs = course.knobs(step)
+            alone.append(knobs.is_critic_alone)
+            course.measure(step, {}, rows=4.0 if knobs.samples else 0.0)
+            course.advance(step + 1, {})
+        assert alone == [False, False, False, True, True, False, False]
+
+
+def test_a_gate_sees_times_and_what_is_said_of_a_watched_reference(tmp_path, caplog):
+    stages = (Stage(steps=2, kl_coef=0.1, until="reference/distance_frac > 0"), Stage(kl_coef=0.1))
+    config = tiny.config(tmp_path, steps=4, evaluation__every=1, stages=stages, reference__kind="mixed")
+    config = replace(config, reference=replace(config.reference, update_every=4))
+    rows = [row for row in metrics(api.start(config).folder) if "stage/number" in row]
+    assert [row["stage/number"] for row in rows] == [1, 2, 2, 2]
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        timed = (Stage(steps=3, until="time/step_s > 0"), Stage())
+        rows = metrics(api.start(tiny.config(tmp_path, steps=4, name="timed", stages=timed)).folder)
+    assert [row["stage/number"] for row in rows if "stage/number" in row] == [1, 2, 2, 2]
+
+
+def test_a_ramp_rises_to_the_coefficient_of_the_stage_after_it():
+    stages = config_from("train", ["arithmetic", "--stages", "ramp:5,full", "--stage.rl-coef", "0.5"]).stages
+    assert [stage.rl_coef for stage in stages] == ["linear:0,0.5", 0.5]
