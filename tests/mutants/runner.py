@@ -192,7 +192,16 @@ def _child(tests: Sequence[str], options: Sequence[str], folder: Path) -> None:
     os.dup2(output, 2)
     faulthandler.dump_traceback_later(TIMEOUT_S - 5, file=(folder / "hung.txt").open("w"))
     recorder = _Recorder()
-    options = [*options, "-p", "no:cacheprovider", "-o", f"pythonpath={package} {root}", "--basetemp", f"{folder}/t"]
+    options = [
+        *options,
+        "--assert=plain",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        f"pythonpath={package} {root}",
+        "--basetemp",
+        f"{folder}/t",
+    ]
     code = pytest.main([*options, *(str(TESTS / test) for test in tests)], plugins=[recorder])
     found = Path(getattr(sys.modules.get("gruppo"), "__file__", None) or "nowhere")
     problem = recorder.problem or ("" if code in (0, 1) else f"pytest ended with {code!r}")

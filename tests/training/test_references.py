@@ -56,7 +56,7 @@ def trained(folder: Path, name: str = "run", **changes: Any) -> Path:
     return api.start(tiny.config(folder, name=name, **({"steps": 4, "evaluation__prompts": 0} | changes))).folder
 
 
-def own_bits(run: Path) -> dict[str, dict[str, bytes]]:
+def own_bits(run: Path) -> dict[str, dict[str, str]]:
     """All tensors of the newest checkpoint."""
     return {path.name: tensors(path) for path in newest(run).glob("*.safetensors")}
 

@@ -65,8 +65,8 @@ def policy_loss(
         per_action = weight * per_action
         stats["correction/weight"] = Stat.of(weight, batch.keep)
     if likelihood.gaussian is not None and batch.old_gaussian is not None:  # in place of estimates
-        exact = exact_kl(likelihood.gaussian, batch.old_gaussian, batch.keep).detach()
-        stats |= dict.fromkeys(("kl/old_nats", "kl/old_k3_nats"), Stat.of(exact, batch.keep))
+        kl_old = exact_kl(likelihood.gaussian, batch.old_gaussian, batch.keep).detach()
+        stats |= dict.fromkeys(("kl/old_nats", "kl/old_k3_nats"), Stat.of(kl_old, batch.keep))
     if objective.kl_mask:
         is_left_out = _moves_too_far(objective, likelihood, step, batch)
         per_action = torch.where(is_left_out, 0, per_action)
@@ -75,7 +75,9 @@ def policy_loss(
     if batch.ref is not None:
         exact = _exact_ref_kl(objective, likelihood, batch.ref, batch.keep)
         if objective.kl_in == "loss":
-            kl_ref = _estimated_kl(objective, step, batch.ref) if exact is None or objective.kl != "exact" else exact
+            kl_ref = (
+                exact if exact is not None and objective.kl == "exact" else _estimated_kl(objective, step, batch.ref)
+            )
             terms["kl"] = _weighted(batch.weights, batch.keep, kl_ref)
         stats["kl/ref_nats"] = _ref_stat(likelihood, step, batch.ref) if exact is None else Stat.of(exact, batch.keep)
     if likelihood.values is not None and batch.returns is not None:
