@@ -14,7 +14,7 @@ from gruppo.cli import EXIT_STOPPED
 from gruppo.loading import program
 from gruppo.options import config_from, parsed, stem_of, taken
 from gruppo.recipes import RECIPES
-from gruppo.track.texts import shown
+from gruppo.track.texts import is_array, shown
 from gruppo.types import GruppoError
 
 
@@ -79,7 +79,7 @@ def evaluate(args: list[str]) -> int:
     from gruppo.training import use
 
     done, rows = use.evaluate_run(path, prompts=prompts)
-    for row in rows[:show]:
+    for row in (row for row in rows[:show] if not is_array(row["prompt"])):  # a picture's are on the sheet alone
         is_picture = "group" in row  # it is on the sheet
         answer = "" if is_picture else f" -> '{shown(row['completion'])}'   wanted {row['target']!r}"
         print(f"  '{shown(row['prompt'])}'{answer}   reward {row['reward']:g}")

@@ -337,7 +337,7 @@ def test_the_console_names_the_stage_and_shows_the_loss_where_there_is_no_reward
         return file.getvalue()
 
     first = {"stage/number": 1.0, "sup/loss_nats": 1.25, "time/step_s": 2.0}
-    assert shown(["warm", "full"], first) == "step 1/6  warm  nll 1.25  2 s\n"
+    assert shown(["warm", "full"], first) == "step 1/6  warm  sup 1.25  2 s\n"
     assert shown(["warm", "full"], {"stage/number": 2.0, "reward/mean": 0.5}) == "step 1/6  full  reward 0.5\n"
     assert shown(["all"], {"reward/mean": 0.5}) == "step 1/6  reward 0.5\n"
     screen = shown(["warm", "full"], first, is_terminal=True).splitlines()

@@ -7,7 +7,7 @@ from gruppo.core.objective import Objective
 
 
 def describe(objective: Objective, *, kl_coef: float, group_size: int, max_length: int, of: str = "token") -> list[str]:
-    """The effective objective, line by line. ``of``: what an action is called, token or step."""
+    """The effective objective, line by line. ``of``: what an action is called, token, step or action."""
     return [line.replace("token", of) for line in _described(objective, kl_coef, group_size, max_length)]
 
 

@@ -120,8 +120,9 @@ def _features(layer: Any) -> tuple[int, int]:
     return tuple(layer.weight.shape)
 
 
-MODELS = ("config.json", "denoiser.json", "model_index.json")
-"""One of them lies in every model's folder: of transformers, a denoiser, a pipeline of diffusers."""
+MODELS = ("config.json", "denoiser.json", "model_index.json", "restorer.json")
+"""One of them lies in every model's folder: of transformers, a denoiser, a pipeline of diffusers, a network that
+restores images."""
 
 
 def model_of(name: str | Path) -> str:

@@ -53,7 +53,8 @@ class FrozenReference:
 
 
 class MixedReference:
-    """Weights that follow the policy's: reference <- rate policy + (1 - rate) reference, every ``every`` steps.
+    """Weights that follow the policy's: reference <- rate policy + (1 - rate) reference, every ``every`` steps; where
+    that is 0, only when ``renew`` is called.
 
     Held and mixed in the dtype of the policy's master weights; what computes is cast from them. What the policy does
     not train stays as it was, and so do buffers. Gorbatovski et al. 2024 (arXiv 2404.09656), the soft update.
@@ -88,11 +89,18 @@ class MixedReference:
             return self._policy.sample(requests, sampling, seed=seed)
 
     def update(self, policy: Policy, step: int) -> None:
-        if step % self.every == 0:
-            held = self._shelf.read()
-            for name, theirs in trained(policy.module).items():
-                mix(held.pop(name), theirs, rate=self.rate)
-            self._cast()
+        if self.every and step % self.every == 0:
+            self._mix(policy, self.rate)
+
+    def renew(self, policy: Policy) -> None:
+        """Become the policy as it is now."""
+        self._mix(policy, 1.0)
+
+    def _mix(self, policy: Policy, rate: float) -> None:
+        held = self._shelf.read()
+        for name, theirs in trained(policy.module).items():
+            mix(held.pop(name), theirs, rate=rate)
+        self._cast()
 
     def distance(self, policy: Policy) -> float:
         """|policy - reference| / |reference| over the weights that are trained."""
@@ -186,9 +194,16 @@ class MixedAdapter:
             return policy.sample(requests, sampling, seed=seed)
 
     def update(self, policy: Policy, step: int) -> None:
-        if step % self.every == 0:
-            for name, theirs in trained(policy.module).items():
-                mix(self._held[name], theirs, rate=self.rate)
+        if self.every and step % self.every == 0:
+            self._mix(policy, self.rate)
+
+    def renew(self, policy: Policy) -> None:
+        """Become the policy's adapter as it is now."""
+        self._mix(policy, 1.0)
+
+    def _mix(self, policy: Policy, rate: float) -> None:
+        for name, theirs in trained(policy.module).items():
+            mix(self._held[name], theirs, rate=rate)
 
     def distance(self, policy: Policy) -> float:
         """|policy - reference| / |reference| over the adapters' numbers."""

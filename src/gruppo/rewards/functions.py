@@ -86,6 +86,10 @@ class FunctionReward:
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B"]:
         return self.score(rollouts).rewards.float()
 
+    def asks(self, column: str) -> bool:
+        """Whether the function names a column among its parameters."""
+        return column in self._parameters
+
     def check(self, columns: Collection[str]) -> None:
         """Refuse a function that asks for a column which the data do not have. ``columns_of`` lists what they have."""
         known = {*self._provided, *columns}

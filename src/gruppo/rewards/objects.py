@@ -29,6 +29,10 @@ class ObjectReward:
         self.gives_steps = bool(getattr(reward, "gives_steps", False))
         self.read: Read | None = None
 
+    def asks(self, column: str) -> bool:
+        """Whether the object says that it reads a column."""
+        return column in getattr(self.reward, "columns", ())
+
     def check(self, columns: Collection[str]) -> None:
         check = getattr(self.reward, "check", None)
         if check is not None:

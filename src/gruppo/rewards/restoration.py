@@ -124,10 +124,14 @@ class PatchReward:
     def __init__(self, name: str, measure: Measure, delta: Delta, patch: int) -> None:
         self.name, self.measure, self.delta, self.patch = name, measure, delta, patch
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What it compares with."""
+        return ("target", *(["reference"] if self.delta == "reference" else []))
+
     def check(self, columns: Collection[str]) -> None:
         """Refuse data without what is compared with."""
-        needed = ["target", *(["reference"] if self.delta == "reference" else [])]
-        if missing := [name for name in needed if name not in columns]:
+        if missing := [name for name in self.columns if name not in columns]:
             raise DataError(
                 f"reward {self.name!r} with patch={self.patch} compares with {missing[0]!r}, which the data do not "
                 "have. Give clean images as targets, and wrap the data in WithReference for a reference."

@@ -92,6 +92,8 @@ class _Scorer(Protocol):
     @property
     def gives_steps(self) -> bool: ...
 
+    def asks(self, column: str) -> bool: ...
+
     def check(self, columns: Collection[str]) -> None: ...
 
     def score(self, rollouts: Rollouts, *, rows: Sequence[int] | None, step: int, max_steps: int) -> Outcome: ...
@@ -157,6 +159,10 @@ class RewardSet:
             for name, s in zip(self.names, self._scorers, strict=True)
         }
         return {name: model.memory_bytes for name, model in found.items() if isinstance(model, Network)}
+
+    def asks(self, column: str) -> bool:
+        """Whether some reward reads a column."""
+        return any(scorer.asks(column) for scorer in self._scorers)
 
     def check(self, columns: Collection[str]) -> None:
         """Refuse rewards that ask for a column which the data do not have, before anything is sampled."""

@@ -17,7 +17,7 @@ from gruppo.track.sheets import has_sheet, sheet_name
 from gruppo.track.texts import is_array, number, shorten, shown, span
 
 PLAIN = {
-    "sup/loss_nats": "nll",
+    "sup/loss_nats": "sup",
     "reward/mean": "reward",
     "reward/std_within_group": "spread",
     "kl/ref_nats": "kl",
@@ -191,6 +191,8 @@ def _words(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _sample_line(row: Mapping[str, Any]) -> Text:
+    if is_array(row.get("prompt")):
+        return Text(f"  reward {number(row.get('reward'))}")
     if is_array(row.get("completion")):
         return Text(f'  reward {number(row.get("reward"))}  "{shorten(shown(row.get("prompt", "")), 120)}"')
     prompt, completion = (shorten(shown(row.get(name, "")), 120) for name in ("prompt", "completion"))

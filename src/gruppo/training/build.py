@@ -16,12 +16,14 @@ from gruppo import dist
 from gruppo.data.open import open_source
 from gruppo.engines import LocalEngine
 from gruppo.policies.critic import SeparateCritic, SharedCritic
-from gruppo.policies.diffusion import DenoiserCritic, check_trust_region
+from gruppo.policies.diffusion import DenoiserCritic, DiffusionSampling, check_trust_region
+from gruppo.policies.restoration import RestorationPolicy
 from gruppo.policies.text import TextPolicy, from_pretrained
 from gruppo.policies.text.bundled import BUNDLED
 from gruppo.rewards.resolve import absolute as absolute_reward
 from gruppo.rewards.resolve import resolve_reward
 from gruppo.rewards.score import RewardSet
+from gruppo.training import restorers
 from gruppo.training.config import IN_MEMORY, Config
 from gruppo.training.demos import check_demos, open_demos, peeked
 from gruppo.training.evaluate import held_out, mode_of
@@ -30,7 +32,7 @@ from gruppo.training.models import HUB, NEW, POLICIES, Kind, found_model, kind_o
 from gruppo.training.references import open_reference
 from gruppo.training.run import Run, trained
 from gruppo.training.stages import highest, learns_from_samples
-from gruppo.types import Critic, DataError, GruppoError
+from gruppo.types import Critic, DataError, GruppoError, Sampling
 
 log = logging.getLogger("gruppo")
 
@@ -51,9 +53,10 @@ class Parts:
         """What a caller gives: a model's name is no part; one reward, or a list of them."""
         if model is not None and not isinstance(model, (str, os.PathLike, *POLICIES)):
             raise GruppoError(
-                f"model is a {type(model).__name__}; it needs a name, a folder, a TextPolicy or a DenoiserPolicy. Wrap "
-                "a Hugging Face model with gruppo.from_transformers(model, tokenizer), another module with "
-                "gruppo.from_module, one that denoises with gruppo.DenoiserPolicy."
+                f"model is a {type(model).__name__}; it needs a name, a folder, a TextPolicy, a DenoiserPolicy or a "
+                "RestorationPolicy. Wrap a Hugging Face model with gruppo.from_transformers(model, tokenizer), another "
+                "module with gruppo.from_module, one that denoises with gruppo.DenoiserPolicy, one that restores "
+                "images with gruppo.RestorationPolicy."
             )
         rewards = None if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
         return cls(model if isinstance(model, POLICIES) else None, data, rewards)
@@ -85,13 +88,16 @@ def with_absolute_paths(config: Config) -> Config:
         return os.path.abspath(name) if name and Path(name).exists() else name
 
     def model(name: str) -> str:
+        if name.startswith(restorers.NEW):
+            file, colon, what = name.removeprefix(restorers.NEW).partition(":")
+            return f"{restorers.NEW}{absolute(file) if file.endswith('.py') else file}{colon}{what}"
         return name if name in (*BUNDLED, NEW) or name.startswith(HUB) else absolute(name)
 
     def data(name: str) -> str:
         kind, *parts = name.split(":")
         if kind in ("images", "degrade", "pairs"):
             return ":".join([kind, *(part if part.isdecimal() else absolute(part) for part in parts)])
-        return name if kind in ("arithmetic", "reasoning_gym", "digits", "photos") else absolute(name)
+        return name if kind in ("arithmetic", "reasoning_gym", "digits", "photos", "lines") else absolute(name)
 
     return replace(
         config,
@@ -101,6 +107,7 @@ def with_absolute_paths(config: Config) -> Config:
         reward=tuple(map(absolute_reward, config.reward)),
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute(config.lora.adapter)),
+        restoration=replace(config.restoration, weights=absolute(config.restoration.weights)),
     )
 
 
@@ -117,7 +124,11 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     kind = kind_of(config, parts.model)
     policy, model_source = open_model(config, kind, parts.model, source)
     config = replace(config, compute=agreed_compute(policy))
-    check_policy(config, kind, policy, rewards, source)
+    sampling = sampling_of(config, kind, getattr(policy, "columns", 1))
+    check_policy(config, kind, policy, sampling, rewards, source)
+    reference = open_reference(config, policy)
+    if kind == "restorer" and rewards.asks("reference"):
+        source = restorers.with_reference(source, policy, reference)
     if demos is not None:
         check_demos(config, demos, policy)
     critic = open_critic(config, kind, policy, source) if config.objective.has_critic else None
@@ -127,11 +138,11 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         engine=LocalEngine(policy),
         source=source,
         rewards=rewards,
-        optimizer=adamw(policy.module, critic, config),
-        reference=open_reference(config, policy),
+        optimizer=adamw(policy, critic, config),
+        reference=reference,
         critic=critic,
         demos=demos,
-        sampling=sampling_of(config, kind),
+        sampling=sampling,
     )
     check_pieces(run)
     if config.evaluation.prompts and not rewards.names and kind == "text":
@@ -144,17 +155,21 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     return run, model_source
 
 
-def check_policy(config: Config, kind: Kind, policy: Any, rewards: RewardSet, source: Any) -> None:
+def check_policy(config: Config, kind: Kind, policy: Any, sampling: Sampling, rewards: RewardSet, source: Any) -> None:
     """Refuse what this policy cannot be asked for, now that it is open."""
     if kind == "text":
         rewards.reads(policy.chat.text)
         check_lengths(source, policy, config)
         return
-    sampling = policy.check_sampling(sampling_of(config, kind))
+    sampling = policy.check_sampling(sampling)
     policy.check_sampling(mode_of(sampling))
-    check_pictures(config, kind, policy, source)
+    if kind == "restorer":
+        restorers.check_data(config, policy, sampling, source)
+    else:
+        check_pictures(config, kind, policy, source)
     if learns_from_samples(config):
-        check_trust_region(config.objective, policy.dims)
+        dims = policy.dims(peeked(source)[0].inputs.shape) if kind == "restorer" else policy.dims
+        check_trust_region(config.objective, dims)
 
 
 def check_pictures(config: Config, kind: Kind, policy: Any, source: Any) -> None:
@@ -177,8 +192,10 @@ def check_pictures(config: Config, kind: Kind, policy: Any, source: Any) -> None
 
 def check_pieces(run: Run) -> None:
     """Refuse ratios of whole rows where a piece holds less than a row of denoising steps."""
-    sampling: Any = run.sampling
-    if not run.is_gaussian or not run.config.objective.needs_whole_rows or sampling.noise == "branched":
+    sampling = run.sampling
+    if not isinstance(sampling, DiffusionSampling) or not run.config.objective.needs_whole_rows:
+        return
+    if sampling.noise == "branched":
         return
     budget, needs = token_budget(run), (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
     if needs > budget:
@@ -192,6 +209,7 @@ def reward_columns(columns: Sequence[str], config: Config, kind: Kind) -> set[st
     """What a reward may ask for: the data's columns, the target under the names answer and target, and images."""
     targets = {"answer", "target", "solution", "label", config.prompts.target_column}
     found = {*columns} | ({"answer", "target"} if targets & {*columns} else set())
+    found |= {"reference"} if kind == "restorer" else set()
     return found if kind == "text" else found | {"images"}
 
 
@@ -225,7 +243,7 @@ def open_critic(config: Config, kind: Kind, policy: Any, source: Any) -> Critic:
     """A new critic of the untrained policy; on a resume, its weights come from the checkpoint."""
     if config.critic.kind == "shared":
         return SharedCritic(policy)
-    if kind != "text":
+    if kind != "text":  # a restorer's is shared
         return DenoiserCritic(policy)
     if not config.critic.model:
         return SeparateCritic(policy)
@@ -267,12 +285,22 @@ def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
             raise DataError(why)
 
 
-def adamw(module: torch.nn.Module, critic: Critic | None, config: Config) -> torch.optim.AdamW:
-    """The policy's parameters, then the critic's as a group of its own, with a rate of its own; see ``learn``."""
-    optim = config.optim
-    groups: list[dict[str, Any]] = [{"params": list(trained(module, None).values()), "is_critic": False}]
+def adamw(policy: Any, critic: Critic | None, config: Config) -> torch.optim.AdamW:
+    """The policy's parameters, then the critic's as a group of its own, with a rate of its own; see ``learn``.
+
+    Of a network that restores images, what draws the action is a group too: ``lr_factor`` is over the policy's rate.
+    """
+    optim, own = config.optim, trained(policy.module, None)
+    action = [name for name in own if isinstance(policy, RestorationPolicy) and name.startswith("action.")]
+    rates = ([name for name in own if name not in action], 1.0), (action, config.restoration.action_lr_factor)
+    groups: list[dict[str, Any]] = [
+        {"params": [own[name] for name in names], "is_critic": False, "lr_factor": factor}
+        for names, factor in rates
+        if names
+    ]
     if critic is not None:
-        groups.append({"params": [p for p in critic.module.parameters() if p.requires_grad], "is_critic": True})
+        params = [p for p in critic.module.parameters() if p.requires_grad]
+        groups.append({"params": params, "is_critic": True, "lr_factor": 1.0})
     return torch.optim.AdamW(
         groups,
         lr=optim.lr,

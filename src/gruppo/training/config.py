@@ -87,6 +87,31 @@ class Diffusion:
 
 
 @dataclass(frozen=True)
+class Restoration:
+    """What a network that restores images draws, and how it learns. Read where the model is one."""
+
+    action: str = "low_resolution"
+    """Of a new policy, what is drawn: pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15 or
+    controls:noise=0-50@25,mix=0-1@1."""
+    weights: str = ""
+    """Of a new policy, the network's weights to begin with: a .safetensors file, or the folder of a policy."""
+    patches: int = 1
+    """Of a new policy, patches a side: each has an action of its own, and may have a reward of its own."""
+    trains: Literal["all", "action"] | None = None
+    """action lets the network rest. Without it all, or as the model was saved."""
+    supervises: Literal["output", "base", "told"] | None = None
+    """What clean pictures are compared with: the picture of the mean action; the network's own; or that of a network
+    which is told the true controls. Without it output, or as the model was saved."""
+    loss: Literal["charbonnier", "l1", "mse"] | None = None
+    """Of a pixel, in the supervised term and in the consistency. Without it charbonnier, or as the model was saved."""
+    consistency: str = "reference"
+    """What a stage's cons_coef is of: reference, to the reference's picture; equivariance, under flips and turns;
+    degradation, degraded again it is what was given; or a function file.py:degrade of pictures and prompts."""
+    action_lr_factor: float = 1.0
+    """The learning rate of what draws the action over the network's; what is 0 at first needs 10 to 50."""
+
+
+@dataclass(frozen=True)
 class Optim:
     """AdamW, and how a batch is cut into updates."""
 
@@ -108,8 +133,12 @@ class Optim:
     """Updates a pass."""
     token_budget: int = 0
     """Tokens one forward and backward may cover, padding included; 0 chooses 640 on a CPU and 16384 on a GPU, or four
-    times the longest prompt, or fewer where memory is short. Of an image model, evaluations of its network: 128. Halved
-    where it runs out. Changes memory and speed, never the gradient."""
+    times the longest prompt, or fewer where memory is short. Of an image model, evaluations of its network: 128. Of
+    one that restores images, squares of 16 x 16 pixels: 4096. Halved where it runs out. Changes memory and speed, never
+    the gradient."""
+    terms_every: int = 0
+    """Steps between measurements of each loss term's own gradient, its norm and its cosine with each other's, at the
+    cost of a backward pass for each term; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +154,18 @@ class Stage:
     """Steps it lasts at most; 0, in the last stage alone, for all that are left. The last one also has the steps that
     gates before it have saved."""
     until: str = ""
-    """Ends it earlier, as soon as a metric says so: "eval/reward_mean > 0.5"."""
+    """Ends it earlier, as soon as a metric says so: "eval/reward_mean > 0.5", or "eval/psnr flat 3" where its last 3
+    values were no higher than the best before them ("flat 3 by 0.05": not by more than that)."""
+    new_reference: bool = False
+    """As it begins, the reference becomes the policy as it then is."""
     rl_coef: float | str = 1.0
     """Of the objective's surrogate. Where it and kl_coef stay 0 nothing is sampled: demonstrations alone teach."""
     sup_coef: float | str = 0.0
     """Of the supervised loss of demonstrations."""
     kl_coef: float | str = 0.0
     """The papers' beta. Above 0 in any stage, a reference is kept. Or adaptive:FROM,target=NATS,horizon=SAMPLES."""
+    cons_coef: float | str = 0.0
+    """Of the consistency of restored pictures (restoration.consistency)."""
     entropy_coef: float | str = 0.0
     """Or adaptive:FROM,target=NATS,delta=STEP."""
     value_coef: float | str = 0.5
@@ -140,6 +174,8 @@ class Stage:
     """Without it, optim.lr with its warm-up and decay over the whole run."""
     warmup_steps: int = 0
     """First steps of the stage, in which lr rises linearly to what it is set to."""
+    weight_decay: float | str | None = None
+    """Without it, optim.weight_decay."""
     temperature: float | str | None = None
     """Without it, rollout.temperature."""
     group_size: int | str | None = None
@@ -272,9 +308,11 @@ class Config:
 
     model: str = ""
     """A hub id, a local folder, or a bundled model such as smollm2-135m; a folder with a denoiser or a pipeline of
-    diffusers, diffusers:OWNER/NAME, or unet for a new one of the size of the data's pictures."""
+    diffusers, diffusers:OWNER/NAME, or unet for a new one of the size of the data's pictures; restore:unet,
+    restore:dncnn or restore:file.py:Class for a network that restores images, or a folder with one."""
     data: str = ""
-    """A .jsonl file, a Hugging Face data set, arithmetic, reasoning_gym:TASK, digits, or images:FOLDER:SIZE."""
+    """A .jsonl file, a Hugging Face data set, arithmetic, reasoning_gym:TASK, digits, or images:FOLDER:SIZE; degraded
+    images with clean ones: photos:noise=25, degrade:FOLDER:noise=25 or pairs:DEGRADED:CLEAN."""
     reward: tuple[str, ...] = ()
     """Built-in names, or file.py:function; called as in TRL."""
     steps: int = 200
@@ -292,6 +330,7 @@ class Config:
     objective: Objective = field(default_factory=Objective)
     rollout: Rollout = field(default_factory=Rollout)
     diffusion: Diffusion = field(default_factory=Diffusion)
+    restoration: Restoration = field(default_factory=Restoration)
     optim: Optim = field(default_factory=Optim)
     stage: Stage = field(default_factory=Stage)
     """The whole run as one stage, where stages names none."""

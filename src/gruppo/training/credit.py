@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo import dist
-from gruppo.core.advantages import group_advantages, step_advantages
+from gruppo.core.advantages import group_advantages, position_advantages, step_advantages
 from gruppo.core.credit import gae, of_own_step, place_score, returns_to_go, whiten
 from gruppo.core.shaping import normalized_sum, overlong_penalty
 from gruppo.rewards.score import Scores
@@ -162,7 +162,12 @@ def _each_normalised(run: Run, batch: Batch, scores: Scores, names: Sequence[str
 
 
 def _of_steps(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B T"], name: str) -> Float[Tensor, "B T"]:
-    advantages, state = step_advantages(rewards, rollouts.group_ids, **_choices(run, name))
+    """Compared with all steps of the group; a patch of a picture, whose columns are places, with the same patch."""
+    choices = _choices(run, name)
+    if run.restores:
+        advantages, state = position_advantages(rewards, rollouts.group_ids, rewards.isfinite(), **choices)
+    else:
+        advantages, state = step_advantages(rewards, rollouts.group_ids, **choices)
     _remember(run, name, state)
     return advantages
 

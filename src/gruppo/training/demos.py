@@ -18,6 +18,7 @@ from gruppo import dist
 from gruppo.data.errors import nearest
 from gruppo.data.open import Source, open_source
 from gruppo.seeds import generator_at, seed_at
+from gruppo.training import consistency
 from gruppo.training.config import Config, Supervised
 from gruppo.training.run import Run
 from gruppo.training.stages import Knobs, highest
@@ -228,14 +229,20 @@ def demo_parts(run: Run, demos: Rollouts | None, epoch: int) -> list[Rollouts | 
 def supervised_backward(
     run: Run, demos: Rollouts, knobs: Knobs, weights: Float[Tensor, "B T"], pieces: list[Piece]
 ) -> dict[str, Stat]:
-    """Gradients of the supervised term over these pieces, added to what is there; no rank asks another."""
-    stats = dict.fromkeys(("loss/sup", "sup/nats", "sup/tokens", "update/pieces"), Stat())
+    """Gradients of the supervised term over these pieces, added to what is there, and of the consistency where nothing
+    is sampled that it would be of; no rank asks another."""
+    names = ["loss/sup", "sup/nats", "sup/tokens", "update/pieces", *(["loss/cons"] if knobs.cons_coef else [])]
+    stats = dict.fromkeys(names, Stat())
     for piece in pieces:
         likelihood = run.policy.likelihood(demos, piece)
         loss = run.policy.supervised_loss(demos.take(piece.rows), likelihood)  # [b, t]
         keep = piece.of(demos.mask).to(loss.device)
         term = (piece.of(weights).to(loss) * torch.where(keep, loss, 0)).sum()
-        (knobs.sup_coef * term).backward()
+        total = knobs.sup_coef * term
+        if knobs.cons_coef:
+            held = consistency.term(run, demos, piece, piece.of(weights), likelihood)
+            total, stats["loss/cons"] = total + knobs.cons_coef * held, stats["loss/cons"] + Stat.of(held)
+        total.backward()
         stats["loss/sup"] += Stat.of(term)
         stats["sup/nats"] += Stat.of(loss, keep)
         stats["sup/tokens"] += Stat(1, float(keep.sum()))

@@ -33,7 +33,8 @@ def explain(config: Config) -> list[str]:
     if not run.is_gaussian:
         return [*said, *_work(run), "", *_memory(run), "", *_example(run)]
     parts = [*explain_pictures.work(run), *_beside(run), "", *explain_pictures.memory(run), ""]
-    return [*said, *parts, *explain_pictures.example(run), "", *explain_pictures.ddpo_names(run)]
+    example = explain_pictures.example(run)
+    return [*said, *parts, *example, *([] if run.restores else ["", *explain_pictures.ddpo_names(run)])]
 
 
 def _objective(run: Run) -> list[str]:
@@ -44,7 +45,7 @@ def _objective(run: Run) -> list[str]:
         kl_coef=highest(config, "kl_coef"),
         group_size=max(checks.group_sizes(config)),
         max_length=run.sampling.max_actions,
-        of="step" if run.is_gaussian else "token",
+        of="action" if run.restores else "step" if run.is_gaussian else "token",
     )
     passes = f"{optim.epochs} epochs of {optim.minibatches} minibatches"
     stop = f", fewer where the KL to the old policy exceeds {optim.stop_kl:g}" if optim.stop_kl else ""
@@ -72,17 +73,18 @@ def _plan(config: Config) -> list[str]:
     for index, stage in enumerate(config.plan):
         steps = f"{stage.steps} steps" if stage.steps else "to the end"
         until = f", or until {stage.until}" if stage.until else ""
-        set_otherwise = [n for n in (*SCHEDULED, "warmup_steps") if getattr(stage, n) != getattr(Stage(), n)]
+        names = (*SCHEDULED, "warmup_steps", "new_reference")
+        set_otherwise = [n for n in names if getattr(stage, n) != getattr(Stage(), n)]
         own = dict.fromkeys(["rl_coef", *set_otherwise])  # in any case, or a stage of constants would say nothing
-        sets = ", ".join(f"{name}={_written(getattr(stage, name))}" for name in own)
+        sets = ", ".join(_set(name, getattr(stage, name)) for name in own)
         rests = "" if samples(config, index) else "; samples nothing"
         where = checks.option(where_of(config, index))
         lines.append(f"  {where:<11} {stage.name or '(no name)':<12}{steps}{until}: {sets}{rests}")
     return [*lines, ""]
 
 
-def _written(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
+def _set(name: str, value: float | str | bool) -> str:
+    return name if value is True else f"{name}={value if isinstance(value, str) else f'{value:g}'}"
 
 
 def samples(config: Config, index: int) -> bool:
@@ -122,7 +124,9 @@ def _reference(run: Run) -> str:
     chosen, has_base = run.config.reference, has_adapter(run.policy.module)
     rests = "" if has_base else f", on {'the device' if chosen.place == 'device' else chosen.place}"
     if chosen.kind == "frozen":
-        return "the base, with the adapter off" if has_base else f"a copy of the first weights{rests}"
+        renewed = [run.course.names[n] for n, stage in enumerate(run.config.plan) if stage.new_reference]
+        then = f", renewed as {' and '.join(renewed)} begins" if renewed else ""
+        return (f"the base, with the adapter off{then}") if has_base else f"a copy of the first weights{then}{rests}"
     rate, every = chosen.update_rate, chosen.update_every
     mixed = f"{rate:g} policy + {1 - rate:g} reference after every {every} steps"
     return f"{'a second adapter' if has_base else 'a copy'} that follows: {mixed}{rests}"

@@ -1,4 +1,4 @@
-"""What a run of an image model would do, in words."""
+"""What a run of an image model would do, in words: of one that draws, or of one that restores."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from gruppo.policies.diffusion import DiffusionSampling
 from gruppo.policies.diffusion.trust_region import joint_clip_nats
 from gruppo.training import checks, names
-from gruppo.training.demos import drawn
+from gruppo.training.demos import drawn, peeked
 from gruppo.training.memory import token_budget
 from gruppo.training.run import Run
-from gruppo.training.stages import learns_from_samples
+from gruppo.training.stages import highest, learns_from_samples
 from gruppo.types import Request
 
 
 def work(run: Run) -> list[str]:
     """What is drawn and trained on in a step."""
+    if run.restores:
+        return _restoring(run)
     config, sampling = run.config, run.sampling
     assert isinstance(sampling, DiffusionSampling)
     rows = config.rollout.prompts * max(checks.group_sizes(config))
@@ -48,6 +50,35 @@ def work(run: Run) -> list[str]:
     return ["WORK", *lines, f"  evaluated   by the ODE, in {ode} steps"]
 
 
+def _restoring(run: Run) -> list[str]:
+    config, policy = run.config, run.policy
+    picture = peeked(run.source)[0].inputs
+    settings = ", ".join(f"{name} {value}" for name, value in policy.module.acts.settings.items() if name != "controls")
+    weights = {name: sum(p.numel() for p in part.parameters()) for name, part in policy.module.named_children()}
+    parts = "" if policy.patches == 1 else f"; one of each of {policy.patches} x {policy.patches} patches"
+    lines = [
+        f"  a picture   {list(picture.shape)}",
+        f"  an action   {settings}: {policy.dims(picture.shape):,} numbers{parts}",
+        f"  weights     {weights['network']:,} of the network"
+        + (", which rests" if policy.trains == "action" else "")
+        + f", {weights['action']:,} of the action, at {config.restoration.action_lr_factor:g} times the rate",
+    ]
+    if learns_from_samples(config):
+        size = max(checks.group_sizes(config))
+        rows = config.rollout.prompts * size
+        lines.append(f"  a step      {config.rollout.prompts} prompts x {size} samples = {rows} pictures")
+    if run.demos is not None:
+        lines.append(f"  taught by   {policy.loss}, on the picture of {_SUPERVISED[policy.supervises]}")
+    if highest(config, "cons_coef"):
+        lines.append(f"  held to     {config.restoration.consistency} (consistency), by {policy.loss}")
+    return ["WORK", *lines, "  evaluated   the picture of the mean action"]
+
+
+_SUPERVISED = {
+    "output": "the mean action",
+    "base": "the network without any action",
+    "told": "the network, told the true controls",
+}
 _NOISE = {
     "independent": "each sample its own",
     "shared": "a group has one first latent",
@@ -70,7 +101,7 @@ def memory(run: Run) -> list[str]:
         parts["reference"] = held
     unit, said = (2**30, "GiB") if sum(parts.values()) > 2**29 else (2**20, "MiB")
     return [
-        f"MEMORY, without activations; pieces of {token_budget(run):,} evaluations",
+        f"MEMORY, without activations; pieces of {token_budget(run):,} {'squares' if run.restores else 'evaluations'}",
         *(f"  {name:<24} {size / unit:6.2f} {said}" for name, size in parts.items()),
         f"  {'together':<24} {sum(parts.values()) / unit:6.2f} {said}",
     ]
@@ -79,7 +110,9 @@ def memory(run: Run) -> list[str]:
 def example(run: Run) -> list[str]:
     """One picture that the model draws, and what the rewards say of it."""
     prompt = run.source.take(1)[0]
-    lines = ["ONE REAL PROMPT", f"  prompt      {prompt.inputs!r}", f"  target      {_said(prompt.target)}"]
+    lines = ["ONE REAL PROMPT", f"  prompt      {_said(prompt.inputs)}", f"  target      {_said(prompt.target)}"]
+    if run.restores:
+        lines.append(f"  columns     {', '.join(f'{name} {_said(value)}' for name, value in prompt.meta.items())}")
     if run.rewards.names:
         rollouts = run.engine.generate([Request(prompt, 1)], run.sampling, seed=run.config.seed)
         scores = run.rewards.score(rollouts, step=0, max_steps=run.config.steps)
@@ -91,7 +124,12 @@ def example(run: Run) -> list[str]:
         lines += [f"  failed      {f.reward}: {f.kind}: {f.message}" for f in scores.failures]
     if run.demos is not None:
         demo = drawn(run)[0][0]
-        lines += ["", "ONE REAL DEMONSTRATION", f"  prompt      {demo.inputs!r}", f"  to draw     {_said(demo.target)}"]
+        lines += [
+            "",
+            "ONE REAL DEMONSTRATION",
+            f"  prompt      {_said(demo.inputs)}",
+            f"  to draw     {_said(demo.target)}",
+        ]
     return lines
 
 

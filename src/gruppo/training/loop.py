@@ -145,6 +145,7 @@ def settle(run: Run, folder: RunFolder, measured: Mapping[str, float]) -> None:
         back_off.watch(run, folder, {**measured, **done})
     if (said := run.course.advance(run.step, run.known)) is not None:
         log.info("%s", said)
+        references.renew_if_asked(run)
 
 
 def show_samples(run: Run, collected: Collected) -> None:

@@ -26,6 +26,8 @@ TOKENS_ON_CPU, TOKENS = 640, 16384
 """Where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; an accelerator's are not."""
 EVALUATIONS_ON_CPU, EVALUATIONS, EVALUATIONS_OF_PIPELINES = 128, 1024, 8
 """Of a denoising network: a small one on a CPU and on an accelerator, and one of a pipeline."""
+SQUARES_ON_CPU, SQUARES = 4096, 65536
+"""Of a network that restores images: squares of 16 x 16 pixels."""
 USABLE_FRAC = 0.5
 """Of what gradients and the optimiser's state leave free, for activations. Logits and scores need some too."""
 GIB = 2**30
@@ -119,6 +121,11 @@ def _does_not_fit(run: Run, tokens: int, why: str) -> GruppoError:
     numbers = [why] if why else []
     numbers += [] if free is None else [f"{free / GIB:.2f} GiB are free"]
     numbers += [f"optim.token_budget is {run.token_budget}"]
+    if run.restores:
+        return GruppoError(
+            f"one picture does not fit into memory: {', '.join(numbers)}. Crop the data smaller (crop=64), or train a "
+            "smaller network."
+        )
     if run.is_gaussian:
         return GruppoError(
             f"one evaluation of the network does not fit into memory: {', '.join(numbers)}. Train smaller pictures "
@@ -172,6 +179,8 @@ def _longest_prompt(rollouts: Rollouts) -> int:
 def _usual(run: Run, device: torch.device) -> int:
     if isinstance(run.policy, DiffusersPolicy):
         return EVALUATIONS_OF_PIPELINES
+    if run.restores:
+        return SQUARES_ON_CPU if device.type == "cpu" else SQUARES
     is_text = isinstance(run.policy, TextPolicy)
     on_cpu, elsewhere = (TOKENS_ON_CPU, TOKENS) if is_text else (EVALUATIONS_ON_CPU, EVALUATIONS)
     return on_cpu if device.type == "cpu" else elsewhere

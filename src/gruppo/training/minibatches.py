@@ -74,7 +74,7 @@ def has_gradient(run: Run, batch: Batch, knobs: Knobs) -> Bool[Tensor, "B T"]:
     go on, rest as well. Where advantages are made from log-probs or values, all rows were evaluated for that; the same
     pieces then serve the update, whose first ratio would not be 1 otherwise.
     """
-    if knobs.kl_coef or knobs.entropy_coef or run.critic is not None:
+    if knobs.kl_coef or knobs.cons_coef or knobs.entropy_coef or run.critic is not None:
         return batch.keep
     return batch.keep & (batch.advantages != 0).any(dim=1, keepdim=True)
 
@@ -86,7 +86,7 @@ def wanted(run: Run, knobs: Knobs, *, with_stats: bool = True) -> Want:
     of the faster way, and the first ratio would not be 1. The entropy as a number changes no bit of them.
     """
     said: Want = ("entropy",) if knobs.entropy_coef else ("entropy_value",) if with_stats else ()
-    said = (*said, *gaussian(run))
+    said = (*said, *gaussian(run), *(("output",) if knobs.cons_coef else ()))
     return (*said, "values") if run.critic is not None and run.critic.is_shared else said
 
 

@@ -28,21 +28,29 @@ from gruppo.policies.diffusion import (
 from gruppo.policies.diffusion import Diffusion as DiffusionPath
 from gruppo.policies.diffusion.load import SETTINGS as DENOISER
 from gruppo.policies.lora import inject
+from gruppo.policies.restoration import RestorationPolicy
 from gruppo.policies.text import TextPolicy, from_pretrained
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
 from gruppo.policies.text.load import Adapt, give_adapter
-from gruppo.training import config_file
-from gruppo.training.config import IN_MEMORY, Config, Diffusion, Lora
+from gruppo.training import config_file, restorers
+from gruppo.training.config import IN_MEMORY, Config, Diffusion, Lora, Restoration
 from gruppo.training.demos import peeked
 from gruppo.training.stages import highest, values_of
 from gruppo.types import DataError, GruppoError, Sampling
 
 log = logging.getLogger("gruppo")
 
-Kind = Literal["text", "denoiser", "pipeline"]
+Kind = Literal["text", "denoiser", "pipeline", "restorer"]
 NEW, HUB, INDEX = "unet", "diffusers:", "model_index.json"
-POLICIES = (TextPolicy, DenoiserPolicy)
+POLICIES = (TextPolicy, DenoiserPolicy, RestorationPolicy)
 """What a caller may give in place of a model's name."""
+KINDS: tuple[tuple[type, Kind], ...] = (
+    (TextPolicy, "text"),
+    (DiffusersPolicy, "pipeline"),
+    (DenoiserPolicy, "denoiser"),
+    (RestorationPolicy, "restorer"),
+)
+"""Of a policy, the first that it is."""
 OF_NEW = ("path", "shift", "predicts", "weighting", "dropped", "width")
 OF_PIPELINES = ("size", "embedded_guidance")
 """Settings of ``Config.diffusion`` that are read for these models alone."""
@@ -51,19 +59,22 @@ OF_PIPELINES = ("size", "embedded_guidance")
 def kind_of(config: Config, given: Any = None) -> Kind:
     """Of the model that is given in memory, or that the config names; nothing is loaded."""
     if given is not None:
-        is_text, is_pipeline = isinstance(given, TextPolicy), isinstance(given, DiffusersPolicy)
-        return "text" if is_text else "pipeline" if is_pipeline else "denoiser"
+        return next(kind for policy, kind in KINDS if isinstance(given, policy))
+    if restorers.is_restorer(config.model):
+        return "restorer"
     folder = Path(model_of(config.model)) if config.model else Path(NEW)
     if config.model.startswith(HUB) or (folder / INDEX).is_file():
         return "pipeline"
     return "denoiser" if config.model == NEW or (folder / DENOISER).is_file() else "text"
 
 
-def sampling_of(config: Config, kind: Kind) -> Sampling:
-    """The distribution that a run samples from."""
+def sampling_of(config: Config, kind: Kind, actions: int = 1) -> Sampling:
+    """The distribution that a run samples from. ``actions``: of a restored picture."""
     rollout, drawn = config.rollout, config.diffusion
     if kind == "text":
         return rollout.sampling
+    if kind == "restorer":
+        return replace(rollout.sampling, max_actions=actions)
     return DiffusionSampling(
         temperature=rollout.temperature,
         top_k=rollout.top_k,
@@ -97,24 +108,65 @@ def check_kind(config: Config, kind: Kind) -> None:
                 f"diffusion settings were given, and {config.model!r} is a text model. Leave the --diffusion options "
                 f"out, or set --model {NEW} or a folder with an image model."
             )
+        _refuse_settings_of_restorers(config)
         return
     sampling_of(config, kind)  # its own refusals
     _refuse_settings_of_text(config)
+    if kind == "restorer":
+        _refuse_settings_of_drawing(config)
+        restorers.check_restorer(config)
+        return
+    _refuse_settings_of_restorers(config)
+    _refuse_settings_of_denoising(config)
     _refuse_settings_of_others(config, kind)
+
+
+def _refuse_settings_of_restorers(config: Config) -> None:
+    if config.restoration != Restoration():
+        raise GruppoError(
+            f"restoration settings were given, and {config.model!r} restores no images. Leave the --restoration "
+            f"options out, or set --model {restorers.NEW}unet or a folder with a network that does."
+        )
+    if highest(config, "cons_coef"):
+        raise GruppoError(
+            f"a stage's cons_coef is above 0: consistency is of restored images, and {config.model!r} restores none. "
+            "Set --stage.cons-coef 0; --stage.kl-coef holds any policy to its reference."
+        )
+
+
+def _refuse_settings_of_drawing(config: Config) -> None:
+    if config.diffusion != Diffusion():
+        raise GruppoError(
+            f"diffusion settings were given, and {config.model!r} restores images in one step. Leave the --diffusion "
+            f"options out; --restoration.action says what is drawn."
+        )
 
 
 def _refuse_settings_of_text(config: Config) -> None:
     model = config.model
     if config.rollout.max_new_tokens != type(config.rollout)().max_new_tokens:
         raise GruppoError(
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens} is of texts, and {model!r} is an image model. Set "
-            "--diffusion.steps for the steps of a sample."
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} is of texts, and {model!r} is an image model. "
+            "Leave it out; --diffusion.steps are the steps of a picture that is drawn from noise."
         )
     if config.objective.overlong:
         raise GruppoError(
             f"objective.overlong={config.objective.overlong} penalises long texts; every image has as many steps. Set "
             "--objective.overlong 0."
         )
+    if config.critic.model:
+        raise GruppoError(
+            f"critic.model={config.critic.model!r}: the critic of an image model is a head on its network, or a copy "
+            "of it. Leave --critic.model out."
+        )
+    if config.objective.mask_truncated:
+        raise GruppoError(
+            "objective.mask_truncated leaves out texts that were cut; every picture has all its steps. Set "
+            "--objective.mask-truncated False."
+        )
+
+
+def _refuse_settings_of_denoising(config: Config) -> None:
     if odd := [t for t in values_of(config, "temperature") if t != 1]:
         raise GruppoError(
             f"a stage's temperature of {odd[0]:g}: a denoising step has none beside eta. Leave temperature out of the "
@@ -125,11 +177,6 @@ def _refuse_settings_of_text(config: Config) -> None:
             "a stage's entropy_coef is above 0, and the noise of a denoising step is fixed: its entropy is the same "
             "whatever is learned. Set --stage.entropy-coef 0, and --diffusion.eta for more noise."
         )
-    if config.critic.model:
-        raise GruppoError(
-            f"critic.model={config.critic.model!r}: the critic of an image model is a head on its network, or a copy "
-            "of it. Leave --critic.model out."
-        )
 
 
 def _refuse_settings_of_others(config: Config, kind: Kind) -> None:
@@ -138,11 +185,6 @@ def _refuse_settings_of_others(config: Config, kind: Kind) -> None:
         raise GruppoError(
             f"diffusion.shift={chosen.shift:g} moves the times of a flow, and --diffusion.path is diffusion. Leave "
             "one of them out."
-        )
-    if config.objective.mask_truncated:
-        raise GruppoError(
-            "objective.mask_truncated leaves out texts that were cut; every picture has all its steps. Set "
-            "--objective.mask-truncated False."
         )
     if kind == "denoiser" and (config.lora.rank or config.lora.adapter):
         raise GruppoError(
@@ -176,6 +218,10 @@ def open_model(config: Config, kind: Kind, given: Any, source: Any) -> tuple[Any
     """The policy, and what a manifest says of where it came from. ``source``: the data, whose size a new one has."""
     if kind == "text":
         return _open_text(config, given)
+    if kind == "restorer":
+        policy = restorers.open_policy(config, given, source)
+        _to_accelerator(policy)
+        return policy, {"name": config.model}
     return _open_images(config, given, source, kind)
 
 

@@ -12,7 +12,7 @@ from gruppo.training.config import Config
 from gruppo.training.config import Reference as Settings
 from gruppo.training.evaluate import evaluate, held_out
 from gruppo.training.run import Run
-from gruppo.training.stages import highest
+from gruppo.training.stages import highest, where_of
 from gruppo.types import GruppoError, Reference
 
 log = logging.getLogger("gruppo")
@@ -32,11 +32,13 @@ def check_reference(config: Config) -> None:
                 f"reference.{name}={getattr(chosen, name)} is out of range; it needs at least {least}. Set --reference."
                 f"{name.replace('_', '-')}."
             )
-    if chosen == usual:
+    renewed = [index for index, stage in enumerate(config.plan) if stage.new_reference]
+    if chosen == usual and not renewed:
         return
-    if not highest(config, "kl_coef"):
+    if not has_reference(config):
+        what = f"{where_of(config, renewed[0])}.new_reference" if chosen == usual else "a reference"
         raise GruppoError(
-            "a reference was set, but no stage's kl_coef is above 0, so that nothing is measured against it. Set "
+            f"{what} was set, but no stage's kl_coef is above 0, so that nothing is measured against it. Set "
             "--stage.kl-coef 0.05 or the like, or leave the --reference options out."
         )
     of_mixing = ("update_rate", "update_every", "watch_prompts")
@@ -62,20 +64,27 @@ def _nothing_to_place(config: Config) -> GruppoError:
     )
 
 
+def has_reference(config: Config) -> bool:
+    """Whether anything is measured against one: a KL, or a consistency to its pictures."""
+    is_held_to_it = highest(config, "cons_coef") > 0 and config.restoration.consistency == "reference"
+    return highest(config, "kl_coef") > 0 or is_held_to_it
+
+
 def open_reference(config: Config, policy: Any) -> Reference | None:
-    """What the policy, as it is now, is to be measured against; None where no stage asks for a KL."""
-    if not highest(config, "kl_coef"):
+    """What the policy, as it is now, is to be measured against; None where nothing is."""
+    if not has_reference(config):
         return None
     chosen = config.reference
-    rate, every = chosen.update_rate, chosen.update_every
+    rate, every = chosen.update_rate, chosen.update_every if chosen.kind == "mixed" else 0
+    is_frozen = chosen.kind == "frozen" and not any(stage.new_reference for stage in config.plan)
     if has_adapter(policy.module):
         if chosen.place != "device":
             raise _nothing_to_place(config)
-        return BaseReference(policy) if chosen.kind == "frozen" else MixedAdapter(policy, rate=rate, every=every)
+        return BaseReference(policy) if is_frozen else MixedAdapter(policy, rate=rate, every=every)
     if chosen.place == "cpu" and policy.device.type == "cpu":
         log.info("reference.place=cpu saves nothing here: the device is the CPU. --reference.place disk does.")
     folder = existing(Path(config.runs_dir))
-    if chosen.kind == "frozen":
+    if is_frozen:
         return FrozenReference(policy, place=chosen.place, folder=folder)
     return MixedReference(policy, rate=rate, every=every, place=chosen.place, folder=folder)
 
@@ -88,7 +97,7 @@ def existing(folder: Path) -> Path:
 
 def cautions(config: Config) -> list[str]:
     """What works and may not be meant."""
-    if not highest(config, "kl_coef"):
+    if not has_reference(config):
         return []
     if config.reference.kind == "mixed":
         return ["the reference follows the policy: the KL slows it down, and is no anchor to where it began"]
@@ -114,6 +123,13 @@ def memory(run: Run, width: int) -> dict[str, float]:
         return {"reference": width * numbers}
     copied = {} if reference.rests or width == 4 else {"reference's copy": float(width * numbers)}
     return {"reference, float32": 4.0 * numbers, **copied}
+
+
+def renew_if_asked(run: Run) -> None:
+    """As a stage begins: its reference is the policy of now, where it says so."""
+    if run.course.stage.new_reference and isinstance(run.reference, MixedReference | MixedAdapter):
+        run.reference.renew(run.policy)
+        log.info("step %d: the reference is now the policy as it is.", run.step)
 
 
 # --- a frozen one is frozen -------------------------------------------------------------------------------------------
@@ -153,6 +169,6 @@ def watch(run: Run) -> dict[str, float]:
     if not isinstance(reference, MixedReference | MixedAdapter):
         return {}
     said = {"reference/distance_frac": reference.distance(run.policy)}
-    if prompts := held_out(run, run.config.reference.watch_prompts):
+    if run.config.reference.kind == "mixed" and (prompts := held_out(run, run.config.reference.watch_prompts)):
         said["reference/eval_reward_mean"] = evaluate(run, prompts, generate=reference.sample).mean
     return said

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gruppo.policies.diffusion import DenoiserPolicy
+from gruppo.policies.restoration import RestorationPolicy
 from gruppo.training.config import Config
 from gruppo.training.signals import Stopper
 from gruppo.training.stages import Course
@@ -66,7 +67,12 @@ class Run:
     @property
     def is_gaussian(self) -> bool:
         """Whether actions are drawn from a normal, so that KLs have a closed form."""
-        return isinstance(self.policy, DenoiserPolicy)
+        return isinstance(self.policy, DenoiserPolicy | RestorationPolicy)
+
+    @property
+    def restores(self) -> bool:
+        """Whether pictures are made of degraded ones."""
+        return isinstance(self.policy, RestorationPolicy)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

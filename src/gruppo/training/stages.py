@@ -7,7 +7,7 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -25,9 +25,11 @@ SCHEDULED = (
     "rl_coef",
     "sup_coef",
     "kl_coef",
+    "cons_coef",
     "entropy_coef",
     "value_coef",
     "lr",
+    "weight_decay",
     "temperature",
     "group_size",
     "difficulty",
@@ -54,6 +56,8 @@ class Knobs:
     sampling: Sampling
     difficulty: float = 1.0
     """Share of the prompts that are drawn, the easiest first."""
+    cons_coef: float = 0.0
+    weight_decay: float = 0.0
 
     @property
     def samples(self) -> bool:
@@ -63,10 +67,11 @@ class Knobs:
 
 @dataclass(frozen=True)
 class Gate:
-    """A metric's value that ends a stage."""
+    """What a metric has to say for a stage to end."""
 
     metric: str
-    is_open: Callable[[float], bool]
+    is_open: Callable[[Sequence[float]], bool]
+    """Of the metric's values in the stage, the last one at the end."""
 
 
 _COMPARED = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -76,17 +81,35 @@ def gate_of(stage: Stage, where: str) -> Gate | None:
     """What ``until`` says; None without it."""
     if not stage.until:
         return None
-    match = re.fullmatch(r"\s*(\S+?)\s*(>=|<=|>|<)\s*(\S+)\s*", stage.until)
     try:
-        assert match is not None
-        compare, limit = _COMPARED[match[2]], float(match[3])
-        assert math.isfinite(limit)
+        return _flat_gate(stage.until) or _compared_gate(stage.until)
     except (AssertionError, ValueError):
         raise GruppoError(
             f"{where}.until={stage.until!r} is not understood; it needs a metric, a comparison and a number, such as "
-            "'eval/reward_mean > 0.5'."
+            "'eval/reward_mean > 0.5', or a metric that no longer rises, such as 'eval/psnr flat 3'."
         ) from None
-    return Gate(match[1], lambda value: compare(value, limit))
+
+
+def _compared_gate(text: str) -> Gate:
+    match = re.fullmatch(r"\s*(\S+?)\s*(>=|<=|>|<)\s*(\S+)\s*", text)
+    assert match is not None
+    compare, limit = _COMPARED[match[2]], float(match[3])
+    assert math.isfinite(limit)
+    return Gate(match[1], lambda values: bool(values) and compare(values[-1], limit))
+
+
+def _flat_gate(text: str) -> Gate | None:
+    """METRIC flat N by D: the last N values exceed the best of those before them by no more than D."""
+    match = re.fullmatch(r"\s*(\S+)\s+flat\s+(\d+)(?:\s+by\s+(\S+))?\s*", text)
+    if match is None:
+        return None
+    count, by = int(match[2]), float(match[3] or 0)
+    assert count >= 1 and 0 <= by < math.inf
+
+    def is_open(values: Sequence[float]) -> bool:
+        return len(values) > count and max(values[-count:]) <= max(values[:-count]) + by
+
+    return Gate(match[1], is_open)
 
 
 def where_of(config: Config, index: int) -> str:
@@ -140,8 +163,8 @@ class Course:
         self.settled = -1
         """Step whose gates have been looked at."""
         self._sampled_since: int | None = None
-        self._seen: float | None = None
-        """The last value of the gate's metric."""
+        self._seen: list[float] = []
+        """The values of the gate's metric in the stage."""
 
     @property
     def stage(self) -> Stage:
@@ -181,6 +204,8 @@ class Course:
             group_size=rollout.group_size if group_size is None else round(group_size),
             sampling=self.sampling if temperature is None else replace(self.sampling, temperature=temperature),
             difficulty=_of(now["difficulty"]),
+            cons_coef=_of(now["cons_coef"]),
+            weight_decay=self.config.optim.weight_decay if now["weight_decay"] is None else now["weight_decay"],
         )
         if not self.config.objective.has_critic or not knobs.samples:
             return knobs
@@ -210,7 +235,7 @@ class Course:
                 said.update(metrics[said.reads], rows=rows)
         gate = self._gates[self.index]
         if gate is not None and (value := agreed(metrics, gate.metric)) is not None:
-            self._seen = value
+            self._seen.append(value)
 
     def advance(self, step: int, known: Mapping[str, float]) -> str | None:
         """At the boundary after ``step`` steps: whether the next stage begins, and why. ``known``: metrics there are.
@@ -223,15 +248,15 @@ class Course:
         if self.index + 1 >= len(self.plan):
             return None
         gate, name = self._gates[self.index], self.name
-        if gate and self._seen is not None and gate.is_open(self._seen):
-            why = f"{gate.metric} is {self._seen:.4g}, and {name} lasts until {self.stage.until}"
+        if gate and gate.is_open(self._seen):
+            why = f"{gate.metric} is {self._seen[-1]:.4g}, and {name} lasts until {self.stage.until}"
         elif self.stage.steps and step - self.began >= self.stage.steps:
             why = f"{name} has had its {self.stage.steps} steps"
             if gate:
                 log.warning("%s", _never_opened(name, self.stage, gate, self._seen, known))
         else:
             return None
-        self.index, self.began, self._seen = self.index + 1, step, None
+        self.index, self.began, self._seen = self.index + 1, step, []
         return f"step {step}: {self.name} begins ({why})."
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,7 +266,7 @@ class Course:
             "lr_scale": self.lr_scale,
             "settled": self.settled,
             "sampled_since": self._sampled_since,
-            "seen": self._seen,
+            "seen": list(self._seen),
             "controllers": [
                 {name: said.state_dict() for name, said in stage.items() if not isinstance(said, Schedule)}
                 for stage in self._said
@@ -250,7 +275,8 @@ class Course:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.index, self.began, self.lr_scale = int(state["index"]), int(state["began"]), float(state["lr_scale"])
-        self.settled, self._sampled_since, self._seen = int(state["settled"]), state["sampled_since"], state["seen"]
+        self.settled, self._sampled_since = int(state["settled"]), state["sampled_since"]
+        self._seen = list(state["seen"])
         for stage, saved in zip(self._said, state["controllers"], strict=True):
             for name, numbers in saved.items():
                 said = stage[name]
@@ -287,7 +313,7 @@ def knobs_at(config: Config, step: int) -> Knobs:
 
 
 def _of(value: float | None) -> float:
-    assert value is not None, "only lr, temperature and group_size may be left out of a stage"
+    assert value is not None, "this field may not be left out of a stage"
     return value
 
 
@@ -313,8 +339,8 @@ def nearest_metric(name: str, known: Mapping[str, float]) -> str:
     return next(iter(difflib.get_close_matches(name, [other for other in known if other != name], 1)), "")
 
 
-def _never_opened(name: str, stage: Stage, gate: Gate, last: float | None, known: Mapping[str, float]) -> str:
-    what = f"{gate.metric} was never measured" if last is None else f"{gate.metric} was {last:.4g} at last"
-    near = nearest_metric(gate.metric, known) if last is None else ""
+def _never_opened(name: str, stage: Stage, gate: Gate, seen: Sequence[float], known: Mapping[str, float]) -> str:
+    what = f"{gate.metric} was {seen[-1]:.4g} at last" if seen else f"{gate.metric} was never measured"
+    near = "" if seen else nearest_metric(gate.metric, known)
     hint = f" Did you mean {near}?" if near else ""
     return f"{name} ends after its {stage.steps} steps, and its gate {stage.until!r} never opened: {what}.{hint}"

@@ -36,7 +36,7 @@ def names(run: Run, rollouts: Rollouts) -> list[str]:
 
 
 def has_timesteps(run: Run, rollouts: Rollouts) -> bool:
-    return run.is_gaussian and rollouts.mask.shape[1] > 1
+    return isinstance(run.sampling, DiffusionSampling) and rollouts.mask.shape[1] > 1
 
 
 def of_piece(piece: Piece, likelihood: Likelihood, inputs: LossInputs) -> dict[str, Stat]:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from gruppo import dist
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import Average, loss_total, loss_weights
-from gruppo.training import timesteps
+from gruppo.training import consistency, gradients, timesteps
 from gruppo.training.demos import supervised_backward
 from gruppo.training.epochs import epoch_metrics
 from gruppo.training.memory import Part, in_pieces_of
@@ -49,6 +50,7 @@ _METRICS = {
     "loss/policy": ("sum:loss/policy",),
     "loss/kl": ("sum:loss/kl",),
     "loss/sup": ("sum:loss/sup",),
+    "loss/cons": ("sum:loss/cons",),
     "sup/nats": ("mean:sup/loss_nats",),
     "sup/tokens": ("sum:sup/tokens_count",),
     "loss/value": ("sum:loss/value",),
@@ -65,11 +67,15 @@ def learn(run: Run, batch: Batch, knobs: Knobs) -> dict[str, float]:
     """All updates of one batch, or those before the policy has moved too far."""
     began = time.perf_counter()
     for group in run.optimizer.param_groups:
-        group["lr"] = knobs.critic_lr if group["is_critic"] else knobs.lr
+        group["lr"] = knobs.critic_lr if group["is_critic"] else knobs.lr * group["lr_factor"]
+        group["weight_decay"] = knobs.weight_decay
     stats = {"update/taken": Stat(), "update/skipped": Stat()}
+    metrics: dict[str, float] = {}
     epochs: list[dict[str, Stat]] = [{} for _ in range(run.config.optim.epochs)]
     tried, has_moved_far = 0, False
     for minibatch in minibatches(run, batch, knobs):
+        if not tried and gradients.is_due(run):
+            metrics |= gradients.of_terms(run, minibatch, knobs, backward)
         of_update, has_moved_far = update(run, minibatch, knobs)
         of_epoch = epochs[tried // run.config.optim.minibatches]
         tried += 1
@@ -78,7 +84,7 @@ def learn(run: Run, batch: Batch, knobs: Knobs) -> dict[str, float]:
         if has_moved_far:
             break
     losses = {name: Stat(1, stat.sum / tried) for name, stat in stats.items() if name.startswith("loss/")}
-    metrics = flatten(stats | losses, _METRICS) | timesteps.metrics_of(stats)
+    metrics |= flatten(stats | losses, _METRICS) | timesteps.metrics_of(stats)
     metrics |= epoch_metrics(run.config.optim, epochs, tried - has_moved_far)
     if run.config.optim.stop_kl:
         metrics["update/early_stop_frac"] = float(has_moved_far)
@@ -151,7 +157,8 @@ def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
     if batch.demos is not None:
         weights = _weights(batch.demos.mask, "token", knobs)
         parts.append((batch.demos, batch.demos.mask))
-        works.append(partial(supervised_backward, run, batch.demos, knobs, weights))
+        of_demos = knobs if batch.rollouts is None else replace(knobs, cons_coef=0.0)  # it is of what is sampled
+        works.append(partial(supervised_backward, run, batch.demos, of_demos, weights))
 
     def attempt(cuts: list[list[Piece]]) -> dict[str, Stat]:
         return added(work(pieces) for work, pieces in zip(works, cuts, strict=True))
@@ -181,12 +188,14 @@ def _backward(
     """Gradients and statistics of these pieces; no rank asks another, so that each may begin again alone."""
     objective, rollouts = run.config.objective, batch.rollouts
     assert rollouts is not None
-    stats = {name: Stat() for name in (*_stat_names(run), *timesteps.names(run, rollouts))}
+    stats = {name: Stat() for name in (*_stat_names(run, knobs), *timesteps.names(run, rollouts))}
     for piece in pieces:
         with at_rest(run.policy.sampler) if knobs.is_critic_alone else nullcontext():
             likelihood = likelihood_of(run, rollouts, piece, want=wanted(run, knobs))
         inputs = loss_inputs(run, batch, piece, weights, likelihood)
         terms, piece_stats = policy_loss(likelihood, inputs, objective)
+        if knobs.cons_coef:
+            terms["cons"] = consistency.term(run, rollouts, piece, inputs.weights, likelihood)
         if not knobs.is_critic_alone or "value" in terms:
             _loss(terms, knobs).backward()
         if run.critic is not None and not run.critic.is_shared:  # after the policy's, whose activations are gone by now
@@ -210,6 +219,8 @@ def _loss(terms: Mapping[str, Tensor], knobs: Knobs) -> Tensor:
         loss = loss - knobs.entropy_coef * terms["entropy"]
     if "kl" in terms:
         loss = loss + knobs.kl_coef * terms["kl"]
+    if "cons" in terms:
+        loss = loss + knobs.cons_coef * terms["cons"]
     return loss + knobs.value_coef * terms["value"] if "value" in terms else loss
 
 
@@ -264,13 +275,14 @@ def _check_whole_rows(run: Run, batch: Batch, piece: Piece) -> None:
         )
 
 
-def _stat_names(run: Run) -> list[str]:
+def _stat_names(run: Run, knobs: Knobs) -> list[str]:
     names = ["ratio", "kl/old_nats", "kl/old_k3_nats", "clip/high_frac", "clip/low_frac", "entropy/nats"]
     names += ["mismatch/nats", "loss/policy", "update/pieces"]
     objective = run.config.objective
     names += ["correction/weight"] if objective.correction != "none" else []
     names += ["clip/kl_mask_frac"] if objective.kl_mask else []
     names += ["loss/value", "value/clip_frac"] if run.critic is not None else []
+    names += ["loss/cons"] if knobs.cons_coef else []
     if run.reference is not None:
         names += ["kl/ref_nats", *(["loss/kl"] if objective.kl_in == "loss" else [])]
     return names

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.core.objective import Objective
+from gruppo.data.pixels import read_image
+from gruppo.data.restoration import WithReference
 from gruppo.loading import program
 from gruppo.policies.adapters import is_adapter, model_of
 from gruppo.policies.diffusion import ClassLabels
+from gruppo.policies.restoration import load_restorer
 from gruppo.policies.text import from_pretrained
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
 from gruppo.rewards.images import to_pillow
 from gruppo.track.pictures import Cell, Line, draw, picture_of
 from gruppo.track.sheets import FOLDER, write_sheet
-from gruppo.training import checkpoint, config_file
+from gruppo.training import checkpoint, config_file, restorers
 from gruppo.training.build import Parts, build, missing_parts
-from gruppo.training.config import Config, Lora, Stage
+from gruppo.training.config import Config, Lora, Restoration, Stage
 from gruppo.training.evaluate import Evaluated, evaluate_rows, held_out
 from gruppo.training.models import kind_of, open_images
 from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
@@ -39,15 +42,17 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
         raise GruppoError(
             f"{path} was trained without a reward, so nothing is measured. Ask it: {program()} sample {path}"
         )
-    evaluation = replace(config.evaluation, prompts=prompts)
+    first, evaluation = config, replace(config.evaluation, prompts=prompts)
     config = replace(config, model=model_of(path), evaluation=evaluation, stage=Stage(), stages=(), lora=Lora())
-    config = replace(config, objective=Objective())  # nothing is trained: no reference, no critic
+    config = replace(config, objective=Objective(), restoration=Restoration())  # nothing is trained
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
     policy = None
     if kind_of(config) == "text":  # an adapter stays beside its base
         policy = from_pretrained(config.model, compute=config.compute, trust_remote_code=config.trust_remote_code)
     run, _ = build(config, Parts(policy))
+    if isinstance(run.source, WithReference):  # by now against the trained policy
+        run.source = restorers.of_the_run(path, first, run.source)
     if not (asked := held_out(run, prompts)):
         raise DataError(
             f"the data of {path} have no held-out prompts to evaluate on. Train with "
@@ -98,9 +103,11 @@ def pictures(
 ) -> list[Path]:
     """``n`` pictures of each prompt as PNG files in a folder, and after them a sheet with all; drawn as in training,
     or at temperature 0 by the ODE."""
-    policy, sampling = open_images(model)
     if n < 1:
         raise GruppoError(f"--n {n} draws nothing; it needs at least 1.")
+    if kind_of(Config(model=str(model))) == "restorer":
+        return _restored(model, prompts, folder, n=n, temperature=temperature, seed=seed)
+    policy, sampling = open_images(model)
     asked = [Prompt(str(i), _asked_for(policy, text), draw=i) for i, text in enumerate(prompts)]
     for prompt in asked:
         if why := policy.refuse(prompt, sampling):
@@ -120,6 +127,33 @@ def pictures(
     files.append(folder / "sheet.png")
     sheet.save(files[-1])
     return files
+
+
+def _restored(
+    model: str | Path, files: Sequence[str], folder: Path, *, n: int, temperature: float, seed: int
+) -> list[Path]:
+    """Image files, restored by the mean action; above temperature 0 by drawn ones. Beside each other on a sheet."""
+    policy = load_restorer(model_of(model))
+    sampling = Sampling(temperature=float(temperature), max_actions=policy.columns)
+    written, lines = [], []
+    given = [read_image(file, channels=policy.channels) for file in files]
+    asked = [Prompt(file, picture, draw=i) for i, (file, picture) in enumerate(zip(files, given, strict=True))]
+    for prompt in asked:
+        if why := policy.refuse(prompt, sampling):
+            raise GruppoError(why)
+    folder.mkdir(parents=True, exist_ok=True)
+    for place, prompt in enumerate(asked):
+        drawn = policy.sample([Request(prompt, n)], sampling, seed=seed).outputs
+        stem = re.sub(r"[^\w-]+", "-", Path(prompt.id).stem)[:40].strip("-") or "picture"
+        for number, picture in enumerate(drawn):
+            written.append(folder / f"{place}-{stem}-{number}.png")
+            to_pillow(picture).save(written[-1])
+        cells = [Cell(picture_of(prompt.inputs), ("", "given")), *(Cell(picture_of(one)) for one in drawn)]
+        lines.append(Line("", cells))
+    sheet, _ = draw(lines, title=f"{model}")
+    written.append(folder / "sheet.png")
+    sheet.save(written[-1])
+    return written
 
 
 def _asked_for(policy: Any, text: str) -> Any:
