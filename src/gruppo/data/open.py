@@ -16,17 +16,21 @@ from gruppo.data.gym import ReasoningGym
 from gruppo.data.hub import FILE_KINDS, read_dataset
 from gruppo.data.images import ImageFolder
 from gruppo.data.jsonl import read_jsonl
+from gruppo.data.lines import open_lines
 from gruppo.data.restoration import open_pairs
 from gruppo.data.rows import RowSource
 from gruppo.types import DataError, PromptSource
 
 FORMS = (
     "Data is one of: arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; digits; images:FOLDER or "
-    "images:FOLDER:SIZE; photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN; the path of a "
-    ".jsonl, .parquet, .csv or .json file or of a data set folder; a hub name OWNER/NAME, OWNER/NAME:SPLIT or "
-    "OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts or dicts, a Hugging Face Dataset, or an object with take, "
-    "state_dict and load_state_dict."
+    "images:FOLDER:SIZE; photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN; "
+    "lines:blur=0.5-2,noise=10-40; the path of a .jsonl, .parquet, .csv or .json file or of a data set folder; a hub "
+    "name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts or dicts, a Hugging "
+    "Face Dataset, or an object with take, state_dict and load_state_dict."
 )
+
+
+KNOWN = ("arithmetic", "reasoning_gym", "digits", "images", "photos", "degrade", "pairs", "lines")
 
 
 @runtime_checkable
@@ -88,6 +92,8 @@ def _opened(
 def _procedural(data: str, seed: int, held_out_fraction: float) -> PromptSource | None:
     if (pairs := open_pairs(data, seed=seed, held_out_fraction=held_out_fraction)) is not None:
         return pairs
+    if (lines := open_lines(data, seed=seed, held_out_fraction=held_out_fraction)) is not None:
+        return lines
     kind, _, rest = data.partition(":")
     if kind == "reasoning_gym" and rest:
         return ReasoningGym(rest, seed=seed, held_out_fraction=held_out_fraction)
@@ -118,7 +124,7 @@ def _named_rows(data: str | os.PathLike[str]) -> tuple[list[Any], str]:
         return read_dataset(path), str(path)
     hub_name = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))
     if hub_name is None:
-        near = nearest(str(data), ("arithmetic", "reasoning_gym", "digits", "images", "photos", "degrade", "pairs"))
+        near = nearest(str(data), KNOWN)
         raise DataError(f"data={str(data)!r} is no file, folder or known name{near}. {FORMS}")
     return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
 

@@ -67,9 +67,9 @@ def band_gains(**choices: Any) -> RestorationPolicy:
     return policy_of(BandGains(grid=4, smooth=False), patches=2, trains="action", **choices)
 
 
-def controls(**choices: Any) -> RestorationPolicy:
+def controls(*, unit: bool = False, **choices: Any) -> RestorationPolicy:
     names = [Control("noise", 0, 2, 0.5), Control("mix", 0, 1, 0.75), Control("blur", -1, 1, 0)]
-    return policy_of(Controls(names, std=(0.1, 0.2, 0.3)), **choices)
+    return policy_of(Controls(names, std=(0.1, 0.2, 0.3), unit=unit), **choices)
 
 
 POLICIES: list[Callable[..., RestorationPolicy]] = [pixels, pixel_patches, low_resolution, band_gains, controls]

@@ -36,7 +36,16 @@ from gruppo.core.objective import GRPO, PRESETS
 from gruppo.engines import LocalEngine
 from gruppo.policies.critic import SharedCritic
 from gruppo.policies.reference import FrozenReference
-from gruppo.policies.restoration import BandGains, Equivariance, LowResolution, PixelNoise, ToDegraded, ToReference
+from gruppo.policies.restoration import (
+    BandGains,
+    Control,
+    Controls,
+    Equivariance,
+    LowResolution,
+    PixelNoise,
+    ToDegraded,
+    ToReference,
+)
 from gruppo.policies.restoration.patches import patch_means, to_columns
 from gruppo.rewards.score import RewardSet
 from gruppo.training.build import adamw
@@ -373,3 +382,79 @@ def test_the_network_of_a_tiny_policy_learns_its_targets():
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
     assert isinstance(policy.module.network, TinyNetwork)
+
+
+# --- told the true values ---------------------------------------------------------------------------------------------
+
+
+def known(count: int = 3) -> list[Prompt]:
+    """Prompts with clean pictures whose data say how they were spoiled."""
+    told = [{"noise": 0.25 + 0.5 * n, "blur": 0.5 - 0.25 * n, "text": "x"} for n in range(count)]
+    return [replace(prompt, meta=own) for prompt, own in zip(prompts(count), told, strict=True)]
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_told_is_the_network_s_picture_at_the_true_values_and_without_any_mix(unit):
+    """By hand, with the network itself; also where a piece has some of the rows alone."""
+    policy = doubled(controls(supervises="told", loss="mse", unit=unit))
+    demos = policy.demonstrations(known(), seed=0)
+    x, clean = (torch.stack(of).double() for of in zip(*((p.inputs, p.target) for p in known()), strict=True))
+    given = torch.tensor([[0.25, 0.5], [0.75, 0.25], [1.25, 0.0]], dtype=torch.float64)
+    given = (given - torch.tensor([0, -1])) / 2 if unit else given  # noise is 0 to 2, blur -1 to 1
+    by_hand = (policy.module.network(x, given) - clean).square().mean(dim=(1, 2, 3))
+    for rows in ((0, 1, 2), (2, 0)):
+        said = policy.likelihood(demos, whole(demos, *rows))
+        got = policy.supervised_loss(demos.take(rows), said)[:, 0]
+        torch.testing.assert_close(got, by_hand[list(rows)], rtol=1e-6, atol=1e-9)
+    plain = controls(unit=unit, loss="mse")
+    assert (policy.likelihood(demos, whole(demos)).output - doubled(plain).output_of(x)).abs().max() > 0.01
+
+
+def test_told_teaches_the_network_alone():
+    policy = controls(supervises="told")
+    demos = policy.demonstrations(known(), seed=0)
+    policy.supervised_loss(demos, policy.likelihood(demos, whole(demos))).sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in policy.module.network.parameters())
+    assert all(p.grad is None for p in policy.module.action.parameters())
+
+
+def test_in_units_the_network_is_told_shares_of_the_ranges():
+    """The same network told 2 times, or 1 more than twice, the share is the one told the value."""
+    plain, unit = controls(), controls(unit=True)
+    network = unit.module.network
+    x, action = torch.stack([picture(n) for n in range(3)]), torch.linspace(-0.4, 0.4, 9).reshape(3, 3, 1, 1)
+    values = unit.module.action.values(action)
+    assert torch.equal(values, plain.module.action.values(action))
+    shares = torch.stack([values[:, 0] / 2, (values[:, 2] + 1) / 2], dim=1)
+    mix = values[:, 1, None, None, None]
+    by_hand = mix * network(x, shares) + (1 - mix) * x
+    torch.testing.assert_close(unit.module.shown(x, None, action), by_hand)
+    assert (unit.module.shown(x, None, action) - plain.module.shown(x, None, action)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"blur": 0.5}, "prompt 'p0' has no column 'noise'; supervises='told' tells the network that number"),
+        ({"noise": "much", "blur": 0.5}, "has 'much' as 'noise'; supervises='told'"),
+        ({"noise": 0.5, "blur": 1.5}, "has blur=1.5, and the control has the range -1 to 1. Widen the range"),
+        ({"noise": -0.1, "blur": 0.5}, "has noise=-0.1, and the control has the range 0 to 2"),
+        ({"noise": float("nan"), "blur": 0.5}, "has noise=nan"),
+    ],
+)
+def test_told_refuses_data_that_do_not_say_it(meta, message):
+    prompt = replace(prompts(1)[0], meta=meta)
+    policy = controls(supervises="told")
+    with pytest.raises(GruppoError, match=message):
+        policy.demonstrations([prompt], seed=0)
+    assert controls().refuse_demonstration(prompt) is None
+    assert policy.refuse_demonstration(replace(prompt, meta={"noise": 2, "blur": -1})) is None
+
+
+def test_told_refuses_an_action_that_tells_nothing_and_a_network_that_rests():
+    with pytest.raises(GruppoError, match=r"'low_resolution' tells it none\. Set the action controls"):
+        low_resolution(supervises="told")
+    with pytest.raises(GruppoError, match="'controls' tells it none"):
+        policy_of(Controls([Control("mix", 0, 1, 0.5)]), supervises="told")
+    with pytest.raises(GruppoError, match="supervises='told' teaches the network alone, and trains='action'"):
+        controls(supervises="told", trains="action")

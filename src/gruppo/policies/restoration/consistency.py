@@ -97,5 +97,5 @@ class ToDegraded:
 
 
 ConsistencyKind = Literal["reference", "equivariance"]
-CONSISTENCIES: dict[str, Callable[[], Consistency]] = {"reference": ToReference, "equivariance": Equivariance}
+CONSISTENCIES: dict[str, Callable[..., Consistency]] = {"reference": ToReference, "equivariance": Equivariance}
 """By name; a degradation needs to be given."""

@@ -29,7 +29,7 @@ BATCH_ROWS = 64
 SQUARE = 16
 """A square of so many pixels a side counts as one token of a piece's budget."""
 Trains = Literal["all", "action"]
-Supervises = Literal["output", "base"]
+Supervises = Literal["output", "base", "told"]
 
 
 class RestorationPolicy:
@@ -40,8 +40,9 @@ class RestorationPolicy:
     actions, one of each patch (see ``patches``). ``trains``: all weights, or the action's alone; then the network
     rests. ``loss`` and ``supervises``: what the supervised term is of, the deterministic picture ("output") or the
     network's without any action ("base"); with a detached action, clean pictures then teach the network alone and
-    rewards the action alone, in one run. ``consistency``: see there. ``spec``: how ``open_network`` finds the network,
-    for a save.
+    rewards the action alone, in one run. "told", of controls: the network's, told the true value of each control, which
+    the prompts' columns of the same names hold. ``consistency``: see there. ``spec``: how ``open_network`` finds the
+    network, for a save.
 
     Actions are kept in float32, and a log-prob is that of the action as kept: joint nats, in float64. A temperature t
     draws from the density to the power 1 / t: a standard deviation of s t^(1/2). At temperature 0 the action is the
@@ -77,6 +78,11 @@ class RestorationPolicy:
             )
         if patches < 1:
             raise GruppoError(f"patches={patches} cuts nothing; set 1 for a picture as one action.")
+        if supervises == "told" and not action.conditions:
+            raise GruppoError(
+                f"supervises='told' tells the network its controls, and the action {action.settings['kind']!r} tells "
+                "it none. Set the action controls:noise=0-50@25, or supervises='output'."
+            )
         self.channels, self.patches, self.spec = channels, patches, spec
         self.trains, self.loss, self.supervises = trains, loss, supervises
         self.consistency: Consistency = consistency or ToReference(loss)
@@ -93,10 +99,10 @@ class RestorationPolicy:
 
     def _refuse_idle_choices(self) -> None:
         """Where the network rests, something else has to learn."""
-        if self.supervises == "base":
+        if self.supervises in ("base", "told"):
             raise GruppoError(
-                "supervises='base' teaches the network alone, and trains='action' lets it rest. Set trains='all', or "
-                "supervises='output'."
+                f"supervises={self.supervises!r} teaches the network alone, and trains='action' lets it rest. Set "
+                "trains='all', or supervises='output'."
             )
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             raise GruppoError(
@@ -250,6 +256,8 @@ class RestorationPolicy:
         is_demonstration = "demonstration" in rollouts.per_row
         if is_demonstration and self.supervises == "base":
             return self._said_of_demonstrations(rollouts, piece, self.module.plain(x)[group])
+        if is_demonstration and self.supervises == "told":
+            return self._said_of_demonstrations(rollouts, piece, self._told(rollouts, piece, x)[group])
         meant, std = self._meant(x, rollouts.temperature[piece.rows].double())
         output = None
         if "output" in want or is_demonstration:
@@ -327,6 +335,9 @@ class RestorationPolicy:
                 f"is {list(prompt.inputs.shape)} and its target {list(prompt.target.shape)}; both need one size. "
                 "Resize the degraded picture."
             )
+        if why is None and self.supervises == "told":
+            action: Any = self.module.action
+            why = action.refuse_values(prompt.meta)
         return f"prompt {prompt.id!r} {why}" if why else None
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
@@ -335,6 +346,12 @@ class RestorationPolicy:
             if why := self.refuse_demonstration(prompt):
                 raise GruppoError(why)
         return demonstrated(prompts, self.patches)
+
+    def _told(self, rollouts: Rollouts, piece: Piece, x: Float[Tensor, "P C H W"]) -> Float[Tensor, "P C H W"]:
+        """The network's pictures of a piece's prompts, told the true values."""
+        groups = rollouts.group_ids[piece.rows].unique().tolist()
+        action: Any = self.module.action
+        return self.module.told(x, action.true_values([rollouts.prompts[group].meta for group in groups]).to(x))
 
     def _said_of_demonstrations(self, rollouts: Rollouts, piece: Piece, output: Tensor | None) -> Likelihood:
         nothing = torch.zeros(piece.of(rollouts.mask).shape, dtype=torch.float64, device=self.device)

@@ -52,6 +52,11 @@ class Restorer(nn.Module):
         """The network's picture without any action."""
         return self.acts.plain(self.trunk, x)
 
+    def told(self, x: Picture, values: Float[Tensor, "N K"]) -> Picture:
+        """The network's picture, told these values of its controls."""
+        action: Any = self.action
+        return action.told(self.trunk, x, values)
+
     def output(self, x: Picture, meant: Meant | None = None) -> Picture:
         """The deterministic picture: that of the mean."""
         meant = self(x) if meant is None else meant
