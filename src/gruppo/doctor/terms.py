@@ -76,7 +76,8 @@ def supervised_loss(run: Record) -> Finding | None:
         return None
     why, changes = _why_not_learned(run.during(loss.steps[-1]), loss)
     meaning = f"the supervised loss {'rises' if loss.rises(first, last) else 'has not fallen'}{why}"
-    measured = present(loss, nats, run["optim/lr"], run["update/changed_frac"], run["grad/norm"], run["stage/sup_coef"])
+    others = (run[name] for name in ("optim/lr", "update/changed_frac", "grad/norm", "grad_cosine/policy/sup"))
+    measured = present(loss, nats, *others, run["stage/sup_coef"])
     return Finding(measured, meaning, tuple(changes))
 
 
@@ -101,8 +102,8 @@ def _why_not_learned(run: Record, loss: Series) -> tuple[str, list[Change]]:
         twice = Change(run.option("sup_coef"), remedies.scaled(stage.sup_coef, 2.0), f"twice {stage.sup_coef}")
         half = Change(run.option("rl_coef"), remedies.scaled(stage.rl_coef, 0.5), f"half of {stage.rl_coef}")
         return (
-            " while rewards are learned beside it: the policy's gradient outweighs it, or undoes it. (A network that "
-            "knew its demonstrations from the first step on has nothing to fall.)",
+            f" while rewards are learned beside it: the policy's gradient outweighs it, or undoes it{_pull(run)}. (A "
+            "network that knew its demonstrations from the first step on has nothing to fall.)",
             [twice, half],
         )
     few = Change("--supervised.batch", str(max(run.config.supervised.batch // 2, 1)), "try to learn few by heart")
@@ -111,6 +112,15 @@ def _why_not_learned(run: Record, loss: Series) -> tuple[str, list[Change]]:
         "first step on has nothing to fall.)",
         [remedies.faster(run), few],
     )
+
+
+def _pull(run: Record) -> str:
+    """What the gradients of both terms say, where they were measured (optim.terms_every)."""
+    policy, sup, cosine = (run[f"grad_{what}"] for what in ("norm/policy", "norm/sup", "cosine/policy/sup"))
+    if not len(cosine) or not sup.whole().mean:
+        return " (--optim.terms-every 10 would tell)"
+    times = policy.whole().mean / sup.whole().mean
+    return f": it is {times:.2g} times as large, at a cosine of {cosine.whole().mean:.2g}"
 
 
 def consistency_loss(run: Record) -> Finding | None:
