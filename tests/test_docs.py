@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests import tiny
+from tests.doctor.test_provoked_restoration import config_of as restoring
 from tests.training.runs import metrics
 
 from gruppo.core.objective import PRESETS, Objective
@@ -31,12 +32,12 @@ PAGES = sorted(OBJECTIVES.glob("*.md"))
 OURS = [page for page in PAGES if page.name != "peers.md"]
 """Pages in which each name is one of ours; the other is full of TRL's and verl's."""
 GUIDES = [ROOT / "docs/guide.md", ROOT / "docs/reward-models.md"]
-IMAGES = ROOT / "docs/image-models.md"
+IMAGES = [ROOT / "docs/image-models.md", ROOT / "docs/restoration.md"]
 LEARNED = sorted((ROOT / "docs/learn").rglob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
 ARRIVING = [ROOT / "docs/migrate.md", ROOT / "docs/sources.md"]
 """For whoever comes with settings of another system, or with the documents that gruppo was asked for by."""
-WITH_OPTIONS = [*PAGES, *GUIDES, IMAGES, *LEARNED, *READMES, *ARRIVING]
+WITH_OPTIONS = [*PAGES, *GUIDES, *IMAGES, *LEARNED, *READMES, *ARRIVING]
 ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {"--nproc-per-node", "--debug", "--help", "--names", "--num-generations"}
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
@@ -180,7 +181,13 @@ def test_every_option_exists(page: Path) -> None:
     assert not unknown
 
 
-KINDS: dict[str, Kind] = {"digits": "denoiser", "pictures": "pipeline"}
+KINDS: dict[str, Kind] = {
+    "digits": "denoiser",
+    "ddpo": "pipeline",
+    "pictures": "pipeline",
+    "denoise": "restorer",
+    "restore": "restorer",
+}
 """Of the models of recipes, by the first word of the recipe."""
 
 
@@ -207,7 +214,7 @@ def test_every_command_is_one_that_can_run(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every metric of two small runs that between them use everything."""
+    """Every metric of small runs that between them use everything."""
     folder = tmp_path_factory.mktemp("runs")
     everything: dict[str, Any] = {
         "objective__correction": "truncate",
@@ -230,7 +237,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     staged = tiny.config(folder, name="staged", steps=2, evaluation__every=1, **moving)
     several = (configs.Stage(steps=1, kl_coef=0.01, sup_coef=0.1), configs.Stage(rl_coef=0.5))
     staged = replace(staged, stages=several, back_off=replace(staged.back_off, drop=0.0), optim=configs.Optim(lr=10.0))
-    rows = [row for config in (grpo, ppo, staged) for row in metrics(api.start(config).folder)]
+    held = configs.Stage(sup_coef=0.1, cons_coef=0.1, kl_coef=0.1)
+    restored = restoring(folder, steps=1, stage=held, optim=configs.Optim(lr=1e-4, terms_every=1))
+    rows = [row for config in (grpo, ppo, staged, restored) for row in metrics(api.start(config).folder)]
     timed = {"time/rollout_s", "time/reward_s", "time/update_s", "rate/tokens_per_s", "mem/peak_gib"}
     return {name for row in rows for name in row} | timed
 
@@ -256,7 +265,7 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert [name for name in sorted(named) if not any((ROOT / at / name).exists() for at in (".", "src/gruppo"))] == []
 
 
-@each([*PAGES, *GUIDES, IMAGES])
+@each([*PAGES, *GUIDES, *IMAGES])
 def test_the_examples_of_a_page_hold(page: Path) -> None:
     """All Python blocks, one after another in one session."""
     session: dict[str, Any] = {}

@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.test_docs import KINDS
 
 from gruppo import commands
 from gruppo.options import config_from, taken
 from gruppo.recipes import RECIPES
 from gruppo.training import checks, names
 from gruppo.training.config import Config
-from gruppo.training.models import Kind
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/sources.md"
@@ -167,7 +167,7 @@ def runs(command: str, args: list[str]) -> bool:
     if asked is not None:
         names.asked(Config(), asked)
     config = config_from(command, args)
-    kind: Kind = "denoiser" if args[0].startswith("digits") else "text"
+    kind = KINDS.get(args[0].split("-")[0], "text")
     if config.model and (config.reward or args[0] != "plain"):
         checks.check(config, kind)
     return True

@@ -25,6 +25,9 @@ _HOMES = {
     "DiffusionSampling": "gruppo.policies.diffusion",
     "load_denoiser": "gruppo.policies.diffusion",
     "load_diffusers": "gruppo.policies.diffusion",
+    "RestorationPolicy": "gruppo.policies.restoration",
+    "open_restorer": "gruppo.policies.restoration",
+    "load_restorer": "gruppo.policies.restoration",
     "Prompt": "gruppo.types",
     "Request": "gruppo.types",
     "Rollouts": "gruppo.types",
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from gruppo.core.objective import PRESETS, Objective
     from gruppo.losses import GRPOLoss, PPOLoss, compute_gae
     from gruppo.policies.diffusion import DenoiserPolicy, DiffusionSampling, load_denoiser, load_diffusers
+    from gruppo.policies.restoration import RestorationPolicy, load_restorer, open_restorer
     from gruppo.policies.text import TextPolicy, from_module, from_pretrained, from_transformers
     from gruppo.testing import check_engine, check_policy, check_reward
     from gruppo.training.api import resume, train

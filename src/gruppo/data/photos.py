@@ -70,7 +70,7 @@ def photographs(*, with_grey: bool = False) -> dict[str, Path]:
     if not found:
         raise GruppoError(
             f"the photographs are files of {', '.join(INSTALLS.values())}, and none of them is installed; run: pip "
-            'install "gruppo[images]" scikit-learn matplotlib'
+            'install "gruppo[photos]"'
         )
     if missing:
         packages = sorted({INSTALLS[photo.package] for photo in missing})

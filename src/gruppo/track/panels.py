@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Literal, NamedTuple
 
 Metrics = Sequence[Mapping[str, float]]
@@ -77,16 +78,25 @@ REWARD = (
         band="advantage/std",
     ),
 )
+TERMS = {
+    "policy": "policy",
+    "sup": "demonstrations",
+    "cons": "consistency",
+    "kl": "KL",
+    "entropy": "entropy",
+    "value": "value",
+}
+"""Terms of the loss, in the order in which pairs of them are named."""
 LEARNING = (
     Curve(
         "loss",
         "Loss",
         "loss",
-        (("loss/policy", "policy"), ("loss/kl", "KL term")),
+        (("loss/policy", "policy"), ("loss/kl", "KL term"), ("loss/cons", "consistency")),
         when_zero="zero: each batch is used once, and advantages\nare centred in their group. Whether anything is\n"
         "learned, the norm of the gradient says.",
     ),
-    Curve("supervised", "Demonstrations", "nats per token", (("sup/loss_nats", "negative log-likelihood"),)),
+    Curve("supervised", "Demonstrations", "nats per token, or loss of a pixel", (("sup/loss_nats", "mean"),)),
     Curve(
         "kl",
         "Divergence",
@@ -102,6 +112,18 @@ LEARNING = (
         "share of actions",
         (("clip/high_frac", "above"), ("clip/low_frac", "below")),
         drawn="if it is not zero",
+    ),
+    Curve(
+        "term_norms",
+        "Gradients of the terms",
+        "norm",
+        tuple((f"grad_norm/{term}", said) for term, said in TERMS.items()),
+    ),
+    Curve(
+        "term_cosines",
+        "Where the gradients of the terms point",
+        "cosine",
+        tuple((f"grad_cosine/{a}/{b}", f"{TERMS[a]}, {TERMS[b]}") for a, b in combinations(TERMS, 2)),
     ),
     Curve("value", "Value", "reward to come", (("value/mean", "critic's mean"), ("return/mean", "mean return"))),
     Curve("critic", "Critic", "share of the returns' variance", (("value/explained_variance_frac", "explained"),)),
@@ -133,7 +155,12 @@ COURSE = (
         "terms",
         "Coefficients of the terms",
         "coefficient",
-        (("stage/rl_coef", "policy"), ("stage/sup_coef", "demonstrations"), ("stage/value_coef", "value")),
+        (
+            ("stage/rl_coef", "policy"),
+            ("stage/sup_coef", "demonstrations"),
+            ("stage/cons_coef", "consistency"),
+            ("stage/value_coef", "value"),
+        ),
         drawn="if it changes",
         style="as it is",
     ),

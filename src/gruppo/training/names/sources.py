@@ -86,11 +86,7 @@ RESTORATION = (
     Named("epochs", "steps", "rounds, not passes"),
     Named("grpo_lambda_sup", "stage.sup_coef"),
     Named("grpo_lambda_pg", "stage.rl_coef"),
-    Named(
-        "grpo_lambda_consistency",
-        near="stage.kl_coef",
-        note="the policy has the loss; no stage has its coefficient yet",
-    ),
+    Named("grpo_lambda_consistency", "stage.cons_coef", "to the reference; --restoration.consistency for others"),
     Named("grpo_warmup_epochs", near="stages", note="--stages supervised:10,ramp:20,full, in rounds"),
     Named("grpo_schedule_sup", "stage.sup_coef", "linear:1,0 as its text, or --stages ramp:20"),
     Named(
@@ -104,7 +100,7 @@ RESTORATION = (
     Named("grpo_adv_clip_max", "objective.adv_clip", "0: none"),
     Named("grpo_beta_kl, loss_kl", "stage.kl_coef"),
     Named("grpo_w_psnr, grpo_w_ssim", "scoring.weights", "in the order of --reward"),
-    Named("weight_decay", "optim.weight_decay"),
+    Named("weight_decay", "optim.weight_decay", "and of a stage"),
     Named("warmup", "optim.warmup_steps"),
 )
 
