@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +13,9 @@ from tests.rewards.fakes import rollouts_of
 from torch import Tensor
 
 from gruppo.core.images import as_saved, to_bytes
-from gruppo.rewards import RewardSet, reward_stats
+from gruppo.rewards import RewardSet, restoration, reward_stats
 from gruppo.rewards.images import jpeg_bytes
+from gruppo.rewards.resolve import resolve_reward
 from gruppo.rewards.restoration import PatchReward, jpeg_saving, ocr_accuracy, psnr, ssim
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
@@ -257,3 +259,26 @@ def test_accuracy_is_one_minus_the_edits_of_a_character_as_they_are_read():
     broken = [torch.full((1, 4, 4), torch.nan)]
     assert ocr_accuracy(read)(images=[images[0], images[0]], text=[None, " "]) == [None, None]
     assert math.isnan(ocr_accuracy(read)(images=broken, text=["x"])[0])
+
+
+# --- nothing to compare with ------------------------------------------------------------------------------------------
+
+
+def test_brisque_prefers_a_photograph_to_the_same_with_noise_or_blur_and_has_no_score_of_a_flat_one():
+    pytest.importorskip("brisque")
+    from skimage import data
+
+    from gruppo.core.filters import gaussian_blur
+
+    photo = torch.from_numpy(data.chelsea().copy()).permute(2, 0, 1).float() / 255
+    noise = torch.randn(photo.shape, generator=torch.Generator().manual_seed(0))
+    noisy, blurred = (photo + 0.1 * noise).clamp(0, 1), gaussian_blur(photo[None], 3.0)[0]
+    clean, *others, flat = resolve_reward("brisque")(images=[photo, noisy, blurred, torch.full((3, 64, 64), 0.5)])
+    assert clean > 0.9 and max(others) < 0.6 and math.isnan(flat)
+
+
+def test_brisque_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "brisque", None)
+    restoration._natural_scenes.cache_clear()
+    with pytest.raises(GruppoError, match=r"gruppo\[quality\]"):
+        resolve_reward("brisque")

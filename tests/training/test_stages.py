@@ -435,3 +435,146 @@ def test_a_gate_sees_times_and_what_is_said_of_a_watched_reference(tmp_path, cap
 def test_a_ramp_rises_to_the_coefficient_of_the_stage_after_it():
     stages = config_from("train", ["arithmetic", "--stages", "ramp:5,full", "--stage.rl-coef", "0.5"]).stages
     assert [stage.rl_coef for stage in stages] == ["linear:0,0.5", 0.5]
+
+
+# --- gates on a metric that no longer rises ---
+
+FLAT = replace(WARM, steps=20, until="m flat 2 by 0.05")
+
+
+@pytest.mark.parametrize(
+    ("values", "opens_at"),
+    [
+        ([1.0, 1.5, 1.5], None),
+        ([1.0, 1.04, 1.05], 3),
+        ([1.0, 1.04, 1.0501], None),
+        ([1.0, 1.2, 1.25, 1.2], 4),
+        ([1.0, 0.5, 0.4], 3),
+        ([0.0, 1.0, 0.5, 1.06, 1.0, 1.1], 6),
+        ([1.0, 1.0], None),
+        ([3.0, 1.0, 2.9], 3),
+    ],
+    ids=["rose", "no more than by", "a little more", "after a rise", "falls", "a late rise", "too few", "below a best"],
+)
+def test_a_flat_gate_opens_when_the_last_values_are_no_higher_than_the_best_before_them(values, opens_at):
+    course = Course(given(FLAT, LAST))
+    names = advanced(course, *values, metric="m")
+    assert names.index("last") + 1 == opens_at if opens_at else "last" not in names
+
+
+def test_a_flat_gate_without_an_amount_lets_nothing_rise():
+    course = Course(given(replace(FLAT, until="m flat 1"), LAST))
+    assert advanced(course, 1.0, 1.000001, 1.000001, metric="m") == ["warm", "warm", "last"]
+
+
+def test_a_flat_gate_counts_measurements_and_not_steps():
+    course = Course(given(FLAT, LAST))
+    for step in range(1, 12):
+        said = {"m": 1.0} if step % 4 == 0 else {"other": 0.0}
+        course.measure(step, said)
+        course.advance(step, said)
+    assert course.name == "warm" and course.measure(12, {"m": 1.0}) is None
+    assert "warm lasts until m flat 2 by 0.05" in str(course.advance(12, {"m": 1.0}))
+
+
+def test_a_flat_gate_sees_its_own_stage_alone():
+    """What was measured before it does not count."""
+    second = replace(FLAT, name="second")
+    course = Course(given(FLAT, second, LAST))
+    assert advanced(course, 1.0, 1.0, 1.0, 1.0, 1.0, metric="m") == ["warm", "warm", "second", "second", "second"]
+    course.measure(6, {"m": 1.0})
+    course.advance(6, {})
+    assert course.name == "last"
+
+
+def test_a_flat_gate_goes_on_where_it_was():
+    course = Course(given(FLAT, LAST))
+    advanced(course, 1.0, 1.2, 1.2, metric="m")
+    other = Course(given(FLAT, LAST))
+    other.load_state_dict(json.loads(json.dumps(course.state_dict())))
+    for one in (course, other):
+        one.measure(4, {"m": 1.21})
+        one.advance(4, {})
+        assert one.name == "last"
+
+
+@pytest.mark.parametrize(
+    "until", ["eval/psnr flat 0", "flat x", "m flat", "m flat 2 by -1", "m flat 2 by x", "m flat 1.5"]
+)
+def test_a_flat_gate_that_is_not_understood_is_refused(until):
+    with pytest.raises(GruppoError, match=r"stages\.0\.until=.* is not understood; .*'eval/psnr flat 3'"):
+        checks.check(given(replace(WARM, until=until), LAST))
+
+
+def test_a_flat_gate_on_an_evaluation_needs_one():
+    with pytest.raises(GruppoError, match="waits for an evaluation"):
+        checks.check(given(replace(WARM, until="eval/x flat 3"), LAST, evaluation=Evaluation()))
+
+
+def test_a_run_waits_until_its_evaluation_is_flat_and_is_resumed_to_the_bit(tmp_path):
+    """At lr 0 every evaluation is the same: that at step 0 is the stage's too, and two more are flat."""
+    flat = Stage(name="flat", steps=5, until="eval/digits flat 2 by 0", lr=0.0)
+    changes = {"stages": (flat, Stage(name="rest")), "steps": 6, "evaluation__every": 1}
+    path = api.start(tiny.config(tmp_path, **changes)).folder
+    assert [row["stage/number"] for row in metrics(path) if "stage/number" in row] == [1, 1, 2, 2, 2, 2]
+    config = tiny.config(tmp_path, **changes, runs_dir=str(tmp_path / "other"))
+    reward = Signalling(4)  # the evaluation at step 0, a step, its evaluation, a step
+    reward.__name__ = "digits"
+    with pytest.raises(Stopped):
+        api.start(config, Parts(rewards=[reward]))
+    assert checkpoint.steps(tmp_path / "other/run/checkpoints")[-1] < 3
+    assert_same(api.go_on(tmp_path / "other/run").folder, path)
+
+
+# --- what a stage sets beside coefficients ---
+
+
+def test_weight_decay_is_the_stages_or_the_runs():
+    stages = (replace(WARM, weight_decay="linear:0.3,0"), LAST)
+    course, said = Course(given(*stages, optim=Optim(weight_decay=0.01))), []
+    for step in range(4):
+        knobs = course.knobs(step)
+        said.append(knobs.weight_decay)
+        assert course.metrics(knobs)["stage/weight_decay"] == knobs.weight_decay
+        course.advance(step + 1, {})
+    assert said == pytest.approx([0.3, 0.2, 0.1, 0.01])
+
+
+def test_a_weight_decay_below_0_is_refused():
+    with pytest.raises(GruppoError, match=r"weight_decay=linear:0.1,-0.1 reaches -0.1.*at least 0"):
+        checks.check(replace(GIVEN, stage=Stage(weight_decay="linear:0.1,-0.1")))
+
+
+def test_a_new_reference_that_nothing_is_measured_against_is_refused():
+    with pytest.raises(GruppoError, match=r"stages\.1\.new_reference was set, but no stage's kl_coef is above 0"):
+        checks.check(given(replace(WARM, kl_coef=0.0), replace(LAST, new_reference=True)))
+
+
+RENEWED = {
+    "stages": (Stage(name="first", steps=2, kl_coef=0.1), Stage(name="second", kl_coef=0.1, new_reference=True)),
+    "steps": 5,
+    "evaluation__prompts": 2,
+    "evaluation__every": 0,
+    "lora__rank": 2,
+    "optim__lr": 0.05,
+}
+
+
+def test_the_reference_of_an_adapter_is_renewed_and_resumed_to_the_bit(tmp_path):
+    path = api.start(tiny.config(tmp_path, **RENEWED)).folder
+    kls = [row["kl/ref_nats"] for row in metrics(path) if "kl/ref_nats" in row]
+    assert kls[0] == 0.0 and kls[2] == 0.0 and kls[1] > 1e-5 and kls[3] > 1e-5
+    old = (RENEWED["stages"][0], replace(RENEWED["stages"][1], new_reference=False))
+    kept = api.start(tiny.config(tmp_path, **(RENEWED | {"stages": old}), name="kept")).folder
+    assert [row["kl/ref_nats"] for row in metrics(kept) if "kl/ref_nats" in row][2] > 1e-5
+    config = tiny.config(tmp_path, **RENEWED, runs_dir=str(tmp_path / "other"))
+    reward = Signalling(5)  # the evaluation, and the fourth step, after the reference was renewed
+    reward.__name__ = "digits"
+    with pytest.raises(Stopped):
+        api.start(config, Parts(rewards=[reward]))
+    assert checkpoint.steps(tmp_path / "other/run/checkpoints")[-1] >= 3
+    assert (newest(tmp_path / "other/run") / "reference.safetensors").is_file()
+    other = api.go_on(tmp_path / "other/run").folder
+    assert metrics(other) == metrics(path)
+    for name in ("model", "optimizer", "reference"):
+        assert tensors(newest(other) / f"{name}.safetensors") == tensors(newest(path) / f"{name}.safetensors"), name

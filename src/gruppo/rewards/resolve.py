@@ -38,6 +38,7 @@ EXAMPLES = {
     "psnr": "psnr or psnr:delta=input,patch=16",
     "ssim": "ssim or ssim:patch=16",
     "jpeg_saving": "jpeg_saving or jpeg_saving:quality=90,against=reference",
+    "brisque": "brisque",
     "ocr_accuracy": "ocr_accuracy or ocr_accuracy:line=true",
 }
 """The built-in rewards, and how each is written."""
@@ -202,6 +203,7 @@ _BUILDERS: dict[str, Callable[[str | None], Callable[..., Any]]] = {
     "psnr": _made(restoration.psnr),
     "ssim": _made(restoration.ssim),
     "jpeg_saving": _made(restoration.jpeg_saving),
+    "brisque": _made(restoration.brisque),
     "ocr_accuracy": _made(restoration.ocr_accuracy),
 }
 

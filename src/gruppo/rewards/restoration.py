@@ -203,6 +203,45 @@ def _header_bytes(shape: Sequence[int], quality: int) -> int:
     return jpeg_bytes(torch.zeros(*shape), quality)
 
 
+# --- quality without anything to compare with ---
+
+
+def brisque() -> ImageReward:
+    """1 - BRISQUE / 100: how natural an image looks, by statistics of its detail; nothing is compared with.
+
+    Mittal et al. 2012, the network of the package brisque (extra ``quality``). About 1 for a good photograph, 0 for a
+    bad one, without a bound below. An image without detail has no score. It knows whole photographs alone (at 64 pixels
+    a noisy crop may earn more than a clean one), and what is optimised for it learns its gaps: keep a fidelity beside.
+    """
+    model = _natural_scenes()
+
+    def score(image: Image) -> float:
+        if not is_picture(image):
+            return NAN
+        levels = np.asarray(to_pillow(image).convert("RGB"))
+        with np.errstate(all="ignore"):  # a flat image divides by 0, and has no score
+            found = 1 - model.score(levels) / 100
+        return float(found) if levels.std() > 0 else NAN
+
+    def reward(images: Sequence[Image], **_: Any) -> list[float | None]:
+        return [score(image) for image in images]
+
+    return named(reward, "brisque")
+
+
+@cache
+def _natural_scenes() -> Any:
+    package = import_extra("brisque", "quality", "brisque")
+
+    class Flat(package.BRISQUE):  # type: ignore[name-defined]
+        """Its features are arrays of one number, of which numpy 2.4 makes no float."""
+
+        def scale_features(self, features: Any) -> Any:
+            return super().scale_features([np.ravel(one)[0] for one in features])
+
+    return Flat(url=False)
+
+
 # --- text -------------------------------------------------------------------------------------------------------------
 
 

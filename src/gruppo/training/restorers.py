@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gruppo.data.curriculum import Curriculum
 from gruppo.data.restoration import WithReference
 from gruppo.loading import load_object
 from gruppo.policies.adapters import model_of
@@ -90,8 +91,13 @@ def check_data(config: Config, policy: RestorationPolicy, sampling: Sampling, so
         raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be restored: {refused[0]}")
     if policy.columns > 1 and config.objective.credit == "return_to_go":
         raise GruppoError(
-            f"objective.credit='return_to_go' is of actions that follow each other, and the {policy.columns} patches of "
-            "a picture lie beside each other. Set --objective.credit position or outcome."
+            f"objective.credit='return_to_go' is of actions that follow each other, and the {policy.columns} patches "
+            "of a picture lie beside each other. Set --objective.credit position or outcome."
+        )
+    if not any(parameter.requires_grad for parameter in policy.module.parameters()):
+        raise GruppoError(
+            f"nothing is to be trained: neither the network of {config.model!r} nor its action has weights that are "
+            "free. Give the network some, or set --restoration.action low_resolution."
         )
     if highest(config, "entropy_coef") and not policy.module.acts.scale.learned:
         raise GruppoError(
@@ -112,7 +118,7 @@ def open_policy(config: Config, given: Any, source: Any) -> RestorationPolicy:
             spec,
             chosen.action,
             channels=_channels(config, source),
-            weights=chosen.weights or None,
+            weights=model_of(chosen.weights) if chosen.weights else None,
             seed=config.seed,
             patches=chosen.patches,
             **choices,
@@ -128,7 +134,8 @@ def open_policy(config: Config, given: Any, source: Any) -> RestorationPolicy:
 def chosen_again(policy: RestorationPolicy, choices: Mapping[str, Any]) -> RestorationPolicy:
     """The same weights with other choices of what trains, and on what."""
     module = policy.module
-    module.network.requires_grad_(True)
+    if policy.trains == "action":  # it rested; else what a caller froze stays frozen
+        module.network.requires_grad_(True)
     settings = {"patches": policy.patches, **{name: getattr(policy, name) for name in CHOICES}, **choices}
     return RestorationPolicy(
         module.network,
@@ -209,6 +216,9 @@ def with_reference(source: Any, policy: RestorationPolicy, reference: Reference 
     """The data with the reference's pictures as the column ``reference``, where they have none of their own; those of
     the policy as it is now, where there is no reference."""
     if "reference" in getattr(source, "columns", ()):
+        return source
+    if isinstance(source, Curriculum):  # what decides which prompts are drawn stays the run's source
+        source.source = with_reference(source.source, policy, reference)
         return source
     module = copy.deepcopy(policy.module).requires_grad_(False) if reference is None else reference.module
 

@@ -97,7 +97,10 @@ def update(run: Run, batch: Batch, knobs: Knobs) -> tuple[dict[str, Stat], bool]
     """One optimiser step over one minibatch on all ranks; none where the policy has moved too far, which it says."""
     run.optimizer.zero_grad(set_to_none=True)
     stats = backward(run, batch, knobs)
+    unreached = _unreached(run)
     dist.sum_gradients(learning(run, knobs))
+    for parameter in unreached:  # on one rank it has none: no momentum and no decay moves it
+        parameter.grad = None
     stats = dist.merge_stats(stats)
     limit = run.config.optim.stop_kl
     has_moved_far = limit > 0 and stats.get("kl/old_k3_nats", Stat()).mean > limit  # the same number on all ranks
@@ -110,12 +113,18 @@ def update(run: Run, batch: Batch, knobs: Knobs) -> tuple[dict[str, Stat], bool]
 
 
 def learning(run: Run, knobs: Knobs) -> list[torch.nn.Parameter]:
-    """What has a gradient on some rank: the critic's weights while it learns alone, none of them while nothing is
+    """What may have a gradient on some rank: the critic's weights while it learns alone, none of them while nothing is
     sampled. The others keep no gradient at all, so that neither momentum nor decay moves them."""
     policy = list(trained(run.policy.module, None).values())
     if knobs.is_critic_alone:
         return run.parameters[len(policy) :]
     return run.parameters if knobs.samples else policy
+
+
+def _unreached(run: Run) -> list[torch.nn.Parameter]:
+    """What has a gradient on no rank: as an action's std, where demonstrations alone are learned from."""
+    reached = dist.all_sum(torch.tensor([int(parameter.grad is not None) for parameter in run.parameters]))
+    return [parameter for parameter, ranks in zip(run.parameters, reached.tolist(), strict=True) if not ranks]
 
 
 def _step(run: Run) -> dict[str, Stat]:

@@ -45,6 +45,7 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
     first, evaluation = config, replace(config.evaluation, prompts=prompts)
     config = replace(config, model=model_of(path), evaluation=evaluation, stage=Stage(), stages=(), lora=Lora())
     config = replace(config, objective=Objective(), restoration=Restoration())  # nothing is trained
+    config = replace(config, prompts=replace(config.prompts, difficulty_column=""))  # held out are all of them
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
     policy = None
@@ -180,7 +181,9 @@ def export(model: str | Path, folder: Path, *, is_adapter_kept: bool = False) ->
             )
         return checkpoint.write_folder(folder, partial(_copy_adapter, path))
     policy: Any
-    if is_of_images(model):
+    if kind_of(Config(model=str(model))) == "restorer":
+        policy = load_restorer(_path_of(model))
+    elif is_of_images(model):
         policy, _ = open_images(_path_of(model))
     else:
         policy = from_pretrained(path, compute="float32", is_merged=True)

@@ -56,7 +56,7 @@ def run_of(fake, objective, critic=None, **optim):
         stage=Stage(kl_coef=1e-3),
     )
     policy, rewards = fake.policy, RewardSet([bright], None, 10.0)
-    optimizer = adamw(policy.module, critic, config)
+    optimizer = adamw(policy, critic, config)
     reference = FrozenReference(policy)
     return Run(config, policy, LocalEngine(policy), Classes(), rewards, optimizer, reference=reference, critic=critic)
 

@@ -352,7 +352,7 @@ def test_gains_of_detail_learn_a_reward_without_a_gradient_and_the_network_rests
         stage=Stage(kl_coef=1e-3),
     )
     rewards = RewardSet([plain], None, 10.0)
-    optimizer = adamw(policy.module, None, config)
+    optimizer = adamw(policy, None, config)
     source: Any = Pictures()
     run = Run(
         config, policy, LocalEngine(policy), source, rewards, optimizer, reference=FrozenReference(policy), critic=None
