@@ -34,7 +34,7 @@ TARGET = "lines:blur=0.8-1.8,noise=5-40,count=5000,clean=no"
 SOURCE = "lines:blur=0-2.5,noise=0-60,count=16000,set=1"
 SHARES = (0.0, 1 / 3, 2 / 3, 1.0)
 """Of each control's range, in the grid."""
-MIXES = (0.7, 1.0)
+MIXES = (0.5, 0.75, 1.0)
 DRAWS = 2000
 
 
