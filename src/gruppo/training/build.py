@@ -23,6 +23,7 @@ from gruppo.policies.text.bundled import BUNDLED
 from gruppo.rewards.resolve import absolute as absolute_reward
 from gruppo.rewards.resolve import resolve_reward
 from gruppo.rewards.score import RewardSet
+from gruppo.track import outside
 from gruppo.training import restorers
 from gruppo.training.config import IN_MEMORY, Config
 from gruppo.training.demos import check_demos, open_demos, peeked
@@ -108,6 +109,7 @@ def with_absolute_paths(config: Config) -> Config:
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute(config.lora.adapter)),
         restoration=replace(config.restoration, weights=absolute(config.restoration.weights)),
+        track=tuple(map(outside.absolute, config.track)),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from gruppo.core.schedules import parse
+from gruppo.track import outside
 from gruppo.training.config import BackOff, Config, Critic, Lora, Stage, Supervised
 from gruppo.training.demos import Answers
 from gruppo.training.models import Kind, check_kind
@@ -65,6 +66,7 @@ def check(config: Config, kind: Kind = "text") -> None:
     """Refuse what cannot run, before anything is loaded. ``kind``: of the model."""
     check_ranges(config)
     check_given(config)
+    outside.check(config.track)
     _ = config.rollout.sampling
     check_stages(config)
     check_kind(config, kind)

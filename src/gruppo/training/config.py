@@ -345,6 +345,8 @@ class Config:
     prompts: Prompts = field(default_factory=Prompts)
     evaluation: Evaluation = field(default_factory=Evaluation)
     saving: Saving = field(default_factory=Saving)
+    track: tuple[str, ...] = ()
+    """Trackers beside the run's own files (extra track): tensorboard, wandb, trackio, or file.py:Class."""
 
     @property
     def plan(self) -> tuple[Stage, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 from gruppo import dist
 from gruppo.loading import program
 from gruppo.seeds import seed_at
+from gruppo.track import outside
 from gruppo.track.files import MetricsFile, SamplesFile
 from gruppo.training import checkpoint, config_file
 from gruppo.training.config import Config
@@ -140,13 +141,17 @@ class RunFolder:
         self._handler = self._lock = None
 
     def trackers(self, *, from_step: int | None) -> list[Any]:
-        """The files that are always written; rows after ``from_step`` are cut away: they will be written again."""
+        """The files that are always written, then what ``Config.track`` names.
+
+        Rows after ``from_step`` are cut away: they will be written again.
+        """
         if not dist.is_main():
             return []
         files: list[MetricsFile | SamplesFile] = [MetricsFile(self.path), SamplesFile(self.path)]
         for file in files:
             file.cut(-1 if from_step is None else from_step)
-        return files
+        config = config_file.load(self.path / "config.json")
+        return [*files, *outside.open_trackers(config.track, self.path, config, from_step=from_step)]
 
     # --- saving and restoring ---
 

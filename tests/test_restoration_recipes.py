@@ -1,0 +1,78 @@
+"""The recipes of restoration in a short form: as they are, with few steps, smaller images and a small network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.training.runs import metrics
+
+from gruppo.recipes import RECIPES
+from gruppo.training import api
+from gruppo.training.config import Config
+from gruppo.training.restorers import is_restorer
+
+pytest.importorskip("PIL")
+SMALL = "restore:unet:width=8"
+STAGED = ["denoise-photos", "restore-text", "restore", "restore-progressive"]
+
+
+def short(name: str, folder: Path, **changes: Any) -> Config:
+    """Two steps of each stage; the reader of text is a stand-in that knows no letter but says a number of each."""
+    config = RECIPES[name]()
+    count = len(config.stages)
+    stages = tuple(
+        replace(stage, steps=2 if n + 1 < count else 0, warmup_steps=0, until="")
+        for n, stage in enumerate(config.stages)
+    )
+    data = config.data + ",crop=32" if config.data.startswith("photos") else config.data.replace("5000", "60")
+    demos = replace(config.supervised, data=config.supervised.data.replace("16000", "60"))
+    reward = tuple(f"{__file__}:darkness" if one == "ocr_accuracy" else one for one in config.reward)
+    return replace(
+        config,
+        model=SMALL,
+        data=data,
+        reward=reward,
+        stages=stages,
+        steps=2 * max(count, 1),
+        supervised=demos,
+        rollout=replace(config.rollout, prompts=2, group_size=2),
+        evaluation=replace(config.evaluation, prompts=4, every=0),
+        back_off=replace(config.back_off, metric="", drop=0.05),
+        runs_dir=str(folder),
+        name=name,
+        show_samples_every=0,
+        **changes,
+    )
+
+
+def darkness(images: list[Any], **_: Any) -> list[float]:
+    return [1 - float(image.mean()) for image in images]
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_staged_recipe_goes_through_its_stages(tmp_path: Path, name: str) -> None:
+    config = short(name, tmp_path)
+    run = api.start(config).folder
+    rows = metrics(run)
+    steps = [row for row in rows if "stage/number" in row]
+    assert [row["stage/number"] for row in steps] == [1 + n // 2 for n in range(2 * len(config.stages))]
+    assert not any("loss/policy" in row for row in steps[:2])
+    assert all("loss/policy" in row for row in steps[-2:])
+    assert "loss/sup" in steps[0] and is_restorer(str(run))
+
+
+def test_the_quick_recipe_goes_on_from_a_run_of_the_staged_one(tmp_path: Path) -> None:
+    first = api.start(short("restore-progressive", tmp_path)).folder
+    config = short("restore-quick", tmp_path)
+    quick = replace(config, model=str(first), restoration=RECIPES["restore-quick"]().restoration)
+    row = next(row for row in metrics(api.start(quick).folder) if "loss/policy" in row)
+    assert {"loss/sup", "loss/kl", "loss/cons"} <= row.keys() and row["loss/kl"] == 0
+
+
+@pytest.mark.parametrize("name", [*STAGED, "restore-quick"])
+def test_a_recipe_says_its_hardware_and_its_time(name: str) -> None:
+    said = RECIPES[name].__doc__ or ""
+    assert "CPU core" in said or "are those of your images" in said
