@@ -15,13 +15,14 @@ trl := trl==1.16.0
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help demo digits photos test mutants lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
+.PHONY: help demo digits photos lines test mutants lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a 135M-parameter chat model to do arithmetic, on the CPU (ARGS=\"--steps 50\" is passed on)"
 	@echo "make digits  train an image model from nothing, then make its files smaller by GRPO; a judge compares them"
 	@echo "make photos  restore real photographs, then make their files smaller by GRPO, and compare with other ways"
+	@echo "make lines   restore lines of text for a reader without clean images of them, and compare with other ways"
 	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them; JOBS=8 processes)"
 	@echo "make mutants inject each known silent bug and list the test that catches it (ARGS=\"-k kl\", \"--bug 13\")"
 	@echo "make lint    ruff (lint and format) and mypy"
@@ -48,6 +49,10 @@ digits: .venv/.ready-digits
 photos: .venv/.ready-photos
 	@$(bin)/gruppo train denoise-photos --name photos $(ARGS)
 	@$(bin)/python -m benchmarks.photos photos=runs/photos
+
+lines: .venv/.ready-lines
+	@$(bin)/gruppo train restore-text --name lines $(ARGS)
+	@$(bin)/python -m benchmarks.lines lines=runs/lines
 
 test: .venv/.ready-test
 	@OMP_NUM_THREADS=1 $(bin)/python -m pytest -q -n $(JOBS) $(ARGS)
@@ -125,6 +130,11 @@ clean:
 .venv/.ready-photos: .venv/.torch $(pins)
 	@echo "Installing gruppo and the photographs: about a minute, once."
 	@$(pip) -e ".[photos]"
+	@touch $@
+
+.venv/.ready-lines: .venv/.ready-photos
+	@echo "Installing the reader: half a minute, once."
+	@$(pip) -e ".[ocr]"
 	@touch $@
 
 .venv/.ready-bench: .venv/.ready-demo

@@ -22,7 +22,8 @@ def restore_text() -> Config:
     First a small UNet is told the blur and the noise of other lines, of which there are clean images. Of the lines that
     matter neither is known; what the network would be told by default, a blur of 2 and a noise of 30, is wrong for
     them. The share of characters that rapidocr reads (extras ``ocr``, ``photos``) then teaches a head what to tell it,
-    and how much of the given image to keep; no gradient passes the reader, and the network rests.
+    and how much of the given image to keep; no gradient passes the reader, and the network rests. One CPU core: 7
+    minutes (430 processor seconds), two thirds of it the reader's.
     """
     return Config(
         model="restore:unet:width=16",

@@ -21,7 +21,8 @@ def denoise_photos() -> Config:
 
     Three stages in one run: clean images alone, a ramp, rewards. Rewards are PSNR and minus 6 times the kB of the file
     at quality 90, which no gradient passes; they teach four gains of detail in each of 8 x 8 cells, above a network
-    that rests by then. Photographs of installed packages (extra ``images``); held out are three that it never sees.
+    that rests by then. Photographs of installed packages (extra ``photos``); held out are three that it never sees. One
+    CPU core: 10 minutes (576 processor seconds); 23% to 32% fewer bytes at +0.3 dB or more (docs/results.md).
     """
     return Config(
         model="restore:unet",

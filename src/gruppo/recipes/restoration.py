@@ -41,7 +41,7 @@ def restore() -> Config:
         optim=Optim(lr=1e-3),
         stages=(
             Stage("supervised", steps=2800, rl_coef=0.0, sup_coef=1.0, lr="cosine:1e-3,1e-5", until="eval/psnr flat 4"),
-            Stage("full", kl_coef=0.01, lr=1e-3),
+            Stage("full", kl_coef=0.01, lr=1e-3, new_reference=True),
         ),
         supervised=Supervised(batch=16),
         evaluation=Evaluation(prompts=64, every=200),
@@ -56,7 +56,8 @@ def restore_progressive() -> Config:
     Its rewards, weights of KL (0.01) and consistency (0.1), clip (0.2), limits on advantages (3) and gradients (1) are
     kept. Otherwise than there: groups of 8 (of two, every advantage is 0.7 or -0.7), advantages of the group (a mean of
     all images says how hard an image is), a frozen reference that is renewed after supervision, and 20 times the rate
-    for what is drawn. Photographs of installed packages. 2 CPU cores: about 3 minutes.
+    for what is drawn. Photographs of installed packages. One CPU core: 6 minutes; 30.2 dB after supervision and no more
+    after GRPO: PSNR and SSIM have a gradient, which supervision follows.
     """
     return Config(
         model="restore:unet",
@@ -94,7 +95,7 @@ def restore_quick() -> Config:
     """Document 004's quick script: one stage of supervision, GRPO, KL and consistency together, of a trained network.
 
     gruppo train restore-quick --model RUN, where RUN is a run of ``restore`` or ``restore-progressive``. Values are the
-    document's, corrected as in restore-progressive. 2 CPU cores: about a minute.
+    document's, corrected as in restore-progressive. One CPU core: 3 minutes.
     """
     staged = restore_progressive()
     return replace(

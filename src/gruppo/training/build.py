@@ -108,7 +108,11 @@ def with_absolute_paths(config: Config) -> Config:
         reward=tuple(map(absolute_reward, config.reward)),
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute(config.lora.adapter)),
-        restoration=replace(config.restoration, weights=absolute(config.restoration.weights)),
+        restoration=replace(
+            config.restoration,
+            weights=absolute(config.restoration.weights),
+            consistency=absolute_reward(config.restoration.consistency),
+        ),
         track=tuple(map(outside.absolute, config.track)),
     )
 
@@ -128,8 +132,9 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     config = replace(config, compute=agreed_compute(policy))
     sampling = sampling_of(config, kind, getattr(policy, "columns", 1))
     check_policy(config, kind, policy, sampling, rewards, source)
-    reference = open_reference(config, policy)
-    if kind == "restorer" and rewards.asks("reference"):
+    reads_reference = kind == "restorer" and rewards.asks("reference")
+    reference = open_reference(config, policy, is_read=reads_reference)
+    if reads_reference:
         source = restorers.with_reference(source, policy, reference)
     if demos is not None:
         check_demos(config, demos, policy)

@@ -136,7 +136,7 @@ def check_stages(config: Config) -> None:
     if is_open and planned >= config.steps:
         raise GruppoError(
             f"the stages before the last have {planned} steps and the run {config.steps}, which leaves the last none. "
-            f"Set --steps above {planned}."
+            f"Set --steps above {planned}, or fewer in {option(where_of(config, 0))}.steps."
         )
     if not is_open and planned != config.steps:
         raise GruppoError(
@@ -182,9 +182,10 @@ def check_stage(config: Config, stage: Stage, index: int) -> None:
             "alone. Set --evaluation.every to the steps between evaluations."
         )
     coefs = [parse(getattr(stage, f"{name}_coef"), where).values for name in ("rl", "sup", "kl", "entropy")]
+    held = ". Its cons_coef is of what is sampled or demonstrated" if stage.cons_coef else ""
     if not any(value > 0 for values in coefs for value in values):
         raise GruppoError(
-            f"{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0. Set "
+            f"{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{held}. Set "
             f"{option(where)}.rl-coef 1."
         )
 

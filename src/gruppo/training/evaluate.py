@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from gruppo import dist
+from gruppo.core.images import as_saved, psnr
+from gruppo.rewards.restoration import MOST_DB
 from gruppo.rewards.score import Scores
 from gruppo.track.report import Z_95, wilson_interval
 from gruppo.training.run import Run
@@ -60,6 +62,8 @@ def evaluate_rows(
     mine = list(prompts)[dist.rank() :: dist.world()]
     sampling = mode_of(run.sampling)
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
+    if has_psnr := run.restores and PSNR not in stats:  # what gates and ways back are set by, whatever is rewarded
+        stats[PSNR] = Stat()
     rows: list[dict[str, Any]] = []
     if mine and not run.rewards.names:  # pictures are to be seen all the same
         rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
@@ -71,10 +75,11 @@ def evaluate_rows(
         rows = sample_rows(rollouts, scores, range(len(rollouts)), is_held_out=True)
         stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
         stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
+        stats |= {PSNR: _psnr_of(rollouts)} if has_psnr else {}
     stats = dist.merge_stats(stats)
     total = stats.pop("")
-    low, high = interval(total)
-    parts = {name: stat.mean for name, stat in stats.items()}
+    low, high = interval(total, may_be_share=not run.restores)
+    parts = {name: stat.mean for name, stat in stats.items() if name != PSNR or stat.count or not has_psnr}
     return Evaluated(run.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
 
 
@@ -83,11 +88,22 @@ def mode_of(sampling: Sampling) -> Sampling:
     return replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
 
 
-def interval(stat: Stat) -> tuple[float, float]:
+PSNR = "psnr"
+
+
+def _psnr_of(rollouts: Rollouts) -> Stat:
+    """Of restored pictures to their clean ones, where there are any."""
+    targets = [rollouts.prompts[group].target for group in rollouts.group_ids.tolist()]
+    pairs = [(x, y) for x, y in zip(rollouts.outputs, targets, strict=True) if isinstance(y, Tensor)]
+    found = [float(psnr(x[None], as_saved(y)[None])[0].clamp(max=MOST_DB)) for x, y in pairs]
+    return Stat.of(torch.tensor(found, dtype=torch.float64))
+
+
+def interval(stat: Stat, *, may_be_share: bool = True) -> tuple[float, float]:
     """95% interval of a mean: Wilson's where every value is 0 or 1, the normal one otherwise."""
     if stat.count == 0:
         return float("nan"), float("nan")
-    is_share = stat.min >= 0 and stat.max <= 1 and abs(stat.sum - stat.sum_sq) < 1e-9 * stat.count
+    is_share = may_be_share and stat.min >= 0 and stat.max <= 1 and abs(stat.sum - stat.sum_sq) < 1e-9 * stat.count
     if is_share:
         return wilson_interval(stat.sum, stat.count)
     half = Z_95 * stat.std / math.sqrt(max(stat.count - 1, 1))

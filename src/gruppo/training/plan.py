@@ -24,13 +24,17 @@ def _full(full: Stage) -> Stage:
 
 
 KINDS: dict[str, Callable[[Stage], Stage]] = {"supervised": _supervised, "ramp": _ramp, "full": _full}
-"""Demonstrations alone; from demonstrations to rewards along a line; what the config's ``stage`` says."""
+"""Demonstrations alone; from demonstrations to rewards along a line; what the config's stage says, or its last."""
 
 
 def planned(text: str, config: Config) -> Config:
     """The config with the stages that a text names, each ``KIND:STEPS``; the last may go without its steps."""
-    words = [word.strip() for word in text.split(",")]
-    stages = tuple(_stage(word, config.stage, is_last=n + 1 == len(words)) for n, word in enumerate(words))
+    words, full = [word.strip() for word in text.split(",")], config.stage
+    if config.stages and full == Stage():  # a recipe of stages: its last one says what the whole is
+        full = replace(config.stages[-1], steps=0, until="")
+    stages = tuple(_stage(word, full, is_last=n + 1 == len(words)) for n, word in enumerate(words))
+    renews = [n for n, stage in enumerate(stages) if stage.new_reference]
+    stages = tuple(replace(stage, new_reference=n in renews[:1] and n > 0) for n, stage in enumerate(stages))
     learns = any(stage.sup_coef for stage in stages)  # without, a recipe's demonstrations stay behind
     supervised = config.supervised if learns else Supervised()
     return replace(config, stages=stages, stage=Stage(), supervised=supervised)

@@ -8,9 +8,10 @@ from typing import Any
 
 from gruppo.policies.lora import digest, has_adapter
 from gruppo.policies.reference import BaseReference, FrozenReference, MixedAdapter, MixedReference
-from gruppo.training.config import Config
+from gruppo.training.config import IN_MEMORY, Config
 from gruppo.training.config import Reference as Settings
 from gruppo.training.evaluate import evaluate, held_out
+from gruppo.training.restorers import is_restorer
 from gruppo.training.run import Run
 from gruppo.training.stages import highest, where_of
 from gruppo.types import GruppoError, Reference
@@ -33,14 +34,12 @@ def check_reference(config: Config) -> None:
                 f"{name.replace('_', '-')}."
             )
     renewed = [index for index, stage in enumerate(config.plan) if stage.new_reference]
-    if chosen == usual and not renewed:
+    if renewed and not has_reference(config) and not (config.model == IN_MEMORY or is_restorer(config.model)):
+        raise _unread(f"{where_of(config, renewed[0])}.new_reference")  # of a restorer, a reward may read it
+    if chosen == usual:
         return
     if not has_reference(config):
-        what = f"{where_of(config, renewed[0])}.new_reference" if chosen == usual else "a reference"
-        raise GruppoError(
-            f"{what} was set, but no stage's kl_coef is above 0, so that nothing is measured against it. Set "
-            "--stage.kl-coef 0.05 or the like, or leave the --reference options out."
-        )
+        raise _unread("a reference")
     of_mixing = ("update_rate", "update_every", "watch_prompts")
     unread = [name for name in of_mixing if getattr(chosen, name) != getattr(usual, name)]
     if chosen.kind == "frozen" and unread:
@@ -57,6 +56,13 @@ def check_reference(config: Config) -> None:
         raise _nothing_to_place(config)
 
 
+def _unread(what: str) -> GruppoError:
+    return GruppoError(
+        f"{what} was set, but no stage's kl_coef is above 0, so that nothing is measured against it. Set "
+        "--stage.kl-coef 0.05 or the like, or leave the --reference options and new_reference out."
+    )
+
+
 def _nothing_to_place(config: Config) -> GruppoError:
     return GruppoError(
         f"reference.place={config.reference.place!r} has nothing to place: of a policy with adapters the reference is "
@@ -70,13 +76,15 @@ def has_reference(config: Config) -> bool:
     return highest(config, "kl_coef") > 0 or is_held_to_it
 
 
-def open_reference(config: Config, policy: Any) -> Reference | None:
-    """What the policy, as it is now, is to be measured against; None where nothing is."""
-    if not has_reference(config):
+def open_reference(config: Config, policy: Any, *, is_read: bool = False) -> Reference | None:
+    """What the policy, as it is now, is to be measured against; None where nothing is. ``is_read``: by a reward."""
+    chosen, renewed = config.reference, [index for index, stage in enumerate(config.plan) if stage.new_reference]
+    if not has_reference(config) and not (is_read and renewed):
+        if renewed:
+            raise _unread(f"{where_of(config, renewed[0])}.new_reference")
         return None
-    chosen = config.reference
     rate, every = chosen.update_rate, chosen.update_every if chosen.kind == "mixed" else 0
-    is_frozen = chosen.kind == "frozen" and not any(stage.new_reference for stage in config.plan)
+    is_frozen = chosen.kind == "frozen" and not renewed
     if has_adapter(policy.module):
         if chosen.place != "device":
             raise _nothing_to_place(config)

@@ -86,7 +86,8 @@ def gate_of(stage: Stage, where: str) -> Gate | None:
     except (AssertionError, ValueError):
         raise GruppoError(
             f"{where}.until={stage.until!r} is not understood; it needs a metric, a comparison and a number, such as "
-            "'eval/reward_mean > 0.5', or a metric that no longer rises, such as 'eval/psnr flat 3'."
+            "'eval/reward_mean > 0.5', or a metric that is to rise and no longer does, such as "
+            "'eval/psnr flat 3'."
         ) from None
 
 
@@ -104,7 +105,7 @@ def _flat_gate(text: str) -> Gate | None:
     if match is None:
         return None
     count, by = int(match[2]), float(match[3] or 0)
-    assert count >= 1 and 0 <= by < math.inf
+    assert count >= 1 and 0 <= by < math.inf and not match[1].startswith(("loss/", "sup/"))  # which are to fall
 
     def is_open(values: Sequence[float]) -> bool:
         return len(values) > count and max(values[-count:]) <= max(values[:-count]) + by

@@ -56,6 +56,7 @@ _METRICS = {
     "loss/value": ("sum:loss/value",),
     "grad/norm": ("mean:grad/norm",),
     "grad/critic_norm": ("mean:grad/critic_norm",),
+    "grad/action_norm": ("mean:grad/action_norm",),
     "update/taken": ("sum:update/updates_count",),
     "update/skipped": ("sum:update/skipped_count",),
     "update/changed": ("mean:update/changed_frac",),
@@ -143,12 +144,15 @@ def _step(run: Run) -> dict[str, Stat]:
 
 
 def _networks(run: Run) -> dict[str, list[torch.nn.Parameter]]:
-    """What shares one limit on its norm: a critic of its own must not shrink the policy's gradient."""
-    if run.critic is None or run.critic.is_shared:
-        return {"norm": run.parameters}
-    critic = list(run.critic.module.parameters())
-    own = set(map(id, critic))
-    return {"norm": [parameter for parameter in run.parameters if id(parameter) not in own], "critic_norm": critic}
+    """What shares one limit on its norm: a critic of its own must not shrink the policy's gradient, nor what draws the
+    action of a restored picture, whose gradient is of nats, the network's, which is of pixels."""
+    others: dict[str, list[torch.nn.Parameter]] = {}
+    if run.critic is not None and not run.critic.is_shared:
+        others["critic_norm"] = list(run.critic.module.parameters())
+    if run.restores:
+        others["action_norm"] = [p for p in run.policy.module.action.parameters() if p.requires_grad]
+    apart = {id(parameter) for own in others.values() for parameter in own}
+    return {"norm": [parameter for parameter in run.parameters if id(parameter) not in apart], **others}
 
 
 def backward(run: Run, batch: Batch, knobs: Knobs) -> dict[str, Stat]:
@@ -306,9 +310,9 @@ def _mismatch(batch: Batch, piece: Piece, likelihood: Likelihood, inputs: LossIn
 
 def _count_skip(run: Run, norms: Mapping[str, float]) -> None:
     run.skipped_updates += 1
-    is_policy = not math.isfinite(norms["norm"])
-    whose, option = ("policy", "--optim.lr") if is_policy else ("critic", "--critic.lr")
-    norm = norms["norm" if is_policy else "critic_norm"]
+    name = next(name for name, norm in norms.items() if not math.isfinite(norm))
+    whose, option = ("critic", "--critic.lr") if name == "critic_norm" else ("policy", "--optim.lr")
+    norm = norms[name]
     log.warning("step %d: the norm of the %s's gradient is %s; this update was skipped.", run.step, whose, norm)
     if run.skipped_updates >= MAX_SKIPPED_UPDATES:
         raise NumericalStop(

@@ -54,7 +54,10 @@ class Equivariance:
         is_square = x.shape[-1] == x.shape[-2]
         choices = [self.choice(prompt, is_square=is_square) for prompt in rollouts.prompts]
         turned = torch.stack([flip(image, choice) for image, choice in zip(x, choices, strict=True)])
-        of_turned = policy.output_of(turned.to(policy.device))[rollouts.group_ids.to(policy.device)]
+        is_demonstration = "demonstration" in rollouts.per_row
+        asked = turned.to(policy.device)
+        of_turned = policy.taught(asked, rollouts.prompts) if is_demonstration else policy.output_of(asked)
+        of_turned = of_turned[rollouts.group_ids.to(policy.device)]
         rows = [choices[group] for group in rollouts.group_ids.tolist()]
         turned_of = torch.stack([flip(image, choice) for image, choice in zip(likelihood.output, rows, strict=True)])
         apart = PIXEL_LOSSES[self.loss](of_turned, turned_of)

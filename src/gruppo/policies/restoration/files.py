@@ -26,7 +26,8 @@ def save_restorer(module: nn.Module, settings: Mapping[str, Any], folder: Path) 
         said["network"] = type(network).__name__.lower()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
-        {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}, folder / WEIGHTS
+        {name: value.detach().cpu().contiguous().clone() for name, value in module.state_dict().items()},
+        folder / WEIGHTS,
     )
     (folder / SETTINGS).write_text(json.dumps(said, indent=1), encoding="utf-8")
 

@@ -71,9 +71,9 @@ class Scale(nn.Module):
             raise GruppoError(
                 f"std={std} gives no scale to {count} numbers; it needs one above 0, or one for each. Set 0.1."
             )
-        self.start, self.learned = given, learned
+        self.start, self.learned = given, bool(learned)
         self.register_buffer("first", torch.tensor(given))
-        self.log_ratio = nn.Parameter(torch.zeros(count), requires_grad=learned)
+        self.log_ratio = nn.Parameter(torch.zeros(count), requires_grad=bool(learned))
 
     def forward(self) -> Float[Tensor, "K"]:
         """In float64."""

@@ -254,16 +254,11 @@ class RestorationPolicy:
         self.module.eval()
         x, group = self._asked(rollouts, piece)
         is_demonstration = "demonstration" in rollouts.per_row
-        if is_demonstration and self.supervises == "base":
-            return self._said_of_demonstrations(rollouts, piece, self.module.plain(x)[group])
-        if is_demonstration and self.supervises == "told":
-            return self._said_of_demonstrations(rollouts, piece, self._told(rollouts, piece, x)[group])
-        meant, std = self._meant(x, rollouts.temperature[piece.rows].double())
-        output = None
-        if "output" in want or is_demonstration:
-            output = self.module.output(x, meant)[group]
         if is_demonstration:
-            return self._said_of_demonstrations(rollouts, piece, output)
+            prompts = [rollouts.prompts[group] for group in rollouts.group_ids[piece.rows].unique().tolist()]
+            return self._said_of_demonstrations(rollouts, piece, self.taught(x, prompts)[group])
+        meant, std = self._meant(x, rollouts.temperature[piece.rows].double())
+        output = self.module.output(x, meant)[group] if "output" in want else None
         mask = piece.of(rollouts.mask).to(self.device)
         mean = to_columns(meant.mean, self.patches)[group][:, piece.cols]  # [b, t, *E]
         actions = piece.of(rollouts.actions).to(self.device)
@@ -347,11 +342,14 @@ class RestorationPolicy:
                 raise GruppoError(why)
         return demonstrated(prompts, self.patches)
 
-    def _told(self, rollouts: Rollouts, piece: Piece, x: Float[Tensor, "P C H W"]) -> Float[Tensor, "P C H W"]:
-        """The network's pictures of a piece's prompts, told the true values."""
-        groups = rollouts.group_ids[piece.rows].unique().tolist()
-        action: Any = self.module.action
-        return self.module.told(x, action.true_values([rollouts.prompts[group].meta for group in groups]).to(x))
+    def taught(self, x: Float[Tensor, "P C H W"], prompts: Sequence[Prompt]) -> Float[Tensor, "P C H W"]:
+        """The pictures that clean ones are compared with: see ``supervises``."""
+        if self.supervises == "base":
+            return self.module.plain(x)
+        if self.supervises == "told":
+            action: Any = self.module.action
+            return self.module.told(x, action.true_values([prompt.meta for prompt in prompts]).to(x))
+        return self.output_of(x)
 
     def _said_of_demonstrations(self, rollouts: Rollouts, piece: Piece, output: Tensor | None) -> Likelihood:
         nothing = torch.zeros(piece.of(rollouts.mask).shape, dtype=torch.float64, device=self.device)
