@@ -334,6 +334,23 @@ def opened(data: str, seed: int) -> ImagePairs:
     return pairs
 
 
+def sheet(path: Path, policy: RestorationPolicy, noisy: Pictures, clean: Pictures, *, count: int = 8) -> None:
+    """Some crops side by side: degraded, the network alone, restored, clean; with PSNR and bytes."""
+    from gruppo.track.pictures import Cell, Line, draw, picture_of
+
+    chosen = torch.linspace(0, len(noisy) - 1, count).long()
+    columns = noisy[chosen], *shown(policy, noisy[chosen]), clean[chosen]
+    found = [measured(column, clean[chosen]) for column in columns]
+    lines = []
+    for n in range(count):
+        said = [f"{float(m.psnr[n]):.1f} dB, {int(m.bytes[n])} bytes" for m in found[:3]]
+        words = [*said, f"{int(found[3].bytes[n])} bytes"]
+        cells = [Cell(picture_of(as_saved(c[n : n + 1])[0]), (w,)) for c, w in zip(columns, words, strict=True)]
+        lines.append(Line("", cells))
+    heads = {0: "degraded", 1: "network alone", 2: "after GRPO", 3: "clean"}
+    draw(lines, title="held-out photographs", heads=heads)[0].save(path)
+
+
 def final_of(run: Path) -> Path:
     """A run's folder, or that of the policy itself."""
     return run / "final" if (run / "final").is_dir() else run
@@ -345,9 +362,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default=DATA)
     parser.add_argument("--teach-steps", type=int, default=200, help="of each head by back-propagation; 0 for none")
     parser.add_argument("--rate-weight", type=float, default=5.0, help="dB that a kB of the stand-in costs")
+    parser.add_argument("--sheet", type=Path, help="a PNG of some crops of the first run, side by side; no table then")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     noisy, clean = held_out(options.data)
+    if options.sheet:
+        return sheet(options.sheet, load_restorer(final_of(Path(options.runs[0].rpartition("=")[2]))), noisy, clean)
     print(f"{len(noisy)} crops of {noisy.shape[-2]} x {noisy.shape[-1]}\n{HEAD}", flush=True)
     found: list[Row] = []
     for given in options.runs:

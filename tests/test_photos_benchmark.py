@@ -139,3 +139,15 @@ def test_the_table_of_a_run_has_a_line_for_each_side(monkeypatch, capsys, tmp_pa
 def test_data_that_are_no_pairs_are_refused():
     with pytest.raises(GruppoError, match="are no pairs of images"):
         photos.held_out("digits")
+
+
+def test_a_sheet_shows_crops_at_equal_distances_side_by_side(tmp_path):
+    from PIL import Image
+
+    clean = scenes(5)
+    photos.sheet(
+        tmp_path / "sheet.png", open_restorer("dncnn:width=4", "band_gains:grid=4"), noisy(clean), clean, count=3
+    )
+    with Image.open(tmp_path / "sheet.png") as image:
+        width, height = image.size
+    assert width > 4 * 32 and height > 3 * 32
