@@ -148,7 +148,7 @@ def test_cheats_on_numeric_match_score_below_an_honest_answer_and_quickly():
     assert {
         cheat: s for cheat in NUMERIC_CHEATS if (s := scores(builtin.numeric_match, [cheat], answer=GOLD)[0]) >= honest
     } == {}
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 60  # what backtracks would take hours
 
 
 EXACT_CHEATS = [

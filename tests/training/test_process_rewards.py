@@ -62,7 +62,7 @@ def scored(objective: Objective, rewards: Sequence[Any], weights: Any = None) ->
     rollouts = rollouts_of()
     scorer = RewardSet([said(values) for values in rewards], weights)
     config = SimpleNamespace(objective=objective, rollout=SimpleNamespace(max_new_tokens=5))
-    run: Any = SimpleNamespace(config=config, running={}, critic=None, rewards=scorer)
+    run: Any = SimpleNamespace(config=config, running={}, critic=None, rewards=scorer, restores=False)
     scores = scorer.score(rollouts)
     keep = kept_actions(run, rollouts, scores)
     return Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(keep.shape), keep), run, scores
