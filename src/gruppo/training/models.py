@@ -42,8 +42,6 @@ log = logging.getLogger("gruppo")
 
 Kind = Literal["text", "denoiser", "pipeline", "restorer"]
 NEW, HUB, INDEX = "unet", "diffusers:", "model_index.json"
-POLICIES = (TextPolicy, DenoiserPolicy, RestorationPolicy)
-"""What a caller may give in place of a model's name."""
 KINDS: tuple[tuple[type, Kind], ...] = (
     (TextPolicy, "text"),
     (DiffusersPolicy, "pipeline"),
@@ -51,6 +49,8 @@ KINDS: tuple[tuple[type, Kind], ...] = (
     (RestorationPolicy, "restorer"),
 )
 """Of a policy, the first that it is."""
+POLICIES = tuple(policy for policy, _ in KINDS)
+"""What a caller may give in place of a model's name."""
 OF_NEW = ("path", "shift", "predicts", "weighting", "dropped", "width")
 OF_PIPELINES = ("size", "embedded_guidance")
 """Settings of ``Config.diffusion`` that are read for these models alone."""
