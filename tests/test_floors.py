@@ -10,10 +10,10 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "gruppo"
 FLOOR = {
-    **dict.fromkeys(["types", "seeds", "loading"], 0),
+    **dict.fromkeys(["types", "seeds", "loading", "calls"], 0),
     "core": 1,
     **dict.fromkeys(["dist", "losses"], 2),
-    **dict.fromkeys(["policies", "engines", "rewards", "data", "track"], 3),
+    **dict.fromkeys(["policies", "engines", "envs", "rewards", "data", "track"], 3),
     "training": 4,
     **dict.fromkeys(["cli", "commands", "options", "doctor", "recipes", "testing", "__init__", "__main__"], 5),
 }

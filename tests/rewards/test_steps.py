@@ -10,7 +10,7 @@ from tests.fakes import ByteTokenizer, bpe_tokenizer
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.rewards import RewardSet, step_reward
-from gruppo.rewards.calls import Unanswered
+from gruppo.calls import Unanswered
 from gruppo.rewards.score import Scores
 from gruppo.rewards.steps import Step, cut, places
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts

@@ -72,7 +72,7 @@ def step_by_hand(run: Run, collected: Any) -> torch.Tensor:
         actions = rollouts.actions[row, : int(rollouts.lengths[row])]
         logits = module(torch.cat([prompt, actions])[None]).logits[0, len(prompt) - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(1, actions[:, None])[:, 0]
-        losses.append(-(advantage * logprobs).mean())
+        losses.append(-(advantage * logprobs)[rollouts.mask[row, : len(actions)]].mean())
     torch.stack(losses).mean().backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
     gradient = gradient * min(1.0, run.config.optim.max_grad_norm / (float(gradient.norm()) + 1e-6))

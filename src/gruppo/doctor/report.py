@@ -128,7 +128,7 @@ def how_to_try(report: Report) -> Text:
     if not changes:
         return Text()
     first, config = changes[0], report.run.config
-    if IN_MEMORY in (config.model, config.data, *config.reward):
+    if IN_MEMORY in (config.model, config.data, *config.reward, config.environment.reply):
         leaves = (f"{_leaf(option)}={_literal(value)}" for option, value in first.settings)
         return Text(f"\nOne thing at a time. This run was started in Python: gruppo.train(..., {', '.join(leaves)})")
     path = shlex.quote(str(report.run.folder / "config.json"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,13 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         """Rows stamped with the version of the weights that chose them."""
-        rollouts = self.policy.sample(requests, sampling, seed=seed)
+        return self._stamped(self.policy.sample(requests, sampling, seed=seed))
+
+    def go_on(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
+        """Rows that got a reply, written on by the same weights; see ``TextPolicy.go_on``."""
+        return self._stamped(self.policy.go_on(rollouts, replies, sampling, **how))
+
+    def _stamped(self, rollouts: Rollouts) -> Rollouts:
         return replace(rollouts, policy_version=torch.where(rollouts.mask, self.version, 0))
 
     def sync(self, policy: Any, version: int) -> None:

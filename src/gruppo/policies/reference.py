@@ -88,6 +88,10 @@ class MixedReference:
         with self.here():
             return self._policy.sample(requests, sampling, seed=seed)
 
+    def go_on(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
+        with self.here():
+            return self._policy.go_on(rollouts, replies, sampling, **how)
+
     def update(self, policy: Policy, step: int) -> None:
         if self.every and step % self.every == 0:
             self._mix(policy, self.rate)
@@ -192,6 +196,10 @@ class MixedAdapter:
     def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         with self._worn() as policy:
             return policy.sample(requests, sampling, seed=seed)
+
+    def go_on(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
+        with self._worn() as policy:
+            return policy.go_on(rollouts, replies, sampling, **how)
 
     def update(self, policy: Policy, step: int) -> None:
         if self.every and step % self.every == 0:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from gruppo.rewards.calls import Call, Kind, Unanswered, abandoned_count, start, within
+from gruppo.calls import Call, Kind, Unanswered, abandoned_count, start, within
 from gruppo.rewards.steps import StepScores
 
 SAME_ERRORS = 4

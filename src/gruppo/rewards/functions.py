@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,15 +12,15 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.rewards.calls import Unanswered, wait_for
+from gruppo.calls import Unanswered, keywords_of, wait_for
 from gruppo.rewards.failures import Answer, Ask, Outcome, score_rows
 from gruppo.rewards.steps import Read, Step, cut, placed, places
 from gruppo.rewards.text import text_of
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-"""Keywords that every reward function can ask for, beside the columns of the data; one of steps, ``steps`` too; and of
-a policy of images, ``images``."""
+"""Keywords that every reward function can ask for, beside the columns of the data; one of steps, ``steps`` too; of a
+policy of images, ``images``; of conversations with an environment, ``state``."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class FunctionReward:
     ``completion_ids``, ``trainer_state`` (``global_step``, ``max_steps``), ``log_metric(name, value)``,
     ``log_extra(column, values)`` and every column of the data as a list:
     ``Prompt.target`` as ``answer`` and ``target``, and every key of ``Prompt.meta`` (which wins over those two names).
+    Where the policy spoke with an environment, ``state`` too: the dict of each conversation.
     It returns one number or None (not scored) for each completion; it may be ``async``. The call runs in a thread
     without gradients; ``timeout_s=None`` runs it in the caller's thread, without a deadline; a ``timeout_s`` of the
     function's own counts instead.
@@ -75,8 +76,9 @@ class FunctionReward:
         self.separator: str | None = getattr(fn, "step_separator", None)
         self.read: Read | None = None
         """How the policy's ids are read, which a reward of steps needs."""
+        self._check: Callable[[Collection[str]], None] | None = getattr(fn, "check", None)
         self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
-        self._parameters, self._takes_all = _keywords_of(fn, self.name)
+        self._parameters, self._takes_all = keywords_of(fn, f"reward {self.name!r}")
         self._columns: set[str] = set()
 
     @property
@@ -91,18 +93,23 @@ class FunctionReward:
         return column in self._parameters
 
     def check(self, columns: Collection[str]) -> None:
-        """Refuse a function that asks for a column which the data do not have. ``columns_of`` lists what they have."""
+        """Refuse a function that asks for a column which the data do not have. ``columns_of`` lists what they have.
+
+        A ``check`` of the function's own is asked too.
+        """
         known = {*self._provided, *columns}
         for name, required in self._parameters.items():
             if required and name not in known:
                 raise DataError(_missing_column(self.name, name, columns, self._provided))
+        if self._check is not None:
+            self._check(columns)
         self._columns.update(columns)
 
     def score(
         self, rollouts: Rollouts, *, rows: Sequence[int] | None = None, step: int = 0, max_steps: int = 0
     ) -> Outcome:
         """Score the given rows (all without them). A failing function costs rows, never the run."""
-        self.check({*self._columns, *columns_of(rollouts.prompts), *(["images"] if shows_images(rollouts) else [])})
+        self.check({*self._columns, *columns_of(rollouts.prompts), *given_beside(rollouts)})
         if self.gives_steps and self.read is None:
             raise GruppoError(
                 f"reward {self.name!r} scores steps and needs to know how the policy's ids are read, to find their "
@@ -131,6 +138,8 @@ class FunctionReward:
                 makers["steps"] = lambda: [[step.text for step in own] for own in steps]
             if shows_images(rollouts):
                 makers["images"] = makers["completions"]
+            if "state" in rollouts.per_row:
+                makers["state"] = lambda: [rollouts.per_row["state"][row] for row in rows]
             keywords = {name: make() for name, make in makers.items() if self._wants(name)}
             if wants_ids:
                 keywords["completion_ids"] = [rollouts.actions[row][rollouts.mask[row]].tolist() for row in rows]
@@ -182,6 +191,11 @@ def shows_images(rollouts: Rollouts) -> bool:
     return any(isinstance(output, Tensor) for output in rollouts.outputs)
 
 
+def given_beside(rollouts: Rollouts) -> list[str]:
+    """What a function can ask for that neither every batch nor the data have."""
+    return ["images"] * shows_images(rollouts) + ["state"] * ("state" in rollouts.per_row)
+
+
 def column_value(prompt: Prompt, name: str) -> Any:
     """One cell; None where this prompt lacks the column."""
     return prompt.meta.get(name, prompt.target if name in ("answer", "target") else None)
@@ -218,24 +232,6 @@ def checked_timeout(timeout_s: float | None) -> float | None:
             f"timeout_s={timeout_s} leaves a reward no time; use seconds above 0, or None for no deadline."
         )
     return timeout_s
-
-
-def _keywords_of(fn: Callable[..., Any], name: str) -> tuple[Mapping[str, bool], bool]:
-    """Keyword to "is it required", and whether the function takes all keywords."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"reward {name!r} has no readable signature ({error}); wrap it in a def with named arguments."
-        ) from None
-    only_by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if only_by_position:
-        raise DataError(
-            f"reward {name!r} takes {only_by_position[0]!r} by position only; reward functions are called with"
-            " keywords. Write it as def reward(completions, **kwargs)."
-        )
-    named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _missing_column(reward: str, name: str, columns: Collection[str], provided: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.rewards.calls import start
+from gruppo.calls import start
 from gruppo.rewards.failures import Failure, Outcome
 from gruppo.rewards.functions import FunctionReward, name_of
 from gruppo.rewards.networks import Network

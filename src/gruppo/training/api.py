@@ -49,6 +49,7 @@ def train(
     model: Any = None,
     data: Any = None,
     reward: Any = None,
+    environment: Any = None,
     steps: int | None = None,
     show: bool = True,
     **changes: Any,
@@ -57,14 +58,15 @@ def train(
 
     ``model``: a hub id, a folder, a bundled name, a ``TextPolicy`` or a ``DenoiserPolicy``. ``data``: a name, a path, a
     list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in TRL's calling
-    convention, a name, or a list of them. ``changes`` are further fields of ``Config``, dotted ones with two
+    convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the policy, so that
+    it speaks again. ``changes`` are further fields of ``Config``, dotted ones with two
     underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen, and what came of the run at
     its end.
 
     A mistake raises ``GruppoError``. Ctrl-C or SIGTERM finishes what would be lost, saves, and raises
     ``gruppo.Stopped``; ``resume`` continues from there. A second one stops at once.
     """
-    parts = Parts.of(model, data, reward)
+    parts = Parts.of(model, data, reward, environment)
     config = change(config or Config(), changes if steps is None else {"steps": steps, **changes})
     config = replace(
         config,
@@ -72,18 +74,28 @@ def train(
         data=config.data if data is None else name_of(data),
         reward=config.reward if parts.rewards is None else tuple(map(name_of, parts.rewards)),
     )
+    if environment is not None:
+        config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
     with heard() if show else nullcontext():
         return finished(start(config, parts, watch=on_screen if show else None), show=show)
 
 
-def resume(path: str | Path, *, model: Any = None, data: Any = None, reward: Any = None, show: bool = True) -> Result:
+def resume(
+    path: str | Path,
+    *,
+    model: Any = None,
+    data: Any = None,
+    reward: Any = None,
+    environment: Any = None,
+    show: bool = True,
+) -> Result:
     """Continue a stopped or killed run to the bit, from its newest whole checkpoint; without one, from the start.
 
     What the run was given as Python objects without a name (a ``TextPolicy``, a list of rows, a lambda) is given again,
     the model as it was before training.
     """
     with heard() if show else nullcontext():
-        done = go_on(path, Parts.of(model, data, reward), watch=on_screen if show else None)
+        done = go_on(path, Parts.of(model, data, reward, environment), watch=on_screen if show else None)
         return finished(done, show=show)
 
 
@@ -141,6 +153,7 @@ def go_on(path: str | Path, parts: Parts | None = None, *, watch: Watch | None =
         run, model_source = build(config, parts)
         with dist.together():
             folder.check_first_weights(run)
+            folder.warn_of_other_source(model_source)
             is_going_on = folder.restore(run)
             if not is_going_on:
                 folder.write_manifest(run, model_source)

@@ -15,11 +15,14 @@ import torch
 from gruppo import dist
 from gruppo.data.open import open_source
 from gruppo.engines import LocalEngine
+from gruppo.envs import PROVIDED, Conversing, Environment
+from gruppo.loading import load_object
 from gruppo.policies.critic import SeparateCritic, SharedCritic
 from gruppo.policies.diffusion import DenoiserCritic, DiffusionSampling, check_trust_region
 from gruppo.policies.restoration import RestorationPolicy
 from gruppo.policies.text import TextPolicy, from_pretrained
 from gruppo.policies.text.bundled import BUNDLED
+from gruppo.policies.text.made_by import from_root, names_function
 from gruppo.rewards.resolve import absolute as absolute_reward
 from gruppo.rewards.resolve import resolve_reward
 from gruppo.rewards.score import RewardSet
@@ -48,9 +51,10 @@ class Parts:
     model: Any = None
     data: Any = None
     rewards: Sequence[Callable[..., Any]] | None = None
+    environment: Callable[..., Any] | None = None
 
     @classmethod
-    def of(cls, model: Any, data: Any, reward: Any) -> Parts:
+    def of(cls, model: Any, data: Any, reward: Any, environment: Any = None) -> Parts:
         """What a caller gives: a model's name is no part; one reward, or a list of them."""
         if model is not None and not isinstance(model, (str, os.PathLike, *POLICIES)):
             raise GruppoError(
@@ -60,7 +64,17 @@ class Parts:
                 "images with gruppo.RestorationPolicy."
             )
         rewards = None if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
-        return cls(model if isinstance(model, POLICIES) else None, data, rewards)
+        if environment is not None and not callable(environment) and not isinstance(environment, str | os.PathLike):
+            raise GruppoError(
+                f"environment is {environment!r:.80} ({type(environment).__name__}); it needs to be a function such as "
+                "def reply(text, state) that returns what is said next or None, or a name, file.py:function."
+            )
+        own = environment if callable(environment) else None
+        return cls(model if isinstance(model, POLICIES) else None, data, rewards, own)
+
+
+OPTIONS = {"environment": "environment.reply"}
+"""Options of parts that are not called like them."""
 
 
 def missing_parts(config: Config, parts: Parts) -> list[str]:
@@ -69,6 +83,7 @@ def missing_parts(config: Config, parts: Parts) -> list[str]:
         "model": config.model == IN_MEMORY and parts.model is None,
         "data": config.data == IN_MEMORY and parts.data is None,
         "reward": IN_MEMORY in config.reward and parts.rewards is None,
+        "environment": config.environment.reply == IN_MEMORY and parts.environment is None,
     }
     return [name for name, is_missing in named.items() if is_missing]
 
@@ -78,7 +93,7 @@ def require_named(config: Config, parts: Parts) -> None:
     if missing := missing_parts(config, parts):
         raise GruppoError(
             f"the {' and '.join(missing)} of this config came from Python objects, which a file does not hold. "
-            f"Set {' and '.join(f'--{name}' for name in missing)}."
+            f"Set {' and '.join('--' + OPTIONS.get(name, name) for name in missing)}."
         )
 
 
@@ -92,6 +107,8 @@ def with_absolute_paths(config: Config) -> Config:
         if name.startswith(restorers.NEW):
             file, colon, what = name.removeprefix(restorers.NEW).partition(":")
             return f"{restorers.NEW}{absolute(file) if file.endswith('.py') else file}{colon}{what}"
+        if names_function(name):
+            return from_root(name)
         return name if name in (*BUNDLED, NEW) or name.startswith(HUB) else absolute(name)
 
     def data(name: str) -> str:
@@ -114,6 +131,7 @@ def with_absolute_paths(config: Config) -> Config:
             consistency=absolute_reward(config.restoration.consistency),
         ),
         track=tuple(map(outside.absolute, config.track)),
+        environment=replace(config.environment, reply=absolute_reward(config.environment.reply)),
     )
 
 
@@ -125,6 +143,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
             f"--rollout.prompts {dist.world()} or more, or start fewer ranks."
         )
     source = open_data(config, parts)
+    environment = open_environment(config, parts, source)
     rewards = open_rewards(config, parts, source)
     demos = open_demos(config, config.data if parts.data is None else parts.data)
     kind = kind_of(config, parts.model)
@@ -142,7 +161,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     run = Run(
         config=config,
         policy=policy,
-        engine=LocalEngine(policy),
+        engine=LocalEngine(policy) if environment is None else Conversing(LocalEngine(policy), environment),
         source=source,
         rewards=rewards,
         optimizer=adamw(policy, critic, config),
@@ -150,6 +169,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         critic=critic,
         demos=demos,
         sampling=sampling,
+        environment=environment,
     )
     check_pieces(run)
     if config.evaluation.prompts and not rewards.names and kind == "text":
@@ -217,6 +237,7 @@ def reward_columns(columns: Sequence[str], config: Config, kind: Kind) -> set[st
     targets = {"answer", "target", "solution", "label", config.prompts.target_column}
     found = {*columns} | ({"answer", "target"} if targets & {*columns} else set())
     found |= {"reference"} if kind == "restorer" else set()
+    found |= {"state"} if config.environment.reply else set()
     return found if kind == "text" else found | {"images"}
 
 
@@ -231,6 +252,28 @@ def open_data(config: Config, parts: Parts) -> Any:
     )
 
 
+def open_environment(config: Config, parts: Parts, source: Any) -> Environment | None:
+    """What replies to the policy, or None where each prompt is answered once."""
+    chosen = config.environment
+    if not chosen.reply:
+        return None
+    environment = Environment(
+        parts.environment or load_object(chosen.reply),
+        turns=chosen.turns,
+        max_reply_tokens=chosen.max_reply_tokens,
+        timeout_s=chosen.timeout_s,
+    )
+    if hasattr(source, "columns"):
+        columns = reward_columns(source.columns, config, "text") - {"state"}
+        if taken := sorted({*source.columns} & {*PROVIDED} - {"prompt", config.prompts.column}):
+            raise DataError(
+                f"the data have a column {taken[0]!r}, and an environment is given something else by that name. Rename "
+                "the column."
+            )
+        environment.check(columns)
+    return environment
+
+
 def open_rewards(config: Config, parts: Parts, source: Any) -> RewardSet:
     given = parts.rewards or config.reward
     rewards = RewardSet(
@@ -241,6 +284,11 @@ def open_rewards(config: Config, parts: Parts, source: Any) -> RewardSet:
     )
     if hasattr(source, "columns"):
         rewards.check(reward_columns(source.columns, config, kind_of(config, parts.model)))
+    if config.environment.reply and rewards.step_names:
+        raise GruppoError(
+            f"reward {rewards.step_names[0]!r} scores the steps of one answer, and with an environment a row has "
+            "several. Leave it or --environment.reply out."
+        )
     check_refill_by(config, rewards)
     config.objective.check_rewards(of_steps=rewards.has_steps, of_rows=rewards.has_rows)
     return rewards

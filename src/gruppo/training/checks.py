@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from gruppo.core.schedules import parse
 from gruppo.track import outside
-from gruppo.training.config import BackOff, Config, Critic, Lora, Stage, Supervised
+from gruppo.training.config import BackOff, Config, Critic, Environment, Lora, Stage, Supervised
 from gruppo.training.demos import Answers
 from gruppo.training.models import Kind, check_kind
 from gruppo.training.references import check_reference
@@ -51,6 +51,8 @@ AT_LEAST: Mapping[str, float] = {
     "evaluation.along_steps": 0,
     "saving.every": 0,
     "saving.keep": 1,
+    "environment.turns": 1,
+    "environment.max_reply_tokens": 1,
 }
 """Lowest values; each needs to be finite. None, for what another field stands in, is none of them."""
 
@@ -88,6 +90,7 @@ def check(config: Config, kind: Kind = "text") -> None:
     check_single_row(config)
     check_refill(config)
     check_difficulty(config)
+    check_environment(config, kind)
     if config.objective.has_critic:
         check_critic(config)
     elif config.critic != Critic():
@@ -357,6 +360,27 @@ def check_difficulty(config: Config) -> None:
         raise GruppoError(
             f"prompts.difficulty_column={column!r} decides nothing while every stage's difficulty is 1. Set "
             "--stage.difficulty, such as linear:0.2,1, or leave --prompts.difficulty-column out."
+        )
+
+
+def check_environment(config: Config, kind: Kind) -> None:
+    environment = config.environment
+    if not environment.reply:
+        if environment != Environment():
+            raise GruppoError(
+                "environment settings were given, but nothing says who replies. Set --environment.reply "
+                "file.py:function, or leave the --environment options out."
+            )
+        return
+    if kind != "text":
+        raise GruppoError(
+            f"environment.reply={environment.reply!r} replies to texts, and {config.model!r} is an image model. Leave "
+            "the --environment options out, or set --model to a language model."
+        )
+    if environment.timeout_s is not None and not environment.timeout_s > 0:
+        raise GruppoError(
+            f"environment.timeout_s={environment.timeout_s} leaves a reply no time; it needs to be above 0, or None "
+            "for no deadline. Set --environment.timeout-s 60."
         )
 
 

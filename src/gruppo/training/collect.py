@@ -11,6 +11,7 @@ import torch
 
 from gruppo import dist
 from gruppo.data.curriculum import Curriculum
+from gruppo.envs import failures_of
 from gruppo.rewards.score import Scores
 from gruppo.training import growth
 from gruppo.training.credit import assemble
@@ -46,6 +47,8 @@ def collect(run: Run, knobs: Knobs) -> Collected:
         so_far = {f"progress/{name}": total for name, total in run.totals.items()}
         return Collected(unsampled(demos), None, None, metrics_of_demos | so_far)
     passed_over = set_difficulty(run, knobs)
+    if run.environment is not None:
+        run.environment.taken_s()  # that of an evaluation is not this step's
     began = time.perf_counter()
     rounds, grown = sample(run, knobs)
     sampled_at, reward_s = time.perf_counter(), sum(one.reward_s for one in (*rounds, grown) if one is not None)
@@ -67,6 +70,8 @@ def collect(run: Run, knobs: Knobs) -> Collected:
     run.totals["rollouts"] += metrics["rollouts"]
     metrics |= {f"progress/{name}": total for name, total in run.totals.items()}
     metrics |= {"time/rollout_s": sampled_at - began - reward_s}  # drawing prompts and waiting for ranks too
+    if run.environment is not None:
+        metrics["time/environment_s"] = run.environment.taken_s()
     metrics |= {"time/reward_s": reward_s, "time/credit_s": time.perf_counter() - sampled_at}
     return Collected(replace(batch, demos=demos), sampled.rollouts, sampled.scores, metrics | metrics_of_demos)
 
@@ -147,12 +152,23 @@ def take_prompts(run: Run, slots: Sequence[int]) -> dict[int, Prompt]:
 def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
     scored = int(scores.rewards.isfinite().sum())
     run.unscored_steps = 0 if dist.all_max(scored) else run.unscored_steps + 1
-    if run.unscored_steps and not dist.all_max(sum(finish != "error" for finish in rollouts.finish)):
+    refused = failures_of(rollouts)
+    for row, why in list(refused.items())[:3]:
+        log.warning("step %d row %d: the environment gave no reply: %s", run.step, row, why)
+    is_hopeless = run.unscored_steps and (run.step == 0 or run.unscored_steps >= MAX_UNSCORED_STEPS)
+    if is_hopeless and dist.all_max(len(refused)):
+        raise DataError(
+            f"step {run.step}: the environment failed in {len(refused)} of {len(rollouts)} conversations and no other "
+            f"was scored{f': {next(iter(refused.values()))}' if refused else ''}. Mend the environment, then start or "
+            "resume the run."
+        )
+    usable = sum(finish != "error" for finish in rollouts.finish) + len(refused)
+    if run.unscored_steps and not dist.all_max(usable):
         raise NumericalStop(
             f"step {run.step}: every rollout ended in logits that are not finite; the weights are not usable. Train "
             "again with a lower --optim.lr, or with another --model."
         )
-    if run.unscored_steps and (run.step == 0 or run.unscored_steps >= MAX_UNSCORED_STEPS):
+    if is_hopeless:
         why = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
         raise DataError(
             f"step {run.step}: the reward scored none of {len(rollouts)} completions"

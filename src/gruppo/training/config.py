@@ -269,6 +269,21 @@ class Scoring:
 
 
 @dataclass(frozen=True)
+class Environment:
+    """What replies to the policy, so that it speaks again: conversations of several turns."""
+
+    reply: str = ""
+    """A function file.py:function of (text, messages, state, turn, seed, prompt and the data's columns) that returns
+    what is said next, or None at the end; without it, each prompt is answered once. See docs/environments.md."""
+    turns: int = 8
+    """Answers of the policy in a conversation at most; rollout.max_new_tokens is of all of them."""
+    max_reply_tokens: int = 256
+    """A longer reply is cut."""
+    timeout_s: float | None = 60.0
+    """A reply that takes longer ends its conversation, which is not learned from; None waits for ever."""
+
+
+@dataclass(frozen=True)
 class Prompts:
     """How the data is read."""
 
@@ -347,6 +362,7 @@ class Config:
     saving: Saving = field(default_factory=Saving)
     track: tuple[str, ...] = ()
     """Trackers beside the run's own files (extra track): tensorboard, wandb, trackio, or file.py:Class."""
+    environment: Environment = field(default_factory=Environment)
 
     @property
     def plan(self) -> tuple[Stage, ...]:

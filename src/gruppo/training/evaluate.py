@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gruppo import dist
 from gruppo.core.images import as_saved, psnr
+from gruppo.envs import written
 from gruppo.rewards.restoration import MOST_DB
 from gruppo.rewards.score import Scores
 from gruppo.track.report import Z_95, wilson_interval
@@ -118,6 +119,7 @@ def sample_rows(
     Of pictures also their group, and whether they are an evaluation's: trackers draw them on sheets.
     """
     has_pictures = any(isinstance(rollouts.outputs[row], Tensor) for row in rows)
+    tokens = written(rollouts)
     return [
         {
             **({"group": int(rollouts.group_ids[row]), "held_out": is_held_out} if has_pictures else {}),
@@ -128,7 +130,7 @@ def sample_rows(
             **({"extra": {name: values[row] for name, values in scores.extras.items()}} if scores.extras else {}),
             "target": rollouts.prompts[int(rollouts.group_ids[row])].target,
             "finish": rollouts.finish[row],
-            "tokens": int(rollouts.lengths[row]),
+            "tokens": int(tokens[row]),
         }
         for row in rows
     ]

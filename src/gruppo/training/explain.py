@@ -9,10 +9,12 @@ import torch
 from gruppo.core.describe import cautions, describe
 from gruppo.core.linear_head import tile_bytes
 from gruppo.core.schedules import parse
+from gruppo.envs import written
 from gruppo.policies.critic import SeparateCritic
 from gruppo.policies.lora import POLICY, base_weights, has_adapter
+from gruppo.policies.text.backbones import PlainBackbone
 from gruppo.policies.text.policy import BATCH_ROWS
-from gruppo.training import checks, explain_pictures, growth, references
+from gruppo.training import checks, explain_modules, explain_pictures, growth, references
 from gruppo.training.build import Parts, build, require_named
 from gruppo.training.config import Config, Stage
 from gruppo.training.demos import drawn
@@ -112,6 +114,12 @@ def _beside(run: Run) -> list[str]:
         lines.append(f"  adapter     rank {said.r}, alpha {said.lora_alpha:g}, {trained:,} weights; on {targets}")
     if run.reference is not None:
         lines.append(f"  reference   {_reference(run)}")
+    if run.environment is not None:
+        chosen = config.environment
+        lines.append(
+            f"  environment {run.environment.name} replies: up to {chosen.turns} answers a row, replies of up to "
+            f"{chosen.max_reply_tokens} tokens, which are read and not learned from"
+        )
     if (back := config.back_off).metric:
         lines.append(
             f"  back off    where {back.metric} falls more than {back.drop:g} below its best: to the best weights, and "
@@ -190,6 +198,8 @@ def critic_memory(run: Run, width: int, tokens: int) -> dict[str, float]:
         return weights
     if (copied := run.critic.compute_copy) is not None:
         weights[f"critic's copy, {run.config.compute}"] = width * own_numbers(copied)
+    if isinstance(run.policy.backbone, PlainBackbone):
+        return weights  # of a copy of the policy, with activations like its own
     trunk: Any = run.critic.trunk
     own, policys = (
         activations(module.config, tokens, width, run.policy.backbone.layout) for module in (trunk, run.policy.module)
@@ -211,6 +221,8 @@ def working_memory(run: Run, width: int, tokens: int, longest: int) -> dict[str,
 
     Cache 2 B L layers K width, K numbers of a key. Attention scores are not counted.
     """
+    if isinstance(run.policy.backbone, PlainBackbone):
+        return explain_modules.working_memory(run, width, tokens, longest)
     model = run.policy.module.config.get_text_config()
     rollout = run.config.rollout
     size = max(checks.group_sizes(run.config))
@@ -243,7 +255,7 @@ def _example(run: Run) -> list[str]:
         "ONE REAL PROMPT",
         f"  prompt      {prompt.inputs!r}",
         f"  as tokens   {run.policy.chat.text_with_specials(_ids(run, prompt))!r}",
-        f"  completion  {rollouts.outputs[0]!r}  ({int(rollouts.lengths[0])} tokens, ended by {rollouts.finish[0]})",
+        f"  completion  {rollouts.outputs[0]!r}  ({int(written(rollouts)[0])} tokens, ended by {rollouts.finish[0]})",
         f"  target      {prompt.target!r}",
     ]
     lines += [

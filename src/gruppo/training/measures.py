@@ -14,6 +14,7 @@ from gruppo import dist
 from gruppo.core.advantages import group_std, has_no_spread
 from gruppo.core.groups import deviations, normalised, per_group
 from gruppo.core.running import Ema
+from gruppo.envs import written
 from gruppo.rewards.score import Scores, reward_stats
 from gruppo.training.credit import overlong
 from gruppo.training.run import Run, flatten
@@ -30,6 +31,10 @@ _METRICS = {
     "len": ("mean:len/mean_actions", "min:len/min_actions", "max:len/max_actions", "sum:tokens", "count:rollouts"),
     "truncated": ("mean:finish/truncated_frac",),
     "error": ("sum:finish/error_count",),
+    "turns": ("mean:turns/mean", "max:turns/max"),
+    "ended": ("mean:environment/ended_frac",),
+    "replies": ("mean:environment/reply_tokens_mean",),
+    "environment_failed": ("sum:environment/failed_count",),
 }
 MOST_CLASSES = 100
 """More are not told apart."""
@@ -53,7 +58,13 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
     Rewards are those before any penalty. What was thrown away counts, or the reward would look better than it is.
     """
     counts = {name: value for name, value in reward_stats(scores).items() if name.endswith("_count")}
-    stats = _of_samples(rollouts) | _of_advantages(run, batch) | _of_critic(batch) | of_rewards(rollouts, scores)
+    stats = (
+        _of_samples(rollouts)
+        | _of_turns(rollouts)
+        | _of_advantages(run, batch)
+        | _of_critic(batch)
+        | of_rewards(rollouts, scores)
+    )
     if run.config.objective.overlong:
         stats["reward/overlong"] = Stat.of(overlong(run, rollouts))
     stats |= {f"count:{name}": Stat(1, value) for name, value in counts.items()}
@@ -219,9 +230,22 @@ def _of_samples(rollouts: Rollouts) -> dict[str, Stat]:
     finish = rollouts.finish
     return {
         "size": Stat.of(rollouts.group_ids.bincount()),
-        "len": Stat.of(rollouts.lengths),
+        "len": Stat.of(written(rollouts)),
         "truncated": Stat.of(torch.tensor([f == "length" for f in finish]).double()),
         "error": Stat.of(torch.tensor([f == "error" for f in finish]).double()),
+    }
+
+
+def _of_turns(rollouts: Rollouts) -> dict[str, Stat]:
+    """Of conversations with an environment."""
+    if "turns" not in rollouts.per_row:
+        return {}
+    own = rollouts.per_row
+    return {
+        "turns": Stat.of(own["turns"]),
+        "ended": Stat.of(own["ended"].double()),
+        "replies": Stat.of(rollouts.lengths - written(rollouts)),
+        "environment_failed": Stat.of(torch.tensor([why is not None for why in own["environment_failure"]]).double()),
     }
 
 

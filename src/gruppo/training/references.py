@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gruppo.envs import converse
 from gruppo.policies.lora import digest, has_adapter
 from gruppo.policies.reference import BaseReference, FrozenReference, MixedAdapter, MixedReference
 from gruppo.training.config import IN_MEMORY, Config
@@ -178,5 +180,7 @@ def watch(run: Run) -> dict[str, float]:
         return {}
     said = {"reference/distance_frac": reference.distance(run.policy)}
     if run.config.reference.kind == "mixed" and (prompts := held_out(run, run.config.reference.watch_prompts)):
-        said["reference/eval_reward_mean"] = evaluate(run, prompts, generate=reference.sample).mean
+        own = reference.sample
+        answers = own if run.environment is None else partial(converse, own, reference.go_on, run.environment)
+        said["reference/eval_reward_mean"] = evaluate(run, prompts, generate=answers).mean
     return said

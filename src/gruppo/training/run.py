@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gruppo.envs import Environment
 from gruppo.policies.diffusion import DenoiserPolicy
 from gruppo.policies.restoration import RestorationPolicy
 from gruppo.training.config import Config
@@ -59,6 +60,8 @@ class Run:
     """Steps in a row in which no row was scored."""
     example: Prompt | None = None
     """A prompt that was trained on since the run was started or resumed."""
+    environment: Environment | None = None
+    """What replies to the policy, where rows have several turns."""
 
     def __post_init__(self) -> None:
         self.sampling = self.sampling or self.config.rollout.sampling

@@ -41,6 +41,14 @@ class Chat(Protocol):
         """Ids of a text in the middle of others: no token stands for its beginning or end."""
         ...
 
+    def encode_reply(self, inputs: Any, said: Any, reply: Any, *, is_closed: bool) -> list[int]:
+        """Ids from where the assistant ended to where it is to speak again, with a reply between: a text or messages.
+
+        ``inputs`` is the prompt, ``said`` what followed it, the assistant's words last. ``is_closed``: its last token
+        was an end token, which is then not written again.
+        """
+        ...
+
     def text(self, ids: Sequence[int]) -> str:
         """The text of sampled ids, special tokens and end tokens left out."""
         ...
@@ -58,6 +66,8 @@ def output_of(text: str, inputs: Any) -> Any:
 
 
 _HELLO = {"role": "user", "content": "Hello."}
+_SPOKEN = "gruppo5spoke5here"
+"""Stands for the assistant's words where a template writes what follows them."""
 
 
 class TransformersChat:
@@ -99,6 +109,15 @@ class TransformersChat:
     def encode_text(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def encode_reply(self, inputs: Any, said: Any, reply: Any, *, is_closed: bool) -> list[int]:
+        if isinstance(reply, str):
+            return self.encode_text(reply)
+        before = self._taken(list(inputs))
+        before = before[:-1] if before[-1]["role"] == "assistant" else before  # an answer that was begun is in said
+        spoken = {"role": "assistant", "content": _SPOKEN}
+        written = self._rendered([*before, *said[:-1], spoken, *reply], tokenize=False, add_generation_prompt=True)
+        return _after_end(self.encode_text(written.rpartition(_SPOKEN)[2]), self.eos_ids, is_closed=is_closed)
+
     @property
     def closing(self) -> list[int]:
         own = self.tokenizer.eos_token_id
@@ -112,19 +131,22 @@ class TransformersChat:
 
     def _written(self, messages: list[Any], *, is_whole: bool = False) -> list[int]:
         """Ids up to where the assistant is to speak or to speak on; ``is_whole``, with its last words and their end."""
+        continues = messages[-1]["role"] == "assistant" and not is_whole
+        return list(
+            self._rendered(
+                messages,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=not continues and not is_whole,
+                continue_final_message=continues,
+            )
+        )
+
+    def _rendered(self, messages: list[Any], **how: Any) -> Any:
         from jinja2 import TemplateError
 
-        continues = messages[-1]["role"] == "assistant" and not is_whole
         try:
-            return list(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=True,
-                    return_dict=False,
-                    add_generation_prompt=not continues and not is_whole,
-                    continue_final_message=continues,
-                )
-            )
+            return self.tokenizer.apply_chat_template(messages, **how)
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
@@ -182,6 +204,21 @@ class PlainChat:
     def encode_text(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text))
 
+    def encode_reply(self, inputs: Any, said: Any, reply: Any, *, is_closed: bool) -> list[int]:
+        if isinstance(reply, str):
+            return self.encode_text(reply)
+        assert self.render is not None  # its prompt was written by it
+        begun = list(self.render([*inputs, *said[:-1]]))
+        begun += self.encode_text(said[-1]["content"])
+        whole = list(self.render([*inputs, *said, *reply]))
+        if whole[: len(begun)] != begun:
+            raise DataError(
+                "render writes a conversation that goes on in another way than its beginning, so no reply can be added "
+                "to what was sampled. Let render(messages) begin with render(messages before the answer) and the "
+                "answer's own ids, or give prompts as plain strings."
+            )
+        return _after_end(whole[len(begun) :], self.eos_ids, is_closed=is_closed)
+
     @property
     def closing(self) -> list[int]:
         return list(self.eos_ids[:1])
@@ -194,6 +231,11 @@ class PlainChat:
 
     def save(self, folder: Path) -> None:
         """Nothing: a tokenizer of one's own is saved by its owner."""
+
+
+def _after_end(ids: list[int], eos_ids: Sequence[int], *, is_closed: bool) -> list[int]:
+    """What follows an answer, without the end token that it has already."""
+    return ids[1:] if is_closed and ids and ids[0] in eos_ids else ids
 
 
 def _not_empty(ids: list[int], inputs: Any) -> list[int]:

@@ -32,8 +32,11 @@ def write(
     *,
     eos_ids: Sequence[int],
     text: Callable[[Sequence[int]], str],
+    limits: Int[Tensor, "N"] | None = None,
 ) -> Written:
-    """Sample until each row has drawn an end token, written a stop text, or reached ``max_actions``.
+    """Sample until each row has drawn an end token, written a stop text, or used up its uniforms.
+
+    ``limits``: tokens of each row at most, 1 or more; without them, all columns.
 
     A row whose logits are not finite ends as "error", with what it had. Finished rows leave the batch once they are an
     eighth of it: each leave copies the cache, so a few wait for company. ``text`` shows special tokens, which a stop
@@ -68,6 +71,8 @@ def write(
         for row in slots[broken].tolist():
             finish[row] = "error"
         open_slots = good & ~stopped
+        if limits is not None:
+            open_slots &= lengths[slots] < limits[slots]
         still = int(open_slots.sum())
         if still == 0 or t + 1 == columns:
             break

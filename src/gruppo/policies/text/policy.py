@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from gruppo.policies.text.demonstrations import demonstrated, refusal
 from gruppo.policies.text.generation import cut_at_stop, write
 from gruppo.policies.text.layouts import features_before, pieces_by_group, pieces_by_length
 from gruppo.policies.text.precision import ComputeCopy
+from gruppo.policies.text.turns import written_on
 from gruppo.seeds import uniforms_at
 from gruppo.types import GruppoError, Likelihood, Piece, Prompt, Request, Rollouts, Sampling, Want
 
@@ -150,6 +151,25 @@ class TextPolicy:
                 "top_p": torch.full((rows,), sampling.top_p, dtype=torch.float64),
             },
         )
+
+    def go_on(
+        self,
+        rollouts: Rollouts,
+        replies: Mapping[int, Any],
+        sampling: Sampling,
+        *,
+        seed: int,
+        max_reply_tokens: int = 256,
+    ) -> Rollouts:
+        """Rows that got a reply (a text, or messages, by row), written on with a further turn; the others as they are.
+
+        A reply's tokens are columns whose mask is False. ``sampling.max_actions`` is of all that the policy writes in a
+        row. ``rollouts.per_row`` needs what ``gruppo.envs.converse`` holds of each row: its number in the group, its
+        last words, and whether its environment failed.
+        """
+        self._prepare()
+        limits = {"max_reply_tokens": max_reply_tokens, "at_once": BATCH_ROWS}
+        return written_on(self, rollouts, replies, sampling, seed=seed, **limits)
 
     def _output(self, ids: Tensor, prompt: Prompt, sampling: Sampling) -> Any:
         return output_of(cut_at_stop(self.chat.text(ids.tolist()), sampling.stop), prompt.inputs)

@@ -1,0 +1,346 @@
+"""Rows of several turns: what the policy chose and what it was told, over every policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby, zip_longest
+
+import pytest
+import torch
+from tests import tiny
+from tests.fakes import END, POLICIES, ByteTokenizer, TinyGPT, adapted, doubled, llama, mistral, plain
+
+from gruppo.engines import LocalEngine
+from gruppo.envs import Conversing, Environment, converse, failures_of, written
+from gruppo.policies.reference import FrozenReference
+from gruppo.policies.text import from_module, from_pretrained
+from gruppo.policies.text.generation import cut_at_stop
+from gruppo.testing import check_engine
+from gruppo.types import Prompt, Request, Rollouts, Sampling
+
+STOPS = tuple("aeiou0123456789 ,.-")
+SAMPLING = Sampling(max_actions=12, stop=STOPS)
+"""Half of the first letters end a turn, so that there are several."""
+ALL = 10**9
+
+
+def echo(text, turn, state):
+    """Says something of its own length to each answer; a conversation of a capital letter ends."""
+    state["heard"] = [*state.get("heard", []), text]
+    return None if text[:1].isupper() else "no " * (len(text) % 3) + str(turn)
+
+
+def texts(count=3):
+    return [Request(Prompt(str(n), f"{n} + {n} =", draw=n), 4) for n in range(count)]
+
+
+def talks(count=3, system=False):
+    first = [{"role": "system", "content": "be brief"}] if system else []
+    return [Request(Prompt(str(n), [*first, {"role": "user", "content": f"{n} = ?"}], draw=n), 4) for n in range(count)]
+
+
+def conversed(policy, requests=None, sampling=SAMPLING, *, seed=1, reply=echo, **changes):
+    environment = Environment(reply, **changes)
+    return converse(policy.sample, policy.go_on, environment, requests or texts(), sampling, seed=seed)
+
+
+def tiny_policy():
+    return doubled(from_pretrained(tiny.model(), compute="float32"))
+
+
+def ids_of(rollouts, row):
+    """All that the policy had read and written at the end of a row."""
+    prompt = rollouts.shared["prompt_ids"][int(rollouts.group_ids[row])]
+    return [*prompt.tolist(), *rollouts.actions[row, : int(rollouts.lengths[row])].tolist()]
+
+
+def logprobs_of(policy, rollouts):
+    found = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
+    for piece in policy.pieces(rollouts, rollouts.mask, ALL):
+        columns = torch.arange(found.shape[1])[piece.cols]
+        found[piece.rows[:, None], columns] = policy.likelihood(rollouts, piece).logprobs.double().detach()
+    return found
+
+
+@pytest.fixture(params=POLICIES, ids=lambda make: make.__name__)
+def policy(request):
+    return doubled(request.param())
+
+
+def test_the_ratio_starts_at_one_in_every_turn(policy):
+    rollouts = conversed(policy)
+    assert rollouts.per_row["turns"].max() >= 3 and not rollouts.mask.all()
+    assert torch.equal(rollouts.sampler_logprobs != 0, rollouts.mask)
+    torch.testing.assert_close(logprobs_of(policy, rollouts), rollouts.sampler_logprobs.double(), rtol=0, atol=2e-5)
+
+
+def segments(rollouts, row):
+    """Runs of columns that one side wrote: (whether the policy did, ids)."""
+    length = int(rollouts.lengths[row])
+    columns = zip(rollouts.mask[row, :length].tolist(), rollouts.actions[row, :length].tolist(), strict=True)
+    return [(own, [i for _, i in run]) for own, run in groupby(columns, key=lambda column: column[0])]
+
+
+def test_columns_are_the_policys_words_and_the_replies_in_turn(policy):
+    rollouts, said = conversed(policy), policy.chat.text
+    for row in range(len(rollouts)):
+        runs, heard = segments(rollouts, row), rollouts.per_row["state"][row].get("heard", [])
+        turns = int(rollouts.per_row["turns"][row])
+        assert [own for own, _ in runs] == [True, False] * (turns - 1) + [True]
+        assert len(heard) in (turns, turns - 1)
+        spoken = [cut_at_stop(said(ids), STOPS) for own, ids in runs if own]
+        assert spoken[: len(heard)] == heard
+        replies = [echo(text, turn, {}) for turn, text in enumerate(heard[: turns - 1], 1)]
+        assert [ids for own, ids in runs if not own] == [policy.chat.encode_text(reply) for reply in replies]
+        whole = "".join(a + b for a, b in zip_longest(spoken, replies, fillvalue=""))
+        assert rollouts.outputs[row] == whole
+        assert not rollouts.mask[row, int(rollouts.lengths[row]) :].any()
+
+
+def test_company_order_and_growth_change_no_conversation(policy):
+    whole = conversed(policy)
+    assert_rows(conversed(policy, texts()[::-1]), whole, [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3])
+    assert_rows(conversed(policy, texts()[1:2]), whole, [4, 5, 6, 7])
+    grown = [Request(request.prompt, 2, first=2) for request in texts()]
+    assert_rows(conversed(policy, grown), whole, [2, 3, 6, 7, 10, 11])
+
+
+def assert_rows(part, whole, rows):
+    expected = whole.take(rows)
+    for row, own in enumerate(rows):
+        assert ids_of(part, row) == ids_of(whole, own)
+    assert part.outputs == expected.outputs and part.finish == expected.finish
+    assert part.per_row["state"] == expected.per_row["state"]
+    assert torch.equal(part.per_row["turns"], expected.per_row["turns"])
+
+
+def test_another_seed_gives_other_conversations_and_the_same_seed_the_same():
+    policy = tiny_policy()
+    first = conversed(policy, talks())
+    assert conversed(policy, talks()).outputs == first.outputs != conversed(policy, talks(), seed=2).outputs
+
+
+def test_the_environments_seed_is_of_the_row_and_stays():
+    policy, seen = tiny_policy(), []
+
+    def reply(seed, turn, prompt):
+        seen.append((prompt[0]["content"], seed))
+        return "1"
+
+    conversed(policy, talks(), reply=reply)
+    seeds = {seed for _, seed in seen}
+    assert len(seeds) == 12
+    first = sorted(seen)
+    seen.clear()
+    conversed(policy, talks()[::-1], reply=reply)
+    assert sorted(seen) == first
+
+
+@pytest.mark.parametrize("system", [False, True])
+def test_between_two_answers_stands_what_the_template_writes_there(system):
+    """A stop text ends a turn without the end token, which the template then writes before the reply."""
+    policy, ends = tiny_policy(), set()
+    rollouts = conversed(policy, talks(6, system=system))
+    eos, show = policy.chat.eos_ids[0], policy.chat.text_with_specials
+    for row in range(len(rollouts)):
+        runs, output = segments(rollouts, row), rollouts.outputs[row]
+        own = [ids for is_own, ids in runs if is_own]
+        between = [show(ids) for is_own, ids in runs if not is_own]
+        said = [message["content"] for message in output[1::2]]
+        closed = ["" if ids[-1] == eos else "<eos>" for ids in own[:-1]]
+        assert between == [f"{end}<user>{text}<eos><assistant>" for end, text in zip(closed, said, strict=True)]
+        assert [m["role"] for m in output] == [*["assistant", "user"] * (len(own) - 1), "assistant"]
+        ends |= set(closed)
+    assert ends == {"", "<eos>"}
+
+
+def test_an_end_token_that_was_sampled_is_not_written_again():
+    policy = tiny_policy()
+    chat, eos = policy.chat, policy.chat.eos_ids[0]
+    prompt, said = [{"role": "user", "content": "1"}], [{"role": "assistant", "content": "2"}]
+    reply = [{"role": "user", "content": "3"}]
+    closed = chat.encode_reply(prompt, said, reply, is_closed=True)
+    assert chat.text_with_specials(closed) == "<user>3<eos><assistant>"
+    assert chat.encode_reply(prompt, said, reply, is_closed=False) == [eos, *closed]
+
+
+def test_a_begun_answer_is_not_said_twice():
+    chat = tiny_policy().chat
+    prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1 is"}]
+    said = [{"role": "assistant", "content": " 2"}]
+    reply = [{"role": "user", "content": "3"}]
+    assert chat.text_with_specials(chat.encode_reply(prompt, said, reply, is_closed=True)) == "<user>3<eos><assistant>"
+
+
+def rendered(messages):
+    """A user's words, <, the assistant's words, an end: as nanochat writes a conversation to be completed."""
+    ids = []
+    for message in messages:
+        own = list(message["content"].encode())
+        ids += [*own, 60] if message["role"] == "user" else [*own, END]
+    return ids
+
+
+def own_module(render):
+    torch.manual_seed(0)
+    return doubled(from_module(TinyGPT(context=96), ByteTokenizer(), eos_ids=[END], context=96, render=render))
+
+
+def test_a_module_of_ones_own_converses_by_its_render():
+    policy = own_module(rendered)
+    rollouts = conversed(policy, talks(), replace(SAMPLING, stop=tuple(map(chr, range(32, 110)))))
+    assert rollouts.per_row["turns"].max() > 2
+    for row in range(len(rollouts)):
+        runs, output = segments(rollouts, row), rollouts.outputs[row]
+        own = [ids for is_own, ids in runs if is_own]
+        assert [ids for is_own, ids in runs if not is_own] == [
+            [*([] if before[-1] == END else [END]), *reply["content"].encode(), 60]
+            for before, reply in zip(own, output[1::2], strict=False)
+        ]
+
+
+def test_a_render_that_cannot_go_on_costs_the_rows_and_says_why():
+    policy = own_module(lambda messages: list("".join(f"{m['role'][0]}:{m['content']};" for m in messages).encode()))
+    rollouts = conversed(policy, talks())
+    why = set(failures_of(rollouts).values())
+    assert len(why) == 1 and why.pop().startswith("render writes a conversation that goes on in another way")
+    assert {rollouts.finish[row] for row in failures_of(rollouts)} == {"error"}
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_ends_a_conversation_and_the_last_answer_is_answered_by_nobody():
+    policy = tiny_policy()
+    rollouts = conversed(policy, talks(), reply=lambda turn, state: state.update(asked=turn) or "1", turns=2)
+    assert int(rollouts.per_row["turns"].max()) == 2
+    two = rollouts.per_row["turns"] == 2
+    assert two.any() and not rollouts.per_row["ended"].any()
+    for row in two.nonzero()[:, 0].tolist():
+        if rollouts.finish[row] == "stop":
+            assert rollouts.per_row["state"][row] == {"asked": 2}
+            assert rollouts.outputs[row][-1]["role"] == "assistant"
+    over = conversed(policy, talks(), reply=lambda turn: None)
+    assert over.per_row["turns"].max() == 1
+    assert over.per_row["ended"].tolist() == [finish == "stop" for finish in over.finish]
+    alone = policy.sample(talks(), SAMPLING, seed=1)
+    assert over.outputs == alone.outputs and over.finish == alone.finish
+
+
+def test_one_turn_asks_the_environment_once():
+    rollouts = conversed(tiny_policy(), talks(), turns=1, reply=lambda state: state.update(asked=True) or "1")
+    assert rollouts.per_row["turns"].max() == 1 and rollouts.mask.sum() == rollouts.lengths.sum()
+    asked = [state == {"asked": True} for state in rollouts.per_row["state"]]
+    assert asked == [finish == "stop" for finish in rollouts.finish]
+
+
+@pytest.mark.parametrize("limit", [3, 5, 12])
+def test_all_turns_of_a_row_share_max_actions(limit):
+    rollouts = conversed(tiny_policy(), talks(), replace(SAMPLING, max_actions=limit), turns=40)
+    count = rollouts.mask.sum(dim=1)
+    assert int(count.max()) == limit
+    for row, finish in enumerate(rollouts.finish):
+        if finish == "length":
+            assert count[row] == limit
+        assert finish != "stop" or count[row] <= limit
+    assert "length" in rollouts.finish
+    assert torch.equal(written(rollouts), count) and (rollouts.lengths > count).any()
+
+
+def test_the_first_tokens_are_those_of_a_lower_limit():
+    policy = tiny_policy()
+    short = conversed(policy, talks(), replace(SAMPLING, max_actions=5))
+    long = conversed(policy, talks(), replace(SAMPLING, max_actions=12))
+    for row in range(len(short)):
+        assert ids_of(long, row)[: len(ids_of(short, row))] == ids_of(short, row)
+
+
+def test_a_full_context_ends_a_row():
+    policy = tiny_policy()
+    rollouts = conversed(policy, talks(), replace(SAMPLING, max_actions=80), reply=lambda: "1" * 30, turns=20)
+    lengths = [len(ids_of(rollouts, row)) for row in range(len(rollouts))]
+    assert max(lengths) <= tiny.CONTEXT
+    full = [row for row, finish in enumerate(rollouts.finish) if finish == "length"]
+    assert full and all(lengths[row] > tiny.CONTEXT - 40 for row in full)
+    assert all(rollouts.mask[row, int(rollouts.lengths[row]) - 1] for row in range(len(rollouts)))
+
+
+def test_a_long_reply_is_cut_in_what_is_read_and_in_what_is_said():
+    rollouts = conversed(tiny_policy(), talks(), reply=lambda: "12345678", turns=2, max_reply_tokens=3)
+    replies = [m["content"] for output in rollouts.outputs for m in output if m["role"] == "user"]
+    assert replies and set(replies) == {"123"}
+
+
+def test_a_failure_ends_its_row_as_an_error_and_keeps_what_was_said():
+    def reply(text, turn):
+        if turn == 2:
+            raise ValueError("the game is gone")
+        return "1"
+
+    rollouts = conversed(tiny_policy(), talks(), reply=reply)
+    failed = failures_of(rollouts)
+    assert failed and all(
+        why.startswith("ValueError: the game is gone (test_conversation.py:") for why in failed.values()
+    )
+    for row, finish in enumerate(rollouts.finish):
+        assert (finish == "error") == (row in failed)
+        assert (rollouts.per_row["environment_failure"][row] is not None) == (row in failed)
+    row = next(iter(failed))
+    assert len(rollouts.outputs[row]) == 3 and rollouts.per_row["turns"][row] == 2
+
+
+def test_a_role_that_the_template_refuses_costs_its_row():
+    policy = from_pretrained(tiny.model(), compute="float32")
+    refusing = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    )
+    policy.chat.tokenizer.chat_template = refusing + tiny.CHAT_TEMPLATE
+    rollouts = conversed(policy, talks(), reply=lambda seed: {"role": "tool", "content": "1"} if seed % 2 else "1")
+    failed = failures_of(rollouts)
+    assert failed and "cannot write a conversation of user, assistant, tool: no tools" in next(iter(failed.values()))
+    assert any(turns > 1 for turns in rollouts.per_row["turns"].tolist())
+
+
+# --- engines and references -------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_converses_keeps_the_contract_of_engines():
+    policy = tiny_policy()
+    engine = Conversing(LocalEngine(policy, version=3), Environment(echo))
+    rollouts = engine.generate(talks(), SAMPLING, seed=1)
+    assert rollouts.outputs == conversed(policy, talks()).outputs
+    assert torch.equal(rollouts.policy_version, rollouts.mask * 3)
+    check_engine(engine, policy, [request.prompt for request in talks()], sampling=SAMPLING)
+
+
+@pytest.mark.parametrize("make", [llama, adapted, plain], ids=lambda make: make.__name__)
+def test_a_reference_converses_as_the_policy_it_was(make):
+    policy = make()
+    reference = FrozenReference(policy)
+    first = conversed(policy)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter.mul_(0.5) if parameter.requires_grad else None
+    policy.refresh(force=True)
+    again = converse(reference._policy.sample, reference._policy.go_on, Environment(echo), texts(), SAMPLING, seed=1)
+    assert again.outputs == first.outputs != conversed(policy).outputs
+
+
+def test_rows_of_conversations_are_taken_and_joined():
+    policy = tiny_policy()
+    whole = conversed(policy, talks())
+    parts = Rollouts.cat([conversed(policy, talks()[:1]), conversed(policy, talks()[1:])])
+    assert parts.outputs == whole.outputs and parts.per_row["state"] == whole.per_row["state"]
+    assert whole.take([5]).per_row["state"] == (whole.per_row["state"][5],)
+
+
+def test_greedy_conversations_hang_on_no_seed():
+    policy, greedy = doubled(mistral()), replace(SAMPLING, temperature=0.0)
+    assert conversed(policy, sampling=greedy).outputs == conversed(policy, sampling=greedy, seed=9).outputs
+
+
+def test_batches_of_rows_do_not_change_them(monkeypatch):
+    policy = tiny_policy()
+    whole = conversed(policy, talks())
+    monkeypatch.setattr("gruppo.policies.text.policy.BATCH_ROWS", 4)
+    assert conversed(policy, talks()).outputs == whole.outputs
