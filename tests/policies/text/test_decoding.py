@@ -10,10 +10,11 @@ from tests.fakes import biased_llama, llama, qwen2, qwen3
 from torch import nn
 
 from gruppo.policies.text import blocks
-from gruppo.policies.text.backbones import CachedDecoding, RereadDecoding, TransformersBackbone
+from gruppo.policies.text.backbones import CachedDecoding, RereadDecoding, TransformersBackbone, whole
 from gruppo.policies.text.decoding import COLUMNS, LayeredDecoding
 from gruppo.policies.text.generation import write
 from gruppo.policies.text.layers import read_decoder
+from gruppo.policies.text.stream import stream
 from gruppo.types import Sampling
 
 
@@ -99,6 +100,32 @@ def test_in_bfloat16_it_is_as_near_to_the_exact_logits_as_the_cached_decoding_is
     ours = worst_errors(made, layered(module))
     theirs = worst_errors(CachedDecoding(plain, PROMPTS, OWNERS), layered(module))
     assert sum(ours) < 1.3 * sum(theirs)
+
+
+BEHIND = [torch.arange(3, 3 + length) * 11 % 250 for length in (3, 1, 9, 2, 40, 5, 1)]
+"""What the rows of OWNERS have after their prompts."""
+
+
+@every_kind
+@pytest.mark.parametrize("at_once", [1, 60, 1024])
+def test_rows_that_have_begun_go_on_as_from_a_prompt_of_their_own(make, at_once, monkeypatch):
+    """Each prompt is read once for its rows; how many are read together changes nothing."""
+    monkeypatch.setattr("gruppo.policies.text.decoding.READ_AT_ONCE", at_once)
+    module = make().module.double()
+    parts = (read_decoder(module), module.get_output_embeddings())
+    begun, owners = whole(PROMPTS, OWNERS, BEHIND)
+    made = LayeredDecoding(*parts, PROMPTS, OWNERS, BEHIND)
+    needed = LayeredDecoding(*parts, begun, owners)
+    assert torch.equal(made.lengths, needed.lengths)
+    assert max(worst_errors(made, needed)) < 1e-12
+
+
+def test_a_prompt_is_read_once_for_all_rows_that_have_begun(monkeypatch):
+    module, read = llama().module, []
+    monkeypatch.setattr("gruppo.policies.text.decoding.stream", lambda *of: read.append(stream(*of)) or read[-1])
+    LayeredDecoding(read_decoder(module), module.get_output_embeddings(), PROMPTS, OWNERS, BEHIND)
+    tokens = sum(map(len, PROMPTS)) + sum(map(len, BEHIND))
+    assert len(read) == 1 and tokens <= len(read[0].ids) < tokens + 16
 
 
 def test_a_prompt_is_held_once_however_large_its_group():

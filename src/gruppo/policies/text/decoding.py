@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from jaxtyping import Complex, Float, Int
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from gruppo.policies.text.attention import attend
 from gruppo.policies.text.blocks import FusedLayer, fused, lean_norm
 from gruppo.policies.text.layers import Decoder
-from gruppo.policies.text.stream import stream
+from gruppo.policies.text.stream import Stream, stream
 
 COLUMNS = 32
 """Tokens by which the buffers of the rows' own keys and values grow."""
@@ -35,18 +36,30 @@ class LayeredDecoding:
 
     @torch.no_grad()
     def __init__(
-        self, decoder: Decoder, head: nn.Module, prompts: Sequence[Int[Tensor, "L"]], owners: Int[Tensor, "N"]
+        self,
+        decoder: Decoder,
+        head: nn.Module,
+        prompts: Sequence[Int[Tensor, "L"]],
+        owners: Int[Tensor, "N"],
+        behind: Sequence[Int[Tensor, "H"]] | None = None,
     ) -> None:
+        """``behind``: what each row has after its prompt already. Each is then a group of its own, with all that
+        it has so far.
+        """
         self.decoder = decoder
         self.blocks = [FusedLayer(layer, decoder) for layer in decoder.layers]
         self.norm, self.head = lean_norm(decoder.norm), fused(head)
         self.dtype: torch.dtype = next(decoder.embed.parameters()).dtype
         self.exact = torch.promote_types(self.dtype, torch.float32)
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=owners.device)
+        begun = [(owner, behind[row]) for row, owner in enumerate(owners.tolist())] if behind is not None else []
+        lengths = [len(prompts[o]) + len(own) for o, own in begun] or [len(prompt) for prompt in prompts]
+        self.lengths = torch.tensor(lengths, device=owners.device)
         self.written = 0
-        self._lay_out(owners)
-        self.prompts = self._empty(len(prompts), int(self.lengths.max()))
-        self.logits = self.head(self._read(prompts))[owners]
+        homes = torch.arange(len(begun), device=owners.device) if begun else owners
+        self._lay_out(homes)
+        self.prompts = self._empty(len(lengths), max(lengths))
+        read = self._read_begun(prompts, begun) if begun else self._read(prompts)
+        self.logits = self.head(read)[homes]
         self.own = self._empty(self.groups * self.width, COLUMNS)
 
     # --- rows on the grid ---
@@ -120,29 +133,54 @@ class LayeredDecoding:
 
     def _read(self, prompts: Sequence[Tensor]) -> Float[Tensor, "g F"]:
         """Features of the last token of each prompt; its keys and values are kept."""
-        last, start = [], 0
-        while start < len(prompts):
-            end, total = start + 1, len(prompts[start])
-            while end < len(prompts) and total + len(prompts[end]) <= READ_AT_ONCE:
-                total, end = total + len(prompts[end]), end + 1
-            last.append(self._read_together(prompts[start:end], start))
-            start = end
+        last: list[Tensor] = []
+        for together in _runs([len(prompt) for prompt in prompts]):
+            tokens = stream([prompts[n].cpu() for n in together], [], torch.zeros(0, dtype=torch.long))
+            ends = list(accumulate((len(prompts[n]) for n in together), initial=0))
+            kept = {n: [slice(a, b)] for n, a, b in zip(together, ends, ends[1:], strict=False)}
+            last.append(self._read_stream(tokens, kept))
         return self.norm(torch.cat(last))
 
-    def _read_together(self, prompts: Sequence[Tensor], first: int) -> Float[Tensor, "b F"]:
-        lengths, kv_heads = [len(prompt) for prompt in prompts], self.decoder.kv_heads
-        tokens = stream([prompt.cpu() for prompt in prompts], [], torch.zeros(0, dtype=torch.long))
+    def _read_begun(self, prompts: Sequence[Tensor], begun: Sequence[tuple[int, Tensor]]) -> Float[Tensor, "N F"]:
+        """Features of the last token of each row. Each prompt is read once, and kept with what a row has behind it."""
+        members: list[list[int]] = [[] for _ in prompts]
+        for row, (owner, _) in enumerate(begun):
+            members[owner].append(row)
+        asked = [owner for owner, rows in enumerate(members) if rows]
+        sizes = [len(prompts[owner]) + sum(len(begun[row][1]) for row in members[owner]) for owner in asked]
+        last = torch.zeros(0)
+        for together in _runs(sizes):
+            groups = [asked[n] for n in together]
+            rows = [row for owner in groups for row in members[owner]]
+            unread = torch.zeros(1, dtype=torch.long)  # a stream leaves the last token of a row out
+            texts = [torch.cat([begun[row][1].cpu(), unread]) for row in rows]
+            owners = torch.tensor([n for n, owner in enumerate(groups) for _ in members[owner]])
+            tokens = stream([prompts[owner].cpu() for owner in groups], texts, owners)
+            kept = {}
+            for row, start, end in zip(rows, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True):
+                owner, own = begun[row]
+                kept[row] = [slice(end + 1 - len(prompts[owner]), end + 1), slice(start, start + len(own))]
+            read = self._read_stream(tokens, kept)
+            last = last if len(last) else read.new_zeros(len(begun), read.shape[1])
+            last[torch.tensor(rows, device=last.device)] = read
+        return self.norm(last)
+
+    def _read_stream(self, tokens: Stream, kept: Mapping[int, Sequence[slice]]) -> Float[Tensor, "b F"]:
+        """Features of the last token of each row of the buffers, by number, that is to hold these tokens."""
+        kv_heads = self.decoder.kv_heads
         tokens = tokens.to(self.owners.device, self.exact)
         x = self.decoder.embed(tokens.ids)  # [N, F]
         turns = self._turns(x, tokens.positions)
-        for block, kept in zip(self.blocks, self.prompts, strict=True):
+        for block, buffer in zip(self.blocks, self.prompts, strict=True):
             qk, v = block.rotate(block.project(x), turns)
             q, k = (qk[:, :-kv_heads] * block.layer.scale).to(self.dtype), qk[:, -kv_heads:].to(self.dtype)
-            for n, (keys, values) in enumerate(zip(*(of[: sum(lengths)].split(lengths) for of in (k, v)), strict=True)):
-                at = slice((first + n) * kv_heads, (first + n + 1) * kv_heads)
-                kept[0, at, : lengths[n]], kept[1, at, : lengths[n]] = keys.transpose(0, 1), values.transpose(0, 1)
+            for n, parts in kept.items():
+                at, column = slice(n * kv_heads, (n + 1) * kv_heads), 0
+                for part in parts:
+                    own = slice(column, column := column + part.stop - part.start)
+                    buffer[0, at, own], buffer[1, at, own] = k[part].transpose(0, 1), v[part].transpose(0, 1)
             x = block.finish(x, attend(q, k, v, tokens.blocks).flatten(1))
-        return x[torch.tensor(lengths, device=x.device).cumsum(0) - 1]
+        return x[torch.tensor([parts[-1].stop - 1 for parts in kept.values()], device=x.device)]
 
     def _turns(self, like: Tensor, positions: Int[Tensor, "N"]) -> Complex[Tensor, "N 1 d"]:
         """Rotations of the halves of a head, as complex numbers."""
@@ -203,3 +241,16 @@ class LayeredDecoding:
         attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=qk.device)
         torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts), out=attended)
         return attended.view(g * j, -1)
+
+
+def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of what is read in one pass, one after another: of so many tokens together at most."""
+    run, total = [], 0
+    for n, size in enumerate(sizes):
+        if run and total + size > READ_AT_ONCE:
+            yield run
+            run, total = [], 0
+        run.append(n)
+        total += size
+    if run:
+        yield run

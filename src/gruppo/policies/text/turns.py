@@ -24,8 +24,8 @@ class _Turn:
 
     row: int
     reply: Any
-    before: Int[Tensor, "L"]
-    """All ids that the next token follows: the prompt, the row so far and the reply."""
+    own: Int[Tensor, "T"]
+    """Of the row so far."""
     added: Int[Tensor, "R"]
     """Of the reply, and of what stands between speakers."""
     room: int
@@ -45,7 +45,7 @@ def written_on(
     """The same rows, those in ``replies`` longer by a reply, whose mask is False, and by a turn of the policy.
 
     A row without room for another token stays as it is and ends as "length", one whose reply cannot be written as
-    "error". Whole histories are read anew each turn.
+    "error". Histories are read anew each turn, a group's prompt once.
     """
     turns: list[_Turn] = []
     ends: dict[int, Finish] = {}
@@ -76,11 +76,10 @@ def _turn(policy: TextPolicy, rollouts: Rollouts, row: int, reply: Any, sampling
     inputs = rollouts.prompts[group].inputs
     ids = policy.chat.encode_reply(inputs, rollouts.outputs[row], reply, is_closed=is_closed)
     added = torch.tensor(ids, dtype=torch.long)
-    before = torch.cat([rollouts.shared["prompt_ids"][group], own, added])
     room = sampling.max_actions - int(rollouts.mask[row].sum())
     if policy.context is not None:
-        room = min(room, policy.context - len(before))
-    return _Turn(row, reply, before, added, room)
+        room = min(room, policy.context - len(rollouts.shared["prompt_ids"][group]) - len(own) - len(added))
+    return _Turn(row, reply, own, added, room)
 
 
 def _cut(policy: TextPolicy, reply: Any, tokens: int) -> Any:
@@ -100,9 +99,11 @@ def _write(policy: TextPolicy, rollouts: Rollouts, turns: Sequence[_Turn], sampl
         draw = rollouts.prompts[int(rollouts.group_ids[row])].draw
         own = uniforms_at(seed, draw, int(rollouts.per_row["sample"][row]), wrote + turn.room)
         uniforms[place, : turn.room] = own[wrote:]
-    prompts = [turn.before.to(policy.device) for turn in turns]
+    groups, owners = rollouts.group_ids[torch.tensor([turn.row for turn in turns])].unique(return_inverse=True)
+    prompts = [rollouts.shared["prompt_ids"][group].to(policy.device) for group in groups.tolist()]
+    behind = [torch.cat([turn.own, turn.added]).to(policy.device) for turn in turns]
     with torch.no_grad():
-        decoding = policy.backbone.start(prompts, torch.arange(len(turns), device=policy.device))
+        decoding = policy.backbone.start(prompts, owners.to(policy.device), behind)
         text = policy.chat.text_with_specials
         return write(decoding, uniforms, sampling, eos_ids=policy.chat.eos_ids, text=text, limits=limits)
 
