@@ -21,6 +21,7 @@ from tests.training.runs import metrics
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.options import _fields, config_from, taken
 from gruppo.recipes import RECIPES
+from gruppo.rewards.code import Verdict, code_metrics
 from gruppo.training import api, checks, config_file
 from gruppo.training import config as configs
 from gruppo.training.models import Kind
@@ -31,7 +32,7 @@ OBJECTIVES = ROOT / "docs/objectives"
 PAGES = sorted(OBJECTIVES.glob("*.md"))
 OURS = [page for page in PAGES if page.name != "peers.md"]
 """Pages in which each name is one of ours; the other is full of TRL's and verl's."""
-GUIDES = [ROOT / "docs/guide.md", ROOT / "docs/reward-models.md"]
+GUIDES = [ROOT / "docs/guide.md", ROOT / "docs/reward-models.md", ROOT / "docs/code.md", ROOT / "docs/environments.md"]
 IMAGES = [ROOT / "docs/image-models.md", ROOT / "docs/restoration.md"]
 LEARNED = sorted((ROOT / "docs/learn").rglob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
@@ -237,11 +238,20 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     staged = tiny.config(folder, name="staged", steps=2, evaluation__every=1, **moving)
     several = (configs.Stage(steps=1, kl_coef=0.01, sup_coef=0.1), configs.Stage(rl_coef=0.5))
     staged = replace(staged, stages=several, back_off=replace(staged.back_off, drop=0.0), optim=configs.Optim(lr=10.0))
+    staged = replace(staged, environment=configs.Environment(reply="gruppo.recipes.guess:reply"))
     held = configs.Stage(sup_coef=0.1, cons_coef=0.1, kl_coef=0.1)
     restored = restoring(folder, steps=1, stage=held, optim=configs.Optim(lr=1e-4, terms_every=1))
     rows = [row for config in (grpo, ppo, staged, restored) for row in metrics(api.start(config).folder)]
-    timed = {"time/rollout_s", "time/reward_s", "time/update_s", "rate/tokens_per_s", "mem/peak_gib"}
-    return {name for row in rows for name in row} | timed
+    timed = {
+        "time/rollout_s",
+        "time/environment_s",
+        "time/reward_s",
+        "time/update_s",
+        "rate/tokens_per_s",
+        "mem/peak_gib",
+    }
+    of_programs = {f"reward_metric/{name}" for name in code_metrics([Verdict(1, 1)])}
+    return {name for row in rows for name in row} | timed | of_programs
 
 
 @each([*OURS, *GUIDES, *ARRIVING])

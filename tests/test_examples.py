@@ -6,8 +6,11 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests import tiny
+from tests.rewards.kernels import jailed
+from tests.training.runs import metrics
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -35,6 +38,22 @@ def test_ones_own_reward_trains_a_chat_model(tmp_path: Path) -> None:
     assert (result.model / "model.safetensors").is_file() and result.after["scored"] == 8
 
 
+@pytest.mark.slow
+def test_a_policy_learns_to_listen_to_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever does not listen finds 3 of 7."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    _, found = example("guess_the_number").main(steps=300, show=False, runs_dir=str(tmp_path))
+    assert found >= 6
+
+
 def test_ones_own_loop_learns_with_the_loss_alone() -> None:
     shares = example("own_loop").main()
     assert shares[0] < 0.2 and shares[-1] > 0.9
+
+
+@jailed
+@pytest.mark.slow
+def test_programs_are_learned_from_their_tests_alone(tmp_path: Path) -> None:
+    result = example("programs").main(show=False, runs_dir=str(tmp_path))
+    rewards = [row["reward/mean"] for row in metrics(result.folder)]
+    assert rewards[0] < 0.05 and rewards[-1] > 0.9

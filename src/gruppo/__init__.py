@@ -28,6 +28,8 @@ _HOMES = {
     "RestorationPolicy": "gruppo.policies.restoration",
     "open_restorer": "gruppo.policies.restoration",
     "load_restorer": "gruppo.policies.restoration",
+    "Environment": "gruppo.envs",
+    "converse": "gruppo.envs",
     "Prompt": "gruppo.types",
     "Request": "gruppo.types",
     "Rollouts": "gruppo.types",
@@ -42,6 +44,7 @@ __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
     from gruppo.core.objective import PRESETS, Objective
+    from gruppo.envs import Environment, converse
     from gruppo.losses import GRPOLoss, PPOLoss, compute_gae
     from gruppo.policies.diffusion import DenoiserPolicy, DiffusionSampling, load_denoiser, load_diffusers
     from gruppo.policies.restoration import RestorationPolicy, load_restorer, open_restorer

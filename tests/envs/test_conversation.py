@@ -97,6 +97,15 @@ def test_columns_are_the_policys_words_and_the_replies_in_turn(policy):
         assert not rollouts.mask[row, int(rollouts.lengths[row]) :].any()
 
 
+def test_turns_with_nothing_said_between_them_are_one_answer(policy):
+    """The random numbers of a row go on where its last turn ended."""
+    alone = policy.sample(texts(), replace(SAMPLING, stop=()), seed=1)
+    rollouts = conversed(policy, reply=lambda: "", turns=99)
+    assert rollouts.per_row["turns"].max() > 2
+    for row in range(len(alone)):
+        assert ids_of(rollouts, row)[: len(ids_of(alone, row))] == ids_of(alone, row)
+
+
 def test_company_order_and_growth_change_no_conversation(policy):
     whole = conversed(policy)
     assert_rows(conversed(policy, texts()[::-1]), whole, [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3])

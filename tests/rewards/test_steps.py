@@ -9,8 +9,8 @@ import torch
 from tests.fakes import ByteTokenizer, bpe_tokenizer
 from tests.rewards.fakes import rollouts_of
 
-from gruppo.rewards import RewardSet, step_reward
 from gruppo.calls import Unanswered
+from gruppo.rewards import RewardSet, step_reward
 from gruppo.rewards.score import Scores
 from gruppo.rewards.steps import Step, cut, places
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts

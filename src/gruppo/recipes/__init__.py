@@ -6,6 +6,7 @@ from gruppo.recipes.arithmetic_ppo import arithmetic_ppo
 from gruppo.recipes.chat import chat
 from gruppo.recipes.ddpo import ddpo
 from gruppo.recipes.digits import digits_compress, digits_pretrain, digits_sevens
+from gruppo.recipes.guess import guess
 from gruppo.recipes.lines import restore_text
 from gruppo.recipes.photos import denoise_photos
 from gruppo.recipes.pictures import pictures
@@ -17,6 +18,7 @@ RECIPES = {
     "arithmetic": arithmetic,
     "arithmetic-format": arithmetic_format,
     "arithmetic-ppo": arithmetic_ppo,
+    "guess": guess,
     "digits-pretrain": digits_pretrain,
     "digits-compress": digits_compress,
     "digits-sevens": digits_sevens,

@@ -1,5 +1,6 @@
 """Rewards: what scores a rollout, and the one place that owns exceptions, timeouts and weights."""
 
+from gruppo.rewards.code import code_tests
 from gruppo.rewards.failures import Failure
 from gruppo.rewards.functions import FunctionReward, columns_of
 from gruppo.rewards.models import ProcessRewardModel, RewardModel
@@ -14,6 +15,7 @@ __all__ = [
     "RewardModel",
     "RewardSet",
     "Scores",
+    "code_tests",
     "columns_of",
     "resolve_reward",
     "reward_stats",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from gruppo.loading import is_file_name, load_object
-from gruppo.rewards import builtin, images, ocr, preference, restoration, verifiers
+from gruppo.rewards import builtin, code, images, ocr, preference, restoration, verifiers
 from gruppo.rewards.models import ProcessRewardModel, RewardModel
 from gruppo.types import DataError, GruppoError
 
@@ -24,6 +24,7 @@ EXAMPLES = {
     "keywords": "keywords:because,so or keywords for 因为, 所以, 然而, 但是",
     "repetition_penalty": "repetition_penalty or repetition_penalty:3,-1.0",
     "reasoning_gym_score": "reasoning_gym_score",
+    "code_tests": "code_tests or code_tests:all_or_nothing=true,column=test_list",
     "reward_model": "reward_model:PATH or reward_model:PATH,label=1,offload=True",
     "process_reward": "process_reward:PATH or process_reward:PATH,separator=\\n",
     "jpeg_compressibility": "jpeg_compressibility or jpeg_compressibility:quality=80,without_header=true",
@@ -189,6 +190,7 @@ _BUILDERS: dict[str, Callable[[str | None], Callable[..., Any]]] = {
     "keywords": _keywords,
     "repetition_penalty": _repetition_penalty,
     "reasoning_gym_score": _reasoning_gym_score,
+    "code_tests": _made(code.code_tests),
     "reward_model": _model(RewardModel),
     "process_reward": _model(ProcessRewardModel),
     "jpeg_compressibility": _made(images.jpeg_compressibility),

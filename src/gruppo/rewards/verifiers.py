@@ -35,7 +35,7 @@ def reasoning_gym_score(completions: Sequence[Any], entry: Sequence[Any], **_: A
 
     The answer is the last <answer>...</answer> of the completion, else the whole text, stripped. Some of its verifiers
     hand the answer to ``eval``: there, an answer that is more than a list or a small formula counts as no answer, since
-    text that a model wrote is never run. A row without an entry is not scored.
+    no verifier may run what a model wrote. A row without an entry is not scored.
     """
     return [
         None if item is None else _score(answer_of(text_of(completion)), item)

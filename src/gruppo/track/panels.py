@@ -106,6 +106,7 @@ LEARNING = (
     ),
     Curve("entropy", "Entropy", "nats per action", (("entropy/mean_nats", "mean"),)),
     Curve("length", "Length", "actions per rollout", (("len/mean_actions", "mean"),)),
+    Curve("turns", "Turns", "answers in a conversation", (("turns/mean", "mean"), ("turns/max", "most"))),
     Curve(
         "clip",
         "Clipped",

@@ -47,7 +47,7 @@ CHAT = (
     Named("num_passes", near="optim.token_budget", note="memory alone decides; no gradient hangs on it"),
     Named("device_batch_size", near="optim.token_budget", note="tokens of one forward, and not rows"),
     Named("num_steps", "steps"),
-    Named("source", "model", "a folder, a hub id, or a plain module in Python"),
+    Named("source", "model", "a folder, a hub id, or file.py:function for a plain module"),
     Named(
         "ref_model",
         "reference.kind",

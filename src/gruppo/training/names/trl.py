@@ -81,7 +81,11 @@ GRPO = (
     Named("model_init_kwargs", near="model", note="a policy of gruppo.from_pretrained may be given in Python"),
     Named("trust_remote_code", "trust_remote_code"),
     Named("chat_template_kwargs", near="model", note="the template of the model's folder is used as it is"),
-    Named("max_tool_calling_iterations", near="rollout.max_new_tokens", note="no tools and no further turns"),
+    Named(
+        "max_tool_calling_iterations",
+        near="environment.turns",
+        note="answers, one more than calls; a tool is a function that replies, --environment.reply",
+    ),
     Named("num_generations_eval", near="evaluation.prompts", note="evaluations are greedy: one answer a prompt"),
     Named("shuffle_dataset", near="seed", note="always shuffled, by the seed"),
     Named("remove_unused_columns", near="prompts.column", note="every column reaches the rewards"),

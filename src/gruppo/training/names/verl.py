@@ -72,7 +72,24 @@ ROLLOUT = (
     Named("prompt_length", near="rollout.max_new_tokens", note="a prompt that the context cannot hold is refused"),
     Named("do_sample", near="rollout.temperature", note="temperature 0 is never learned from"),
     Named("val_kwargs", near="evaluation.prompts", note="evaluations are greedy"),
-    Named("multi_turn, agent", near="rollout.max_new_tokens", note="no tools and no further turns"),
+    Named("multi_turn.max_assistant_turns", "environment.turns", "null there: no limit"),
+    Named("multi_turn.max_user_turns", near="environment.turns", note="answers of the policy are counted"),
+    Named(
+        "multi_turn.enable, multi_turn.tool_config_path, multi_turn.interaction_config_path, multi_turn.format, "
+        "multi_turn.max_parallel_calls, agent",
+        near="environment.reply",
+        note="a function that replies, and finds what it is asked for in the text itself",
+    ),
+    Named(
+        "multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side",
+        near="environment.max_reply_tokens",
+        note="in tokens, cut at the end; there in characters",
+    ),
+    Named(
+        "multi_turn.use_inference_chat_template, multi_turn.tokenization_sanity_check_mode",
+        near="environment.reply",
+        note="what was sampled is never encoded again",
+    ),
     Named("calculate_log_probs", near="objective.correction", note="always reported"),
     Named(
         "log_prob_micro_batch_size_per_gpu, log_prob_max_token_len_per_gpu",

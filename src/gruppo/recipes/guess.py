@@ -1,0 +1,55 @@
+"""A game of several turns: the model guesses a number, the environment says higher or lower."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gruppo.training.config import Config, Environment, Evaluation, Optim, Rollout, Saving
+
+PROMPTS = Path(__file__).with_name("guess_prompts.jsonl")
+"""Each number from 1 to 15 after each of eight openings; which are held out goes by the opening."""
+LOWEST, HIGHEST = 1, 15
+_GUESS = re.compile(r"\s*(\d{1,3})\s*\.?\s*")
+
+
+def guess() -> Config:
+    """SmolLM2-135M-Instruct learns to find a number from 1 to 15 in four guesses, by what it is told after each.
+
+    ``reply`` is the environment: it says "Higher." or "Lower." to a number, and ends the game at the right one or at
+    anything that is no number. Whoever does not listen finds 4 of 15; halving what is left finds all. The reward is 1
+    for the number, else 0.1 for each guess that the replies left open.
+    """
+    return Config(
+        model="smollm2-135m",
+        data=str(PROMPTS),
+        reward=("gruppo.recipes.guess:found",),
+        steps=60,
+        rollout=Rollout(prompts=12, group_size=8, max_new_tokens=24, temperature=1.2, top_k=20),
+        optim=Optim(lr=1.2e-5, warmup_steps=3),
+        environment=Environment(reply="gruppo.recipes.guess:reply", turns=4),
+        evaluation=Evaluation(prompts=64),
+        saving=Saving(every=20, keep=1),
+    )
+
+
+def reply(text: str, state: dict[str, Any], answer: str) -> str | None:
+    """Higher or lower; None where the number is found, or what was said is none."""
+    said = _GUESS.fullmatch(text)
+    if said is None:
+        return None
+    number, wanted = int(said[1]), int(answer)
+    low, high = state.get("left", (LOWEST, HIGHEST))
+    state["sensible"] = state.get("sensible", 0) + (low <= number <= high)
+    state["found"] = number == wanted
+    if number == wanted:
+        return None
+    state["left"] = (max(low, number + 1), high) if number < wanted else (low, min(high, number - 1))
+    return "Higher." if number < wanted else "Lower."
+
+
+def found(state: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
+    """1 where the number was found; else 0.1 for each guess that could have been right."""
+    return [1.0 if game.get("found") else 0.1 * game.get("sensible", 0) for game in state]

@@ -1,0 +1,410 @@
+"""The reward ``code_tests``: programs of completions against the tests of their rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+from tests.rewards.fakes import rollouts_of
+from tests.rewards.kernels import jailed
+
+from gruppo import check_reward
+from gruppo.calls import Unanswered
+from gruppo.rewards import RewardSet, code, resolve_reward
+from gruppo.rewards.code import code_tests, program_in
+from gruppo.rewards.code_asserts import BadTest
+from gruppo.rewards.code_cases import tests_of as read_tests
+from gruppo.rewards.jail import Jail, JailError
+from gruppo.types import DataError, GruppoError, Prompt
+
+DOUBLE = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1.5) == 3"]
+RIGHT = "```python\ndef double(x):\n    return 2 * x\n```"
+HALF = "```python\ndef double(x):\n    return x + 2\n```"
+
+
+def scores(texts, tests, **options):
+    """Of completions that all have the same tests."""
+    columns = {key: [options.pop(key)] * len(texts) for key in ("entry_point", "test_setup_code") if key in options}
+    return code_tests(**options)(list(texts), tests=[tests] * len(texts), **columns)
+
+
+def refusal(tests, **columns):
+    with pytest.raises(BadTest) as refused:
+        read_tests(tests, **columns)
+    return str(refused.value)
+
+
+# --- scores
+
+
+@jailed
+def test_the_score_is_the_share_of_tests_that_pass_or_all_or_nothing():
+    texts = [RIGHT, HALF, "```python\ndef double(x): return x * 2.0\n```", "I do not know.", ""]
+    assert scores(texts, DOUBLE) == [1.0, 1 / 3, 2 / 3, 0.0, 0.0]
+    assert scores(texts, DOUBLE, all_or_nothing=True) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@jailed
+def test_scores_stay_with_their_rows_however_many_run_at_once():
+    texts = [f"```python\ndef f(x): return {n} if x < {n % 4} else -1\n```" for n in range(24)]
+    tests = [[f"assert f({case}) == {n}" for case in range(4)] for n in range(24)]
+    for workers in (1, 5):
+        assert code_tests(workers=workers)(texts, tests=tests) == [n % 4 / 4 for n in range(24)]
+
+
+@jailed
+def test_what_is_written_twice_for_one_task_is_run_once(monkeypatch):
+    ran = []
+    plain = Jail.calls
+    monkeypatch.setattr(
+        Jail, "calls", lambda self, program, *a, **k: ran.append(program) or plain(self, program, *a, **k)
+    )
+    other = ["assert double(2) == 5"]
+    found = code_tests()([RIGHT, HALF, RIGHT, RIGHT], tests=[DOUBLE, DOUBLE, DOUBLE, other])
+    assert found == [1.0, 1 / 3, 1.0, 0.0] and len(ran) == 3
+
+
+@jailed
+def test_each_form_of_tests_is_read():
+    script = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+    lines = [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5", "output": "9"}, {"input": "0 0", "output": "1"}]
+    assert scores([script], lines) == scores([script], json.dumps(lines)) == [2 / 3]
+    apps = {"inputs": ["1 2\n", ["4 5"]], "outputs": ["3\n", ["9"]]}
+    assert scores([script], apps) == scores([script], json.dumps(apps)) == [1.0]
+
+    method = "```python\nclass Solution:\n    def pair(self, x, y=0):\n        return (x, [y])\n```"
+    calls = [{"args": [1], "kwargs": {"y": 2}, "output": [1, [2]]}, {"args": [1], "output": [1, [1]]}]
+    assert scores([method], calls, entry_point="pair") == [0.5]
+    assert scores([method], {"inputs": [[1, 2]], "outputs": [[1, [2]]], "fn_name": "pair"}) == [1.0]
+    assert scores([RIGHT], {"inputs": [[1], [2]], "outputs": [[2], 4], "fn_name": "double"}) == [1.0]
+    functional = [{"input": '[1, "a"]\n2', "output": '[[1, "a"], 2]', "testtype": "functional"}]
+    echo = "```python\ndef both(x, y): return x, y\n```"
+    assert scores([echo], functional, entry_point="both") == [1.0]
+    assert scores([RIGHT], "assert double(2) == 4\nassert double(3) == 7") == [0.5]
+    text = "```python\ndef f(x): return x\n```"
+    values = [None, True, 10**5000, 1.5, math.inf, "\u4f60'\"\n", [1, [2]], {"a": [1]}]
+    assert scores([text], [{"args": [value], "output": value} for value in values], entry_point="f") == [1.0]
+
+
+@jailed
+def test_setup_and_imports_of_the_row_are_there_when_tests_run():
+    reward = code_tests()
+    text = "```python\ndef total(node): return node.value + math.floor(2.5)\n```"
+    row = {"tests": [["assert total(Node(1)) == 3"]], "test_imports": [["import math"]]}
+    assert reward([text], **row, test_setup_code=["class Node:\n    def __init__(self, v): self.value = v"]) == [1.0]
+
+
+@jailed
+def test_a_row_without_tests_is_not_scored_and_one_whose_tests_cannot_be_judged_says_why():
+    metas = [{"tests": tests} for tests in (DOUBLE, None, [], "", ["assert double(2) == triple(1)"])]
+    rollouts = rollouts_of([RIGHT] * 5, group_ids=range(5), targets=[None] * 5, metas=metas)
+    found = RewardSet(code_tests()).score(rollouts)
+    assert found.rewards[0] == 1.0 and found.rewards[1:].isnan().all()
+    (failure,) = found.failures
+    assert failure.row == 4 and "both sides are the program's own" in failure.message
+    assert failure.message.startswith("its tests cannot be used: test 1: assert double(2) == triple(1): ")
+
+
+@jailed
+def test_a_jail_that_fails_leaves_its_rows_unscored_and_the_next_row_has_a_new_one(monkeypatch):
+    class Failing(Jail):
+        def calls(self, program, cases, **options):
+            if "2 * x" in program:
+                raise JailError("the jail ended")
+            return super().calls(program, cases, **options)
+
+    monkeypatch.setattr(code, "Jail", Failing)
+    first, second, third = code_tests(workers=1)([RIGHT, HALF, RIGHT], tests=[DOUBLE] * 3)
+    assert second == 1 / 3 and all(isinstance(each, Unanswered) for each in (first, third))
+    assert first.message == "the jail failed: the jail ended"
+
+
+@jailed
+def test_what_went_wrong_is_logged_with_the_row_and_counted():
+    loop = "```python\ndef double(x):\n    while True: pass\n```"
+    broken = "```python\ndef double(x) return\n```"
+    texts = [RIGHT, HALF, loop, broken, " "]
+    rollouts = rollouts_of(texts, targets=[None], metas=[{"tests": DOUBLE}])
+    found = RewardSet(code_tests(case_s=0.2, program_s=0.2)).score(rollouts)
+    errors, passed = found.extras["code_error"], found.extras["code_passed"]
+    assert passed == ("3/3", "1/3", "0/3", "0/3", "0/3")
+    assert errors[:3] == (
+        "",
+        'case 2: TypeError: can only concatenate str (not "int") to str',
+        "case 1: over 0.2 s for the case or 0.2 s in all",
+    )
+    assert errors[3].startswith("case 1: SyntaxError: ") and errors[4] == "there is no program"
+    assert found.metrics == pytest.approx(
+        {
+            "reward_metric/code_passed_frac": 0.2,
+            "reward_metric/code_error_frac": 0.4,
+            "reward_metric/code_timeout_frac": 0.2,
+            "reward_metric/code_no_program_frac": 0.2,
+        }
+    )
+
+
+@jailed
+def test_a_wrong_value_is_shown():
+    extras = {}
+    code_tests()(
+        [HALF], tests=[["assert double(5) == 10"]], log_extra=lambda name, values: extras.update({name: values})
+    )
+    assert extras == {"code_error": ["case 1: gave [7]"], "code_passed": ["0/1"]}
+
+
+@jailed
+def test_the_contract_of_rewards_holds():
+    prompts = [Prompt(f"p{n}", "ask", None, {"tests": DOUBLE}, draw=n) for n in range(2)]
+    check_reward("code_tests", prompts)
+
+
+# --- cheats
+
+ANSWER = "okapi-4711"
+CHEAT_TEXTS = r"""
+## leave with status 0
+import sys
+sys.exit(0)
+## leave at once
+import os
+os._exit(0)
+## leave when called
+import os
+def f(x): os._exit(0)
+## raise SystemExit when called
+def f(x): raise SystemExit(0)
+## print that it passed
+print('PASS')
+print('1 passed, 0 failed')
+def f(x): print('okay'); return None
+## equal everything
+class Yes:
+    def __eq__(self, other): return True
+def f(x): return Yes()
+## equal everything as text
+class Yes(str):
+    def __eq__(self, other): return True
+    __hash__ = str.__hash__
+def f(x): return Yes()
+## equal everything as a list
+class Yes(list):
+    def __eq__(self, other): return True
+def f(x): return Yes()
+## claim another representation
+class Yes(str):
+    def __repr__(self): return 'okapi-4711'
+    __str__ = __repr__
+def f(x): return Yes()
+## replace json
+import json
+json.dumps = lambda *a, **k: '"okay"'
+def f(x): return None
+## replace comparisons
+import builtins, operator
+builtins.all = any = lambda *a: True
+operator.eq = lambda *a: True
+def f(x): return 1
+## replace the encoder
+import sys
+for name, module in list(sys.modules.items()):
+    if 'jailed' in name:
+        for key in list(vars(module)):
+            if key == 'encode': setattr(module, key, lambda v: 'true')
+def f(x): return 1
+## write to the channel
+import os
+os.write(3, b'0 v true\n')
+def f(x): return 1
+## use the nonce
+import sys
+frame = sys._getframe()
+while frame and 'say' not in frame.f_locals: frame = frame.f_back
+say = frame.f_locals['say']
+say(-1, 'v', 'null')
+say(0, 'v', 'true')
+say(0, 'v', '[true]')
+def f(x): return 1
+## look for the answer
+import gc, sys
+found = []
+def f(x):
+    frame, texts = sys._getframe(), []
+    while frame: texts += map(repr, frame.f_locals.values()); frame = frame.f_back
+    texts += [o for o in gc.get_objects() if isinstance(o, str)]
+    texts += [repr(o) for o in gc.get_objects() if isinstance(o, (dict, list, tuple)) and len(o) < 50]
+    word = 'oka' + 'pi-'
+    at = [t for t in texts if word in t and 'oka' + chr(39) not in t]
+    return at[0][at[0].index(word):][:10] if at else 'nothing found'
+## look in files
+import glob
+def f(x):
+    for path in ['/proc/self/mem', '/proc/self/environ', *glob.glob('/proc/*/environ')]:
+        try: return open(path, 'rb').read()
+        except OSError: pass
+    return 'nothing found'
+## redefine what the test uses
+def set(*_): return ANY
+class Any:
+    def __eq__(self, o): return True
+ANY = Any()
+def f(x): return ANY
+## return what is asked
+def f(x): return x
+## return a generator
+def f(x):
+    yield 'okapi'
+## catch the harness
+import sys
+sys.settrace(lambda *a: None)
+sys.excepthook = print
+sys.setrecursionlimit(50)
+def f(x): return f(x)
+"""
+CHEATS = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)+)", CHEAT_TEXTS, re.MULTILINE))
+
+
+@jailed
+@pytest.mark.silent_bug(42)
+def test_no_program_passes_but_by_giving_the_answer():
+    tests = [f"assert f(1) == {ANSWER!r}", f"assert f('a') == {ANSWER!r}", f"assert set(f(2)) == set({ANSWER!r})"]
+    honest = f"def f(x): return {ANSWER!r}"
+    cheats = list(CHEATS.values())
+    assert len(cheats) >= 20
+    earned = scores([f"```python\n{program}\n```" for program in [honest, *cheats]], tests)
+    assert earned == [1.0] + [0.0] * len(cheats), dict(zip(CHEATS, earned[1:], strict=True))
+
+
+@jailed
+@pytest.mark.silent_bug(42)
+def test_no_script_passes_but_by_printing_the_answer():
+    scripts = ["exit(0)", "import os; os._exit(0)", "print(input())", "import sys; sys.stdout = None", "print('PASS')"]
+    scripts += ["import os; os.write(3, b'okapi')", f"print({ANSWER!r}); 1/0", f"print({ANSWER!r}); exit(1)"]
+    tests = [{"input": "okapi", "output": f"{ANSWER}\n"}]
+    texts = [f"```python\n{script}\n```" for script in [f"print({ANSWER!r}); exit(0)", *scripts]]
+    assert scores(texts, tests) == [1.0] + [0.0] * len(scripts)
+
+
+@jailed
+@pytest.mark.silent_bug(42)
+def test_leaving_with_the_status_of_a_failed_lock_is_a_score_of_0_and_no_failure():
+    for status in (0, 1, 117, 255):
+        assert scores([f"```python\nimport os\nos._exit({status})\n```"], DOUBLE) == [0.0]
+
+
+@jailed
+def test_only_what_is_asked_enters_the_jail(monkeypatch):
+    sent = []
+    plain = Jail._send
+    monkeypatch.setattr(Jail, "_send", lambda self, data, patience: sent.append(data) or plain(self, data, patience))
+    forms = [
+        [f"assert f(1) == {ANSWER!r}", f"assert f(2) in [{ANSWER!r}]", f"assert {ANSWER!r} in f(3), {ANSWER!r}"],
+        [{"input": "1", "output": ANSWER}],
+        {"inputs": ["1"], "outputs": [ANSWER]},
+    ]
+    for form in forms:
+        scores(["```python\ndef f(x): pass\n```"], form)
+    scores(["```python\ndef f(x): pass\n```"], [{"args": [1], "output": ANSWER}], entry_point="f")
+    assert len(sent) >= 4 and not any(b"okapi" in data or b"4711" in data for data in sent)
+
+
+# --- where the program is
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\na\n```\nthen\n```py\nb\n```\nand ```c```", "b"),
+        ("```python\na\n```\n```\noutput\n```", "a"),
+        ("```\na\n```\ntext\n```cpp\nb\n```", "b"),
+        ("```Python3 title='x'\n  a\n  b\n```", "  a\n  b"),
+        ("~~~python\na\n```\nb\n~~~", "a\n```\nb"),
+        ("````python\na\n```\nb\n````", "a\n```\nb"),
+        ("First\n```python\ndef f():\n    return", "def f():\n    return"),
+        ("x = 1\ny = 2", "x = 1\ny = 2"),
+        ("no code", "no code"),
+        ("", ""),
+        ("```python\n```", ""),
+    ],
+)
+def test_the_program_is_the_last_python_block_else_the_last_block_else_all(text, program):
+    assert program_in(text) == program
+
+
+@jailed
+def test_messages_are_read_as_texts_are():
+    assert scores([[{"role": "assistant", "content": RIGHT}]], DOUBLE) == [1.0]
+
+
+# --- tests that cannot be used
+
+
+def test_tests_that_are_not_understood_are_refused_with_what_is_needed():
+    assert "a test has args; it needs asserts" in refusal([{"args": [1]}])
+    assert "no function; it needs a column entry_point" in refusal([{"args": [1], "output": 2}])
+    assert "it needs the name of a function" in refusal([{"args": [], "output": 2}], entry="__import__('os')")
+    assert "one output for each input" in refusal({"inputs": [1], "outputs": []})
+    assert "without a column entry_point it needs text" in refusal({"inputs": [[1, 2]], "outputs": ["x"]})
+    assert "it is 5" in refusal(5) or "it is [5]" in refusal(5)
+    assert "test 2: " in refusal(["assert f(1) == 1", "f(1)"])
+    assert "an argument is a object" in refusal([{"args": [object()], "output": 2}], entry="f")
+    assert "an output cannot be compared: it is a object" in refusal([{"args": [], "output": object()}], entry="f")
+    assert "args is 1" in refusal([{"args": 1, "output": 2}], entry="f")
+    assert "kwargs {'a b': 1}" in refusal([{"args": [], "kwargs": {"a b": 1}, "output": 2}], entry="f")
+    assert "is not one JSON value a line" in refusal(
+        [{"input": "x", "output": "1", "testtype": "functional"}], entry="f"
+    )
+
+
+@jailed
+def test_data_without_tests_are_refused_before_anything_is_sampled_and_the_option_is_named():
+    rewards = RewardSet(resolve_reward("code_tests"))
+    for columns in (["tests"], ["test_list", "prompt"], ["input_output"]):
+        rewards.check(columns)
+    with pytest.raises(
+        DataError, match=r"reads the column tests or test_list or input_output.*they have: answer.*column=NAME"
+    ):
+        rewards.check(["answer"])
+    named = RewardSet(resolve_reward("code_tests:column=cases"))
+    named.check(["cases"])
+    with pytest.raises(DataError, match="reads the column cases, which the data do not have; they have: tests"):
+        named.check(["tests"])
+
+
+@jailed
+def test_options_are_written_after_the_name():
+    reward = resolve_reward(
+        "code_tests:all_or_nothing=true,column=cases,case_s=0.5,program_s=3,memory_mib=256,workers=3"
+    )
+    assert (reward.all_or_nothing, reward.column, reward.workers) == (True, "cases", 3)
+    assert (reward.limits.case_s, reward.limits.program_s, reward.limits.memory_mib) == (0.5, 3.0, 256)
+    assert reward([RIGHT], cases=[DOUBLE]) == [1.0]
+    for options, why in [
+        ("all_or_none=true", "did you mean all_or_nothing"),
+        ("workers=-1", "workers=-1"),
+        ("memory_mib=2", "128 MiB"),
+    ]:
+        with pytest.raises(GruppoError, match=why):
+            resolve_reward(f"code_tests:{options}")
+
+
+def test_without_a_jail_the_reward_is_refused_when_it_is_named(monkeypatch):
+    from gruppo.rewards import jail
+
+    monkeypatch.setattr(jail, "probe", lambda: "it needs Linux, and this is darwin")
+    with pytest.raises(
+        GruppoError, match=r"code that a model wrote is not run here: it needs Linux.*--reward file\.py"
+    ):
+        resolve_reward("code_tests")
+
+
+@jailed
+def test_ranks_of_one_machine_share_its_processors(monkeypatch):
+    monkeypatch.setattr(code.os, "sched_getaffinity", lambda _: set(range(40)))
+    assert code_tests().workers == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert code_tests().workers == 5
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert code_tests().workers == 1

@@ -1,0 +1,182 @@
+"""What an assert asks of the jail, and what stays outside; how plain data and printed text are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gruppo.rewards.code_asserts import BadTest, read_asserts
+from gruppo.rewards.code_same import same, same_text
+
+WORD = "zebra"
+NAN = float("nan")
+
+
+def one(text: str) -> Any:
+    (read,), _ = read_asserts(text)
+    return read
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "right", "wrong"),
+    [
+        ("assert f(2, 'a') == 'zebra'", ["f(2, 'a')"], ["zebra"], ["Zebra"]),
+        ("assert 'zebra' == f(2), 'zebra wanted'", ["f(2)"], ["zebra"], [None]),
+        ("assert f(2) == [1, (2, 3), {4: None}]", ["f(2)"], [[1, (2, 3), {4: None}]], [[1, [2, 3], {4: None}]]),
+        ("assert f(2) != 3", ["f(2)"], [4], [3]),
+        ("assert f(2) is True", ["f(2)"], [True], [1]),
+        ("assert f(2) is not None", ["f(2)"], [0], [None]),
+        ("assert f(2)", ["f(2)"], [[0]], [[]]),
+        ("assert not f(2)", ["f(2)"], [0], [1]),
+        ("assert f(1) == 1 and not f(2)", ["f(1)", "f(2)"], [1, 0], [1, 1]),
+        ("assert abs(f(2) - 1.41) < 0.01", ["f(2)"], [1.414], [1.45]),
+        ("assert math.isclose(f(2), 1.41, rel_tol=0.01)", ["f(2)"], [1.414], [1.5]),
+        ("assert round(f(2), 2) == 1.41", ["f(2)"], [1.4142], [1.42]),
+        ("assert set(f(2)) == set(('zebra', 'b'))", ["set(f(2))"], [{"b", "zebra"}], [{"b"}]),
+        (
+            "assert sorted(f(2), key=len) == ['b', 'zebra']",
+            ["sorted(f(2), key=len)"],
+            [["b", "zebra"]],
+            [["zebra", "b"]],
+        ),
+        ("assert list(map(f, [1, 2])) == [2, 4]", ["list(map(f, [1, 2]))"], [[2, 4]], [[2, 5]]),
+        ("assert [f(1), f(2)] == [2, 4]", ["f(1)", "f(2)"], [2, 4], [4, 2]),
+        ("assert f(2)[0].name == 'zebra'", ["f(2)[0].name"], ["zebra"], [""]),
+        ("assert f(2).startswith('a')", ["f(2).startswith('a')"], [True], [False]),
+        ("assert decode(encode('a')) == 'a'", ["decode(encode('a'))"], ["a"], ["b"]),
+        ("assert isinstance(f(2), (list, tuple))", ["f(2)"], [(1,)], [1]),
+        ("assert f(2) in (3, 4.0)", ["f(2)"], [4], [5]),
+        ("assert 1 <= f(2) < 3", ["f(2)"], [1], [3]),
+        ("assert f(2) == float('inf') or f(2) == -math.inf", ["f(2)", "f(2)"], [0, -math.inf], [0, 0]),
+        ("assert f(2) == 10**9 + 7", ["f(2)"], [1_000_000_007], [7]),
+        ("assert f(2) == [0] * 3", ["f(2)"], [[0, 0, 0]], [[0]]),
+        ("assert f(2) % 2 == 0", ["f(2)"], [4], ["%s"]),
+        ("assert Counter(f(2)) == {'a': 1}", ["Counter(f(2))"], [{"a": 1}], [{"a": 2}]),
+    ],
+)
+def test_calls_go_inside_and_what_is_expected_stays_outside(text, asked, right, wrong):
+    read = one(text)
+    assert list(read.sources) == asked
+    assert WORD not in "".join(read.sources) and "1.41" not in "".join(read.sources)
+    assert read.passes(right) and not read.passes(wrong)
+
+
+def test_an_assert_that_raises_or_got_too_little_does_not_hold():
+    assert not one("assert abs(f(2) - 1) < 3").passes(["text"])
+    assert not one("assert f(2) < 3").passes([None])
+    assert not one("assert f(2) == 3").passes([])
+    assert not one("assert f(2) * 10**9 == 3").passes(["long" * 100])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("assert f(2) == g(2)", "both sides are the program's own"),
+        ("assert math.isclose(f(2), g(2))", "both sides are the program's own"),
+        ("assert is_close(f(2), 1.41)", "f and is_close would be judged by the program itself; compare with =="),
+        ("assert np.allclose(f(2), [1, 2])", "f and np would be judged by the program itself"),
+        ("assert all(f(x) == y for x, y in [(1, 2)])", "f\\(x\\) == y would be judged by the program itself"),
+        ("assert f(2) is 3", "is, of anything but None, True or False"),
+        ("assert 1 == 1", "it calls nothing of the program"),
+        ("assert f(2) == [x for x in range(3)]", "both sides are"),
+        ("assert isinstance(f(2), Point)", "isinstance is understood of the types of plain data"),
+        ("for x in range(3): assert f(x) == x", "is no assert"),
+        ("f(2) == 3", "f\\(2\\) == 3 is no assert"),
+        ("assert f(", "is no Python"),
+    ],
+)
+def test_what_could_only_be_judged_inside_is_refused_by_name(text, why):
+    with pytest.raises(BadTest, match=why):
+        read_asserts(text)
+
+
+def test_imports_of_a_test_are_for_the_program():
+    asserts, imports = read_asserts(
+        "import math\nfrom collections import Counter\nassert f(math.pi) == 1\nassert f(2) == 2"
+    )
+    assert [each.sources for each in asserts] == [("f(math.pi)",), ("f(2)",)]
+    assert imports == "import math\nfrom collections import Counter"
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [
+        *((3, 3.0), (True, 1), (0.1 + 0.2, 0.3), (1e-12, 0.0), (NAN, NAN), (-math.inf, -math.inf), (10**400, 10**400)),
+        *(
+            ([1, [2.0000001]], [1, [2]]),
+            ({1: 0.3}, {1: 0.1 + 0.2}),
+            ({1, 2}, frozenset({2, 1})),
+            (1 + 0j, 1.0),
+            (b"a", b"a"),
+        ),
+    ],
+)
+def test_what_is_the_same(got, want):
+    assert same(got, want) and same(want, got)
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [
+        *((3, "3"), (3, 3.1), (1.00001, 1), (NAN, 1.0), (math.inf, -math.inf), (10**400, 1.0), (10**16, 10**16 + 1)),
+        *(
+            ((1, 2), [1, 2]),
+            ([1], [1, 1]),
+            ([1, 2], {1, 2}),
+            ({1: 2}, {"1": 2}),
+            ({1: 2}, {1: 2, 3: 4}),
+            (None, 0),
+            (b"a", "a"),
+        ),
+        *((None, False), ("", None), ([[]], [()]), (1 + 1j, 1.0), ("nan", NAN), ([], {})),
+    ],
+)
+def test_what_is_not(got, want):
+    assert not same(got, want) and not same(want, got)
+
+
+def test_json_has_no_tuples_and_so_a_tuple_is_its_list():
+    assert same([(1, (2,))], [[1, [2]]], is_json=True) and not same([(1, 3)], [[1, 2]], is_json=True)
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [
+        ("1 2\n3\n", "1  2 \n3"),
+        ("\n\na\r\nb", "a\nb\n\n"),
+        ("0.3333333333", "0.33333333"),
+        ("2.0", "2"),
+        ("1e3 x", "1000 x"),
+    ],
+)
+def test_printed_text_is_compared_by_the_words_of_each_line(got, want):
+    assert same_text(got, want)
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [
+        *(("1 2", "1\n2"), ("a", "A"), ("12345678901234567890", "12345678901234567891"), ("0.34", "0.33"), ("", "0")),
+        *(
+            ("1\n\n2", "1\n2"),
+            ("YES", "YES YES"),
+            ("nan", "0.0"),
+            ("0x1.0", "1.0"),
+            ("1_0.0", "10.0"),
+            ("9" * 500 + ".0", "1.0"),
+        ),
+    ],
+)
+def test_and_differs_by_anything_else(got, want):
+    assert not same_text(got, want)
+
+
+def test_a_mapping_that_compares_oddly_is_never_asked():
+    class Odd(dict):
+        def __eq__(self, other):
+            raise AssertionError("asked")
+
+    assert not same(Odd(a=1), {"a": 2}) and isinstance(Odd(), Mapping)

@@ -1,0 +1,573 @@
+"""The jail: what a program in it can do, what it cannot, and that an attempt costs it its case and nobody else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.rewards.kernels import jailed
+
+from gruppo.rewards import jail as jail_module
+from gruppo.rewards.jail import ATTEMPTS, Jail, JailError, Limits, probe, require_jail
+from gruppo.rewards.jailed import syscalls
+from gruppo.rewards.jailed.plain import DEEPEST, NotPlain, decode, encode
+from gruppo.types import GruppoError
+
+REFUSED = "PermissionError"
+
+
+@pytest.fixture(scope="module")
+def jail():
+    with Jail(Limits(case_s=0.5, program_s=1.5, memory_mib=256)) as opened:
+        yield opened
+
+
+def tried(jail: Jail, expression: str, program: str = "import os, sys, ctypes, socket, subprocess, threading") -> str:
+    """What one expression gives: its value as text, or why there is none."""
+    said = jail.calls(program, [[expression]])[0]
+    return repr(said.value[0]) if said.status == "value" else said.why
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+# --- what works
+
+
+@jailed
+def test_a_kernel_that_has_its_parts_has_the_jail():
+    assert probe() is None
+
+
+@jailed
+def test_calls_give_plain_data_and_errors_are_told(jail):
+    program = "def f(x): return [x, {x: (x, None, 1.5)}, {x}, b'a', 1j]\ndef g(): return 1 / 0"
+    first, second, third = jail.calls(program, [["f(2)", "f('a')[0]"], ["g()"], ["h()"]])
+    assert first.value == [[2, {2: (2, None, 1.5)}, {2}, b"a", 1j], "a"]
+    assert (second.status, second.why) == ("error", "ZeroDivisionError: division by zero")
+    assert third.why == "NameError: name 'h' is not defined"
+
+
+@jailed
+def test_a_script_reads_its_input_however_it_likes_and_its_output_is_what_it_printed(jail):
+    readers = [
+        "sys.stdin.read()",
+        "open(0).read()",
+        "os.read(0, os.fstat(0).st_size).decode()",
+        "'\\n'.join(sys.stdin)",
+    ]
+    for reader in [*readers, "input() + ' ' + input()", "sys.stdin.buffer.read().decode()"]:
+        said = jail.script(f"import os, sys\nprint(sum(map(int, ({reader}).split())))", ["1 2\n3", "4\n5\n"])
+        assert [each.value for each in said] == ["6\n", "9\n"], reader
+    late = "import atexit, os, sys, threading\natexit.register(lambda: os.write(1, b'last'))\n"
+    late += "threading.Thread(target=lambda: print('from a thread', flush=True)).start()\nsys.exit()"
+    assert jail.script(late, [""])[0].value == "from a thread\nlast"
+    assert jail.script("print('fine', flush=True)\nimport os; os._exit(0)", [""])[0].value == "fine\n"
+
+
+@jailed
+def test_a_script_that_ends_badly_has_said_nothing(jail):
+    program = "print('right')\nx = input()\nif x == 'raise': 1 / 0\nif x == 'exit': raise SystemExit(3)\n"
+    program += "if x == 'die': import os; os.abort()"
+    said = jail.script(program, ["raise", "exit", "die", "no"])
+    assert [each.status for each in said] == ["error"] * 3 + ["value"]
+    assert [each.why for each in said[:2]] == ["ZeroDivisionError: division by zero", "the process ended with status 3"]
+    assert said[2].why == "the process was ended by SIGABRT"
+
+
+@jailed
+def test_the_standard_library_can_be_imported_and_used_and_nothing_installed_can(jail):
+    program = """
+import asyncio, bz2, csv, ctypes, datetime, decimal, email, hashlib, lzma, sqlite3, statistics, unittest, uuid, zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+@dataclass
+class Point:
+    x: "int" = 1
+async def late():
+    await asyncio.sleep(0.01)
+    return 7
+def all_of_it():
+    with ThreadPoolExecutor(4) as pool:
+        squares = list(pool.map(abs, [-1, 2]))
+    year = datetime.datetime.strptime("2020", "%Y").year
+    return asyncio.run(late()), squares, year, Point().x, sqlite3.connect(":memory:").execute("select 3").fetchone()
+"""
+    assert tried(jail, "all_of_it()", program) == "(7, [1, 2], 2020, 1, (3,))"
+    for name in ("torch", "numpy", "gruppo", "pip", "pytest"):
+        assert tried(jail, "1", f"import {name}").startswith(f"ModuleNotFoundError: No module named '{name}'")
+
+
+@jailed
+def test_hashes_and_random_numbers_are_the_same_in_each_run():
+    program = "import random\ndef f(): return random.random(), hash('a'), list({'a', 'b', 'c'})"
+    found = set()
+    for _ in range(2):
+        with Jail() as jail:
+            found |= {tried(jail, "f()", program), tried(jail, "f()", program)}
+    assert len(found) == 1
+
+
+# --- what does not
+
+
+@jailed
+def test_no_file_of_ours_can_be_read_and_no_folder_listed(jail, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("expected answers")
+    link = tmp_path / "link"
+    link.symlink_to(secret)
+    files = [secret, link, Path(__file__), Path(jail_module.__file__), Path.home() / ".bashrc", Path("/etc/passwd")]
+    processes = ["/proc/self/maps", "/proc/self/mem", "/proc/1/environ", f"/proc/{os.getpid()}/environ", "/dev/null"]
+    for file in [
+        *files,
+        *processes,
+        f"/proc/{os.getpid()}/fd/0",
+        f"/proc/self/root{secret}",
+        f"/usr/lib/../..{secret}",
+    ]:
+        assert REFUSED in tried(jail, f"open({str(file)!r}, 'rb').read()"), file
+    for folder in [tmp_path, "/", "/tmp", Path.home(), "/proc", Path(jail_module.__file__).parent]:
+        assert REFUSED in tried(jail, f"os.listdir({str(folder)!r})"), folder
+    assert tried(jail, "sys.path") and tried(jail, "open(os.__file__).read()[:3]") == "'r\"\"'"
+
+
+@jailed
+def test_nothing_can_be_written_changed_or_removed(jail, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("whole")
+    before = victim.stat()
+    path, folder = repr(str(victim)), repr(str(tmp_path))
+    attempts = [
+        *(f"open({path}, {mode!r})" for mode in ("w", "a", "x", "r+", "w+")),
+        *(f"os.open({path}, os.{flag})" for flag in ("O_TRUNC", "O_RDWR", "O_CREAT", "O_WRONLY | os.O_APPEND")),
+        *(f"os.open({folder}, os.O_TMPFILE | os.O_RDWR)", f"os.truncate({path}, 0)", f"os.unlink({path})"),
+        *(f"os.rename({path}, {folder} + '/b')", f"os.link({path}, {folder} + '/b')", f"os.mkdir({folder} + '/d')"),
+        *(
+            f"os.symlink('/', {folder} + '/b')",
+            f"os.chmod({path}, 0)",
+            f"os.utime({path}, (0, 0))",
+            f"os.rmdir({folder})",
+        ),
+        *(f"os.mkfifo({folder} + '/p')", f"os.setxattr({path}, 'user.a', b'b')", "os.memfd_create('m')"),
+        *("__import__('tempfile').mkdtemp()", "os.chdir('/tmp')", "os.readlink('/proc/self/exe')"),
+    ]
+    for attempt in attempts:
+        found = tried(jail, attempt)
+        assert REFUSED in found or "No usable temporary directory" in found, (attempt, found)
+    after = victim.stat()
+    assert (victim.read_text(), os.listdir(tmp_path)) == ("whole", ["victim"])
+    assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
+
+
+@jailed
+def test_there_is_no_network(jail):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+        for attempt in [
+            f"socket.create_connection(('127.0.0.1', {port}))",
+            "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+            "socket.socket(socket.AF_INET6)",
+            "socket.socket(socket.AF_UNIX)",
+            "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+            "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+            f"__import__('urllib.request').request.urlopen('http://127.0.0.1:{port}', timeout=1)",
+        ]:
+            assert "Operation not permitted" in tried(jail, attempt), attempt
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+@jailed
+def test_no_process_or_program_is_started_and_none_is_left(jail):
+    for attempt in [
+        "os.fork()",
+        "os.forkpty()",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "os.execv('/bin/true', ['true'])",
+        "subprocess.run(['/bin/true'])",
+        "__import__('multiprocessing').Process(target=print).start()",
+        "ctypes.CDLL(None, use_errno=True).vfork()",
+    ]:
+        found = tried(jail, attempt)
+        assert REFUSED in found or found == "-1", (attempt, found)
+    assert tried(jail, "os.system('true')") != "0"
+    bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    assert jail.calls(bomb, [["1"]])[0].status == "timeout"
+    assert children_of(jail._process.pid) == []
+
+
+@jailed
+def test_no_one_else_can_be_signalled_limited_or_traced(jail):
+    us, supervisor = os.getpid(), jail._process.pid
+    before = (os.sched_getaffinity(us), os.getpriority(os.PRIO_PROCESS, us))
+    for pid in (us, supervisor):
+        for attempt in [
+            *(f"os.kill({pid}, 9)", f"os.killpg({pid}, 9)", f"os.kill(-{pid}, 9)", f"os.pidfd_open({pid})"),
+            *(f"__import__('resource').prlimit({pid}, 0, (1, 1))", f"os.setpriority(os.PRIO_PROCESS, {pid}, 19)"),
+            *(f"os.sched_setaffinity({pid}, [0])", f"__import__('fcntl').fcntl(1, 8, {pid})", "os.setsid()"),
+            f"__import__('fcntl').ioctl(1, 0x8901, ({pid}).to_bytes(4, 'little'))",
+        ]:
+            assert REFUSED in tried(jail, attempt), attempt
+    assert REFUSED in tried(jail, "os.kill(0, 9)") and REFUSED in tried(jail, "os.kill(-1, 9)")
+    assert (os.sched_getaffinity(us), os.getpriority(os.PRIO_PROCESS, us)) == before
+    assert tried(jail, "os.kill(os.getpid(), 9)") == "the process was ended by SIGKILL"
+    assert tried(jail, "6 * 7") == "42"
+
+
+RAW = syscalls._numbers(  # of x86-64
+    """
+    ptrace=101 mount=165 umount2=166 setns=308 unshare=272 bpf=321 perf_event_open=298 keyctl=250 io_uring_setup=425
+    userfaultfd=323 process_vm_readv=310 pidfd_getfd=438 memfd_secret=447 shmget=29 socket=41 connect=42 execve=59
+    execveat=322 fork=57 vfork=58 rt_sigqueueinfo=129 tkill=200 chroot=161 pivot_root=155 init_module=175 reboot=169
+    syslog=103 personality=135 modify_ldt=154 open_by_handle_at=304 name_to_handle_at=303 kcmp=312 add_key=248
+    mq_open=240 landlock=446 seccomp=317 setuid=105 setresuid=117 capset=126 truncate=76 creat=85 linkat=265
+    renameat2=316 sendmsg=46
+    """
+)
+
+
+@jailed
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are x86-64's")
+def test_calls_of_the_kernel_that_reach_outside_are_refused_to_native_code_too(jail):
+    program = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def errno_of(number, *arguments):
+    return 0 if libc.syscall(number, *map(ctypes.c_long, arguments)) >= 0 else ctypes.get_errno()
+"""
+    found = {name: tried(jail, f"errno_of({number}, 1, 1, 1, 1)", program) for name, number in RAW.items()}
+    assert found == dict.fromkeys(RAW, "1")  # EPERM
+    thread = 0x00010000
+    others = {"clone": (56, 17), "clone3": (435, 0, 88), "openat2": (437, -100, 0, 0, 24), "x32 read": (0x40000000, 0)}
+    refused = {name: tried(jail, f"errno_of{arguments}", program) for name, arguments in others.items()}
+    assert refused == {"clone": "1", "clone3": "38", "openat2": "38", "x32 read": "1"}
+    assert (
+        tried(jail, f"errno_of(56, {thread})", program) == "22"
+    )  # a thread is let through, to be refused as malformed
+    assert tried(jail, "errno_of(157, 38, 0)", program) == "1"  # prctl
+
+
+@jailed
+def test_the_environment_is_empty_and_no_descriptor_of_ours_is_open(jail, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a secret")
+    with Jail() as own:
+        assert tried(own, "(dict(os.environ), os.getenv('HF_TOKEN'))") == "({}, None)"
+        assert b"HF_TOKEN" not in Path(f"/proc/{own._process.pid}/environ").read_bytes()
+        scan = "[fd for fd in range(3000) if __import__('contextlib').suppress and is_open(fd)]"
+        program = (
+            "import os\ndef is_open(fd):\n    try:\n        os.fstat(fd)\n    except OSError:\n        return False\n"
+            "    return True"
+        )
+        assert tried(own, scan, program) == "[0, 1, 2, 3]"
+
+
+# --- what ends a program
+
+
+@jailed
+def test_an_endless_loop_costs_its_case_and_the_others_are_kept(jail):
+    program = "def f(x):\n    while x == 1: pass\n    return x"
+    said = jail.calls(program, [["f(0)"], ["f(1)"], ["f(2)"]])
+    assert [each.status for each in said] == ["value", "timeout", "value"]
+    assert (said[0].value, said[2].value) == ([0], [2])
+    assert [each.status for each in jail.script("x = input()\nwhile x == '1': pass", ["0", "1", "2"])] == [
+        "value",
+        "timeout",
+        "value",
+    ]
+
+
+@jailed
+def test_a_program_has_a_time_for_all_its_cases(jail):
+    began = time.monotonic()
+    said = jail.calls("def f():\n    while True: pass", [["f()"]] * 20)
+    statuses = [each.status for each in said]
+    assert set(statuses[:3]) == {"timeout"} and set(statuses[5:]) == {"not_run"}
+    assert time.monotonic() - began < 3 * 1.5 + 3
+
+
+@jailed
+@pytest.mark.parametrize(
+    "hang",
+    [
+        "import time\ndef f(): time.sleep(1000)",
+        "import threading\ndef f(): threading.Event().wait()",
+        "import os, time\ndef f():\n    os.close(3)\n    time.sleep(1000)",
+        "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nsignal.signal(2, 1)\ndef f(): time.sleep(1000)",
+        "while True: pass\ndef f(): pass",
+    ],
+)
+def test_one_that_waits_or_hides_is_ended_too(jail, hang):
+    began = time.monotonic()
+    said = jail.calls(hang, [["f()"]])[0]
+    assert said.status == "timeout" and said.why == "over 0.5 s for the case or 1.5 s in all"
+    assert time.monotonic() - began < 10 and children_of(jail._process.pid) == []
+
+
+@jailed
+def test_memory_threads_and_output_have_an_end(jail):
+    assert tried(jail, "len('x' * 2 * 10**9)") == "MemoryError: "
+    grow = "def f():\n    kept = []\n    while True: kept.append(bytearray(10**7))"
+    assert "MemoryError" in tried(jail, "f()", grow)
+    many = "import threading, time\ndef f():\n    threading.stack_size(32768)\n    while True:"
+    assert tried(jail, "f()", many + " threading.Thread(target=time.sleep, args=(99,)).start()") == "too many threads"
+    assert tried(jail, "'x' * 10**7") == "it said too much"
+    assert jail.script("while True: print('x' * 10000)", [""])[0].why == "it said too much"
+    for junk in ("b'x' * 10000", "b'\\n' * 10000"):
+        assert tried(jail, "f()", f"import os\ndef f():\n    while True: os.write(3, {junk})") == "it said too much"
+    printed = "print('x' * 100_000)"
+    assert jail.script(printed, [""])[0].why == "it said too much"
+    assert jail.script(printed, ["", ""], caps=[0, 100_000])[1].value == "x" * 100_000 + "\n"
+    long = [["'x' * 100_000"]]
+    assert jail.calls("", long)[0].status == "error" and jail.calls("", long, caps=[100_000])[0].status == "value"
+
+
+@jailed
+def test_what_ends_the_process_costs_one_case_and_is_told(jail):
+    program = "import os, ctypes\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2: ctypes.string_at(0)\n"
+    program += "    return x"
+    said = jail.calls(program, [["f(0)"], ["f(1)"], ["f(2)"], ["f(3)"]])
+    assert [each.status for each in said] == ["value", "error", "error", "value"]
+    assert [each.why for each in said[1:3]] == ["the process ended with status 0", "the process was ended by SIGSEGV"]
+    assert [each.why for each in jail.calls("import os; os._exit(0)", [["1"], ["2"]])] == [
+        "the process ended with status 0"
+    ] * 2
+    assert jail.calls("import sys; sys.exit(0)", [["1"]])[0].why == "SystemExit: 0"
+
+
+@jailed
+def test_no_limit_can_be_raised_again(jail):
+    program = "import resource\ndef up(kind): resource.setrlimit(kind, (1 << 40, 1 << 40))"
+    for kind in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE"):
+        assert tried(jail, f"up(resource.{kind})", program) == "ValueError: not allowed to raise maximum limit"
+
+
+@jailed
+def test_nothing_is_left_when_the_trainer_is_killed(tmp_path):
+    trainer = (
+        "from gruppo.rewards.jail import Jail, Limits\njail = Jail(Limits(case_s=60, program_s=60))\n"
+        "print(jail._process.pid, flush=True)\njail.calls('', [[\"__import__('time').sleep(99)\"]])"
+    )
+    source = str(Path(jail_module.__file__).parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-c", trainer], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": source}
+    ) as process:
+        supervisor = int(process.stdout.readline())
+        wait_until(lambda: children_of(supervisor))
+        (child,) = children_of(supervisor)
+        process.kill()
+    wait_until(lambda: not any(is_running(pid) for pid in (supervisor, child)))
+
+
+def wait_until(is_so, patience_s: float = 30.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# --- what the one who asks is told when the jail itself fails
+
+
+@jailed
+def test_a_jail_whose_interpreter_was_killed_says_so():
+    with Jail() as jail:
+        jail.end()
+        with pytest.raises(JailError, match="the jail ended"):
+            jail.calls("", [["1"]])
+
+
+@jailed
+def test_a_process_that_cannot_be_locked_runs_nothing():
+    with Jail() as jail:
+        vars(jail.limits)["memory_mib"] = 1 << 60  # a limit that no kernel takes
+        with pytest.raises(JailError, match="a process could not be locked: OverflowError"):
+            jail.calls("", [["1"]])
+
+
+def test_a_machine_without_a_jail_is_refused_in_one_line_with_what_to_do(monkeypatch):
+    for problem in ("it needs Linux, and this is darwin", "Landlock cannot be used"):
+        monkeypatch.setattr(jail_module, "probe", lambda problem=problem: problem)
+        with pytest.raises(GruppoError, match=problem) as refused:
+            require_jail()
+        assert (
+            "\n" not in str(refused.value)
+            and "seccomp" in str(refused.value)
+            and "file.py:function" in str(refused.value)
+        )
+
+
+def test_another_system_than_linux_has_no_jail(monkeypatch):
+    monkeypatch.setattr(jail_module.sys, "platform", "darwin")
+    assert probe.__wrapped__() == "it needs Linux, and this is darwin"
+
+
+@jailed
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_the_probe_names_an_attempt_that_succeeds(monkeypatch, attempt):
+    monkeypatch.setitem(ATTEMPTS, attempt, "'it worked'")
+    assert probe.__wrapped__() == f"a program in it could {attempt}"
+
+
+@jailed
+def test_the_probe_wants_a_program_to_run(monkeypatch):
+    monkeypatch.setattr(jail_module, "_BARE", 'print(\'{"refused": "Landlock cannot be used"}\')')
+    assert probe.__wrapped__() == "Landlock cannot be used"
+    monkeypatch.setattr(jail_module, "_BARE", "raise SystemExit(3)")
+    assert probe.__wrapped__() == "the jail ended with status 3"
+
+
+@pytest.mark.parametrize("limits", [{"case_s": 0}, {"program_s": -1}, {"memory_mib": 16}, {"case_s": float("nan")}])
+def test_limits_that_are_none_are_refused(limits):
+    with pytest.raises(GruppoError, match="is no jail for a program"):
+        Limits(**limits)
+
+
+# --- plain data
+
+
+class Sly(int):
+    def __eq__(self, other):
+        return True
+
+    def __repr__(self):
+        return "42"
+
+    def __format__(self, spec):
+        return "2a"
+
+    __hash__ = int.__hash__
+    __index__ = __int__ = lambda self: 42
+
+
+class SlyList(list):
+    def __iter__(self):
+        return iter([1, 2])
+
+    def __len__(self):
+        return 2
+
+
+def test_plain_data_come_back_as_they_were_and_of_the_base_type():
+    from collections import Counter, OrderedDict, namedtuple
+
+    value = [
+        None,
+        True,
+        -7,
+        1.5,
+        float("inf"),
+        "\u4f60\ud800\n",
+        b"\0",
+        (1,),
+        {2},
+        frozenset({3}),
+        {(1, "a"): [{}]},
+        2j,
+    ]
+    back = decode(encode(value))
+    assert back == value and [type(x) for x in back] == [type(x) for x in value]
+    assert decode(encode(10**10_000)) == 10**10_000 and decode(encode(float("nan"))) != decode(encode(float("nan")))
+    pair = namedtuple("pair", "a b")(1, 2)
+    assert decode(encode([Counter("aab"), OrderedDict(b=1), pair])) == [{"a": 2, "b": 1}, {"b": 1}, (1, 2)]
+    assert "\n" not in encode("\n\r\u2028")
+
+
+def test_a_subclass_is_read_as_its_base_whatever_it_says_of_itself():
+    assert decode(encode(Sly(7))) == 7 and decode(encode(SlyList([9]))) == [9]
+
+
+@pytest.mark.parametrize(
+    "value", [object(), print, int, iter([]), range(3), Exception("x"), {1: object()}, [lambda: 1]]
+)
+def test_other_objects_are_not_plain(value):
+    with pytest.raises(NotPlain):
+        encode(value)
+
+
+def test_what_is_nested_too_deep_or_forged_is_not_plain():
+    deep: list = []
+    for _ in range(DEEPEST + 1):
+        deep = [deep]
+    with pytest.raises(NotPlain, match="deeper than 100"):
+        encode(deep)
+    for line in [
+        "",
+        "x",
+        "1",
+        "[1]",
+        '["i", 5]',
+        '["q", 1]',
+        '["s", [["l", []]]]',
+        '["d", [1]]',
+        "[" * 10**5,
+        '["f", "x"]',
+    ]:
+        with pytest.raises(NotPlain):
+            decode(line)
+
+
+# --- the table of calls
+
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_the_numbers_of_the_kernels_calls_are_those_of_its_headers(machine):
+    if not HEADERS[machine].is_file():
+        pytest.skip(f"{HEADERS[machine]} is not installed")
+    text = HEADERS[machine].read_text()
+    defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text))
+    defined = {{"fstatat": "newfstatat"}.get(name, name): int(number) for name, number in defined.items()}
+    assert {name: defined.get(name) for name in syscalls.NUMBERS[machine]} == syscalls.NUMBERS[machine]
+
+
+def test_no_call_that_reaches_outside_is_in_a_table():
+    reaching = {
+        "socket",
+        "connect",
+        "bind",
+        "execve",
+        "execveat",
+        "fork",
+        "vfork",
+        "ptrace",
+        "mount",
+        "unlink",
+        "unlinkat",
+    }
+    reaching |= {
+        "rename",
+        "truncate",
+        "ftruncate",
+        "chmod",
+        "fchmod",
+        "io_uring_setup",
+        "bpf",
+        "unshare",
+        "setns",
+        "tkill",
+    }
+    for table in syscalls.NUMBERS.values():
+        assert not reaching & table.keys()
+    assert ctypes.sizeof(ctypes.c_long) == 8
