@@ -1,11 +1,13 @@
 """A chat model of plain torch, in the shape of nanochat's: taught by a careless teacher, then put right by a reward.
 
-The teacher answers "7+5" with 12 one time in three, and with 13 else. So does the model that has learned from it; the
-recipe ``chat``, which are source document 002's settings, makes it right. No transformers.
+The teacher says that 7 + 5 is 12 one time in three, and 13 else. So does the model that has learned from it; the recipe
+``chat``, which are source document 002's settings, makes it right. No transformers.
 
+    gruppo train chat --model examples/chat_rl.py:model --optim.lr 5e-4
     python examples/chat_rl.py
 """
 
+import re
 from dataclasses import replace
 
 import torch
@@ -15,31 +17,33 @@ from torch.nn import functional as F
 import gruppo
 from gruppo.recipes import RECIPES
 
-HIGHEST, TEACHER = 19, (0, 1, 1)
+HIGHEST, TEACHER = 20, (0, 1, 1)
 """The largest number, and how far off the teacher's answers are."""
+PIECES = ("What is ", "?", " + ", " - ", " =", " ", *"0123456789")
 SPECIAL = ("<|user|>", "<|assistant|>", "<|end|>")
-USER, ASSISTANT, END = range(10 + 1, 10 + 1 + len(SPECIAL))
-VOCABULARY = 10 + 1 + len(SPECIAL)
+USER, ASSISTANT, END = range(len(PIECES), len(PIECES) + len(SPECIAL))
+VOCABULARY = len(PIECES) + len(SPECIAL)
 
 
-class Characters:
-    """A token is a character; three more stand between the speakers."""
-
-    characters = "0123456789+"
+class Pieces:
+    """A token is a digit or one of a few pieces of text; three more stand between the speakers."""
 
     def encode(self, text):
-        return [self.characters.index(c) for c in text]
+        found = re.findall("|".join(map(re.escape, PIECES)), text)
+        if "".join(found) != text:
+            raise gruppo.GruppoError(f"{text!r} has characters beside sums and differences such as 'What is 7 + 12?'.")
+        return [PIECES.index(piece) for piece in found]
 
     def decode(self, ids):
-        return "".join(self.characters[i] if i < len(self.characters) else SPECIAL[i - USER] for i in ids)
+        return "".join((*PIECES, *SPECIAL)[i] for i in ids)
 
     def render_for_completion(self, messages):
-        """Ids of a conversation up to where the assistant is to speak."""
+        """Ids of a conversation up to where the assistant is to speak, or to speak on. An empty message is left out."""
         ids = []
-        for message in messages:
+        for message in (m for m in messages if m["content"]):
             is_user = message["role"] == "user"
             ids += [USER if is_user else ASSISTANT, *self.encode(message["content"]), *([] if is_user else [END])]
-        return [*ids, ASSISTANT]
+        return ids[:-1] if ids[-1] == END else [*ids, ASSISTANT]
 
 
 def rotated(x):
@@ -91,18 +95,21 @@ class GPT(nn.Module):
 
 
 def problems():
-    """Every sum of two numbers as a conversation, with its answer."""
+    """Every sum and every difference that is not below 0, as a conversation that the assistant has begun to answer."""
     numbers = range(HIGHEST + 1)
+    asked = [(f"{a} + {b}", a + b) for a in numbers for b in numbers]
+    asked += [(f"{a} - {b}", a - b) for a in numbers for b in range(a + 1)]
     return [
-        {"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": str(a + b)} for a in numbers for b in numbers
+        ([{"role": "user", "content": f"What is {text}?"}, {"role": "assistant", "content": f"{text} ="}], answer)
+        for text, answer in asked
     ]
 
 
 def taught(module, steps, batch=64, lr=3e-3):
     """Learn from the careless teacher, by cross-entropy on what it answers."""
-    tokenizer, rows = Characters(), problems()
-    prompts = [tokenizer.render_for_completion(row["prompt"]) for row in rows]
-    answers = [[[*tokenizer.encode(str(int(row["answer"]) + off)), END] for off in TEACHER] for row in rows]
+    tokenizer, rows = Pieces(), problems()
+    prompts = [tokenizer.render_for_completion(messages) for messages, _ in rows]
+    answers = [[[*tokenizer.encode(f" {answer + off}"), END] for off in TEACHER] for _, answer in rows]
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
     for step in range(steps):
         chosen = [(i, j) for i, j in zip(torch.randint(len(rows), (batch,)), torch.randint(3, (batch,)), strict=True)]
@@ -120,15 +127,22 @@ def taught(module, steps, batch=64, lr=3e-3):
     return module
 
 
-def main(taught_steps=1000, steps=40, **options):
+def model(folder=None, taught_steps=1000):
+    """What ``--model examples/chat_rl.py:model`` means. ``folder``: where the weights lie that it is to get; without
+    one it is new, and goes to its teacher."""
+    module, tokenizer = GPT(), Pieces()
+    if folder is None:
+        taught(module, taught_steps)
+    return gruppo.from_module(module, tokenizer, eos_ids=[END], context=128, render=tokenizer.render_for_completion)
+
+
+def main(taught_steps=1000, steps=50, **options):
     """Teach, then train by reward, and return the result."""
     torch.manual_seed(0)
-    tokenizer = Characters()
-    module = taught(GPT(), taught_steps)
-    policy = gruppo.from_module(module, tokenizer, eos_ids=[END], context=32, render=tokenizer.render_for_completion)
     recipe = RECIPES["chat"]()
-    recipe = replace(recipe, optim=replace(recipe.optim, lr=1e-3))  # 0.1 million weights, and none of them precious
-    result = gruppo.train(recipe, model=policy, data=problems(), steps=steps, **options)
+    recipe = replace(recipe, optim=replace(recipe.optim, lr=5e-4))  # 0.1 million weights, and none of them precious
+    data = f"arithmetic:0:{HIGHEST}:natural"
+    result = gruppo.train(recipe, model=model(taught_steps=taught_steps), data=data, steps=steps, **options)
     print(f"right answers {result.before['mean']:.2f} before, {result.after['mean']:.2f} after {steps} steps")
     return result
 

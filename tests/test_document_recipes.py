@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests import tiny
-from tests.test_examples import example
+from tests.test_examples import EXAMPLES, example
 from tests.training import pictures
 from tests.training.runs import metrics, weights
 
 from gruppo import commands
 from gruppo.core.objective import NANOCHAT
 from gruppo.options import config_from
+from gruppo.policies.text import from_pretrained
 from gruppo.recipes import RECIPES
 from gruppo.recipes.qwen import PROMPTS
 from gruppo.rewards.resolve import resolve_reward
@@ -176,7 +178,7 @@ def test_chat_trains_a_chat_model(tmp_path: Path, options: tuple[str, ...]) -> N
 def test_the_plain_module_of_the_chat_script_is_causal_and_reads_what_it_writes() -> None:
     script = example("chat_rl")
     torch.manual_seed(0)
-    module, tokenizer = script.GPT(), script.Characters()
+    module, tokenizer = script.GPT(), script.Pieces()
     with torch.no_grad():
         for block in module.blocks:  # they begin at zero
             block.out.weight.normal_(std=0.1)
@@ -188,15 +190,34 @@ def test_the_plain_module_of_the_chat_script_is_causal_and_reads_what_it_writes(
     assert not torch.equal(module(ids)[:, 6:], module(changed)[:, 6:])
     swapped = ids[:, [1, 0, *range(2, 9)]]
     assert not torch.allclose(module(ids)[:, 5], module(swapped)[:, 5]), "places are told apart"
-    talk = [
-        {"role": "user", "content": "7+5"},
-        {"role": "assistant", "content": "12"},
-        {"role": "user", "content": "9"},
+    begun = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "What is 7 + 15?"},
+        {"role": "assistant", "content": "7 + 15 ="},
     ]
-    assert (
-        tokenizer.decode(tokenizer.render_for_completion(talk))
-        == "<|user|>7+5<|assistant|>12<|end|><|user|>9<|assistant|>"
-    )
+    said = "<|user|>What is 7 + 15?<|assistant|>7 + 15 ="
+    assert tokenizer.decode(tokenizer.render_for_completion(begun)) == said
+    told = [*begun, {"role": "user", "content": "9"}]
+    assert tokenizer.decode(tokenizer.render_for_completion(told)) == said + "<|end|><|user|>9<|assistant|>"
+    with pytest.raises(GruppoError, match="has characters beside sums and differences"):
+        tokenizer.encode("7 times 5")
+
+
+def test_the_recipe_trains_the_plain_module_of_the_chat_script_by_its_name(tmp_path: Path) -> None:
+    """With the recipe's own data and reward: nothing but the model is named. Taught less than in the script."""
+    file = tmp_path / "chat_rl.py"
+    text = (EXAMPLES / "chat_rl.py").read_text()
+    assert text.count("taught_steps=1000") == 2
+    file.write_text(text.replace("taught_steps=1000", "taught_steps=30"))
+    config = config_from("train", ["chat", "--model", f"{file}:model", "--optim.lr", "5e-4"])
+    run = api.start(api.change(config, {"steps": 2, "name": "run", "runs_dir": str(tmp_path / "runs")})).folder
+    steps = [row for row in metrics(run) if "reward/mean" in row]
+    assert len(steps) == 2 and steps[0]["kl/ref_nats"] == 0.0 < steps[1]["kl/ref_nats"]
+    assert json.loads((run / "final/module.json").read_text())["made_by"] == f"{file}:model"
+    opened = from_pretrained(run)
+    trained = load_file(run / "final/model.safetensors")
+    assert all(torch.equal(value, trained[name]) for name, value in opened.module.state_dict().items())
+    assert opened.chat.can_chat and opened.context == 128
 
 
 @pytest.mark.slow
@@ -204,7 +225,7 @@ def test_the_chat_script_learns_what_its_teacher_seldom_says(tmp_path: Path) -> 
     """Taught less and for a smaller range than the script itself: half a minute of it would be too long here."""
     script = example("chat_rl")
     script.HIGHEST = 6
-    result = script.main(300, 12, show=False, runs_dir=str(tmp_path), rollout__prompts=8, evaluation__prompts=16)
+    result = script.main(300, 15, show=False, runs_dir=str(tmp_path), rollout__prompts=8, evaluation__prompts=24)
     assert result.before["mean"] < 0.3 and result.after["mean"] > 0.5
 
 

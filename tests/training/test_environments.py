@@ -174,7 +174,7 @@ def test_an_environment_that_always_fails_ends_the_run_in_one_line(tmp_path):
 
 def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
     said = "\n".join(explain(config(tmp_path)))
-    assert "environment reply replies: up to 3 answers a row, replies of up to 256 tokens" in said
+    assert "environment reply: up to 3 answers a row, replies of up to 256 tokens" in said
 
 
 @pytest.mark.parametrize(

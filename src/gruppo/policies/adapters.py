@@ -120,9 +120,9 @@ def _features(layer: Any) -> tuple[int, int]:
     return tuple(layer.weight.shape)
 
 
-MODELS = ("config.json", "denoiser.json", "model_index.json", "restorer.json")
+MODELS = ("config.json", "denoiser.json", "model_index.json", "restorer.json", "module.json")
 """One of them lies in every model's folder: of transformers, a denoiser, a pipeline of diffusers, a network that
-restores images."""
+restores images, a language model that a function makes."""
 
 
 def model_of(name: str | Path) -> str:
@@ -130,7 +130,10 @@ def model_of(name: str | Path) -> str:
     path = Path(name).expanduser()
     final = path / "final"
     if (final / "COMPLETE").is_file() and not (_holds_adapter(final) or any((final / n).is_file() for n in MODELS)):
-        raise GruppoError(f"the model of {name} is a module of your own; load {final}/model.safetensors into it.")
+        raise GruppoError(
+            f"the model of {name} is a module of your own; load {final}/model.safetensors into it. One that is trained "
+            "by name, as --model file.py:function, is opened by name too."
+        )
     if (final / "COMPLETE").is_file():
         return str(final)
     if (path / "manifest.json").is_file() and not any(path.glob("*.safetensors")):

@@ -10,10 +10,14 @@ def chat() -> Config:
 
     Sampling (temperature 1, the 50 likeliest tokens) and the linear decay are nanochat's. ``--objective nanochat
     --stage.kl-coef 0`` is the script as it was: reward minus the group's mean, no clip, no KL. With one update a batch
-    the ratio is 1 and the clip changes nothing; ``--optim.epochs 2`` gives it something to do. gruppo train chat learns
-    sums with SmolLM2-135M-Instruct, gruppo train chat --model FOLDER --data mine.jsonl --reward numeric_match your own
-    task. python examples/chat_rl.py is the same on a plain module of 0.1 million weights, without transformers: one CPU
-    core, half a minute, held-out exact match from 0.02 to 0.97 (seed 0). With SmolLM2 it has not been run to its end.
+    the ratio is 1 and the clip changes nothing; ``--optim.epochs 2`` gives it something to do.
+
+    gruppo train chat learns sums and differences with SmolLM2-135M-Instruct: measured here on one thread of an AMD EPYC
+    CPU (Zen 5) with 2 cores, beside other jobs, 17 minutes (18 s a step); sampled reward 0.01 at first, 0.5 by step 8,
+    about 0.8 from step 14 on; held-out exact match from 0.01 to 0.86. gruppo train chat --model
+    examples/chat_rl.py:model --optim.lr 5e-4 is the same on a plain module of 0.1 million weights, without
+    transformers: a minute of one core, half of it to teach the module; held-out 0.09 to 0.93 and 0.07 to 0.91 (seeds 0
+    and 1). Your own module, task and reward: --model mine.py:function --data mine.jsonl --reward numeric_match.
     """
     return Config(
         model="smollm2-135m",

@@ -67,9 +67,11 @@ def described(value: Tensor | np.ndarray) -> str:
 
 
 def shown(value: Any) -> str:
-    """A prompt or an answer in words: the last message of a conversation, the shape of an array, else its text."""
+    """A prompt or an answer in words: the last message of a prompt, all that was said in answer to it, the shape of an
+    array, else its text."""
     if is_array(value):
         return described(value)
     if isinstance(value, list | tuple) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
-        value = value[-1]["content"]
+        said = value if value[0].get("role") == "assistant" else value[-1:]
+        value = " / ".join(str(message.get("content")) for message in said)
     return visible(str(value))

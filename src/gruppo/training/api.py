@@ -56,7 +56,7 @@ def train(
 ) -> Result:
     """Train a model on data with a reward, and return where it is.
 
-    ``model``: a hub id, a folder, a bundled name, a ``TextPolicy`` or a ``DenoiserPolicy``. ``data``: a name, a path, a
+    ``model``: a hub id, a folder, a bundled name, ``file.py:function``, or a policy. ``data``: a name, a path, a
     list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in TRL's calling
     convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the policy, so that
     it speaks again. ``changes`` are further fields of ``Config``, dotted ones with two

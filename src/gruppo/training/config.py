@@ -322,7 +322,8 @@ class Config:
     """A whole run. Recipes are functions that return one; the shell overrides its leaves."""
 
     model: str = ""
-    """A hub id, a local folder, or a bundled model such as smollm2-135m; a folder with a denoiser or a pipeline of
+    """A hub id, a local folder, or a bundled model such as smollm2-135m; file.py:function for a language model of one's
+    own, which the function returns as gruppo.from_module made it; a folder with a denoiser or a pipeline of
     diffusers, diffusers:OWNER/NAME, or unet for a new one of the size of the data's pictures; restore:unet,
     restore:dncnn or restore:file.py:Class for a network that restores images, or a folder with one."""
     data: str = ""

@@ -117,7 +117,7 @@ def _beside(run: Run) -> list[str]:
     if run.environment is not None:
         chosen = config.environment
         lines.append(
-            f"  environment {run.environment.name} replies: up to {chosen.turns} answers a row, replies of up to "
+            f"  environment {run.environment.name}: up to {chosen.turns} answers a row, replies of up to "
             f"{chosen.max_reply_tokens} tokens, which are read and not learned from"
         )
     if (back := config.back_off).metric:
@@ -154,7 +154,8 @@ def _work(run: Run) -> list[str]:
         f"  prompts     {mean:.0f} tokens on average, {max(map(len, prompts))} at most (of 32)",
         f"  sampled     at most {rows * rollout.max_new_tokens:,} tokens a step, {rollout.max_new_tokens} a row",
         f"  trained on  at most {trained:,.0f} tokens an epoch"
-        + (", a group's prompt once" if run.policy.backbone.layout != "padded" else ", the prompt with every row"),
+        + (", a group's prompt once" if run.policy.backbone.layout != "padded" else ", the prompt with every row")
+        + ("; and what the environment says" if run.environment is not None else ""),
         *_beside(run),
         f"  steps       {run.config.steps}, optimiser steps {run.config.steps * run.config.updates_per_batch}",
     ]

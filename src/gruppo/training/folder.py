@@ -27,6 +27,8 @@ from gruppo.training.run import Run
 from gruppo.training.weights import base_sha256, check_base, check_critic, first_weights, restore_weights, weights_of
 from gruppo.types import GruppoError
 
+log = logging.getLogger("gruppo")
+
 
 @dataclass(frozen=True)
 class Boundary:
@@ -284,6 +286,22 @@ class RunFolder:
             )
         run.reference_sha256 = of_reference
         check_unchanged(run)
+
+    def warn_of_other_source(self, model_source: Mapping[str, Any]) -> None:
+        """Say where the model's file is another than when the run began; the weights are checked apart."""
+        try:
+            then = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))["model"]["sha256"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if dist.is_main() and (now := model_source.get("sha256")) != then:
+            log.warning(
+                "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): it may go on "
+                "otherwise than it would have.",
+                model_source["name"],
+                self.path,
+                then or "none",
+                now or "none",
+            )
 
     def write_final(self, run: Run) -> Path:
         """The trained model as a folder of its own."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from gruppo import dist
 from gruppo.loading import program
 from gruppo.policies.adapters import adapt_from, is_adapter, model_of
 from gruppo.policies.diffusion import (
@@ -27,11 +28,12 @@ from gruppo.policies.diffusion import (
 )
 from gruppo.policies.diffusion import Diffusion as DiffusionPath
 from gruppo.policies.diffusion.load import SETTINGS as DENOISER
-from gruppo.policies.lora import inject
+from gruppo.policies.lora import digest, inject
 from gruppo.policies.restoration import RestorationPolicy
 from gruppo.policies.text import TextPolicy, from_pretrained
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
 from gruppo.policies.text.load import Adapt, give_adapter
+from gruppo.policies.text.made_by import MadeBy, is_made, names_function
 from gruppo.training import config_file, restorers
 from gruppo.training.config import IN_MEMORY, Config, Diffusion, Lora, Restoration
 from gruppo.training.demos import peeked
@@ -98,7 +100,8 @@ def sampling_of(config: Config, kind: Kind, actions: int = 1) -> Sampling:
 def check_kind(config: Config, kind: Kind) -> None:
     """Refuse settings of another kind of model, before anything is loaded."""
     if kind == "text":
-        if config.diffusion != Diffusion() and config.model not in BUNDLED and not Path(config.model).exists():
+        is_here = config.model in BUNDLED or names_function(config.model) or Path(config.model).exists()
+        if config.diffusion != Diffusion() and not is_here:
             raise GruppoError(
                 f"there is no folder {config.model!r} with an image model. Train one first, as with {program()} train "
                 f"digits-pretrain, or set --model {NEW} or diffusers:OWNER/NAME."
@@ -319,9 +322,26 @@ def _open_text(config: Config, given: Any) -> tuple[TextPolicy, dict[str, Any]]:
     if is_adapter(path) and adapt is None:
         log.warning("the model %s is an adapter: it is merged into its base, and all weights are trained.", path)
     policy = from_pretrained(
-        path, compute=config.compute, trust_remote_code=config.trust_remote_code, adapt=adapt, is_merged=True
+        path,
+        compute=config.compute,
+        trust_remote_code=config.trust_remote_code,
+        adapt=adapt,
+        is_merged=True,
+        seed=config.seed,
     )
+    if "made_by" in source:
+        _check_ranks_agree(policy, config.model)
     return policy, source
+
+
+def _check_ranks_agree(policy: TextPolicy, name: str) -> None:
+    """Refuse a function that makes other weights on each rank: they would be trained as if they were the same."""
+    weights = {name: parameter.detach() for name, parameter in policy.module.named_parameters()}
+    if dist.world() > 1 and len(set(dist.gather(digest(weights).encode()))) > 1:
+        raise GruppoError(
+            f"{name} made other weights on each of the {dist.world()} ranks. Draw them from torch's generator, which "
+            "--seed seeds, or read them from a file."
+        )
 
 
 def _adapt_for(config: Config) -> Adapt | None:
@@ -335,10 +355,13 @@ def _adapt_for(config: Config) -> Adapt | None:
 
 
 def found_model(name: str) -> tuple[str, dict[str, Any]]:
-    """Where a text model is to be loaded from, and what a manifest says of it."""
+    """Where a text model is to be loaded from, and what a manifest says of it; of one's own, the hash of its file."""
     if name in BUNDLED:
         found = bundled_model(name)
         return str(found.path), {"name": name, "source": found.source, "sha256": found.sha256}
+    if names_function(name) or is_made(model_of(name)):
+        made = MadeBy.named(name) if names_function(name) else MadeBy.read(Path(model_of(name)).expanduser())
+        return name, {"name": name, "made_by": made.made_by, "sha256": made.sha256}
     if "/" not in name and not Path(name).exists() and (near := difflib.get_close_matches(name, [*BUNDLED, NEW], 1)):
         raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")
     return name, {"name": name}

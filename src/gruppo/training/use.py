@@ -19,6 +19,7 @@ from gruppo.policies.diffusion import ClassLabels
 from gruppo.policies.restoration import load_restorer
 from gruppo.policies.text import from_pretrained
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
+from gruppo.policies.text.made_by import names_function
 from gruppo.rewards.images import to_pillow
 from gruppo.track.pictures import Cell, Line, draw, picture_of
 from gruppo.track.sheets import FOLDER, write_sheet
@@ -199,6 +200,7 @@ def _path_of(model: str | Path) -> str:
     """Where a run's model, a bundled one or a folder lies; a hub id as it is."""
     name = model_of(model)
     path = Path(name)
-    if not path.exists() and path.parent != Path() and path.parent.is_dir():  # no hub id: its folder is here
+    is_folder = not names_function(name)
+    if is_folder and not path.exists() and path.parent != Path() and path.parent.is_dir():  # no hub id: it is here
         raise GruppoError(f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there.")
     return str(bundled_model(name).path) if name in BUNDLED else name

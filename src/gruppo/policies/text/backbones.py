@@ -16,6 +16,7 @@ from gruppo.policies.adapters import save_adapter
 from gruppo.policies.lora import has_adapter
 from gruppo.policies.text.decoding import LayeredDecoding
 from gruppo.policies.text.layers import read_decoder
+from gruppo.policies.text.made_by import WEIGHTS, MadeBy
 from gruppo.policies.text.stream import Stream
 from gruppo.policies.text.trunk import stream_features
 
@@ -70,8 +71,16 @@ class Backbone(Protocol):
         """Features to logits; where it is an ``nn.Linear``, that module, which scoring then runs in blocks."""
         ...
 
-    def start(self, prompts: Sequence[Int[Tensor, "L"]], owners: Int[Tensor, "N"]) -> Decoding:
-        """Read each prompt once, and open one row for each owner, an index into the prompts."""
+    def start(
+        self,
+        prompts: Sequence[Int[Tensor, "L"]],
+        owners: Int[Tensor, "N"],
+        behind: Sequence[Int[Tensor, "H"]] | None = None,
+    ) -> Decoding:
+        """Read each prompt once, and open one row for each owner, an index into the prompts.
+
+        ``behind``: what each row has after its prompt already, a token or more.
+        """
         ...
 
     def on(self, module: nn.Module) -> Backbone:
@@ -89,8 +98,10 @@ class PlainBackbone:
 
     layout: Layout = "padded"
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, made_by: MadeBy | None = None) -> None:
         self.module = module
+        self.made_by = made_by
+        """The function that made it, of one that was opened by name."""
 
     @property
     def trunk(self) -> nn.Module:
@@ -108,15 +119,28 @@ class PlainBackbone:
     def head(self, features: Tensor) -> Tensor:
         return features
 
-    def start(self, prompts: Sequence[Tensor], owners: Tensor) -> Decoding:
-        return RereadDecoding(self, prompts, owners)
+    def start(self, prompts: Sequence[Tensor], owners: Tensor, behind: Sequence[Tensor] | None = None) -> Decoding:
+        return RereadDecoding(self, *whole(prompts, owners, behind))
 
     def on(self, module: nn.Module) -> PlainBackbone:
-        return PlainBackbone(module)
+        return PlainBackbone(module, self.made_by)
 
     def save(self, folder: Path) -> None:
-        """model.safetensors; read it back with safetensors.torch.load_model."""
-        save_model(self.module, str(folder / "model.safetensors"))
+        """model.safetensors, which safetensors.torch.load_model reads; and module.json, where a function is known."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.module, str(folder / WEIGHTS))
+        if self.made_by is not None:
+            self.made_by.write(folder)
+
+
+def whole(
+    prompts: Sequence[Tensor], owners: Tensor, behind: Sequence[Tensor] | None
+) -> tuple[Sequence[Tensor], Tensor]:
+    """Where rows have begun, each with all before it as a prompt of its own."""
+    if behind is None:
+        return prompts, owners
+    begun = [torch.cat([prompts[owner], own]) for owner, own in zip(owners.tolist(), behind, strict=True)]
+    return begun, torch.arange(len(begun), device=owners.device)
 
 
 class RereadDecoding:
@@ -202,10 +226,13 @@ class TransformersBackbone:
     def head(self) -> Callable[[Tensor], Tensor]:
         return self.module.get_output_embeddings() if self.splits else nn.Identity()
 
-    def start(self, prompts: Sequence[Tensor], owners: Tensor) -> Decoding:
+    def start(self, prompts: Sequence[Tensor], owners: Tensor, behind: Sequence[Tensor] | None = None) -> Decoding:
         decoder = read_decoder(self.module) if self.decodes else None
+        if decoder is None or self.layout != "stream":
+            prompts, owners = whole(prompts, owners, behind)
+            behind = None
         if decoder is not None:
-            return LayeredDecoding(decoder, self.module.get_output_embeddings(), prompts, owners)
+            return LayeredDecoding(decoder, self.module.get_output_embeddings(), prompts, owners, behind)
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
 
     def on(self, module: nn.Module) -> TransformersBackbone:

@@ -245,7 +245,8 @@ class LayeredDecoding:
 
 def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
     """Numbers of what is read in one pass, one after another: of so many tokens together at most."""
-    run, total = [], 0
+    run: list[int] = []
+    total = 0
     for n, size in enumerate(sizes):
         if run and total + size > READ_AT_ONCE:
             yield run

@@ -18,6 +18,8 @@ from gruppo.policies.lora import has_adapter, hold_base
 from gruppo.policies.text.backbones import PlainBackbone
 from gruppo.policies.text.bundled import BUNDLED, bundled_model
 from gruppo.policies.text.chat import PlainChat, TransformersChat
+from gruppo.policies.text.made_by import is_made, names_function
+from gruppo.policies.text.modules import open_made, open_saved
 from gruppo.policies.text.policy import TextPolicy
 from gruppo.policies.text.precision import faster_dtype
 from gruppo.policies.text.probing import probe
@@ -37,14 +39,22 @@ def from_pretrained(
     needs_head: bool = True,
     adapt: Adapt | None = None,
     is_merged: bool = False,
+    seed: int = 0,
 ) -> TextPolicy:
     """A Hugging Face causal LM: a hub id, a local folder, or a run's for its final model. Master weights are float32.
 
+    ``file.py:function`` is what that function returns, and a folder that was saved of it is opened by it again; see
+    ``open_made``. Its weights may hang on ``seed``; ``compute="auto"`` leaves it the dtype that the function chose.
     ``needs_head=False`` takes a reward model too, whose language head is random: for its trunk and nothing else.
     With ``adapt`` the base is held once, in the dtype of the arithmetic. A folder with an adapter is opened on its
     base; with ``is_merged`` it is added to the base's weights.
     """
     path = model_of(path)
+    if is_made(path) or names_function(path):
+        policy = _placed(open_saved(path, seed=seed) if is_made(path) else open_made(path, seed=seed), compute)
+        if adapt is not None:
+            give_adapter(policy, adapt)
+        return policy
     if is_adapter(path):
         if adapt is not None:
             raise GruppoError(
@@ -137,8 +147,8 @@ def from_transformers(
 ) -> TextPolicy:
     """A Hugging Face model that is already in memory, with its tokenizer."""
     module = module.float().eval()
-    if torch.cuda.is_available():
-        module = module.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
+    if (device := _accelerator()) is not None:
+        module = module.to(device)
     backbone = probe(module)
     if not (backbone.caches or backbone.decodes):
         logging.getLogger("gruppo").warning(
@@ -164,6 +174,28 @@ def from_transformers(
         compute_dtype=dtype,
         chunk=chunk,
     )
+
+
+def _placed(policy: TextPolicy, compute: Compute) -> TextPolicy:
+    """The policy on this rank's accelerator, where there is one, and in the dtype that was asked for."""
+    dtype = policy.compute_dtype if compute == "auto" else _dtype(compute, 0, policy.module)
+    device = _accelerator() or policy.device
+    if (dtype, device) == (policy.compute_dtype, policy.device):
+        return policy
+    return TextPolicy(
+        policy.module.to(device),
+        policy.backbone,
+        policy.chat,
+        context=policy.context,
+        compute_dtype=dtype,
+        chunk=policy.chunk,
+    )
+
+
+def _accelerator() -> torch.device | None:
+    """This rank's GPU, if there is any."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}") if count else None
 
 
 def give_adapter(policy: TextPolicy, adapt: Adapt) -> None:
