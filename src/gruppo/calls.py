@@ -111,12 +111,18 @@ def within(fn: Callable[[], Any], timeout_s: float | None) -> Any:
 def wait_for(answer: Awaitable[Any]) -> Any:
     """The value of an awaitable, run on the one event loop that all async functions share from call to call."""
 
-    async def body() -> Any:
-        return await answer
+    async def body() -> tuple[Any, SystemExit | None]:
+        try:
+            return await answer, None
+        except SystemExit as error:  # it would end the event loop
+            return None, error
 
     future = asyncio.run_coroutine_threadsafe(body(), _loop.get())
     _here.call.future = future
-    return future.result()
+    value, left = future.result()
+    if left is not None:
+        raise left
+    return value
 
 
 def abandoned_count() -> int:

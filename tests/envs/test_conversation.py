@@ -14,7 +14,9 @@ from gruppo.engines import LocalEngine
 from gruppo.envs import Conversing, Environment, converse, failures_of, written
 from gruppo.policies.reference import FrozenReference
 from gruppo.policies.text import from_module, from_pretrained
+from gruppo.policies.text.chat import TransformersChat
 from gruppo.policies.text.generation import cut_at_stop
+from gruppo.rewards import FunctionReward
 from gruppo.testing import check_engine
 from gruppo.types import Prompt, Request, Rollouts, Sampling
 
@@ -181,6 +183,78 @@ def test_a_begun_answer_is_not_said_twice():
     assert chat.text_with_specials(chat.encode_reply(prompt, said, reply, is_closed=True)) == "<user>3<eos><assistant>"
 
 
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def sentencepiece(template, style):
+    """A tokenizer that puts a space before what begins a text, in the two ways in which Llama 2 and Mistral do."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = dict.fromkeys("▁abcdefghijklmnopqrstuvwxyzINST0123456789 .[]/|\n:")
+    tokenizer = Tokenizer(
+        models.BPE({t: n for n, t in enumerate(["<unk>", "<s>", "</s>", *letters])}, [], unk_token="<unk>")
+    )
+    if style == "prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    own = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **own)
+
+
+ONE, TWO, THREE = ([{"role": r, "content": c}] for r, c in (("user", "one"), ("assistant", "two"), ("user", "three")))
+
+
+@pytest.mark.parametrize("style", ["prepend", "first"])
+@pytest.mark.parametrize("template", [LLAMA_2, MISTRAL], ids=["llama 2", "mistral"])
+def test_the_tail_of_a_conversation_has_the_tokens_that_it_has_within_it(template, style):
+    """A space before the end token, and one that the tokenizer puts before a text that is alone."""
+    tokenizer = sentencepiece(template, style)
+    chat = TransformersChat(tokenizer, [tokenizer.eos_token_id])
+    tokens = tokenizer.convert_ids_to_tokens
+    whole = tokens(tokenizer.apply_chat_template([*ONE, *TWO, *THREE], return_dict=False))
+    after = whole.index("</s>") + 1
+    assert tokens(chat.encode_reply(ONE, TWO, THREE, is_closed=True)) == whole[after:]
+    begins = after - 1 - (template is LLAMA_2)  # its space before the end token is the template's
+    assert tokens(chat.encode_reply(ONE, TWO, THREE, is_closed=False)) == whole[begins:]
+    assert tokens(chat.encode_reply("one", "two", "three", is_closed=False)) == list("three")
+    assert tokens(chat.encode_reply("one", "two", " 3", is_closed=False)) == ["▁", "3"]
+
+
+def test_a_template_without_the_assistants_words_costs_the_row_and_is_named():
+    policy = tiny_policy()
+    policy.chat.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    why = set(failures_of(conversed(policy, talks())).values())
+    assert len(why) == 1 and "leaves the assistant's words out of a conversation" in why.pop()
+
+
+def test_what_a_tokenizer_cannot_write_costs_its_row():
+    class Letters(ByteTokenizer):
+        def encode(self, text):
+            if "!" in text:
+                raise ValueError("substring not found")
+            return super().encode(text)
+
+    torch.manual_seed(0)
+    policy = from_module(TinyGPT(), Letters(), eos_ids=[END], context=64)
+    rollouts = conversed(policy, reply=lambda seed: "!" if seed % 2 else "1")
+    failed = failures_of(rollouts)
+    assert failed and rollouts.per_row["turns"].max() > 1
+    assert all("its reply cannot be written: ValueError: substring not found" in why for why in failed.values())
+
+
 def rendered(messages):
     """A user's words, <, the assistant's words, an end: as nanochat writes a conversation to be completed."""
     ids = []
@@ -212,7 +286,7 @@ def test_a_render_that_cannot_go_on_costs_the_rows_and_says_why():
     policy = own_module(lambda messages: list("".join(f"{m['role'][0]}:{m['content']};" for m in messages).encode()))
     rollouts = conversed(policy, talks())
     why = set(failures_of(rollouts).values())
-    assert len(why) == 1 and why.pop().startswith("render writes a conversation that goes on in another way")
+    assert len(why) == 1 and "written: render writes a conversation that goes on in another way" in why.pop()
     assert {rollouts.finish[row] for row in failures_of(rollouts)} == {"error"}
 
 
@@ -241,6 +315,59 @@ def test_one_turn_asks_the_environment_once():
     assert rollouts.per_row["turns"].max() == 1 and rollouts.mask.sum() == rollouts.lengths.sum()
     asked = [state == {"asked": True} for state in rollouts.per_row["state"]]
     assert asked == [finish == "stop" for finish in rollouts.finish]
+
+
+def test_a_row_that_was_cut_is_shown_to_its_environment_and_goes_on_no_more():
+    limited = replace(SAMPLING, max_actions=3, stop=("~",))
+    rollouts = conversed(tiny_policy(), talks(), limited, reply=lambda text, state: state.update(text=text) or "1")
+    assert set(rollouts.finish) == {"length"} and rollouts.per_row["turns"].max() == 1
+    assert [state["text"] for state in rollouts.per_row["state"]] == [o[-1]["content"] for o in rollouts.outputs]
+    over = conversed(tiny_policy(), talks(), limited, reply=lambda: None)
+    assert set(over.finish) == {"length"} and over.per_row["ended"].all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_row_is_read_beyond_the_context_while_it_waits_for_others(seed):
+    """Rows have unequal room; one that is finished is not fed to the model again."""
+    policy, games = plain(), [Request(Prompt(str(n), "ab", draw=n), 8) for n in range(8)]
+    stops = tuple("abcdefghijklmnopqrst")
+    rollouts = converse(
+        policy.sample,
+        policy.go_on,
+        Environment(lambda seed: "x" * (seed % 30), turns=6),
+        games,
+        Sampling(max_actions=40, stop=stops),
+        seed=seed,
+    )
+    lengths = [len(ids_of(rollouts, row)) for row in range(len(rollouts))]
+    assert 60 < max(lengths) <= 64
+
+
+def test_of_a_text_the_policys_own_words_are_kept_beside_what_was_said():
+    rollouts = conversed(doubled(llama()), reply=lambda: " because ")
+    said = [False, False]
+    for row in range(len(rollouts)):
+        own = [ids for is_own, ids in segments(rollouts, row) if is_own]
+        words = "".join(cut_at_stop(doubled(llama()).chat.text(ids), STOPS) for ids in own)
+        assert rollouts.per_row["words"][row] == words
+        said = [said[0] or " because " in rollouts.outputs[row], said[1] or " because " in words]
+    assert said == [True, False]
+    seen = []
+    FunctionReward(lambda completions: seen.extend(completions) or [0.0] * len(completions)).score(rollouts)
+    assert seen == list(rollouts.per_row["words"])
+
+
+def test_a_reward_that_changes_a_state_changes_its_own_copy():
+    rollouts = conversed(tiny_policy(), talks())
+
+    def changes(state):
+        for own in state:
+            own["heard"] = 3
+        return [0.0] * len(state)
+
+    before = [dict(state) for state in rollouts.per_row["state"]]
+    FunctionReward(changes).score(rollouts)
+    assert list(rollouts.per_row["state"]) == before
 
 
 @pytest.mark.parametrize("limit", [3, 5, 12])
@@ -278,6 +405,10 @@ def test_a_long_reply_is_cut_in_what_is_read_and_in_what_is_said():
     rollouts = conversed(tiny_policy(), talks(), reply=lambda: "12345678", turns=2, max_reply_tokens=3)
     replies = [m["content"] for output in rollouts.outputs for m in output if m["role"] == "user"]
     assert replies and set(replies) == {"123"}
+    two = [{"role": "user", "content": "12"}, {"role": "user", "content": "345"}]
+    rollouts = conversed(tiny_policy(), talks(), reply=lambda: two, turns=2, max_reply_tokens=3)
+    replies = [m["content"] for output in rollouts.outputs for m in output if m["role"] == "user"]
+    assert set(replies) == {"12", "3"}
 
 
 def test_a_failure_ends_its_row_as_an_error_and_keeps_what_was_said():

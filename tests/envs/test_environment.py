@@ -199,6 +199,46 @@ def test_an_async_reply_that_blocks_ends_its_turn():
     answers = reply_to(reply, asked(), asked(), timeout_s=0.1)
     release.set()
     assert {answer.kind for answer in answers} == {"timeout"}
+    assert answers[0].message.startswith("no answer within 0.1 s: a coroutine blocks, and all others with it")
+
+
+def test_functions_that_return_an_awaitable_are_waited_for_too():
+    async def later(text):
+        return text + "!"
+
+    assert reply_to(lambda text: later(text), timeout_s=20)[0][0]["content"] == "7!"
+    assert reply_to(lambda text: later(text), timeout_s=None)[0][0]["content"] == "7!"
+
+
+@pytest.mark.parametrize("timeout_s", [20.0, None])
+def test_an_async_reply_that_leaves_costs_its_conversation_alone(timeout_s):
+    async def reply(text):
+        if text == "bad":
+            raise SystemExit(3)
+        return text
+
+    first, bad = reply_to(reply, asked("a"), asked("bad"), timeout_s=timeout_s)
+    assert first[0]["content"] == "a" and bad.message.startswith("SystemExit: 3")
+    assert reply_to(reply, asked("a"), timeout_s=timeout_s)[0][0]["content"] == "a"
+
+
+def test_a_timeout_of_the_functions_own_is_told_as_it_is():
+    async def reply():
+        raise TimeoutError("connect to db:5432 refused")
+
+    (answer,) = reply_to(reply, timeout_s=20)
+    assert answer.kind == "exception" and "TimeoutError: connect to db:5432 refused" in answer.message
+
+
+def test_what_a_function_changes_is_its_own_copy():
+    def reply(prompt, messages, answer, level, rows):
+        for own in (prompt, messages, rows):
+            own.append("x")
+
+    prompt = Prompt("p", [dict(HELLO[0])], target="1", meta={"level": 1, "rows": ["a"]})
+    said = [{"role": "assistant", "content": "7"}]
+    assert reply_to(reply, Asked(prompt, said, "7", 1, 0)) == [None]
+    assert (prompt.inputs, prompt.meta["rows"], len(said)) == ([HELLO[0]], ["a"], 1)
 
 
 def test_its_name_is_the_functions():
@@ -227,7 +267,9 @@ def test_columns_that_are_not_there_are_refused_with_the_nearest():
 @pytest.mark.parametrize(
     ("fn", "why"),
     [
-        (3, r"the environment is 3 \(int\), which is not callable"),
+        (3, r"the environment is 3 \(int\), which is no function to reply with"),
+        (dict, r"the environment is .*Of a class, give an instance"),
+        (Environment(lambda: None), r"the environment is .*which is no function to reply with"),
         (max, "environment 'max' has no readable signature"),
         (eval("lambda x, /: x"), "takes 'x' by position only"),
     ],

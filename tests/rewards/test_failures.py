@@ -11,7 +11,8 @@ import time
 import pytest
 from tests.rewards.fakes import rollouts_of
 
-from gruppo.rewards import FunctionReward, RewardSet, calls, failures
+from gruppo import calls
+from gruppo.rewards import FunctionReward, RewardSet, failures
 
 
 def kinds_of(outcome):
@@ -29,6 +30,16 @@ def test_only_the_row_that_raises_is_unscored_and_the_record_names_error_file_an
     line = reward.__code__.co_firstlineno + 1
     assert outcome.failures[0].message == f"ZeroDivisionError: float division by zero (test_failures.py:{line})"
     assert outcome.failures[0].reward == "reward"
+
+
+def test_an_async_reward_that_leaves_costs_its_rows_and_the_next_call_is_answered():
+    async def leaves(completions):
+        if "bad" in completions:
+            raise SystemExit(3)
+        return [1.0] * len(completions)
+
+    outcome = FunctionReward(leaves, timeout_s=20).score(rollouts_of(["a", "bad"]))
+    assert outcome.rewards.isnan().tolist() == [False, True] and "SystemExit: 3" in outcome.failures[0].message
 
 
 @pytest.mark.parametrize("given", [[1.0], [1.0, 2.0], [1.0, 2.0, 3.0, 4.0]])

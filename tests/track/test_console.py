@@ -236,7 +236,7 @@ def test_texts_stay_on_one_line_and_show_what_cannot_be_seen():
     assert shorten("中文中文中文", 7) == "中文…文"
     assert shown([{"role": "system", "content": "s"}, {"role": "user", "content": "hi\n"}]) == r"hi\n"
     talk = [("assistant", "8"), ("user", "Higher."), ("assistant", "12\n")]
-    assert shown([{"role": role, "content": text} for role, text in talk]) == r"8 / Higher. / 12\n"
+    assert shown([{"role": role, "content": text} for role, text in talk]) == r"8 [Higher.] 12\n"
 
 
 def test_a_plain_line_of_an_image_model_counts_denoising_steps_and_leaves_out_what_says_nothing():

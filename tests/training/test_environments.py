@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.training.test_step import run_in, step, step_by_hand, vector
 
 from gruppo import train
 from gruppo.training import api, checks, config_file, use
-from gruppo.training.build import Parts
+from gruppo.training.build import Parts, build
 from gruppo.training.evaluate import evaluate_rows, held_out
 from gruppo.training.explain import explain
 from gruppo.training.loop import Stopped
@@ -35,6 +36,10 @@ def reply(text: str, state: dict[str, Any], answer: str, turn: int) -> str | Non
 def fails_now_and_then(text: str, seed: int) -> str:
     if seed % 3 == 0:
         raise ValueError("lost")
+    return "1"
+
+
+def always() -> str:
     return "1"
 
 
@@ -172,8 +177,43 @@ def test_an_environment_that_always_fails_ends_the_run_in_one_line(tmp_path):
         api.start(config(tmp_path, environment__reply=f"{HERE}:always_fails", rollout__stop=tuple(tiny.CHARACTERS)))
 
 
+def test_failures_in_an_evaluation_are_told(tmp_path, caplog):
+    changes = settings(environment__reply=f"{HERE}:always_fails", evaluation__prompts=4)
+    run = run_in(tmp_path, **(changes | {"rollout__stop": tuple(tiny.CHARACTERS)}))
+    evaluated, _ = evaluate_rows(run, held_out(run, 4))
+    assert evaluated.scored < 4
+    assert re.search(
+        r"held out: the environment failed in [1-4] of 4 conversations: ValueError: the server", caplog.text
+    )
+
+
+def test_a_run_is_resumed_with_another_environment_by_its_name(tmp_path):
+    stop = Signalling(2)
+
+    def stopping(completions: Sequence[Any], **_: Any) -> list[float]:
+        return stop(completions)
+
+    stopping.__name__ = "digits"
+    chosen = config(tmp_path, reward=[tiny.reward("digits")], evaluation__prompts=0)
+    with pytest.raises(Stopped):
+        api.start(chosen, Parts(rewards=[stopping], environment=lambda text: None))
+    done = api.resume(tmp_path / "runs/run", environment=f"{HERE}:always", show=False)
+    assert [row["environment/ended_frac"] for row in metrics(done.folder) if "turns/mean" in row][-1] == 0
+
+
+class Buffer(list):
+    def __call__(self, text: str) -> str:
+        return "1"
+
+
+def test_an_environment_that_is_empty_is_one(tmp_path):
+    run = build(config(tmp_path), Parts(environment=Buffer()))[0]
+    assert run.environment.name == "Buffer"
+
+
 def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
-    said = "\n".join(explain(config(tmp_path)))
+    said = "\n".join(explain(config(tmp_path, rollout__stop=tuple(tiny.CHARACTERS))))
+    assert re.search(r"completion  \[\{'role': 'assistant'.*\{'role': 'user', 'content': '1 of \d+'", said)
     assert "environment reply: up to 3 answers a row, replies of up to 256 tokens" in said
 
 
@@ -202,7 +242,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path,
         ({"environment__reply": "nowhere.py:reply"}, "there is no file .*nowhere.py"),
         ({"environment__reply": f"{HERE}:replly"}, "has no 'replly'.*Did you mean .*:reply"),
         ({"environment__reply": "reply"}, "'reply' names no object; write path/to/file.py:name"),
-        ({"environment__reply": f"{HERE}:HERE"}, "the environment is .*which is not callable"),
+        ({"environment__reply": f"{HERE}:HERE"}, "the environment is .*which is no function to reply with"),
         ({"environment__reply": f"{HERE}:shadows"}, "asks for 'colour', which the data do not have"),
         ({"reward": [f"{HERE}:wordy"], "environment__reply": "", "environment__turns": 8}, "asks for 'state'"),
     ],

@@ -29,14 +29,14 @@ def converse(
     A row ends as "stop" where its environment returns None or the policy has given ``environment.turns`` answers; as
     "length" where the policy has written ``sampling.max_actions`` tokens in all, or the model's context is full; as
     "error" where the environment fails. ``per_row`` then has ``state`` (the dict of its conversation), ``turns``
-    (answers of the policy), ``ended`` (whether by the environment), ``sample`` (its number in the group) and
-    ``environment_failure`` (a text or None).
+    (answers of the policy), ``ended`` (whether by the environment), ``words`` (what it wrote itself, as one text),
+    ``sample`` (its number in the group) and ``environment_failure`` (a text or None).
     """
     rollouts = _begun(write(requests, sampling, seed=seed), requests)
     table = _Table(rollouts, seed)
     turns = torch.ones(len(rollouts), dtype=torch.long)
     ended = torch.zeros(len(rollouts), dtype=torch.bool)
-    speaking = [row for row, finish in enumerate(rollouts.finish) if finish == "stop"]
+    speaking = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
     while speaking:
         answers = environment.replies({row: table.asked(rollouts, row, int(turns[row])) for row in speaking})
         replies = {}
@@ -45,19 +45,22 @@ def converse(
                 table.failed[row] = answer.message
             elif answer is None:
                 ended[row] = True
-            elif turns[row] < environment.turns:
+            elif turns[row] < environment.turns and rollouts.finish[row] == "stop":
                 replies[row] = answer
         if not replies:
             break
-        before = rollouts.lengths
+        before = rollouts.mask.sum(dim=1)
         rollouts = go_on(rollouts, replies, sampling, seed=seed, max_reply_tokens=environment.max_reply_tokens)
-        wrote = rollouts.lengths > before
+        wrote = rollouts.mask.sum(dim=1) > before
         turns += wrote
-        speaking = [row for row in replies if wrote[row] and rollouts.finish[row] == "stop"]
+        speaking = [row for row in replies if wrote[row] and rollouts.finish[row] != "error"]
+        for row in speaking:
+            table.words[row] += rollouts.per_row["text"][row]
     table.failed |= {row: text for row, text in enumerate(rollouts.per_row["environment_failure"]) if text is not None}
     ends: dict[int, Finish] = dict.fromkeys(table.failed, "error")
     held = {name: value for name, value in rollouts.per_row.items() if name != "text"}
     held |= {"state": tuple(table.states), "turns": turns, "ended": ended, "environment_failure": table.failures()}
+    held["words"] = tuple(table.words)
     finish = tuple(ends.get(row, finish) for row, finish in enumerate(rollouts.finish))
     return replace(rollouts, finish=finish, per_row=held)
 
@@ -80,6 +83,8 @@ class _Table:
             seed_at(seed, "environment", prompt.draw, number)
             for prompt, number in zip(self.prompts, rollouts.per_row["sample"].tolist(), strict=True)
         ]
+        self.words = list(rollouts.per_row["text"])
+        """Of the policy alone."""
         self.failed: dict[int, str] = {}
 
     def asked(self, rollouts: Rollouts, row: int, turn: int) -> Asked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import difflib
 import inspect
 import threading
@@ -60,10 +61,11 @@ class Environment:
         max_reply_tokens: int = 256,
         timeout_s: float | None = 60.0,
     ) -> None:
-        if not callable(fn):
+        if not callable(fn) or isinstance(fn, type | Environment):
             raise GruppoError(
-                f"the environment is {fn!r:.80} ({type(fn).__name__}), which is not callable; it needs to be a function"
-                " such as def reply(text, state) that returns what is said next, or None at the end."
+                f"the environment is {fn!r:.80} ({type(fn).__name__}), which is no function to reply with; it needs "
+                "one such as def reply(text, state) that returns what is said next, or None at the end. Of a class, "
+                "give an instance with __call__."
             )
         self.fn, self.turns, self.max_reply_tokens, self.timeout_s = fn, turns, max_reply_tokens, timeout_s
         named = getattr(fn, "func", fn)
@@ -127,7 +129,7 @@ class Environment:
                     answers.append(answer)
 
         if self.timeout_s is None:
-            work()
+            within(work, None)
             return answers
         call = start(work)
         while not call.done.wait(max(begun[0] + self.timeout_s - time.monotonic(), 0.001)):
@@ -141,17 +143,26 @@ class Environment:
     def _reply(self, asked: Asked) -> Reply | None:
         try:
             raw = self._call(asked)
+            raw = wait_for(raw) if inspect.isawaitable(raw) else raw
         except (Exception, SystemExit) as error:
             raise Unanswered.of(error) from error
         return reply_of(raw, asked.prompt.inputs)
 
     def _at_once(self, asked: Mapping[int, Asked]) -> dict[int, Any]:
-        async def one(key: int) -> Any:
+        async def kept(key: int) -> Any:
             try:
-                return await asyncio.wait_for(self._call(asked[key]), self.timeout_s)
-            except TimeoutError:
-                return Unanswered("timeout", f"no answer within {self.timeout_s:.3g} s")
+                return await self._call(asked[key])
+            except SystemExit as error:  # it would end the event loop
+                return error
+
+        async def one(key: int) -> Any:
+            began = time.monotonic()
+            try:
+                return await asyncio.wait_for(kept(key), self.timeout_s)
             except Exception as error:
+                is_late = self.timeout_s is not None and time.monotonic() - began >= self.timeout_s
+                if isinstance(error, TimeoutError) and is_late:
+                    return Unanswered("timeout", f"no answer within {self.timeout_s:.3g} s")
                 return error
 
         async def every() -> list[Any]:
@@ -161,14 +172,17 @@ class Environment:
         try:
             raw = within(lambda: wait_for(every()), longest)
         except Unanswered as problem:
+            if problem.kind == "timeout":
+                said = f"no answer within {self.timeout_s:.3g} s: a coroutine blocks, and all others with it"
+                problem = Unanswered("timeout", f"{said}. Await what takes time, or write def in place of async def.")
             return dict.fromkeys(asked, problem)
         return {key: _caught(partial(_answered, entry, asked[key])) for key, entry in zip(asked, raw, strict=True)}
 
     def _call(self, asked: Asked) -> Any:
         prompt = asked.prompt
-        keywords: dict[str, Any] = {**prompt.meta}
+        keywords: dict[str, Any] = {name: _own(value) for name, value in prompt.meta.items()}
         if prompt.target is not None:
-            keywords = {"answer": prompt.target, "target": prompt.target} | keywords
+            keywords = {"answer": _own(prompt.target), "target": _own(prompt.target)} | keywords
         keywords |= dict.fromkeys(
             name for name, required in self._parameters.items() if required and name not in keywords
         )
@@ -178,9 +192,14 @@ class Environment:
             "state": asked.state,
             "turn": asked.turn,
             "seed": asked.seed,
-            "prompt": prompt.inputs,
+            "prompt": _own(prompt.inputs),
         }
         return self.fn(**{k: v for k, v in keywords.items() if self._takes_all or k in self._parameters})
+
+
+def _own(value: Any) -> Any:
+    """A copy of what can be changed: a function that changes it changes no data."""
+    return copy.deepcopy(value) if isinstance(value, list | dict) else value
 
 
 def messages_of(inputs: Any, said: Any) -> Any:
@@ -219,7 +238,7 @@ def _not_understood(raw: Any, wanted: str) -> Unanswered:
 def _answered(entry: Any, asked: Asked) -> Reply | None:
     if isinstance(entry, Unanswered):
         raise entry
-    if isinstance(entry, Exception):
+    if isinstance(entry, BaseException):
         raise Unanswered.of(entry)
     return reply_of(entry, asked.prompt.inputs)
 

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gruppo.training.config import Config, Environment, Evaluation, Optim, Rollout, Saving
+from gruppo.training.config import Config, Environment, Evaluation, Optim, Prompts, Rollout, Saving
 
 PROMPTS = Path(__file__).with_name("guess_prompts.jsonl")
-"""Each number from 1 to 15 after each of eight openings; which are held out goes by the opening."""
-LOWEST, HIGHEST = 1, 15
+"""Each number from 1 to 7 after each of eight openings; which are held out goes by the opening."""
+LOWEST, HIGHEST = 1, 7
 _GUESS = re.compile(r"\s*(\d{1,3})\s*\.?\s*")
 
 
 def guess() -> Config:
-    """SmolLM2-135M-Instruct learns to find a number from 1 to 15 in four guesses, by what it is told after each.
+    """SmolLM2-135M-Instruct learns to find a number from 1 to 7 in three guesses, by what it is told after each.
 
     ``reply`` is the environment: it says "Higher." or "Lower." to a number, and ends the game at the right one or at
-    anything that is no number. Whoever does not listen finds 4 of 15; halving what is left finds all. The reward is 1
+    anything that is no number. Whoever does not listen finds 3 of 7; halving what is left finds all. The reward is 1
     for the number, else 0.1 for each guess that the replies left open.
     """
     return Config(
@@ -27,9 +27,10 @@ def guess() -> Config:
         data=str(PROMPTS),
         reward=("gruppo.recipes.guess:found",),
         steps=60,
-        rollout=Rollout(prompts=12, group_size=8, max_new_tokens=24, temperature=1.2, top_k=20),
-        optim=Optim(lr=1.2e-5, warmup_steps=3),
-        environment=Environment(reply="gruppo.recipes.guess:reply", turns=4),
+        rollout=Rollout(prompts=8, group_size=8, max_new_tokens=20),
+        optim=Optim(lr=1e-5, warmup_steps=3),
+        environment=Environment(reply="gruppo.recipes.guess:reply", turns=3),
+        prompts=Prompts(held_out_fraction=0.2),
         evaluation=Evaluation(prompts=64),
         saving=Saving(every=20, keep=1),
     )

@@ -128,7 +128,7 @@ class FunctionReward:
             notes, prompts = _Notes(len(rows)), [prompt_of[row] for row in rows]
             makers: dict[str, Callable[[], Any]] = {
                 "prompts": lambda: [_copied(prompt.inputs) for prompt in prompts],
-                "completions": lambda: [_copied(rollouts.outputs[row]) for row in rows],
+                "completions": lambda: [_copied(completion_of(rollouts, row)) for row in rows],
                 "trainer_state": lambda: state,
                 "log_metric": lambda: notes.log_metric,
                 "log_extra": lambda: notes.log_extra,
@@ -139,7 +139,7 @@ class FunctionReward:
             if shows_images(rollouts):
                 makers["images"] = makers["completions"]
             if "state" in rollouts.per_row:
-                makers["state"] = lambda: [rollouts.per_row["state"][row] for row in rows]
+                makers["state"] = lambda: [dict(rollouts.per_row["state"][row]) for row in rows]
             keywords = {name: make() for name, make in makers.items() if self._wants(name)}
             if wants_ids:
                 keywords["completion_ids"] = [rollouts.actions[row][rollouts.mask[row]].tolist() for row in rows]
@@ -189,6 +189,12 @@ def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
 def shows_images(rollouts: Rollouts) -> bool:
     """Whether what the policy made are images."""
     return any(isinstance(output, Tensor) for output in rollouts.outputs)
+
+
+def completion_of(rollouts: Rollouts, row: int) -> Any:
+    """What the policy made of a row. Of a text to which an environment replied, the policy's own words."""
+    output = rollouts.outputs[row]
+    return rollouts.per_row["words"][row] if isinstance(output, str) and "words" in rollouts.per_row else output
 
 
 def given_beside(rollouts: Rollouts) -> list[str]:

@@ -67,11 +67,12 @@ def described(value: Tensor | np.ndarray) -> str:
 
 
 def shown(value: Any) -> str:
-    """A prompt or an answer in words: the last message of a prompt, all that was said in answer to it, the shape of an
-    array, else its text."""
+    """A prompt or an answer in words: the last message of a prompt, all that was said in answer to it, an environment's
+    words in brackets; the shape of an array, else its text."""
     if is_array(value):
         return described(value)
     if isinstance(value, list | tuple) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
-        said = value if value[0].get("role") == "assistant" else value[-1:]
-        value = " / ".join(str(message.get("content")) for message in said)
+        is_answer = value[0].get("role") == "assistant"
+        said = [(message.get("role"), str(message.get("content"))) for message in (value if is_answer else value[-1:])]
+        value = " ".join(f"[{text}]" if is_answer and role != "assistant" else text for role, text in said)
     return visible(str(value))

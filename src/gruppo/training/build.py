@@ -69,7 +69,7 @@ class Parts:
                 f"environment is {environment!r:.80} ({type(environment).__name__}); it needs to be a function such as "
                 "def reply(text, state) that returns what is said next or None, or a name, file.py:function."
             )
-        own = environment if callable(environment) else None
+        own = load_object(os.fspath(environment)) if isinstance(environment, str | os.PathLike) else environment
         return cls(model if isinstance(model, POLICIES) else None, data, rewards, own)
 
 
@@ -258,7 +258,7 @@ def open_environment(config: Config, parts: Parts, source: Any) -> Environment |
     if not chosen.reply:
         return None
     environment = Environment(
-        parts.environment or load_object(chosen.reply),
+        load_object(chosen.reply) if parts.environment is None else parts.environment,
         turns=chosen.turns,
         max_reply_tokens=chosen.max_reply_tokens,
         timeout_s=chosen.timeout_s,

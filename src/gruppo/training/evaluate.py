@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from gruppo import dist
 from gruppo.core.images import as_saved, psnr
-from gruppo.envs import written
+from gruppo.envs import failures_of, written
 from gruppo.rewards.restoration import MOST_DB
 from gruppo.rewards.score import Scores
 from gruppo.track.report import Z_95, wilson_interval
 from gruppo.training.run import Run
 from gruppo.types import Prompt, Request, Rollouts, Sampling, Stat
+
+log = logging.getLogger("gruppo")
 
 Generate = Callable[..., Rollouts]
 """An engine's ``generate``, or a policy's ``sample``: who answers."""
@@ -73,6 +76,9 @@ def evaluate_rows(
     elif mine:
         rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
         scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps, is_evaluation=True)
+        if refused := failures_of(rollouts):
+            why = next(iter(refused.values()))
+            log.warning("held out: the environment failed in %d of %d conversations: %s", len(refused), len(mine), why)
         rows = sample_rows(rollouts, scores, range(len(rollouts)), is_held_out=True)
         stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
         stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}

@@ -111,12 +111,39 @@ class TransformersChat:
 
     def encode_reply(self, inputs: Any, said: Any, reply: Any, *, is_closed: bool) -> list[int]:
         if isinstance(reply, str):
-            return self.encode_text(reply)
+            return self._encode_between(reply)
         before = self._taken(list(inputs))
         before = before[:-1] if before[-1]["role"] == "assistant" else before  # an answer that was begun is in said
         spoken = {"role": "assistant", "content": _SPOKEN}
         written = self._rendered([*before, *said[:-1], spoken, *reply], tokenize=False, add_generation_prompt=True)
-        return _after_end(self.encode_text(written.rpartition(_SPOKEN)[2]), self.eos_ids, is_closed=is_closed)
+        _, found, tail = written.rpartition(_SPOKEN)
+        if not found:
+            raise DataError(
+                "the model's chat template leaves the assistant's words out of a conversation, so none can go on. Use "
+                "a model whose template writes them."
+            )
+        return self._encode_tail(tail, is_closed=is_closed)
+
+    def _encode_tail(self, tail: str, *, is_closed: bool) -> list[int]:
+        """What a template writes behind an answer, less the end token that the answer has already.
+
+        It is encoded behind that token: some tokenizers put a space before what begins a text.
+        """
+        ends = self.tokenizer.convert_ids_to_tokens(list(self.eos_ids))
+        end = next((end for end in ends if tail.lstrip().startswith(end)), None)
+        if not is_closed or not ends:
+            return self._encode_between(tail)
+        tail = tail if end is None else tail.lstrip()[len(end) :]
+        ids = self.encode_text((end or ends[0]) + tail)
+        return ids[1:] if ids and ids[0] in self.eos_ids else self.encode_text(tail)
+
+    def _encode_between(self, text: str) -> list[int]:
+        """Ids of a text that follows others, without the space that some tokenizers put before a text alone."""
+        for anchor in ("\n", "#", "a"):
+            before, whole = self.encode_text(anchor), self.encode_text(anchor + text)
+            if whole[: len(before)] == before:
+                return whole[len(before) :]
+        return self.encode_text(text)
 
     @property
     def closing(self) -> list[int]:

@@ -36,7 +36,8 @@ def write(
 ) -> Written:
     """Sample until each row has drawn an end token, written a stop text, or used up its uniforms.
 
-    ``limits``: tokens of each row at most, 1 or more; without them, all columns.
+    ``limits``: tokens of each row at most, 1 or more; without them, all columns. No row is then read beyond its own
+    limit, where the model's context may end: what is finished leaves at once.
 
     A row whose logits are not finite ends as "error", with what it had. Finished rows leave the batch once they are an
     eighth of it: each leave copies the cache, so a few wait for company. ``text`` shows special tokens, which a stop
@@ -76,7 +77,7 @@ def write(
         still = int(open_slots.sum())
         if still == 0 or t + 1 == columns:
             break
-        if len(slots) - still >= max(1, len(slots) // 8):
+        if len(slots) - still >= (max(1, len(slots) // 8) if limits is None else 1):
             kept = open_slots.nonzero()[:, 0]
             decoding.select(kept.to(decoding.logits.device))
             slots, open_slots, drawn = slots[kept], open_slots[kept], drawn[kept]

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from gruppo.calls import describe
 from gruppo.policies.text.generation import Written, cut_at_stop, write
 from gruppo.seeds import uniforms_at
 from gruppo.types import DataError, Finish, Rollouts, Sampling
@@ -53,8 +54,9 @@ def written_on(
     for row, reply in sorted(replies.items()):
         try:
             turn = _turn(policy, rollouts, row, _cut(policy, reply, max_reply_tokens), sampling)
-        except DataError as problem:  # a role that the template does not know
-            ends[row], failed[row] = "error", str(problem)
+        except Exception as problem:  # a role that the template does not know, a letter that the tokenizer does not
+            why = str(problem) if isinstance(problem, DataError) else describe(problem)
+            ends[row], failed[row] = "error", f"its reply cannot be written: {why}"
             continue
         if turn.room > 0:
             turns.append(turn)
@@ -83,11 +85,16 @@ def _turn(policy: TextPolicy, rollouts: Rollouts, row: int, reply: Any, sampling
 
 
 def _cut(policy: TextPolicy, reply: Any, tokens: int) -> Any:
-    """The reply, each of its texts of so many tokens at most."""
-    if not isinstance(reply, str):
-        return [{**message, "content": _cut(policy, message["content"], tokens)} for message in reply]
-    ids = policy.chat.encode_text(reply)
-    return reply if len(ids) <= tokens else policy.chat.text(ids[:tokens])
+    """The reply, of so many tokens of text at most; messages beyond them are empty."""
+    if isinstance(reply, str):
+        ids = policy.chat.encode_text(reply)
+        return reply if len(ids) <= tokens else policy.chat.text(ids[:tokens]).rstrip("\ufffd")  # half a letter
+    kept = []
+    for message in reply:
+        content = _cut(policy, message["content"], tokens)
+        tokens -= min(tokens, len(policy.chat.encode_text(content)))
+        kept.append({**message, "content": content})
+    return kept
 
 
 def _write(policy: TextPolicy, rollouts: Rollouts, turns: Sequence[_Turn], sampling: Sampling, seed: int) -> Written:
