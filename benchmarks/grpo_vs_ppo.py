@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -86,10 +87,8 @@ def summarise(results: Mapping[str, Mapping[str, dict[str, Any]]]) -> dict[str, 
         of_kl = {variant: summary(one) for variant, one in of_kl.items()}
         first = next(iter(of_kl.values()))
         for s in list(of_kl.values()):
-            ratios = {
-                f"{name}_ratio": s[name] / first[name] for name in ("seconds", "update_s", "peak_gib", "held_gib")
-            }
-            s.update(ratios)
+            for name in ("seconds", "update_s", "peak_gib", "held_gib"):  # a tiny model may hold nothing that is seen
+                s[f"{name}_ratio"] = s[name] / first[name] if first[name] else math.nan
         summaries[kl] = of_kl
     return summaries
 
