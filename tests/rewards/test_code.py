@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 
 import pytest
 from tests.rewards.fakes import rollouts_of
@@ -16,7 +17,7 @@ from gruppo.rewards import RewardSet, code, resolve_reward
 from gruppo.rewards.code import code_tests, program_in
 from gruppo.rewards.code_asserts import BadTest
 from gruppo.rewards.code_cases import tests_of as read_tests
-from gruppo.rewards.jail import Jail, JailError
+from gruppo.rewards.jail import Jail, JailError, Said
 from gruppo.types import DataError, GruppoError, Prompt
 
 DOUBLE = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1.5) == 3"]
@@ -310,6 +311,113 @@ def test_only_what_is_asked_enters_the_jail(monkeypatch):
     assert len(sent) >= 4 and not any(b"okapi" in data or b"4711" in data for data in sent)
 
 
+@jailed
+@pytest.mark.silent_bug(42)
+def test_nothing_of_what_is_expected_can_be_told_from_the_request(monkeypatch):
+    sent = []
+    plain = Jail._send
+    monkeypatch.setattr(Jail, "_send", lambda self, data, patience: sent.append(data) or plain(self, data, patience))
+    text = "```python\ndef f(x): pass\n```"
+    for form, columns in [
+        (lambda want: [f"assert f(1) == {want!r}"], {}),
+        (lambda want: [{"input": "1", "output": want}, {"input": "2", "output": "x"}], {}),
+        (lambda want: [{"args": [1], "output": want}], {"entry_point": "f"}),
+        (lambda want: {"inputs": ["1"], "outputs": [want]}, {}),
+    ]:
+        sent.clear()
+        for want in ("YES", "NO", "True", "False", "", "a long answer" * 30):
+            scores([text], form(want), **columns)
+        assert len(sent) == 6 and len(set(sent)) == 1
+
+
+def test_a_long_answer_has_room_for_all_of_its_row_and_no_more_than_it_may_need():
+    def room(*lengths):
+        return read_tests([{"input": "", "output": "x" * length} for length in lengths]).room
+
+    assert (room(0), room(3), room(8191), room(8192), room(3, 8192)) == (65536, 65536, 65536, 131072, 131072)
+    assert room(10**6) == (1 << 22) + 65536 and room(3 * 10**6) == -(-4 * 3 * 10**6 // 65536) * 65536
+
+
+FORGED = """
+import sys
+frame = sys._getframe()
+while 'say' not in frame.f_locals: frame = frame.f_back
+say = frame.f_locals['say']
+say(-1, 'v', 'null')
+say(0, 'v', %r)
+"""
+
+
+@jailed
+@pytest.mark.silent_bug(42)
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\ndef f(x): os.kill(os.getpid(), 40)",
+        "def f(x): return 1j",
+        *(FORGED % text for text in ('["l",[]]', '["l",[["i","2"],["i","2"]]]', '["i","2"]', "[" * 50_000)),
+    ],
+)
+def test_no_program_can_leave_its_row_unscored(program):
+    huge = [{"args": [1], "output": 10**400}]
+    for tests in (huge, ["assert f(1) == 2"], [{"args": [1], "output": 2}]):
+        assert scores([f"```python\n{program}\n```"], tests, entry_point="f") == [0.0]
+
+
+def test_an_answer_whose_comparison_raises_is_wrong():
+    def raising(value):
+        raise OverflowError
+
+    verdict = code.judged([Said("value", [1])], code.Tests(False, (code.Case(("f(1)",), raising, 1),)))
+    assert (verdict.passed, verdict.kinds) == (0, ("wrong",))
+
+
+@jailed
+def test_imports_of_a_row_may_be_one_text(monkeypatch):
+    text = ["```python\ndef f(x): return math.floor(x)\n```"]
+    for imports in ("import math", ["import math"], ("import math",)):
+        assert code_tests()(text, tests=[["assert f(2.5) == 2"]], test_imports=[imports]) == [1.0]
+
+
+@jailed
+def test_a_column_of_the_wrong_type_costs_its_own_row_and_is_named():
+    right, tests = [RIGHT] * 2, [DOUBLE] * 2
+    for name, bad, why in [
+        ("test_imports", 5, "test_imports is 5; it needs text"),
+        ("test_imports", [["a"]], "test_imports is"),
+        ("test_setup_code", {"a": 1}, "test_setup_code is {'a': 1}; it needs text"),
+        ("entry_point", ["f"], "entry_point is .'f'.; it needs the name"),
+    ]:
+        first, second = code_tests()(right, tests=tests, **{name: [bad, None]})
+        assert isinstance(first, Unanswered) and re.search(why, first.message) and second == 1.0
+
+
+@jailed
+def test_a_setup_that_is_broken_by_itself_is_no_fault_of_a_program():
+    reward, bad = code_tests(case_s=0.2, program_s=0.4), "```python\ndef double(x): return None\n```"
+    for setup, why in [
+        ("import numpy as np", "fails: ModuleNotFoundError: No module named 'numpy'"),
+        ("def f(:", "is no Python"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("while True: pass", "over 0.2 s for the case"),
+    ]:
+        for text in (RIGHT, bad):
+            (found,) = reward([text], tests=[DOUBLE], test_setup_code=[setup])
+            assert isinstance(found, Unanswered) and why in found.message
+    needs = "root = double(Node(1).value)"
+    assert reward([RIGHT], tests=[DOUBLE], test_setup_code=[needs]) == [0.0]  # Node is the program's to define
+    breaks = "```python\nimport builtins\ndel builtins.__import__\n```"
+    assert reward([breaks], tests=[DOUBLE], test_setup_code=["import math"]) == [0.0]
+
+
+@jailed
+def test_messages_hold_no_control_characters():
+    errors = []
+    text = "```python\ndef double(x): raise ValueError('\\x1b[2J\\x07a')\n```"
+    code_tests()([text], tests=[DOUBLE], log_extra=lambda _, values: errors.append(values[0]))
+    assert errors[0] == "case 1: ValueError:  [2J a"
+
+
 # --- where the program is
 
 
@@ -327,10 +435,24 @@ def test_only_what_is_asked_enters_the_jail(monkeypatch):
         ("no code", "no code"),
         ("", ""),
         ("```python\n```", ""),
+        ("1. So:\n\n   ```python\n   def f():\n       return 1\n   ```\n", "def f():\n    return 1"),
+        ("> ```python\n> def f():\n>\n>     return 1\n> ```", "def f():\n\n    return 1"),
+        ("  ```python\ndef f():\n    return 1\n  ```", "def f():\n  return 1"),
+        ("```python\na\n```\n```python-repl\n>>> a\n```", "a"),
+        ("\ufeffx = 1", "x = 1"),
+        ("```python\n\ufeffx = 1\n```", "x = 1"),
+        ("~~~ a`b\n```py\nc\n```", "c"),
     ],
 )
 def test_the_program_is_the_last_python_block_else_the_last_block_else_all(text, program):
     assert program_in(text) == program
+
+
+@pytest.mark.parametrize("text", ["~" * 100_000 + "`", ("`" * 99 + "~") * 1000, " " * 100_000, "> " * 50_000])
+def test_a_program_is_found_in_linear_time(text):
+    began = time.process_time()
+    program_in(text)
+    assert time.process_time() - began < 1
 
 
 @jailed
@@ -384,7 +506,7 @@ def test_options_are_written_after_the_name():
     for options, why in [
         ("all_or_none=true", "did you mean all_or_nothing"),
         ("workers=-1", "workers=-1"),
-        ("memory_mib=2", "128 MiB"),
+        ("memory_mib=2", "128 to 1048576 MiB"),
     ]:
         with pytest.raises(GruppoError, match=why):
             resolve_reward(f"code_tests:{options}")

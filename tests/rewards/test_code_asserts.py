@@ -45,7 +45,18 @@ def one(text: str) -> Any:
         ("assert list(map(f, [1, 2])) == [2, 4]", ["list(map(f, [1, 2]))"], [[2, 4]], [[2, 5]]),
         ("assert [f(1), f(2)] == [2, 4]", ["f(1)", "f(2)"], [2, 4], [4, 2]),
         ("assert f(2)[0].name == 'zebra'", ["f(2)[0].name"], ["zebra"], [""]),
-        ("assert f(2).startswith('a')", ["f(2).startswith('a')"], [True], [False]),
+        ("assert f(2).startswith('zebra')", ["f(2)"], ["zebras"], ["a zebra"]),
+        ("assert not f(2).isdigit()", ["f(2)"], ["a"], ["1"]),
+        ("assert f(2).issubset({'zebra', 'b'}) is True", ["f(2)"], [{"b"}], [True]),
+        ("assert 'zebra'.startswith(f(2))", ["f(2)"], ["ze"], ["be"]),
+        ("assert Solution().f(2).endswith('zebra')", ["Solution().f(2)"], ["zebra"], [True]),
+        ("assert Trie('a').startswith('b')", ["Trie('a').startswith('b')"], [True], [False]),
+        ("assert f('a b') == 'zebra b'.split()", ["f('a b')"], [["zebra", "b"]], ["zebra b"]),
+        ("assert f(2)['ok'] is True", ["f(2)['ok']"], [True], [1]),
+        ("assert f(2) + 'bra' == 'zebra'", ["f(2)"], ["ze"], ["zebra"]),
+        ("assert f(2) + [2] == [1, 2]", ["f(2)"], [[1]], [(1,)]),
+        ("assert f(2) - {1} == {2}", ["f(2)"], [{1, 2}], [[1, 2]]),
+        ("assert 2 * f(2) == 'aa'", ["f(2)"], ["a"], [1]),
         ("assert decode(encode('a')) == 'a'", ["decode(encode('a'))"], ["a"], ["b"]),
         ("assert isinstance(f(2), (list, tuple))", ["f(2)"], [(1,)], [1]),
         ("assert f(2) in (3, 4.0)", ["f(2)"], [4], [5]),
@@ -62,6 +73,11 @@ def test_calls_go_inside_and_what_is_expected_stays_outside(text, asked, right, 
     assert list(read.sources) == asked
     assert WORD not in "".join(read.sources) and "1.41" not in "".join(read.sources)
     assert read.passes(right) and not read.passes(wrong)
+
+
+def test_numbers_that_no_float_holds_are_compared_and_do_not_raise():
+    assert not same(1j, 10**400) and not same(10**400, 1j) and not same(1.5, 10**400)
+    assert not one("assert f(2) * 10**9 == 'a'").passes(["long" * 10**6])
 
 
 def test_an_assert_that_raises_or_got_too_little_does_not_hold():
@@ -83,6 +99,25 @@ def test_an_assert_that_raises_or_got_too_little_does_not_hold():
         ("assert 1 == 1", "it calls nothing of the program"),
         ("assert f(2) == [x for x in range(3)]", "both sides are"),
         ("assert isinstance(f(2), Point)", "isinstance is understood of the types of plain data"),
+        ("assert f(1)['ok']", r"f\(1\)\['ok'\] would be judged by what the program gave; compare with =="),
+        ("assert f(1).equals(2)", "would be judged by what the program gave"),
+        ("assert f(1).equals(2) == True", "would be judged by what the program gave"),
+        ("assert bool(f(1).equals(2))", "would be judged by what the program gave"),
+        ("assert all([f(1).equals(2)])", "would be judged by what the program gave"),
+        ("assert f(1).equals(2) if True else 0", "would be judged by what the program gave"),
+        ("assert f(1)(2)", "would be judged by what the program gave"),
+        ("assert f(1).__eq__(2)", "would be judged"),
+        ("assert f(1).__eq__(2) == 1", "__eq__ would be asked of the program itself"),
+        ("assert f.__class__ == 2", "__class__ would be asked of the program itself"),
+        ("assert eval('f(1) == 2')", "eval is not understood"),
+        ("assert f(1).startswith(g(2)) is True", "both sides are the program's own"),
+        ("assert f(1) == 'a'.nosuch()", "is not understood, and calls nothing of the program"),
+        ("assert f(1) == 'a'.join(5)", "has no value .TypeError"),
+        ("assert f(1) == [0] * 10**10", "has no value .ValueError: more than 10000000 items"),
+        ("assert f(1) == '%99999999999d' % 1", "has no value .TypeError"),
+        ("assert f(1) == 10**10**10", "has no value .ValueError: too large a power"),
+        ("assert '%d' % f(1) == '3'", "is arithmetic of other things than numbers"),
+        ("assert f(1) - [1] == [3]", "is arithmetic of other things than numbers"),
         ("for x in range(3): assert f(x) == x", "is no assert"),
         ("f(2) == 3", "f\\(2\\) == 3 is no assert"),
         ("assert f(", "is no Python"),

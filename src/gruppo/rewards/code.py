@@ -13,15 +13,15 @@ from typing import Any
 
 from gruppo.calls import Unanswered
 from gruppo.rewards.code_asserts import BadTest
-from gruppo.rewards.code_cases import Tests, tests_of
+from gruppo.rewards.code_cases import Case, Tests, tests_of
 from gruppo.rewards.jail import Jail, JailError, Limits, Said, require_jail
 from gruppo.rewards.text import text_of
 from gruppo.types import DataError
 
 COLUMNS = ("tests", "test_list", "input_output")
 """Where tests are looked for, in this order, unless ``column`` says where."""
-_FENCE = re.compile(r"[ \t>]*(?P<mark>`{3,}|~{3,})[ \t]*(?P<tag>[^\s`]*)[^`]*")
-_PYTHON = {"python", "py", "python3", "python-repl", "{python}", "{.python}"}
+_FENCE = re.compile(r"(?P<prefix>[ \t>]*)(?P<mark>`{3,}|~{3,})")
+_PYTHON = {"python", "py", "python3", "{python}", "{.python}"}
 _MOST_WORKERS = 16
 
 
@@ -106,9 +106,9 @@ class CodeTests:
         known: dict[Any, Tests | BadTest | None] = {}
         found = []
         for cell, entry, setup, lines in zip(cells, entries, setups, imports, strict=True):
-            key = (id(cell), entry, setup, id(lines))
+            key = (id(cell), *(each if isinstance(each, str) else id(each) for each in (entry, setup, lines)))
             if key not in known:
-                known[key] = _read_tests(cell, entry, "\n".join(filter(None, [*(lines or []), setup])))
+                known[key] = _read_tests(cell, entry, setup, lines)
             found.append(known[key])
         return found
 
@@ -134,6 +134,8 @@ class _Jails:
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self._idle, self._all = limits, queue.SimpleQueue[Jail](), list[Jail]()
+        self._problems = dict[str, str]()
+        """Of setups, by their text; empty where there is none."""
 
     def verdict(self, program: str, tests: Tests | BadTest | None) -> Verdict | Unanswered | None:
         if tests is None:
@@ -146,12 +148,16 @@ class _Jails:
             jail = self._taken()
             try:
                 said = _asked(jail, program, tests)
+                problem = "" if any(each.status == "value" for each in said) else self._problem(jail, tests.setup)
             except JailError:
                 jail.close()
                 raise
         except JailError as error:
             return Unanswered("exception", f"the jail failed: {error}", "jail")
         self._idle.put(jail)
+        if problem:
+            message = f"its tests cannot be used: its setup (test_imports, test_setup_code) fails: {problem}"
+            return Unanswered("exception", message, message)
         return judged(said, tests)
 
     def end(self) -> None:
@@ -162,6 +168,14 @@ class _Jails:
     def close(self) -> None:
         for jail in self._all:
             jail.close()
+
+    def _problem(self, jail: Jail, setup: str) -> str:
+        """Why a setup fails without any program, whose fault it is not then; a NameError may be the program's."""
+        if setup and setup not in self._problems:
+            (alone,) = jail.calls("", [()], setup=setup)
+            is_its_own = alone.status != "value" and not alone.why.startswith("NameError")
+            self._problems[setup] = _printable(alone.why) if is_its_own else ""
+        return self._problems.get(setup, "")
 
     def _taken(self) -> Jail:
         try:
@@ -193,24 +207,49 @@ def program_in(text: str) -> str:
     """The program in a completion: the last Python block, else the last block, else the whole text."""
     blocks = list(_blocks(text))
     ours = [body for tag, body in blocks if tag in _PYTHON] or [body for _, body in blocks]
-    return ours[-1] if ours else text
+    return (ours[-1] if ours else text).lstrip("\ufeff")
+
+
+@dataclass(frozen=True)
+class _Fence:
+    """A line that opens or closes a block."""
+
+    prefix: str
+    """Of its line: the block is indented or quoted by it."""
+    mark: str
+    tag: str
+
+
+def _fence_of(line: str) -> _Fence | None:
+    found = _FENCE.match(line)
+    rest = line[found.end() :] if found is not None else ""
+    if found is None or "`" in rest:
+        return None
+    return _Fence(found["prefix"], found["mark"], next(iter(rest.split()), "").lower())
+
+
+def _without(prefix: str, line: str) -> str:
+    """As much of the prefix as the line begins with is no part of the program."""
+    shared = next(
+        (n for n, (a, b) in enumerate(zip(prefix, line, strict=False)) if a != b), min(len(prefix), len(line))
+    )
+    return line[shared:]
 
 
 def _blocks(text: str) -> Iterable[tuple[str, str]]:
     """Tag and body of each fenced block; one that is not closed goes to the end."""
-    mark, tag, body = "", "", list[str]()
+    opened, body = None, list[str]()
     for line in text.splitlines():
-        fence = _FENCE.fullmatch(line)
-        if not mark:
-            if fence is not None:
-                mark, tag, body = fence["mark"], fence["tag"].lower(), []
-        elif fence is not None and not fence["tag"] and fence["mark"].startswith(mark):
-            yield tag, "\n".join(body)
-            mark = ""
+        fence = _fence_of(line)
+        if opened is None:
+            opened, body = fence, []
+        elif fence is not None and not fence.tag and fence.mark.startswith(opened.mark):
+            yield opened.tag, "\n".join(body)
+            opened = None
         else:
-            body.append(line)
-    if mark:
-        yield tag, "\n".join(body)
+            body.append(_without(opened.prefix, line))
+    if opened is not None:
+        yield opened.tag, "\n".join(body)
 
 
 def judged(said: Sequence[Said], tests: Tests) -> Verdict:
@@ -220,24 +259,42 @@ def judged(said: Sequence[Said], tests: Tests) -> Verdict:
         if answer.status != "value":
             found.append((answer.status, answer.why))
         else:
-            found.append(("", "") if case.passes(answer.value) else ("wrong", f"gave {_shown(answer.value)}"))
+            found.append(("", "") if _passes(case, answer.value) else ("wrong", f"gave {_shown(answer.value)}"))
     kinds = tuple(kind for kind, _ in found if kind)
-    first = next((f"case {n}: {why}" for n, (kind, why) in enumerate(found, start=1) if kind), "")
+    first = next((f"case {n}: {_printable(why)}" for n, (kind, why) in enumerate(found, start=1) if kind), "")
     return Verdict(len(found) - len(kinds), len(found), kinds, first)
 
 
+def _passes(case: Case, value: Any) -> bool:
+    """What cannot be compared is not what was expected: a program that makes it so is wrong, and not unscored."""
+    try:
+        return case.passes(value)
+    except Exception:
+        return False
+
+
 def _asked(jail: Jail, program: str, tests: Tests) -> list[Said]:
-    asked, room = [case.asked for case in tests.cases], [case.room for case in tests.cases]
+    asked, room = [case.asked for case in tests.cases], [tests.room] * len(tests.cases)
     if tests.is_script:
         return jail.script(program, asked, caps=room)
     return jail.calls(program, asked, setup=tests.setup, entry=tests.entry, caps=room)
 
 
-def _read_tests(cell: Any, entry: Any, setup: str) -> Tests | BadTest | None:
+def _read_tests(cell: Any, entry: Any, setup: Any, imports: Any) -> Tests | BadTest | None:
     try:
-        return tests_of(cell, entry=entry, setup=setup)
+        lines = [*_lines("test_imports", imports), *_lines("test_setup_code", setup)]
+        return tests_of(cell, entry=entry, setup="\n".join(filter(None, lines)))
     except BadTest as error:
         return BadTest(f"its tests cannot be used: {error}")
+
+
+def _lines(name: str, value: Any) -> list[str]:
+    """Of a column: text, or a list of it."""
+    if value is None or isinstance(value, str):
+        return [value or ""]
+    if isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in value):
+        return list(value)
+    raise BadTest(f"{name} is {value!r:.60}; it needs text, or a list of lines")
 
 
 def code_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
@@ -251,6 +308,10 @@ def code_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
         "code_no_program_frac": any_of["no_program"],
     }
     return {name: count / len(verdicts) for name, count in shares.items()}
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text)
 
 
 def _shown(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -16,6 +17,8 @@ from gruppo.rewards.jailed.plain import NotPlain, encode
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _BYTES_PER_CHARACTER = 8
 """What a case may say, for each character of what it is expected to."""
+_STEP, _USUAL_MOST = 1 << 16, 1 << 22
+"""Bytes. The room of a row is told in the jail, so that it is a coarse number that says nothing of an answer."""
 FORMS = (
     'asserts ["assert f(1) == 2"], [{"input": "1\\n", "output": "2\\n"}], [{"args": [1], "output": 2}] with a column '
     'entry_point, or {"inputs": [...], "outputs": [...]}'
@@ -29,8 +32,8 @@ class Case:
     asked: Any
     """Expressions, a tuple; or the text of standard input."""
     passes: Callable[[Any], bool]
-    room: int
-    """Bytes that the answer may have beyond the usual."""
+    length: int
+    """Characters of what is expected, or some more."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,25 @@ class Tests:
     setup: str = ""
     entry: str | None = None
 
+    @property
+    def room(self) -> int:
+        """Bytes that the answer to any case may have beyond the usual, in steps of 64 KiB, and 4 MiB for most."""
+        length = max(case.length for case in self.cases)
+        least, most = 4 * length, _BYTES_PER_CHARACTER * length
+        return (max(least, min(most, _USUAL_MOST)) // _STEP + 1) * _STEP
+
 
 def tests_of(value: Any, *, entry: str | None = None, setup: str = "") -> Tests | None:
     """The tests in a cell of the data; None where it holds none. BadTest for what is not understood.
 
     ``entry``: the function that is tested, where the tests do not name it. ``setup``: code for the program's namespace.
     """
-    if entry is not None and not _PATH.fullmatch(entry):
+    if entry is not None and not (isinstance(entry, str) and _PATH.fullmatch(entry)):
         raise BadTest(f"entry_point is {entry!r:.60}; it needs the name of a function")
     value = _from_json(value) if isinstance(value, str) else value
     if value is None or (isinstance(value, (str, Sequence)) and not len(value)):
         return None
+    _check_setup(setup)
     if isinstance(value, Mapping):
         return _paired(value, entry, setup)
     items = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else [value]
@@ -62,6 +73,13 @@ def tests_of(value: Any, *, entry: str | None = None, setup: str = "") -> Tests 
     if all(isinstance(item, Mapping) for item in items):
         return _listed([item for item in items if isinstance(item, Mapping)], entry, setup)
     raise BadTest(f"it is {value!r:.60}; it needs {FORMS}")
+
+
+def _check_setup(setup: str) -> None:
+    try:
+        ast.parse(setup)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BadTest(f"its setup (test_imports, test_setup_code) is no Python ({error})") from None
 
 
 def _from_json(text: str) -> Any:
@@ -87,7 +105,7 @@ def _asserted(texts: Sequence[str], entry: str | None, setup: str) -> Tests | No
 
 
 def _of_assert(each: Assert, text: str) -> Case:
-    return Case(each.sources, each.passes, _BYTES_PER_CHARACTER * len(text))
+    return Case(each.sources, each.passes, len(text))
 
 
 def _listed(items: Sequence[Mapping[str, Any]], entry: str | None, setup: str) -> Tests:
@@ -129,7 +147,7 @@ def _scripted(pairs: Sequence[tuple[Any, Any]]) -> Tests:
 
 
 def _of_script(given: str, wanted: str) -> Case:
-    return Case(given, lambda printed: same_text(printed, wanted), _BYTES_PER_CHARACTER * len(wanted))
+    return Case(given, lambda printed: same_text(printed, wanted), len(wanted))
 
 
 def _text(value: Any) -> str:
@@ -157,10 +175,10 @@ def _of_call(entry: str, args: Any, kwargs: Any, output: Any) -> Case:
     given = [_source(argument) for argument in args] + [f"{key}={_source(item)}" for key, item in kwargs.items()]
     source = f"{entry}({', '.join(given)})"
     try:
-        room = _BYTES_PER_CHARACTER * len(encode(output))
+        length = len(encode(output))
     except NotPlain as error:
         raise BadTest(f"an output cannot be compared: {error}") from None
-    return Case((source,), lambda values: same(values[0], output, is_json=True), room)
+    return Case((source,), lambda values: same(values[0], output, is_json=True), length)
 
 
 def _is_word(key: Any) -> bool:

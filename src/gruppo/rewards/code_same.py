@@ -62,12 +62,12 @@ def _is_number(value: Any) -> bool:
 
 def _is_close(a: complex, b: complex) -> bool:
     """Of infinities and NaN, the same ones."""
-    if isinstance(a, complex) or isinstance(b, complex):
-        a, b = complex(a), complex(b)
-        return _is_close(a.real, b.real) and _is_close(a.imag, b.imag)
-    if a == b or (a != a and b != b):
-        return True
     try:
+        if isinstance(a, complex) or isinstance(b, complex):
+            a, b = complex(a), complex(b)
+            return _is_close(a.real, b.real) and _is_close(a.imag, b.imag)
+        if a == b or (a != a and b != b):
+            return True
         return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
     except OverflowError:  # an int beyond all floats
         return False

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gruppo.rewards.jailed.plain import NotPlain, decode
+from gruppo.rewards.jailed.watch import WALL_FACTOR
 from gruppo.types import GruppoError
 
 Status = Literal["value", "error", "timeout", "not_run"]
 _START_S = 30.0
 _GRACE_S = 30.0
 _CHUNK = 1 << 20
+_LEAST_MIB, _MOST_MIB = 128, 1 << 20
 _KEPT = ("LD_LIBRARY_PATH",)
 """What an interpreter may need to start; a program sees no environment at all."""
 _FOLDER = Path(__file__).parent
@@ -41,17 +43,18 @@ class Limits:
     """Of one program."""
 
     case_s: float = 2.0
-    """Seconds of the processor for a case; three times as many on the clock."""
+    """Seconds of the processor for a case; ten times as many on the clock."""
     program_s: float = 6.0
-    """Seconds of the processor for all its cases; three times as many on the clock."""
+    """Seconds of the processor for all its cases; ten times as many on the clock."""
     memory_mib: int = 1024
     """Of addresses, those of the interpreter included."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.case_s <= 3600 and 0 < self.program_s <= 3600 and self.memory_mib >= 128):
+        is_time = 0 < self.case_s <= 3600 and 0 < self.program_s <= 3600
+        if not (is_time and _LEAST_MIB <= self.memory_mib <= _MOST_MIB):
             raise GruppoError(
                 f"case_s={self.case_s:g}, program_s={self.program_s:g}, memory_mib={self.memory_mib} is no jail for a "
-                "program; it needs seconds above 0 and up to 3600, and at least 128 MiB."
+                f"program; it needs seconds above 0 and up to 3600, and {_LEAST_MIB} to {_MOST_MIB} MiB."
             )
 
 
@@ -125,7 +128,7 @@ class Jail:
         the next. ``caps``: bytes beyond 64 KiB that a case may say.
         """
         found = self._ask("calls", program, [list(case) for case in cases], setup, entry, caps)
-        return [_read(said) for said in found]
+        return [_read(said, len(case)) for said, case in zip(found, cases, strict=True)]
 
     def script(self, program: str, inputs: Sequence[str], *, caps: Sequence[int] | None = None) -> list[Said]:
         """What the program prints for each standard input, in a process of its own for each."""
@@ -140,7 +143,7 @@ class Jail:
             **{"caps": list(caps or [0] * len(cases)), "memory": limits.memory_mib << 20},
             **{"case_s": limits.case_s, "program_s": limits.program_s},
         }
-        patience = _GRACE_S + 3 * (limits.program_s + limits.case_s)
+        patience = _GRACE_S + WALL_FACTOR * (limits.program_s + limits.case_s)
         self._send(json.dumps(request).encode() + b"\n", patience)
         return self._answer(patience)["results"]
 
@@ -181,14 +184,16 @@ def _is_ready(fd: int, event: int, deadline: float) -> bool:
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
 
-def _read(said: Mapping[str, str]) -> Said:
+def _read(said: Mapping[str, str], count: int) -> Said:
     if said["status"] != "value":
         return _said(said, None)
     try:
         value = decode(said["text"])
     except NotPlain as error:
         return Said("error", why=str(error))
-    return Said("value", value) if isinstance(value, list) else Said("error", why="it is no plain data")
+    if not isinstance(value, list) or len(value) != count:  # a line of the program's own
+        return Said("error", why="it is no plain data")
+    return Said("value", value)
 
 
 def _said(said: Mapping[str, str], value: Any) -> Said:
@@ -225,10 +230,13 @@ def probe() -> str | None:
         try:
             with Jail() as jail:
                 sound, *tried = jail.calls("", [["6 * 7"], *([text.format(**facts)] for text in ATTEMPTS.values())])
+                (printed,) = jail.script("print(6 * int(input()))", ["7"])
         except JailError as error:
             return str(error)
     if sound != Said("value", [42]):
         return f"a program that computes 6 * 7 does not run in it: {sound.why or sound.value}"
+    if printed != Said("value", "42\n"):
+        return f"a script that prints 6 * 7 does not run in it: {printed.why or repr(printed.value)}"
     held = [said.status == "error" and said.why.startswith("PermissionError") for said in tried]
     return next(
         (f"a program in it could {what}" for what, is_held in zip(ATTEMPTS, held, strict=True) if not is_held), None

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 DEEPEST = 100
-"""Levels of nesting; what is deeper is not plain."""
+"""Levels of nesting below the list of a case's values; what is deeper is not plain."""
+_MOST_ALIKE = 1000
 
 
 class NotPlain(Exception):
@@ -26,7 +27,7 @@ def encode(value: Any) -> str:
 def decode(line: str) -> Any:
     """The value of such a line; NotPlain for any other text."""
     try:
-        return _value(json.loads(line))
+        return _value(json.loads(line), 0)
     except NotPlain:
         raise
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, MemoryError) as error:
@@ -38,8 +39,8 @@ def _tagged(value: Any, depth: int) -> Any:
         return value
     for base, tag, read in _BASES:
         if type(value) is base or issubclass(type(value), base):
-            if depth == DEEPEST:
-                raise NotPlain(f"it is nested deeper than {DEEPEST} levels")
+            if tag in _NESTED and depth > DEEPEST:
+                raise NotPlain(_TOO_DEEP)
             return read(value) if tag is None else [tag, read(value, depth + 1)]
     raise NotPlain(f"it is a {type(value).__name__}, which is no plain data")
 
@@ -75,22 +76,45 @@ _BASES: list[tuple[type, str | None, Callable[..., Any]]] = [
 ]
 
 
-def _value(tagged: Any) -> Any:
+_NESTED = ("l", "t", "d", "s", "z")
+_TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
+
+
+def _value(tagged: Any, depth: int) -> Any:
     if tagged is None or isinstance(tagged, (bool, str)):
         return tagged
     if not isinstance(tagged, list) or len(tagged) != 2 or tagged[0] not in _READERS:
         raise NotPlain("it is no plain data")
-    return _READERS[tagged[0]](tagged[1])
+    if tagged[0] in _NESTED and depth > DEEPEST:
+        raise NotPlain(_TOO_DEEP)
+    return _READERS[tagged[0]](tagged[1], depth + 1)
 
 
-_READERS: dict[Any, Callable[[Any], Any]] = {
-    "i": lambda text: int(text, 16),
-    "f": float.fromhex,
-    "l": lambda items: [_value(item) for item in items],
-    "t": lambda items: tuple(_value(item) for item in items),
-    "d": lambda pairs: {_value(key): _value(item) for key, item in pairs},
-    "s": lambda items: {_value(item) for item in items},
-    "z": lambda items: frozenset(_value(item) for item in items),
-    "b": bytes.fromhex,
-    "c": lambda parts: complex(float.fromhex(parts[0]), float.fromhex(parts[1])),
+def _values(items: Any, depth: int) -> list[Any]:
+    return [_value(item, depth) for item in items]
+
+
+def _hashed(items: Any, depth: int) -> list[Any]:
+    """Items of a set, or keys; a table of many whose hashes are the same would take hours to fill."""
+    values = _values(items, depth)
+    if len(values) - len(set(map(hash, values))) > _MOST_ALIKE:
+        raise NotPlain(f"it has more than {_MOST_ALIKE} items that hash alike")
+    return values
+
+
+def _dict(pairs: Any, depth: int) -> dict[Any, Any]:
+    keys = _hashed([key for key, _ in pairs], depth)
+    return dict(zip(keys, _values([item for _, item in pairs], depth), strict=True))
+
+
+_READERS: dict[Any, Callable[[Any, int], Any]] = {
+    "i": lambda text, _: int(text, 16),
+    "f": lambda text, _: float.fromhex(text),
+    "l": _values,
+    "t": lambda items, depth: tuple(_values(items, depth)),
+    "d": _dict,
+    "s": lambda items, depth: set(_hashed(items, depth)),
+    "z": lambda items, depth: frozenset(_hashed(items, depth)),
+    "b": lambda text, _: bytes.fromhex(text),
+    "c": lambda parts, _: complex(float.fromhex(parts[0]), float.fromhex(parts[1])),
 }

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
+import gc
 import os
 import sys
 import threading
+import typing
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from .plain import encode
@@ -39,11 +42,15 @@ def say_with(nonce: str) -> Say:
 
 
 def run_calls(job: Mapping[str, Any], first: int, say: Say) -> NoReturn:
-    """The program, then its setup, then each case's expressions, in one namespace."""
+    """The program, then its setup, then each case's expressions, in one namespace.
+
+    The names of typing are there without an import, as where the solutions of LeetCode are run.
+    """
     names = _fresh("program")
+    vars(builtins).update({name: getattr(typing, name) for name in typing.__all__})
     try:
-        exec(compile(job["program"], "program.py", "exec"), names)
-        exec(compile(job["setup"], "setup.py", "exec"), names)
+        exec(_compiled(job["program"], "program.py", "exec"), names)
+        exec(_compiled(job["setup"], "setup.py", "exec"), names)
         _bind_entry(names, job["entry"])
     except BaseException as error:
         say(LOADING, "e", described(error))
@@ -51,7 +58,7 @@ def run_calls(job: Mapping[str, Any], first: int, say: Say) -> NoReturn:
     say(LOADING, "v", "null")
     for case, sources in list(enumerate(job["cases"]))[first:]:
         try:
-            say(case, "v", encode([eval(compile(source, "test", "eval"), names) for source in sources]))
+            say(case, "v", encode([eval(_compiled(source, "test", "eval"), names) for source in sources]))
         except BaseException as error:
             say(case, "e", described(error))
     os._exit(0)
@@ -61,7 +68,7 @@ def run_script(job: Mapping[str, Any], say: Say) -> NoReturn:
     """The program with text on its standard input. Exit status 0 where it ended as a program that is well ends."""
     names, status = _fresh("__main__"), 0
     try:
-        exec(compile(job["program"], "program.py", "exec"), names)
+        exec(_compiled(job["program"], "program.py", "exec"), names)
     except SystemExit as end:
         status = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
     except BaseException as error:
@@ -71,8 +78,17 @@ def run_script(job: Mapping[str, Any], say: Say) -> NoReturn:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()  # buffers that a script empties at its end
-    sys.stdout.flush()
+    _flush()
+    names.clear()
+    gc.collect()  # files that it left open are written as they go
+    _flush()
     os._exit(status & 0xFF)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(Exception):  # None, closed, or one of its own that cannot
+            stream.flush()  # type: ignore[union-attr]
 
 
 def take_streams() -> None:
@@ -83,6 +99,11 @@ def take_streams() -> None:
         setattr(sys, f"__{name}__", stream)
     sys.argv = ["program.py"]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which site would have put there
+
+
+def _compiled(source: str, name: str, mode: str) -> CodeType:
+    """Without what this file's own ``from __future__`` says."""
+    return compile(source, name, mode, dont_inherit=True)
 
 
 def _fresh(name: str) -> dict[str, Any]:

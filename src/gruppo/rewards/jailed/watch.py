@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from .program import LOADING, LOCKED
 
 TICK_S = 0.02
-WALL_FACTOR = 3
-"""Seconds on the clock for each of the processor: one that sleeps is ended too, and a busy machine ends none."""
+WALL_FACTOR = 10
+"""Seconds on the clock for each of the processor. One that sleeps is ended too; a right one only where the machine
+gives it less than a tenth of a processor."""
 MOST_THREADS = 64
 ASKER = 0
 """The supervisor's standard input: the trainer holds its other end."""
