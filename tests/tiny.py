@@ -34,7 +34,7 @@ def model(seed: int = 0) -> str:
     return write_model(folder / "tiny", seed)
 
 
-def write_model(folder: Path, seed: int = 0) -> str:
+def write_model(folder: Path, seed: int = 0, context: int = CONTEXT) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -47,7 +47,7 @@ def write_model(folder: Path, seed: int = 0) -> str:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         initializer_range=0.15,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -16,6 +16,8 @@ from tests.training.runs import Signalling, assert_same, metrics
 from tests.training.test_step import run_in, step, step_by_hand, vector
 
 from gruppo import train
+from gruppo.recipes.guess import found, guess
+from gruppo.recipes.guess import reply as say
 from gruppo.training import api, checks, config_file, use
 from gruppo.training.build import Parts, build
 from gruppo.training.evaluate import evaluate_rows, held_out
@@ -199,6 +201,24 @@ def test_a_run_is_resumed_with_another_environment_by_its_name(tmp_path):
         api.start(chosen, Parts(rewards=[stopping], environment=lambda text: None))
     done = api.resume(tmp_path / "runs/run", environment=f"{HERE}:always", show=False)
     assert [row["environment/ended_frac"] for row in metrics(done.folder) if "turns/mean" in row][-1] == 0
+
+
+def test_the_game_of_the_recipe_guess_by_hand():
+    game: dict[str, Any] = {}
+    assert [say(text, game, "5") for text in ("4", " 2. ", "7", "5")] == ["Higher.", "Higher.", "Lower.", None]
+    assert found(state=[game]) == [1.0]
+    game = {}
+    assert [say(text, game, "5") for text in ("4", "6", "3")] == ["Higher.", "Lower.", "Higher."]
+    assert found(state=[game, {}]) == [0.2, 0.0]  # 3 was ruled out
+    assert say("I say 5", {}, "5") is None
+
+
+def test_the_recipe_guess_plays_with_any_chat_model(tmp_path):
+    sizes = {"rollout__prompts": 2, "rollout__group_size": 2, "rollout__max_new_tokens": 4, "steps": 1}
+    model = {"model": tiny.write_model(tmp_path / "tiny", context=512), "compute": "float32", "name": "run"}
+    chosen = api.change(guess(), sizes | model | {"runs_dir": str(tmp_path / "runs"), "evaluation__prompts": 2})
+    done = api.start(chosen)
+    assert {"turns/mean", "reward/found/mean"} <= {name for row in metrics(done.folder) for name in row}
 
 
 class Buffer(list):
