@@ -20,7 +20,10 @@ def guess() -> Config:
 
     ``reply`` is the environment: it says "Higher." or "Lower." to a number, and ends the game at the right one or at
     anything that is no number. Whoever does not listen finds 3 of 7; halving what is left finds all. The reward is 1
-    for the number, else 0.1 for each guess that the replies left open.
+    for the number, else 0.1 for each guess that the replies left open. One core of an AMD EPYC (Zen 5), beside other
+    jobs: 13 minutes of the processor for 60 steps, 7 s a step at the end where nothing else ran; sampled reward 0.2 at
+    step 10, 0.7 at step 20, 0.9 from step 45 on. Of 14 held-out games, played greedily, it finds none before and 12
+    after (seed 0): one number of the seven lies off its way.
     """
     return Config(
         model="smollm2-135m",
