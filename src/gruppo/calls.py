@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import difflib
 import inspect
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
@@ -156,6 +157,23 @@ def keywords_of(fn: Callable[..., Any], what: str) -> tuple[Mapping[str, bool], 
         )
     named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def name_of(fn: Any) -> str:
+    """The name that metrics carry: ``__name__``, through ``functools.partial``, else the name of the type."""
+    fn = getattr(fn, "func", fn)
+    return getattr(fn, "__name__", type(fn).__name__).strip("<>")
+
+
+def missing_column(what: str, name: str, columns: Collection[str], provided: Sequence[str]) -> str:
+    """That a function, "reward 'mine'", asks for a column which the data do not have."""
+    nearest = difflib.get_close_matches(name, [*columns, *provided], n=1, cutoff=0.5)
+    guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    has = ", ".join(sorted(columns)) or "no columns"
+    return (
+        f"{what} asks for {name!r}, which the data do not have; they have: {has} (and every {what.split()[0]} can ask "
+        f"for {', '.join(provided)}).{guess} Rename the argument, give it a default, or add the column."
+    )
 
 
 class _SharedLoop:

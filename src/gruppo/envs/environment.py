@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import difflib
 import inspect
 import threading
 import time
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gruppo.calls import Unanswered, keywords_of, start, wait_for, within
+from gruppo.calls import Unanswered, keywords_of, missing_column, name_of, start, wait_for, within
 from gruppo.types import DataError, GruppoError, Prompt
 
 PROVIDED = ("text", "messages", "state", "turn", "seed", "prompt")
@@ -68,8 +67,7 @@ class Environment:
                 "give an instance with __call__."
             )
         self.fn, self.turns, self.max_reply_tokens, self.timeout_s = fn, turns, max_reply_tokens, timeout_s
-        named = getattr(fn, "func", fn)
-        self.name = getattr(named, "__name__", type(named).__name__).strip("<>")
+        self.name = name_of(fn)
         self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
         self._parameters, self._takes_all = keywords_of(fn, f"environment {self.name!r}")
         self._seconds = 0.0
@@ -79,13 +77,7 @@ class Environment:
         known = {*PROVIDED, *columns}
         for name, required in self._parameters.items():
             if required and name not in known:
-                nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-                guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
-                raise DataError(
-                    f"environment {self.name!r} asks for {name!r}, which the data do not have; they have: "
-                    f"{', '.join(sorted(columns)) or 'no columns'} (and every environment can ask for "
-                    f"{', '.join(PROVIDED)}).{guess} Rename the argument, give it a default, or add the column."
-                )
+                raise DataError(missing_column(f"environment {self.name!r}", name, columns, PROVIDED))
 
     def replies(self, asked: Mapping[int, Asked]) -> dict[int, Reply | Unanswered | None]:
         """By the same key: what is said next, None at the end of the conversation, or why there is no reply."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.calls import Unanswered, keywords_of, wait_for
+from gruppo.calls import Unanswered, keywords_of, missing_column, name_of, wait_for
 from gruppo.rewards.failures import Answer, Ask, Outcome, score_rows
 from gruppo.rewards.steps import Read, Step, cut, placed, places
 from gruppo.rewards.text import text_of
@@ -100,7 +99,7 @@ class FunctionReward:
         known = {*self._provided, *columns}
         for name, required in self._parameters.items():
             if required and name not in known:
-                raise DataError(_missing_column(self.name, name, columns, self._provided))
+                raise DataError(missing_column(f"reward {self.name!r}", name, columns, self._provided))
         if self._check is not None:
             self._check(columns)
         self._columns.update(columns)
@@ -225,12 +224,6 @@ def entries_of(raw: Any, size: int) -> list[Any]:
     return list(raw)
 
 
-def name_of(fn: Any) -> str:
-    """The name that metrics carry: ``__name__``, through ``functools.partial``, else the name of the type."""
-    fn = getattr(fn, "func", fn)
-    return getattr(fn, "__name__", type(fn).__name__).strip("<>")
-
-
 def checked_timeout(timeout_s: float | None) -> float | None:
     """The timeout, or the refusal of one that is not above 0."""
     if timeout_s is not None and not timeout_s > 0:
@@ -238,16 +231,6 @@ def checked_timeout(timeout_s: float | None) -> float | None:
             f"timeout_s={timeout_s} leaves a reward no time; use seconds above 0, or None for no deadline."
         )
     return timeout_s
-
-
-def _missing_column(reward: str, name: str, columns: Collection[str], provided: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(name, [*columns, *provided], n=1, cutoff=0.5)
-    guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    has = ", ".join(sorted(columns)) or "no columns"
-    return (
-        f"reward {reward!r} asks for {name!r}, which the data do not have; they have: {has} (and every reward can"
-        f" ask for {', '.join(provided)}).{guess} Rename the argument, give it a default, or add the column."
-    )
 
 
 def _copied(value: Any) -> Any:
