@@ -15,7 +15,7 @@ trl := trl==1.16.0
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help demo digits photos lines test mutants lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
+.PHONY: help size demo digits photos lines test mutants lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make bench-lora  memory of references and adapters, and their speed; about twenty minutes"
 	@echo "make bench-ppo  memory and time of a step: GRPO against PPO, about ten minutes"
 	@echo "make curves  learning curves of all presets on a small task, about ten minutes; writes docs/images/presets.png"
+	@echo "make size    lines, code lines, functions and comments of each subpackage"
 	@echo "make clean   remove .venv and the caches"
 	@echo
 	@echo "VLLM_PYTHON=/path/to/python, one that has vLLM, lets both time it too."
@@ -64,6 +65,9 @@ lint: .venv/.ready-test
 	@$(bin)/ruff check .
 	@$(bin)/ruff format --check .
 	@$(bin)/mypy
+
+size:
+	@$(PYTHON) tests/size.py
 
 bench: .venv/.ready-bench
 	@$(bin)/python -m benchmarks.step --short

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gruppo.track.plots import COLOURS, INK, PAPER, STYLE
+from gruppo.tracking.plots import COLOURS, INK, PAPER, STYLE
 
 GREY = "#b9b9b9"
 NAMES = {"gruppo": "gruppo", "trl": "TRL", "hf-fp32": "transformers, float32", "hf-bf16": "transformers, bfloat16"}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gruppo.track.plots import COLOURS, INK, STYLE
+from gruppo.tracking.plots import COLOURS, INK, STYLE
 
 COLUMNS = 4
 GREY = "#c9c9c9"

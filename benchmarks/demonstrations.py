@@ -61,9 +61,9 @@ def run_one(arguments: Sequence[str], seconds: float) -> None:
     """One run in this process, until it is over or has had its seconds."""
     import torch
 
-    from gruppo.options import config_from
-    from gruppo.training import api
-    from gruppo.training.loop import Stopped
+    from gruppo import api
+    from gruppo.cli.options import config_from
+    from gruppo.trainer.loop import Stopped
 
     torch.set_num_threads(1)
     with suppress(Stopped):
@@ -136,7 +136,7 @@ def draw(found: Mapping[str, Mapping[int, Sequence[Row]]], path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from gruppo.track.plots import COLOURS, INK, STYLE
+    from gruppo.tracking.plots import COLOURS, INK, STYLE
 
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from benchmarks.judge import Judge, Verdict, trained_judge, verdict
 from gruppo.data.digits import digits
-from gruppo.policies.diffusion import DiffusionSampling
+from gruppo.modalities.diffusion import DiffusionSampling
 from gruppo.recipes.digits import PRETRAINED
-from gruppo.training.models import open_images
+from gruppo.trainer.models import open_images
 from gruppo.types import Prompt, Request
 
 KEPT = Path("build/judge.safetensors")
@@ -75,7 +75,7 @@ def drawn(model: str, per_class: int, seed: int, *, ode: bool = False) -> tuple[
     requests = [Request(Prompt(str(label), label, draw=label), per_class) for label in range(10)]
     rollouts = policy.sample(requests, plain, seed=seed)
     labels = torch.tensor([rollouts.prompts[int(g)].inputs for g in rollouts.group_ids])
-    return torch.stack(list(rollouts.outputs)), labels
+    return torch.stack(list(rollouts.completions)), labels
 
 
 def judged(name: str, judge: Judge, images: Tensor, labels: Tensor, real: Tensor) -> Judged:
@@ -86,7 +86,7 @@ def judged(name: str, judge: Judge, images: Tensor, labels: Tensor, real: Tensor
 
 def sheet(file: Path, shown: Sequence[tuple[str, Tensor, Tensor]], per_class: int = 3) -> None:
     """A line for each model, some of each class side by side."""
-    from gruppo.track.pictures import Cell, Line, draw, picture_of
+    from gruppo.tracking.images import Cell, Line, draw, picture_of
 
     lines = []
     for name, images, labels in shown:

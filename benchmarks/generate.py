@@ -19,7 +19,7 @@ from benchmarks import bars, report
 from benchmarks.step import check_same_work
 from benchmarks.turns import Side, in_turns
 from benchmarks.workloads import WORDS
-from gruppo.policies.text.bundled import smollm2_135m
+from gruppo.modalities.text.bundled import smollm2_135m
 
 GROUP = 8
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.variants import VARIANTS
-from gruppo.training.build import found_model
-from gruppo.training.machine import cpu_name
+from gruppo.build import found_model
+from gruppo.trainer.hardware import cpu_name
 
 KL_COEF = {"off": 0.0, "on": 0.02}
 PHASES = ("rollout_s", "credit_s", "update_s")

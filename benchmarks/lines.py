@@ -22,11 +22,11 @@ from torch import Tensor
 
 from gruppo.core.images import as_saved
 from gruppo.data.open import open_source
-from gruppo.policies.restoration import Controls, RestorationPolicy, load_restorer
-from gruppo.policies.restoration.controls import MIX
+from gruppo.modalities.restoration import Controls, RestorationPolicy, load_restorer
+from gruppo.modalities.restoration.controls import MIX
 from gruppo.rewards.restoration import ocr_accuracy
 from gruppo.seeds import generator_at
-from gruppo.types import Piece, Prompt
+from gruppo.types import MicroBatch, Prompt
 
 Score = Callable[[Sequence[Tensor], Sequence[Prompt]], Tensor]
 """Character accuracy of each picture [N], of its prompt's text."""
@@ -153,8 +153,8 @@ def taught(policy: RestorationPolicy, source: Any, *, by: str, steps: int, lr: f
 
 def _of_pictures(policy: RestorationPolicy, prompts: Sequence[Prompt]) -> Tensor:
     demos = policy.demonstrations(prompts, seed=0)
-    piece = Piece(torch.arange(len(prompts)), slice(0, 1))
-    return policy.supervised_loss(demos, policy.likelihood(demos, piece)).mean()
+    micro_batch = MicroBatch(torch.arange(len(prompts)), slice(0, 1))
+    return policy.supervised_loss(demos, policy.likelihood(demos, micro_batch)).mean()
 
 
 def _of_parameters(policy: RestorationPolicy, prompts: Sequence[Prompt]) -> Tensor:

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks import report
 from benchmarks.workloads import WORDS, prompts
-from gruppo.policies.lora import adapter_weights, inject
-from gruppo.policies.text import TextPolicy, blocks, from_pretrained
-from gruppo.policies.text.bundled import smollm2_135m
+from gruppo.modalities.common.lora import adapter_weights, inject
+from gruppo.modalities.text import TextPolicy, blocks, from_pretrained
+from gruppo.modalities.text.bundled import smollm2_135m
 from gruppo.types import Prompt, Request, Sampling
 
 GROUP = 8
@@ -68,9 +68,9 @@ def sampling(policy: TextPolicy, rows: int, length: int, *, is_called: bool = Fa
 def gradients(policy: TextPolicy, rollouts: Any) -> tuple[int, float]:
     """Of the log-probs of 640 tokens a piece, as an update has them."""
     began, tokens = time.perf_counter(), 0
-    for piece in policy.pieces(rollouts, rollouts.mask, 640):
-        policy.likelihood(rollouts, piece).logprobs.sum().backward()
-        tokens += int(piece.of(rollouts.mask).sum())
+    for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 640):
+        policy.likelihood(rollouts, micro_batch).logprobs.sum().backward()
+        tokens += int(micro_batch.of(rollouts.mask).sum())
     seconds = time.perf_counter() - began
     policy.module.zero_grad(set_to_none=True)
     return tokens, seconds

@@ -29,7 +29,7 @@ from gruppo.core.pixel_losses import charbonnier
 from gruppo.core.schedules import warmup_decay
 from gruppo.data.pairs import ImagePairs
 from gruppo.data.restoration import open_pairs
-from gruppo.policies.restoration import RestorationPolicy, load_restorer
+from gruppo.modalities.restoration import RestorationPolicy, load_restorer
 from gruppo.rewards.images import jpeg_bytes
 from gruppo.types import GruppoError
 
@@ -336,7 +336,7 @@ def opened(data: str, seed: int) -> ImagePairs:
 
 def sheet(path: Path, policy: RestorationPolicy, noisy: Pictures, clean: Pictures, *, count: int = 8) -> None:
     """Some crops side by side: degraded, the network alone, restored, clean; with PSNR and bytes."""
-    from gruppo.track.pictures import Cell, Line, draw, picture_of
+    from gruppo.tracking.images import Cell, Line, draw, picture_of
 
     chosen = torch.linspace(0, len(noisy) - 1, count).long()
     columns = noisy[chosen], *shown(policy, noisy[chosen]), clean[chosen]

@@ -23,9 +23,17 @@ from typing import Any
 
 from benchmarks import sorting
 from benchmarks.curves import draw
+from gruppo.config.schema import (
+    Config,
+    CriticConfig,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SavingConfig,
+)
 from gruppo.core.objective import GRPO, PRESETS
-from gruppo.training.config import Config, Critic, Evaluation, Optim, Prompts, Rollout, Saving
-from gruppo.training.machine import cpu_name
+from gruppo.trainer.hardware import cpu_name
 
 STEPS, POINTS = 80, 20
 LR = 3e-4
@@ -52,12 +60,12 @@ def config(preset: str, seed: int, steps: int) -> Config:
         compute="float32",
         show_samples_every=0,
         objective=objective,
-        rollout=Rollout(prompts=32, group_size=8, max_new_tokens=sorting.DIGITS + 2),
-        optim=Optim(lr=OWN_LR.get(preset, LR), epochs=passes, minibatches=passes),
-        critic=Critic(kind="separate", lr=CRITIC_LR) if objective.has_critic else Critic(),
-        prompts=Prompts(held_out_fraction=0.125),
-        evaluation=Evaluation(prompts=512, every=max(steps // POINTS, 1)),
-        saving=Saving(every=0, keep=1),
+        rollout=RolloutConfig(prompts=32, group_size=8, max_new_tokens=sorting.DIGITS + 2),
+        optim=OptimConfig(lr=OWN_LR.get(preset, LR), epochs=passes, minibatches=passes),
+        critic=CriticConfig(kind="separate", lr=CRITIC_LR) if objective.has_critic else CriticConfig(),
+        prompts=PromptsConfig(held_out_fraction=0.125),
+        evaluation=EvaluationConfig(prompts=512, every=max(steps // POINTS, 1)),
+        saving=SavingConfig(every=0, keep=1),
     )
 
 
@@ -66,7 +74,7 @@ def run(preset: str, seed: int, steps: int) -> dict[str, Any]:
     import torch
 
     import gruppo
-    from gruppo.track.files import read_metrics
+    from gruppo.tracking.files import read_metrics
 
     torch.set_num_threads(1)
     model, chat = sorting.started(seed), sorting.Characters()

@@ -43,9 +43,9 @@ def config(spec: Mapping[str, Any]) -> Any:
     """The recipe, smaller, with a reference or none."""
     from dataclasses import replace
 
+    from gruppo.config.schema import LoraConfig, ReferenceConfig, Stage
     from gruppo.recipes.arithmetic import arithmetic
-    from gruppo.training.config import Lora, Reference, Stage
-    from gruppo.training.memory import TOKENS_ON_CPU
+    from gruppo.trainer.memory import TOKENS_ON_CPU
 
     base = arithmetic()
     settings = {name: spec[name] for name in ("kind", "place", "update_every") if name in spec}
@@ -56,8 +56,8 @@ def config(spec: Mapping[str, Any]) -> Any:
         rollout=replace(base.rollout, prompts=spec["prompts"]),
         optim=replace(base.optim, token_budget=TOKENS_ON_CPU),  # not fewer where others use the memory
         stage=Stage(kl_coef=spec.get("kl_coef", 0.05)),
-        reference=Reference(**settings),
-        lora=Lora(rank=spec.get("rank", 0)),
+        reference=ReferenceConfig(**settings),
+        lora=LoraConfig(rank=spec.get("rank", 0)),
     )
 
 
@@ -65,8 +65,8 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Steps of one variant in this process. What loading needed at most is not counted: it is before any step."""
     import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
 
-    from gruppo.training.build import Parts, build
-    from gruppo.training.checks import check
+    from gruppo.build import Parts, build
+    from gruppo.trainer.checks import check
 
     if spec.get("rank"):
         import peft  # noqa: F401
@@ -87,11 +87,11 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def one_step(run: Any) -> dict[str, float]:
     """Collect, learn, and what a run does after it."""
-    from gruppo.training.collect import collect
-    from gruppo.training.update import learn
+    from gruppo.trainer.collect import collect
+    from gruppo.trainer.update import learn
 
-    knobs = run.course.knobs(run.step)
-    metrics = learn(run, collect(run, knobs).batch, knobs)
+    step_params = run.stage_schedule.step_params(run.step)
+    metrics = learn(run, collect(run, step_params).batch, step_params)
     run.step += 1
     run.engine.sync(run.policy, run.step)
     if run.reference is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import GB
-from gruppo.training.machine import hardware
+from gruppo.trainer.hardware import hardware
 
 
 def machine() -> dict[str, Any]:

@@ -22,8 +22,8 @@ from benchmarks.ends import ScriptedEnds
 from benchmarks.flops import Group, Shape
 from benchmarks.runs import one_step, started
 from benchmarks.workloads import WORKLOADS
-from gruppo.policies.text.bundled import smollm2_135m
-from gruppo.training.run import Run
+from gruppo.modalities.text.bundled import smollm2_135m
+from gruppo.trainer.run import Run
 from gruppo.types import Prompt, Request, Sampling
 
 Rates = Mapping[str, Mapping[str, float]]
@@ -64,12 +64,12 @@ def even(tokens: int) -> int:
     return -(-tokens // 16) * 16
 
 
-def measured_peaks(shape: Shape, groups: Sequence[Group], pieces: int, dtype: torch.dtype) -> dict[str, Any]:
+def measured_peaks(shape: Shape, groups: Sequence[Group], micro_batches: int, dtype: torch.dtype) -> dict[str, Any]:
     """Rates at the shapes of a step: per product for an update, per product for decoding, and the memory's."""
     trunk = sum(prompt + sum(rows) - len(rows) for prompt, rows in groups)
     scored = sum(sum(rows) for _, rows in groups)
     return {
-        "update": peaks.update_rates(shape, even(trunk // pieces), even(scored // pieces), dtype),
+        "update": peaks.update_rates(shape, even(trunk // micro_batches), even(scored // micro_batches), dtype),
         "prefill": peaks.forward_rates(shape, even(sum(prompt for prompt, _ in groups)), dtype),
         "decode": peaks.forward_rates(shape, sum(len(rows) for _, rows in groups), dtype),
         "memory": peaks.memory_rates(),
@@ -156,9 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         done = timed_steps(run, spec, steps)
         middle = statistics.median_low([step["seconds"] for step in done])
         step = next(step for step in done if step["seconds"] == middle)
-        groups, pieces = groups_of(step, spec["group_size"]), max(1, round(step["pieces"]))
+        groups, micro_batches = groups_of(step, spec["group_size"]), max(1, round(step["micro_batches"]))
         dtype = run.policy.compute_dtype
-        best = fastest([measured_peaks(shape, groups, pieces, dtype) for _ in range(1 if options.short else 2)])
+        best = fastest([measured_peaks(shape, groups, micro_batches, dtype) for _ in range(1 if options.short else 2)])
         parameters = sum(parameter.numel() for parameter in run.parameters)
         results[name] = {
             "phases": summarise(
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ),
             "peaks": best,
             "compute": run.config.compute,
-            "tokens_a_forward": sum(prompt + sum(rows) for prompt, rows in groups) / pieces,
+            "tokens_a_forward": sum(prompt + sum(rows) for prompt, rows in groups) / micro_batches,
         }
         measured[name] = {"spec": spec, "shape": asdict(shape), "steps": done}
     report.tell("roofline", results, table(results), options, draw=bars.draw_fractions, measured=measured)

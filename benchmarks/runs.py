@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.workloads import PROMPTS, alternating, prompts
-from gruppo.training.api import Parts, build
-from gruppo.training.collect import collect
-from gruppo.training.config import Config, Optim, Rollout
-from gruppo.training.run import Run
-from gruppo.training.stages import knobs_at
-from gruppo.training.update import learn
+from gruppo.api import Parts, build
+from gruppo.config.schema import Config, OptimConfig, RolloutConfig
+from gruppo.trainer.collect import collect
+from gruppo.trainer.run import Run
+from gruppo.trainer.stages import step_params_at
+from gruppo.trainer.update import learn
 
 
 def started(spec: Mapping[str, Any], *, model: Any = None) -> Run:
@@ -24,8 +24,10 @@ def started(spec: Mapping[str, Any], *, model: Any = None) -> Run:
         reward=("given",),
         steps=10_000,
         compute=spec.get("compute", "auto"),
-        rollout=Rollout(prompts=spec["prompts"], group_size=spec["group_size"], max_new_tokens=spec["new_tokens"]),
-        optim=Optim(lr=spec.get("lr", 1e-6), **optim),
+        rollout=RolloutConfig(
+            prompts=spec["prompts"], group_size=spec["group_size"], max_new_tokens=spec["new_tokens"]
+        ),
+        optim=OptimConfig(lr=spec.get("lr", 1e-6), **optim),
     )
     rows = [{"prompt": prompt} for prompt in prompts(PROMPTS, spec["words"])]
     run, _ = build(config, Parts(model=model, data=rows, rewards=[alternating]))
@@ -34,10 +36,10 @@ def started(spec: Mapping[str, Any], *, model: Any = None) -> Run:
 
 def one_step(run: Run) -> dict[str, Any]:
     """Collect, learn, publish; how long each took, and what was in it."""
-    knobs = knobs_at(run.config, run.step)
+    step_params = step_params_at(run.config, run.step)
     began = time.perf_counter()
-    collected = collect(run, knobs)
-    metrics = collected.metrics | learn(run, collected.batch, knobs)
+    collected = collect(run, step_params)
+    metrics = collected.metrics | learn(run, collected.batch, step_params)
     run.step += 1
     run.engine.sync(run.policy, run.step)
     seconds = time.perf_counter() - began
@@ -47,7 +49,7 @@ def one_step(run: Run) -> dict[str, Any]:
         "seconds": seconds,
         "rollout_s": metrics["time/rollout_s"],
         "update_s": metrics["time/update_s"],
-        "pieces": metrics["update/pieces_count"],
+        "micro_batches": metrics["update/micro_batches_count"],
         "lengths": rollouts.lengths.tolist(),
         "prompt_tokens": [prompt_tokens[group] for group in rollouts.group_ids.tolist()],
         "mismatch_nats": metrics.get("mismatch/mean_nats"),

@@ -24,7 +24,7 @@ from benchmarks.memory import GB
 from benchmarks.scaling_plot import draw
 from benchmarks.turns import MARK, say
 from benchmarks.workloads import WORDS
-from gruppo.policies.text.bundled import smollm2_135m
+from gruppo.modalities.text.bundled import smollm2_135m
 
 BASE = {"prompts": 2, "group_size": 8, "words": WORDS[110], "new_tokens": 64, "layers": 30}
 LINEAR = 0.15
@@ -88,7 +88,7 @@ def policy_of(folder: str, layers: int, compute: Any) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from gruppo.policies.text.load import from_transformers
+    from gruppo.modalities.text.load import from_transformers
 
     config = AutoConfig.from_pretrained(folder)
     config.num_hidden_layers = layers

@@ -22,7 +22,7 @@ from benchmarks import bars, report
 from benchmarks.memory import GB, above_state
 from benchmarks.turns import Side, in_turns
 from benchmarks.workloads import WORKLOADS
-from gruppo.policies.text.bundled import smollm2_135m
+from gruppo.modalities.text.bundled import smollm2_135m
 
 Steps = Sequence[Mapping[str, Any]]
 

@@ -23,8 +23,8 @@ def config(spec: dict[str, Any]) -> Any:
 
     The learning rate is 0: an update does all its work and moves nothing, so each variant writes the same completions.
     """
+    from gruppo.config.schema import Config, CriticConfig, OptimConfig, RolloutConfig, Stage
     from gruppo.core.objective import GRPO, PPO
-    from gruppo.training.config import Config, Critic, Optim, Rollout, Stage
 
     name, _, kind = spec["variant"].partition("-")
     passes = spec["passes"]
@@ -35,10 +35,12 @@ def config(spec: dict[str, Any]) -> Any:
         steps=10_000,
         compute=spec["compute"],
         objective=GRPO if name == "grpo" else PPO,
-        critic=Critic(kind=kind) if name == "ppo" else Critic(),
+        critic=CriticConfig(kind=kind) if name == "ppo" else CriticConfig(),
         stage=Stage(kl_coef=spec["kl_coef"]),
-        rollout=Rollout(prompts=spec["prompts"], group_size=spec["group_size"], max_new_tokens=spec["new_tokens"]),
-        optim=Optim(lr=0.0, epochs=passes, minibatches=passes),
+        rollout=RolloutConfig(
+            prompts=spec["prompts"], group_size=spec["group_size"], max_new_tokens=spec["new_tokens"]
+        ),
+        optim=OptimConfig(lr=0.0, epochs=passes, minibatches=passes),
     )
 
 
@@ -46,8 +48,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Steps of one variant after a warm-up step, and the memory that this process came to need beyond its imports."""
     import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
 
-    from gruppo.training.api import Parts, build
-    from gruppo.training.checks import check
+    from gruppo.api import Parts, build
+    from gruppo.trainer.checks import check
 
     after_imports = memory.begin()
     settings = config(spec)
@@ -61,15 +63,15 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_step(run: Any) -> dict[str, Any]:
-    from gruppo.training.collect import collect
-    from gruppo.training.minibatches import has_gradient
-    from gruppo.training.stages import knobs_at
-    from gruppo.training.update import learn
+    from gruppo.trainer.collect import collect
+    from gruppo.trainer.minibatches import has_gradient
+    from gruppo.trainer.stages import step_params_at
+    from gruppo.trainer.update import learn
 
-    knobs = knobs_at(run.config, run.step)
+    step_params = step_params_at(run.config, run.step)
     began = time.perf_counter()
-    collected = collect(run, knobs)
-    metrics = collected.metrics | learn(run, collected.batch, knobs)
+    collected = collect(run, step_params)
+    metrics = collected.metrics | learn(run, collected.batch, step_params)
     seconds = time.perf_counter() - began
     run.step += 1
     actions = collected.rollouts.actions
@@ -78,7 +80,7 @@ def one_step(run: Any) -> dict[str, Any]:
         "rollout_s": metrics["time/rollout_s"],
         "credit_s": metrics["time/credit_s"],
         "update_s": metrics["time/update_s"],
-        "update_tokens": int(has_gradient(run, collected.batch, knobs).sum()),
+        "update_tokens": int(has_gradient(run, collected.batch, step_params).sum()),
         "tokens": int(metrics["tokens"]),
         "rollouts_sha256": hashlib.sha256(actions.contiguous().numpy().tobytes()).hexdigest(),
     }
@@ -86,7 +88,7 @@ def one_step(run: Any) -> dict[str, Any]:
 
 def held_gib(run: Any) -> float:
     """What lives through the whole run: weights and their copies, gradients, the optimiser's moments."""
-    modules = [run.policy.module, run.policy.sampler]
+    modules = [run.policy.module, run.policy.compute_module]
     modules += [run.reference.module] if run.reference is not None else []
     if run.critic is not None:
         copied = getattr(run.critic, "compute_copy", None)

@@ -21,7 +21,7 @@ Write = Callable[[list[Any]], tuple[list[int], list[int]]]
 
 def gruppo_writer(spec: dict[str, Any]) -> Write:
     """``policy.sample``, which returns texts and log-probs too."""
-    from gruppo.policies.text.load import from_pretrained
+    from gruppo.modalities.text.load import from_pretrained
     from gruppo.types import Prompt, Request, Sampling
 
     policy = from_pretrained(spec["model"], compute=spec["compute"])
@@ -83,7 +83,7 @@ def vllm_writer(spec: dict[str, Any]) -> Write:
     def write(conversations: list[Any]) -> tuple[list[int], list[int]]:
         ids = [encoded(tokenizer, conversation) for conversation in conversations]
         written = llm.generate([{"prompt_token_ids": one} for one in ids], asked, use_tqdm=False)
-        return [len(one) for one in ids], [len(row.token_ids) for prompt in written for row in prompt.outputs]
+        return [len(one) for one in ids], [len(row.token_ids) for prompt in written for row in prompt.completions]
 
     return write
 

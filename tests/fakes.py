@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gruppo.policies.lora import adapter_weights, inject
-from gruppo.policies.text import TextPolicy, from_module, from_transformers
-from gruppo.policies.text.backbones import TransformersBackbone
+from gruppo.modalities.common.lora import adapter_weights, inject
+from gruppo.modalities.text import TextPolicy, from_module, from_transformers
+from gruppo.modalities.text.backbones import TransformersBackbone
 from gruppo.types import Prompt, Request, Rollouts
 
 END = 256
@@ -69,8 +69,8 @@ def bpe_tokenizer(merges: Sequence[tuple[str, str]] = (("a", "b"), ("ab", "c"), 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
-    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, list(merges)))
+    micro_batches = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    tokenizer = Tokenizer(models.BPE({micro_batch: n for n, micro_batch in enumerate(micro_batches)}, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gruppo.policies.diffusion import ClassLabels, DenoiserPolicy, Diffusion, DiffusionSampling, Flow
-from gruppo.types import Piece, Prompt, Request, Rollouts
+from gruppo.modalities.diffusion import ClassLabels, DenoiserPolicy, Diffusion, DiffusionSampling, Flow
+from gruppo.types import MicroBatch, Prompt, Request, Rollouts
 
 SHAPE = (2, 4, 4)
 CLASSES = 3
@@ -89,9 +89,9 @@ def sampled(fake: Fake, *sizes: int, seed: int = 3) -> Rollouts:
     return fake.policy.sample(requests(*(sizes or (4, 2, 3))), fake.sampling, seed=seed)
 
 
-def whole(rollouts: Rollouts, *rows: int) -> Piece:
+def whole(rollouts: Rollouts, *rows: int) -> MicroBatch:
     """One piece of these rows, of all of them without any."""
-    return Piece(torch.tensor(rows or range(len(rollouts))), slice(0, rollouts.mask.shape[1]))
+    return MicroBatch(torch.tensor(rows or range(len(rollouts))), slice(0, rollouts.mask.shape[1]))
 
 
 def doubled(fake: Fake) -> Fake:

@@ -11,7 +11,7 @@ import torch
 from tests.fakes import END, ByteTokenizer, TinyGPT, llama
 from torch import nn
 
-from gruppo.policies.text import TextPolicy, from_module
+from gruppo.modalities.text import TextPolicy, from_module
 
 FILE = str(Path(__file__).resolve())
 USER, ASSISTANT = 1, 2

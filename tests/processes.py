@@ -18,9 +18,9 @@ _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     [
         "accelerate",
-        "gruppo.commands",
-        "gruppo.training.api",
-        "gruppo.training.watch",
+        "gruppo.cli.commands",
+        "gruppo.api",
+        "gruppo.trainer.watch",
         "matplotlib.pyplot",
         "transformers.generation.utils",
         "transformers.models.auto.modeling_auto",
@@ -82,9 +82,9 @@ def gruppo(*args: str, folder: Path, env: Mapping[str, str] | None = None) -> Ch
 
 
 def command_line(args: Sequence[str]) -> None:
-    from gruppo import cli
+    from gruppo.cli import app
 
-    cli.main(list(args))
+    app.main(list(args))
 
 
 def ranks(count: int, target: Callable[..., Any], *args: Any, folder: Path) -> list[Child]:

@@ -18,14 +18,16 @@ from pathlib import Path
 
 import pytest
 from tests import processes, tiny
-from tests.training.runs import newest, steps_logged
+from tests.trainer.runs import newest, steps_logged
 
-from gruppo import commands
+from gruppo import api
+from gruppo.cli import commands
+from gruppo.cli.options import config_from
+from gruppo.config import schema as configs
+from gruppo.config import serialization
 from gruppo.loading import program
-from gruppo.options import config_from
 from gruppo.recipes import RECIPES
-from gruppo.training import api, checkpoint, config_file
-from gruppo.training import config as configs
+from gruppo.trainer import checkpoint
 from gruppo.types import GruppoError
 
 TWO, THERE = "supervised:5,full", "there are the stages 0 supervised and 1 full"
@@ -42,7 +44,7 @@ def finished(tmp_path_factory) -> Path:
 def recipe(tmp_path) -> str:
     """A config file to train from; its runs go to ``tmp_path/runs``."""
     path = tmp_path / "recipe.json"
-    path.write_text(json.dumps(config_file.to_dict(tiny.config(tmp_path, **BARE))))
+    path.write_text(json.dumps(serialization.to_dict(tiny.config(tmp_path, **BARE))))
     return str(path)
 
 
@@ -72,9 +74,9 @@ def test_train_resume_eval_sample_explain_and_train_from_the_saved_config(tmp_pa
     code, out, err = call(tmp_path, "train", f"{tmp_path / 'recipes.py'}:toy", *overrides)
     assert (code, err) == (0, "")
     assert "step 3/3" in out and "held-out, 4 prompts" in out and f"gruppo sample {run} " in out
-    config = config_file.load(run / "config.json")
-    assert config.objective == config_file.preset("dr_grpo").__class__(
-        **{**vars(config_file.preset("dr_grpo")), "clip_high": 0.3}
+    config = serialization.load(run / "config.json")
+    assert config.objective == serialization.preset("dr_grpo").__class__(
+        **{**vars(serialization.preset("dr_grpo")), "clip_high": 0.3}
     )
     wanted = ["config.json", "evaluations.json", "final", "log.txt", "manifest.json", "metrics.csv", "metrics.jsonl"]
     assert {*wanted, "samples.jsonl", "plots", "checkpoints"} <= {path.name for path in run.iterdir()}
@@ -142,7 +144,7 @@ def test_the_plain_recipe_takes_ones_own_model_data_and_reward(tmp_path):
     runs = ["--runs-dir", str(tmp_path / "runs"), "--name", "run", "--scoring.timeout-s", "None"]
     code, _, err = call(tmp_path, "train", "plain", *own, *small, *runs)
     assert (code, err) == (0, "")
-    config = config_file.load(tmp_path / "runs/run/config.json")
+    config = serialization.load(tmp_path / "runs/run/config.json")
     sampling = config.rollout
     assert (sampling.temperature, sampling.top_k, sampling.top_p, config.scoring.timeout_s) == (1.0, 0, 1.0, None)
     code, line = one_line(tmp_path, "train", "plain", *own[2:])
@@ -203,7 +205,7 @@ def test_a_signal_before_the_run_began_exits_75_and_leaves_nothing(tmp_path, rec
 
 
 def sigterm_while_loading(args: list[str]) -> None:
-    from gruppo.training import build
+    from gruppo import build
 
     build.open_model = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     processes.command_line(args)

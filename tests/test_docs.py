@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 from tests import tiny
 from tests.doctor.test_provoked_restoration import config_of as restoring
-from tests.training.runs import metrics
+from tests.trainer.runs import metrics
 
+from gruppo import api
+from gruppo.cli.options import _fields, config_from, taken
+from gruppo.config import schema as configs
+from gruppo.config import serialization
 from gruppo.core.objective import PRESETS, Objective
-from gruppo.options import _fields, config_from, taken
 from gruppo.recipes import RECIPES
 from gruppo.rewards.code import Verdict, code_metrics
-from gruppo.training import api, checks, config_file
-from gruppo.training import config as configs
-from gruppo.training.models import Kind
+from gruppo.trainer import checks
+from gruppo.trainer.models import Kind
 from gruppo.types import Batch, GruppoError, Likelihood, Rollouts
 
 ROOT = Path(__file__).parents[1]
@@ -151,7 +153,7 @@ def test_every_setting_exists_and_can_have_the_value_that_is_named(page: Path) -
             continue
         name, value = found.groups()
         if name in hints:
-            assert config_file._fits(hints[name], ast.literal_eval(value)), f"{name}={value}"
+            assert serialization._fits(hints[name], ast.literal_eval(value)), f"{name}={value}"
         else:
             assert name in known_words(), name
 
@@ -237,10 +239,12 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     moving = {"objective__baseline": "running", "objective__scale": "running", "back_off__metric": "eval/reward_mean"}
     staged = tiny.config(folder, name="staged", steps=2, evaluation__every=1, **moving)
     several = (configs.Stage(steps=1, kl_coef=0.01, sup_coef=0.1), configs.Stage(rl_coef=0.5))
-    staged = replace(staged, stages=several, back_off=replace(staged.back_off, drop=0.0), optim=configs.Optim(lr=10.0))
-    staged = replace(staged, environment=configs.Environment(reply="gruppo.recipes.guess:reply"))
+    staged = replace(
+        staged, stages=several, back_off=replace(staged.back_off, drop=0.0), optim=configs.OptimConfig(lr=10.0)
+    )
+    staged = replace(staged, environment=configs.EnvironmentConfig(reply="gruppo.recipes.guess:reply"))
     held = configs.Stage(sup_coef=0.1, cons_coef=0.1, kl_coef=0.1)
-    restored = restoring(folder, steps=1, stage=held, optim=configs.Optim(lr=1e-4, terms_every=1))
+    restored = restoring(folder, steps=1, stage=held, optim=configs.OptimConfig(lr=1e-4, terms_every=1))
     rows = [row for config in (grpo, ppo, staged, restored) for row in metrics(api.start(config).folder)]
     timed = {
         "time/rollout_s",

@@ -12,20 +12,21 @@ import torch
 from safetensors.torch import load_file
 from tests import tiny
 from tests.test_examples import EXAMPLES, example
-from tests.training import pictures
-from tests.training.runs import metrics, weights
+from tests.trainer import pictures
+from tests.trainer.runs import metrics, weights
 
-from gruppo import commands
+from gruppo import api
+from gruppo.cli import commands
+from gruppo.cli.options import config_from
+from gruppo.config.schema import Config
 from gruppo.core.objective import NANOCHAT
-from gruppo.options import config_from
-from gruppo.policies.text import from_pretrained
+from gruppo.modalities.text import from_pretrained
 from gruppo.recipes import RECIPES
 from gruppo.recipes.qwen import PROMPTS
 from gruppo.rewards.resolve import resolve_reward
-from gruppo.training import api, checks
-from gruppo.training.config import Config
-from gruppo.training.explain import explain
-from gruppo.training.models import Kind
+from gruppo.trainer import checks
+from gruppo.trainer.dry_run import explain
+from gruppo.trainer.models import Kind
 from gruppo.types import GruppoError
 
 SHORT: dict[str, Any] = {
@@ -83,7 +84,7 @@ def test_ddpo_trains_an_adapter_of_a_pipeline(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     pytest.importorskip("peft")
     image = pytest.importorskip("PIL.Image")
-    from tests.policies.diffusion.test_pipelines import made, sd15
+    from tests.modalities.diffusion.test_pipelines import made, sd15
 
     made(sd15).policy.save(tmp_path / "sd15")
     (tmp_path / "images").mkdir()

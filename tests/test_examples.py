@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests import tiny
 from tests.rewards.kernels import jailed
-from tests.training.runs import metrics
+from tests.trainer.runs import metrics
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from gruppo.core.images import as_saved
 from gruppo.data.open import open_source
-from gruppo.policies.restoration import Control, Controls, RestorationPolicy, open_restorer
+from gruppo.modalities.restoration import Control, Controls, RestorationPolicy, open_restorer
 from gruppo.types import Prompt
 
 ACTION = "controls:blur=0-2@1.5,noise=0-40@30,mix=0-1@1,unit=true"

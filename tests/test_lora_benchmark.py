@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks import lora
 from tests import tiny
 
-from gruppo.policies.text import blocks
+from gruppo.modalities.text import blocks
 
 
 def test_sides_write_the_same_number_of_tokens_and_one_calls_pefts_layers(monkeypatch, capsys):

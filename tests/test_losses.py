@@ -144,7 +144,7 @@ def test_what_fills_the_masked_slots_changes_neither_loss_nor_gradient(name):
         return loss_of(logprobs, *inputs), slope_of(loss_of, logprobs, *inputs)
 
     for filling in (NAN, 1e6, -math.inf):
-        assert all(torch.equal(got, want) for got, want in zip(outcome(filling), outcome(0.0), strict=True))
+        assert all(torch.equal(got, outputs) for got, outputs in zip(outcome(filling), outcome(0.0), strict=True))
 
 
 @pytest.mark.silent_bug(22)
@@ -252,10 +252,10 @@ def test_ppo_equals_the_textbook_lines_in_value_and_gradient_with_and_without_a_
     torch.manual_seed(0)
     six = [torch.randn(7, dtype=torch.float64) for _ in range(6)]
     six[0] = six[1] + 0.3 * six[0]
-    keep = torch.tensor([[True, True, False, True], [False, True, False, True], [True, True, False, False]])
+    loss_mask = torch.tensor([[True, True, False, True], [False, True, False, True], [True, True, False, False]])
 
     def ragged(x: Tensor) -> Tensor:
-        return torch.full(keep.shape, NAN, dtype=torch.float64).masked_scatter(keep, x)
+        return torch.full(loss_mask.shape, NAN, dtype=torch.float64).masked_scatter(loss_mask, x)
 
     for n in (0, 2, 5):  # log-probs, values, entropy
 
@@ -266,7 +266,7 @@ def test_ppo_equals_the_textbook_lines_in_value_and_gradient_with_and_without_a_
             return PPOLoss()(*six[:n], leaf, *six[n + 1 :])
 
         def masked(leaf: Tensor, n: int = n) -> Tensor:
-            return PPOLoss()(*map(ragged, [*six[:n], leaf, *six[n + 1 :]]), mask=keep)
+            return PPOLoss()(*map(ragged, [*six[:n], leaf, *six[n + 1 :]]), mask=loss_mask)
 
         for ours in (flat, masked):
             torch.testing.assert_close(ours(six[n]), textbook(six[n]), rtol=1e-12, atol=0)

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from gruppo import cli
+from gruppo.cli import app
+from gruppo.cli.options import _fields, config_from
+from gruppo.config import peer_names
+from gruppo.config.peer_names.named import Named, option
+from gruppo.config.schema import Config, Stage
 from gruppo.core.objective import PRESETS
-from gruppo.options import _fields, config_from
-from gruppo.training import names
-from gruppo.training.config import Config, Stage
-from gruppo.training.names.named import Named, option
 from gruppo.types import GruppoError
 
 PAGE = Path(__file__).parents[1] / "docs/migrate.md"
 PEERS = Path(__file__).parents[1] / "docs/objectives/peers.md"
 OPTIONS = _fields(Config, "--")
-SYSTEMS = list(names.NAMES)
+SYSTEMS = list(peer_names.NAMES)
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -29,8 +29,8 @@ SYSTEMS = list(names.NAMES)
 
 def table(system: str) -> str:
     """The settings of a system as tables of Markdown, one for each part."""
-    parts = list(dict.fromkeys(named.part for named in names.NAMES[system]))
-    return "\n\n".join(_of_part([n for n in names.NAMES[system] if n.part == part], part) for part in parts)
+    parts = list(dict.fromkeys(named.part for named in peer_names.NAMES[system]))
+    return "\n\n".join(_of_part([n for n in peer_names.NAMES[system] if n.part == part], part) for part in parts)
 
 
 def _of_part(settings: list[Named], part: str) -> str:
@@ -64,7 +64,7 @@ def test_the_page_has_the_tables_of_the_program() -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_each_name_leads_to_options_that_there_are(system: str) -> None:
-    for named in names.NAMES[system]:
+    for named in peer_names.NAMES[system]:
         fields = [*named.ours.split(), *named.near.split()]
         typed = {option(field) for field in fields} | set(re.findall(r"--[a-z][a-z.-]*[a-z]", named.note))
         groups = {name.rpartition(".")[0] for name in OPTIONS}
@@ -75,7 +75,7 @@ def test_each_name_leads_to_options_that_there_are(system: str) -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_name_of_one_part_means_one_thing(system: str) -> None:
-    told = [(named.part, word) for named in names.NAMES[system] for word in re.split(r", | x ", named.theirs)]
+    told = [(named.part, word) for named in peer_names.NAMES[system] for word in re.split(r", | x ", named.theirs)]
     assert len(told) == len(set(told))
 
 
@@ -84,7 +84,7 @@ def test_a_name_of_one_part_means_one_thing(system: str) -> None:
 def test_what_is_printed_can_be_typed_and_gives_the_same_run(system: str, recipe: str) -> None:
     config = config_from("train", [recipe, "--objective.clip-low", "0.3", "--stage.kl-coef", "linear:0.1,0"])
     typed: dict[str, list[str]] = {}
-    for named in names.NAMES[system]:
+    for named in peer_names.NAMES[system]:
         for said in re.findall(r"--[^ ]+(?: (?!--)[^ ]+)*", named.here(config)):
             name, *values = said.split(" ")
             if values and values != ["None"]:
@@ -142,7 +142,10 @@ BY_HAND = {
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_settings_that_would_train_something_else_if_they_were_exchanged(system: str) -> None:
-    found = {name: {n.ours for n in names.found_in(names.NAMES[system], name) if n.ours} for name in BY_HAND[system]}
+    found = {
+        name: {n.ours for n in peer_names.found_in(peer_names.NAMES[system], name) if n.ours}
+        for name in BY_HAND[system]
+    }
     assert found == {name: {ours} for name, ours in BY_HAND[system].items()}
 
 
@@ -162,7 +165,7 @@ def test_the_objectives_page_names_the_same_options_of_ours() -> None:
     compared = 0
     for system, name, ours in rows_of_peers():
         fields = set(re.findall(r"`((?:objective|stage|rollout|optim|critic|scoring)\.\w+)", ours))
-        found = {f for n in names.found_in(names.NAMES[system], name) for f in f"{n.ours} {n.near}".split()}
+        found = {f for n in peer_names.found_in(peer_names.NAMES[system], name) for f in f"{n.ours} {n.near}".split()}
         if fields and not ours.startswith("none"):
             assert fields & found, (system, name, found)
             compared += 1
@@ -174,7 +177,7 @@ def test_the_objectives_page_names_the_same_options_of_ours() -> None:
 
 def there(system: str, name: str, **changes: Any) -> str:
     config = Config(**changes)
-    return "\n".join(named.line(config, 0) for named in names.found_in(names.NAMES[system], name))
+    return "\n".join(named.line(config, 0) for named in peer_names.found_in(peer_names.NAMES[system], name))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +248,7 @@ def test_of_several_stages_the_one_with_the_largest_coefficient_is_named() -> No
 
 
 def said(capsys: Any, *args: str) -> tuple[int, str, str]:
-    code = cli.run(list(args))
+    code = app.run(list(args))
     out, err = capsys.readouterr()
     return code, out, err
 

@@ -14,7 +14,7 @@ from gruppo.core.filters import bands
 from gruppo.core.images import psnr
 from gruppo.data.pairs import ImagePairs
 from gruppo.data.scenes import Scene
-from gruppo.policies.restoration import open_restorer
+from gruppo.modalities.restoration import open_restorer
 from gruppo.rewards.images import jpeg_bytes
 from gruppo.types import GruppoError
 

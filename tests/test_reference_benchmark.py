@@ -8,9 +8,9 @@ import pytest
 from benchmarks import references
 from tests import tiny
 
-from gruppo.policies.reference import BaseReference, FrozenReference, MixedAdapter, MixedReference
-from gruppo.training.build import Parts, build
-from gruppo.training.checks import check
+from gruppo.build import Parts, build
+from gruppo.modalities.common.reference import BaseReference, FrozenReference, MixedAdapter, MixedReference
+from gruppo.trainer.checks import check
 
 KINDS = (None, FrozenReference, FrozenReference, MixedReference, MixedReference, None, BaseReference, MixedAdapter)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.training.runs import metrics
+from tests.trainer.runs import metrics
 
+from gruppo import api
+from gruppo.config.schema import Config
 from gruppo.recipes import RECIPES
-from gruppo.training import api
-from gruppo.training.config import Config
-from gruppo.training.restorers import is_restorer
+from gruppo.trainer.restorers import is_restorer
 
 pytest.importorskip("PIL")
 SMALL = "restore:unet:width=8"

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from tests.test_docs import KINDS
 
-from gruppo import commands
-from gruppo.options import config_from, taken
+from gruppo.cli import commands
+from gruppo.cli.options import config_from, taken
+from gruppo.config import peer_names
+from gruppo.config.schema import Config
 from gruppo.recipes import RECIPES
-from gruppo.training import checks, names
-from gruppo.training.config import Config
+from gruppo.trainer import checks
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/sources.md"
@@ -165,7 +166,7 @@ def runs(command: str, args: list[str]) -> bool:
         return command in commands.COMMANDS
     asked, args = taken(args, "--names")
     if asked is not None:
-        names.asked(Config(), asked)
+        peer_names.asked(Config(), asked)
     config = config_from(command, args)
     kind = KINDS.get(args[0].split("-")[0], "text")
     if config.model and (config.reward or args[0] != "plain"):
@@ -219,6 +220,6 @@ def test_settings_of_the_documents_that_the_page_names_are_known_by_name() -> No
         "003": ["clip_epsilon", "kl_beta", "value_loss_coef", "entropy_coef", "gamma", "lam", "num_epochs"],
     }
     for number, wanted in asked.items():
-        table = [named for named in names.NAMES["sources"] if named.part.startswith(number)]
-        assert [name for name in wanted if not names.found_in(table, name)] == []
+        table = [named for named in peer_names.NAMES["sources"] if named.part.startswith(number)]
+        assert [name for name in wanted if not peer_names.found_in(table, name)] == []
         assert wanted

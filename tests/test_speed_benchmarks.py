@@ -16,7 +16,7 @@ from benchmarks.workloads import WORKLOADS, ending_rate, prompts, row_lengths
 from tests import tiny
 from torch.utils.flop_counter import FlopCounterMode
 
-from gruppo.policies.text.load import from_pretrained
+from gruppo.modalities.text.load import from_pretrained
 from gruppo.types import Prompt, Request, Sampling
 
 SHAPE = Shape(hidden=2, intermediate=3, layers=1, heads=1, kv_heads=1, head_dim=2, vocabulary=5)

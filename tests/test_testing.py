@@ -14,10 +14,10 @@ from torch import nn
 
 import gruppo
 from gruppo.engines import LocalEngine
-from gruppo.policies.text import TextPolicy
+from gruppo.modalities.text import TextPolicy
 from gruppo.seeds import uniforms_at
 from gruppo.testing import ContractError, check_engine, check_policy, check_reward
-from gruppo.types import DataError, GruppoError, Likelihood, Piece, Prompt, Rollouts, Sampling
+from gruppo.types import DataError, GruppoError, Likelihood, MicroBatch, Prompt, Rollouts, Sampling
 
 ASKED = prompts()
 
@@ -90,7 +90,7 @@ class Bigram:
             actions=actions,
             mask=full,
             lengths=full.sum(1),
-            outputs=tuple("" for _ in rows),
+            completions=tuple("" for _ in rows),
             sampler_logprobs=logprobs,
             policy_version=torch.zeros(actions.shape, dtype=torch.long),
             temperature=torch.full((len(rows),), float(sampling.temperature)),
@@ -103,16 +103,16 @@ class Bigram:
     def uniforms(self, seed, prompt, sample, row, n):
         return uniforms_at(seed, prompt.draw, sample, n)
 
-    def pieces(self, rollouts, keep, budget):
-        rows = keep.any(1).nonzero()[:, 0]
-        columns = slice(0, keep.shape[1])
-        return [Piece(row[None], columns) for row in rows] if budget < 100 else [Piece(rows, columns)]
+    def micro_batches(self, rollouts, loss_mask, budget):
+        rows = loss_mask.any(1).nonzero()[:, 0]
+        columns = slice(0, loss_mask.shape[1])
+        return [MicroBatch(row[None], columns) for row in rows] if budget < 100 else [MicroBatch(rows, columns)]
 
-    def likelihood(self, rollouts, piece, *, want=()):
-        first = torch.tensor([self.start(rollouts.prompts[g]) for g in rollouts.group_ids[piece.rows].tolist()])
-        actions = piece.of(rollouts.actions)
+    def likelihood(self, rollouts, micro_batch, *, outputs=()):
+        first = torch.tensor([self.start(rollouts.prompts[g]) for g in rollouts.group_ids[micro_batch.rows].tolist()])
+        actions = micro_batch.of(rollouts.actions)
         before = torch.cat([first[:, None], actions[:, :-1]], dim=1)
-        logits = self.module(before) / rollouts.temperature[piece.rows][:, None, None]
+        logits = self.module(before) / rollouts.temperature[micro_batch.rows][:, None, None]
         return Likelihood(logits.log_softmax(-1).gather(-1, actions[..., None])[..., 0])
 
 
@@ -138,8 +138,8 @@ def resampled(change):
 def reevaluated(change):
     """A likelihood() of changed rollouts."""
 
-    def likelihood(self, rollouts, piece, *, want=()):
-        return Bigram.likelihood(self, change(rollouts), piece)
+    def likelihood(self, rollouts, micro_batch, *, outputs=()):
+        return Bigram.likelihood(self, change(rollouts), micro_batch)
 
     return {"likelihood": likelihood}
 
@@ -147,31 +147,31 @@ def reevaluated(change):
 def shifted(by):
     """Log-probs changed by what the function says of (policy, rollouts, piece)."""
 
-    def likelihood(self, rollouts, piece, *, want=()):
-        logprobs = Bigram.likelihood(self, rollouts, piece).logprobs
-        return Likelihood(logprobs + by(self, rollouts, piece))
+    def likelihood(self, rollouts, micro_batch, *, outputs=()):
+        logprobs = Bigram.likelihood(self, rollouts, micro_batch).logprobs
+        return Likelihood(logprobs + by(self, rollouts, micro_batch))
 
     return {"likelihood": likelihood}
 
 
-def drop_half(self, rollouts, piece):
+def drop_half(self, rollouts, micro_batch):
     return nn.functional.dropout(torch.ones(()), 0.5, self.module.training) - 1
 
 
-def stale_likelihood(self, rollouts, piece, *, want=()):
+def stale_likelihood(self, rollouts, micro_batch, *, outputs=()):
     if not hasattr(self, "first_weights"):
         self.first_weights = self.module.weight.detach().clone()
     frozen = Bigram()
     frozen.module.load_state_dict({"weight": self.first_weights})
-    logprobs = Bigram.likelihood(frozen, rollouts, piece).logprobs.detach()
+    logprobs = Bigram.likelihood(frozen, rollouts, micro_batch).logprobs.detach()
     return Likelihood(logprobs + (self.module.weight - self.module.weight.detach()).sum())
 
 
 def stale_sample(self, requests, sampling, *, seed):
-    if not hasattr(self, "sampler"):
-        self.sampler = Bigram()
-        self.sampler.module.load_state_dict(self.module.state_dict())
-    return Bigram.sample(self.sampler, requests, sampling, seed=seed)
+    if not hasattr(self, "compute_module"):
+        self.compute_module = Bigram()
+        self.compute_module.module.load_state_dict(self.module.state_dict())
+    return Bigram.sample(self.compute_module, requests, sampling, seed=seed)
 
 
 def sample_with_dropout(self, requests, sampling, *, seed):
@@ -213,11 +213,11 @@ BROKEN = {
         {"module": property(lambda self: "weights", lambda self, value: None)},
         "policy.module is a str",
     ),
-    "has no pieces": ({"pieces": None}, "has no method pieces"),
+    "has no pieces": ({"micro_batches": None}, "has no method pieces"),
     "returns a list": ({"sample": lambda self, *a, **k: []}, "returned a list; it needs gruppo.types.Rollouts"),
     "samples a row less": (changed(group_ids=lambda r: r.group_ids[1:]), r"group_ids has the shape \(4,\); 5 samples"),
     "has wide log-probs": (wider("sampler_logprobs"), r"sampler_logprobs has the shape \(5, 5\)"),
-    "lacks outputs": (changed(outputs=()), "0 outputs for 5 samples"),
+    "lacks outputs": (changed(completions=()), "0 outputs for 5 samples"),
     "mixes groups": (changed(group_ids=lambda r: r.group_ids * 0), "samples of each prompt"),
     "repeats a prompt": (changed(prompts=lambda r: (r.prompts[0],) * 2), "samples of each prompt"),
     "masks by number": (changed(mask=lambda r: r.mask.long()), r"mask is torch.int64; it needs torch.bool"),
@@ -254,19 +254,27 @@ BROKEN = {
         "at temperature 0 gave other actions",
     ),
     "loses a row": (
-        {"pieces": lambda self, r, keep, budget: Bigram.pieces(self, r, keep, 1)[1:]},
+        {"micro_batches": lambda self, r, loss_mask, budget: Bigram.micro_batches(self, r, loss_mask, 1)[1:]},
         "leaves out 4 of 20 kept actions",
     ),
     "repeats a row": (
-        {"pieces": lambda self, r, keep, budget: Bigram.pieces(self, r, keep, 1) + Bigram.pieces(self, r, keep, 1)[:1]},
+        {
+            "micro_batches": lambda self, r, loss_mask, budget: (
+                Bigram.micro_batches(self, r, loss_mask, 1) + Bigram.micro_batches(self, r, loss_mask, 1)[:1]
+            )
+        },
         "repeats 4",
     ),
     "cuts a column": (
-        {"pieces": lambda self, r, keep, budget: [Piece(p.rows, slice(0, 3)) for p in Bigram.pieces(self, r, keep, 1)]},
+        {
+            "micro_batches": lambda self, r, loss_mask, budget: [
+                MicroBatch(p.rows, slice(0, 3)) for p in Bigram.micro_batches(self, r, loss_mask, 1)
+            ]
+        },
         "leaves out 5 of 20",
     ),
     "returns the wrong shape": (
-        {"likelihood": lambda self, r, p, *, want=(): Likelihood(Bigram.likelihood(self, r, p).logprobs.sum(1))},
+        {"likelihood": lambda self, r, p, *, outputs=(): Likelihood(Bigram.likelihood(self, r, p).logprobs.sum(1))},
         r"log-probs of the shape \(1,\) for a piece of the shape \(1, 4\)",
     ),
     "is off by one": (
@@ -282,21 +290,23 @@ BROKEN = {
         "top_k=1 starts as at temperature 0 in .* it is ignored",
     ),
     "detaches": (
-        {"likelihood": lambda self, r, p, *, want=(): Likelihood(Bigram.likelihood(self, r, p).logprobs.detach())},
+        {"likelihood": lambda self, r, p, *, outputs=(): Likelihood(Bigram.likelihood(self, r, p).logprobs.detach())},
         "sends no gradient",
     ),
     "depends on piece-mates": (
-        shifted(lambda self, r, piece: 0.01 * (len(piece.rows) == 1)),
+        shifted(lambda self, r, micro_batch: 0.01 * (len(micro_batch.rows) == 1)),
         "depend on which rows share a piece",
     ),
     "depends on the place in the batch": (
-        shifted(lambda self, r, piece: 0.01 * (r.group_ids[0] != 0)),
+        shifted(lambda self, r, micro_batch: 0.01 * (r.group_ids[0] != 0)),
         "depend on the order of the rows|is not their sampler_logprobs",
     ),
     "reads padding": (
         {"sample": sample_halves}
         | shifted(
-            lambda self, r, piece: 0.01 * (piece.of(r.actions)[:, -1:] == 1) * (r.lengths[piece.rows] < 4)[:, None]
+            lambda self, r, micro_batch: (
+                0.01 * (micro_batch.of(r.actions)[:, -1:] == 1) * (r.lengths[micro_batch.rows] < 4)[:, None]
+            )
         ),
         "depend on actions beyond lengths",
     ),
@@ -368,7 +378,7 @@ class Hot(LocalEngine):
 
     def generate(self, requests, sampling, *, seed):
         rollouts = super().generate(requests, sampling, seed=seed)
-        whole = Piece(torch.arange(len(rollouts)), slice(0, rollouts.mask.shape[1]))
+        whole = MicroBatch(torch.arange(len(rollouts)), slice(0, rollouts.mask.shape[1]))
         cold = replace(rollouts, temperature=torch.ones(len(rollouts)))
         return replace(rollouts, sampler_logprobs=self.policy.likelihood(cold, whole).logprobs.detach())
 
@@ -411,7 +421,7 @@ class Model:
     name = "model"
 
     def __call__(self, rollouts):
-        return torch.tensor([float(len(str(output))) for output in rollouts.outputs])
+        return torch.tensor([float(len(str(output))) for output in rollouts.completions])
 
 
 async def slowly(completions, **columns):

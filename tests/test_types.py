@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gruppo.types import Batch, GruppoError, Likelihood, Piece, Prompt, Rollouts, Sampling, Stat
+from gruppo.types import Batch, GruppoError, Likelihood, MicroBatch, Prompt, Rollouts, Sampling, Stat
 
 
 def rollouts_of(groups: list[int], lengths: list[int], *, first: int = 0, columns: int | None = None) -> Rollouts:
@@ -25,7 +25,7 @@ def rollouts_of(groups: list[int], lengths: list[int], *, first: int = 0, column
         actions=torch.where(mask, numbers, 0),
         mask=mask,
         lengths=torch.tensor(lengths),
-        outputs=tuple(f"out {first + i}" for i in range(rows)),
+        completions=tuple(f"out {first + i}" for i in range(rows)),
         sampler_logprobs=torch.where(mask, -numbers.float() - 1, 0),
         policy_version=torch.where(mask, numbers + 7, 0),
         temperature=(first + torch.arange(rows)) / 10 + 0.5,
@@ -54,7 +54,7 @@ def rows_of(rollouts: Rollouts) -> list[tuple]:
                 tuple(rollouts.mask[i, :there].tolist()),
                 tuple(rollouts.sampler_logprobs[i, :there].tolist()),
                 tuple(rollouts.policy_version[i, :there].tolist()),
-                rollouts.outputs[i],
+                rollouts.completions[i],
                 rollouts.temperature[i].item(),
                 rollouts.finish[i],
                 rollouts.per_row["latent"][i].item(),
@@ -85,7 +85,7 @@ def test_take_drops_prompts_without_rows():
     assert taken.group_ids.tolist() == [0, 0]
     assert taken.shared["number"].tolist() == [10]
     nothing = taken.take([])
-    assert (len(nothing), nothing.prompts, nothing.outputs) == (0, (), ())
+    assert (len(nothing), nothing.prompts, nothing.completions) == (0, (), ())
 
 
 @pytest.mark.silent_bug(24)
@@ -147,7 +147,7 @@ def test_a_batch_takes_the_same_rows_of_everything():
         rewards=torch.tensor([1.0, 2.0, 3.0, 4.0]),
         reward_parts={"exact": torch.tensor([5.0, 6.0, 7.0, 8.0])},
         advantages=numbers(100),
-        keep=rollouts.mask,
+        loss_mask=rollouts.mask,
         old_logprobs=numbers(200),
         ref=Likelihood(numbers(300)),
         old_values=numbers(400),
@@ -156,7 +156,7 @@ def test_a_batch_takes_the_same_rows_of_everything():
     rows = torch.tensor([2, 0])
     part = whole.take(rows)
     assert rows_of(part.rollouts) == [rows_of(rollouts)[i] for i in (2, 0)]
-    for name in ("rewards", "advantages", "keep", "old_logprobs", "old_values", "returns"):
+    for name in ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns"):
         assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), name
     assert torch.equal(part.ref.logprobs, whole.ref.logprobs[rows])
     assert part.reward_parts["exact"].tolist() == [7, 5]
@@ -170,9 +170,9 @@ def test_a_batch_without_the_optional_entries_takes_the_others():
     assert part.old_logprobs is part.ref is part.old_values is part.returns is None
 
 
-def test_a_piece_cuts_rows_and_columns():
+def test_a_micro_batch_cuts_rows_and_columns():
     x = torch.arange(24).reshape(3, 4, 2)
-    assert Piece(torch.tensor([2, 0]), slice(1, 3)).of(x).tolist() == [[[18, 19], [20, 21]], [[2, 3], [4, 5]]]
+    assert MicroBatch(torch.tensor([2, 0]), slice(1, 3)).of(x).tolist() == [[[18, 19], [20, 21]], [[2, 3], [4, 5]]]
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------

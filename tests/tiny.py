@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from gruppo.training.api import change
-from gruppo.training.config import Config
+from gruppo.api import change
+from gruppo.config.schema import Config
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +-=?.:<>|"
 CHAT_TEMPLATE = (
@@ -66,7 +66,7 @@ def character_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "<system>"]
-    vocabulary = {piece: n for n, piece in enumerate([*special, *CHARACTERS])}
+    vocabulary = {micro_batch: n for n, micro_batch in enumerate([*special, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

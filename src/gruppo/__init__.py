@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "train": "gruppo.training.api",
-    "resume": "gruppo.training.api",
-    "Stopped": "gruppo.training.loop",
-    "Config": "gruppo.training.config",
+    "train": "gruppo.api",
+    "resume": "gruppo.api",
+    "Stopped": "gruppo.trainer.loop",
+    "Config": "gruppo.config.schema",
     "Objective": "gruppo.core.objective",
     "PRESETS": "gruppo.core.objective",
     "GRPOLoss": "gruppo.losses",
     "PPOLoss": "gruppo.losses",
     "compute_gae": "gruppo.losses",
-    "TextPolicy": "gruppo.policies.text",
-    "from_pretrained": "gruppo.policies.text",
-    "from_transformers": "gruppo.policies.text",
-    "from_module": "gruppo.policies.text",
-    "DenoiserPolicy": "gruppo.policies.diffusion",
-    "DiffusionSampling": "gruppo.policies.diffusion",
-    "load_denoiser": "gruppo.policies.diffusion",
-    "load_diffusers": "gruppo.policies.diffusion",
-    "RestorationPolicy": "gruppo.policies.restoration",
-    "open_restorer": "gruppo.policies.restoration",
-    "load_restorer": "gruppo.policies.restoration",
-    "Environment": "gruppo.envs",
-    "converse": "gruppo.envs",
+    "TextPolicy": "gruppo.modalities.text",
+    "from_pretrained": "gruppo.modalities.text",
+    "from_transformers": "gruppo.modalities.text",
+    "from_module": "gruppo.modalities.text",
+    "DenoiserPolicy": "gruppo.modalities.diffusion",
+    "DiffusionSampling": "gruppo.modalities.diffusion",
+    "load_denoiser": "gruppo.modalities.diffusion",
+    "load_diffusers": "gruppo.modalities.diffusion",
+    "RestorationPolicy": "gruppo.modalities.restoration",
+    "open_restorer": "gruppo.modalities.restoration",
+    "load_restorer": "gruppo.modalities.restoration",
+    "Environment": "gruppo.environments",
+    "converse": "gruppo.environments",
     "Prompt": "gruppo.types",
     "Request": "gruppo.types",
     "Rollouts": "gruppo.types",
@@ -43,16 +43,16 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
+    from gruppo.api import resume, train
+    from gruppo.config.schema import Config
     from gruppo.core.objective import PRESETS, Objective
-    from gruppo.envs import Environment, converse
+    from gruppo.environments import Environment, converse
     from gruppo.losses import GRPOLoss, PPOLoss, compute_gae
-    from gruppo.policies.diffusion import DenoiserPolicy, DiffusionSampling, load_denoiser, load_diffusers
-    from gruppo.policies.restoration import RestorationPolicy, load_restorer, open_restorer
-    from gruppo.policies.text import TextPolicy, from_module, from_pretrained, from_transformers
+    from gruppo.modalities.diffusion import DenoiserPolicy, DiffusionSampling, load_denoiser, load_diffusers
+    from gruppo.modalities.restoration import RestorationPolicy, load_restorer, open_restorer
+    from gruppo.modalities.text import TextPolicy, from_module, from_pretrained, from_transformers
     from gruppo.testing import check_engine, check_policy, check_reward
-    from gruppo.training.api import resume, train
-    from gruppo.training.config import Config
-    from gruppo.training.loop import Stopped
+    from gruppo.trainer.loop import Stopped
     from gruppo.types import GruppoError, Prompt, Request, Rollouts, Sampling
 
 

@@ -1,5 +1,5 @@
 """``python -m gruppo``."""
 
-from gruppo.cli import main
+from gruppo.cli.app import main
 
 main()

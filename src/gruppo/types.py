@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 Finish = Literal["stop", "length", "error"]
-Want = Collection[str]
+Outputs = Collection[str]
 """What a likelihood is asked for beside ``logprobs``: any of "entropy" (with gradient),
 "entropy_value" (a number, cheaper), "gaussian", "values", "output"."""
 
@@ -119,7 +119,7 @@ class Rollouts:
     """True where the policy itself chose the action: not the prompt, not a tool's output, not padding."""
     lengths: Int[Tensor, "B"]
     """Columns that exist; a column below the length whose mask is False was the environment's."""
-    outputs: tuple[Any, ...]
+    completions: tuple[Any, ...]
     """[B] what rewards read: a string, a list of messages, an image in [0, 1]."""
     sampler_logprobs: Float[Tensor, "B T"]
     """Nats, as the engine reported them at the sampling temperature; 0 where mask is False."""
@@ -177,7 +177,7 @@ class Rollouts:
 
 
 _COLUMN_FIELDS = ("actions", "mask", "sampler_logprobs", "policy_version")
-_ROW_FIELDS = (*_COLUMN_FIELDS, "lengths", "outputs", "temperature", "finish")
+_ROW_FIELDS = (*_COLUMN_FIELDS, "lengths", "completions", "temperature", "finish")
 
 
 def _pick(value: Any, index: Tensor) -> Any:
@@ -225,7 +225,7 @@ class Likelihood:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class MicroBatch:
     """What one forward covers: rows, and a range of columns."""
 
     rows: Int[Tensor, "b"]
@@ -247,7 +247,7 @@ class Batch:
     """NaN = not scored, or of a slot that no round of sampling filled."""
     reward_parts: Mapping[str, Float[Tensor, "B"]]
     advantages: Float[Tensor, "B T"]
-    keep: Bool[Tensor, "B T"]
+    loss_mask: Bool[Tensor, "B T"]
     """mask, and scored, and not an error, and not masked for truncation: what is learned from."""
     old_logprobs: Float[Tensor, "B T"] | None = None
     """None: every row enters exactly one update, so the old log-probs are the current ones, detached."""
@@ -262,7 +262,7 @@ class Batch:
         """The given rows of every entry that has rows."""
         pick = {
             name: value[rows]
-            for name in ("rewards", "advantages", "keep", "old_logprobs", "old_values", "returns")
+            for name in ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns")
             if (value := getattr(self, name)) is not None
         }
         ref, old = self.ref, _rows_of(self.old_gaussian, rows)
@@ -332,7 +332,7 @@ class Policy(Protocol):
     """The master weights, which an optimiser trains."""
 
     @property
-    def sampler(self) -> nn.Module:
+    def compute_module(self) -> nn.Module:
         """What computes: ``module`` itself, or a copy of it in another dtype."""
         ...
 
@@ -340,17 +340,17 @@ class Policy(Protocol):
         """Bring ``sampler`` up to ``module``."""
         ...
 
-    def refuse(self, prompt: Prompt, sampling: Any) -> str | None:
+    def check_prompt(self, prompt: Prompt, sampling: Any) -> str | None:
         """Why this prompt cannot be sampled from, with what to do; or None."""
         ...
 
     def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts: ...
 
-    def pieces(self, rollouts: Rollouts, keep: Bool[Tensor, "B T"], budget: int) -> list[Piece]:
+    def micro_batches(self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int) -> list[MicroBatch]:
         """Cut a batch so that each piece fits ``budget``. Every row with something to keep is in exactly one piece."""
         ...
 
-    def likelihood(self, rollouts: Rollouts, piece: Piece, *, want: Want = ()) -> Likelihood:
+    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
         """One forward for everything that is wanted."""
         ...
 
@@ -359,7 +359,7 @@ class Policy(Protocol):
 class Supervised(Protocol):
     """A policy that can also learn from targets."""
 
-    def refuse_demonstration(self, prompt: Prompt) -> str | None:
+    def check_demonstration(self, prompt: Prompt) -> str | None:
         """Why this prompt's target cannot be learned from, with what to do; or None."""
         ...
 
@@ -407,7 +407,7 @@ class Critic(Protocol):
     is_shared: bool
     """Whether the head is on the policy's trunk; ``likelihood(..., want=("values",))`` then fills ``values`` too."""
 
-    def values(self, rollouts: Rollouts, piece: Piece) -> Float[Tensor, "b t"]:
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """With gradient; 0 where mask is False."""
         ...
 
@@ -429,7 +429,7 @@ class Reference(Protocol):
         """Within, its weights are where they compute."""
         ...
 
-    def likelihood(self, rollouts: Rollouts, piece: Piece, *, want: Want = ()) -> Likelihood: ...
+    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood: ...
 
     def update(self, policy: Policy, step: int) -> None:
         """After step 1, 2, ...: follow the policy, if it does."""

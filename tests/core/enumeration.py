@@ -56,12 +56,12 @@ def terms_of(
     ref: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The loss terms of a batch of the given sequences, as the trainer forms them."""
-    keep = MASK[rows]
-    total = loss_total(keep, average=objective.average, max_length=MAX_LENGTH)
+    loss_mask = MASK[rows]
+    total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH)
     inputs = LossInputs(
         advantages=advantages,
-        keep=keep,
-        weights=loss_weights(keep, average=objective.average, total=total),
+        loss_mask=loss_mask,
+        weights=loss_weights(loss_mask, average=objective.average, total=total),
         old_logprobs=None if old is None else logprobs_of(old, rows),
         ref=None if ref is None else Likelihood(logprobs_of(ref, rows)),
     )

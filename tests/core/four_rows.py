@@ -28,18 +28,18 @@ A0, A1 = 0.5 / (0.5**0.5 + 1e-4), 1.5 / (4.5**0.5 + 1e-4)
 """GRPO's advantages are +-A0 in the first group (rewards 1, 0) and +-A1 in the second (3, 0): ddof 1, eps 1e-4."""
 
 
-def advantages_of(objective: Objective, keep: Tensor = KEEP, rewards: Tensor = REWARDS) -> Tensor:
+def advantages_of(objective: Objective, loss_mask: Tensor = KEEP, rewards: Tensor = REWARDS) -> Tensor:
     """One a row. A critic's are not rewards alone; what its surrogate and averages do with any numbers is tested."""
     baseline = "mean" if objective.has_critic else objective.baseline
     choices: dict[str, Any] = {"baseline": baseline, "scale": objective.scale, "eps": objective.scale_eps}
-    return group_advantages(rewards, GROUP_IDS, keep, prompt_ids=["p", "q"], **choices)[0]
+    return group_advantages(rewards, GROUP_IDS, loss_mask, prompt_ids=["p", "q"], **choices)[0]
 
 
 def loss_of(
     objective: Objective,
     logprobs: Tensor = LOGPROBS,
     *,
-    keep: Tensor = KEEP,
+    loss_mask: Tensor = KEEP,
     advantages: Tensor | None = None,
     old: Tensor | None = OLD,
     ref: Tensor | None = None,
@@ -47,11 +47,11 @@ def loss_of(
     values: Tensor | None = None,
     **inputs: Any,
 ):
-    total = loss_total(keep, average=objective.average, max_length=MAX_LENGTH)
+    total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH)
     batch = LossInputs(
-        advantages=advantages_of(objective, keep) if advantages is None else advantages,
-        keep=keep,
-        weights=loss_weights(keep, average=objective.average, total=total),
+        advantages=advantages_of(objective, loss_mask) if advantages is None else advantages,
+        loss_mask=loss_mask,
+        weights=loss_weights(loss_mask, average=objective.average, total=total),
         old_logprobs=old,
         ref=None if ref is None else Likelihood(ref),
         **inputs,

@@ -74,7 +74,7 @@ def test_weights_carry_no_gradient():
 
 @pytest.mark.silent_bug(8)
 def test_a_sampler_that_gave_an_action_no_chance_is_truncated_or_masked_and_never_infinite():
-    sampler = SAMPLER.masked_fill(torch.tensor([[True, False, False, False], [False] * 4]), -float("inf"))
+    compute_module = SAMPLER.masked_fill(torch.tensor([[True, False, False, False], [False] * 4]), -float("inf"))
     for level in ("token", "sequence"):
         for mode, by_hand in (("truncate", 3.0), ("mask", 0.0)):
-            assert correction_weights(OLD, sampler, KEEP, mode=mode, level=level)[0, 0] == by_hand
+            assert correction_weights(OLD, compute_module, KEEP, mode=mode, level=level)[0, 0] == by_hand

@@ -185,12 +185,12 @@ def test_whitening_by_hand():
 @settings(max_examples=40)
 @given(episodes())
 def test_whitened_advantages_have_mean_0_and_variance_1_over_the_kept(episode):
-    x, _, keep, _ = episode
-    got = whiten(x * 5 + 3, keep, eps=0.0)
-    assert not got[~keep].any()
-    if keep.sum() > 1:
-        assert got[keep].mean().item() == pytest.approx(0, abs=1e-12)
-        assert got[keep].var().item() == pytest.approx(1, rel=1e-9)
+    x, _, loss_mask, _ = episode
+    got = whiten(x * 5 + 3, loss_mask, eps=0.0)
+    assert not got[~loss_mask].any()
+    if loss_mask.sum() > 1:
+        assert got[loss_mask].mean().item() == pytest.approx(0, abs=1e-12)
+        assert got[loss_mask].var().item() == pytest.approx(1, rel=1e-9)
     else:
         assert not got.any()
 
@@ -199,28 +199,28 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_the_kept(episode):
 @pytest.mark.silent_bug(12)
 def test_two_ranks_whiten_as_one():
     """Three kept actions here, one there."""
-    x, keep = f64([1, 5, 2, 10]), where_true([1, 1, 1, 1])
+    x, loss_mask = f64([1, 5, 2, 10]), where_true([1, 1, 1, 1])
     together = on_ranks(
-        lambda all_sum, share: whiten(x[:, :3], keep[:, :3], all_sum=all_sum),
-        lambda all_sum, share: whiten(x[:, 3:], keep[:, 3:], all_sum=all_sum),
+        lambda all_sum, share: whiten(x[:, :3], loss_mask[:, :3], all_sum=all_sum),
+        lambda all_sum, share: whiten(x[:, 3:], loss_mask[:, 3:], all_sum=all_sum),
     )
-    torch.testing.assert_close(torch.cat(together, dim=1), whiten(x, keep), rtol=1e-12, atol=0)
-    assert not torch.allclose(whiten(x[:, :3], keep[:, :3]), together[0])  # alone it would be another number
+    torch.testing.assert_close(torch.cat(together, dim=1), whiten(x, loss_mask), rtol=1e-12, atol=0)
+    assert not torch.allclose(whiten(x[:, :3], loss_mask[:, :3]), together[0])  # alone it would be another number
 
 
 @pytest.mark.silent_bug(31)
 @pytest.mark.parametrize("value", [0.0, 0.35, -7.3, 1e6])
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 8])
 def test_equal_advantages_are_whitened_to_exactly_zero(value, count):
-    keep = torch.arange(9)[None] < count
-    assert not whiten(torch.full((1, 9), value), keep).any()
+    loss_mask = torch.arange(9)[None] < count
+    assert not whiten(torch.full((1, 9), value), loss_mask).any()
     near = torch.nextafter(torch.tensor(value), torch.tensor(1e9)).expand(1, 9)
     mixed = torch.where(torch.arange(9)[None] % 2 == 0, torch.full((1, 9), value), near)
     if value:  # the smallest number beside 0 is no rounding of it
-        assert not whiten(mixed, keep).any()
+        assert not whiten(mixed, loss_mask).any()
 
 
 def test_whitening_hides_no_number_that_is_not_finite():
     """A batch turned to zeros would be an update without a word; NaN is skipped and counted."""
-    keep = torch.ones(2, 3, dtype=torch.bool)
-    assert whiten(torch.tensor([[torch.nan, 1.0, 2.0], [3.0, 4.0, 5.0]]), keep).isnan().all()
+    loss_mask = torch.ones(2, 3, dtype=torch.bool)
+    assert whiten(torch.tensor([[torch.nan, 1.0, 2.0], [3.0, 4.0, 5.0]]), loss_mask).isnan().all()

@@ -8,16 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.core.enumeration import (
-    LOGITS,
-    MASK,
-    OTHER,
-    SEQUENCES,
-    gradient,
-    logprobs_of,
-    probabilities,
-    terms_of,
-)
+from tests.core.enumeration import LOGITS, MASK, OTHER, SEQUENCES, gradient, logprobs_of, probabilities, terms_of
 from torch import Tensor
 
 from gruppo.core.divergence import ESTIMATORS, gaussian_kl, k3, kl
@@ -51,23 +42,23 @@ def test_k3_is_never_negative(delta, dtype):
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_equal_policies_have_neither_kl_nor_pull(estimator, gradient_choice):
     logprobs = torch.tensor([[-0.3, -2.0]], dtype=torch.float64, requires_grad=True)
-    keep = torch.ones(1, 2, dtype=torch.bool)
+    loss_mask = torch.ones(1, 2, dtype=torch.bool)
     ratio = logprobs - logprobs.detach()
-    value = kl(logprobs, logprobs.detach(), ratio, keep, estimator=estimator, gradient=gradient_choice)
+    value = kl(logprobs, logprobs.detach(), ratio, loss_mask, estimator=estimator, gradient=gradient_choice)
     assert value.tolist() == [[0, 0]]
     assert torch.autograd.grad(value.sum(), logprobs)[0].tolist() == [[0, 0]]
 
 
-def expected(sampler: Tensor, estimator: str, choice: str) -> tuple[Tensor, Tensor]:
+def expected(compute_module: Tensor, estimator: str, choice: str) -> tuple[Tensor, Tensor]:
     """The estimate and its gradient in the policy's logits, over the four outcomes that the sampler draws from."""
 
     def estimate(logits: Tensor) -> Tensor:
-        logprobs, old = logits.log_softmax(0)[None], sampler.log_softmax(0)[None]
-        keep = torch.ones(1, 4, dtype=torch.bool)
+        logprobs, old = logits.log_softmax(0)[None], compute_module.log_softmax(0)[None]
+        loss_mask = torch.ones(1, 4, dtype=torch.bool)
         values = kl(
-            logprobs, REFERENCE.log_softmax(0)[None], logprobs - old, keep, estimator=estimator, gradient=choice
+            logprobs, REFERENCE.log_softmax(0)[None], logprobs - old, loss_mask, estimator=estimator, gradient=choice
         )
-        return (sampler.softmax(0) * values[0]).sum()
+        return (compute_module.softmax(0) * values[0]).sum()
 
     return estimate(POLICY), gradient(estimate, POLICY)
 
@@ -81,10 +72,10 @@ REVERSE = gradient(lambda logits: true_kl(REFERENCE, logits), POLICY)
 
 
 @pytest.mark.silent_bug(17)
-@pytest.mark.parametrize("sampler", [POLICY, SAMPLER], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("compute_module", [POLICY, SAMPLER], ids=["on-policy", "off-policy"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_unbiased_gradient_is_right_whoever_drew(estimator, sampler):
-    value, slope = expected(sampler, estimator, "unbiased")
+def test_the_unbiased_gradient_is_right_whoever_drew(estimator, compute_module):
+    value, slope = expected(compute_module, estimator, "unbiased")
     torch.testing.assert_close(slope, TRUE, rtol=1e-10, atol=1e-12)
     if estimator != "k2":
         torch.testing.assert_close(value, true_kl(POLICY, REFERENCE), rtol=1e-10, atol=1e-12)

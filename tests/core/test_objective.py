@@ -89,8 +89,8 @@ def test_three_tokens_by_hand_in_value_and_gradient():
     """One row, A = 2, ratios 1.25 (clipped), 0.5 and 1: loss -(2.4 + 1 + 2) / 3 and gradients 0, -1 / 3, -2 / 3."""
     logprobs = torch.tensor([[0.5, 0.25, 0.8]]).double().log().requires_grad_()
     old = torch.tensor([[0.4, 0.5, 0.8]]).double().log()
-    keep = torch.ones(1, 3, dtype=torch.bool)
-    terms, _ = loss_of(PRESETS["grpo"], logprobs, keep=keep, advantages=torch.full((1, 3), 2.0), old=old)
+    loss_mask = torch.ones(1, 3, dtype=torch.bool)
+    terms, _ = loss_of(PRESETS["grpo"], logprobs, loss_mask=loss_mask, advantages=torch.full((1, 3), 2.0), old=old)
     assert terms["policy"].item() == pytest.approx(-5.4 / 3, rel=1e-12)
     slope = torch.autograd.grad(terms["policy"], logprobs)[0]
     torch.testing.assert_close(slope, torch.tensor([[0.0, -1 / 3, -2 / 3]], dtype=torch.float64))
@@ -98,10 +98,10 @@ def test_three_tokens_by_hand_in_value_and_gradient():
 
 def test_kl_and_entropy_terms_by_hand():
     """One row of two tokens, ref - logprob = log 2 and 0, ratio 1: k3 is 2 - log 2 - 1 and 0; entropies 0.7 and 0.1."""
-    keep = torch.ones(1, 2, dtype=torch.bool)
+    loss_mask = torch.ones(1, 2, dtype=torch.bool)
     logprobs, entropy = torch.tensor([[[-1.0, -2.0]], [[0.7, 0.1]]], dtype=torch.float64)
     ref = logprobs + math.log(2) * torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    choices = {"keep": keep, "advantages": torch.zeros(1, 2), "old": None}
+    choices = {"keep": loss_mask, "advantages": torch.zeros(1, 2), "old": None}
     terms, stats = loss_of(PRESETS["grpo"], logprobs, ref=ref, entropy=entropy, **choices)
     assert terms["kl"].item() == pytest.approx((1 - math.log(2)) / 2, rel=1e-12)
     assert terms["entropy"].item() == pytest.approx(0.4, rel=1e-12)
@@ -239,12 +239,12 @@ def test_what_fills_the_masked_slots_changes_nothing(objective, old):
 @everything
 def test_rows_that_are_not_kept_might_as_well_be_absent(objective):
     """An error or truncated row keeps its actions in the mask, but not in keep."""
-    keep = KEEP & torch.tensor([True, False, True, True])[:, None]
+    loss_mask = KEEP & torch.tensor([True, False, True, True])[:, None]
     rows = torch.tensor([0, 2, 3])
     advantages = advantages_of(objective)
     rest = {"advantages": advantages, "old": OLD, "ref": REF, "sampler_logprobs": SAMPLER}
-    inside = slope_of(objective, keep=keep, **rest)
-    outside = slope_of(objective, LOGPROBS[rows], keep=KEEP[rows], **{name: x[rows] for name, x in rest.items()})
+    inside = slope_of(objective, loss_mask=loss_mask, **rest)
+    outside = slope_of(objective, LOGPROBS[rows], loss_mask=KEEP[rows], **{name: x[rows] for name, x in rest.items()})
     torch.testing.assert_close(inside[rows], outside, rtol=1e-12, atol=0)
     assert not inside[1].any()
 
@@ -253,34 +253,34 @@ def test_rows_that_are_not_kept_might_as_well_be_absent(objective):
 @everything
 @settings(max_examples=5)
 @given(data=st.data())
-def test_one_batch_equals_its_pieces(objective, data):
+def test_one_batch_equals_its_micro_batches(objective, data):
     """Rows in any order and any pieces, each padded or cut to its own width; one piece has nothing kept at all."""
     logits = torch.randn(5, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     theta = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     lengths = torch.tensor([1, 3, 4, 2, 4])
-    keep = torch.arange(4)[None] < lengths[:, None]
-    keep[4] = False  # an unscored row
+    loss_mask = torch.arange(4)[None] < lengths[:, None]
+    loss_mask[4] = False  # an unscored row
     rewards = torch.tensor([1.0, 0.0, 3.0, 0.5, float("nan")])
     baseline = "mean" if objective.has_critic else objective.baseline
     advantages, _ = group_advantages(
-        rewards, torch.tensor([0, 0, 1, 1, 1]), keep, baseline=baseline, scale=objective.scale
+        rewards, torch.tensor([0, 0, 1, 1, 1]), loss_mask, baseline=baseline, scale=objective.scale
     )
-    total = loss_total(keep, average=objective.average, max_length=MAX_LENGTH)
-    weights = loss_weights(keep, average=objective.average, total=total)
+    total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH)
+    weights = loss_weights(loss_mask, average=objective.average, total=total)
     order = data.draw(st.permutations(range(4)))
     cuts = sorted(data.draw(st.sets(st.integers(1, 3))))
-    pieces = [*torch.tensor(order).tensor_split(cuts), torch.tensor([4])]
+    micro_batches = [*torch.tensor(order).tensor_split(cuts), torch.tensor([4])]
 
-    def run(pieces: list[Tensor], columns) -> tuple[Tensor, dict]:
+    def run(micro_batches: list[Tensor], columns) -> tuple[Tensor, dict]:
         leaf = theta.clone().requires_grad_()
         whole_stats: dict = {}
-        for rows in pieces:
+        for rows in micro_batches:
             width = columns(rows)
             log_p = (logits[rows, :width] @ leaf).log_softmax(-1)
             entropy = -(log_p.exp() * log_p).sum(-1)
             inputs = LossInputs(
                 advantages[rows, :width],
-                keep[rows, :width],
+                loss_mask[rows, :width],
                 weights[rows, :width],
                 log_p[..., 0].detach() - 0.1,
                 Likelihood(log_p[..., 1].detach()),
@@ -294,20 +294,22 @@ def test_one_batch_equals_its_pieces(objective, data):
         return leaf.grad, whole_stats
 
     slope, stats = run([torch.arange(5)], lambda rows: 4)
-    slope_in_pieces, stats_in_pieces = run(pieces, lambda rows: int(lengths[rows].max()))
-    torch.testing.assert_close(slope_in_pieces, slope, rtol=1e-10, atol=1e-14)
+    slope_in_micro_batches, stats_in_micro_batches = run(micro_batches, lambda rows: int(lengths[rows].max()))
+    torch.testing.assert_close(slope_in_micro_batches, slope, rtol=1e-10, atol=1e-14)
     for name, stat in stats.items():
-        in_pieces = stats_in_pieces[name]
-        assert (in_pieces.count, in_pieces.min, in_pieces.max) == (stat.count, stat.min, stat.max)
-        assert (in_pieces.sum, in_pieces.sum_sq) == pytest.approx((stat.sum, stat.sum_sq), rel=1e-10, abs=1e-14)
+        in_micro_batches = stats_in_micro_batches[name]
+        assert (in_micro_batches.count, in_micro_batches.min, in_micro_batches.max) == (stat.count, stat.min, stat.max)
+        assert (in_micro_batches.sum, in_micro_batches.sum_sq) == pytest.approx(
+            (stat.sum, stat.sum_sq), rel=1e-10, abs=1e-14
+        )
 
 
-def test_a_piece_with_nothing_kept_has_zero_loss_and_zero_gradient():
-    keep = torch.zeros(4, 3, dtype=torch.bool)
-    terms, stats = loss_of(GRPO, keep=keep, advantages=torch.ones(4, 3), ref=REF)
+def test_a_micro_batch_with_nothing_kept_has_zero_loss_and_zero_gradient():
+    loss_mask = torch.zeros(4, 3, dtype=torch.bool)
+    terms, stats = loss_of(GRPO, loss_mask=loss_mask, advantages=torch.ones(4, 3), ref=REF)
     assert [term.item() for term in terms.values()] == [0, 0]
     assert all(stat.count == 0 for stat in stats.values())
-    assert not slope_of(GRPO, keep=keep, advantages=torch.ones(4, 3), ref=REF).any()
+    assert not slope_of(GRPO, loss_mask=loss_mask, advantages=torch.ones(4, 3), ref=REF).any()
 
 
 def test_a_clip_that_nothing_reaches_stops_nothing():
@@ -353,10 +355,10 @@ def test_a_correction_without_the_samplers_log_probs_is_refused():
 @pytest.mark.silent_bug(32)
 def test_the_value_term_by_hand_has_the_weights_of_the_actions_and_the_stored_values():
     """Two actions: V 3, 3; stored 1, 1; R 2, 4; clip 0.5: halves of max(1, 0.25) and max(1, 6.25), averaged."""
-    keep = torch.ones(1, 2, dtype=torch.bool)
+    loss_mask = torch.ones(1, 2, dtype=torch.bool)
     one = torch.ones(1, 2, dtype=torch.float64)
     rest = {
-        "keep": keep,
+        "keep": loss_mask,
         "advantages": one,
         "old": None,
         "values": 3 * one,
@@ -379,10 +381,10 @@ def test_a_kl_in_the_reward_is_no_term_of_the_loss_but_is_still_measured():
 
 @pytest.mark.silent_bug(37)
 def test_the_same_change_of_each_dimension_gives_one_ratio_under_dims_mean_and_its_power_under_sum():
-    keep, old = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.float64)
+    loss_mask, old = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.float64)
     for dims in (1, 4, 256):
         moved = old + dims * math.log(1.01)  # a density 1.01 times as high in each dimension
-        rest = {"keep": keep, "advantages": torch.ones(1, 1), "old": old, "dims": dims}
+        rest = {"keep": loss_mask, "advantages": torch.ones(1, 1), "old": old, "dims": dims}
         _, mean = loss_of(Objective(dims="mean"), moved, **rest)
         _, joint = loss_of(Objective(), moved, **rest)
         assert mean["ratio"].mean == pytest.approx(1.01, rel=1e-12)
@@ -391,10 +393,10 @@ def test_the_same_change_of_each_dimension_gives_one_ratio_under_dims_mean_and_i
 
 def test_a_clip_in_nats_bounds_the_log_ratio():
     """Log-ratios 0.4 and -0.2 kept in [-0.1, 0.3], for advantages of the sign that the clip stops."""
-    keep = torch.ones(1, 2, dtype=torch.bool)
+    loss_mask = torch.ones(1, 2, dtype=torch.bool)
     moved = torch.tensor([[0.4, -0.2]], dtype=torch.float64)
     objective = Objective(clip_unit="nats", clip_low=0.1, clip_high=0.3, average="sum")
-    terms, stats = loss_of(objective, moved, keep=keep, advantages=torch.tensor([[1.0, -1.0]]), old=0 * moved)
+    terms, stats = loss_of(objective, moved, loss_mask=loss_mask, advantages=torch.tensor([[1.0, -1.0]]), old=0 * moved)
     assert terms["policy"].item() == pytest.approx(-math.exp(0.3) + math.exp(-0.1), rel=1e-12)
     assert (stats["clip/high_frac"].sum, stats["clip/low_frac"].sum) == (1, 1)
 

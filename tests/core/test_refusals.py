@@ -246,18 +246,18 @@ def learned(o: Objective, logprobs: Tensor) -> dict[str, Tensor]:
     else:
         advantages = compared(o, rewards, penalty)
     advantages = whiten(advantages, KEEP) if o.whiten else advantages
-    keep, dims = KEEP & torch.tensor([True, not o.mask_truncated, True, True])[:, None], 2
-    weights = loss_weights(keep, average=o.average, total=loss_total(keep, average=o.average, max_length=4))
+    loss_mask, dims = KEEP & torch.tensor([True, not o.mask_truncated, True, True])[:, None], 2
+    weights = loss_weights(loss_mask, average=o.average, total=loss_total(loss_mask, average=o.average, max_length=4))
     mean = torch.where(KEEP, logprobs, 0)[:, :, None].expand(4, 3, dims)
     inputs = LossInputs(
-        torch.where(keep, advantages, NAN),
-        keep,
+        torch.where(loss_mask, advantages, NAN),
+        loss_mask,
         weights,
         old,
         Likelihood(ref, gaussian=Gaussian(torch.zeros(4, 3, dims), torch.ones(4, 3))),
         sampler_logprobs=old + 0.02,
         old_values=values,
-        returns=None if returns is None else torch.where(keep, returns, NAN),
+        returns=None if returns is None else torch.where(loss_mask, returns, NAN),
         dims=dims,
     )
     likelihood = Likelihood(logprobs, gaussian=Gaussian(mean, torch.full((4, 3), 0.5)), values=values)

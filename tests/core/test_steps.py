@@ -91,6 +91,6 @@ def test_each_action_gets_the_number_of_the_step_that_it_is_in():
 
 def test_actions_after_the_last_end_are_in_the_last_step_and_what_is_not_kept_is_in_none():
     is_step = torch.tensor([[False, True, False, False]])
-    keep = torch.tensor([[True, True, False, True]])
-    assert of_own_step(torch.tensor([[9.0, 2.0, 9.0, 9.0]]), is_step, keep).tolist() == [[2.0, 2.0, 0.0, 2.0]]
-    assert of_own_step(torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.bool), keep).tolist() == [[0.0] * 4]
+    loss_mask = torch.tensor([[True, True, False, True]])
+    assert of_own_step(torch.tensor([[9.0, 2.0, 9.0, 9.0]]), is_step, loss_mask).tolist() == [[2.0, 2.0, 0.0, 2.0]]
+    assert of_own_step(torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.bool), loss_mask).tolist() == [[0.0] * 4]

@@ -70,9 +70,9 @@ def test_the_sequence_ratio_by_hand_is_the_geometric_mean_of_the_kept():
 @pytest.mark.silent_bug(1)
 def test_the_token_form_of_the_sequence_ratio_has_its_value_and_the_gradient_of_each_tokens_own():
     logprobs, old = row(-1.0, -2.0, -3.0).requires_grad_(), row(-1.5, -2.2, -3.2)
-    keep, weight = torch.ones(1, 3, dtype=torch.bool), row(1.0, 10.0, 100.0)
-    whole = log_ratio(logprobs, old, keep, level="sequence")
-    token = log_ratio(logprobs, old, keep, level="sequence_token")
+    loss_mask, weight = torch.ones(1, 3, dtype=torch.bool), row(1.0, 10.0, 100.0)
+    whole = log_ratio(logprobs, old, loss_mask, level="sequence")
+    token = log_ratio(logprobs, old, loss_mask, level="sequence_token")
     torch.testing.assert_close(whole, row(0.3, 0.3, 0.3))
     torch.testing.assert_close(token, whole)
     torch.testing.assert_close(torch.autograd.grad((weight * whole).sum(), logprobs)[0], row(37, 37, 37))
@@ -98,9 +98,9 @@ def test_both_forms_of_the_sequence_ratio_have_one_gradient_where_a_row_has_one_
 @pytest.mark.silent_bug(37)
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
 def test_dims_divides_the_log_ratio_of_a_continuous_action(level):
-    keep = torch.ones(1, 2, dtype=torch.bool)
-    joint = log_ratio(row(3.0, 5.0), row(1.0, 1.0), keep, level=level)
-    torch.testing.assert_close(log_ratio(row(3.0, 5.0), row(1.0, 1.0), keep, level=level, dims=4), joint / 4)
+    loss_mask = torch.ones(1, 2, dtype=torch.bool)
+    joint = log_ratio(row(3.0, 5.0), row(1.0, 1.0), loss_mask, level=level)
+    torch.testing.assert_close(log_ratio(row(3.0, 5.0), row(1.0, 1.0), loss_mask, level=level, dims=4), joint / 4)
 
 
 # --- the other surrogates --------------------------------------------------------------------------------------------
@@ -120,9 +120,9 @@ def test_dual_clip_by_hand_bounds_the_loss_of_negative_advantages_alone():
 def test_cispo_by_hand_has_a_bounded_weight_and_no_gradient_through_it():
     """Ratios 8, 2 and 0.1 kept in [0.5, 5], log-probs -1, -2, -3: every action keeps a gradient, clipped or not."""
     logprobs = row(-1, -2, -3).requires_grad_()
-    keep, advantages = torch.ones(1, 3, dtype=torch.bool), row(1, -1, 2)
-    ratio = log_ratio(logprobs, logprobs.detach() - row(8, 2, 0.1).log(), keep)
-    loss = cispo_surrogate(ratio, logprobs, advantages, keep, low=0.5, high=4.0)
+    loss_mask, advantages = torch.ones(1, 3, dtype=torch.bool), row(1, -1, 2)
+    ratio = log_ratio(logprobs, logprobs.detach() - row(8, 2, 0.1).log(), loss_mask)
+    loss = cispo_surrogate(ratio, logprobs, advantages, loss_mask, low=0.5, high=4.0)
     torch.testing.assert_close(loss, row(5, -4, 3))
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], row(-5, 2, -1))
 
@@ -148,21 +148,21 @@ def test_sapos_zero_advantage_is_silent():
 def test_vespo_by_hand():
     """w = 2 * 1.5 = 3, not counting the hole. phi: 3^2 e^(3 (1 - 3)) for A >= 0, and 3^3 e^(2 (1 - 3)) elsewhere."""
     logprobs = row(-1, 7, -2).requires_grad_()
-    keep = torch.tensor([[True, False, True]])
-    token = log_ratio(logprobs, logprobs.detach() - row(2, 9, 1.5).log(), keep)
-    loss = vespo_surrogate(token, logprobs, row(1, 1, -1), keep)
+    loss_mask = torch.tensor([[True, False, True]])
+    token = log_ratio(logprobs, logprobs.detach() - row(2, 9, 1.5).log(), loss_mask)
+    loss = vespo_surrogate(token, logprobs, row(1, 1, -1), loss_mask)
     up, down = 9 * math.exp(-6), 27 * math.exp(-4)
     torch.testing.assert_close(loss, row(up, 0, -2 * down))
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], row(-up, 0, down))
 
 
 def test_vespos_weight_is_one_where_the_policy_drew_the_row_itself_and_finite_where_it_would_not_have():
-    logprobs, keep = row(-1, -2), torch.ones(1, 2, dtype=torch.bool)
+    logprobs, loss_mask = row(-1, -2), torch.ones(1, 2, dtype=torch.bool)
     for advantages in (row(3, 3), row(-3, -3)):
-        on_policy = vespo_surrogate(row(0, 0), logprobs, advantages, keep)
-        assert torch.equal(on_policy, reinforce_surrogate(logprobs, advantages, keep))
+        on_policy = vespo_surrogate(row(0, 0), logprobs, advantages, loss_mask)
+        assert torch.equal(on_policy, reinforce_surrogate(logprobs, advantages, loss_mask))
         for far in (1e4, -1e4):
-            assert vespo_surrogate(row(far, far), logprobs, advantages, keep).isfinite().all()
+            assert vespo_surrogate(row(far, far), logprobs, advantages, loss_mask).isfinite().all()
 
 
 # --- the critic's ----------------------------------------------------------------------------------------------------
@@ -190,16 +190,16 @@ def test_value_loss_without_a_clip_or_stored_values_is_half_the_squared_error(ol
 @pytest.mark.silent_bug(5)
 @pytest.mark.parametrize("filling", [NAN, 1e6, float("inf")])
 def test_no_surrogate_and_no_value_loss_reads_what_is_not_kept(filling):
-    keep = torch.tensor([[True, False]])
+    loss_mask = torch.tensor([[True, False]])
     logprobs, advantages = row(-1.0, filling).requires_grad_(), row(2.0, 0.0)
-    ratio = log_ratio(logprobs, row(-1.5, filling), keep)
+    ratio = log_ratio(logprobs, row(-1.5, filling), loss_mask)
     losses = [
-        cispo_surrogate(ratio, logprobs, advantages, keep, low=0.2, high=0.2),
-        vespo_surrogate(ratio, logprobs, advantages, keep),
-        reinforce_surrogate(logprobs, advantages, keep),
+        cispo_surrogate(ratio, logprobs, advantages, loss_mask, low=0.2, high=0.2),
+        vespo_surrogate(ratio, logprobs, advantages, loss_mask),
+        reinforce_surrogate(logprobs, advantages, loss_mask),
         sapo_surrogate(ratio, advantages),
         clip_surrogate(ratio, advantages, low=0.2, high=0.2),
-        value_loss(logprobs, row(0.0, filling), row(0.0, filling), keep, clip=0.1),
+        value_loss(logprobs, row(0.0, filling), row(0.0, filling), loss_mask, clip=0.1),
     ]
     for loss in losses:
         slope = torch.autograd.grad(loss.sum(), logprobs, retain_graph=True)[0]

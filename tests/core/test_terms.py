@@ -51,22 +51,22 @@ def test_the_reported_kl_is_the_plain_estimate_also_off_policy():
 @pytest.mark.silent_bug(41)
 def test_values_that_moved_out_of_their_clip_are_counted_over_the_kept_alone():
     """Of three kept values one has moved by more than 0.5; what fills the padding has, too."""
-    keep = torch.tensor([[True, True, False], [True, False, False]])
+    loss_mask = torch.tensor([[True, True, False], [True, False, False]])
     old = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]).double()
     values = torch.tensor([[1.2, 1.9, 9.0], [1.0, 9.0, 9.0]]).double()
-    inputs = LossInputs(old, keep, keep.double(), old_values=old, returns=old)
+    inputs = LossInputs(old, loss_mask, loss_mask.double(), old_values=old, returns=old)
     _, stats = policy_loss(Likelihood(old, values=values), inputs, replace(PRESETS["ppo"], value_clip=0.5))
     assert (stats["value/clip_frac"].count, stats["value/clip_frac"].sum) == (3, 1)
 
 
 @pytest.mark.silent_bug(5)
 def test_the_exact_kl_takes_neither_value_nor_gradient_from_masked_slots():
-    keep = torch.tensor([[True, False]])
+    loss_mask = torch.tensor([[True, False]])
     mean = torch.tensor([[[1.0, 2.0], [torch.nan, torch.inf]]], dtype=torch.float64, requires_grad=True)
     std = torch.tensor([[2.0, 0.0]], dtype=torch.float64, requires_grad=True)
     zeros = torch.zeros(1, 2, dtype=torch.float64)
     reference = Likelihood(zeros, gaussian=Gaussian(torch.zeros(1, 2, 2).double(), torch.ones(1, 2).double()))
-    inputs = LossInputs(advantages=zeros, keep=keep, weights=keep.double(), ref=reference)
+    inputs = LossInputs(advantages=zeros, loss_mask=loss_mask, weights=loss_mask.double(), ref=reference)
     terms, _ = policy_loss(Likelihood(zeros, gaussian=Gaussian(mean, std)), inputs, Objective(kl="exact"))
     by_hand = 2 * (-math.log(2) - 0.5) + (2 * 4 + 1 + 4) / 2  # two dimensions of mean 1 and 2, std 2, to a unit normal
     torch.testing.assert_close(terms["kl"].item(), by_hand)

@@ -20,9 +20,9 @@ def keep_of(lengths: list[int], columns: int | None = None) -> Tensor:
     return torch.arange(max([*lengths, 1]) if columns is None else columns)[None] < torch.tensor(lengths)[:, None]
 
 
-def weights_of(keep: Tensor, average: str, total: Tensor | None = None) -> Tensor:
-    total = loss_total(keep, average=average, max_length=MAX_LENGTH) if total is None else total
-    return loss_weights(keep, average=average, total=total)
+def weights_of(loss_mask: Tensor, average: str, total: Tensor | None = None) -> Tensor:
+    total = loss_total(loss_mask, average=average, max_length=MAX_LENGTH) if total is None else total
+    return loss_weights(loss_mask, average=average, total=total)
 
 
 def test_every_average_has_a_total():
@@ -51,9 +51,9 @@ def test_weight_of_a_token_by_the_length_of_its_row(average, weight):
 
 @pytest.mark.silent_bug(29)
 def test_each_row_counts_once_under_sequence_and_by_its_length_under_token():
-    keep = keep_of([1, 3, 4])
-    torch.testing.assert_close(weights_of(keep, "sequence").sum(1), torch.full((3,), 1 / 3, dtype=torch.float64))
-    torch.testing.assert_close(weights_of(keep, "token").sum(1), torch.tensor([1, 3, 4], dtype=torch.float64) / 8)
+    loss_mask = keep_of([1, 3, 4])
+    torch.testing.assert_close(weights_of(loss_mask, "sequence").sum(1), torch.full((3,), 1 / 3, dtype=torch.float64))
+    torch.testing.assert_close(weights_of(loss_mask, "token").sum(1), torch.tensor([1, 3, 4], dtype=torch.float64) / 8)
 
 
 @pytest.mark.silent_bug(11)
@@ -63,12 +63,12 @@ def test_each_row_counts_once_under_sequence_and_by_its_length_under_token():
 def test_the_weights_of_a_part_are_those_of_the_whole(average, data):
     lengths = data.draw(st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=8))
     cut = data.draw(st.integers(0, len(lengths)))
-    keep = keep_of(lengths, MAX_LENGTH)
-    parts = [keep[:cut], keep[cut:]]
+    loss_mask = keep_of(lengths, MAX_LENGTH)
+    parts = [loss_mask[:cut], loss_mask[cut:]]
     total = sum(loss_total(part, average=average, max_length=MAX_LENGTH) for part in parts)
     if average != "sum":  # its total is not used
-        assert float(total) == float(loss_total(keep, average=average, max_length=MAX_LENGTH))
-    whole = weights_of(keep, average)
+        assert float(total) == float(loss_total(loss_mask, average=average, max_length=MAX_LENGTH))
+    whole = weights_of(loss_mask, average)
     assert torch.equal(torch.cat([weights_of(part, average, total) for part in parts]), whole)
 
 
@@ -94,9 +94,9 @@ def test_actions_of_the_environment_inside_a_row_count_nowhere(average):
 
 @pytest.mark.parametrize("average", AVERAGES)
 def test_padding_columns_change_no_weight(average):
-    keep = keep_of([3, 1])
-    padded = torch.nn.functional.pad(keep, (0, 4))
-    assert torch.equal(weights_of(padded, average), torch.nn.functional.pad(weights_of(keep, average), (0, 4)))
+    loss_mask = keep_of([3, 1])
+    padded = torch.nn.functional.pad(loss_mask, (0, 4))
+    assert torch.equal(weights_of(padded, average), torch.nn.functional.pad(weights_of(loss_mask, average), (0, 4)))
 
 
 @pytest.mark.parametrize("average", AVERAGES)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gruppo.api import change
+from gruppo.config import serialization
 from gruppo.doctor.record import Record, read
 from gruppo.recipes import RECIPES
-from gruppo.training import config_file
-from gruppo.training.api import change
 
 STEPS = 30
 Column = float | None | Sequence[float | None] | Callable[[int], float | None]
@@ -99,7 +99,7 @@ def write(
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     changed = change(RECIPES["arithmetic"](), {**CONFIG, **(config or {})})
-    (folder / "config.json").write_text(json.dumps(config_file.to_dict(changed)))
+    (folder / "config.json").write_text(json.dumps(serialization.to_dict(changed)))
     every = HEALTHY | columns
     rows = [{"step": step, **_row(every, step)} for step in range(1, STEPS + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

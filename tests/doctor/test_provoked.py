@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests import tiny
 
+from gruppo import api
+from gruppo.config.schema import Stage
 from gruppo.doctor.report import diagnose
-from gruppo.training import api
-from gruppo.training.config import Stage
 
 REWARDS = str(Path(__file__).with_name("provoked.py").resolve())
 QUICK: dict[str, Any] = {

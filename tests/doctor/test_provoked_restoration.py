@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from gruppo import api
+from gruppo.config.schema import (
+    Config,
+    EvaluationConfig,
+    OptimConfig,
+    RestorationConfig,
+    RolloutConfig,
+    SavingConfig,
+    Stage,
+    SupervisedConfig,
+)
 from gruppo.core.objective import Objective
 from gruppo.doctor.report import diagnose
-from gruppo.training import api
-from gruppo.training.config import Config, Evaluation, Optim, Restoration, Rollout, Saving, Stage, Supervised
 
 pytest.importorskip("PIL")
 
@@ -23,7 +32,7 @@ RISING = Stage(lr="linear:0,0.02")
 
 PROVOKED: dict[str, tuple[dict[str, Any], str, str]] = {
     "loss_pg is positive and grows: global normalisation, and steps so large that rewards fall": (
-        {"objective": GLOBAL, "stage": RISING, "optim": Optim(lr=1e-2)},
+        {"objective": GLOBAL, "stage": RISING, "optim": OptimConfig(lr=1e-2)},
         "policy-loss",
         "--objective.baseline mean",
     ),
@@ -33,7 +42,7 @@ PROVOKED: dict[str, tuple[dict[str, Any], str, str]] = {
         "--stages.0.warmup-steps 15",
     ),
     "loss_cons goes on rising: bytes are rewarded alone, and next to nothing holds": (
-        {"reward": ("jpeg_saving:against=target",), "stage": FREE, "optim": Optim(lr=2e-3)},
+        {"reward": ("jpeg_saving:against=target",), "stage": FREE, "optim": OptimConfig(lr=2e-3)},
         "consistency-loss",
         "--stage.kl-coef",
     ),
@@ -61,17 +70,17 @@ def config_of(folder: Path, **changes: Any) -> Config:
         "runs_dir": str(folder / "runs"),
         "name": "run",
         "objective": Objective(kl="exact"),
-        "restoration": Restoration(action="pixels:std=0.05", consistency="reference"),
-        "rollout": Rollout(prompts=4, group_size=4),
-        "optim": Optim(lr=1e-4),
-        "supervised": Supervised(batch=8),
-        "evaluation": Evaluation(prompts=0),
-        "saving": Saving(every=0),
+        "restoration": RestorationConfig(action="pixels:std=0.05", consistency="reference"),
+        "rollout": RolloutConfig(prompts=4, group_size=4),
+        "optim": OptimConfig(lr=1e-4),
+        "supervised": SupervisedConfig(batch=8),
+        "evaluation": EvaluationConfig(prompts=0),
+        "saving": SavingConfig(every=0),
         "show_samples_every": 0,
     }
     settings |= changes
     if not any(stage.sup_coef for stage in settings.get("stages", ())):
-        settings["supervised"] = Supervised()
+        settings["supervised"] = SupervisedConfig()
     return Config(**settings)
 
 

@@ -8,9 +8,9 @@ import math
 import pytest
 from tests.doctor.planted import Fault, early, plant, thirds, write
 
+from gruppo.config.schema import Stage
 from gruppo.doctor import remedies
 from gruppo.doctor.record import Series, Span, read
-from gruppo.training.config import Stage
 from gruppo.types import GruppoError
 
 SERIES = Series("x", tuple(range(2, 12)), (1.0, 3.0, 2.0, 5.0, 5.0, 5.0, 5.0, 10.0, 20.0, 30.0))

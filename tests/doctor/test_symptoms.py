@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from tests.doctor.planted import HEALTHY, STEPS, Fault, early, line, plant, thirds
 
+from gruppo.api import change
+from gruppo.cli.options import _fields, parsed_config
+from gruppo.config.schema import Config, Stage
+from gruppo.config.stage_presets import planned
 from gruppo.doctor.finding import Change, examine
 from gruppo.doctor.record import Record
 from gruppo.doctor.symptoms import SYMPTOMS
-from gruppo.options import _fields, parsed_config
 from gruppo.recipes import RECIPES
-from gruppo.training import checks
-from gruppo.training.api import change
-from gruppo.training.config import Config, Stage
-from gruppo.training.models import kind_of
-from gruppo.training.plan import planned
+from gruppo.trainer import checks
+from gruppo.trainer.models import kind_of
 
 FLAT = thirds(0.4, 0.4, 0.4, noise=0.01)
 STOPS = thirds(0.1, 0.4, 0.4, noise=0.01)

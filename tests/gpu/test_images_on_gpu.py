@@ -6,10 +6,10 @@ import pytest
 import torch
 from tests.fakes_diffusion import FAKES, denoiser, sampled, whole
 
-from gruppo.policies.diffusion import DenoiserCritic, UNet
-from gruppo.policies.diffusion.policy import DenoiserPolicy
-from gruppo.policies.reference import FrozenReference
-from gruppo.types import Piece, Prompt, Request
+from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.diffusion import DenoiserCritic, UNet
+from gruppo.modalities.diffusion.policy import DenoiserPolicy
+from gruppo.types import MicroBatch, Prompt, Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -28,25 +28,27 @@ def test_the_ratio_is_1_at_other_batch_sizes_and_gradients_reach_the_weights(mak
     rollouts = sampled(fake)
     dims = fake.policy.dims
     for budget in (1, 5, 999):
-        for piece in fake.policy.pieces(rollouts, rollouts.mask, budget):
-            logprobs = fake.policy.likelihood(rollouts, piece).logprobs
-            difference = logprobs.detach().cpu() - piece.of(rollouts.sampler_logprobs)
-            assert float(difference[piece.of(rollouts.mask)].abs().max()) <= 1e-5 * dims
+        for micro_batch in fake.policy.micro_batches(rollouts, rollouts.mask, budget):
+            logprobs = fake.policy.likelihood(rollouts, micro_batch).logprobs
+            difference = logprobs.detach().cpu() - micro_batch.of(rollouts.sampler_logprobs)
+            assert float(difference[micro_batch.of(rollouts.mask)].abs().max()) <= 1e-5 * dims
             logprobs.sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in fake.policy.module.parameters())
 
 
-def test_a_batch_of_a_unet_is_scored_as_it_was_drawn_in_pieces_of_another_size() -> None:
+def test_a_batch_of_a_unet_is_scored_as_it_was_drawn_in_micro_batches_of_another_size() -> None:
     policy = DenoiserPolicy(UNet().cuda(), (1, 28, 28), condition=denoiser().denoiser.condition, middle="middle")
     rollouts = policy.sample([Request(Prompt(str(n), n, draw=n), 24) for n in range(3)], fakes_sampling(), seed=0)
     for rows in (torch.arange(72), torch.arange(7), torch.arange(1)):
-        piece = Piece(rows, slice(0, rollouts.mask.shape[1]))
-        difference = policy.likelihood(rollouts, piece).logprobs.detach().cpu() - piece.of(rollouts.sampler_logprobs)
+        micro_batch = MicroBatch(rows, slice(0, rollouts.mask.shape[1]))
+        difference = policy.likelihood(rollouts, micro_batch).logprobs.detach().cpu() - micro_batch.of(
+            rollouts.sampler_logprobs
+        )
         assert float(difference.abs().max()) <= 1e-5 * policy.dims
 
 
 def fakes_sampling():
-    from gruppo.policies.diffusion import DiffusionSampling
+    from gruppo.modalities.diffusion import DiffusionSampling
 
     return DiffusionSampling(max_actions=6)
 
@@ -55,8 +57,8 @@ def test_reference_and_critic_are_where_the_policy_is() -> None:
     policy = denoiser()
     policy.module.cuda()
     rollouts = policy.sample([Request(Prompt("0", 0), 4)], fakes_sampling(), seed=0)
-    reference, piece = FrozenReference(policy), whole(rollouts)
-    ours, theirs = (of.likelihood(rollouts, piece, want=("gaussian",)) for of in (policy, reference))
+    reference, micro_batch = FrozenReference(policy), whole(rollouts)
+    ours, theirs = (of.likelihood(rollouts, micro_batch, outputs=("gaussian",)) for of in (policy, reference))
     assert ours.gaussian is not None and theirs.gaussian is not None
     assert torch.equal(ours.gaussian.mean, theirs.gaussian.mean)
-    assert DenoiserCritic(policy).values(rollouts, piece).device.type == "cuda"
+    assert DenoiserCritic(policy).values(rollouts, micro_batch).device.type == "cuda"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests import tiny
 
-from gruppo.policies.text import from_transformers
+from gruppo.modalities.text import from_transformers
 from gruppo.types import Prompt, Request, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -21,9 +21,9 @@ def test_the_ratio_starts_at_one_and_gradients_reach_the_masters(tmp_path) -> No
         policy = from_transformers(module, tokenizer, compute=compute)
         requests = [Request(Prompt(str(i), f"{i} + 1", draw=i), 3) for i in range(4)]
         rollouts = policy.sample(requests, Sampling(max_actions=8), seed=0)
-        for piece in policy.pieces(rollouts, rollouts.mask, 4096):
-            logprobs = policy.likelihood(rollouts, piece).logprobs
-            difference = logprobs.detach().cpu() - piece.of(rollouts.sampler_logprobs)
+        for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 4096):
+            logprobs = policy.likelihood(rollouts, micro_batch).logprobs
+            difference = logprobs.detach().cpu() - micro_batch.of(rollouts.sampler_logprobs)
             assert float(difference.abs().max()) < tolerance
             logprobs.sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.module.parameters())

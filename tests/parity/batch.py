@@ -13,7 +13,7 @@ from torch import Tensor
 from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import Objective
 from gruppo.core.weights import loss_total, loss_weights
-from gruppo.types import Likelihood, Piece, Prompt, Rollouts
+from gruppo.types import Likelihood, MicroBatch, Prompt, Rollouts
 
 MAX_LENGTH = 8
 """The longest completion allowed; the longest row has 7 tokens."""
@@ -89,7 +89,7 @@ def rollouts(temperature: float = 1.0, mask: Tensor = MASK) -> Rollouts:
         actions=actions,
         mask=mask,
         lengths=torch.tensor(LENGTHS),
-        outputs=("",) * rows,
+        completions=("",) * rows,
         sampler_logprobs=torch.zeros(rows, columns),
         policy_version=torch.zeros(rows, columns, dtype=torch.long),
         temperature=torch.full((rows,), temperature),
@@ -101,7 +101,7 @@ def rollouts(temperature: float = 1.0, mask: Tensor = MASK) -> Rollouts:
 
 WEIGHTS = {"initializer_range": 0.05}
 """Small ones: both sides round in float32, and large ones make 2e-6 of it."""
-PIECE = Piece(torch.arange(len(LENGTHS)), slice(0, max(LENGTHS)))
+PIECE = MicroBatch(torch.arange(len(LENGTHS)), slice(0, max(LENGTHS)))
 
 
 @cache
@@ -138,7 +138,7 @@ class Given:
         return current(self.temperature) + REF_GAP
 
     @property
-    def sampler(self) -> Tensor:
+    def compute_module(self) -> Tensor:
         """Rounded to float32, in which engines report them."""
         return (self.old - SAMPLER_GAP).float().double()
 
@@ -153,19 +153,19 @@ def gruppo_loss(
 ) -> Result:
     """The policy's own likelihood, loss weights and policy loss, in one piece."""
     policy = of("Llama", **WEIGHTS) if dtype == torch.float32 else doubled(of("Llama", **WEIGHTS))
-    keep = given.mask & ENDED[:, None] if objective.mask_truncated else given.mask
-    total = loss_total(keep, average=objective.average, max_length=MAX_LENGTH)
+    loss_mask = given.mask & ENDED[:, None] if objective.mask_truncated else given.mask
+    total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH)
     here = {"device": policy.device, "dtype": dtype}
     inputs = LossInputs(
-        advantages=torch.where(keep, given.advantages[:, None], 0).to(**here),
-        keep=keep.to(policy.device),
-        weights=loss_weights(keep, average=objective.average, total=total).to(policy.device),
+        advantages=torch.where(loss_mask, given.advantages[:, None], 0).to(**here),
+        loss_mask=loss_mask.to(policy.device),
+        weights=loss_weights(loss_mask, average=objective.average, total=total).to(policy.device),
         old_logprobs=given.old.to(**here),
         ref=Likelihood(given.ref.to(**here)) if kl_coef else None,
-        sampler_logprobs=given.sampler.to(**here),
+        sampler_logprobs=given.compute_module.to(**here),
     )
-    want = ("entropy",) if entropy_coef else ()
-    likelihood = policy.likelihood(rollouts(given.temperature, given.mask), PIECE, want=want)
+    outputs = ("entropy",) if entropy_coef else ()
+    likelihood = policy.likelihood(rollouts(given.temperature, given.mask), PIECE, outputs=outputs)
     terms, _ = policy_loss(likelihood, inputs, objective)
     loss = terms["policy"]
     if kl_coef:

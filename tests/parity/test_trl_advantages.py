@@ -18,7 +18,7 @@ from gruppo.core.credit import whiten
 from gruppo.core.objective import RLOO
 from gruppo.core.shaping import normalized_sum
 from gruppo.rewards.score import RewardSet, Scores
-from gruppo.training.credit import with_advantages
+from gruppo.trainer.advantages import with_advantages
 from gruppo.types import Batch, Likelihood
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -101,8 +101,8 @@ def test_rloos_beta_is_a_kl_in_the_reward_of_the_row():
     run: Any = SimpleNamespace(config=config, running={}, critic=None)
     score = torch.tensor(ANSWER)
     batch = Batch(rollouts(), None, score, {}, torch.zeros(MASK.shape), MASK, given.old, Likelihood(given.ref))
-    knobs: Any = SimpleNamespace(kl_coef=0.5)
-    ours = with_advantages(run, knobs, batch, Scores(score, {"answer": score})).advantages[:, 0].double()
+    step_params: Any = SimpleNamespace(kl_coef=0.5)
+    ours = with_advantages(run, step_params, batch, Scores(score, {"answer": score})).advantages[:, 0].double()
     assert close(ours, scored(trainer)["advantages"].double())
     assert not close(ours, advantages(score, baseline=RLOO.baseline, scale=RLOO.scale))
 
@@ -118,18 +118,18 @@ def test_correction_weights_are_the_importance_sampling_ratios_of_vllm(level: An
     trainer, given = trainer_of("GRPO", vllm_importance_sampling_mode=f"{level}_{mode}", **config), Given()
     with throughout(torch.float64):
         theirs = scored_by_engine(trainer, given, torch.float64)["importance_sampling_ratio"].expand_as(MASK)
-    ours = correction_weights(given.old, given.sampler, MASK, mode=mode, level=level, low=low, high=high)
+    ours = correction_weights(given.old, given.compute_module, MASK, mode=mode, level=level, low=low, high=high)
     assert torch.allclose(ours[MASK], theirs[MASK], rtol=1e-12, atol=0)
-    raw = correction_weights(given.old, given.sampler, MASK, mode="none", level=level)[MASK]
+    raw = correction_weights(given.old, given.compute_module, MASK, mode="none", level=level)[MASK]
     assert (raw > 1.5).any() and (raw < 0.5).any() and (ours[MASK] == raw).any()
 
 
 def test_a_log_prob_that_the_engine_could_not_report_counts_as_agreement_in_trl():
     trainer, given = trainer_of("GRPO", vllm_importance_sampling_mode="token_truncate"), Given()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Given, "sampler", torch.where(torch.arange(7) == 1, torch.nan, given.sampler))
+        patch.setattr(Given, "compute_module", torch.where(torch.arange(7) == 1, torch.nan, given.compute_module))
         theirs = scored_by_engine(trainer, given, torch.float32)["importance_sampling_ratio"]
-        ours = correction_weights(given.old, given.sampler, MASK, mode="truncate")
+        ours = correction_weights(given.old, given.compute_module, MASK, mode="truncate")
     assert theirs[0, 1] == 1
     assert ours[0, 1].isnan()
 

@@ -52,9 +52,9 @@ MODES = [
 ]
 
 
-def averaged(average: Any, keep: Tensor = KEEP, losses: Tensor = LOSSES) -> float:
-    weights = loss_weights(keep, average=average, total=loss_total(keep, average=average, max_length=4))
-    return float((weights * torch.where(keep, losses, 0)).sum())
+def averaged(average: Any, loss_mask: Tensor = KEEP, losses: Tensor = LOSSES) -> float:
+    weights = loss_weights(loss_mask, average=average, total=loss_total(loss_mask, average=average, max_length=4))
+    return float((weights * torch.where(loss_mask, losses, 0)).sum())
 
 
 @pytest.mark.silent_bug(29)
@@ -66,8 +66,8 @@ def test_each_loss_agg_mode_is_one_of_our_averages(mode: str, average: Any, by_h
 @pytest.mark.parametrize(("mode", "average", "by_hand"), MODES, ids=[mode for mode, _, _ in MODES])
 def test_a_row_that_is_masked_whole_changes_no_average(mode: str, average: Any, by_hand: float):
     """As in ``agg_loss`` by itself; verl's trainer passes it the rows of the batch, masked ones too."""
-    keep, losses = torch.cat([KEEP, KEEP[:1] & False]), torch.cat([LOSSES, LOSSES[:1] + X])
-    assert averaged(average, keep, losses) == pytest.approx(by_hand, rel=1e-12)
+    loss_mask, losses = torch.cat([KEEP, KEEP[:1] & False]), torch.cat([LOSSES, LOSSES[:1] + X])
+    assert averaged(average, loss_mask, losses) == pytest.approx(by_hand, rel=1e-12)
 
 
 # --- policy losses ---------------------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ def test_cispo_of_verl_clamps_at_both_ends_of_its_clip_range():
 def test_the_value_loss_takes_the_larger_of_plain_and_clipped_and_halves_it():
     """cliprange_value 0.5: (2 - 0)^2 over (1.5 - 0)^2; 0.2^2 either way; (1.5 - 3)^2 over (3 - 3)^2."""
     values, old, returns = f64([2.0, 1.2, 3.0, X]), f64([1.0, 1.0, 1.0, X]), f64([0.0, 1.0, 3.0, X])
-    keep = f64([1, 1, 1, 0]).bool()
-    losses = value_loss(values, old, returns, keep, clip=0.5)
+    loss_mask = f64([1, 1, 1, 0]).bool()
+    losses = value_loss(values, old, returns, loss_mask, clip=0.5)
     assert close(losses, f64([2.0, 0.02, 1.125, 0.0]))
 
 
@@ -117,9 +117,9 @@ def test_the_value_loss_takes_the_larger_of_plain_and_clipped_and_halves_it():
 @pytest.mark.silent_bug(31)
 def test_masked_whiten_has_mean_0_and_unbiased_variance_1_over_the_mask():
     """Kept 1, 2, 3, 6: mean 3, variance 14 / 3."""
-    x, keep = f64([1, 2, X], [3, X, 6]), f64([1, 1, 0], [1, 0, 1]).bool()
+    x, loss_mask = f64([1, 2, X], [3, X, 6]), f64([1, 1, 0], [1, 0, 1]).bool()
     by_hand = f64([-2, -1, 0], [0, 0, 3]) / (14 / 3 + 1e-8) ** 0.5
-    assert close(whiten(x, keep), by_hand)
+    assert close(whiten(x, loss_mask), by_hand)
 
 
 @pytest.mark.silent_bug(30)
@@ -188,8 +188,8 @@ def test_kl_loss_type_is_our_estimator_with_the_naive_gradient(verl: str, estima
     log2 = 0.6931471805599453
     value = {"k1": -log2, "k2": log2**2 / 2, "k3": 1 - log2}[estimator]
     slope = {"k1": 1.0, "k2": -log2, "k3": -1.0}[estimator]
-    logprobs, keep = f64([-2.0]).requires_grad_(), torch.ones(1, 1, dtype=torch.bool)
-    estimate = kl(logprobs, logprobs.detach() + log2, logprobs - 5.0, keep, estimator=estimator, gradient="naive")
+    logprobs, loss_mask = f64([-2.0]).requires_grad_(), torch.ones(1, 1, dtype=torch.bool)
+    estimate = kl(logprobs, logprobs.detach() + log2, logprobs - 5.0, loss_mask, estimator=estimator, gradient="naive")
     estimate.sum().backward()
     assert logprobs.grad is not None
     assert close(estimate.detach(), f64([value])) and close(logprobs.grad, f64([slope]))
@@ -213,6 +213,6 @@ def test_the_adaptive_coefficient_grows_by_at_most_a_fifth_in_a_horizon():
 def test_rollout_is_and_its_threshold_are_our_correction(
     threshold: Any, level: Any, mode: Any, low: float, high: float, by_hand: list[float]
 ):
-    old, keep = f64([0.25, 1.5, 4.0, X]).log(), f64([1, 1, 1, 0]).bool()
-    weights = correction_weights(old, torch.zeros(1, 4), keep, mode=mode, level=level, low=low, high=high)
+    old, loss_mask = f64([0.25, 1.5, 4.0, X]).log(), f64([1, 1, 1, 0]).bool()
+    weights = correction_weights(old, torch.zeros(1, 4), loss_mask, mode=mode, level=level, low=low, high=high)
     assert close(weights, f64([*by_hand, 0.0]))

@@ -72,10 +72,12 @@ def trainer_of(kind: str, rewards: Rewards = NO_REWARDS, *, micro_batches: int =
     return trainer
 
 
-def scored(trainer: Any, *, sampler: Tensor | None = None, tools_mask: Tensor | None = None) -> dict[str, Tensor]:
+def scored(
+    trainer: Any, *, compute_module: Tensor | None = None, tools_mask: Tensor | None = None
+) -> dict[str, Tensor]:
     """TRL's own scoring of the batch's rows: masks, advantages, and the correction of what an engine reported."""
     prompts = [PROMPT_IDS[group] for group in GROUPS]
-    rows = None if sampler is None else ragged(sampler)
+    rows = None if compute_module is None else ragged(compute_module)
     tools = None if tools_mask is None else ragged(tools_mask.long())
     texts = [""] * len(GROUPS)
     grpo = (prompts, COMPLETIONS, tools, texts, rows, {}, None, [])
@@ -133,7 +135,7 @@ def scored_by_engine(trainer: Any, given: Given, dtype: torch.dtype) -> dict[str
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "use_vllm", True)
         patch.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (given.old.to(dtype), None, None))
-        batch = scored(trainer, sampler=given.sampler.to(dtype), tools_mask=given.tools_mask)
+        batch = scored(trainer, compute_module=given.compute_module.to(dtype), tools_mask=given.tools_mask)
     trainer.use_vllm = True
     return batch
 

@@ -29,7 +29,7 @@ def rollouts_of(
         actions=torch.arange(size)[:, None] * 10 + torch.arange(3),
         mask=mask,
         lengths=lengths,
-        outputs=tuple(outputs),
+        completions=tuple(outputs),
         sampler_logprobs=torch.zeros(size, 3),
         policy_version=torch.zeros(size, 3, dtype=torch.long),
         temperature=torch.ones(size),

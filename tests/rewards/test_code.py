@@ -12,12 +12,12 @@ from tests.rewards.fakes import rollouts_of
 from tests.rewards.kernels import jailed
 
 from gruppo import check_reward
-from gruppo.calls import Unanswered
 from gruppo.rewards import RewardSet, code, resolve_reward
 from gruppo.rewards.code import code_tests, program_in
 from gruppo.rewards.code_asserts import BadTest
 from gruppo.rewards.code_cases import tests_of as read_tests
 from gruppo.rewards.jail import Jail, JailError, Said
+from gruppo.timeouts import Unanswered
 from gruppo.types import DataError, GruppoError, Prompt
 
 DOUBLE = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1.5) == 3"]

@@ -11,7 +11,7 @@ import time
 import pytest
 from tests.rewards.fakes import rollouts_of
 
-from gruppo import calls
+from gruppo import timeouts
 from gruppo.rewards import FunctionReward, RewardSet, failures
 
 
@@ -148,13 +148,13 @@ def test_with_many_calls_still_hanging_no_row_is_tried_again(monkeypatch):
 
 def test_abandoned_calls_are_counted_until_they_end():
     release = threading.Event()
-    before = calls.abandoned_count()
-    with pytest.raises(calls.Unanswered, match="no answer within"):
-        calls.within(release.wait, 0.05)
-    assert calls.abandoned_count() == before + 1
+    before = timeouts.abandoned_count()
+    with pytest.raises(timeouts.Unanswered, match="no answer within"):
+        timeouts.within(release.wait, 0.05)
+    assert timeouts.abandoned_count() == before + 1
     release.set()
     time.sleep(0.1)
-    assert calls.abandoned_count() <= before
+    assert timeouts.abandoned_count() <= before
 
 
 def test_an_async_function_that_hangs_is_cancelled_and_its_rows_time_out():

@@ -82,7 +82,7 @@ def test_a_function_that_edits_its_messages_does_not_edit_the_rollouts():
     rows = [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]
     rollouts = rollouts_of(rows)
     FunctionReward(vandal).score(rollouts)
-    assert [output[0]["content"] for output in rollouts.outputs] == ["a", "b"]
+    assert [output[0]["content"] for output in rollouts.completions] == ["a", "b"]
 
 
 @pytest.mark.parametrize("give", [list, tuple, np.array, torch.tensor, lambda x: [np.float32(v) for v in x]])

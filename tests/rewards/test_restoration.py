@@ -146,7 +146,7 @@ def patched(outputs, columns: int, **changes) -> Rollouts:
         actions=torch.zeros(rows, columns, 1, 1, 1),
         mask=torch.ones(rows, columns, dtype=torch.bool),
         lengths=torch.full((rows,), columns),
-        outputs=tuple(outputs),
+        completions=tuple(outputs),
         sampler_logprobs=torch.zeros(rows, columns),
         policy_version=torch.zeros(rows, columns, dtype=torch.long),
         temperature=torch.ones(rows),

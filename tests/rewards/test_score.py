@@ -123,7 +123,7 @@ def test_rows_that_ended_in_an_error_are_not_shown_to_rewards():
         seen.append(completions)
         return [1.0] * len(completions)
 
-    model = Model(lambda rollouts: torch.tensor([float(len(text)) for text in rollouts.outputs]))
+    model = Model(lambda rollouts: torch.tensor([float(len(text)) for text in rollouts.completions]))
     rollouts = rollouts_of(["aa", None, "b"], finish=["stop", "error", "length"])
     scores = RewardSet([reward, model]).score(rollouts)
     assert seen == [["aa", "b"]] and same(scores.rewards, [3.0, NAN, 2.0]) and scores.failures == ()
@@ -233,7 +233,7 @@ def test_async_rewards_run_at_the_same_time():
 
 
 def test_a_reward_object_that_fails_on_a_row_costs_that_row():
-    model = Model(lambda rollouts: torch.tensor([1.0 / len(text) for text in rollouts.outputs]))
+    model = Model(lambda rollouts: torch.tensor([1.0 / len(text) for text in rollouts.completions]))
     scores = RewardSet([model]).score(rollouts_of(["aa", "", "b"]))
     assert same(scores.rewards, [0.5, NAN, 1.0]) and scores.failures[0].kind == "exception"
 

@@ -9,10 +9,10 @@ import torch
 from tests.fakes import ByteTokenizer, bpe_tokenizer
 from tests.rewards.fakes import rollouts_of
 
-from gruppo.calls import Unanswered
 from gruppo.rewards import RewardSet, step_reward
 from gruppo.rewards.score import Scores
 from gruppo.rewards.steps import Step, cut, places
+from gruppo.timeouts import Unanswered
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 NAN = math.nan
@@ -33,7 +33,7 @@ def written(*texts, end=0):
         actions=torch.tensor([[*map(ord, text), *[end] * (columns - len(text))] for text in texts]),
         mask=torch.arange(columns) < lengths[:, None],
         lengths=lengths,
-        outputs=texts,
+        completions=texts,
         sampler_logprobs=torch.zeros(len(texts), columns),
         policy_version=torch.zeros(len(texts), columns, dtype=torch.long),
         temperature=torch.ones(len(texts)),

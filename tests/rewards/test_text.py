@@ -72,7 +72,7 @@ def test_the_last_box_counts_and_its_braces_are_matched():
     assert boxed("none") is None and boxed(r"\boxed{never closed") == ""
 
 
-def test_units_are_words_and_single_chinese_characters_and_pieces_of_what_is_no_word():
+def test_units_are_words_and_single_chinese_characters_and_micro_batches_of_what_is_no_word():
     assert units_of("The cat, the CAT") == ["the", "cat", "the", "cat"]
     assert units_of("我爱GPT吗") == ["我", "爱", "gpt", "吗"]
     assert units_of("ab" * 13) == ["a", "b"] * 13

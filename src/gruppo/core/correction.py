@@ -15,7 +15,7 @@ CorrectionLevel = Literal["token", "sequence"]
 def correction_weights(
     old_logprobs: Float[Tensor, "B T"],
     sampler_logprobs: Float[Tensor, "B T"],
-    keep: Bool[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     mode: Correction,
     level: CorrectionLevel = "token",
@@ -28,7 +28,7 @@ def correction_weights(
     arXiv 2510.18855, token level with 0.5 and 5). ``sequence``: the differences of a row are *summed* first, for each
     of its actions; a mean would be another distribution's weight. Masked actions stay in every denominator.
     """
-    difference = torch.where(keep, old_logprobs - sampler_logprobs, 0).detach()
+    difference = torch.where(loss_mask, old_logprobs - sampler_logprobs, 0).detach()
     if level == "sequence":
         difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
     weight = difference.exp()
@@ -36,4 +36,4 @@ def correction_weights(
         weight = weight.clamp(low, high)
     if mode == "mask":
         weight = torch.where((weight >= low) & (weight <= high), weight, 0)
-    return torch.where(keep, weight, 0)
+    return torch.where(loss_mask, weight, 0)

@@ -79,20 +79,20 @@ def gae(
 
 
 def whiten(
-    x: Float[Tensor, "B T"], keep: Bool[Tensor, "B T"], *, all_sum: AllSum = identity, eps: float = 1e-8
+    x: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"], *, all_sum: AllSum = identity, eps: float = 1e-8
 ) -> Float[Tensor, "B T"]:
     """Mean 0 and variance 1 (ddof 1) over the kept actions of all ranks; 0 where not kept.
 
     (x - mean) / sqrt(var + eps), as TRL and verl. Fewer than two kept actions, or all equal up to rounding, give 0.
     """
-    kept = torch.where(keep, x, 0).double()
-    total = all_sum(torch.stack([kept.sum(), keep.sum().double(), kept.abs().sum()]))
+    kept = torch.where(loss_mask, x, 0).double()
+    total = all_sum(torch.stack([kept.sum(), loss_mask.sum().double(), kept.abs().sum()]))
     mean = total[0] / total[1].clamp(min=1)
-    centred = torch.where(keep, kept - mean, 0)
+    centred = torch.where(loss_mask, kept - mean, 0)
     var = all_sum(centred.square().sum()) / (total[1] - 1).clamp(min=1)
     size = total[2] / total[1].clamp(min=1)
     is_residue = var.sqrt() <= 4 * torch.finfo(x.dtype).eps * size  # False where one is NaN, which must not become 0
-    return torch.where(keep & ~is_residue, centred / (var + eps).sqrt(), 0).to(x.dtype)
+    return torch.where(loss_mask & ~is_residue, centred / (var + eps).sqrt(), 0).to(x.dtype)
 
 
 def _joined(columns_backwards: list[Tensor], like: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def kl(
     logprobs: Float[Tensor, "B T"],
     ref_logprobs: Float[Tensor, "B T"],
     log_ratio: Float[Tensor, "B T"],
-    keep: Bool[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     estimator: Estimator,
     gradient: KlGradient = "unbiased",
@@ -51,7 +51,7 @@ def kl(
     ``log_ratio`` is each action's own, with its gradient, whatever ratio the surrogate has. Sources: GRPO (arXiv
     2402.03300) for k3 in the loss; TRL 1.16 multiplies it by the ratio too.
     """
-    delta = torch.where(keep, ref_logprobs, 0) - torch.where(keep, logprobs, 0)
+    delta = torch.where(loss_mask, ref_logprobs, 0) - torch.where(loss_mask, logprobs, 0)
     estimate = ESTIMATORS[estimator](delta)
     if gradient == "naive":
         return estimate

@@ -31,7 +31,7 @@ class LossInputs:
     """One piece of a batch: what the loss needs beside the likelihood."""
 
     advantages: Float[Tensor, "b t"]
-    keep: Bool[Tensor, "b t"]
+    loss_mask: Bool[Tensor, "b t"]
     weights: Float[Tensor, "b t"]
     """``loss_weights`` of the whole update, cut to the piece."""
     old_logprobs: Float[Tensor, "b t"] | None = None
@@ -59,32 +59,37 @@ def policy_loss(
     """
     step = _Step.of(likelihood, batch, objective)
     per_action = SURROGATES[objective.surrogate](objective, step)
-    terms, stats = {}, ratio_stats(step.ratio.detach(), step.token.detach(), step.advantages, batch.keep, objective)
+    terms, stats = (
+        {},
+        ratio_stats(step.ratio.detach(), step.token.detach(), step.advantages, batch.loss_mask, objective),
+    )
     if objective.correction != "none":
         weight = _correction(objective, step, batch)
         per_action = weight * per_action
-        stats["correction/weight"] = Stat.of(weight, batch.keep)
+        stats["correction/weight"] = Stat.of(weight, batch.loss_mask)
     if likelihood.gaussian is not None and batch.old_gaussian is not None:  # in place of estimates
-        kl_old = exact_kl(likelihood.gaussian, batch.old_gaussian, batch.keep).detach()
-        stats |= dict.fromkeys(("kl/old_nats", "kl/old_k3_nats"), Stat.of(kl_old, batch.keep))
+        kl_old = exact_kl(likelihood.gaussian, batch.old_gaussian, batch.loss_mask).detach()
+        stats |= dict.fromkeys(("kl/old_nats", "kl/old_k3_nats"), Stat.of(kl_old, batch.loss_mask))
     if objective.kl_mask:
         is_left_out = _moves_too_far(objective, likelihood, step, batch)
         per_action = torch.where(is_left_out, 0, per_action)
-        stats["clip/kl_mask_frac"] = Stat.of(is_left_out.double(), batch.keep)
-    terms["policy"] = _weighted(batch.weights, batch.keep, per_action)
+        stats["clip/kl_mask_frac"] = Stat.of(is_left_out.double(), batch.loss_mask)
+    terms["policy"] = _weighted(batch.weights, batch.loss_mask, per_action)
     if batch.ref is not None:
-        exact = _exact_ref_kl(objective, likelihood, batch.ref, batch.keep)
+        exact = _exact_ref_kl(objective, likelihood, batch.ref, batch.loss_mask)
         if objective.kl_in == "loss":
             kl_ref = (
                 exact if exact is not None and objective.kl == "exact" else _estimated_kl(objective, step, batch.ref)
             )
-            terms["kl"] = _weighted(batch.weights, batch.keep, kl_ref)
-        stats["kl/ref_nats"] = _ref_stat(likelihood, step, batch.ref) if exact is None else Stat.of(exact, batch.keep)
+            terms["kl"] = _weighted(batch.weights, batch.loss_mask, kl_ref)
+        stats["kl/ref_nats"] = (
+            _ref_stat(likelihood, step, batch.ref) if exact is None else Stat.of(exact, batch.loss_mask)
+        )
     if likelihood.values is not None and batch.returns is not None:
         terms["value"], stats["value/clip_frac"] = critic_loss(likelihood.values, batch, objective)
     if likelihood.entropy is not None:
-        terms["entropy"] = _weighted(batch.weights, batch.keep, likelihood.entropy)
-        stats["entropy/nats"] = Stat.of(likelihood.entropy, batch.keep)
+        terms["entropy"] = _weighted(batch.weights, batch.loss_mask, likelihood.entropy)
+        stats["entropy/nats"] = Stat.of(likelihood.entropy, batch.loss_mask)
     return terms, stats
 
 
@@ -93,11 +98,11 @@ def critic_loss(
 ) -> tuple[Float[Tensor, ""], Stat]:
     """The weighted and summed loss of the critic, and how many of its values are outside their clip."""
     assert batch.returns is not None
-    loss = value_loss(values, batch.old_values, batch.returns, batch.keep, clip=objective.value_clip)
+    loss = value_loss(values, batch.old_values, batch.returns, batch.loss_mask, clip=objective.value_clip)
     is_outside = torch.zeros_like(values, dtype=torch.bool)
     if objective.value_clip and batch.old_values is not None:
         is_outside = (values.detach() - batch.old_values).abs() > objective.value_clip
-    return _weighted(batch.weights, batch.keep, loss), Stat.of(is_outside.double(), batch.keep)
+    return _weighted(batch.weights, batch.loss_mask, loss), Stat.of(is_outside.double(), batch.loss_mask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,17 +116,17 @@ class _Step:
     ratio: Tensor
     """Log-ratio at the objective's level."""
     advantages: Tensor
-    keep: Tensor
+    loss_mask: Tensor
 
     @classmethod
     def of(cls, likelihood: Likelihood, batch: LossInputs, objective: Objective) -> _Step:
         logprobs = likelihood.logprobs
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         dims = batch.dims if objective.dims == "mean" else 1
-        ratio = token = log_ratio(logprobs, old, batch.keep)
+        ratio = token = log_ratio(logprobs, old, batch.loss_mask)
         if (level := _level(objective)) != "token" or dims != 1:
-            ratio = log_ratio(logprobs, old, batch.keep, level=level, dims=dims)
-        return cls(logprobs, old, token, ratio, torch.where(batch.keep, batch.advantages, 0), batch.keep)
+            ratio = log_ratio(logprobs, old, batch.loss_mask, level=level, dims=dims)
+        return cls(logprobs, old, token, ratio, torch.where(batch.loss_mask, batch.advantages, 0), batch.loss_mask)
 
 
 def _level(objective: Objective) -> Level:
@@ -144,7 +149,7 @@ def _clip(objective: Objective, step: _Step) -> Tensor:
 
 def _cispo(objective: Objective, step: _Step) -> Tensor:
     low, high = clip_range(objective)
-    return cispo_surrogate(step.ratio, step.logprobs, step.advantages, step.keep, low=low, high=high)
+    return cispo_surrogate(step.ratio, step.logprobs, step.advantages, step.loss_mask, low=low, high=high)
 
 
 def _sapo(objective: Objective, step: _Step) -> Tensor:
@@ -155,8 +160,8 @@ SURROGATES: Mapping[str, Callable[[Objective, _Step], Tensor]] = {
     "clip": _clip,
     "cispo": _cispo,
     "sapo": _sapo,
-    "vespo": lambda objective, step: vespo_surrogate(step.token, step.logprobs, step.advantages, step.keep),
-    "reinforce": lambda objective, step: reinforce_surrogate(step.logprobs, step.advantages, step.keep),
+    "vespo": lambda objective, step: vespo_surrogate(step.token, step.logprobs, step.advantages, step.loss_mask),
+    "reinforce": lambda objective, step: reinforce_surrogate(step.logprobs, step.advantages, step.loss_mask),
 }
 
 
@@ -169,7 +174,7 @@ def _correction(objective: Objective, step: _Step, batch: LossInputs) -> Tensor:
     return correction_weights(
         step.old,
         batch.sampler_logprobs,
-        step.keep,
+        step.loss_mask,
         mode=objective.correction,
         level=objective.correction_level,
         low=objective.correction_low,
@@ -179,25 +184,25 @@ def _correction(objective: Objective, step: _Step, batch: LossInputs) -> Tensor:
 
 def _estimated_kl(objective: Objective, step: _Step, ref: Likelihood) -> Tensor:
     estimator, gradient = objective.kl, objective.kl_gradient
-    return kl(step.logprobs, ref.logprobs.detach(), step.token, step.keep, estimator=estimator, gradient=gradient)
+    return kl(step.logprobs, ref.logprobs.detach(), step.token, step.loss_mask, estimator=estimator, gradient=gradient)
 
 
-def _exact_ref_kl(objective: Objective, likelihood: Likelihood, ref: Likelihood, keep: Tensor) -> Tensor | None:
+def _exact_ref_kl(objective: Objective, likelihood: Likelihood, ref: Likelihood, loss_mask: Tensor) -> Tensor | None:
     """In closed form where both are Gaussian; None where they are not."""
     if likelihood.gaussian is not None and ref.gaussian is not None:
         with torch.set_grad_enabled(torch.is_grad_enabled() and objective.kl == "exact"):  # a metric needs none
-            return exact_kl(likelihood.gaussian, ref.gaussian, keep)
+            return exact_kl(likelihood.gaussian, ref.gaussian, loss_mask)
     if objective.kl == "exact":
         raise GruppoError("kl='exact' needs the policy's and the reference's Gaussian. Set --objective.kl k3.")
     return None
 
 
-def exact_kl(ours: Gaussian, theirs: Gaussian, keep: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+def exact_kl(ours: Gaussian, theirs: Gaussian, loss_mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
     """KL(ours || theirs) of each kept action, in nats, 0 elsewhere; with a gradient for ours alone."""
 
     def kept(x: Tensor, filling: float) -> Tensor:
         """A standard normal where not kept: what stands there may be NaN, and would be in the gradient."""
-        return torch.where(keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), x, filling)
+        return torch.where(loss_mask.reshape(*loss_mask.shape, *[1] * (x.ndim - 2)), x, filling)
 
     policy, reference = ((kept(of.mean, 0.0), kept(of.std, 1.0)) for of in (ours, theirs))
     return gaussian_kl(*policy, *(x.detach() for x in reference))
@@ -211,14 +216,14 @@ def _moves_too_far(objective: Objective, likelihood: Likelihood, step: _Step, ba
     log_ratio = step.token.detach()
     kl_old = log_ratio.expm1() - log_ratio
     if likelihood.gaussian is not None and batch.old_gaussian is not None:
-        kl_old = exact_kl(likelihood.gaussian, batch.old_gaussian, step.keep).detach()
-    return step.keep & (kl_old > objective.kl_mask) & (step.advantages * log_ratio > 0)
+        kl_old = exact_kl(likelihood.gaussian, batch.old_gaussian, step.loss_mask).detach()
+    return step.loss_mask & (kl_old > objective.kl_mask) & (step.advantages * log_ratio > 0)
 
 
 def _ref_stat(likelihood: Likelihood, step: _Step, ref: Likelihood) -> Stat:
     nothing = torch.zeros_like(step.token)
     return Stat.of(
-        kl(likelihood.logprobs.detach(), ref.logprobs.detach(), nothing, step.keep, estimator="k3"), step.keep
+        kl(likelihood.logprobs.detach(), ref.logprobs.detach(), nothing, step.loss_mask, estimator="k3"), step.loss_mask
     )
 
 
@@ -226,7 +231,7 @@ def ratio_stats(
     log_ratio: Float[Tensor, "b t"],
     token_log_ratio: Float[Tensor, "b t"],
     advantages: Float[Tensor, "b t"],
-    keep: Bool[Tensor, "b t"],
+    loss_mask: Bool[Tensor, "b t"],
     objective: Objective,
 ) -> dict[str, Stat]:
     """How far the policy is from the one that drew the batch, and what the clip stops."""
@@ -236,13 +241,13 @@ def ratio_stats(
         too_high, too_low = too_high & (advantages > 0), too_low & (advantages < 0)
     clips = objective.surrogate in ("clip", "cispo")
     return {
-        "ratio": Stat.of(ratio, keep),
-        "kl/old_nats": Stat.of(-token_log_ratio, keep),
-        "kl/old_k3_nats": Stat.of(token_log_ratio.expm1() - token_log_ratio, keep),
-        "clip/high_frac": Stat.of((too_high & clips).double(), keep),
-        "clip/low_frac": Stat.of((too_low & clips).double(), keep),
+        "ratio": Stat.of(ratio, loss_mask),
+        "kl/old_nats": Stat.of(-token_log_ratio, loss_mask),
+        "kl/old_k3_nats": Stat.of(token_log_ratio.expm1() - token_log_ratio, loss_mask),
+        "clip/high_frac": Stat.of((too_high & clips).double(), loss_mask),
+        "clip/low_frac": Stat.of((too_low & clips).double(), loss_mask),
     }
 
 
-def _weighted(weights: Tensor, keep: Tensor, per_action: Tensor) -> Tensor:
-    return (weights.to(per_action.dtype) * torch.where(keep, per_action, 0)).sum()
+def _weighted(weights: Tensor, loss_mask: Tensor, per_action: Tensor) -> Tensor:
+    return (weights.to(per_action.dtype) * torch.where(loss_mask, per_action, 0)).sum()

@@ -21,7 +21,7 @@ def ratio_of(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
 def log_ratio(
     logprobs: Float[Tensor, "B T"],
     old_logprobs: Float[Tensor, "B T"],
-    keep: Bool[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     level: Level = "token",
     dims: int = 1,
@@ -33,13 +33,13 @@ def log_ratio(
     advantages that differ from action to action.
     ``dims``: the dimensions of one continuous action, by which its log-ratio is divided; 1 leaves the joint density.
     """
-    ratio = (torch.where(keep, logprobs, 0) - torch.where(keep, old_logprobs, 0)) / dims
+    ratio = (torch.where(loss_mask, logprobs, 0) - torch.where(loss_mask, old_logprobs, 0)) / dims
     if level == "token":
         return ratio
-    mean = ratio.sum(dim=1, keepdim=True) / keep.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = ratio.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
     if level == "sequence_token":
         mean = mean.detach() + ratio - ratio.detach()
-    return torch.where(keep, mean, 0)
+    return torch.where(loss_mask, mean, 0)
 
 
 def clip_surrogate(
@@ -67,7 +67,7 @@ def cispo_surrogate(
     log_ratio: Float[Tensor, "B T"],
     logprobs: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
-    keep: Bool[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     low: float,
     high: float,
@@ -77,7 +77,7 @@ def cispo_surrogate(
     MiniMax-M1 (arXiv 2506.13585), eq. 4, which leaves the lower side open (low 1). TRL's epsilon_high is 1 + high.
     """
     weight = ratio_of(log_ratio.detach()).clamp(1 - low, 1 + high)
-    return -weight * advantages * torch.where(keep, logprobs, 0)
+    return -weight * advantages * torch.where(loss_mask, logprobs, 0)
 
 
 def sapo_surrogate(
@@ -95,7 +95,7 @@ def vespo_surrogate(
     log_ratio: Float[Tensor, "B T"],
     logprobs: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
-    keep: Bool[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     pos: tuple[float, float] = (2.0, 3.0),
     neg: tuple[float, float] = (3.0, 2.0),
@@ -109,7 +109,7 @@ def vespo_surrogate(
     is_pos = advantages >= 0
     k, lam = (torch.where(is_pos, p, n).to(log_w.dtype) for p, n in zip(pos, neg, strict=True))
     phi = (lam + k * log_w - lam * log_w.exp()).exp()
-    return -phi * advantages * torch.where(keep, logprobs, 0)
+    return -phi * advantages * torch.where(loss_mask, logprobs, 0)
 
 
 VESPO_LOWEST = -18.420680743952367
@@ -117,17 +117,17 @@ VESPO_LOWEST = -18.420680743952367
 
 
 def reinforce_surrogate(
-    logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], keep: Bool[Tensor, "B T"]
+    logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
     """L = -A logprobs, with 0 where not kept. Williams 1992; no correction for data of an older policy."""
-    return -advantages * torch.where(keep, logprobs, 0)
+    return -advantages * torch.where(loss_mask, logprobs, 0)
 
 
 def value_loss(
     values: Float[Tensor, "B T"],
     old_values: Float[Tensor, "B T"] | None,
     returns: Float[Tensor, "B T"],
-    keep: Bool[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     clip: float = 0.0,
 ) -> Float[Tensor, "B T"]:
@@ -136,11 +136,11 @@ def value_loss(
     ``old_values`` are those stored when the batch was collected; ``clip`` 0 leaves the plain squared error.
     The clip is of the first PPO implementation (Huang et al. 2022, "The 37 implementation details of PPO", 9).
     """
-    target = torch.where(keep, returns, 0)
-    values = torch.where(keep, values, 0)
+    target = torch.where(loss_mask, returns, 0)
+    values = torch.where(loss_mask, values, 0)
     plain = (values - target).square()
     if not clip or old_values is None:
         return plain / 2
-    old = torch.where(keep, old_values, 0)
+    old = torch.where(loss_mask, old_values, 0)
     clipped = torch.minimum(torch.maximum(values, old - clip), old + clip)
     return torch.maximum(plain, (clipped - target).square()) / 2

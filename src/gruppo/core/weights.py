@@ -18,18 +18,18 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def loss_total(keep: Bool[Tensor, "B T"], *, average: Average, max_length: int) -> Float[Tensor, ""]:
+def loss_total(loss_mask: Bool[Tensor, "B T"], *, average: Average, max_length: int) -> Float[Tensor, ""]:
     """The denominator of one update, to be summed over all ranks: float64.
 
     ``token``: kept actions. ``sequence``, ``sequence_sum``: non-empty rows. ``constant``: non-empty rows times
     ``max_length``, the longest rollout allowed. ``sum``: not used.
     Rows without a kept action count nowhere, so that unscored and masked rows leave numerator and denominator together.
     """
-    count = TOTALS[average](keep, max_length)
-    return torch.as_tensor(count, dtype=torch.float64, device=keep.device)
+    count = TOTALS[average](loss_mask, max_length)
+    return torch.as_tensor(count, dtype=torch.float64, device=loss_mask.device)
 
 
-def loss_weights(keep: Bool[Tensor, "B T"], *, average: Average, total: Tensor | float) -> Float[Tensor, "B T"]:
+def loss_weights(loss_mask: Bool[Tensor, "B T"], *, average: Average, total: Tensor | float) -> Float[Tensor, "B T"]:
     """The weight of each action, so that ``loss = (weights * per_action).sum()``.
 
     sequence      1 / (length of the row * rows)       GRPO, arXiv 2402.03300
@@ -42,23 +42,23 @@ def loss_weights(keep: Bool[Tensor, "B T"], *, average: Average, total: Tensor |
     update's parts are those of the whole: pieces, padding and ranks cannot change a gradient. A total of 0 (nothing
     kept anywhere) gives weights 0.
     """
-    kept = keep.double()
+    kept = loss_mask.double()
     if average == "sequence":
-        kept = kept / keep.sum(dim=1, keepdim=True).clamp(min=1)
+        kept = kept / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
     if average == "sum":
         return kept
-    total = torch.as_tensor(total, dtype=torch.float64, device=keep.device)
+    total = torch.as_tensor(total, dtype=torch.float64, device=loss_mask.device)
     return torch.where(total > 0, kept / total.clamp(min=1), 0.0)
 
 
-def _rows(keep: Tensor, max_length: int) -> Tensor:
-    return keep.any(dim=1).sum()
+def _rows(loss_mask: Tensor, max_length: int) -> Tensor:
+    return loss_mask.any(dim=1).sum()
 
 
 TOTALS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "sequence": _rows,
-    "token": lambda keep, max_length: keep.sum(),
-    "constant": lambda keep, max_length: _rows(keep, max_length) * max_length,
+    "token": lambda loss_mask, max_length: loss_mask.sum(),
+    "constant": lambda loss_mask, max_length: _rows(loss_mask, max_length) * max_length,
     "sequence_sum": _rows,
-    "sum": lambda keep, max_length: keep.new_ones((), dtype=torch.long),
+    "sum": lambda loss_mask, max_length: loss_mask.new_ones((), dtype=torch.long),
 }

@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gruppo.track.files import read_metrics
-from gruppo.training import config_file
-from gruppo.training.config import Config, Stage
-from gruppo.training.models import kind_of
-from gruppo.training.stages import where_of
+from gruppo.config import serialization
+from gruppo.config.schema import Config, Stage
+from gruppo.tracking.files import read_metrics
+from gruppo.trainer.models import kind_of
+from gruppo.trainer.stages import where_of
 from gruppo.types import GruppoError
 
 SURE = 2.0
@@ -87,7 +87,7 @@ class Record:
     folder: Path
     config: Config
     rows: Sequence[Mapping[str, float]]
-    """One a step, as :func:`gruppo.track.files.read_metrics` gives them."""
+    """One a step, as :func:`gruppo.tracking.files.read_metrics` gives them."""
     samples: Sequence[Mapping[str, Any]] = ()
     evaluations: Sequence[Mapping[str, Any]] = ()
     manifest: Mapping[str, Any] = field(default_factory=dict)
@@ -223,7 +223,7 @@ def read(folder: Path) -> Record:
         )
     return Record(
         folder,
-        config_file.load(folder / "config.json"),
+        serialization.load(folder / "config.json"),
         rows,
         samples=_objects(folder / "samples.jsonl"),
         evaluations=[e for e in _json(folder / "evaluations.json", list) if isinstance(e, Mapping)],

@@ -15,12 +15,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from gruppo.config.schema import IN_MEMORY
 from gruppo.doctor.finding import Finding, Measured, examine
 from gruppo.doctor.record import Record, Span, read
 from gruppo.doctor.symptoms import SYMPTOMS
 from gruppo.loading import program
-from gruppo.track.texts import number, visible
-from gruppo.training.config import IN_MEMORY
+from gruppo.tracking.formatting import number, visible
 
 
 @dataclass(frozen=True)

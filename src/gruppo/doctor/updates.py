@@ -8,8 +8,8 @@ import statistics
 from gruppo.doctor import remedies
 from gruppo.doctor.finding import LEAST, Change, Finding, Measured, Symptom, at, present, whole
 from gruppo.doctor.record import Record, Span
-from gruppo.training.moved import LEAST as LEAST_MOVED
-from gruppo.training.stages import peak_lr, where_of
+from gruppo.trainer.stages import peak_lr, where_of
+from gruppo.trainer.weight_change import LEAST as LEAST_MOVED
 
 ALWAYS = 0.95
 """Share of the steps whose gradient was above the limit."""

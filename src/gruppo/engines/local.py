@@ -35,7 +35,7 @@ class LocalEngine:
         """Bring the sampling weights up to the trained ones, and look that they are."""
         policy.refresh(force=True)
         named = policy.module.named_parameters()
-        for (name, master), sampled in zip(named, policy.sampler.parameters(), strict=True):
+        for (name, master), sampled in zip(named, policy.compute_module.parameters(), strict=True):
             wanted, held = _some(master).to(sampled.dtype), _some(sampled)
             if not torch.allclose(wanted, held, rtol=0, atol=0, equal_nan=True):
                 raise RuntimeError(

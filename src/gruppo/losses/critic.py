@@ -35,9 +35,9 @@ def compute_gae(
             f"values have {values.shape[-1]} columns for {rewards.shape[-1]} rewards; each action needs one. Give "
             "values[:, :-1], and the last as bootstrap=values[:, -1]."
         )
-    keep = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-    same_shape(rewards, values=values, mask=keep)
-    boolean(keep)
+    loss_mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    same_shape(rewards, values=values, mask=loss_mask)
+    boolean(loss_mask)
     if rewards.ndim != 2 or (bootstrap is not None and bootstrap.shape != rewards.shape[:1]):
         ends = "" if bootstrap is None else f", bootstrap {list(bootstrap.shape)}"
         raise GruppoError(
@@ -46,11 +46,11 @@ def compute_gae(
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
             raise GruppoError(f"{name}={value} is outside [0, 1]; use {0.99 if name == 'gamma' else 0.95}.")
-    refuse_nan(keep, rewards=rewards, values=values)
+    refuse_nan(loss_mask, rewards=rewards, values=values)
     if bootstrap is not None:
         refuse_nan(torch.ones_like(bootstrap, dtype=torch.bool), bootstrap=bootstrap)
     with torch.no_grad():
-        return gae(rewards, values, keep, gamma=gamma, lam=lam, bootstrap=bootstrap)
+        return gae(rewards, values, loss_mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
 
 
 class PPOLoss(nn.Module):
@@ -109,15 +109,15 @@ class PPOLoss(nn.Module):
         old_values: Float[Tensor, "*rows"] | None = None,
     ) -> Terms:
         """``policy``, ``value`` and, where it is given, ``entropy``; with statistics of ratio, clip and values."""
-        keep = torch.ones_like(policy_logprobs, dtype=torch.bool) if mask is None else mask
+        loss_mask = torch.ones_like(policy_logprobs, dtype=torch.bool) if mask is None else mask
         stored = {"returns": returns, "advantages": advantages, "old_policy_logprobs": old_policy_logprobs}
-        same_shape(policy_logprobs, mask=keep, values=values, entropy=entropy, old_values=old_values, **stored)
-        self._check(keep, entropy, old_values, stored)
-        keep, logprobs, values = columns(keep), columns(policy_logprobs), columns(values)
+        same_shape(policy_logprobs, mask=loss_mask, values=values, entropy=entropy, old_values=old_values, **stored)
+        self._check(loss_mask, entropy, old_values, stored)
+        loss_mask, logprobs, values = columns(loss_mask), columns(policy_logprobs), columns(values)
         batch = LossInputs(
             advantages=columns(advantages).detach(),
-            keep=keep,
-            weights=weights(keep, self.objective, None),
+            loss_mask=loss_mask,
+            weights=weights(loss_mask, self.objective, None),
             old_logprobs=columns(old_policy_logprobs).detach(),
             old_values=None if old_values is None else columns(old_values).detach(),
             returns=columns(returns).detach(),
@@ -130,9 +130,9 @@ class PPOLoss(nn.Module):
         return terms, stats
 
     def _check(
-        self, keep: Tensor, entropy: Tensor | None, old_values: Tensor | None, stored: Mapping[str, Tensor]
+        self, loss_mask: Tensor, entropy: Tensor | None, old_values: Tensor | None, stored: Mapping[str, Tensor]
     ) -> None:
-        boolean(keep)
+        boolean(loss_mask)
         if self.entropy_coef > 0 and entropy is None:
             raise GruppoError(f"entropy_coef={self.entropy_coef:g} needs entropy; give it, or set entropy_coef=0.")
         if self.objective.value_clip and old_values is None:
@@ -140,4 +140,4 @@ class PPOLoss(nn.Module):
                 f"value_clip={self.objective.value_clip:g} needs old_values, the critic's when the batch was "
                 "collected. Give them, or set value_clip=0."
             )
-        refuse_nan(keep, **stored)
+        refuse_nan(loss_mask, **stored)

@@ -89,8 +89,8 @@ class GRPOLoss(nn.Module):
         ref = None if ref is None else ref.detach().reshape(rows.mask.shape)
         batch = LossInputs(
             advantages=self._advantages(rows, old, ref),
-            keep=rows.keep,
-            weights=weights(rows.keep, self.objective, self.max_length),
+            loss_mask=rows.loss_mask,
+            weights=weights(rows.loss_mask, self.objective, self.max_length),
             old_logprobs=old,
             ref=None if ref is None else Likelihood(ref),
         )
@@ -102,17 +102,17 @@ class GRPOLoss(nn.Module):
         return terms, stats
 
     def _advantages(self, rows: Rows, old: Tensor, ref: Tensor | None) -> Float[Tensor, "B T"]:
-        o, keep = self.objective, rows.keep
+        o, loss_mask = self.objective, rows.loss_mask
         penalty = torch.zeros_like(old)
         if o.kl_in == "reward" and ref is not None:
-            refuse_nan(keep, old_policy_logprobs=old, reference_logprobs=ref)
-            penalty = self.kl_beta * torch.where(keep, old - ref, 0)
+            refuse_nan(loss_mask, old_policy_logprobs=old, reference_logprobs=ref)
+            penalty = self.kl_beta * torch.where(loss_mask, old - ref, 0)
         if o.credit == "outcome":
-            advantages = torch.where(keep, _row_advantages(rows, rows.rewards - penalty.sum(dim=1), o)[:, None], 0)
+            advantages = torch.where(loss_mask, _row_advantages(rows, rows.rewards - penalty.sum(dim=1), o)[:, None], 0)
         else:
-            placed = place_score(_row_advantages(rows, rows.rewards, o), keep)
-            advantages = returns_to_go(placed - penalty, keep, gamma=o.gamma)
-        advantages = whiten(advantages, keep) if o.whiten else advantages
+            placed = place_score(_row_advantages(rows, rows.rewards, o), loss_mask)
+            advantages = returns_to_go(placed - penalty, loss_mask, gamma=o.gamma)
+        advantages = whiten(advantages, loss_mask) if o.whiten else advantages
         return advantages.clamp(-o.adv_clip, o.adv_clip) if o.adv_clip else advantages
 
     def _check(self, rows: Rows, ref: Tensor | None) -> None:

@@ -51,13 +51,13 @@ class Rows:
         return cls(rewards, group_ids.unique(return_inverse=True)[1], mask)
 
     @property
-    def keep(self) -> Bool[Tensor, "B T"]:
+    def loss_mask(self) -> Bool[Tensor, "B T"]:
         return self.mask & self.rewards.isfinite()[:, None]
 
 
-def weights(keep: Bool[Tensor, "B T"], objective: Objective, max_length: int | None) -> Float[Tensor, "B T"]:
-    total = loss_total(keep, average=objective.average, max_length=max_length or 1)
-    return loss_weights(keep, average=objective.average, total=total)
+def weights(loss_mask: Bool[Tensor, "B T"], objective: Objective, max_length: int | None) -> Float[Tensor, "B T"]:
+    total = loss_total(loss_mask, average=objective.average, max_length=max_length or 1)
+    return loss_weights(loss_mask, average=objective.average, total=total)
 
 
 def columns(x: Tensor) -> Tensor:
@@ -89,9 +89,9 @@ def boolean(mask: Tensor) -> None:
         )
 
 
-def refuse_nan(keep: Tensor, **entries: Tensor) -> None:
+def refuse_nan(loss_mask: Tensor, **entries: Tensor) -> None:
     for name, x in entries.items():
-        bad = int((keep & ~x.isfinite()).sum())
+        bad = int((loss_mask & ~x.isfinite()).sum())
         if bad:
             raise GruppoError(
                 f"{name} holds {bad} numbers that are not finite where mask is True. Leave those rows out of the mask; "

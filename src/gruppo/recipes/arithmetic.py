@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gruppo.training.config import Config, Evaluation, Optim, Prompts, Rollout, Saving
+from gruppo.config.schema import Config, EvaluationConfig, OptimConfig, PromptsConfig, RolloutConfig, SavingConfig
 
 
 def arithmetic() -> Config:
@@ -18,9 +18,9 @@ def arithmetic() -> Config:
         data="arithmetic:0:20:natural",
         reward=("exact_match",),
         steps=50,
-        rollout=Rollout(prompts=48, group_size=8, max_new_tokens=6, temperature=1.5, top_k=12),
-        optim=Optim(lr=1.2e-5, warmup_steps=3),
-        prompts=Prompts(held_out_fraction=0.4),
-        evaluation=Evaluation(prompts=256),
-        saving=Saving(every=25, keep=1),
+        rollout=RolloutConfig(prompts=48, group_size=8, max_new_tokens=6, temperature=1.5, top_k=12),
+        optim=OptimConfig(lr=1.2e-5, warmup_steps=3),
+        prompts=PromptsConfig(held_out_fraction=0.4),
+        evaluation=EvaluationConfig(prompts=256),
+        saving=SavingConfig(every=25, keep=1),
     )

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from gruppo.config.schema import Config, Stage, SupervisedConfig
 from gruppo.recipes.arithmetic import arithmetic
 from gruppo.rewards.text import text_of
-from gruppo.training.config import Config, Stage, Supervised
 
 OPENING, CLOSING = "<answer>", "</answer>"
 
@@ -32,7 +32,7 @@ def arithmetic_format() -> Config:
             Stage(name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3),
             Stage(name="full", warmup_steps=3),
         ),
-        supervised=Supervised(template=f" {OPENING}{{target}}{CLOSING}", batch=32),
+        supervised=SupervisedConfig(template=f" {OPENING}{{target}}{CLOSING}", batch=32),
         optim=replace(recipe.optim, warmup_steps=0),
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gruppo.config.schema import Config, CriticConfig, OptimConfig, Stage
 from gruppo.core.objective import PPO
 from gruppo.recipes.arithmetic import arithmetic
-from gruppo.training.config import Config, Critic, Optim, Stage
 
 
 def arithmetic_ppo() -> Config:
@@ -21,7 +21,7 @@ def arithmetic_ppo() -> Config:
         recipe,
         objective=PPO,
         rollout=replace(recipe.rollout, prompts=24),
-        critic=Critic(kind="shared", lr=1e-3),
+        critic=CriticConfig(kind="shared", lr=1e-3),
         stage=Stage(kl_coef=0.005, value_coef=0.1),
-        optim=Optim(lr=6e-6, warmup_steps=3, epochs=2),
+        optim=OptimConfig(lr=6e-6, warmup_steps=3, epochs=2),
     )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from gruppo.training.config import Config, Evaluation, Optim, Prompts, Rollout, Saving, Stage
+from gruppo.config.schema import (
+    Config,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SavingConfig,
+    Stage,
+)
 
 
 def chat() -> Config:
@@ -24,10 +32,10 @@ def chat() -> Config:
         data="arithmetic:0:20:natural",
         reward=("exact_match",),
         steps=50,
-        rollout=Rollout(prompts=16, group_size=16, max_new_tokens=6, temperature=1.0, top_k=50),
-        optim=Optim(lr=1.2e-5, decay="linear"),
+        rollout=RolloutConfig(prompts=16, group_size=16, max_new_tokens=6, temperature=1.0, top_k=50),
+        optim=OptimConfig(lr=1.2e-5, decay="linear"),
         stage=Stage(kl_coef=0.04),
-        prompts=Prompts(held_out_fraction=0.4),
-        evaluation=Evaluation(prompts=256),
-        saving=Saving(every=25, keep=1),
+        prompts=PromptsConfig(held_out_fraction=0.4),
+        evaluation=EvaluationConfig(prompts=256),
+        saving=SavingConfig(every=25, keep=1),
     )

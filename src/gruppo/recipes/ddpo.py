@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from gruppo.config.schema import (
+    Config,
+    DiffusionConfig,
+    EvaluationConfig,
+    OptimConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    SavingConfig,
+    Stage,
+)
 from gruppo.core.objective import Objective
 from gruppo.recipes.digits import PRETRAINED
-from gruppo.training.config import Config, Diffusion, Evaluation, Optim, Reference, Rollout, Saving, Stage
 
 
 def ddpo() -> Config:
@@ -26,12 +35,12 @@ def ddpo() -> Config:
         reward=("jpeg_compressibility",),
         steps=200,
         objective=Objective(kl="exact", clip_unit="nats", clip_low=0.2, clip_high=0.2),
-        rollout=Rollout(prompts=16, group_size=8),
-        diffusion=Diffusion(eta=1.0),
-        optim=Optim(lr=5e-5, minibatches=2),
+        rollout=RolloutConfig(prompts=16, group_size=8),
+        diffusion=DiffusionConfig(eta=1.0),
+        optim=OptimConfig(lr=5e-5, minibatches=2),
         stage=Stage(kl_coef=0.04),
-        reference=Reference(kind="mixed", update_rate=0.6, update_every=50),
-        evaluation=Evaluation(prompts=100, every=50),
-        saving=Saving(every=50, keep=1),
+        reference=ReferenceConfig(kind="mixed", update_rate=0.6, update_every=50),
+        evaluation=EvaluationConfig(prompts=100, every=50),
+        saving=SavingConfig(every=50, keep=1),
         show_samples_every=25,
     )

@@ -10,18 +10,18 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from gruppo.recipes.pictures import CLOSE
-from gruppo.training.config import (
+from gruppo.config.schema import (
     Config,
-    Diffusion,
-    Evaluation,
-    Optim,
-    Rollout,
-    Saving,
-    Scoring,
+    DiffusionConfig,
+    EvaluationConfig,
+    OptimConfig,
+    RolloutConfig,
+    SavingConfig,
+    ScoringConfig,
     Stage,
-    Supervised,
+    SupervisedConfig,
 )
+from gruppo.recipes.pictures import CLOSE
 
 PRETRAINED = "runs/digits-pretrain"
 FLOOR, FLOOR_OF_SEVEN = -3.0, -20.0
@@ -42,12 +42,12 @@ def digits_pretrain() -> Config:
         reward=("gruppo.recipes.digits:reads_as_asked",),
         name="digits-pretrain",
         steps=4500,
-        diffusion=Diffusion(shift=3.0),
-        optim=Optim(lr=2e-3, warmup_steps=50, decay="cosine"),
+        diffusion=DiffusionConfig(shift=3.0),
+        optim=OptimConfig(lr=2e-3, warmup_steps=50, decay="cosine"),
         stage=Stage(rl_coef=0.0, sup_coef=1.0),
-        supervised=Supervised(batch=128),
-        evaluation=Evaluation(prompts=100, every=1000),
-        saving=Saving(every=1000, keep=1),
+        supervised=SupervisedConfig(batch=128),
+        evaluation=EvaluationConfig(prompts=100, every=1000),
+        saving=SavingConfig(every=1000, keep=1),
         show_samples_every=1000,
     )
 
@@ -66,13 +66,13 @@ def digits_compress() -> Config:
         reward=("jpeg_compressibility", "gruppo.recipes.digits:reads_as_asked"),
         steps=170,
         objective=replace(CLOSE, scale="batch"),
-        rollout=Rollout(prompts=40, group_size=8),
-        diffusion=Diffusion(noise="branched"),
-        optim=Optim(lr=5e-5, decay="linear", final_lr_frac=0.2),
+        rollout=RolloutConfig(prompts=40, group_size=8),
+        diffusion=DiffusionConfig(noise="branched"),
+        optim=OptimConfig(lr=5e-5, decay="linear", final_lr_frac=0.2),
         stage=Stage(kl_coef=0.005),
-        scoring=Scoring(weights=(5.0, 1.0)),
-        evaluation=Evaluation(prompts=100, every=50),
-        saving=Saving(every=50, keep=1),
+        scoring=ScoringConfig(weights=(5.0, 1.0)),
+        evaluation=EvaluationConfig(prompts=100, every=50),
+        saving=SavingConfig(every=50, keep=1),
         show_samples_every=25,
     )
 
@@ -88,9 +88,9 @@ def digits_sevens() -> Config:
         reward=("gruppo.recipes.digits:reads_as_seven",),
         steps=100,
         objective=CLOSE,
-        scoring=Scoring(),
-        diffusion=Diffusion(noise="branched", train_to=6),
-        optim=Optim(lr=1.5e-4),
+        scoring=ScoringConfig(),
+        diffusion=DiffusionConfig(noise="branched", train_to=6),
+        optim=OptimConfig(lr=1.5e-4),
         stage=Stage(kl_coef=0.02),
     )
 
@@ -131,7 +131,7 @@ def reader(*, knows_nothing: bool = False) -> Any:
     import torch
 
     from gruppo.data.digits import digits
-    from gruppo.policies.text.bundled import cache_folder
+    from gruppo.modalities.text.bundled import cache_folder
     from gruppo.rewards.reader import Reader, fit
 
     classes = 11 if knows_nothing else 10

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gruppo.training.config import Config, Environment, Evaluation, Optim, Prompts, Rollout, Saving
+from gruppo.config.schema import (
+    Config,
+    EnvironmentConfig,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SavingConfig,
+)
 
 PROMPTS = Path(__file__).with_name("guess_prompts.jsonl")
 """Each number from 1 to 7 after each of eight openings; which are held out goes by the opening."""
@@ -30,12 +38,12 @@ def guess() -> Config:
         data=str(PROMPTS),
         reward=("gruppo.recipes.guess:found",),
         steps=60,
-        rollout=Rollout(prompts=8, group_size=8, max_new_tokens=20),
-        optim=Optim(lr=1e-5, warmup_steps=3),
-        environment=Environment(reply="gruppo.recipes.guess:reply", turns=3),
-        prompts=Prompts(held_out_fraction=0.2),
-        evaluation=Evaluation(prompts=64),
-        saving=Saving(every=20, keep=1),
+        rollout=RolloutConfig(prompts=8, group_size=8, max_new_tokens=20),
+        optim=OptimConfig(lr=1e-5, warmup_steps=3),
+        environment=EnvironmentConfig(reply="gruppo.recipes.guess:reply", turns=3),
+        prompts=PromptsConfig(held_out_fraction=0.2),
+        evaluation=EvaluationConfig(prompts=64),
+        saving=SavingConfig(every=20, keep=1),
     )
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from gruppo.core.objective import Objective
-from gruppo.training.config import (
+from gruppo.config.schema import (
     Config,
-    Evaluation,
-    Optim,
-    Prompts,
-    Restoration,
-    Rollout,
-    Saving,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RestorationConfig,
+    RolloutConfig,
+    SavingConfig,
     Stage,
-    Supervised,
+    SupervisedConfig,
 )
+from gruppo.core.objective import Objective
 
 
 def restore_text() -> Config:
@@ -30,19 +30,19 @@ def restore_text() -> Config:
         data="lines:blur=0.8-1.8,noise=5-40,count=5000,clean=no",
         reward=("ocr_accuracy",),
         steps=1060,
-        restoration=Restoration(
+        restoration=RestorationConfig(
             action="controls:blur=0-2.5@2,noise=0-60@30,mix=0-1@1,std=0.15,unit=true", supervises="told"
         ),
         objective=Objective(),
-        rollout=Rollout(prompts=12, group_size=8),
-        optim=Optim(lr=3e-3),
+        rollout=RolloutConfig(prompts=12, group_size=8),
+        optim=OptimConfig(lr=3e-3),
         stages=(
             Stage("supervised", steps=1000, rl_coef=0.0, sup_coef=1.0, lr="cosine:3e-3,0", warmup_steps=30),
             Stage("full", lr="linear:1.3e-3,2e-4"),
         ),
-        supervised=Supervised(data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16),
-        prompts=Prompts(held_out_fraction=0.25),
-        evaluation=Evaluation(prompts=256, every=1000),
-        saving=Saving(every=500, keep=1),
+        supervised=SupervisedConfig(data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16),
+        prompts=PromptsConfig(held_out_fraction=0.25),
+        evaluation=EvaluationConfig(prompts=256, every=1000),
+        saving=SavingConfig(every=500, keep=1),
         show_samples_every=20,
     )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from gruppo.core.objective import Objective
-from gruppo.training.config import (
+from gruppo.config.schema import (
     Config,
-    Evaluation,
-    Optim,
-    Restoration,
-    Rollout,
-    Saving,
-    Scoring,
+    EvaluationConfig,
+    OptimConfig,
+    RestorationConfig,
+    RolloutConfig,
+    SavingConfig,
+    ScoringConfig,
     Stage,
-    Supervised,
+    SupervisedConfig,
 )
+from gruppo.core.objective import Objective
 
 
 def denoise_photos() -> Config:
@@ -29,18 +29,18 @@ def denoise_photos() -> Config:
         data="photos:noise=25",
         reward=("psnr", "jpeg_compressibility:quality=90,without_header=true"),
         steps=6170,
-        restoration=Restoration(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0),
+        restoration=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0),
         objective=Objective(),
-        rollout=Rollout(prompts=8, group_size=8),
-        optim=Optim(lr=2e-3),
+        rollout=RolloutConfig(prompts=8, group_size=8),
+        optim=OptimConfig(lr=2e-3),
         stages=(
             Stage("supervised", steps=6000, rl_coef=0.0, sup_coef=1.0, lr="cosine:2e-3,2e-5", warmup_steps=20),
             Stage("ramp", steps=20, rl_coef="linear:0,1", sup_coef="linear:1,0", lr=2.5e-5, warmup_steps=10),
             Stage("full", lr="cosine:2.5e-5,1.25e-6"),
         ),
-        supervised=Supervised(batch=8),
-        scoring=Scoring(weights=(1.0, 6.0)),
-        evaluation=Evaluation(prompts=142, every=600),
-        saving=Saving(every=600, keep=1),
+        supervised=SupervisedConfig(batch=8),
+        scoring=ScoringConfig(weights=(1.0, 6.0)),
+        evaluation=EvaluationConfig(prompts=142, every=600),
+        saving=SavingConfig(every=600, keep=1),
         show_samples_every=200,
     )

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from gruppo.config.schema import (
+    Config,
+    DiffusionConfig,
+    EvaluationConfig,
+    OptimConfig,
+    RolloutConfig,
+    SavingConfig,
+    Stage,
+)
 from gruppo.core.objective import Objective
-from gruppo.training.config import Config, Diffusion, Evaluation, Optim, Rollout, Saving, Stage
 
 CLOSE = Objective(kl="exact", clip_unit="nats", clip_low=1.0, clip_high=1.0)
 """GRPO with a KL in closed form and a clip in nats of a step's joint density."""
@@ -19,10 +27,10 @@ def pictures() -> Config:
     return Config(
         steps=200,
         objective=CLOSE,
-        rollout=Rollout(prompts=4, group_size=8),
-        diffusion=Diffusion(noise="branched"),
-        optim=Optim(lr=1e-5, warmup_steps=5),
+        rollout=RolloutConfig(prompts=4, group_size=8),
+        diffusion=DiffusionConfig(noise="branched"),
+        optim=OptimConfig(lr=1e-5, warmup_steps=5),
         stage=Stage(kl_coef=0.01),
-        evaluation=Evaluation(prompts=16, every=50),
-        saving=Saving(every=20),
+        evaluation=EvaluationConfig(prompts=16, every=50),
+        saving=SavingConfig(every=20),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gruppo.training.config import Config, Evaluation, Optim, Rollout, Saving
+from gruppo.config.schema import Config, EvaluationConfig, OptimConfig, RolloutConfig, SavingConfig
 
 
 def plain() -> Config:
@@ -14,8 +14,8 @@ def plain() -> Config:
     """
     return Config(
         steps=200,
-        rollout=Rollout(prompts=8, group_size=8, max_new_tokens=128),
-        optim=Optim(lr=1e-5, warmup_steps=5),
-        evaluation=Evaluation(prompts=64),
-        saving=Saving(every=20),
+        rollout=RolloutConfig(prompts=8, group_size=8, max_new_tokens=128),
+        optim=OptimConfig(lr=1e-5, warmup_steps=5),
+        evaluation=EvaluationConfig(prompts=64),
+        saving=SavingConfig(every=20),
     )

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gruppo.training.config import Config, Evaluation, Optim, Prompts, Rollout, Saving, Stage
+from gruppo.config.schema import (
+    Config,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SavingConfig,
+    Stage,
+)
 
 PROMPTS = Path(__file__).with_name("qwen_prompts.jsonl")
 """Thirty questions in Chinese that ask for a reason; the document names none of its own."""
@@ -24,10 +32,10 @@ def qwen() -> Config:
         data=str(PROMPTS),
         reward=("length_target:50,characters", "keywords:因为,所以,然而,但是"),
         steps=100,
-        rollout=Rollout(prompts=4, group_size=8, max_new_tokens=96, temperature=0.8),
-        optim=Optim(lr=1e-5, max_grad_norm=0.5),
+        rollout=RolloutConfig(prompts=4, group_size=8, max_new_tokens=96, temperature=0.8),
+        optim=OptimConfig(lr=1e-5, max_grad_norm=0.5),
         stage=Stage(kl_coef=0.1, entropy_coef=0.01),
-        prompts=Prompts(held_out_fraction=0.2),
-        evaluation=Evaluation(prompts=8),
-        saving=Saving(every=50, keep=1),
+        prompts=PromptsConfig(held_out_fraction=0.2),
+        evaluation=EvaluationConfig(prompts=8),
+        saving=SavingConfig(every=50, keep=1),
     )

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gruppo.core.objective import Objective
-from gruppo.training.config import (
-    BackOff,
+from gruppo.config.schema import (
+    BackOffConfig,
     Config,
-    Evaluation,
-    Optim,
-    Restoration,
-    Rollout,
-    Saving,
-    Scoring,
+    EvaluationConfig,
+    OptimConfig,
+    RestorationConfig,
+    RolloutConfig,
+    SavingConfig,
+    ScoringConfig,
     Stage,
-    Supervised,
+    SupervisedConfig,
 )
+from gruppo.core.objective import Objective
 
 PLAIN = Objective(kl="exact")
 """GRPO with the KL in closed form; the clip is of an action's joint density, which has few dimensions."""
@@ -35,17 +35,17 @@ def restore() -> Config:
         data="photos:noise=25",
         reward=("psnr",),
         steps=3000,
-        restoration=Restoration(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=2.0),
+        restoration=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=2.0),
         objective=PLAIN,
-        rollout=Rollout(prompts=16, group_size=8),
-        optim=Optim(lr=1e-3),
+        rollout=RolloutConfig(prompts=16, group_size=8),
+        optim=OptimConfig(lr=1e-3),
         stages=(
             Stage("supervised", steps=2800, rl_coef=0.0, sup_coef=1.0, lr="cosine:1e-3,1e-5", until="eval/psnr flat 4"),
             Stage("full", kl_coef=0.01, lr=1e-3, new_reference=True),
         ),
-        supervised=Supervised(batch=16),
-        evaluation=Evaluation(prompts=64, every=200),
-        saving=Saving(every=500, keep=1),
+        supervised=SupervisedConfig(batch=16),
+        evaluation=EvaluationConfig(prompts=64, every=200),
+        saving=SavingConfig(every=500, keep=1),
         show_samples_every=100,
     )
 
@@ -64,10 +64,10 @@ def restore_progressive() -> Config:
         data="photos:noise=25",
         reward=("psnr", "ssim"),
         steps=1000,
-        restoration=Restoration(action="low_resolution:grid=8,std=0.02", action_lr_factor=20.0),
+        restoration=RestorationConfig(action="low_resolution:grid=8,std=0.02", action_lr_factor=20.0),
         objective=replace(PLAIN, adv_clip=3.0),
-        rollout=Rollout(prompts=8, group_size=8),
-        optim=Optim(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0, terms_every=50),
+        rollout=RolloutConfig(prompts=8, group_size=8),
+        optim=OptimConfig(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0, terms_every=50),
         stages=(
             Stage("supervised", steps=700, rl_coef=0.0, sup_coef=1.0, lr="cosine:2e-3,5e-5", warmup_steps=10),
             Stage(
@@ -82,11 +82,11 @@ def restore_progressive() -> Config:
             ),
             Stage("full", sup_coef=0.5, cons_coef=0.1, kl_coef=0.01, lr=5e-5),
         ),
-        supervised=Supervised(batch=16),
-        back_off=BackOff(metric="eval/psnr", drop=0.5),
-        scoring=Scoring(weights=(0.6 / 40, 0.4)),
-        evaluation=Evaluation(prompts=64, every=50),
-        saving=Saving(every=200, keep=1),
+        supervised=SupervisedConfig(batch=16),
+        back_off=BackOffConfig(metric="eval/psnr", drop=0.5),
+        scoring=ScoringConfig(weights=(0.6 / 40, 0.4)),
+        evaluation=EvaluationConfig(prompts=64, every=50),
+        saving=SavingConfig(every=200, keep=1),
         show_samples_every=50,
     )
 
@@ -102,7 +102,7 @@ def restore_quick() -> Config:
         staged,
         model="",
         steps=200,
-        restoration=Restoration(action_lr_factor=20.0),
+        restoration=RestorationConfig(action_lr_factor=20.0),
         optim=replace(staged.optim, lr=5e-5, warmup_steps=10),
         stages=(),
         stage=Stage(sup_coef=0.5, cons_coef=0.1, kl_coef=0.01),

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from gruppo.calls import Unanswered
 from gruppo.rewards.code_asserts import BadTest
 from gruppo.rewards.code_cases import Case, Tests, tests_of
 from gruppo.rewards.jail import Jail, JailError, Limits, Said, require_jail
 from gruppo.rewards.text import text_of
+from gruppo.timeouts import Unanswered
 from gruppo.types import DataError
 
 COLUMNS = ("tests", "test_list", "input_output")

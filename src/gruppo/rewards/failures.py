@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from gruppo.calls import Call, Kind, Unanswered, abandoned_count, start, within
 from gruppo.rewards.steps import StepScores
+from gruppo.timeouts import Call, Kind, Unanswered, abandoned_count, start, within
 
 SAME_ERRORS = 4
 """Single rows that repeat the error of the whole batch before the remaining rows count as failed too."""

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.calls import Unanswered, keywords_of, missing_column, name_of, wait_for
 from gruppo.rewards.failures import Answer, Ask, Outcome, score_rows
 from gruppo.rewards.steps import Read, Step, cut, placed, places
 from gruppo.rewards.text import text_of
+from gruppo.timeouts import Unanswered, keywords_of, missing_column, name_of, wait_for
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
@@ -132,7 +132,7 @@ class FunctionReward:
                 "log_metric": lambda: notes.log_metric,
                 "log_extra": lambda: notes.log_extra,
             }
-            steps = [cut(text_of(rollouts.outputs[row]), self.separator) for row in rows] if self.separator else []
+            steps = [cut(text_of(rollouts.completions[row]), self.separator) for row in rows] if self.separator else []
             if self.separator:
                 makers["steps"] = lambda: [[step.text for step in own] for own in steps]
             if shows_images(rollouts):
@@ -158,7 +158,7 @@ class FunctionReward:
         assert self.read is not None
         columns = rollouts.mask[row].nonzero()[:, 0]
         try:
-            at = places(steps, text_of(rollouts.outputs[row]), rollouts.actions[row][columns].tolist(), self.read)
+            at = places(steps, text_of(rollouts.completions[row]), rollouts.actions[row][columns].tolist(), self.read)
         except Unanswered as error:
             return error
         return placed(entry, steps, columns[at].tolist())
@@ -187,12 +187,12 @@ def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
 
 def shows_images(rollouts: Rollouts) -> bool:
     """Whether what the policy made are images."""
-    return any(isinstance(output, Tensor) for output in rollouts.outputs)
+    return any(isinstance(output, Tensor) for output in rollouts.completions)
 
 
 def completion_of(rollouts: Rollouts, row: int) -> Any:
     """What the policy made of a row. Of a text to which an environment replied, the policy's own words."""
-    output = rollouts.outputs[row]
+    output = rollouts.completions[row]
     return rollouts.per_row["words"][row] if isinstance(output, str) and "words" in rollouts.per_row else output
 
 

@@ -140,7 +140,7 @@ class PatchReward:
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B T"]:
         rows = [
             self._row(image, rollouts.prompts[group], rollouts.mask.shape[1])
-            for image, group in zip(rollouts.outputs, rollouts.group_ids.tolist(), strict=True)
+            for image, group in zip(rollouts.completions, rollouts.group_ids.tolist(), strict=True)
         ]
         return torch.where(rollouts.mask, torch.stack(rows), NAN)
 

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.calls import start
 from gruppo.rewards.failures import Failure, Outcome
 from gruppo.rewards.functions import FunctionReward, name_of
 from gruppo.rewards.networks import Network
 from gruppo.rewards.objects import ObjectReward
 from gruppo.rewards.steps import Read, StepScores
+from gruppo.timeouts import start
 from gruppo.types import GruppoError, Reward, Rollouts
 
 NAN = float("nan")

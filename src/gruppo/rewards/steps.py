@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gruppo.calls import Unanswered
+from gruppo.timeouts import Unanswered
 from gruppo.types import GruppoError
 
 Read = Callable[[Sequence[int]], str]

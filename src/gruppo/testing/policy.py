@@ -40,7 +40,7 @@ def check_policy(
     actions by default. ``tolerance`` in nats: 1e-3 suits float32, 0.1 bfloat16. The module's weights, gradients and
     mode are put back afterwards.
     """
-    require_methods(policy, ("sample", "pieces", "likelihood"), "policy")
+    require_methods(policy, ("sample", "micro_batches", "likelihood"), "policy")
     module = getattr(policy, "module", None)
     require(isinstance(module, nn.Module), f"policy.module is {what(module)}; it needs to be the one that is trained.")
     case = Case(
@@ -50,7 +50,7 @@ def check_policy(
         policy.module.eval()
         rollouts = check_sampling(case)
         _check_mode(case)
-        _check_pieces(policy, rollouts)
+        _check_micro_batches(policy, rollouts)
         _check_same_distribution(policy, case)
         _check_gradient(policy, rollouts)
         _check_company(policy, case, rollouts)
@@ -73,21 +73,23 @@ def _check_mode(case: Case) -> None:
     )
 
 
-def _check_pieces(policy: Policy, rollouts: Rollouts) -> None:
+def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
     for budget in (1, ALL):
-        pieces = policy.pieces(rollouts, rollouts.mask, budget)
+        micro_batches = policy.micro_batches(rollouts, rollouts.mask, budget)
         times = torch.zeros(rollouts.mask.shape, dtype=torch.long)  # each action is covered
-        for piece in pieces:
-            rows = torch.zeros(len(rollouts), dtype=torch.long).index_add(0, piece.rows, torch.ones_like(piece.rows))
-            times[:, piece.cols] += rows[:, None]
+        for micro_batch in micro_batches:
+            rows = torch.zeros(len(rollouts), dtype=torch.long).index_add(
+                0, micro_batch.rows, torch.ones_like(micro_batch.rows)
+            )
+            times[:, micro_batch.cols] += rows[:, None]
         kept = times[rollouts.mask]
         require(
             bool((kept == 1).all()),
             f"policy.pieces with a budget of {budget} leaves out {int((kept == 0).sum())} of {len(kept)} kept actions "
             f"and repeats {int((kept > 1).sum())}; each needs to be in exactly one piece.",
         )
-        got = tuple(policy.likelihood(rollouts, pieces[0]).logprobs.shape)
-        need = tuple(pieces[0].of(rollouts.mask).shape)
+        got = tuple(policy.likelihood(rollouts, micro_batches[0]).logprobs.shape)
+        need = tuple(micro_batches[0].of(rollouts.mask).shape)
         require(got == need, f"policy.likelihood gave log-probs of the shape {got} for a piece of the shape {need}.")
 
 
@@ -114,7 +116,7 @@ def _check_same_distribution(policy: Policy, case: Case) -> None:
 
 
 def _check_gradient(policy: Policy, rollouts: Rollouts) -> None:
-    logprobs = policy.likelihood(rollouts, policy.pieces(rollouts, rollouts.mask, ALL)[0]).logprobs
+    logprobs = policy.likelihood(rollouts, policy.micro_batches(rollouts, rollouts.mask, ALL)[0]).logprobs
     if logprobs.requires_grad:
         logprobs.sum().backward()
     gradients = [parameter.grad for parameter in policy.module.parameters()]

@@ -42,8 +42,8 @@ def check_reward(reward: Any, prompts: Sequence[Any] | None = None, *, timeout_s
 def _check_answers(who: str, rollouts: Rollouts, scores: Scores) -> None:
     for failure in scores.failures:
         raise ContractError(
-            f"{who}, {failure.kind} for the completion {rollouts.outputs[failure.row]!r:.80}: {failure.message}. It "
-            "needs one finite number for each completion, whatever it says, or None for not scored."
+            f"{who}, {failure.kind} for the completion {rollouts.completions[failure.row]!r:.80}: {failure.message}. "
+            "It needs one finite number for each completion, whatever it says, or None for not scored."
         )
     require(
         bool(scores.rewards.isfinite().any()),
@@ -88,7 +88,7 @@ def completions_for(prompts: Sequence[Prompt]) -> Rollouts:
         actions=torch.tensor([[*map(ord, text), *[0] * (columns - len(text))] for _, text in rows]),
         mask=torch.arange(columns) < lengths[:, None],
         lengths=lengths,
-        outputs=tuple(_as_asked(prompts[n], text) for n, text in rows),
+        completions=tuple(_as_asked(prompts[n], text) for n, text in rows),
         sampler_logprobs=torch.zeros(len(rows), columns),
         policy_version=torch.zeros(len(rows), columns, dtype=torch.long),
         temperature=torch.ones(len(rows)),
@@ -114,4 +114,4 @@ def _seen(rollouts: Rollouts) -> tuple[Any, ...]:
     """All that a reward can read, as text."""
     tensors = [x.tolist() for x in (rollouts.actions, rollouts.mask, rollouts.group_ids, rollouts.lengths)]
     prompts = [(repr(p.inputs), repr(p.target), repr(dict(p.meta))) for p in rollouts.prompts]
-    return tensors, prompts, repr(rollouts.outputs)
+    return tensors, prompts, repr(rollouts.completions)

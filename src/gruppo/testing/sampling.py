@@ -40,7 +40,7 @@ def _check_shapes(case: Case, rollouts: Rollouts) -> None:
         got = tuple(getattr(rollouts, name).shape[:2])
         need = f"{rows} samples of {columns} actions need [{rows}, {columns}]"
         require(got == (rows, columns), f"{case.who}: {name} has the shape {got}; {need}.")
-    for name in ("outputs", "finish"):
+    for name in ("completions", "finish"):
         count = len(getattr(rollouts, name))
         require(count == rows, f"{case.who}: {count} {name} for {rows} samples; it needs one for each.")
 

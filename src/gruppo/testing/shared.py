@@ -84,9 +84,9 @@ def logprobs_of(policy: Policy, rollouts: Rollouts, budget: int = ALL) -> Float[
     """The policy's evaluation, in float64 on the CPU; 0 where nothing was evaluated."""
     logprobs = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
     columns = torch.arange(logprobs.shape[1])
-    for piece in policy.pieces(rollouts, rollouts.mask, budget):
-        place = (piece.rows[:, None], columns[piece.cols][None])
-        logprobs[place] = policy.likelihood(rollouts, piece).logprobs.double().cpu()
+    for micro_batch in policy.micro_batches(rollouts, rollouts.mask, budget):
+        place = (micro_batch.rows[:, None], columns[micro_batch.cols][None])
+        logprobs[place] = policy.likelihood(rollouts, micro_batch).logprobs.double().cpu()
     return logprobs
 
 

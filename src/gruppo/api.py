@@ -1,0 +1,218 @@
+"""Starting a run, and continuing it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gruppo import distributed as dist
+from gruppo.build import Parts, build, missing_parts, name_of, require_named, with_absolute_paths
+from gruppo.config import serialization
+from gruppo.config.schema import Config, CriticConfig
+from gruppo.loading import RunWhileLoading, is_loading
+from gruppo.seeds import seed_at
+from gruppo.trainer import checkpoint, checks, loop
+from gruppo.trainer.evaluate import held_out
+from gruppo.trainer.models import kind_of
+from gruppo.trainer.run import Run
+from gruppo.trainer.run_dir import RunFolder
+from gruppo.trainer.watch import draw, heard, on_screen, say_closing
+from gruppo.types import GruppoError, Tracker
+
+Watch = Callable[[Run, Path], Sequence[Tracker]]
+"""Makes further trackers once all is loaded, the console for one."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run returns."""
+
+    folder: Path
+    model: Path
+    """The trained model's folder."""
+    before: dict[str, Any] | None
+    """Held-out evaluation before training: mean, low, high (95%), prompts."""
+    after: dict[str, Any] | None
+    tokens: int
+    """Sampled in training."""
+    seconds: float
+    question: str
+    """A prompt like those of the data, for people to try."""
+
+
+def train(
+    config: Config | None = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    reward: Any = None,
+    environment: Any = None,
+    steps: int | None = None,
+    show: bool = True,
+    **changes: Any,
+) -> Result:
+    """Train a model on data with a reward, and return where it is.
+
+    ``model``: a hub id, a folder, a bundled name, ``file.py:function``, or a policy. ``data``: a name, a path, a
+    list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in TRL's calling
+    convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the policy, so that
+    it speaks again. ``changes`` are further fields of ``Config``, dotted ones with two
+    underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen, and what came of the run at
+    its end.
+
+    A mistake raises ``GruppoError``. Ctrl-C or SIGTERM finishes what would be lost, saves, and raises
+    ``gruppo.Stopped``; ``resume`` continues from there. A second one stops at once.
+    """
+    parts = Parts.of(model, data, reward, environment)
+    config = change(config or Config(), changes if steps is None else {"steps": steps, **changes})
+    config = replace(
+        config,
+        model=config.model if model is None else name_of(model),
+        data=config.data if data is None else name_of(data),
+        reward=config.reward if parts.rewards is None else tuple(map(name_of, parts.rewards)),
+    )
+    if environment is not None:
+        config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
+    with heard() if show else nullcontext():
+        return finished(start(config, parts, watch=on_screen if show else None), show=show)
+
+
+def resume(
+    path: str | Path,
+    *,
+    model: Any = None,
+    data: Any = None,
+    reward: Any = None,
+    environment: Any = None,
+    show: bool = True,
+) -> Result:
+    """Continue a stopped or killed run to the bit, from its newest whole checkpoint; without one, from the start.
+
+    What the run was given as Python objects without a name (a ``TextPolicy``, a list of rows, a lambda) is given again,
+    the model as it was before training.
+    """
+    with heard() if show else nullcontext():
+        done = go_on(path, Parts.of(model, data, reward, environment), watch=on_screen if show else None)
+        return finished(done, show=show)
+
+
+def finished(result: Result, *, show: bool) -> Result:
+    """The same result, after its curves are drawn and, where people watch, its table is shown."""
+    if dist.is_main():
+        draw(result.folder)
+        if show:
+            say_closing(result)
+    return result
+
+
+def start(config: Config, parts: Parts | None = None, *, watch: Watch | None = None) -> Result:
+    """Train from the beginning."""
+    if is_loading():
+        raise RunWhileLoading
+    dist.start()
+    parts = parts or Parts()
+    checks.check(config, kind_of(config, parts.model))
+    require_named(config, parts)
+    config = with_absolute_paths(replace(config, name=config.name or new_name("run", config.runs_dir)))
+    path = Path(config.runs_dir) / config.name
+    with dist.together():
+        if dist.is_main():
+            RunFolder(path).check_is_new()
+    run, model_source = build(config, parts)
+    folder = RunFolder.create(path, run.config)
+    with ExitStack() as stack:
+        stack.callback(folder.close)
+        with dist.together():
+            folder.write_manifest(run, model_source)
+        return _go(run, folder, watch, stack, from_step=None)
+
+
+def go_on(path: str | Path, parts: Parts | None = None, *, watch: Watch | None = None) -> Result:
+    """Continue a run; see ``resume``."""
+    if is_loading():
+        raise RunWhileLoading
+    dist.start()
+    path, parts = Path(path), parts or Parts()
+    if not (path / "config.json").is_file():
+        what = "has no config.json" if path.exists() else "does not exist"
+        raise GruppoError(f"the run folder {path} {what}. Give the folder of a run, such as runs/arithmetic-...")
+    config = serialization.load(path / "config.json")
+    if missing := missing_parts(config, parts):
+        raise GruppoError(
+            f"this run's {' and '.join(missing)} came from Python objects. Continue it with "
+            f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
+        )
+    folder = RunFolder(path)
+    with dist.together():
+        folder.open()
+    with ExitStack() as stack:
+        stack.callback(folder.close)
+        run, model_source = build(config, parts)
+        with dist.together():
+            folder.check_first_weights(run)
+            folder.warn_of_other_source(model_source)
+            is_going_on = folder.restore(run)
+            if not is_going_on:
+                folder.write_manifest(run, model_source)
+        return _go(run, folder, watch, stack, from_step=run.step if is_going_on else None)
+
+
+def _go(run: Run, folder: RunFolder, watch: Watch | None, stack: ExitStack, *, from_step: int | None) -> Result:
+    began = time.perf_counter()
+    stack.enter_context(run.stopper.listening())
+    stack.callback(run.engine.close)
+    with dist.together():
+        files = folder.trackers(from_step=from_step)
+    for tracker in files:
+        run.trackers.append(tracker)
+        stack.callback(tracker.close)
+    for tracker in watch(run, folder.path) if watch is not None and dist.is_main() else ():
+        run.trackers.append(tracker)
+        stack.callback(tracker.close)
+    if from_step is None:
+        checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
+    loop.train(run, folder)
+    with dist.together():
+        model = folder.write_final(run)
+    ends, seconds = loop.summary(run), time.perf_counter() - began
+    return Result(folder.path, model, ends["before"], ends["after"], int(run.totals["tokens"]), seconds, _question(run))
+
+
+def new_name(stem: str, runs_dir: str | Path) -> str:
+    """A name for a run that no other in ``runs_dir`` has."""
+    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = (f"{name}-{n}" for n in range(2, 1000))
+    return next((n for n in (name, *others) if not (Path(runs_dir) / n).exists()), name)
+
+
+def change(config: Config, changes: dict[str, Any]) -> Config:
+    """A config with the given leaves: ``{"rollout__group_size": 4}``. A preset's leaves may be changed with it.
+
+    An objective without a critic leaves the config's behind; one that is given with it stays, to be refused.
+    """
+    data = serialization.to_dict(config)
+    if "objective" in changes and not serialization.names_critic(changes["objective"]):
+        data["critic"] = serialization.plain(CriticConfig())
+    for name, value in sorted(changes.items(), key=lambda change: change[0].count("__")):  # wholes before leaves
+        *path, leaf = name.split("__")
+        if path[:1] == ["objective"] and isinstance(data["objective"], str):
+            data["objective"] = serialization.plain(serialization.preset(data["objective"]))
+        place = data
+        for part in path:
+            place = place.setdefault(part, {}) if isinstance(place, dict) else {}
+        if not isinstance(place, dict):
+            raise GruppoError(f"{name}: {path[-1]} is a value, not a group of settings.")
+        place[leaf] = serialization.plain(value)
+    return serialization.from_dict(data)
+
+
+def _question(run: Run) -> str:
+    example = next(iter(held_out(run, 1)), run.example)
+    inputs = "" if example is None else example.inputs
+    if not isinstance(inputs, list | tuple):
+        return str(inputs)
+    return next((message["content"] for message in inputs if message["role"] == "user"), "")

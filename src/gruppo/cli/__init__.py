@@ -1,0 +1,5 @@
+"""Command line."""
+
+from gruppo.cli.app import main
+
+__all__ = ["main"]

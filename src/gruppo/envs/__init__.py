@@ -1,6 +1,0 @@
-"""Environments: what answers the policy, so that it speaks again."""
-
-from gruppo.envs.conversation import Conversing, converse, failures_of, written
-from gruppo.envs.environment import PROVIDED, Environment
-
-__all__ = ["PROVIDED", "Conversing", "Environment", "converse", "failures_of", "written"]

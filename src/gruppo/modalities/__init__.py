@@ -1,0 +1,1 @@
+"""Modalities: what differs between language, diffusion and restoration models."""

@@ -1,0 +1,6 @@
+"""Language models as policies: any Hugging Face causal LM, or any module from ids to logits."""
+
+from gruppo.modalities.text.load import from_module, from_pretrained, from_transformers
+from gruppo.modalities.text.policy import TextPolicy
+
+__all__ = ["TextPolicy", "from_module", "from_pretrained", "from_transformers"]

@@ -1,0 +1,257 @@
+"""Decoding layer by layer: prompts held once for their group, products fused, rows that leave cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from jaxtyping import Complex, Float, Int
+from torch import Tensor, nn
+
+from gruppo.modalities.text.attention import attend
+from gruppo.modalities.text.blocks import FusedLayer, fused, lean_norm
+from gruppo.modalities.text.layers import Decoder
+from gruppo.modalities.text.stream import Stream, stream
+
+COLUMNS = 32
+"""Tokens by which the buffers of the rows' own keys and values grow."""
+
+READ_AT_ONCE = 1024
+"""Tokens of prompts in one pass, so that what is between the layers stays in the cache of the machine."""
+
+SMALL = 1024
+"""Up to so many rows times columns, products of keys in float32 are the faster ones on a CPU: they start sooner."""
+
+
+class LayeredDecoding:
+    """Rows in the middle of being written by the parts of a decoder (``Decoding``).
+
+    Rows lie on a grid of groups [g, j]: the queries of a group's rows meet the keys of their prompt in one product,
+    and each row's own keys in another. Where groups have unequal numbers of rows, or some have left, places of the
+    grid are empty; only the attention is computed there, the rest for the rows alone.
+    """
+
+    logits: Float[Tensor, "N V"]
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        decoder: Decoder,
+        head: nn.Module,
+        prompts: Sequence[Int[Tensor, "L"]],
+        owners: Int[Tensor, "N"],
+        behind: Sequence[Int[Tensor, "H"]] | None = None,
+    ) -> None:
+        """``behind``: what each row has after its prompt already. Each is then a group of its own, with all that
+        it has so far.
+        """
+        self.decoder = decoder
+        self.blocks = [FusedLayer(layer, decoder) for layer in decoder.layers]
+        self.norm, self.head = lean_norm(decoder.norm), fused(head)
+        self.dtype: torch.dtype = next(decoder.embed.parameters()).dtype
+        self.exact = torch.promote_types(self.dtype, torch.float32)
+        begun = [(owner, behind[row]) for row, owner in enumerate(owners.tolist())] if behind is not None else []
+        lengths = [len(prompts[o]) + len(own) for o, own in begun] or [len(prompt) for prompt in prompts]
+        self.lengths = torch.tensor(lengths, device=owners.device)
+        self.written = 0
+        homes = torch.arange(len(begun), device=owners.device) if begun else owners
+        self._lay_out(homes)
+        self.prompts = self._empty(len(lengths), max(lengths))
+        read = self._read_begun(prompts, begun) if begun else self._read(prompts)
+        self.logits = self.head(read)[homes]
+        self.own = self._empty(self.groups * self.width, COLUMNS)
+
+    # --- rows on the grid ---
+
+    def _lay_out(self, owners: Int[Tensor, "N"]) -> None:
+        """One place for each row, those of a group side by side."""
+        self.owners = owners
+        self.groups = len(self.lengths)
+        order = owners.argsort(stable=True)
+        sizes = owners.bincount(minlength=self.groups)
+        self.width = int(sizes.max())
+        rank = torch.empty_like(owners)
+        rank[order] = torch.arange(len(owners), device=owners.device) - (sizes.cumsum(0) - sizes)[owners[order]]
+        self._place(owners * self.width + rank)
+        padding = torch.arange(int(self.lengths.max()), device=owners.device) >= self.lengths[:, None]
+        self.padding = padding[:, None, None, None] if padding.any() else None  # [g, 1, 1, 1, P]
+
+    def _place(self, home: Int[Tensor, "N"]) -> None:
+        self.home = home
+        self.rows = torch.zeros(self.groups * self.width, dtype=torch.long, device=home.device)
+        self.rows[home] = torch.arange(len(home), device=home.device)
+        self.is_full = torch.equal(home, torch.arange(len(self.rows), device=home.device))
+
+    def _empty(self, batch: int, columns: int) -> list[Tensor]:
+        """Keys and values [2, batch x kv heads, columns, D] of each layer."""
+        shape = (2, batch * self.decoder.kv_heads, columns, self.decoder.head_dim)
+        dtype = self._dtype_for(columns)
+        return [torch.zeros(shape, dtype=dtype, device=self.owners.device) for _ in self.blocks]
+
+    def _dtype_for(self, columns: int) -> torch.dtype:
+        is_small = self.groups * self.width * columns <= SMALL
+        return self.exact if is_small and self.owners.device.type == "cpu" else self.dtype
+
+    def select(self, slots: Int[Tensor, "n"]) -> None:
+        """Go on with these rows, each named once; buffers are copied when a quarter of the grid is empty."""
+        self.logits = self.logits[slots]
+        home, owners = self.home[slots], self.owners[slots]
+        if 4 * len(slots) > 3 * self.groups * self.width:
+            self.owners = owners
+            self._place(home)
+            return
+        old_width = self.width
+        kept, owners = owners.unique(return_inverse=True)
+        self.lengths = self.lengths[kept]
+        self._lay_out(owners)
+        longest = int(self.lengths.max())
+        self.prompts = self._moved(self.prompts, self._with_heads(kept, 1), longest, longest)
+        places = self._with_heads(home[self.rows], old_width)
+        places = places.view(self.groups, self.width, -1).transpose(1, 2).flatten()
+        self.own = self._moved(self.own, places, self.own[0].shape[2], self.written)
+
+    def _with_heads(self, places: Int[Tensor, "n"], width: int) -> Int[Tensor, "m"]:
+        """Where the heads of a place [g, j] lie in a buffer [g, kv heads, j]."""
+        kv_heads = torch.arange(self.decoder.kv_heads, device=places.device)
+        group, column = places // width, places % width
+        return ((group[:, None] * self.decoder.kv_heads + kv_heads) * width + column[:, None]).flatten()
+
+    def _moved(self, buffers: list[Tensor], places: Tensor | None, columns: int, used: int) -> list[Tensor]:
+        """The buffers at these places, or at all; one layer at a time, so that one layer is held twice."""
+        dtype = self._dtype_for(columns)
+        for n, old in enumerate(buffers):
+            old = old[:, :, :used] if places is None else old[:, :, :used].index_select(1, places)
+            if old.shape[2] == columns and old.dtype == dtype:
+                buffers[n] = old
+            else:
+                buffers[n] = old.new_zeros(2, old.shape[1], columns, old.shape[3], dtype=dtype)
+                buffers[n][:, :, :used] = old
+        return buffers
+
+    # --- reading the prompts ---
+
+    def _read(self, prompts: Sequence[Tensor]) -> Float[Tensor, "g F"]:
+        """Features of the last token of each prompt; its keys and values are kept."""
+        last: list[Tensor] = []
+        for together in _runs([len(prompt) for prompt in prompts]):
+            tokens = stream([prompts[n].cpu() for n in together], [], torch.zeros(0, dtype=torch.long))
+            ends = list(accumulate((len(prompts[n]) for n in together), initial=0))
+            kept = {n: [slice(a, b)] for n, a, b in zip(together, ends, ends[1:], strict=False)}
+            last.append(self._read_stream(tokens, kept))
+        return self.norm(torch.cat(last))
+
+    def _read_begun(self, prompts: Sequence[Tensor], begun: Sequence[tuple[int, Tensor]]) -> Float[Tensor, "N F"]:
+        """Features of the last token of each row. Each prompt is read once, and kept with what a row has behind it."""
+        members: list[list[int]] = [[] for _ in prompts]
+        for row, (owner, _) in enumerate(begun):
+            members[owner].append(row)
+        asked = [owner for owner, rows in enumerate(members) if rows]
+        sizes = [len(prompts[owner]) + sum(len(begun[row][1]) for row in members[owner]) for owner in asked]
+        last = torch.zeros(0)
+        for together in _runs(sizes):
+            groups = [asked[n] for n in together]
+            rows = [row for owner in groups for row in members[owner]]
+            unread = torch.zeros(1, dtype=torch.long)  # a stream leaves the last token of a row out
+            texts = [torch.cat([begun[row][1].cpu(), unread]) for row in rows]
+            owners = torch.tensor([n for n, owner in enumerate(groups) for _ in members[owner]])
+            tokens = stream([prompts[owner].cpu() for owner in groups], texts, owners)
+            kept = {}
+            for row, start, end in zip(rows, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True):
+                owner, own = begun[row]
+                kept[row] = [slice(end + 1 - len(prompts[owner]), end + 1), slice(start, start + len(own))]
+            read = self._read_stream(tokens, kept)
+            last = last if len(last) else read.new_zeros(len(begun), read.shape[1])
+            last[torch.tensor(rows, device=last.device)] = read
+        return self.norm(last)
+
+    def _read_stream(self, tokens: Stream, kept: Mapping[int, Sequence[slice]]) -> Float[Tensor, "b F"]:
+        """Features of the last token of each row of the buffers, by number, that is to hold these tokens."""
+        kv_heads = self.decoder.kv_heads
+        tokens = tokens.to(self.owners.device, self.exact)
+        x = self.decoder.embed(tokens.ids)  # [N, F]
+        turns = self._turns(x, tokens.positions)
+        for block, buffer in zip(self.blocks, self.prompts, strict=True):
+            qk, v = block.rotate(block.project(x), turns)
+            q, k = (qk[:, :-kv_heads] * block.layer.scale).to(self.dtype), qk[:, -kv_heads:].to(self.dtype)
+            for n, parts in kept.items():
+                at, column = slice(n * kv_heads, (n + 1) * kv_heads), 0
+                for part in parts:
+                    own = slice(column, column := column + part.stop - part.start)
+                    buffer[0, at, own], buffer[1, at, own] = k[part].transpose(0, 1), v[part].transpose(0, 1)
+            x = block.finish(x, attend(q, k, v, tokens.blocks).flatten(1))
+        return x[torch.tensor([parts[-1].stop - 1 for parts in kept.values()], device=x.device)]
+
+    def _turns(self, like: Tensor, positions: Int[Tensor, "N"]) -> Complex[Tensor, "N 1 d"]:
+        """Rotations of the halves of a head, as complex numbers."""
+        cos, sin = self.decoder.rotations(like.to(self.exact), positions)
+        half = self.decoder.head_dim // 2
+        return torch.complex(cos[:, None, :half].to(self.exact), sin[:, None, :half].to(self.exact))
+
+    # --- writing ---
+
+    @torch.no_grad()
+    def advance(self, tokens: Int[Tensor, "N"]) -> None:
+        if self.written == self.own[0].shape[2]:
+            self.own = self._moved(self.own, None, self.written + COLUMNS, self.written)
+        x = self.decoder.embed(tokens)
+        turns = self._turns(x, (self.lengths[self.owners] + self.written)[self.rows])
+        for block, prompt, own in zip(self.blocks, self.prompts, self.own, strict=True):
+            qkv = block.project(x)
+            qk, v = block.rotate(qkv if self.is_full else qkv.index_select(0, self.rows), turns)
+            attended = self._attend(qk, v, prompt, own, block.layer.scale)
+            x = block.finish(x, attended if self.is_full else attended.index_select(0, self.home))
+        self.written += 1
+        self.logits = self.head(self.norm(x))
+
+    def _attend(
+        self,
+        qk: Float[Tensor, "cells H D"],
+        v: Float[Tensor, "cells K D"],
+        prompt: Float[Tensor, "2 p P D"],
+        own: Float[Tensor, "2 c T D"],
+        scale: float,
+    ) -> Float[Tensor, "cells B"]:
+        """Over [the group's prompt | the row's own tokens], with one softmax over both."""
+        g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
+        rep = self.decoder.heads // kv_heads
+        now = own.view(2, g, kv_heads, j, -1, dim)[:, :, :, :, self.written]
+        now[0].copy_(qk[:, -kv_heads:].view(g, j, kv_heads, dim).transpose(1, 2))
+        now[1].copy_(v.view(g, j, kv_heads, dim).transpose(1, 2))
+        q = qk.new_empty(g, kv_heads, j, rep, dim)
+        torch.mul(qk[:, :-kv_heads].view(g, j, kv_heads, rep, dim).transpose(1, 2), scale, out=q)
+
+        seen = self.written + 1
+        # bmm in low precision would copy keys that are not contiguous, so there it runs over the empty columns too
+        reach = seen if own.dtype == self.exact else own.shape[2]
+        to_prompt = torch.bmm(q.view(g * kv_heads, j * rep, dim).to(prompt.dtype), prompt[0].mT)
+        to_own = torch.bmm(q.view(-1, rep, dim).to(own.dtype), own[0, :, :reach].mT)
+        columns = prompt.shape[2]
+        scores = torch.cat([to_prompt.view(-1, rep, columns), to_own[:, :, :seen]], dim=-1).to(self.exact)
+        if self.padding is not None:
+            scores.view(g, kv_heads, j, rep, -1)[..., :columns].masked_fill_(self.padding, -torch.inf)
+        weights = scores.softmax(dim=-1)
+        of_prompt, of_own = weights.split([columns, seen], dim=-1)
+        if reach > seen:
+            of_own = torch.nn.functional.pad(of_own, (0, reach - seen))
+        parts = (
+            torch.bmm(of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1]),
+            torch.bmm(of_own.to(own.dtype), own[1, :, :reach]),
+        )
+        attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=qk.device)
+        torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts), out=attended)
+        return attended.view(g * j, -1)
+
+
+def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of what is read in one pass, one after another: of so many tokens together at most."""
+    run: list[int] = []
+    total = 0
+    for n, size in enumerate(sizes):
+        if run and total + size > READ_AT_ONCE:
+            yield run
+            run, total = [], 0
+        run.append(n)
+        total += size
+    if run:
+        yield run

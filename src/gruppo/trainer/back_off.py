@@ -1,0 +1,66 @@
+"""Back to the best weights, with a lower learning rate, where a watched metric has fallen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from gruppo import distributed as dist
+from gruppo.trainer.run import Run
+from gruppo.trainer.run_dir import RunFolder
+from gruppo.trainer.stages import agreed, nearest_metric
+from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
+
+
+def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
+    """Keep the weights where the metric is the best so far; return to the best where it has fallen by ``drop``.
+
+    The optimiser's state returns with the weights; the step, the prompts and the stage go on.
+    """
+    config = run.config.back_off
+    if not config.metric or (value := agreed(metrics, config.metric)) is None:
+        return
+    if run.best is None or value > run.best["value"]:
+        run.best = {"step": run.step, "value": value}
+        with dist.together():
+            folder.keep_best(run)
+    elif value < run.best["value"] - config.drop:
+        _return(run, folder, value)
+
+
+def _return(run: Run, folder: RunFolder, value: float) -> None:
+    assert run.best is not None
+    config, best = run.config.back_off, run.best
+    try:
+        with dist.together():
+            saved = folder.best_weights(run)
+    except GruppoError as error:
+        log.warning("step %d: %s is %.4g and was %.4g, but %s", run.step, config.metric, value, best["value"], error)
+        return
+    folder.return_to(run, saved)
+    run.best = {**best, "returned_at": run.step}
+    run.stage_schedule.lr_scale *= config.lr_factor
+    run.version += 1
+    run.engine.sync(run.policy, run.version)
+    run.totals["back_offs"] = run.totals.get("back_offs", 0.0) + 1
+    log.warning(
+        "step %d: %s fell to %.4g from %.4g; back to the weights of step %d, with %g of the learning rate.",
+        run.step,
+        config.metric,
+        value,
+        best["value"],
+        best["step"],
+        run.stage_schedule.lr_scale,
+    )
+    run.log({"back_off/returns_count": run.totals["back_offs"]})
+
+
+def warn_if_never(run: Run) -> None:
+    """At the end of a run: say that the metric was never measured."""
+    name = run.config.back_off.metric
+    if name and run.best is None:
+        near = nearest_metric(name, run.known)
+        hint = f" Did you mean {near}?" if near else ""
+        log.warning("back_off.metric %r was never measured, so that nothing was watched.%s", name, hint)

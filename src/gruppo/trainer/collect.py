@@ -1,0 +1,181 @@
+"""Collect: prompts, samples, rewards, advantages."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gruppo import distributed as dist
+from gruppo.data.curriculum import Curriculum
+from gruppo.environments import failures_of
+from gruppo.rewards.score import Scores
+from gruppo.trainer import growth
+from gruppo.trainer.advantages import assemble
+from gruppo.trainer.demonstrations import demonstrations, unsampled
+from gruppo.trainer.metrics import batch_metrics
+from gruppo.trainer.refill import Round, empty_slots, joined
+from gruppo.trainer.run import Run
+from gruppo.trainer.stages import StepParams
+from gruppo.types import Batch, DataError, NumericalStop, Prompt, Request, Rollouts, Stat
+
+log = logging.getLogger("gruppo")
+
+MAX_UNSCORED_STEPS = 10
+"""So many steps in a row without a single scored row end the run: it would learn nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """A batch, and what is said of it."""
+
+    batch: Batch
+    rollouts: Rollouts | None
+    """All that was sampled: the batch's rows, and those that were thrown away. None where nothing was."""
+    scores: Scores | None
+    """Of all that was sampled."""
+    metrics: dict[str, float]
+
+
+def collect(run: Run, step_params: StepParams) -> Collected:
+    """One step's data: every prompt ``group_size`` times, rewarded, with advantages; demonstrations; or both."""
+    demos, metrics_of_demos = demonstrations(run, step_params)
+    if not step_params.samples:
+        so_far = {f"progress/{name}": total for name, total in run.totals.items()}
+        return Collected(unsampled(demos), None, None, metrics_of_demos | so_far)
+    passed_over = set_difficulty(run, step_params)
+    if run.environment is not None:
+        run.environment.taken_s()  # that of an evaluation is not this step's
+    began = time.perf_counter()
+    rounds, grown = sample(run, step_params)
+    sampled_at, reward_s = time.perf_counter(), sum(one.reward_s for one in (*rounds, grown) if one is not None)
+    rollout = run.config.rollout
+    refills = rollout.refill_rounds > 0
+    sampled = joined(rounds, rollout.refill_by, refills=refills, grown=grown)
+    if grown is not None:
+        whole = growth.over_whole_groups(sampled.scores, sampled.rollouts.group_ids, run.rewards.weights)
+        sampled = replace(sampled, scores=whole)
+    _stop_if_useless(run, sampled.rollouts, sampled.scores)
+    batch = assemble(run, step_params, *sampled.batch())
+    metrics = batch_metrics(run, batch, sampled.rollouts, sampled.scores)
+    if refills:
+        metrics |= sampled.thrown() | {"refill/rounds_count": float(dist.all_max(len(rounds) - 1))}
+    if rollout.first_samples:
+        metrics |= growth.metrics(rounds, grown, rollout, step_params)
+    metrics |= difficulty_metrics(run, sampled.rollouts, passed_over)
+    run.totals["tokens"] += metrics["tokens"]
+    run.totals["rollouts"] += metrics["rollouts"]
+    metrics |= {f"progress/{name}": total for name, total in run.totals.items()}
+    metrics |= {"time/rollout_s": sampled_at - began - reward_s}  # drawing prompts and waiting for ranks too
+    if run.environment is not None:
+        metrics["time/environment_s"] = run.environment.taken_s()
+    metrics |= {"time/reward_s": reward_s, "time/credit_s": time.perf_counter() - sampled_at}
+    return Collected(replace(batch, demos=demos), sampled.rollouts, sampled.scores, metrics | metrics_of_demos)
+
+
+def set_difficulty(run: Run, step_params: StepParams) -> int:
+    """The level of a curriculum, for this step's draws; how many prompts it has passed over before them."""
+    if not isinstance(run.source, Curriculum):
+        return 0
+    run.source.level = step_params.difficulty
+    return run.source.passed_over
+
+
+def difficulty_metrics(run: Run, rollouts: Rollouts, passed_over: int) -> dict[str, float]:
+    """Of the prompts that were sampled, over all ranks; all ranks draw them all, and pass over the same ones."""
+    if not isinstance(run.source, Curriculum):
+        return {}
+    drawn = torch.tensor([run.source.difficulty(prompt) for prompt in rollouts.prompts], dtype=torch.float64)
+    stat = dist.merge_stats({"drawn": Stat.of(drawn)})["drawn"]
+    passed_over = run.source.passed_over - passed_over
+    said = {"difficulty/mean": stat.mean, "difficulty/max": stat.max}
+    return said | {"difficulty/passed_over_count": float(passed_over)}
+
+
+def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None]:
+    """Every slot's prompt sampled and scored, then anew where its group has no spread, within the budget of rounds;
+    and at last what groups with spread grow by."""
+    config = run.config.rollout
+    size = growth.first_size(config, step_params)
+    rounds = [_round(run, step_params, _requests(run, range(config.prompts), size))]
+    run.example = run.example or rounds[0].rollouts.prompts[0]
+    latest: Round | None = rounds[0]
+    sampled = config.prompts * size
+    for _ in range(config.refill_rounds):
+        empty = empty_slots(latest, config.refill_by, config.prompts)
+        if not empty:
+            break
+        sampled += len(empty) * size
+        requests = _requests(run, empty, size)
+        latest = _round(run, step_params, requests) if requests else None  # none of them is this rank's
+        rounds += [latest] if latest else []
+    further = growth.further(rounds, config, step_params, sampled=sampled) if config.first_samples else {}
+    return rounds, _round(run, step_params, further) if further else None
+
+
+def _requests(run: Run, slots: Sequence[int], size: int) -> dict[int, Request]:
+    return {slot: Request(prompt, size) for slot, prompt in take_prompts(run, slots).items()}
+
+
+def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> Round:
+    rollouts = run.engine.generate(list(requests.values()), step_params.sampling, seed=run.config.seed)
+    began = time.perf_counter()
+    if len(rollouts.prompts) < len(requests) and (run.config.rollout.refill_rounds or run.config.rollout.first_samples):
+        raise DataError(
+            "two prompts of a step have the same id and draw, so their samples are one group; refilled or grown groups "
+            "need to be told apart. Let the data source number its draws: Prompt(..., draw=n)."
+        )
+    scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps)
+    return Round(rollouts, scores, list(requests), time.perf_counter() - began)
+
+
+def take_prompts(run: Run, slots: Sequence[int]) -> dict[int, Prompt]:
+    """The next prompt for each slot; of these, this rank's. One that cannot be sampled from gives way to the next."""
+    mine, refused = {}, ""
+    for slot in slots:
+        for _ in range(100):
+            prompt = run.source.take(1)[0]
+            refused = run.policy.check_prompt(prompt, run.sampling)
+            if refused is None:
+                break
+            log.warning("left out: %s", refused)
+        else:
+            raise DataError(f"100 prompts in a row cannot be used; the last: {refused}")
+        if slot % dist.world() == dist.rank():
+            mine[slot] = prompt
+    return mine
+
+
+def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
+    scored = int(scores.rewards.isfinite().sum())
+    run.unscored_steps = 0 if dist.all_max(scored) else run.unscored_steps + 1
+    refused = failures_of(rollouts)
+    for row, why in list(refused.items())[:3]:
+        log.warning("step %d row %d: the environment gave no reply: %s", run.step, row, why)
+    is_hopeless = run.unscored_steps and (run.step == 0 or run.unscored_steps >= MAX_UNSCORED_STEPS)
+    if is_hopeless and dist.all_max(len(refused)):
+        raise DataError(
+            f"step {run.step}: the environment failed in {len(refused)} of {len(rollouts)} conversations and no other "
+            f"was scored{f': {next(iter(refused.values()))}' if refused else ''}. Mend the environment, then start or "
+            "resume the run."
+        )
+    usable = sum(finish != "error" for finish in rollouts.finish) + len(refused)
+    if run.unscored_steps and not dist.all_max(usable):
+        raise NumericalStop(
+            f"step {run.step}: every rollout ended in logits that are not finite; the weights are not usable. Train "
+            "again with a lower --optim.lr, or with another --model."
+        )
+    if is_hopeless:
+        why = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
+        raise DataError(
+            f"step {run.step}: the reward scored none of {len(rollouts)} completions"
+            f"{f', {run.unscored_steps} steps in a row' if run.step else ''}{why}. Mend the reward function, then "
+            "start or resume the run."
+        )
+    for failure in scores.failures[:3]:
+        log.warning(
+            "step %d row %d: reward %s: %s: %s", run.step, failure.row, failure.reward, failure.kind, failure.message
+        )

@@ -1,0 +1,256 @@
+"""Demonstrations: where they come from, what each answers, and how they are shared out over ranks and updates."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from string import Formatter
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gruppo import distributed as dist
+from gruppo.config.schema import Config, SupervisedConfig
+from gruppo.data.errors import nearest
+from gruppo.data.open import Source, open_source
+from gruppo.seeds import generator_at, seed_at
+from gruppo.trainer import consistency
+from gruppo.trainer.run import Run
+from gruppo.trainer.stages import StepParams, highest
+from gruppo.types import Batch, DataError, GruppoError, MicroBatch, Prompt, PromptSource, Rollouts, Stat
+from gruppo.types import Supervised as SupervisedPolicy
+
+log = logging.getLogger("gruppo")
+
+ATTEMPTS = 100
+"""So many prompts in a row that cannot be learned from end the run."""
+BRACES = "columns stand in braces, as in '<answer>{answer}</answer>', and a brace of the text is written twice"
+PEEKED = 8
+"""Prompts that are looked at when the run is built."""
+
+
+# --- what to answer ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What to answer a prompt with: a column, or a text around columns; the target without either."""
+
+    config: SupervisedConfig
+
+    def __post_init__(self) -> None:
+        for _, name, _, conversion in _parts(self.config.template):
+            if name == "" or conversion:
+                raise GruppoError(
+                    f"supervised.template={self.config.template!r} has a brace without a column's name; {BRACES}."
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns that are read."""
+        if self.config.template:
+            return [name for _, name, _, _ in _parts(self.config.template) if name is not None]
+        return [self.config.column or "target"]
+
+    def check(self, columns: Sequence[str], of: str) -> None:
+        """Refuse a column that the data do not have."""
+        missing, listed = [name for name in self.names if name not in columns], ", ".join(map(repr, columns))
+        if not missing:
+            return
+        if not self.config.template and not self.config.column:
+            raise GruppoError(
+                f"{of} have no target to learn from; their columns are {listed}. Set --supervised.column to what is to "
+                "be answered, or --supervised.data."
+            )
+        where = "template" if self.config.template else "column"
+        raise GruppoError(
+            f"supervised.{where} names {missing[0]!r}, which is none of {of}'s columns, {listed}"
+            f"{nearest(missing[0], columns)}. Set --supervised.{where}."
+        )
+
+    def given(self, prompt: Prompt) -> Prompt:
+        """The prompt with what to answer as its target; None where a column that is needed is empty."""
+        values = {name: column_of(prompt, name) for name in self.names}
+        if not self.config.template:
+            return replace(prompt, target=next(iter(values.values())))
+        if any(is_empty(value) for value in values.values()):
+            return replace(prompt, target=None)
+        return replace(prompt, target=_filled(self.config.template, values))
+
+
+def column_of(prompt: Prompt, name: str) -> Any:
+    """A column's value; ``target``, and ``answer`` where no column is called that, are the prompt's target."""
+    is_target = name == "target" or (name == "answer" and "answer" not in prompt.meta)
+    return prompt.target if is_target else prompt.meta.get(name)
+
+
+def is_empty(value: Any) -> bool:
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def _parts(template: str) -> list[tuple[str, str | None, str, str | None]]:
+    """Literal text, column, format and conversion of each part."""
+    try:
+        return [(text, name, form or "", how) for text, name, form, how in Formatter().parse(template)]
+    except ValueError as error:
+        raise GruppoError(f"supervised.template={template!r} is not understood ({error}); {BRACES}.") from None
+
+
+def _filled(template: str, values: Mapping[str, Any]) -> str:
+    if odd := [name for name, value in values.items() if not isinstance(value, str | int | float)]:
+        raise GruppoError(
+            f"supervised.template={template!r} stands around texts and numbers, and the column {odd[0]!r} holds "
+            f"{values[odd[0]]!r:.80}. Set --supervised.column {odd[0]} in its place."
+        )
+    try:
+        said = [text + ("" if name is None else format(values[name], form)) for text, name, form, _ in _parts(template)]
+    except (ValueError, TypeError) as error:
+        raise GruppoError(f"supervised.template={template!r} cannot be filled with {values!r:.80}: {error}.") from None
+    return "".join(said)
+
+
+# --- where they come from ---------------------------------------------------------------------------------------------
+
+
+def open_demos(config: Config, data: Any) -> PromptSource | None:
+    """A stream of its own over the demonstrations, so that the prompts of the rollouts stay what they were.
+
+    ``data``: what the run's prompts come from, in which held-out prompts stay held out. None where no stage learns
+    from demonstrations. Columns that are not there are refused.
+    """
+    if not highest(config, "sup_coef"):
+        return None
+    if config.supervised.batch < dist.world():
+        raise GruppoError(
+            f"supervised.batch={config.supervised.batch} leaves some of the {dist.world()} ranks without a "
+            f"demonstration. Set --supervised.batch {dist.world()} or more, or start fewer ranks."
+        )
+    own = not config.supervised.data
+    if own and isinstance(data, Source):
+        raise GruppoError(
+            "the data are an object with a stream of its own, which demonstrations cannot be drawn from as well. Set "
+            "--supervised.data."
+        )
+    source: Any = open_source(
+        data if own else config.supervised.data,
+        seed=seed_at(config.seed, "demonstrations"),
+        prompt_column=config.prompts.column,
+        target_column=config.prompts.target_column if own else None,
+        held_out_fraction=config.prompts.held_out_fraction,
+    )
+    first = peeked(source)
+    columns = set(getattr(source, "columns", ())).union(*(prompt.meta for prompt in first))
+    columns |= {"target", "answer"} if any(prompt.target is not None for prompt in first) else set()
+    Answers(config.supervised).check(sorted(columns), config.supervised.data or "the data")
+    return source
+
+
+def peeked(source: PromptSource) -> list[Prompt]:
+    """The first prompts, which the stream will give again."""
+    before = source.state_dict()
+    first = source.take(PEEKED)
+    source.load_state_dict(before)
+    return first
+
+
+def check_demos(config: Config, source: PromptSource, policy: Any) -> None:
+    """Refuse a policy that cannot learn from targets, and data whose first prompts all have nothing to learn from."""
+    if not isinstance(policy, SupervisedPolicy):
+        raise GruppoError(
+            f"a stage's sup_coef is above 0, and a {type(policy).__name__} does not say how it would give a target: it "
+            "has no demonstrations and supervised_loss. Set --stage.sup-coef 0."
+        )
+    answers = Answers(config.supervised)
+    refused = [policy.check_demonstration(answers.given(prompt)) for prompt in peeked(source)]
+    if all(refused):
+        raise DataError(f"none of the first {len(refused)} demonstrations can be learned from: {refused[0]}")
+
+
+def drawn(run: Run) -> tuple[list[Prompt], int]:
+    """This rank's prompts of the step, each with what to answer; and how many were skipped on the way."""
+    assert run.demos is not None
+    answers, mine, skipped, why = Answers(run.config.supervised), [], 0, ""
+    for slot in range(run.config.supervised.batch):
+        for _ in range(ATTEMPTS):
+            prompt = answers.given(run.demos.take(1)[0])
+            refused = run.policy.check_demonstration(prompt)
+            if refused is None:
+                break
+            skipped, why = skipped + 1, refused
+        else:
+            raise DataError(f"{ATTEMPTS} demonstrations in a row cannot be learned from; the last: {why}")
+        if slot % dist.world() == dist.rank():
+            mine.append(prompt)
+    if skipped:
+        log.warning("step %d: %d demonstrations were skipped; the last: %s", run.step, skipped, why)
+    return mine, skipped
+
+
+def demonstrations(run: Run, step_params: StepParams) -> tuple[Rollouts | None, dict[str, float]]:
+    """This rank's demonstrations of the step, and what is said of those of all; none while the policy rests."""
+    if not step_params.sup_coef or step_params.is_critic_alone:
+        return None, {}
+    began = time.perf_counter()
+    prompts, skipped = drawn(run)
+    demos = run.policy.demonstrations(prompts, seed=run.config.seed)
+    run.example = run.example or prompts[0]
+    seconds = time.perf_counter() - began
+    return demos, {"sup/skipped_count": float(skipped), "time/demos_s": seconds}
+
+
+# --- batches and how they are cut -------------------------------------------------------------------------------------
+
+
+def unsampled(demos: Rollouts | None) -> Batch:
+    """The batch of a step that learns from demonstrations alone."""
+    nothing = torch.zeros(0, 0)
+    return Batch(None, demos, torch.zeros(0), {}, nothing, nothing.bool())
+
+
+def demo_parts(run: Run, demos: Rollouts | None, epoch: int) -> list[Rollouts | None]:
+    """This rank's demonstrations of each minibatch of an epoch, which may be no row; None where there are none at all.
+
+    The cut is made over the demonstrations of all ranks, so that the number of ranks changes no minibatch.
+    """
+    count = run.config.optim.minibatches
+    if demos is None or count == 1:
+        return [demos] * count
+    slots = torch.arange(len(demos)) * dist.world() + dist.rank()
+    generator = generator_at(run.config.seed, "demonstrations", run.step, epoch)
+    order = torch.randperm(run.config.supervised.batch, generator=generator)
+    return [demos.take(torch.isin(slots, part).nonzero()[:, 0]) for part in order.tensor_split(count)]
+
+
+def supervised_backward(
+    run: Run, demos: Rollouts, step_params: StepParams, weights: Float[Tensor, "B T"], micro_batches: list[MicroBatch]
+) -> dict[str, Stat]:
+    """Gradients of the supervised term over these pieces, added to what is there, and of the consistency where nothing
+    is sampled that it would be of; no rank asks another."""
+    names = [
+        "loss/sup",
+        "sup/nats",
+        "sup/tokens",
+        "update/micro_batches",
+        *(["loss/cons"] if step_params.cons_coef else []),
+    ]
+    stats = dict.fromkeys(names, Stat())
+    for micro_batch in micro_batches:
+        likelihood = run.policy.likelihood(demos, micro_batch)
+        loss = run.policy.supervised_loss(demos.take(micro_batch.rows), likelihood)  # [b, t]
+        loss_mask = micro_batch.of(demos.mask).to(loss.device)
+        term = (micro_batch.of(weights).to(loss) * torch.where(loss_mask, loss, 0)).sum()
+        total = step_params.sup_coef * term
+        if step_params.cons_coef:
+            held = consistency.term(run, demos, micro_batch, micro_batch.of(weights), likelihood)
+            total, stats["loss/cons"] = total + step_params.cons_coef * held, stats["loss/cons"] + Stat.of(held)
+        total.backward()
+        stats["loss/sup"] += Stat.of(term)
+        stats["sup/nats"] += Stat.of(loss, loss_mask)
+        stats["sup/tokens"] += Stat(1, float(loss_mask.sum()))
+        stats["update/micro_batches"] += Stat(1, 1.0)
+    return stats

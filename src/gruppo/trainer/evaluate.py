@@ -1,0 +1,142 @@
+"""Greedy answers to held-out prompts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo import distributed as dist
+from gruppo.core.images import as_saved, psnr
+from gruppo.environments import failures_of, written
+from gruppo.rewards.restoration import MOST_DB
+from gruppo.rewards.score import Scores
+from gruppo.tracking.report import Z_95, wilson_interval
+from gruppo.trainer.run import Run
+from gruppo.types import Prompt, Request, Rollouts, Sampling, Stat
+
+log = logging.getLogger("gruppo")
+
+Generate = Callable[..., Rollouts]
+"""An engine's ``generate``, or a policy's ``sample``: who answers."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Mean reward with its 95% interval, by reward and of their sum."""
+
+    step: int
+    prompts: int
+    scored: int
+    mean: float
+    low: float
+    high: float
+    parts: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        parts = {f"eval/{name}": value for name, value in self.parts.items()}
+        return {"eval/reward_mean": self.mean, **parts}
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def held_out(run: Run, count: int) -> list[Prompt]:
+    """At most ``count`` evaluation prompts: the same at every evaluation of a run; none where the data keep none."""
+    source: Any = run.source
+    prompts = source.held_out(count) if count and hasattr(source, "held_out") else []
+    return [prompt for prompt in prompts if run.policy.check_prompt(prompt, run.sampling) is None]
+
+
+def evaluate(run: Run, prompts: Sequence[Prompt], *, generate: Generate | None = None) -> Evaluated:
+    """Answers at temperature 0, one for each prompt, shared out over ranks."""
+    return evaluate_rows(run, prompts, generate=generate)[0]
+
+
+def evaluate_rows(
+    run: Run, prompts: Sequence[Prompt], *, generate: Generate | None = None
+) -> tuple[Evaluated, list[dict[str, Any]]]:
+    """The evaluation, and this rank's answers: those of the run's engine, or of ``generate``."""
+    generate = generate or run.engine.generate
+    mine = list(prompts)[dist.rank() :: dist.world()]
+    sampling = mode_of(run.sampling)
+    stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
+    if has_psnr := run.restores and PSNR not in stats:  # what gates and ways back are set by, whatever is rewarded
+        stats[PSNR] = Stat()
+    rows: list[dict[str, Any]] = []
+    if mine and not run.rewards.names:  # pictures are to be seen all the same
+        rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
+        unscored = Scores(torch.full((len(mine),), torch.nan), {})
+        rows = sample_rows(rollouts, unscored, range(len(rollouts)), is_held_out=True)
+    elif mine:
+        rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
+        scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps, is_evaluation=True)
+        if refused := failures_of(rollouts):
+            why = next(iter(refused.values()))
+            log.warning("held out: the environment failed in %d of %d conversations: %s", len(refused), len(mine), why)
+        rows = sample_rows(rollouts, scores, range(len(rollouts)), is_held_out=True)
+        stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
+        stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
+        stats |= {PSNR: _psnr_of(rollouts)} if has_psnr else {}
+    stats = dist.merge_stats(stats)
+    total = stats.pop("")
+    low, high = interval(total, may_be_share=not run.restores)
+    parts = {name: stat.mean for name, stat in stats.items() if name != PSNR or stat.count or not has_psnr}
+    return Evaluated(run.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
+
+
+def mode_of(sampling: Sampling) -> Sampling:
+    """Of an evaluation: greedy decoding, or the ODE of an image model."""
+    return replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
+
+
+PSNR = "psnr"
+
+
+def _psnr_of(rollouts: Rollouts) -> Stat:
+    """Of restored pictures to their clean ones, where there are any."""
+    targets = [rollouts.prompts[group].target for group in rollouts.group_ids.tolist()]
+    pairs = [(x, y) for x, y in zip(rollouts.completions, targets, strict=True) if isinstance(y, Tensor)]
+    found = [float(psnr(x[None], as_saved(y)[None])[0].clamp(max=MOST_DB)) for x, y in pairs]
+    return Stat.of(torch.tensor(found, dtype=torch.float64))
+
+
+def interval(stat: Stat, *, may_be_share: bool = True) -> tuple[float, float]:
+    """95% interval of a mean: Wilson's where every value is 0 or 1, the normal one otherwise."""
+    if stat.count == 0:
+        return float("nan"), float("nan")
+    is_share = may_be_share and stat.min >= 0 and stat.max <= 1 and abs(stat.sum - stat.sum_sq) < 1e-9 * stat.count
+    if is_share:
+        return wilson_interval(stat.sum, stat.count)
+    half = Z_95 * stat.std / math.sqrt(max(stat.count - 1, 1))
+    return stat.mean - half, stat.mean + half
+
+
+def sample_rows(
+    rollouts: Rollouts, scores: Scores, rows: Sequence[int], *, is_held_out: bool = False
+) -> list[dict[str, Any]]:
+    """Rows as people read them, for the screen and samples.jsonl; ``extra`` is what rewards logged with log_extra.
+
+    Of pictures also their group, and whether they are an evaluation's: trackers draw them on sheets.
+    """
+    has_pictures = any(isinstance(rollouts.completions[row], Tensor) for row in rows)
+    tokens = written(rollouts)
+    return [
+        {
+            **({"group": int(rollouts.group_ids[row]), "held_out": is_held_out} if has_pictures else {}),
+            "prompt": rollouts.prompts[int(rollouts.group_ids[row])].inputs,
+            "completion": rollouts.completions[row],
+            "reward": float(scores.rewards[row]),
+            "parts": {name: float(part[row]) for name, part in scores.parts.items()},
+            **({"extra": {name: values[row] for name, values in scores.extras.items()}} if scores.extras else {}),
+            "target": rollouts.prompts[int(rollouts.group_ids[row])].target,
+            "finish": rollouts.finish[row],
+            "tokens": int(tokens[row]),
+        }
+        for row in rows
+    ]

@@ -1,0 +1,267 @@
+"""What is said of a batch, over all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import combinations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gruppo import distributed as dist
+from gruppo.core.advantages import group_std, has_no_spread
+from gruppo.core.groups import deviations, normalised, per_group
+from gruppo.core.running import Ema
+from gruppo.environments import written
+from gruppo.rewards.score import Scores, reward_stats
+from gruppo.trainer.advantages import overlong
+from gruppo.trainer.run import Run, flatten
+from gruppo.trainer.timesteps import spread_of_branches
+from gruppo.types import Batch, Rollouts, Stat
+
+_METRICS = {
+    "reward/overlong": ("mean:reward/overlong_mean",),
+    "size": ("mean:group/size_mean", "min:group/size_min", "max:group/size_max"),
+    "advantage": ("mean:advantage/mean", "std:advantage/std", "min:advantage/min", "max:advantage/max"),
+    "advantage_abs": ("mean:advantage/mean_abs",),
+    "return": ("mean:return/mean", "std:return/std"),
+    "value": ("mean:value/mean",),
+    "len": ("mean:len/mean_actions", "min:len/min_actions", "max:len/max_actions", "sum:tokens", "count:rollouts"),
+    "truncated": ("mean:finish/truncated_frac",),
+    "error": ("sum:finish/error_count",),
+    "turns": ("mean:turns/mean", "max:turns/max"),
+    "ended": ("mean:environment/ended_frac",),
+    "replies": ("mean:environment/reply_tokens_mean",),
+    "environment_failed": ("sum:environment/failed_count",),
+}
+MOST_CLASSES = 100
+"""More are not told apart."""
+_OF_A_REWARD = {
+    "rows": ("mean:{}/mean", "std:{}/std", "min:{}/min", "max:{}/max"),
+    "within": ("mean:{}/std_within_group",),
+    "between": ("std:{}/std_between_groups",),
+    "best": ("mean:{}/best_of_group_mean",),
+    "worst": ("mean:{}/worst_of_group_mean",),
+    "normalised": ("min:{}/normalised_min", "max:{}/normalised_max"),
+    "normalised_abs": ("mean:{}/normalised_mean_abs",),
+    "alike": ("mean:{}/zero_spread_frac",),
+    "too_few": ("sum:{}/too_few_scored_count",),
+}
+"""Statistics of one reward, and the metrics that they give; of the sum of all, the last two are of the groups."""
+
+
+def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) -> dict[str, float]:
+    """Metrics of rewards, groups and lengths, over all that was sampled; of advantages and values, over the batch.
+
+    Rewards are those before any penalty. What was thrown away counts, or the reward would look better than it is.
+    """
+    counts = {name: value for name, value in reward_stats(scores).items() if name.endswith("_count")}
+    stats = (
+        _of_samples(rollouts)
+        | _of_turns(rollouts)
+        | _of_advantages(run, batch)
+        | _of_critic(batch)
+        | of_rewards(rollouts, scores)
+    )
+    if run.config.objective.overlong:
+        stats["reward/overlong"] = Stat.of(overlong(run, rollouts))
+    stats |= {f"count:{name}": Stat(1, value) for name, value in counts.items()}
+    stats |= (branches := spread_of_branches(run, rollouts, scores))
+    stats = dist.merge_stats(stats)
+    metrics = flatten(stats, _METRICS) | reward_metrics(stats, scores)
+    metrics |= {name: stats[name].mean for name in branches if stats[name].count}
+    metrics |= {name: stats[f"count:{name}"].sum for name in counts}
+    metrics |= sizes_of_groups(rollouts.group_ids)
+    metrics |= of_classes(rollouts, scores)
+    if "value/residual" in stats:
+        metrics["value/explained_variance_frac"] = explained_variance(stats["return"], stats["value/residual"])
+    return metrics | of_running(run) | _logged(scores.metrics)
+
+
+def of_running(run: Run) -> dict[str, float]:
+    """The moving statistics that the objective compares rewards with, this batch included; the same on all ranks."""
+    metrics, is_sum = {}, run.config.objective.combine == "sum_then_normalize"
+    for name, state in run.running.items():
+        area = "reward" if is_sum and name == "sum" else f"reward/{name}"
+        if "mean" in state:
+            metrics[f"{area}/running_mean"] = Ema.of(state["mean"]).value
+        if "within_var" in state:
+            metrics[f"{area}/running_std_within_group"] = Ema.of(state["within_var"]).value ** 0.5
+    return metrics
+
+
+def of_classes(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
+    """``prompt/reward_mean/ID``: the mean reward of each class that is asked for by its number, over all ranks."""
+    asked = [prompt.inputs for prompt in rollouts.prompts]
+    own = asked and all(isinstance(inputs, int) and 0 <= inputs < MOST_CLASSES for inputs in asked)
+    classes = torch.tensor(asked if own else [])
+    count = dist.all_max(int(classes.max()) + 1 if own else 0)
+    if not count:
+        return {}
+    sums = torch.zeros(2, count, dtype=torch.float64)
+    if own:
+        label, is_scored = classes[rollouts.group_ids], scores.rewards.isfinite()
+        sums[0].index_add_(0, label[is_scored], scores.rewards[is_scored].double())
+        sums[1].index_add_(0, label[is_scored], torch.ones(int(is_scored.sum()), dtype=torch.float64))
+    total, number = dist.all_sum(sums)
+    return {f"prompt/reward_mean/{n}": float(total[n] / number[n]) for n in number.nonzero()[:, 0].tolist()}
+
+
+def _logged(own: Mapping[str, float]) -> dict[str, float]:
+    """What reward functions logged: the mean over the ranks that logged it."""
+    said: dict[str, list[float]] = {}
+    for rank in map(json.loads, dist.gather(json.dumps(dict(own)).encode())):
+        for name, value in rank.items():
+            said.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in said.items()}
+
+
+def explained_variance(returns: Stat, residual: Stat) -> float:
+    """1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one no better than a constant, below is worse.
+
+    NaN where the returns do not vary by more than rounding: there is nothing to explain.
+    """
+    largest = max(abs(end) for stat in (returns, residual) for end in (stat.min, stat.max))
+    return 1 - residual.std**2 / returns.std**2 if _varies(returns, largest) else float("nan")
+
+
+def correlation(x: Stat, y: Stat, product: Stat) -> float:
+    """Pearson's, of the same rows: (mean xy - mean x mean y) / (std x std y); NaN where x or y does not vary."""
+    if not all(_varies(stat, max(abs(stat.min), abs(stat.max))) for stat in (x, y)):
+        return float("nan")
+    found = (product.mean - x.mean * y.mean) / (x.std * y.std)
+    return min(max(found, -1.0), 1.0)  # rounding
+
+
+def _varies(stat: Stat, largest: float) -> bool:
+    """By more than rounding makes of float32 numbers of that size."""
+    return stat.max - stat.min > 8 * torch.finfo(torch.float32).eps * largest
+
+
+# --- rewards and groups -----------------------------------------------------------------------------------------------
+
+
+def of_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, Stat]:
+    """Statistics of the sum, of each part and of each pair of parts; those of several ranks add up.
+
+    A part counts the groups that it scores any row of: it does not apply to the others.
+    """
+    group_ids, parts = rollouts.group_ids, scores.parts
+    is_group = group_ids.bincount() > 1  # one row has no spread to lack
+    stats = _of_reward("reward", scores.rewards, group_ids, is_group)
+    for name, part in parts.items():
+        applies = ~per_group(part, group_ids, "mean").isnan()
+        stats |= _of_reward(f"reward/{name}", part, group_ids, is_group & applies)
+    stats |= {f"reward/{name}:steps": _scored(steps) for name, steps in scores.steps.items()}
+    for one, other in combinations(parts, 2):
+        stats |= _of_pair(f"{one}/{other}", parts[one], parts[other], group_ids)
+    return stats
+
+
+def _of_reward(
+    area: str, rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"], is_group: Tensor
+) -> dict[str, Stat]:
+    score = normalised(rewards, group_ids)
+    stats = {
+        "rows": _scored(rewards),
+        "within": _scored(spread := group_std(rewards, group_ids)),
+        "between": _scored(per_group(rewards, group_ids, "mean")),
+        "best": _scored(per_group(rewards, group_ids, "amax")),
+        "worst": _scored(per_group(rewards, group_ids, "amin")),
+        "normalised": _scored(score),
+        "normalised_abs": _scored(score.abs()),
+        "alike": Stat.of(has_no_spread(rewards, group_ids).double(), is_group),
+        "too_few": Stat.of(spread.isnan().double(), is_group),
+    }
+    return {f"{area}:{name}": stat for name, stat in stats.items()}
+
+
+def _of_pair(pair: str, x: Float[Tensor, "B"], y: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> dict[str, Stat]:
+    """Of the rows that both score."""
+    both = x.isfinite() & y.isfinite()
+    x, y = (part.double().where(both, torch.nan) for part in (x, y))
+    stats = {}
+    for area, a, b in (
+        ("reward_corr", x, y),
+        ("reward_corr_within_group", deviations(x, group_ids), deviations(y, group_ids)),
+    ):
+        for name, values in (("x", a), ("y", b), ("xy", a * b)):
+            stats[f"{area}/{pair}:{name}"] = _scored(values)
+    return stats
+
+
+def reward_metrics(stats: Mapping[str, Stat], scores: Scores) -> dict[str, float]:
+    """What the statistics of ``of_rewards`` say, over all ranks."""
+    metrics: dict[str, float] = {}
+    for area in (f"reward/{name}" for name in scores.steps):
+        steps, rows = stats[f"{area}:steps"], stats[f"{area}:rows"].count
+        metrics |= {f"{area}/step_mean": steps.mean, f"{area}/step_std": steps.std}
+        metrics[f"{area}/steps_per_row_mean"] = steps.count / rows if rows else float("nan")
+    for area in ("reward", *(f"reward/{name}" for name in scores.parts)):
+        entries = {f"{area}:{name}": tuple(e.format(area) for e in wanted) for name, wanted in _OF_A_REWARD.items()}
+        metrics |= flatten(stats, entries)
+    for name in ("zero_spread_frac", "too_few_scored_count"):
+        metrics[f"group/{name}"] = metrics.pop(f"reward/{name}")
+    for one, other in combinations(scores.parts, 2):
+        for area in ("reward_corr", "reward_corr_within_group"):
+            pair = f"{area}/{one}/{other}"
+            metrics[pair] = correlation(*(stats[f"{pair}:{name}"] for name in ("x", "y", "xy")))
+    return metrics
+
+
+def sizes_of_groups(group_ids: Int[Tensor, "B"]) -> dict[str, float]:
+    """How many groups of all ranks have N rows, as ``group/size_N_count``; of the sizes that occur."""
+    sizes = group_ids.bincount()
+    longest = dist.all_max(int(sizes.max()) if len(sizes) else 0)
+    count = dist.all_sum(sizes.bincount(minlength=longest + 1))
+    return {f"group/size_{size}_count": float(count[size]) for size in count.nonzero()[:, 0].tolist()}
+
+
+def _scored(x: Tensor) -> Stat:
+    return Stat.of(x, x.isfinite())
+
+
+# --- rows and actions -------------------------------------------------------------------------------------------------
+
+
+def _of_samples(rollouts: Rollouts) -> dict[str, Stat]:
+    finish = rollouts.finish
+    return {
+        "size": Stat.of(rollouts.group_ids.bincount()),
+        "len": Stat.of(written(rollouts)),
+        "truncated": Stat.of(torch.tensor([f == "length" for f in finish]).double()),
+        "error": Stat.of(torch.tensor([f == "error" for f in finish]).double()),
+    }
+
+
+def _of_turns(rollouts: Rollouts) -> dict[str, Stat]:
+    """Of conversations with an environment."""
+    if "turns" not in rollouts.per_row:
+        return {}
+    own = rollouts.per_row
+    return {
+        "turns": Stat.of(own["turns"]),
+        "ended": Stat.of(own["ended"].double()),
+        "replies": Stat.of(rollouts.lengths - written(rollouts)),
+        "environment_failed": Stat.of(torch.tensor([why is not None for why in own["environment_failure"]]).double()),
+    }
+
+
+def _of_advantages(run: Run, batch: Batch) -> dict[str, Stat]:
+    """Of each kept action; once a row where its actions share one."""
+    where = batch.loss_mask
+    if not run.config.objective.has_credit_in_time:
+        where = where & (where.cumsum(dim=1) == 1)
+    return {"advantage": Stat.of(batch.advantages, where), "advantage_abs": Stat.of(batch.advantages.abs(), where)}
+
+
+def _of_critic(batch: Batch) -> dict[str, Stat]:
+    if batch.returns is None or batch.old_values is None:
+        return {}
+    return {
+        "return": Stat.of(batch.returns, batch.loss_mask),
+        "value": Stat.of(batch.old_values, batch.loss_mask),
+        "value/residual": Stat.of(batch.returns - batch.old_values, batch.loss_mask),
+    }

@@ -1,0 +1,126 @@
+"""Two processes over gloo equal one process, with unequal rows, lengths and token counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed import share
+
+from gruppo import distributed as dist
+from gruppo.types import Stat
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> list[dict[str, Any]]:
+    """What each of two ranks computed."""
+    out = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    common["PYTHONPATH"] = os.pathsep.join([str(Path(dist.__file__).parents[2]), str(ROOT)])
+    common["CUDA_VISIBLE_DEVICES"] = ""  # gloo
+    command = [sys.executable, str(Path(share.__file__)), str(out)]
+    ranks = [
+        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def close(got: Any, outputs: Any) -> None:
+    torch.testing.assert_close(torch.tensor(got).double(), torch.tensor(outputs).double(), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.silent_bug(12)
+@pytest.mark.parametrize("deal", share.SPLITS)
+@pytest.mark.parametrize("case", share.cases(), ids=" ".join)
+def test_two_ranks_take_the_step_of_one(two, deal, case):
+    alone = share.update(torch.arange(7), *case)
+    first, second = (ranks[deal][" ".join(case)] for ranks in two)
+    assert first["gradient"] == second["gradient"]
+    close(first["gradient"], alone["gradient"])
+    assert first["own gradient"] != first["gradient"] or deal == "one rank keeps nothing"
+
+
+@pytest.mark.silent_bug(12)
+@pytest.mark.parametrize("deal", share.SPLITS)
+@pytest.mark.parametrize("case", share.cases(), ids=" ".join)
+def test_statistics_over_two_ranks_are_those_of_one_ends_included(two, deal, case):
+    alone = share.update(torch.arange(7), *case)["stats"]
+    first, second = (ranks[deal][" ".join(case)]["stats"] for ranks in two)
+    assert first == second
+    for name in alone:
+        if name == "loss":  # a sum of two parts: only the sum is one number
+            close(first[name][1], alone[name][1])
+        else:
+            close(first[name], alone[name])
+
+
+@pytest.mark.silent_bug(12)
+@pytest.mark.parametrize("case", [case for case in share.cases() if case[0] == "token"], ids=" ".join)
+@pytest.mark.parametrize("deal", share.SPLITS)
+def test_baselines_and_scales_of_the_batch_see_the_rows_of_all_ranks(two, deal, case):
+    alone = share.update(torch.arange(7), *case)["advantages"]
+    for rank, rows in enumerate(share.SPLITS[deal]):
+        close(two[rank][deal][" ".join(case)]["advantages"], [alone[row] for row in rows])
+
+
+def test_a_parameter_without_a_gradient_counts_as_zero_and_a_frozen_one_is_left_out(two):
+    for rank in two:
+        result = rank["one rank keeps nothing"]["token batch_mean none"]
+        assert result["unused"] == [0, 0]
+        assert result["frozen has one"] is False
+    assert two[1]["one rank keeps nothing"]["token batch_mean none"]["own gradient"] is None
+
+
+def test_the_collectives_by_hand(two):
+    for rank, results in enumerate(two):
+        primitives = results["primitives"]
+        assert (primitives["rank"], primitives["world"], primitives["is main"]) == (rank, 2, rank == 0)
+        assert primitives["sum"] == [11, 22]
+        assert primitives["mine after"] == [10**rank, 2 * 10**rank]
+        assert primitives["max"] == 13
+        assert primitives["gathered"] == ["end", "xxxend"]
+        other = "another rank could not go on; its message says why and what to do."
+        assert (
+            primitives["together"]
+            == [
+                ["", "rank 0", other, "rank 0"],
+                ["", other, "rank 1", "rank 1"],
+            ][rank]
+        )
+        assert primitives["merged"] == {"a": [2, 5, 13, 2, 3], "b": [2, 13, 85, 6, 7]}
+
+
+def test_a_world_of_one_changes_nothing(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    dist.start()
+    dist.barrier()
+    x, parameter, stats = torch.ones(2), torch.nn.Parameter(torch.ones(2)), {"b": Stat(1, 2, 4, 2, 2), "a": Stat()}
+    dist.sum_gradients([parameter])
+    assert (dist.rank(), dist.world(), dist.is_main()) == (0, 1, True)
+    assert dist.all_sum(x) is x
+    assert dist.all_max(7) == 7
+    assert dist.gather(b"mine") == [b"mine"]
+    with pytest.raises(ValueError, match="mine"), dist.together():
+        raise ValueError("mine")
+    assert parameter.grad is None
+    assert dist.merge_stats(stats) == stats
+    dist.stop()

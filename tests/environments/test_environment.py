@@ -1,0 +1,279 @@
+"""An environment: what it is given, what it may return, and what its failures cost."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+
+import pytest
+
+from gruppo.environments import Environment
+from gruppo.environments.environment import SAME_TIMEOUTS, Asked
+from gruppo.timeouts import Unanswered
+from gruppo.types import DataError, GruppoError, Prompt
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def asked(text="7", inputs=HELLO, said=None, **changes):
+    said = (text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]) if said is None else said
+    prompt = Prompt("p", inputs, target="12", meta={"level": 3})
+    return Asked(prompt, said, text, **({"turn": 1, "seed": 5} | changes))
+
+
+def reply_to(fn, *several, **changes):
+    several = several or (asked(),)
+    return list(Environment(fn, **changes).replies(dict(enumerate(several))).values())
+
+
+def test_it_is_given_what_its_signature_asks_for_and_nothing_else():
+    seen = []
+
+    def reply(text, messages, state, turn, seed, prompt, answer, target, level, missing="none"):
+        seen.append((text, messages, state, turn, seed, prompt, answer, target, level, missing))
+
+    one = asked()
+    assert reply_to(reply, one) == [None]
+    talk = [*HELLO, {"role": "assistant", "content": "7"}]
+    assert seen == [("7", talk, {}, 1, 5, HELLO, "12", "12", 3, "none")]
+    assert seen[0][2] is one.state and seen[0][1][0] is not HELLO[0]
+    assert reply_to(lambda **everything: " ".join(sorted(everything)))[0] == [
+        {"role": "user", "content": "answer level messages prompt seed state target text turn"}
+    ]
+    assert reply_to(lambda messages: messages, asked("7", inputs="1 +")) == ["1 +7"]
+
+
+def test_columns_win_over_the_names_of_the_target():
+    prompt = Prompt("p", "?", target="1", meta={"answer": "2"})
+    one = Asked(prompt, "7", "7", 1, 0)
+    assert reply_to(lambda answer, target: f"{answer} {target}", one) == ["2 1"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "messages"),
+    [
+        (None, None),
+        ("no", [{"role": "user", "content": "no"}]),
+        ("", [{"role": "user", "content": ""}]),
+        ({"role": "tool", "content": "3"}, [{"role": "tool", "content": "3"}]),
+        (
+            ({"role": "tool", "content": "3"}, {"role": "user", "content": "so?"}),
+            [{"role": "tool", "content": "3"}, {"role": "user", "content": "so?"}],
+        ),
+    ],
+)
+def test_replies_to_a_conversation_become_messages(raw, messages):
+    assert reply_to(lambda: raw) == [messages]
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (3, r"returned 3 \(int\); a reply is a text, a message"),
+        (False, r"returned False \(bool\)"),
+        ([], r"returned \[\] \(list\)"),
+        ([None], r"returned \[None\]"),
+        ({"content": "3"}, "a message with a role and a content"),
+        ({"role": "user", "content": 3}, "a message with a role and a content"),
+        ({"role": "assistant", "content": "I"}, "the assistant is the policy, for whom nobody else speaks"),
+    ],
+)
+def test_what_is_no_reply_is_told(raw, why):
+    (answer,) = reply_to(lambda: raw)
+    assert isinstance(answer, Unanswered)
+    with pytest.raises(Unanswered, match=why):
+        raise answer
+
+
+def test_a_prompt_that_is_a_text_is_replied_to_with_a_text():
+    assert reply_to(lambda text: text + "!", asked("7", inputs="1 +")) == ["7!"]
+    (answer,) = reply_to(lambda: {"role": "user", "content": "x"}, asked(inputs="1 +"))
+    assert "the prompt is a text, so a reply is a text" in answer.message
+
+
+def test_what_fails_costs_its_conversation_alone_and_names_file_and_line():
+    def reply(text):
+        return f"{1 / int(text):g}"
+
+    first, second, third = reply_to(reply, asked("2"), asked("0"), asked("4"))
+    assert [first[0]["content"], third[0]["content"]] == ["0.5", "0.25"]
+    line = reply.__code__.co_firstlineno + 1
+    assert second.message == f"ZeroDivisionError: division by zero (test_environment.py:{line})"
+
+    def leaves(text):
+        raise SystemExit(3)
+
+    (answer,) = reply_to(leaves)
+    assert answer.message.startswith("SystemExit: 3")
+
+
+@pytest.mark.parametrize("timeout_s", [60.0, None])
+def test_a_state_is_a_conversations_own_and_kept_from_call_to_call(timeout_s):
+    def reply(text, state):
+        state["seen"] = [*state.get("seen", []), text]
+
+    one, other = asked("1"), asked("2")
+    environment = Environment(reply, timeout_s=timeout_s)
+    for _ in range(2):
+        environment.replies({7: one, 3: other})
+    assert (one.state, other.state) == ({"seen": ["1", "1"]}, {"seen": ["2", "2"]})
+    assert environment.taken_s() > 0 and environment.taken_s() == 0
+
+
+def test_a_late_reply_costs_its_conversation_and_the_others_are_still_asked():
+    release = threading.Event()
+    threads = set()
+
+    def reply(text, state):
+        threads.add(threading.get_ident())
+        if text == "slow":
+            release.wait(20)
+        state["asked"] = True
+        return text
+
+    several = [asked("a"), asked("slow"), asked("b")]
+    first, late, last = reply_to(reply, *several, timeout_s=0.3)
+    assert first[0]["content"] == "a" and last[0]["content"] == "b" and len(threads) == 2
+    assert (late.kind, late.message) == ("timeout", "no answer within 0.3 s")
+    release.set()
+
+
+def test_after_some_late_replies_the_rest_of_a_turn_is_not_waited_for():
+    release = threading.Event()
+    began = time.monotonic()
+    answers = reply_to(lambda: release.wait(20), *(asked() for _ in range(40)), timeout_s=0.1)
+    release.set()
+    assert time.monotonic() - began < 10
+    assert {answer.kind for answer in answers} == {"timeout"} and len(answers) == 40
+    assert answers[SAME_TIMEOUTS].message == "not asked: 4 replies of this turn came too late"
+
+
+def test_a_thread_that_was_too_late_asks_nobody_any_more():
+    release, seen = threading.Event(), []
+
+    def reply(text):
+        seen.append(text)
+        if text == "slow":
+            release.wait(20)
+
+    reply_to(reply, asked("slow"), asked("b"), timeout_s=0.2)
+    release.set()
+    time.sleep(0.2)
+    assert seen == ["slow", "b"]
+
+
+def test_async_replies_are_waited_for_together():
+    both = {"waiting": 0}
+
+    async def reply(text):
+        both["waiting"] += 1
+        while both["waiting"] < 3:
+            await asyncio.sleep(0.001)
+        if text == "bad":
+            raise ValueError("boom")
+        return text
+
+    first, bad, last = reply_to(reply, asked("a"), asked("bad"), asked("b"), timeout_s=20)
+    assert first[0]["content"] == "a" and last[0]["content"] == "b"
+    assert bad.message.startswith("ValueError: boom (test_environment.py:")
+
+
+def test_an_async_reply_that_is_late_costs_its_conversation_alone():
+    async def reply(text):
+        if text == "slow":
+            await asyncio.sleep(30)
+        return text
+
+    first, late = reply_to(reply, asked("a"), asked("slow"), timeout_s=0.3)
+    assert first[0]["content"] == "a" and (late.kind, late.message) == ("timeout", "no answer within 0.3 s")
+
+
+def test_an_async_reply_that_blocks_ends_its_turn():
+    release = threading.Event()
+
+    async def reply():
+        release.wait(20)
+
+    answers = reply_to(reply, asked(), asked(), timeout_s=0.1)
+    release.set()
+    assert {answer.kind for answer in answers} == {"timeout"}
+    assert answers[0].message.startswith("no answer within 0.1 s: a coroutine blocks, and all others with it")
+
+
+def test_functions_that_return_an_awaitable_are_waited_for_too():
+    async def later(text):
+        return text + "!"
+
+    assert reply_to(lambda text: later(text), timeout_s=20)[0][0]["content"] == "7!"
+    assert reply_to(lambda text: later(text), timeout_s=None)[0][0]["content"] == "7!"
+
+
+@pytest.mark.parametrize("timeout_s", [20.0, None])
+def test_an_async_reply_that_leaves_costs_its_conversation_alone(timeout_s):
+    async def reply(text):
+        if text == "bad":
+            raise SystemExit(3)
+        return text
+
+    first, bad = reply_to(reply, asked("a"), asked("bad"), timeout_s=timeout_s)
+    assert first[0]["content"] == "a" and bad.message.startswith("SystemExit: 3")
+    assert reply_to(reply, asked("a"), timeout_s=timeout_s)[0][0]["content"] == "a"
+
+
+def test_a_timeout_of_the_functions_own_is_told_as_it_is():
+    async def reply():
+        raise TimeoutError("connect to db:5432 refused")
+
+    (answer,) = reply_to(reply, timeout_s=20)
+    assert answer.kind == "exception" and "TimeoutError: connect to db:5432 refused" in answer.message
+
+
+def test_what_a_function_changes_is_its_own_copy():
+    def reply(prompt, messages, answer, level, rows):
+        for own in (prompt, messages, rows):
+            own.append("x")
+
+    prompt = Prompt("p", [dict(HELLO[0])], target="1", meta={"level": 1, "rows": ["a"]})
+    said = [{"role": "assistant", "content": "7"}]
+    assert reply_to(reply, Asked(prompt, said, "7", 1, 0)) == [None]
+    assert (prompt.inputs, prompt.meta["rows"], len(said)) == ([HELLO[0]], ["a"], 1)
+
+
+def test_its_name_is_the_functions():
+    def reply(text):
+        return text
+
+    class Game:
+        def __call__(self, text):
+            return text
+
+    names = [Environment(fn).name for fn in (reply, functools.partial(reply), Game())]
+    assert names == ["reply", "reply", "Game"]
+
+
+def test_columns_that_are_not_there_are_refused_with_the_nearest():
+    def reply(text, levle):
+        return text
+
+    with pytest.raises(DataError, match=r"environment 'reply' asks for 'levle'.*they have: level.*mean 'level'\?"):
+        Environment(reply).check(["level"])
+    Environment(reply).check(["levle"])
+    with pytest.raises(DataError, match="they have: no columns"):
+        Environment(reply).check([])
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (3, r"the environment is 3 \(int\), which is no function to reply with"),
+        (dict, r"the environment is .*Of a class, give an instance"),
+        (Environment(lambda: None), r"the environment is .*which is no function to reply with"),
+        (max, "environment 'max' has no readable signature"),
+        (eval("lambda x, /: x"), "takes 'x' by position only"),
+    ],
+)
+def test_what_cannot_be_called_by_keywords_is_refused(fn, why):
+    with pytest.raises(GruppoError, match=why):
+        Environment(fn)

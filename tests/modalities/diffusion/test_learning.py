@@ -1,0 +1,113 @@
+"""Denoisers in the trainer's own steps: rewards go up, a critic learns, demonstrations have their mean loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.fakes_diffusion import SHAPE, ancestral, ddpm, denoiser, whole
+from tests.modalities.updates import vector
+
+from gruppo.build import adamw
+from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
+from gruppo.core.objective import GRPO, PPO
+from gruppo.engines import LocalEngine
+from gruppo.modalities.common.critic import SharedCritic
+from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.diffusion import DenoiserCritic
+from gruppo.rewards.score import RewardSet
+from gruppo.trainer.collect import collect
+from gruppo.trainer.demonstrations import unsampled
+from gruppo.trainer.run import Run
+from gruppo.trainer.stages import step_params_at
+from gruppo.trainer.update import backward, learn
+from gruppo.types import Prompt
+
+
+class Classes:
+    """The three classes in turn."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def take(self, n: int) -> list[Prompt]:
+        self.drawn += n
+        return [Prompt(f"class {draw % 3}", draw % 3, draw=draw) for draw in range(self.drawn - n, self.drawn)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+
+def bright(completions, **_):
+    return [float(picture.mean()) for picture in completions]
+
+
+def run_of(fake, objective, critic=None, **optim):
+    config = Config(
+        objective=objective,
+        rollout=RolloutConfig(prompts=6, group_size=8, max_new_tokens=fake.sampling.max_actions),
+        optim=OptimConfig(lr=3e-3, token_budget=128, **optim),
+        stage=Stage(kl_coef=1e-3),
+    )
+    policy, rewards = fake.policy, RewardSet([bright], None, 10.0)
+    optimizer = adamw(policy, critic, config)
+    reference = FrozenReference(policy)
+    return Run(config, policy, LocalEngine(policy), Classes(), rewards, optimizer, reference=reference, critic=critic)
+
+
+def steps(run, sampling, count):
+    said = []
+    for _ in range(count):
+        step_params = replace(step_params_at(run.config, run.step), sampling=sampling)
+        collected = collect(run, step_params)
+        said.append(collected.metrics | learn(run, collected.batch, step_params))
+        run.step += 1
+    return said
+
+
+@pytest.mark.silent_bug(2)
+def test_branched_groups_make_pictures_brighter():
+    fake = ddpm()
+    said = steps(run_of(fake, replace(GRPO, clip_unit="nats", clip_low=1.0, clip_high=1.0)), fake.sampling, 12)
+    assert said[-1]["reward/mean"] > said[0]["reward/mean"] + 0.2
+    assert all(step["ratio/max"] == pytest.approx(1, abs=1e-3) for step in said)
+    assert max(step["mismatch/max_nats"] for step in said) <= 1e-5 * 32
+
+
+def test_several_updates_of_one_batch_move_the_ratio_and_the_clip_stops_them():
+    fake = ancestral()
+    said = steps(run_of(fake, replace(GRPO, clip_unit="nats", clip_low=0.1, clip_high=0.1), epochs=4), fake.sampling, 2)
+    assert said[1]["ratio/max"] > 1.1 and said[1]["clip/high_frac"] > 0
+
+
+@pytest.mark.parametrize("critic_of", [SharedCritic, DenoiserCritic])
+def test_a_critic_of_denoising_steps_learns_what_they_come_to(critic_of):
+    fake = ancestral()
+    said = steps(run_of(fake, PPO, critic_of(fake.policy)), fake.sampling, 30)
+    assert said[-1]["loss/value"] < 0.6 * said[0]["loss/value"]
+    assert said[-1]["reward/mean"] > said[0]["reward/mean"] + 0.02
+
+
+def test_the_trainer_s_gradient_of_demonstrations_is_that_of_their_mean_loss():
+    policy = denoiser(dropped=0.2)
+    policy.module.double()
+    pictures = torch.rand(7, *SHAPE, generator=torch.Generator().manual_seed(0))
+    demos = policy.demonstrations([Prompt(f"{n}", n % 3, pictures[n], draw=n) for n in range(7)], seed=0)
+    gradients = []
+    for budget in (1, 3, 99):
+        config = Config(optim=OptimConfig(token_budget=budget), stage=Stage(rl_coef=0.0, sup_coef=1.0))
+        parts: dict[str, Any] = {"engine": None, "source": None, "rewards": None, "optimizer": None}
+        policy.module.zero_grad()
+        backward(Run(config, policy, **parts), unsampled(demos), step_params_at(config, 0))
+        gradients.append(vector(policy.module.parameters()))
+    policy.module.zero_grad()
+    policy.supervised_loss(demos, policy.likelihood(demos, whole(demos))).mean().backward()
+    by_hand = vector(policy.module.parameters())
+    for gradient in gradients:
+        assert (gradient - by_hand).norm() <= 1e-10 * by_hand.norm()

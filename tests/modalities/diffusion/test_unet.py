@@ -1,0 +1,69 @@
+"""The UNet that ships: rows by themselves, of any even sizes, told the time and the class."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gruppo.modalities.diffusion.unet import UNet, waves
+from gruppo.types import GruppoError
+
+
+def net(*sizes, **changes):
+    torch.manual_seed(0)
+    made = UNet(*sizes, **changes)
+    torch.nn.init.normal_(made.leave[-1].weight, std=0.1)
+    return made.double()
+
+
+def asked(made, n=3):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, *made.sizes["shape"], generator=generator, dtype=torch.float64)
+    return x, torch.linspace(0.1, 1, n, dtype=torch.float64), torch.arange(n)
+
+
+def test_it_has_about_as_many_weights_as_the_trials_had():
+    assert sum(p.numel() for p in UNet().parameters()) == 268_132
+
+
+def test_a_new_one_says_nothing_yet():
+    assert not UNet((1, 8, 8), 3, width=8)(torch.randn(2, 1, 8, 8), torch.ones(2), torch.arange(2)).any()
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 10, 6)], ids=str)
+def test_a_row_is_what_it_is_alone_and_of_the_shape_of_its_picture(shape):
+    made = net(shape, 3, width=8)
+    x, times, labels = asked(made)
+    together = made(x, times, labels)
+    assert together.shape == x.shape
+    for n in range(3):
+        alone = made(x[n : n + 1], times[n : n + 1], labels[n : n + 1])
+        torch.testing.assert_close(together[n : n + 1], alone, rtol=0, atol=1e-12)
+
+
+def test_time_and_class_are_told_and_none_of_the_classes_is_another():
+    made = net((1, 8, 8), 3, width=8)
+    x, times, labels = (part[:1] for part in asked(made))
+    said = [made(x, times, labels), made(x, times / 2, labels)] + [made(x, times, labels + n) for n in (1, 2, 3)]
+    for n, one in enumerate(said):
+        for other in said[:n]:
+            assert (one - other).abs().max() > 1e-3
+
+
+def test_waves_by_hand():
+    """Frequencies 1 and 1 / 100 of four numbers."""
+    got = waves(torch.tensor([0.5], dtype=torch.float64), 4)[0]
+    expected = torch.tensor([0.5, 0.005], dtype=torch.float64)
+    torch.testing.assert_close(got, torch.cat([expected.cos(), expected.sin()]))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: UNet((1, 27, 28)), "27 x 28 has no 2 x 2 squares.*Crop or pad"),
+        (lambda: UNet(width=20), "width=20 is no multiple of 8"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(make, says):
+    with pytest.raises(GruppoError, match=says):
+        make()

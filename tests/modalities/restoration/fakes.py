@@ -1,0 +1,100 @@
+"""Tiny restoration policies for tests: every action, with one action a picture and with one of each patch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gruppo.modalities.restoration import BandGains, Control, Controls, LowResolution, PixelNoise, RestorationPolicy
+from gruppo.types import MicroBatch, Prompt, Request, Rollouts, Sampling
+
+SIDE = 8
+SAMPLING = Sampling(max_actions=4)
+
+
+class TinyNetwork(nn.Module):
+    """x + two convolutions of x and its conditions."""
+
+    def __init__(self, channels: int = 3, conditions: int = 0, *, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(channels + conditions, 5, 3, padding=1)
+        self.norm = nn.BatchNorm2d(5) if norm else nn.Identity()
+        self.dropout, self.leave = nn.Dropout(dropout), nn.Conv2d(5, channels, 3, padding=1)
+
+    def forward(self, x: Tensor, conditions: Tensor | None = None) -> Tensor:
+        asked = (
+            x if conditions is None else torch.cat([x, conditions[..., None, None].expand(-1, -1, *x.shape[-2:])], 1)
+        )
+        return x + 0.3 * self.leave(self.dropout(torch.tanh(self.norm(self.enter(asked)))))
+
+
+def policy_of(action: Any, *, seed: int = 0, module: dict[str, Any] | None = None, **choices: Any) -> RestorationPolicy:
+    torch.manual_seed(seed)
+    network = TinyNetwork(conditions=action.conditions, **(module or {}))
+    for layer in (layer for layer in action.modules() if isinstance(layer, nn.Conv2d)):
+        layer.reset_parameters()  # by this seed, whenever the action was made
+    with torch.no_grad():
+        for name, parameter in action.named_parameters():
+            if name.startswith("head.say"):
+                parameter.normal_(std=0.3)  # 0 at first: nothing would be seen of it
+    return RestorationPolicy(network, action, **choices)
+
+
+def pixels(**choices: Any) -> RestorationPolicy:
+    return policy_of(PixelNoise(std=0.1), **choices)
+
+
+def pixel_patches(**choices: Any) -> RestorationPolicy:
+    return policy_of(PixelNoise(std=(0.1, 0.2, 0.3), learned=True), patches=2, **choices)
+
+
+def low_resolution(**choices: Any) -> RestorationPolicy:
+    return policy_of(LowResolution(grid=2, std=0.1, learned=True, detached=False), **choices)
+
+
+def band_gains(**choices: Any) -> RestorationPolicy:
+    """Two patches a side, each with two cells a side; a network that rests."""
+    return policy_of(BandGains(grid=4, smooth=False), patches=2, trains="action", **choices)
+
+
+def controls(*, unit: bool = False, **choices: Any) -> RestorationPolicy:
+    names = [Control("noise", 0, 2, 0.5), Control("mix", 0, 1, 0.75), Control("blur", -1, 1, 0)]
+    return policy_of(Controls(names, std=(0.1, 0.2, 0.3), unit=unit), **choices)
+
+
+POLICIES: list[Callable[..., RestorationPolicy]] = [pixels, pixel_patches, low_resolution, band_gains, controls]
+
+
+def picture(n: int, side: int = SIDE) -> Tensor:
+    return torch.rand(3, side, side, generator=torch.Generator().manual_seed(n))
+
+
+def prompts(count: int = 3, **changes: Any) -> list[Prompt]:
+    """Each with a clean picture, and a draw of its own."""
+    return [Prompt(f"p{n}", picture(n), picture(n + 50), draw=n + 10, **changes) for n in range(count)]
+
+
+def requests(*sizes: int, of: Sequence[Prompt] | None = None) -> list[Request]:
+    return [Request(prompt, size) for prompt, size in zip(of or prompts(len(sizes)), sizes, strict=True)]
+
+
+def sampled(policy: RestorationPolicy, *sizes: int, seed: int = 3) -> Rollouts:
+    return policy.sample(requests(*(sizes or (4, 2, 3))), SAMPLING, seed=seed)
+
+
+def whole(rollouts: Rollouts, *rows: int) -> MicroBatch:
+    return MicroBatch(torch.tensor(rows or range(len(rollouts))), slice(0, rollouts.mask.shape[1]))
+
+
+def doubled(policy: RestorationPolicy) -> RestorationPolicy:
+    policy.module.double()
+    return policy
+
+
+def disturb(module: nn.Module, by: float = 0.05) -> None:
+    with torch.no_grad():
+        for n, parameter in enumerate(module.parameters()):
+            parameter.add_(by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n)))

@@ -1,0 +1,460 @@
+"""Supervised and consistency terms by hand, and restoration policies in the trainer's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.modalities import variants
+from tests.modalities.restoration.fakes import (
+    POLICIES,
+    SAMPLING,
+    TinyNetwork,
+    band_gains,
+    controls,
+    disturb,
+    doubled,
+    low_resolution,
+    picture,
+    pixel_patches,
+    pixels,
+    policy_of,
+    prompts,
+    sampled,
+    whole,
+)
+from tests.modalities.updates import Case, Variant, batch_of, distance, farthest, learned, vector, whole_update
+
+from gruppo.build import adamw
+from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
+from gruppo.core.advantages import position_advantages
+from gruppo.core.filters import gaussian_blur
+from gruppo.core.images import flip
+from gruppo.core.objective import GRPO, PRESETS
+from gruppo.engines import LocalEngine
+from gruppo.modalities.common.critic import SharedCritic
+from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.restoration import (
+    BandGains,
+    Control,
+    Controls,
+    Equivariance,
+    LowResolution,
+    PixelNoise,
+    ToDegraded,
+    ToReference,
+)
+from gruppo.modalities.restoration.patches import patch_means, to_columns
+from gruppo.rewards.score import RewardSet
+from gruppo.trainer.collect import collect
+from gruppo.trainer.demonstrations import unsampled
+from gruppo.trainer.run import Run
+from gruppo.trainer.stages import step_params_at
+from gruppo.trainer.update import backward, learn
+from gruppo.types import GruppoError, Likelihood, Prompt, Request
+
+LIMIT = 1e-10
+
+# --- demonstrations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", POLICIES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("loss", ["charbonnier", "l1", "mse"])
+def test_the_supervised_loss_is_that_of_the_deterministic_picture(make, loss):
+    """By hand, over each patch; nothing of it is drawn."""
+    policy = doubled(make(loss=loss))
+    demos = policy.demonstrations(prompts(3), seed=0)
+    said = policy.likelihood(demos, whole(demos))
+    x, clean = (torch.stack(of).double() for of in zip(*((p.inputs, p.target) for p in prompts(3)), strict=True))
+    apart = policy.output_of(x) - clean
+    by_hand = {"charbonnier": (apart**2 + 1e-6).sqrt(), "l1": apart.abs(), "mse": apart**2}[loss]
+    got = policy.supervised_loss(demos, said)
+    assert got.shape == demos.mask.shape
+    torch.testing.assert_close(got, patch_means(by_hand, policy.patches), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(got.mean(), by_hand.mean(), rtol=1e-9, atol=1e-12)
+
+
+def test_the_supervised_loss_of_the_base_leaves_the_action_alone():
+    policy = low_resolution(supervises="base", loss="mse")
+    demos = policy.demonstrations(prompts(2), seed=0)
+    loss = policy.supervised_loss(demos, policy.likelihood(demos, whole(demos)))
+    loss.sum().backward()
+    assert all(p.grad is None for p in policy.module.action.parameters())
+    x, clean = demos.shared["degraded"], torch.stack(demos.completions)
+    torch.testing.assert_close(loss[:, 0], (policy.module.network(x) - clean).square().mean(dim=(1, 2, 3)))
+
+
+@pytest.mark.parametrize("action", [LowResolution(grid=2), BandGains(grid=2)], ids=lambda a: type(a).__name__)
+def test_with_a_detached_action_rewards_and_clean_pictures_teach_apart(action):
+    policy = policy_of(action, supervises="base")
+    rollouts = sampled(policy)
+    policy.likelihood(rollouts, whole(rollouts)).logprobs.sum().backward()
+    assert all(p.grad is None for p in policy.module.network.parameters())
+    assert action.head.say.weight.grad.abs().sum() > 0
+    policy.module.zero_grad(set_to_none=True)
+    demos = policy.demonstrations(prompts(2), seed=0)
+    policy.supervised_loss(demos, policy.likelihood(demos, whole(demos))).sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in policy.module.network.parameters())
+    assert all(p.grad is None for p in action.parameters())
+
+
+def test_rollouts_of_prompts_with_clean_pictures_have_the_same_supervised_loss():
+    """The picture is the deterministic one, whatever was drawn."""
+    policy = pixel_patches()
+    rollouts = sampled(policy)
+    said = policy.likelihood(rollouts, whole(rollouts), outputs=("output",))
+    demos = policy.demonstrations(prompts(3), seed=0)
+    of_demos = policy.supervised_loss(demos, policy.likelihood(demos, whole(demos)))
+    torch.testing.assert_close(policy.supervised_loss(rollouts, said), of_demos[rollouts.group_ids])
+    with pytest.raises(GruppoError, match=r'reads the deterministic picture.*want=\("output",\)'):
+        policy.supervised_loss(rollouts, policy.likelihood(rollouts, whole(rollouts)))
+
+
+@pytest.mark.parametrize("make", [pixel_patches, low_resolution], ids=lambda make: make.__name__)
+def test_the_trainer_s_gradient_of_demonstrations_is_that_of_their_mean_loss(make):
+    policy = doubled(make())
+    demos = policy.demonstrations(prompts(7), seed=0)
+    gradients = []
+    for budget in (1, 3, 99):
+        config = Config(optim=OptimConfig(token_budget=budget), stage=Stage(rl_coef=0.0, sup_coef=1.0))
+        parts: dict[str, Any] = {"engine": None, "source": None, "rewards": None, "optimizer": None}
+        policy.module.zero_grad()
+        backward(Run(config, policy, **parts), unsampled(demos), step_params_at(config, 0))
+        gradients.append(vector(policy.module.parameters()))
+    policy.module.zero_grad()
+    policy.supervised_loss(demos, policy.likelihood(demos, whole(demos))).mean().backward()
+    by_hand = vector(policy.module.parameters())
+    for gradient in gradients:
+        assert (gradient - by_hand).norm() <= 1e-10 * by_hand.norm()
+
+
+# --- consistency ------------------------------------------------------------------------------------------------------
+
+
+def consistency_of(policy, rollouts, ref=None):
+    said = policy.likelihood(rollouts, whole(rollouts), outputs=("output",))
+    if ref is None:
+        nothing = Likelihood(said.logprobs)
+        return policy.consistency_loss(rollouts, said, nothing)
+    return policy.consistency_loss(rollouts, said, ref.likelihood(rollouts, whole(rollouts), outputs=("output",)))
+
+
+def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
+    policy = doubled(pixel_patches(consistency=ToReference("mse")))
+    rollouts, reference = sampled(policy), FrozenReference(policy)
+    assert consistency_of(policy, rollouts, reference).eq(0).all()
+    disturb(policy.module)
+    loss = consistency_of(policy, rollouts, reference)
+    x = rollouts.shared["degraded"].double()
+    with torch.no_grad():
+        apart = (policy.module.network(x) - reference.module.network(x)).square()[rollouts.group_ids]
+    torch.testing.assert_close(loss.detach(), patch_means(apart, 2), rtol=1e-9, atol=1e-12)
+    loss.sum().backward()
+    assert any(p.grad.abs().sum() > 0 for p in policy.module.network.parameters())
+    with pytest.raises(GruppoError, match="consistency to a reference reads its picture"):
+        consistency_of(policy, rollouts)
+
+
+def test_equivariance_compares_the_picture_of_a_turned_one_with_the_turned_picture():
+    """By hand, each row turned back by a search over all eight; a network without a direction has none."""
+    policy = doubled(pixel_patches(consistency=Equivariance("l1")))
+    rollouts = sampled(policy, 1, 1, 1)
+    x = rollouts.shared["degraded"].double()
+    loss = consistency_of(policy, rollouts).detach()
+    choices = [policy.consistency.choice(prompt, is_square=True) for prompt in rollouts.prompts]
+    assert all(1 <= choice <= 7 for choice in choices)
+    seen = {policy.consistency.choice(Prompt("", None, draw=n), is_square=True) for n in range(60)}
+    assert seen == set(range(1, 8))
+    assert {policy.consistency.choice(Prompt("", None, draw=n), is_square=False) for n in range(40)} == {2, 4, 6}
+    with torch.no_grad():
+        for row, choice in enumerate(choices):
+            of_turned = policy.module.network(flip(x[row], choice)[None])[0]
+            back = next(
+                flip(of_turned, inverse)
+                for inverse in range(8)
+                if torch.equal(flip(flip(x[row], choice), inverse), x[row])
+            )
+            apart = (back - policy.module.network(x[row][None])[0]).abs()
+            torch.testing.assert_close(loss[row], patch_means(apart[None], 2)[0], rtol=1e-9, atol=1e-12)
+    for layer in (policy.module.network.enter, policy.module.network.leave):
+        layer.weight.data = layer.weight.data.mean(dim=(-1, -2), keepdim=True).expand_as(layer.weight).contiguous()
+    assert consistency_of(policy, rollouts).max() <= 1e-12
+
+
+def test_a_picture_degraded_again_is_compared_with_what_was_given():
+    strengths = {prompt.id: 0.5 + n for n, prompt in enumerate(prompts(3))}
+
+    def degrade(pictures, asked):
+        return torch.cat(
+            [gaussian_blur(p[None], strengths[prompt.id]) for p, prompt in zip(pictures, asked, strict=True)]
+        )
+
+    policy = doubled(controls(consistency=ToDegraded(degrade, "mse")))
+    rollouts = sampled(policy)
+    x = rollouts.shared["degraded"].double()
+    with torch.no_grad():
+        again = torch.cat([gaussian_blur(y[None], 0.5 + n) for n, y in enumerate(policy.output_of(x))])
+    by_hand = (again - x).square().mean(dim=(1, 2, 3))[rollouts.group_ids]
+    torch.testing.assert_close(consistency_of(policy, rollouts)[:, 0].detach(), by_hand, rtol=1e-9, atol=1e-12)
+    policy.consistency = ToDegraded(lambda pictures, asked: pictures[..., ::2, ::2])
+    with pytest.raises(GruppoError, match=r"\[9, 3, 8, 8\] became \[9, 3, 4, 4\].*keeps the size"):
+        consistency_of(policy, rollouts)
+
+
+# --- one gradient, however it is computed -----------------------------------------------------------------------------
+
+
+@cache
+def case_of(make) -> Case:
+    """Nine rows of three groups in float64; ratios off 1, some beyond every clip; one row unscored."""
+    policy = doubled(make())
+    rollouts = sampled(policy)
+    reference, critic = FrozenReference(policy), SharedCritic(policy)
+    disturb(reference.module, 0.01)
+    disturb(critic.module, 0.3)
+    return Case(policy, reference, critic, batch_of(policy, reference, rollouts, torch.float64))
+
+
+PAIRS = [(pixel_patches, name) for name in PRESETS]
+PAIRS += [(make, name) for make in (low_resolution, band_gains, controls) for name in ("grpo", "ppo")]
+
+
+@pytest.fixture(params=PAIRS, ids=lambda pair: f"{pair[0].__name__}-{pair[1]}")
+def pair(request):
+    """Every preset over one policy, two over each of the others."""
+    return case_of(request.param[0]), PRESETS[request.param[1]]
+
+
+@pytest.mark.silent_bug(3)
+@pytest.mark.silent_bug(5)
+@pytest.mark.silent_bug(11)
+@pytest.mark.silent_bug(24)
+def test_neither_micro_batches_nor_order_nor_junk_nor_company_change_the_gradient_of_an_update(pair):
+    case, objective = pair
+    fresh, filled = replace(case.batch, ref=None), variants.spoiled(case.batch)
+    turned = case.batch.take(torch.tensor([5, 0, 8, 3, 1, 7, 2, 6, 4]))
+    both = case.batch.take(torch.cat([torch.arange(9), torch.arange(4)]))
+    loss_mask = both.loss_mask.clone()
+    loss_mask[9:] = False
+    company = variants.spoiled(replace(both, loss_mask=loss_mask))
+    varied = [Variant(case.batch, case.policy, 1), Variant(fresh, case.policy, 4), Variant(turned, case.policy, 3)]
+    varied += [Variant(filled, case.policy, 5), Variant(company, variants.undivided(case.policy))]
+    assert farthest(case, objective, varied) <= LIMIT
+
+
+@pytest.mark.silent_bug(2)
+def test_on_the_policy_s_own_samples_every_surrogate_has_the_gradient_of_reinforce(pair):
+    case, objective = pair
+    advantages = torch.linspace(-1, 1.1, 9, dtype=torch.float64)[:, None].expand_as(case.batch.advantages)
+    batch = replace(case.batch, advantages=advantages, old_logprobs=None, returns=None)
+    plainly = replace(objective, surrogate="reinforce", ratio="token", dual_clip=0.0)
+    alone = Stage(kl_coef=0.0, entropy_coef=0.0)
+    got, stats = learned(case, objective, Variant(batch, case.policy), alone)
+    assert stats["ratio"].min == stats["ratio"].max == 1
+    assert distance(got, learned(case, plainly, Variant(batch, case.policy), alone)[0]) <= LIMIT
+
+
+def test_actions_that_are_not_learned_from_may_hold_anything():
+    for make in (pixel_patches, band_gains):
+        case = case_of(make)
+        rollouts, loss_mask = case.batch.rollouts, case.batch.loss_mask.clone()
+        loss_mask[2, 1] = loss_mask[4] = False
+        batch = replace(case.batch, loss_mask=loss_mask)
+        expected = learned(case, GRPO, Variant(batch, case.policy))[0]
+        hole = loss_mask.reshape(*loss_mask.shape, 1, 1, 1)
+        junk = replace(rollouts, actions=torch.where(hole, rollouts.actions, torch.nan), mask=loss_mask)
+        assert distance(learned(case, GRPO, Variant(replace(batch, rollouts=junk), case.policy))[0], expected) <= LIMIT
+
+
+@pytest.mark.parametrize("make", [pixel_patches, band_gains], ids=lambda make: make.__name__)
+def test_the_batch_reaches_both_sides_of_the_clip(make):
+    case = case_of(make)
+    _, stats = learned(case, GRPO, whole_update(case))
+    assert 0 < stats["clip/high_frac"].mean < 1 and 0 < stats["clip/low_frac"].mean < 1
+
+
+# --- credit by patch --------------------------------------------------------------------------------------------------
+
+
+def test_patch_advantages_by_hand():
+    """Two samples of one picture in four patches: each patch is compared with the other sample's."""
+    rewards = torch.tensor([[30.0, 20.0, 25.0, 10.0], [32.0, 20.0, 21.0, 13.0]])
+    mask, ids = torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
+    plain, _ = position_advantages(rewards, ids, mask, baseline="mean", scale="none")
+    assert plain.tolist() == [[-1.0, 0.0, 2.0, -1.5], [1.0, 0.0, -2.0, 1.5]]
+    scaled, _ = position_advantages(rewards, ids, mask, baseline="mean", scale="group", eps=0.0)
+    half = 0.5**0.5
+    expected = torch.tensor([[-half, 0.0, half, -half], [half, 0.0, -half, half]])
+    torch.testing.assert_close(scaled, expected)
+
+
+def test_credit_by_patch_has_the_gradient_of_the_sum_with_less_noise():
+    """Pixel noise, a reward of each patch: E[sum_p r_p d log p_p] = E[(sum_p r_p) d log p]; by 4000 draws."""
+    policy = policy_of(PixelNoise(std=0.1), patches=2)
+    for parameter in policy.module.network.parameters():
+        parameter.requires_grad_(parameter is policy.module.network.leave.bias)
+    rollouts = policy.sample([Request(prompts(1)[0], 64)], SAMPLING, seed=0)
+    mean = policy.likelihood(rollouts, whole(rollouts, 0), outputs=("gaussian",)).gaussian.mean[0].detach()  # [T, *E]
+    noise = torch.randn(4000, *mean.shape, generator=torch.Generator().manual_seed(0))
+    clean = to_columns(picture(50)[None], 2)[0]
+    rewards = -(mean + 0.1 * noise - clean).square().flatten(2).sum(-1)  # [draws, T]
+    rewards = rewards - rewards.mean(dim=0)
+    score = (noise / 0.1).sum(dim=(-1, -2))  # d log p_p / d bias, but for 0.3: [draws, T, C]
+    by_patch, by_sum = (rewards[..., None] * score).sum(1), rewards.sum(1, keepdim=True) * score.sum(1)
+    exact = -2 * (mean - clean).sum(dim=(0, 2, 3))
+    for drawn in (by_patch, by_sum):
+        error = drawn.std(dim=0) / len(drawn) ** 0.5
+        assert ((drawn.mean(dim=0) - exact).abs() <= 4 * error).all()
+    assert (by_patch.var(dim=0) < 0.5 * by_sum.var(dim=0)).all()
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+class Pictures:
+    """Three pictures in turn."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def take(self, n: int) -> list[Prompt]:
+        self.drawn += n
+        return [
+            Prompt(f"p{d % 3}", picture(d % 3), picture(d % 3 + 50), draw=d) for d in range(self.drawn - n, self.drawn)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+
+def plain(images, **_):
+    """Minus the mean difference of neighbours."""
+    return [-float((image[..., 1:] - image[..., :-1]).abs().mean()) for image in images]
+
+
+@pytest.mark.silent_bug(40)
+def test_gains_of_detail_learn_a_reward_without_a_gradient_and_the_network_rests():
+    torch.manual_seed(0)
+    action = BandGains(grid=2, std=0.15)
+    policy = policy_of(action, trains="action")
+    before = {name: value.clone() for name, value in policy.module.network.state_dict().items()}
+    config = Config(
+        objective=replace(GRPO, clip_unit="nats", clip_low=1.0, clip_high=1.0),
+        rollout=RolloutConfig(prompts=6, group_size=8, max_new_tokens=1),
+        optim=OptimConfig(lr=3e-3, token_budget=64),
+        stage=Stage(kl_coef=1e-3),
+    )
+    rewards = RewardSet([plain], None, 10.0)
+    optimizer = adamw(policy, None, config)
+    source: Any = Pictures()
+    run = Run(
+        config, policy, LocalEngine(policy), source, rewards, optimizer, reference=FrozenReference(policy), critic=None
+    )
+    said = []
+    for _ in range(6):
+        step_params = replace(step_params_at(config, run.step), sampling=SAMPLING)
+        collected = collect(run, step_params)
+        said.append(collected.metrics | learn(run, collected.batch, step_params))
+        run.step += 1
+    assert said[-1]["reward/mean"] > said[0]["reward/mean"] + 0.02
+    assert all(step["ratio/max"] == pytest.approx(1, abs=1e-3) for step in said)
+    assert all(torch.equal(value, before[name]) for name, value in policy.module.network.state_dict().items())
+    assert said[-1]["kl/ref_nats"] > 0
+
+
+def test_the_network_of_a_tiny_policy_learns_its_targets():
+    policy = pixels(loss="mse")
+    optimizer = torch.optim.Adam(policy.module.parameters(), lr=1e-2)
+    demos = policy.demonstrations([Prompt("x", picture(0), 0.5 * picture(0) + 0.2)], seed=0)
+    losses = []
+    for _ in range(40):
+        loss = policy.supervised_loss(demos, policy.likelihood(demos, whole(demos))).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    assert isinstance(policy.module.network, TinyNetwork)
+
+
+# --- told the true values ---------------------------------------------------------------------------------------------
+
+
+def known(count: int = 3) -> list[Prompt]:
+    """Prompts with clean pictures whose data say how they were spoiled."""
+    told = [{"noise": 0.25 + 0.5 * n, "blur": 0.5 - 0.25 * n, "text": "x"} for n in range(count)]
+    return [replace(prompt, meta=own) for prompt, own in zip(prompts(count), told, strict=True)]
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_told_is_the_network_s_picture_at_the_true_values_and_without_any_mix(unit):
+    """By hand, with the network itself; also where a piece has some of the rows alone."""
+    policy = doubled(controls(supervises="told", loss="mse", unit=unit))
+    demos = policy.demonstrations(known(), seed=0)
+    x, clean = (torch.stack(of).double() for of in zip(*((p.inputs, p.target) for p in known()), strict=True))
+    given = torch.tensor([[0.25, 0.5], [0.75, 0.25], [1.25, 0.0]], dtype=torch.float64)
+    given = (given - torch.tensor([0, -1])) / 2 if unit else given  # noise is 0 to 2, blur -1 to 1
+    by_hand = (policy.module.network(x, given) - clean).square().mean(dim=(1, 2, 3))
+    for rows in ((0, 1, 2), (2, 0)):
+        said = policy.likelihood(demos, whole(demos, *rows))
+        got = policy.supervised_loss(demos.take(rows), said)[:, 0]
+        torch.testing.assert_close(got, by_hand[list(rows)], rtol=1e-6, atol=1e-9)
+    plain = controls(unit=unit, loss="mse")
+    assert (policy.likelihood(demos, whole(demos)).output - doubled(plain).output_of(x)).abs().max() > 0.01
+
+
+def test_told_teaches_the_network_alone():
+    policy = controls(supervises="told")
+    demos = policy.demonstrations(known(), seed=0)
+    policy.supervised_loss(demos, policy.likelihood(demos, whole(demos))).sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in policy.module.network.parameters())
+    assert all(p.grad is None for p in policy.module.action.parameters())
+
+
+def test_in_units_the_network_is_told_shares_of_the_ranges():
+    """The same network told 2 times, or 1 more than twice, the share is the one told the value."""
+    plain, unit = controls(), controls(unit=True)
+    network = unit.module.network
+    x, action = torch.stack([picture(n) for n in range(3)]), torch.linspace(-0.4, 0.4, 9).reshape(3, 3, 1, 1)
+    values = unit.module.action.values(action)
+    assert torch.equal(values, plain.module.action.values(action))
+    shares = torch.stack([values[:, 0] / 2, (values[:, 2] + 1) / 2], dim=1)
+    mix = values[:, 1, None, None, None]
+    by_hand = mix * network(x, shares) + (1 - mix) * x
+    torch.testing.assert_close(unit.module.shown(x, None, action), by_hand)
+    assert (unit.module.shown(x, None, action) - plain.module.shown(x, None, action)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"blur": 0.5}, "prompt 'p0' has no column 'noise'; supervises='told' tells the network that number"),
+        ({"noise": "much", "blur": 0.5}, "has 'much' as 'noise'; supervises='told'"),
+        ({"noise": 0.5, "blur": 1.5}, "has blur=1.5, and the control has the range -1 to 1. Widen the range"),
+        ({"noise": -0.1, "blur": 0.5}, "has noise=-0.1, and the control has the range 0 to 2"),
+        ({"noise": float("nan"), "blur": 0.5}, "has noise=nan"),
+    ],
+)
+def test_told_refuses_data_that_do_not_say_it(meta, message):
+    prompt = replace(prompts(1)[0], meta=meta)
+    policy = controls(supervises="told")
+    with pytest.raises(GruppoError, match=message):
+        policy.demonstrations([prompt], seed=0)
+    assert controls().check_demonstration(prompt) is None
+    assert policy.check_demonstration(replace(prompt, meta={"noise": 2, "blur": -1})) is None
+
+
+def test_told_refuses_an_action_that_tells_nothing_and_a_network_that_rests():
+    with pytest.raises(GruppoError, match=r"'low_resolution' tells it none\. Set the action controls"):
+        low_resolution(supervises="told")
+    with pytest.raises(GruppoError, match="'controls' tells it none"):
+        policy_of(Controls([Control("mix", 0, 1, 0.5)]), supervises="told")
+    with pytest.raises(GruppoError, match="supervises='told' teaches the network alone, and trains='action'"):
+        controls(supervises="told", trains="action")

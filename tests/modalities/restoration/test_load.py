@@ -1,0 +1,238 @@
+"""Networks and policies by name and in folders: all weights, or one line that names what is missing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.modalities.restoration.fakes import POLICIES, SAMPLING, TinyNetwork, pixels, policy_of, requests
+
+from gruppo.modalities.restoration import (
+    BandGains,
+    Control,
+    Controls,
+    DnCNN,
+    LowResolution,
+    PixelNoise,
+    UNet,
+    load_network,
+    load_restorer,
+    open_action,
+    open_network,
+    open_restorer,
+)
+from gruppo.types import GruppoError
+
+SMALL = ("dncnn:width=4,depth=3", "unet:width=4")
+
+
+@pytest.mark.parametrize("network", SMALL)
+@pytest.mark.parametrize("action", ["pixels:std=0.05", "band_gains:grid=4,std=0.2,learned=true", "controls:a=0-2@1"])
+def test_what_is_saved_and_loaded_draws_the_same(tmp_path, network, action):
+    trains = "all" if action.startswith("pixels") else "action"
+    policy = open_restorer(network, action, trains=trains, loss="l1", seed=5)
+    policy.save(tmp_path / "saved")
+    loaded = load_restorer(tmp_path / "saved")
+    assert loaded.settings == policy.settings and loaded.spec == network.partition(":")[0]
+    a, b = (one.sample(requests(2, 1), SAMPLING, seed=1) for one in (policy, loaded))
+    assert torch.equal(a.actions, b.actions) and torch.equal(torch.stack(a.completions), torch.stack(b.completions))
+    assert {p.requires_grad for p in loaded.module.network.parameters()} == {trains == "all"}
+
+
+@pytest.mark.parametrize("make", POLICIES, ids=lambda make: make.__name__)
+def test_a_network_that_is_not_ours_is_given_and_gets_the_weights(tmp_path, make):
+    policy = make()
+    policy.save(tmp_path)
+    with pytest.raises(GruppoError, match=r"of a module that is not ours. Give load_restorer its module"):
+        load_restorer(tmp_path)
+    loaded = load_restorer(tmp_path, TinyNetwork(conditions=policy.module.acts.conditions))
+    a, b = (one.sample(requests(2), SAMPLING, seed=1) for one in (policy, loaded))
+    assert torch.equal(a.actions, b.actions)
+
+
+OWN = """
+import torch
+
+class Mine(torch.nn.Module):
+    def __init__(self, channels=1):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x)
+
+def needs(something):
+    return Mine()
+
+def none():
+    return 3
+
+number = 3
+"""
+
+
+def test_an_own_network_in_a_file_is_found_again_by_its_name(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    spec = f"{tmp_path / 'mine.py'}:Mine"
+    policy = open_restorer(spec, "pixels")
+    assert policy.module.network.conv.in_channels == 3
+    policy.save(tmp_path / "saved")
+    assert torch.equal(load_restorer(tmp_path / "saved").module.network.conv.weight, policy.module.network.conv.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("needs", "cannot be called without arguments of its own"),
+        ("none", "made a int; it needs a torch.nn.Module"),
+        ("number", "is a int; it needs to be a module"),
+        ("Mime", "has no 'Mime'.*Did you mean .*Mine"),
+    ],
+)
+def test_what_is_no_network_is_refused(tmp_path, name, why):
+    (tmp_path / "mine.py").write_text(OWN)
+    with pytest.raises(GruppoError, match=why):
+        open_network(f"{tmp_path / 'mine.py'}:{name}")
+
+
+def test_the_weights_of_another_network_are_refused_with_the_names(tmp_path):
+    other = DnCNN(3, width=4, depth=4)
+    save_file(other.state_dict(), tmp_path / "other.safetensors")
+    network = DnCNN(3, width=4, depth=3)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    with pytest.raises(GruppoError) as caught:
+        load_network(network, tmp_path / "other.safetensors")
+    said = str(caught.value)
+    assert "of another network than DnCNN: 2 unknown: body.6.bias, body.6.weight" in said
+    assert "2 of another shape: body.4.bias, body.4.weight (of 6)" in said and "\n" not in said
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    half = dict(list(network.state_dict().items())[:2])
+    save_file(half, tmp_path / "half.safetensors")
+    with pytest.raises(GruppoError, match=r"4 missing: body.2.bias, body.2.weight, body.4.bias, body.4.weight"):
+        load_network(network, tmp_path / "half.safetensors")
+
+
+def test_a_policy_s_network_begins_another_policy(tmp_path):
+    first = open_restorer("unet:width=4", "pixels", seed=1)
+    first.save(tmp_path)
+    second = open_restorer("unet:width=4", "band_gains:grid=2", weights=tmp_path, seed=2, trains="action")
+    for mine, theirs in zip(second.module.network.parameters(), first.module.network.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(GruppoError, match="of another network than DnCNN"):
+        open_restorer("dncnn:width=4", "pixels", weights=tmp_path)
+
+
+def test_a_damaged_folder_is_one_line(tmp_path):
+    policy = policy_of(PixelNoise())
+    policy.save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["network.enter.bias"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(GruppoError, match=r"1 missing: network\.enter\.bias"):
+        load_restorer(tmp_path, TinyNetwork())
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(GruppoError, match="holds no restoration policy"):
+        load_restorer(tmp_path, TinyNetwork())
+    policy.save(tmp_path)
+    (tmp_path / "restorer.json").write_text(json.dumps({"channels": 3}))
+    with pytest.raises(GruppoError, match="holds no restoration policy: 'action'"):
+        load_restorer(tmp_path)
+    with pytest.raises(GruppoError, match="holds no restoration policy: No such file"):
+        load_restorer(tmp_path / "nowhere")
+
+
+def test_networks_and_actions_are_drawn_by_the_seed_and_leave_the_generator_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    a, b, c = (open_restorer("unet:width=4", "band_gains", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    weights = [[p for p in one.module.parameters() if p.std() > 0] for one in (a, b, c)]
+    assert all(torch.equal(x, y) for x, y in zip(weights[0], weights[1], strict=True))
+    drawn = [(x, y) for x, y in zip(weights[0], weights[2], strict=True)]
+    assert all(not torch.equal(x, y) for x, y in drawn) and len(drawn) > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("pixels", PixelNoise(3)),
+        ("pixels:std=0.05,learned=true", PixelNoise(3, std=0.05, learned=True)),
+        ("low_resolution:grid=4,smooth=false", LowResolution(3, grid=4, smooth=False)),
+        ("band_gains:grid=4,std=0.2", BandGains(3, grid=4, std=0.2)),
+        (
+            "controls:noise=0-50@25,mix=0-1@1,std=0.3",
+            Controls([Control("noise", 0, 50, 25), Control("mix", 0, 1, 1)], std=0.3),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_action_is_written_as_a_name_with_options(text, made):
+    assert open_action(text).settings == made.settings
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("gains", "there is no action 'gains'; write pixels"),
+        ("band_gain", "Did you mean 'band_gains'"),
+        ("band_gains:grid=many", "is not understood"),
+        ("band_gains:size=3", "it has no option 'size'"),
+        ("controls:noise=5", "noise=5 is no low-high@start"),
+        ("controls", "there needs to be one at least"),
+        ("controls:noise=0-1@2", "starts at 2 and has the range 0 to 1"),
+        ("band_gains:grid=0", "grid=0 has no cell"),
+        ("pixels:std=-1", "std=-1 gives no scale"),
+    ],
+)
+def test_an_action_that_there_is_not_is_refused(text, why):
+    with pytest.raises(GruppoError, match=why):
+        open_action(text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("unett", "Did you mean 'unet'"),
+        ("unet:size=3", "is not understood; it has width"),
+        ("dncnn:depth=1", "depth=1 leaves no layer"),
+        ("unet:width=0", "width=0 is out of range"),
+    ],
+)
+def test_a_network_that_there_is_not_is_refused(spec, why):
+    with pytest.raises(GruppoError, match=why):
+        open_network(spec)
+
+
+@pytest.mark.parametrize("make", [DnCNN, UNet])
+@pytest.mark.parametrize("conditions", [0, 2])
+def test_networks_are_the_identity_at_first_of_any_size_and_see_their_conditions(make, conditions):
+    torch.manual_seed(0)
+    network = make(3, width=4, conditions=conditions)
+    x, told = torch.rand(2, 3, 13, 10), torch.zeros(2, 2)
+    said = network(x, told) if conditions else network(x)
+    assert torch.equal(said, x)
+    for parameter in network.double().parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, told = x.double(), told.double()
+    said = network(x, told) if conditions else network(x)
+    alone = network(x[1:], told[1:]) if conditions else network(x[1:])
+    torch.testing.assert_close(alone, said[1:], rtol=1e-10, atol=1e-10)
+    if conditions:
+        assert not torch.allclose(network(x, told + 0.5), said, atol=1e-3)
+        with pytest.raises(GruppoError, match=r"reads 2 conditions of each picture and got none for 2 pictures"):
+            network(x)
+
+
+def test_our_networks_have_the_weights_that_their_docs_say():
+    assert sum(p.numel() for p in DnCNN().parameters()) == 38_755
+    assert sum(p.numel() for p in UNet().parameters()) == 150_838
+
+
+def test_a_consistency_by_a_name_that_there_is_not_is_refused():
+    with pytest.raises(GruppoError, match="consistency='own' is not one of 'reference', 'equivariance'"):
+        open_restorer(SMALL[0], "pixels", consistency="own")
+    assert replace(SAMPLING, temperature=0.0).temperature == 0 and pixels().columns == 1

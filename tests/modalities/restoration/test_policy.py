@@ -1,0 +1,582 @@
+"""Restoration policies: what they draw, how it is scored, and that both are one function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.modalities.restoration.fakes import (
+    POLICIES,
+    SAMPLING,
+    SIDE,
+    TinyNetwork,
+    band_gains,
+    controls,
+    disturb,
+    doubled,
+    low_resolution,
+    picture,
+    pixel_patches,
+    pixels,
+    policy_of,
+    prompts,
+    requests,
+    sampled,
+    whole,
+)
+from torch import nn
+
+from gruppo.core.divergence import gaussian_kl
+from gruppo.core.images import as_saved
+from gruppo.modalities.common.critic import SharedCritic
+from gruppo.modalities.common.reference import FrozenReference, MixedReference
+from gruppo.modalities.restoration import BandGains, LowResolution, PixelNoise, RestorationPolicy
+from gruppo.modalities.restoration.patches import from_columns, patch_means, to_columns
+from gruppo.testing import check_policy
+from gruppo.types import Consistent, GruppoError, Prompt, Request, Rollouts, Sampling, Supervised
+
+ALL = 10**9
+
+
+@pytest.fixture(params=POLICIES, ids=lambda make: make.__name__)
+def make(request):
+    return request.param
+
+
+@pytest.fixture
+def policy(make):
+    return doubled(make())
+
+
+@torch.no_grad()
+def logprobs_of(policy, rollouts, budget=ALL):
+    logprobs = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
+    for micro_batch in policy.micro_batches(rollouts, rollouts.mask, budget):
+        logprobs[micro_batch.rows] = policy.likelihood(rollouts, micro_batch).logprobs
+    return logprobs
+
+
+def gradient_of(policy, rollouts, micro_batches):
+    """Of sum(weights * log-probs), with a weight of its own for each action."""
+    policy.module.zero_grad(set_to_none=True)
+    weights = torch.linspace(-1, 1, rollouts.mask.numel(), dtype=torch.float64).reshape(rollouts.mask.shape)
+    for micro_batch in micro_batches:
+        (policy.likelihood(rollouts, micro_batch).logprobs * micro_batch.of(weights)).sum().backward()
+    return torch.cat([p.grad.flatten().double() for p in policy.module.parameters() if p.grad is not None])
+
+
+def said_of(policy, rollouts, *outputs):
+    return policy.likelihood(rollouts, whole(rollouts), outputs=outputs)
+
+
+# --- one distribution -------------------------------------------------------------------------------------------------
+
+
+def test_it_keeps_the_contract_of_a_policy(make):
+    check_policy(make(), [picture(n) for n in range(3)])
+
+
+def test_it_learns_from_targets_and_has_a_consistency(make):
+    policy = make()
+    assert isinstance(policy, Supervised) and isinstance(policy, Consistent)
+
+
+@pytest.mark.silent_bug(2)
+@pytest.mark.parametrize("budget", [1, 3, ALL])
+def test_the_ratio_starts_at_one_whatever_shares_a_micro_batch(make, budget):
+    """At most 1e-5 nats per dimension, in float32."""
+    policy = make()
+    rollouts = sampled(policy)
+    apart = (logprobs_of(policy, rollouts, budget) - rollouts.sampler_logprobs).abs()
+    assert apart.max() <= 1e-5 * policy.dims((3, SIDE, SIDE))
+    assert rollouts.sampler_logprobs.abs().min() > 0.01
+
+
+@pytest.mark.silent_bug(35)
+def test_a_log_prob_is_that_of_torch_s_normal_of_the_action_as_it_is_stored(make):
+    policy = make()
+    rollouts = sampled(policy)
+    said = said_of(policy, rollouts, "gaussian", "entropy")
+    assert rollouts.actions.dtype == torch.float32 and said.logprobs.dtype == torch.float64
+    assert not rollouts.actions.requires_grad
+    normal = torch.distributions.Normal(said.gaussian.mean.double(), said.gaussian.std)
+    by_hand = normal.log_prob(rollouts.actions.double()).flatten(2).sum(-1)
+    torch.testing.assert_close(said.logprobs, by_hand, rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(said.entropy, normal.entropy().flatten(2).sum(-1), rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.silent_bug(17)
+def test_the_kl_is_that_of_torch_s_normals_and_of_monte_carlo(make):
+    policy = make()
+    rollouts = sampled(policy, 1)
+    reference = FrozenReference(policy)
+    disturb(policy.module, 0.02)
+    ours, theirs = (
+        of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian for of in (policy, reference)
+    )
+    exact = gaussian_kl(ours.mean, ours.std, theirs.mean, theirs.std).detach()
+    p, q = (torch.distributions.Normal(of.mean.detach().double(), of.std.detach()) for of in (ours, theirs))
+    by_torch = torch.distributions.kl_divergence(p, q).flatten(2).sum(-1)
+    torch.testing.assert_close(exact, by_torch, rtol=1e-9, atol=1e-12)
+    noise = torch.randn(4000, *p.loc.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = p.loc + p.scale * noise
+    drawn = (p.log_prob(x) - q.log_prob(x)).flatten(3).sum(-1)[:, 0]  # [draws, T]
+    error = drawn.std(dim=0) / math.sqrt(len(drawn))
+    assert ((drawn.mean(dim=0) - exact[0]).abs() <= 4 * error).all()
+
+
+def test_a_temperature_is_the_density_to_the_power_of_its_inverse(make):
+    """N(m, s^2)^(1/t) is a normal of standard deviation s t^(1/2); on both sides."""
+    policy = make()
+    warm = replace(SAMPLING, temperature=2.25)
+    rollouts, hot = sampled(policy), policy.sample(requests(4, 2, 3), warm, seed=3)
+    mean = said_of(policy, rollouts, "gaussian").gaussian.mean
+    torch.testing.assert_close(hot.actions - mean, 1.5 * (rollouts.actions - mean), rtol=1e-4, atol=1e-5)
+    assert (logprobs_of(policy, hot) - hot.sampler_logprobs).abs().max() <= 1e-5 * policy.dims((3, SIDE, SIDE))
+    once = said_of(policy, rollouts, "gaussian").gaussian.std
+    torch.testing.assert_close(said_of(policy, hot, "gaussian").gaussian.std, 1.5 * once)
+
+
+def test_a_learned_std_has_the_gradient_of_the_density_and_decays_to_where_it_began():
+    """d log p / d log s = sum ((a - m)^2 / s^2 - 1)"""
+    policy = pixel_patches()
+    rollouts = sampled(policy)
+    said = said_of(policy, rollouts, "gaussian")
+    said.logprobs.sum().backward()
+    z = (rollouts.actions - said.gaussian.mean) / said.gaussian.std
+    by_hand = (z.square() - 1).sum(dim=(0, 1, 3, 4))
+    scale = policy.module.acts.scale
+    torch.testing.assert_close(scale.log_ratio.grad.double(), by_hand.detach(), rtol=1e-5, atol=1e-4)
+    with torch.no_grad():
+        scale.log_ratio.fill_(0.7)
+    assert scale()[1].item() == pytest.approx(0.2 * math.exp(0.7), rel=1e-6)
+    optimizer = torch.optim.AdamW([scale.log_ratio], lr=0.5, weight_decay=1.0)
+    scale.log_ratio.grad = torch.zeros(3)
+    for _ in range(30):
+        optimizer.step()
+    torch.testing.assert_close(scale().float(), torch.tensor([0.1, 0.2, 0.3]))
+    assert not pixels().module.acts.scale.log_ratio.requires_grad
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(38)
+def test_pixels_are_shown_as_they_are_drawn_and_saved():
+    policy = pixel_patches()
+    rollouts = sampled(policy)
+    for row, action in zip(rollouts.completions, from_columns(rollouts.actions, 2), strict=True):
+        assert torch.equal(row, as_saved(action))
+    assert rollouts.actions.min() < 0 or rollouts.actions.max() > 1, "the action itself is not clamped"
+
+
+def test_a_coarse_residual_is_added_to_the_network_s_picture():
+    """By hand: each of 2 x 2 numbers a channel over its own 4 x 4 pixels."""
+    policy = policy_of(LowResolution(grid=2, std=0.1, smooth=False))
+    rollouts = sampled(policy, 2)
+    with torch.no_grad():
+        base = policy.module.network(rollouts.shared["degraded"])[0]
+    z = rollouts.actions[:, 0]
+    by_hand = base + z.repeat_interleave(4, dim=-1).repeat_interleave(4, dim=-2)
+    torch.testing.assert_close(torch.stack(rollouts.completions), as_saved(by_hand), rtol=0, atol=1 / 255 + 1e-6)
+    assert (torch.stack(rollouts.completions) - as_saved(by_hand)).abs().gt(1e-6).float().mean() < 0.01
+
+
+def blurred_by_hand(image, std):
+    """Reflecting nothing: a plain double sum with the edge continued."""
+    r = math.ceil(3 * std)
+    weights = [math.exp(-(n**2) / (2 * std**2)) for n in range(-r, r + 1)]
+    weights = [w / sum(weights) for w in weights]
+    height, width = image.shape[-2:]
+    out = torch.zeros_like(image)
+    for dy, wy in zip(range(-r, r + 1), weights, strict=True):
+        for dx, wx in zip(range(-r, r + 1), weights, strict=True):
+            rows = (torch.arange(height) + dy).clamp(0, height - 1)
+            columns = (torch.arange(width) + dx).clamp(0, width - 1)
+            out += wy * wx * image[..., rows, :][..., columns]
+    return out
+
+
+def test_gains_multiply_bands_of_luma_and_chroma():
+    """One gain at a time, by plain loops: y = f + g band; and a gain of -1 on both bands of luma leaves a blur's."""
+    policy = doubled(policy_of(BandGains(grid=1, std=0.15)))
+    x = picture(0)[None].double()
+    base = policy.module.network(x)
+    first, second = blurred_by_hand(base, 1.0), blurred_by_hand(base, 2.0)
+    fine, mid = base - first, first - second
+    weights = torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64).reshape(3, 1, 1)
+    luma = [(weights * band).sum(dim=1, keepdim=True) for band in (fine, mid)]
+    by_hand = [luma[0].expand_as(base), luma[1].expand_as(base), fine - luma[0], mid - luma[1]]
+    for k, band in enumerate(by_hand):
+        gains = torch.zeros(1, 4, 1, 1, dtype=torch.float64)
+        gains[0, k] = 0.5
+        torch.testing.assert_close(policy.module.shown(x, base, gains), base + 0.5 * band, rtol=0, atol=1e-6)
+    off = policy.module.shown(x, base, torch.full((1, 4, 1, 1), -1.0, dtype=torch.float64))
+    torch.testing.assert_close(off, second, rtol=0, atol=1e-6)
+
+
+def test_controls_are_told_in_their_range_and_mix_with_what_was_given():
+    policy = doubled(controls())
+    x = picture(0)[None].double()
+    action = torch.tensor([0.25, -0.5, 3.0], dtype=torch.float64).reshape(1, 3, 1, 1)
+    told = torch.tensor([[0.5 + 0.25 * 2, 1.0]], dtype=torch.float64)  # noise, and blur kept below 1
+    torch.testing.assert_close(policy.module.acts.values(action)[0].tolist(), [1.0, 0.25, 1.0])
+    by_hand = 0.25 * policy.module.network(x, told) + 0.75 * x
+    torch.testing.assert_close(policy.module.shown(x, None, action), by_hand)
+    start = torch.tensor([[0.5, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(policy.module.plain(x), 0.75 * policy.module.network(x, start) + 0.25 * x)
+
+
+@pytest.mark.parametrize("action", [LowResolution(grid=2), BandGains(grid=2)], ids=lambda a: type(a).__name__)
+def test_a_new_head_changes_nothing_at_temperature_0(action):
+    torch.manual_seed(0)
+    policy = RestorationPolicy(TinyNetwork(), action)
+    x = torch.stack([picture(0), picture(1)])
+    with torch.no_grad():
+        torch.testing.assert_close(policy.restore(x), as_saved(policy.module.network(x)), rtol=0, atol=1e-6)
+
+
+def test_at_temperature_0_the_picture_is_the_mean_s_and_no_seed_changes_it(make):
+    policy = make()
+    mode = replace(SAMPLING, temperature=0.0)
+    rollouts, again = (policy.sample(requests(1, 2, 1), mode, seed=seed) for seed in (0, 1))
+    assert torch.equal(rollouts.actions, again.actions)
+    x = rollouts.shared["degraded"][rollouts.group_ids]
+    torch.testing.assert_close(torch.stack(rollouts.completions), policy.restore(x), rtol=0, atol=1 / 255 + 1e-6)
+    said = said_of(policy, rollouts, "gaussian", "output")
+    torch.testing.assert_close(rollouts.actions, said.gaussian.mean.float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(said.output, policy.output_of(x), rtol=0, atol=1e-5)
+    assert said.logprobs.isfinite().all()
+
+
+def test_only_what_is_asked_for_is_there(make):
+    policy = make()
+    plain = said_of(policy, sampled(policy, 2))
+    assert (plain.entropy, plain.gaussian, plain.values, plain.output) == (None, None, None, None)
+
+
+def test_a_network_that_rests_gets_no_gradient_and_the_head_does():
+    """Also where the head's gradient would reach it."""
+    policy = policy_of(BandGains(grid=4, detached=False), trains="action")
+    rollouts = sampled(policy)
+    said_of(policy, rollouts).logprobs.pow(2).sum().backward()
+    assert all(p.grad is None for p in policy.module.network.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in policy.module.action.head.parameters())
+
+
+def test_a_picture_that_is_not_finite_is_an_error_and_is_not_learned_from():
+    policy = policy_of(PixelNoise(std=0.1))
+    policy.module.network = Nanny(policy.module.network)
+    rollouts = sampled(policy, 2, 2)
+    assert rollouts.finish == ("stop", "stop", "error", "error")
+    assert rollouts.mask.tolist() == [[True]] * 2 + [[False]] * 2
+    assert torch.stack(rollouts.completions).isfinite().all()
+    said = said_of(policy, rollouts, "entropy")
+    assert said.logprobs[2:].eq(0).all() and said.entropy[2:].eq(0).all()
+    said.logprobs.sum().backward()
+    assert all(p.grad.isfinite().all() for p in policy.module.parameters() if p.grad is not None)
+
+
+class Nanny(nn.Module):
+    """NaN of the picture number 1 of the tests, and of no other."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        is_it = (x - picture(1).to(x)).flatten(1).abs().amax(dim=1) == 0
+        return torch.where(is_it[:, None, None, None], torch.nan, self.network(x))
+
+
+# --- pieces, company, order, addresses --------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(3)
+@pytest.mark.silent_bug(4)
+@pytest.mark.silent_bug(24)
+def test_neither_micro_batches_nor_company_nor_order_change_values_or_gradients(policy):
+    rollouts = sampled(policy)
+    micro_batches = policy.micro_batches(rollouts, rollouts.mask, ALL)
+    value, gradient = logprobs_of(policy, rollouts), gradient_of(policy, rollouts, micro_batches)
+    assert len(micro_batches) == 1
+    for budget in (1, 2, 5):
+        cut = policy.micro_batches(rollouts, rollouts.mask, budget)
+        assert len(cut) > 1
+        torch.testing.assert_close(logprobs_of(policy, rollouts, budget), value, rtol=0, atol=1e-9)
+        assert (gradient_of(policy, rollouts, cut) - gradient).norm() <= 1e-10 * gradient.norm()
+    order = torch.tensor([5, 0, 8, 3, 1, 7, 2, 6, 4])
+    turned = logprobs_of(policy, rollouts.take(order))
+    torch.testing.assert_close(turned, value[order], rtol=0, atol=1e-9)
+
+
+def test_micro_batches_hold_each_kept_row_once_within_the_budget_of_squares(policy):
+    rollouts = sampled(policy)
+    loss_mask = rollouts.mask.clone()
+    loss_mask[[1, 6]] = False
+    for budget in (1, 3, ALL):
+        micro_batches = policy.micro_batches(rollouts, loss_mask, budget)
+        assert torch.cat([micro_batch.rows for micro_batch in micro_batches]).sort().values.tolist() == [
+            0,
+            2,
+            3,
+            4,
+            5,
+            7,
+            8,
+        ]
+        assert all(len(micro_batch.rows) <= budget for micro_batch in micro_batches)
+    large = sampled_at(policy, 32)  # 2 x 2 squares of 16 pixels
+    assert [len(micro_batch.rows) for micro_batch in policy.micro_batches(large, large.mask, 9)] == [2, 2, 1]
+    assert policy.micro_batches(rollouts, torch.zeros_like(loss_mask), ALL) == []
+
+
+def sampled_at(policy, side):
+    asked = [Request(Prompt("large", picture(0, side)), 5)]
+    return policy.sample(asked, SAMPLING, seed=0)
+
+
+def test_the_network_is_asked_once_for_the_rows_of_a_group(policy):
+    seen = []
+    rollouts = sampled(policy)
+    policy.module.network.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    said_of(policy, rollouts)
+    assert sum(seen) == (0 if policy.module.acts.conditions else 3)
+
+
+@pytest.mark.silent_bug(25)
+@pytest.mark.silent_bug(26)
+@pytest.mark.parametrize("apart", [True, False], ids=["in two calls", "in one call"])
+def test_a_group_that_grows_equals_the_larger_group_at_once(policy, apart):
+    asked = prompts(3)
+    grown = [[Request(asked[0], 3), Request(asked[1], 2), Request(asked[2], 3)], [Request(asked[0], 1, first=3)]]
+    calls = grown if apart else [grown[0] + grown[1]]
+    got = Rollouts.cat([policy.sample(call, SAMPLING, seed=3) for call in calls])
+    whole_group = sampled(policy)
+    for n in range(3):
+        mine, theirs = got.actions[got.group_ids == n], whole_group.actions[whole_group.group_ids == n]
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.silent_bug(26)
+def test_noise_hangs_on_seed_draw_and_sample_alone(policy, monkeypatch):
+    prompt = prompts(1)[0]
+    twice = [Request(prompt, 4), Request(replace(prompt, draw=prompt.draw + 1), 4)]
+    rollouts = policy.sample(twice, SAMPLING, seed=3)
+    assert len({tuple(row.flatten().tolist()) for row in rollouts.actions}) == 8
+    other = policy.sample(twice, SAMPLING, seed=4)
+    assert (rollouts.actions != other.actions).float().mean() > 0.9
+    monkeypatch.setattr("gruppo.modalities.restoration.policy.BATCH_ROWS", 3)
+    again = policy.sample(twice, SAMPLING, seed=3)
+    torch.testing.assert_close(again.actions, rollouts.actions, rtol=0, atol=1e-6)
+    assert [p.draw for p in again.prompts] == [10, 11] and again.group_ids.tolist() == [0] * 4 + [1] * 4
+
+
+@pytest.mark.silent_bug(27)
+@pytest.mark.silent_bug(40)
+def test_dropout_and_moving_statistics_are_off():
+    policy = pixels(module={"dropout": 0.5, "norm": True})
+    policy.module.eval()
+    quiet = sampled(policy)
+    policy.module.train()
+    rollouts = sampled(policy)
+    assert torch.equal(rollouts.actions, quiet.actions)
+    policy.module.train()
+    torch.testing.assert_close(logprobs_of(policy, rollouts).float(), quiet.sampler_logprobs, rtol=0, atol=2e-3)
+    assert policy.module.network.norm.num_batches_tracked == 0
+
+
+# --- references, critics ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(19)
+def test_references_keep_their_weights_or_follow(make):
+    policy = make()
+    rollouts = sampled(policy)
+    frozen, mixed = FrozenReference(policy), MixedReference(policy, rate=1.0, every=1)
+    before = logprobs_of(policy, rollouts)
+    disturb(policy.module.action)
+    disturb(policy.module.network)
+    assert torch.equal(logprobs_of_reference(frozen, rollouts), before)
+    mixed.update(policy, 1)
+    after = logprobs_of_reference(mixed, rollouts)
+    assert not torch.equal(after, before)
+    trained = [p for p in policy.module.parameters() if p.requires_grad]
+    if len(trained) == len(list(policy.module.parameters())):
+        assert torch.equal(after, logprobs_of(policy, rollouts))
+
+
+def logprobs_of_reference(reference, rollouts):
+    return reference.likelihood(rollouts, whole(rollouts)).logprobs.detach()
+
+
+def test_a_critic_reads_means_and_mean_squares_of_each_patch(policy):
+    """By hand: w . features + b, of the degraded picture and of the network's."""
+    critic = SharedCritic(policy)
+    disturb(critic.module, 0.3)
+    rollouts = sampled(policy)
+    x = rollouts.shared["degraded"].double()
+    seen = x if policy.module.acts.conditions else torch.cat([x, policy.module.network(x)], dim=1)
+    side = policy.patches
+    parts = to_columns(torch.cat([seen, seen**2], dim=1), side).mean(dim=(-1, -2))
+    by_hand = (parts @ critic.module.weight[0].double() + critic.module.bias)[rollouts.group_ids]
+    torch.testing.assert_close(critic.values(rollouts, whole(rollouts)), by_hand, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(said_of(policy, rollouts, "values").values, by_hand, rtol=1e-9, atol=1e-9)
+
+
+# --- patches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(24)
+def test_columns_are_patches_row_by_row_from_the_top_left():
+    grid = torch.arange(2 * 4 * 6).reshape(1, 2, 4, 6)
+    columns = to_columns(grid, 2)
+    assert columns.shape == (1, 4, 2, 2, 3)
+    assert columns[0, 1, 0].tolist() == [[3, 4, 5], [9, 10, 11]]
+    assert columns[0, 2, 1].tolist() == [[36, 37, 38], [42, 43, 44]]
+    assert torch.equal(from_columns(columns, 2), grid)
+    assert patch_means(grid.double(), 2)[0, 3].item() == grid[0, :, 2:, 3:].double().mean().item()
+
+
+@pytest.mark.parametrize("make", [pixel_patches, band_gains], ids=lambda make: make.__name__)
+def test_the_columns_of_a_picture_sum_to_the_log_prob_of_its_one_action(make):
+    """Two roads: four patches, and the same numbers as one action."""
+    policy = doubled(make())
+    rollouts = sampled(policy)
+    one = policy.at(policy.module)
+    one.patches = 1
+    joined = replace(
+        rollouts,
+        actions=from_columns(rollouts.actions, 2)[:, None],
+        mask=rollouts.mask[:, :1],
+        lengths=torch.ones_like(rollouts.lengths),
+    )
+    got, by_one = said_of(policy, rollouts, "entropy"), said_of(one, joined, "entropy")
+    torch.testing.assert_close(got.logprobs.sum(dim=1), by_one.logprobs[:, 0], rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(got.entropy.sum(dim=1), by_one.entropy[:, 0], rtol=1e-10, atol=1e-9)
+
+
+def test_an_action_of_a_patch_changes_its_own_pixels_alone():
+    """Of pixels; of gains on a nearest grid, all of whose cells are in one patch."""
+    for policy in (pixel_patches(), band_gains()):
+        rollouts = sampled(policy, 1)
+        x = rollouts.shared["degraded"]
+        meant = policy.module(x)
+        moved = rollouts.actions.clone()
+        moved[:, 2] += 0.5
+        before, after = (policy.module.shown(x, meant.base, from_columns(a, 2)) for a in (rollouts.actions, moved))
+        changed = (after - before).abs().amax(dim=1)[0] > 0
+        assert changed[4:, :4].any() and not changed[:4].any() and not changed[:, 4:].any()
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+class Doubles(nn.Module):
+    """An upscaling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.weight * x.repeat_interleave(2, dim=-1).repeat_interleave(2, dim=-2)
+
+
+def test_a_network_that_changes_the_size_or_reads_other_channels_is_refused_when_it_is_given():
+    with pytest.raises(GruppoError, match=r"Doubles made \[1, 3, 128, 128\] of pictures \[1, 3, 64, 64\]; it needs"):
+        RestorationPolicy(Doubles(), PixelNoise())
+    with pytest.raises(GruppoError, match=r"TinyNetwork cannot restore pictures \[1, 3, 64, 64\]: .*channels"):
+        RestorationPolicy(TinyNetwork(1), PixelNoise())
+    with pytest.raises(GruppoError, match="action is for 1 channels and the network for 3"):
+        RestorationPolicy(TinyNetwork(), PixelNoise(1))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "why"),
+    [
+        (None, "has no input"),
+        ("a cat", "has an input that is str"),
+        (torch.zeros(3, 8, 8, dtype=torch.uint8), r"\[3, 8, 8\] of torch.uint8; it needs floats"),
+        (torch.zeros(1, 8, 8), "has input of 1 channels, and the network is for 3"),
+        (torch.full((3, 8, 8), 255.0), "numbers from 255 to 255; they need to be from 0 to 1"),
+        (torch.full((3, 8, 8), math.nan), "from nan to nan"),
+        (torch.zeros(3, 7, 8), "is 7 x 8, which 2 x 2 patches do not divide"),
+    ],
+    ids=["none", "text", "bytes", "grey", "levels", "nan", "odd"],
+)
+def test_a_prompt_that_is_no_such_picture_is_refused_in_one_line(inputs, why):
+    policy = pixel_patches()
+    said = policy.check_prompt(Prompt("x", inputs), SAMPLING)
+    with pytest.raises(GruppoError, match=why):
+        policy.sample([Request(Prompt("x", inputs), 1)], SAMPLING, seed=0)
+    assert said.startswith("prompt 'x' ") and "\n" not in said
+
+
+def test_targets_are_refused_in_one_line():
+    policy = pixels()
+    assert policy.check_demonstration(Prompt("x", picture(0), picture(1))) is None
+    assert "has no target" in policy.check_demonstration(Prompt("x", picture(0)))
+    small = policy.check_demonstration(Prompt("x", picture(0), picture(1, 4)))
+    assert "is [3, 8, 8] and its target [3, 4, 4]; both need one size" in small
+    with pytest.raises(GruppoError, match="target that is str"):
+        policy.demonstrations([Prompt("x", picture(0), "clean")], seed=0)
+
+
+def test_pictures_of_two_sizes_or_two_under_one_name_are_refused():
+    policy = pixels()
+    with pytest.raises(GruppoError, match=r"pictures of 2 sizes \(4 x 4, 8 x 8\)"):
+        policy.sample(requests(1, 1, of=[Prompt("a", picture(0)), Prompt("b", picture(1, 4))]), SAMPLING, seed=0)
+    with pytest.raises(GruppoError, match="two different pictures have the id 'a'"):
+        policy.sample(requests(1, 1, of=[Prompt("a", picture(0)), Prompt("a", picture(1))]), SAMPLING, seed=0)
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.5}, {"stop": ("x",)}])
+def test_what_is_of_tokens_is_refused(changes):
+    with pytest.raises(GruppoError, match="are of tokens"):
+        sampled_with(pixels(), replace(SAMPLING, **changes))
+    with pytest.raises(GruppoError, match="max_actions=3 is less than the 4 patches"):
+        sampled_with(pixel_patches(), Sampling(max_actions=3))
+
+
+def sampled_with(policy, sampling):
+    return policy.sample(requests(1), sampling, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("choices", "why"),
+    [
+        ({"patches": 0}, "patches=0 cuts nothing"),
+        ({"loss": "l2"}, "loss='l2' is not one of 'charbonnier', 'l1', 'mse'"),
+        ({"trains": "head"}, "trains='head'"),
+        ({"supervises": "x"}, "supervises='x'"),
+    ],
+    ids=str,
+)
+def test_choices_that_there_are_not_are_refused(choices, why):
+    with pytest.raises(GruppoError, match=why):
+        pixels(**choices)
+
+
+def test_choices_that_leave_nothing_to_learn_are_refused():
+    with pytest.raises(GruppoError, match="trains='action' leaves nothing to train: the action 'pixels'"):
+        pixels(trains="action")
+    with pytest.raises(GruppoError, match="supervises='base' teaches the network alone"):
+        band_gains(supervises="base")
+    learned = policy_of(PixelNoise(std=0.1, learned=True), trains="action")
+    assert [name for name, p in learned.module.named_parameters() if p.requires_grad] == ["action.scale.log_ratio"]
+
+
+def test_a_grid_that_patches_do_not_divide_is_refused():
+    with pytest.raises(GruppoError, match="the action's grid of 3 x 3 cannot be cut into 2 x 2"):
+        policy_of(BandGains(grid=3), patches=2)
+    with pytest.raises(GruppoError, match=r"std=0 gives no scale to 3 numbers"):
+        PixelNoise(std=0)
+
+
+def test_values_without_a_head_are_refused():
+    policy = low_resolution()
+    with pytest.raises(GruppoError, match="without a value head"):
+        said_of(policy, sampled(policy, 1), "values")

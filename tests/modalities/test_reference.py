@@ -1,0 +1,372 @@
+"""References: at a KL of exactly 0 until the policy moves, wherever their weights rest; and those that follow it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from tests.fakes import POLICIES, gpt2, llama, plain, requests
+
+from gruppo.modalities.common.lora import adapter, digest, inject
+from gruppo.modalities.common.reference import (
+    BaseReference,
+    FrozenReference,
+    MixedAdapter,
+    MixedReference,
+    mix,
+    trained,
+)
+from gruppo.modalities.text.load import give_adapter
+from gruppo.types import GruppoError, Sampling
+
+mixed = partial(MixedReference, rate=0.5, every=1)
+COPIES = {
+    "frozen": FrozenReference,
+    "frozen, cpu": partial(FrozenReference, place="cpu"),
+    "frozen, disk": partial(FrozenReference, place="disk"),
+    "mixed": mixed,
+    "mixed, disk": partial(mixed, place="disk"),
+}
+
+
+@pytest.fixture(
+    params=[(make, compute) for make in POLICIES for compute in ("float32", "bfloat16")],
+    ids=lambda p: f"{p[0].__name__}-{p[1]}",
+)
+def policy(request):
+    make, compute = request.param
+    return make(compute=compute) if make is not plain else make()
+
+
+@pytest.fixture(params=COPIES)
+def copied(request, tmp_path):
+    make = COPIES[request.param]
+    return partial(make, folder=tmp_path)
+
+
+def with_adapter(compute="float32", *, moved=False):
+    """A tiny Llama with an adapter that adds nothing yet; or, ``moved``, something."""
+    policy = llama(compute=compute)
+    give_adapter(policy, partial(inject, rank=4, alpha=8, seed=1))
+    if moved:
+        move(policy, 0.1, seed=1)
+    return policy
+
+
+def move(policy, by, *, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            if parameter.requires_grad:
+                parameter += by * torch.randn(parameter.shape, generator=generator)
+    policy.refresh(force=True)
+
+
+def both(policy, reference, rollouts):
+    pairs = [
+        (policy.likelihood(rollouts, micro_batch).logprobs, reference.likelihood(rollouts, micro_batch).logprobs)
+        for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 60)
+    ]
+    return [torch.cat([pair[n].flatten() for pair in pairs]) for n in (0, 1)]
+
+
+def sampled(policy, sampling=None):
+    return policy.sample(requests(3, 2, 2), sampling or Sampling(temperature=0.8, max_actions=8), seed=0)
+
+
+def step(policy, rollouts):
+    for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 10**9):
+        policy.likelihood(rollouts, micro_batch).logprobs.sum().backward()
+    torch.optim.AdamW([p for p in policy.module.parameters() if p.requires_grad], lr=0.1, fused=True).step()
+
+
+# --- frozen copies ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(18)
+def test_the_kl_of_an_unchanged_policy_is_exactly_zero_and_of_a_changed_one_not(policy):
+    rollouts = sampled(policy)
+    reference = FrozenReference(policy)
+    now, then = both(policy, reference, rollouts)
+    assert torch.equal(now, then) and now.requires_grad and not then.requires_grad
+    step(policy, rollouts)
+    moved, still = both(policy, reference, rollouts)
+    assert torch.equal(still, then) and (moved - still).abs().mean() > 0.1
+
+
+@pytest.mark.silent_bug(18)
+def test_the_reference_stays_as_it_was_through_updates_and_modes(policy):
+    reference = FrozenReference(policy)
+    rollouts = sampled(policy)
+    before = {name: value.clone() for name, value in reference.module.state_dict().items()}
+    proof = digest(reference.frozen())
+    step(policy, rollouts)
+    reference.update(policy, 1)
+    policy.module.train()
+    assert all(torch.equal(value, before[name]) for name, value in reference.module.state_dict().items())
+    assert digest(reference.frozen()) == proof
+    assert not reference.module.training and not any(p.requires_grad for p in reference.module.parameters())
+    assert {id(p) for p in reference.module.parameters()}.isdisjoint(id(p) for p in policy.module.parameters())
+
+
+def test_the_reference_gives_the_policy_no_gradient():
+    policy = plain()
+    reference = FrozenReference(policy)
+    rollouts = policy.sample(requests(2), Sampling(max_actions=4), seed=0)
+    (micro_batch,) = policy.micro_batches(rollouts, rollouts.mask, 10**9)
+    likelihood = reference.likelihood(rollouts, micro_batch, outputs=("entropy",))
+    assert not likelihood.logprobs.requires_grad and likelihood.entropy is not None
+
+
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_a_reference_of_another_architecture_that_reads_the_same_tokens_says_what_it_says(tmp_path, place):
+    policy, other = llama(), gpt2(seed=3)
+    rollouts = sampled(policy)
+    ours, theirs = both(policy, FrozenReference(other, place=place, folder=tmp_path), rollouts)
+    wanted = [
+        other.likelihood(rollouts, micro_batch).logprobs
+        for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 60)
+    ]
+    assert torch.equal(theirs, torch.cat([x.flatten() for x in wanted])) and (ours - theirs).abs().mean() > 0.1
+
+
+# --- wherever the weights rest ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(18)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_the_first_kl_is_exactly_zero_wherever_the_weights_rest(copied, compute):
+    policy = llama(compute=compute)
+    rollouts, reference = sampled(policy), copied(policy)
+    now, then = both(policy, reference, rollouts)
+    assert torch.equal(now, then)
+    with reference.here():  # one pass of many pieces
+        assert torch.equal(both(policy, reference, rollouts)[1], then)
+    step(policy, rollouts)
+    assert torch.equal(both(policy, reference, rollouts)[1], then)
+
+
+@pytest.mark.parametrize("name", [name for name in COPIES if "," in name])
+def test_weights_that_rest_elsewhere_are_in_the_module_during_a_pass_alone_even_when_it_fails(name, tmp_path):
+    policy = llama()
+    numbers = sum(p.numel() for p in policy.module.parameters())
+    reference = COPIES[name](policy, folder=tmp_path)
+
+    def held():
+        return sum(p.numel() for p in reference.module.parameters())
+
+    assert reference.rests and held() == 0
+    with pytest.raises(ValueError, match="in the middle"), reference.here():
+        assert held() == numbers
+        raise ValueError("in the middle")
+    assert held() == 0
+    both(policy, reference, sampled(policy))
+    assert held() == 0
+
+
+def test_a_reference_on_disk_leaves_no_file_behind_however_it_ends(tmp_path):
+    for make in (FrozenReference, mixed):
+        reference = make(llama(), place="disk", folder=tmp_path)
+        reference.update(llama(seed=1), 1)
+        assert list(tmp_path.iterdir()) == []
+        assert reference.state_dict() or reference.frozen()  # and it can be read
+
+
+def test_a_placed_copy_does_not_share_the_policys_memory(tmp_path):
+    policy = llama()
+    for place in ("cpu", "disk"):
+        reference = mixed(policy, place=place, folder=tmp_path)
+        before = digest(reference.state_dict())
+        move(policy, 0.1, seed=0)
+        assert digest(reference.state_dict()) == before
+
+
+# --- mixing -----------------------------------------------------------------------------------------------------------
+
+
+def followers(compute, tmp_path):
+    """Each kind that moves, with a policy that has left it."""
+    for make in (mixed, partial(mixed, place="cpu"), partial(mixed, place="disk", folder=tmp_path), MixedAdapter):
+        policy = with_adapter(compute, moved=True) if make is MixedAdapter else llama(compute=compute)
+        reference = make(policy, rate=0.5, every=1)
+        move(policy, 0.05, seed=3)
+        yield policy, reference
+
+
+@pytest.mark.silent_bug(19)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_an_update_mixes_the_master_weights_exactly(tmp_path, rate, compute):
+    for policy, reference in followers(compute, tmp_path):
+        before = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+        reference.rate = rate
+        reference.update(policy, 1)
+        after, now = reference.state_dict(), trained(policy.module)
+        assert now and all(tensor.dtype == torch.float32 for tensor in after.values())
+        for name, theirs in now.items():
+            exact = (rate * theirs.double() + (1 - rate) * before[name].double()).float()  # rounded once
+            assert torch.equal(after[name], exact)
+
+
+@pytest.mark.silent_bug(19)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_after_an_update_of_rate_one_the_reference_says_what_the_policy_says(tmp_path, compute):
+    for policy, reference in followers(compute, tmp_path):
+        rollouts, reference.rate = sampled(policy), 1.0
+        now, then = both(policy, reference, rollouts)
+        assert (now - then).abs().mean() > 0.01
+        reference.update(policy, 1)
+        now, then = both(policy, reference, rollouts)
+        assert torch.equal(now, then)
+
+
+@pytest.mark.silent_bug(19)
+def test_small_steps_of_a_bfloat16_run_are_not_rounded_away(tmp_path):
+    policy = llama(compute="bfloat16")
+    reference = MixedReference(policy, rate=0.01, every=1)
+    name, first = next(iter(trained(policy.module).items()))
+    start = first.clone()
+    with torch.no_grad():
+        first *= 1.01
+    for count in range(1, 101):
+        reference.update(policy, count)
+    expected = start + (first - start) * (1 - 0.99**100)
+    torch.testing.assert_close(reference.state_dict()[name], expected, rtol=1e-5, atol=0)
+
+
+def test_another_rate_is_a_weighted_mean_and_leaves_equal_weights_nearly_equal():
+    own = torch.tensor([1.0, -2.0, 0.1])
+    mix(own, torch.tensor([2.0, 4.0, 0.1]), rate=0.25)
+    torch.testing.assert_close(own, torch.tensor([1.25, -0.5, 0.1]), rtol=1e-7, atol=0)
+
+
+def test_rates_of_zero_and_one_are_exact_whatever_the_numbers_are():
+    numbers = torch.tensor([-0.0, float("inf"), float("nan"), 1e-40])
+    for rate, wanted in ((0.0, torch.ones(4)), (1.0, numbers)):
+        own = torch.ones(4)
+        mix(own, numbers, rate=rate)
+        assert own.view(torch.int32).tolist() == wanted.view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("make", [mixed, MixedAdapter])
+def test_a_reference_is_mixed_every_so_many_steps(make):
+    policy = with_adapter(moved=True) if make is MixedAdapter else llama()
+    reference = make(policy, rate=0.5, every=3)
+    move(policy, 0.1, seed=0)
+    changed = []
+    for count in range(1, 8):
+        before = digest(reference.state_dict())
+        reference.update(policy, count)
+        changed.append(digest(reference.state_dict()) != before)
+    assert changed == [False, False, True, False, False, True, False]
+
+
+def test_the_state_of_a_mixed_reference_is_put_back_to_the_bit(tmp_path):
+    for policy, reference in followers("bfloat16", tmp_path):
+        rollouts = sampled(policy)
+        state = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+        said = both(policy, reference, rollouts)[1]
+        reference.update(policy, 1)
+        assert not torch.equal(both(policy, reference, rollouts)[1], said)
+        reference.load_state_dict(state)
+        assert torch.equal(both(policy, reference, rollouts)[1], said)
+
+
+def test_the_state_of_another_architecture_is_refused(tmp_path):
+    reference = mixed(llama())
+    with pytest.raises(GruppoError, match=r"its model.embed_tokens.weight is \[.*\], this run needs \[.*\]. Resume"):
+        reference.load_state_dict(mixed(llama(hidden_size=16)).state_dict())
+    with pytest.raises(GruppoError, match="tensors differ by name"):
+        reference.load_state_dict(mixed(llama(num_hidden_layers=1)).state_dict())
+    with pytest.raises(GruppoError, match="tensors differ by name"):
+        FrozenReference(llama()).load_state_dict(reference.state_dict())
+
+
+def test_the_distance_is_that_of_the_weights_over_the_references_norm():
+    policy = llama()
+    reference = MixedReference(policy, rate=0.5, every=1)
+    assert reference.distance(policy) == 0
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter *= 1.25
+    assert reference.distance(policy) == pytest.approx(0.25, rel=1e-6)
+    reference.update(policy, 1)  # 1.125 of the first weights, against 1.25
+    assert reference.distance(policy) == pytest.approx(0.125 / 1.125, rel=1e-6)
+
+
+def test_a_mixed_reference_answers_with_its_own_weights(tmp_path):
+    greedy = Sampling(temperature=0.0, max_actions=6)
+    for policy, reference in followers("float32", tmp_path):
+        first = reference.sample(requests(3, 1), greedy, seed=0)
+        reference.rate = 1.0
+        move(policy, 0.5, seed=5)
+        others = policy.sample(requests(3, 1), greedy, seed=0)
+        assert not torch.equal(first.actions, others.actions)
+        reference.update(policy, 1)
+        assert torch.equal(reference.sample(requests(3, 1), greedy, seed=0).actions, others.actions)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(18)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_with_the_adapter_off_the_policy_is_its_base_to_the_bit(compute):
+    base, policy = llama(compute=compute), with_adapter(compute)
+    rollouts = sampled(base)
+    wanted, off = both(base, BaseReference(policy), rollouts)
+    assert torch.equal(off, wanted)
+    now, off = both(policy, BaseReference(policy), rollouts)
+    assert torch.equal(now, off) and now.requires_grad and not off.requires_grad  # the KL at step 0
+    for _ in range(3):
+        step(policy, rollouts)
+    now, off = both(policy, BaseReference(policy), rollouts)
+    assert torch.equal(off, wanted) and (now - off).abs().mean() > 0.1
+
+
+@pytest.mark.silent_bug(18)
+@pytest.mark.parametrize("make", [BaseReference, mixed], ids=["base", "mixed"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_the_base_of_an_adapter_is_the_same_after_updates(make, compute):
+    policy = with_adapter(compute)
+    reference = MixedAdapter(policy, rate=0.5, every=1) if make is mixed else make(policy)
+    names = reference.frozen().keys()
+    assert names and not any("lora" in name for name in names)
+    assert len(names) + len(trained(policy.module)) == len(list(policy.compute_module.named_parameters()))
+    before, rollouts = digest(reference.frozen()), sampled(policy)
+    for count in range(1, 4):
+        step(policy, rollouts)
+        reference.update(policy, count)
+    assert digest(reference.frozen()) == before
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [BaseReference, MixedAdapter], ids=["base", "mixed"])
+def test_a_reference_in_the_policys_own_modules_leaves_its_gradient_to_the_bit(make, compute):
+    def gradient(*, asks):
+        policy = with_adapter(compute, moved=True)
+        reference = make(policy) if make is BaseReference else make(policy, rate=0.5, every=1)
+        move(policy, 0.1, seed=7)
+        rollouts = sampled(policy)
+        for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 60):
+            logprobs = policy.likelihood(rollouts, micro_batch).logprobs
+            if asks:  # between the forward and the way back
+                assert not torch.equal(reference.likelihood(rollouts, micro_batch).logprobs, logprobs)
+            logprobs.sum().backward()
+        return {name: p.grad for name, p in policy.module.named_parameters() if p.grad is not None}
+
+    asked, alone = gradient(asks=True), gradient(asks=False)
+    assert asked.keys() == alone.keys() and all(torch.equal(asked[name], alone[name]) for name in alone)
+    assert all("lora" in name for name in alone)
+
+
+def test_switching_the_adapter_off_lasts_for_the_pass_alone_even_when_it_fails():
+    policy = with_adapter(moved=True)
+    rollouts = sampled(policy)
+    (micro_batch,) = policy.micro_batches(rollouts, rollouts.mask, 10**9)
+    before = policy.likelihood(rollouts, micro_batch).logprobs
+    with pytest.raises(ValueError, match="in the middle"), adapter(policy.compute_module, None):
+        assert not torch.equal(policy.likelihood(rollouts, micro_batch).logprobs, before)
+        raise ValueError("in the middle")
+    assert torch.equal(policy.likelihood(rollouts, micro_batch).logprobs, before)

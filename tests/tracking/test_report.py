@@ -1,0 +1,110 @@
+"""The closing report says what was measured, with honest intervals."""
+
+from __future__ import annotations
+
+import io
+import math
+import shlex
+
+import pytest
+from rich.console import Console
+
+from gruppo.loading import program
+from gruppo.tracking import report
+from gruppo.tracking.files import MetricsFile
+from gruppo.tracking.report import closing_lines, wilson_interval
+
+
+def text(renderable, *, is_terminal=False, width=80):
+    console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def evaluation(step, mean, low, high, **parts):
+    return {"step": step, "prompts": 256, "scored": 256, "mean": mean, "low": low, "high": high, "parts": parts}
+
+
+def test_wilson_interval_of_none_is_z2_over_n_plus_z2():
+    low, high = wilson_interval(0, 10)  # z^2 = 3.841459: 3.841459 / 13.841459
+    assert low == 0.0 and high == pytest.approx(0.2775328, rel=1e-6)
+    assert wilson_interval(10, 10) == (pytest.approx(1 - 0.2775328, rel=1e-6), 1.0)
+
+
+def test_wilson_interval_of_a_half_is_half_of_sqrt_z2_over_n_plus_z2():
+    # p = 1/2: centre 1/2, half width z / 2 / sqrt(n + z^2) = 1.959964 / 2 / sqrt(13.841459) = 0.2634069
+    assert wilson_interval(5, 10) == (pytest.approx(0.2365931, rel=1e-6), pytest.approx(0.7634069, rel=1e-6))
+
+
+def test_wilson_interval_of_nothing_is_unknown():
+    assert all(math.isnan(end) for end in wilson_interval(0, 0))
+
+
+def test_wilson_interval_holds_the_truth_about_95_times_in_100():
+    n, truths = 60, [k / 40 for k in range(4, 37)]
+    ends = [wilson_interval(k, n) for k in range(n + 1)]
+    chance = {p: [math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)] for p in truths}
+    held = [sum(q for q, (low, high) in zip(chance[p], ends, strict=True) if low <= p <= high) for p in truths]
+    assert sum(held) / len(held) == pytest.approx(0.95, abs=0.005)
+
+
+@pytest.mark.silent_bug(41)
+def test_the_report_holds_reward_time_evaluations_files_and_commands(tmp_path):
+    run_dir = tmp_path / "run"
+    file = MetricsFile(run_dir)
+    file.log(0, {"eval/reward_mean": 0.113})
+    for step in range(1, 13):  # the last ten rewards are 0.3, 0.4, ... 1.2: mean 0.75; time 12 x 6.5 s
+        file.log(step, {"reward/mean": step / 10, "time/step_s": 6.5})
+    before, after = evaluation(0, 0.113, 0.08, 0.158), evaluation(12, 0.82, 0.768, 0.863)
+    said = text(closing_lines(run_dir, before, after), width=400)
+    assert f"{run_dir}: 12 steps in 1:18; reward 0.750 over the last 10 steps" in said
+    assert "held-out, 256 prompts" in said and "0.113 [0.080, 0.158]   0.820 [0.768, 0.863]   +0.707" in said
+    assert "metrics.csv" in said and "overview.png" not in said and "final" not in said  # only what is there
+    for command in (f"sample {run_dir} 'What is 3 + 4?'", f"eval {run_dir}", f"resume {run_dir}"):
+        assert f"  {program()} {command}" in said
+    again = next(line for line in said.splitlines() if " train " in line)
+    assert again.strip().startswith(f"{program()} train {run_dir}/config.json --steps 24  # train again, for longer")
+
+
+def test_pictures_and_the_page_are_named_where_they_are(tmp_path):
+    for name in ("images/before_after.png", "report.html"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    lines = [line.split("  ") for line in text(closing_lines(tmp_path), width=400).splitlines()]
+    assert ["", f"{tmp_path}/images/before_after.png", "the same prompts before and after"] in lines
+    assert any(line[1:2] == [f"{tmp_path}/report.html"] for line in lines)
+
+
+def test_steps_that_sampled_nothing_are_steps_too(tmp_path):
+    file = MetricsFile(tmp_path)
+    file.log(0, {"eval/reward_mean": 0.1})
+    for step in range(1, 13):  # 5 of demonstrations alone; the last is evaluated, in a row that it has already
+        file.log(step, {"time/step_s": 5.0} | ({"reward/mean": 0.5} if step > 5 else {"sup/loss_nats": 1.0}))
+    file.log(12, {"eval/reward_mean": 0.2})
+    said = text(closing_lines(tmp_path, longer="--steps 24 --stages.1.steps 0"), width=400)
+    assert f"{tmp_path}: 12 steps in 1:00; reward 0.500 over the last 7 steps" in said
+    assert f"train {tmp_path}/config.json --steps 24 --stages.1.steps 0  # train again, for longer" in said
+
+
+def test_commands_are_written_as_the_shell_needs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "program", lambda: "/my env/bin/gruppo")
+    said = text(closing_lines(tmp_path, question="What's $HOME?"), width=400)
+    line = next(line for line in said.splitlines() if " sample " in line).split("  # ")[0]
+    assert shlex.split(line) == ["/my env/bin/gruppo", "sample", str(tmp_path), "What's $HOME?"]
+    for question in ("two\nlines", "x" * 1000, ""):
+        said = text(closing_lines(tmp_path, question=question), width=400)
+        assert f"sample {tmp_path} ...  " in said
+
+
+def test_several_rewards_have_a_row_each_and_names_are_no_markup(tmp_path):
+    before, after = evaluation(0, 0.1, 0.0, 0.2, exact=0.5, **{"[red]": 0.25}), evaluation(9, 0.1, 0.0, 0.2, exact=0.25)
+    lines = text(closing_lines(tmp_path, before, after | {"parts": {"exact": 0.25, "[red]": 0.5}})).splitlines()
+    rows = [line.split() for line in lines]
+    assert ["exact", "0.500", "0.250", "-0.250"] in rows and ["[red]", "0.250", "0.500", "+0.250"] in rows
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("before", [None, evaluation(0, math.nan, math.nan, math.nan)])
+def test_a_run_with_nothing_measured_still_ends_politely(tmp_path, before, is_terminal):
+    said = text(closing_lines(tmp_path / "my run", before, None), is_terminal=is_terminal, width=300)
+    assert "0 steps in 0:00" in said and f"{program()} eval '{tmp_path}/my run'" in said

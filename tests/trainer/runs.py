@@ -1,0 +1,110 @@
+"""Running, stopping and comparing whole runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tests import tiny
+
+from gruppo import api
+from gruppo.build import Parts
+from gruppo.config import serialization
+from gruppo.trainer import checkpoint
+from gruppo.trainer.loop import Stopped
+
+CLOCKED = ("time/", "mem/", "rate/")
+"""Metrics that no two runs share."""
+SIMPLE: dict[str, Any] = {}
+FULL: dict[str, Any] = {
+    "reward": [tiny.reward("noisy")],
+    "optim__epochs": 2,
+    "optim__minibatches": 2,
+    "optim__warmup_steps": 3,
+    "optim__decay": "cosine",
+    "stage__kl_coef": 0.1,
+    "stage__entropy_coef": 0.01,
+}
+"""Several updates a batch, a reference, a schedule, and a reward that draws from Python's global generator."""
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(CLOCKED)} for row in rows]
+
+
+def steps_logged(run: Path) -> int:
+    """How many steps a run that is under way has logged."""
+    try:
+        return (run / "metrics.jsonl").read_bytes().count(b'"reward/mean"')
+    except FileNotFoundError:
+        return 0
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Weights, optimiser, random state, cursor, counters, metrics, samples, evaluations: equal to the bit."""
+    assert tensors(run / "final/model.safetensors") == tensors(other / "final/model.safetensors")
+    last, other_last = newest(run), newest(other)
+    assert last.name == other_last.name
+    names = sorted(path.name for path in last.glob("*.safetensors"))
+    assert names == sorted(path.name for path in other_last.glob("*.safetensors")) and "model.safetensors" in names
+    for name in names:
+        assert tensors(last / name) == tensors(other_last / name)
+    assert json.loads((last / "state.json").read_text()) == json.loads((other_last / "state.json").read_text())
+    assert metrics(run) == metrics(other)
+    for name in ("samples.jsonl", "evaluations.json"):
+        assert (run / name).read_text() == (other / name).read_text()
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / f"step_{checkpoint.steps(run / 'checkpoints')[-1]:06d}"
+
+
+def tensors(path: Path) -> dict[str, str]:
+    """A digest of each tensor's bits: pytest takes minutes to show where two bodies of bytes differ."""
+    bits = {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in load_file(path).items()}
+    return {name: hashlib.sha256(one.tobytes()).hexdigest() for name, one in bits.items()}
+
+
+def weights(run: Path) -> torch.Tensor:
+    """The trained weights in one vector."""
+    found = load_file(run / "final/model.safetensors")
+    return torch.cat([found[name].flatten().double() for name in sorted(found)])
+
+
+def begin_or_go_on(config: dict[str, Any], parts: Parts | None = None) -> None:
+    """What a supervisor does: start the run, or resume it. Exit code 75 where a signal stopped it."""
+    run = Path(config["runs_dir"]) / config["name"]
+    try:
+        if (run / "config.json").is_file():
+            api.go_on(run, parts)
+        else:
+            api.start(serialization.from_dict(config), parts)
+    except Stopped:
+        sys.exit(75)
+
+
+class Signalling:
+    """A reward that sends this process signals while it is asked for the n-th time."""
+
+    def __init__(self, at: int, numbers: Sequence[int] = (signal.SIGTERM,), swallows: bool = False) -> None:
+        self.at, self.numbers, self.swallows, self.calls = at, numbers, swallows, 0
+
+    def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
+        self.calls += 1
+        try:
+            if self.calls == self.at:
+                for number in self.numbers:
+                    os.kill(os.getpid(), number)
+        except BaseException:
+            if not self.swallows:
+                raise
+        return tiny.digits(completions)

@@ -1,0 +1,275 @@
+"""Training from Python: names, functions, objects."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import fakes, processes, tiny
+from tests.trainer.runs import metrics
+
+import gruppo
+from gruppo import api
+from gruppo.build import name_of
+from gruppo.cli.options import parsed_config
+from gruppo.config import schema as configs
+from gruppo.config import serialization
+from gruppo.loading import program
+from gruppo.modalities.text import from_pretrained
+from gruppo.trainer import checks, watch
+from gruppo.types import DataError, GruppoError
+
+SMALL = {
+    "steps": 2,
+    "show": False,
+    "name": "run",
+    "compute": "float32",
+    "rollout__prompts": 2,
+    "rollout__group_size": 3,
+    "rollout__max_new_tokens": 6,
+    "evaluation__prompts": 0,
+}
+
+
+def length(completions, **_):
+    return [float(len(tiny.said(completion))) for completion in completions]
+
+
+def ascii_share(completions, **_):
+    return [sum(map(str.isascii, completion)) / max(len(completion), 1) for completion in completions]
+
+
+def saved_config(result: api.Result) -> dict[str, Any]:
+    return json.loads((result.folder / "config.json").read_text())
+
+
+def test_names_a_list_of_texts_and_a_function_train(tmp_path):
+    result = gruppo.train(
+        model=tiny.model(), data=["1 + 1", "2 + 2", "3 + 3", "4 + 4"], reward=length, runs_dir=tmp_path, **SMALL
+    )
+    config = saved_config(result)
+    assert (config["model"], config["data"]) == (tiny.model(), "<in memory>")
+    assert config["reward"] == ["tests.trainer.test_api:length"]
+    assert result.tokens == metrics(result.folder)[-1]["progress/tokens"] > 0
+    policy = from_pretrained(result.model)
+    assert isinstance(policy, gruppo.TextPolicy)
+
+
+def test_several_rewards_with_weights_add_up(tmp_path):
+    result = gruppo.train(
+        model=tiny.model(),
+        data=tiny.rows(),
+        reward=[length, lambda completions: [1.0] * len(completions), "exact_match"],
+        scoring__weights=(0.5, 2, 0),
+        runs_dir=tmp_path,
+        **SMALL,
+    )
+    row = metrics(result.folder)[0]
+    assert row["reward/mean"] == pytest.approx(0.5 * row["reward/length/mean"] + 2.0, rel=1e-6)
+    assert row["reward/lambda/mean"] == 1.0 and row["reward/exact_match/mean"] == 0.0
+
+
+def test_an_evaluated_row_that_lacks_a_part_is_unscored_and_not_a_sum_of_what_is_left(tmp_path):
+    def for_most(completions, number, **_):
+        return [None if n % 3 == 0 else 1.0 for n in number]
+
+    result = gruppo.train(
+        model=tiny.model(),
+        data=tiny.rows(),
+        reward=[lambda completions, **_: [1.0] * len(completions), for_most],
+        runs_dir=tmp_path,
+        **SMALL | {"evaluation__prompts": 24, "prompts__held_out_fraction": 0.5},
+    )
+    assert result.before is not None and 0 < result.before["scored"] < result.before["prompts"]
+    assert result.before["mean"] == 2.0
+
+
+class Source:
+    """A prompt source of the user's own, which counts what is drawn and keeps nothing for evaluation."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def take(self, n: int) -> list[gruppo.Prompt]:
+        self.drawn += n
+        return [gruppo.Prompt(str(i), f"{i} + 1 = ", draw=i) for i in range(self.drawn - n, self.drawn)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.drawn = state["drawn"]
+
+
+def test_a_question_to_try_is_one_that_was_asked_and_draws_no_further_prompt(tmp_path):
+    source = Source()
+    result = gruppo.train(model=tiny.model(), data=source, reward=length, runs_dir=tmp_path, **SMALL)
+    assert result.question == "0 + 1 = " and source.drawn == 2 * 2
+
+
+def test_a_plain_module_trains_and_its_weights_can_be_loaded_again(tmp_path):
+    from safetensors.torch import load_model
+
+    torch.manual_seed(0)
+    policy = gruppo.from_module(fakes.TinyGPT(), fakes.ByteTokenizer(), eos_ids=[fakes.END], context=64)
+    before = [parameter.clone() for parameter in policy.module.parameters()]
+    data = [f"{n} + {n} = " for n in range(9)]
+    result = gruppo.train(model=policy, data=data, reward=ascii_share, runs_dir=tmp_path, optim__lr=1e-2, **SMALL)
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
+    again = fakes.TinyGPT()
+    load_model(again, str(result.model / "model.safetensors"))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), policy.module.parameters(), strict=True))
+
+
+def test_a_model_without_its_tokenizer_is_refused_with_what_to_do():
+    with pytest.raises(
+        GruppoError, match=r"TinyGPT; it needs a name, a folder, a TextPolicy, a DenoiserPolicy.*from_transformers"
+    ):
+        gruppo.train(model=fakes.TinyGPT(), data=["x"], reward=length)
+
+
+def test_what_is_named_can_be_named_and_what_cannot_is_in_memory():
+    @functools.wraps(length)
+    def inner(completions):
+        return length(completions)
+
+    assert name_of(length) == "tests.trainer.test_api:length"
+    assert name_of(Path("a/b.jsonl")) == "a/b.jsonl"
+    unnamed = [inner, lambda completions: [], functools.partial(length), [1], fakes.plain(), length.__call__]
+    assert [name_of(part) for part in unnamed] == [configs.IN_MEMORY] * len(unnamed)
+
+
+SCRIPT = """
+import gruppo
+from tests import tiny
+
+def reward(completions, **_):
+    return tiny.digits(completions)
+
+print("before")
+gruppo.train(model=tiny.model(), data=DATA, reward=reward, runs_dir=RUNS, name="run", steps=4,
+             rollout__prompts=2, rollout__group_size=2, rollout__max_new_tokens=4, saving__every=1, show=False)
+print("after")
+"""
+
+
+def test_a_run_of_a_ten_line_script_is_resumed_by_its_folder_without_training_again(tmp_path):
+    script = tmp_path / "script.py"
+    tiny.write_rows(tmp_path / "data.jsonl")
+    arguments = [str(tmp_path / "data.jsonl"), str(tmp_path / "runs")]
+    script.write_text(SCRIPT.replace("DATA", repr(arguments[0])).replace("RUNS", repr(arguments[1])))
+    api.train(  # as the script would: the function is the file's
+        model=tiny.model(),
+        data=arguments[0],
+        reward=f"{script}:reward",
+        runs_dir=arguments[1],
+        **SMALL | {"steps": 4},
+    )
+    run = tmp_path / "runs/run"
+    for path in (run / "final", run / "checkpoints"):
+        path.rename(path.with_name(f"moved-{path.name}"))
+    child = processes.gruppo("resume", str(run), folder=tmp_path / "child")
+    assert child.wait() == 0, child.err
+    assert "before" in child.out and "after" not in child.out
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run"]
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_is_trained(tmp_path):
+    data = [*tiny.rows(), {"prompt": "1" * tiny.CONTEXT, "answer": "1", "number": 1}]
+    with pytest.raises(DataError, match="has 128 tokens, and 6 new ones make 134; the model's context holds 128"):
+        gruppo.train(model=tiny.model(), data=data, reward=length, runs_dir=tmp_path / "runs", **SMALL)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unfinished_name_gets_a_number_when_it_is_taken(tmp_path):
+    first = api.new_name("x", tmp_path)
+    (tmp_path / first).mkdir()
+    second = api.new_name("x", tmp_path)
+    assert second != first and second.startswith("x-")
+
+
+@pytest.mark.parametrize("data", [tiny.rows(), [row["prompt"] for row in tiny.rows()]])
+def test_data_without_held_out_prompts_are_one_warning_and_no_evaluation(tmp_path, data, caplog):
+    settings = SMALL | {"evaluation__prompts": 4, "evaluation__every": 1, "prompts__held_out_fraction": 0.0}
+    with caplog.at_level("WARNING", "gruppo"):
+        result = gruppo.train(model=tiny.model(), data=data, reward=length, runs_dir=tmp_path, **settings)
+    assert caplog.text.count("no held-out prompts") == 1
+    assert result.before is result.after is None and saved_config(result)["evaluation"]["prompts"] == 0
+    assert result.question  # one that was trained on
+    assert (result.folder / "plots/overview.png").is_file()  # drawn also where nothing is shown
+
+
+def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys, monkeypatch):
+    log = logging.getLogger("gruppo")
+    before = log.level, list(log.handlers)
+    levels = []
+    real = api.build
+    monkeypatch.setattr(api, "build", lambda *given: (levels.append(log.getEffectiveLevel()), real(*given))[1])
+    result = gruppo.train(
+        model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL | {"show": True}
+    )
+    said = "".join(capsys.readouterr().out.split())
+    assert f"{program()}sample{result.folder}" in said and f"{program()}eval{result.folder}" in said
+    assert levels == [logging.INFO]  # what is downloaded is said
+    assert (log.level, log.handlers) == before
+
+
+@pytest.mark.parametrize(
+    ("stages", "longer"),
+    [
+        ((), "--steps 24"),
+        ((configs.Stage(steps=12),), "--steps 24 --stages.0.steps 0"),
+        ((configs.Stage(steps=4), configs.Stage()), "--steps 24"),
+        ((configs.Stage(steps=4), configs.Stage(steps=8)), "--steps 24 --stages.1.steps 0"),
+    ],
+)
+def test_what_is_suggested_for_longer_is_twice_the_steps_and_is_not_refused(tmp_path, stages, longer):
+    config = tiny.config(tmp_path, steps=12, stages=stages)
+    assert watch.for_longer(config) == longer
+    checks.check(parsed_config(config, longer.split(), "train"))
+
+
+def test_curves_that_cannot_be_drawn_cost_a_line(tmp_path, monkeypatch, caplog):
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(watch, "plot_run", broken)
+    result = gruppo.train(model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL)
+    assert result.tokens > 0 and "could not be drawn: RuntimeError: no fonts" in caplog.text
+
+
+def test_files_are_written_into_the_config_by_their_whole_path(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "work/m").symlink_to(tiny.model())
+    tiny.write_rows(tmp_path / "work/q.jsonl")
+    (tmp_path / "work/my.py").write_text("def f(completions, **_):\n    return [float(len(c)) for c in completions]\n")
+    settings = {"model": "./m", "data": "q.jsonl", "reward": ["my.py:f", "exact_match", "regex_format:a/b:c"]}
+    config = gruppo.train(**settings, runs_dir=tmp_path / "runs", **SMALL).folder / "config.json"
+    monkeypatch.chdir(tmp_path)
+    saved = json.loads(config.read_text())
+    assert (saved["model"], saved["data"]) == (f"{tmp_path}/work/m", f"{tmp_path}/work/q.jsonl")
+    assert saved["reward"] == [f"{tmp_path}/work/my.py:f", "exact_match", "regex_format:a/b:c"]
+    assert gruppo.resume(config.parent, show=False).tokens > 0
+
+
+def test_screen_and_log_are_given_back_when_a_run_fails(tmp_path, capsys):
+    log = logging.getLogger("gruppo")
+    before = list(log.handlers)
+    with pytest.raises(GruppoError):
+        gruppo.train(tiny.config(tmp_path, reward=[tiny.reward("raises")], evaluation__prompts=0))
+    assert log.handlers == before
+    with pytest.raises(GruppoError, match="exists already"):
+        gruppo.train(tiny.config(tmp_path))
+
+
+def test_a_config_in_memory_cannot_be_trained_from_its_file(tmp_path):
+    result = gruppo.train(model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL)
+    config = serialization.load(result.folder / "config.json")
+    with pytest.raises(GruppoError, match=r"the data of this config came from Python objects.*Set --data"):
+        api.start(serialization.from_dict(serialization.to_dict(config) | {"name": "again"}))

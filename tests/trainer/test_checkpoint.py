@@ -1,0 +1,359 @@
+"""Saves are whole or absent, whatever stops them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tests import processes
+
+from gruppo.trainer import checkpoint
+from gruppo.types import GruppoError
+
+
+def save(folder: Path, step: int, **state: object) -> Path:
+    values = {"w": torch.arange(12.0).reshape(3, 4) + step}
+    return checkpoint.save(folder, step=step, weights=values, optimizer={"exp_avg.w": values["w"] * 2}, state=state)
+
+
+def step_of(folder: Path) -> int | None:
+    """The step of what a resume would get, after looking that its tensors are of that step."""
+    saved = checkpoint.load_latest(folder)
+    if saved is None:
+        return None
+    assert torch.equal(saved.weights["w"], torch.arange(12.0).reshape(3, 4) + saved.step)
+    assert torch.equal(saved.optimizer["exp_avg.w"], 2 * saved.weights["w"])
+    return saved.step
+
+
+def test_what_was_saved_is_loaded_to_the_bit(tmp_path):
+    save(tmp_path, 7, note="x", total=0.1)
+    saved = checkpoint.load_latest(tmp_path)
+    assert step_of(tmp_path) == 7 and saved.state["note"] == "x" and saved.state["total"] == 0.1
+    assert (tmp_path / "latest").read_text() == "step_000007"
+
+
+def test_complete_holds_size_and_sha256_of_every_file(tmp_path):
+    import hashlib
+
+    folder = save(tmp_path, 1)
+    seal = json.loads((folder / "COMPLETE").read_text())
+    others = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "COMPLETE"}
+    assert seal == {n: {"bytes": len(b), "sha256": hashlib.sha256(b).hexdigest()} for n, b in others.items()}
+    assert set(seal) == {"model.safetensors", "optimizer.safetensors", "state.json"}
+
+
+# --- a save that is stopped at any system call ------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    pass
+
+
+def system_calls(monkeypatch, at: int, act) -> list[str]:
+    """``act`` runs instead of the ``at``-th call that changes or syncs the disk; the calls, in order."""
+    calls: list[str] = []
+
+    def wrap(owner, name):
+        real = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            calls.append(name)
+            if len(calls) - 1 == at:
+                act()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    wrap(checkpoint, "save_file")
+    wrap(Path, "write_text")
+    wrap(Path, "mkdir")
+    wrap(Path, "rename")
+    wrap(Path, "replace")
+    wrap(os, "fsync")
+    return calls
+
+
+def test_a_save_syncs_each_file_before_the_rename_and_the_parent_after(tmp_path, monkeypatch):
+    calls = system_calls(monkeypatch, -1, None)
+    save(tmp_path, 1)
+    rename = calls.index("rename")
+    assert calls[:rename].count("fsync") == 5  # model, optimizer, state, COMPLETE, the folder
+    assert calls[rename + 1] == "fsync"
+    assert max(n for n, c in enumerate(calls[:rename]) if c in ("write_text", "save_file")) < calls.index("fsync")
+
+
+def raise_broken():
+    raise Broken
+
+
+@pytest.mark.parametrize("at", range(18))
+def test_an_exception_at_any_stage_leaves_the_former_or_the_new_save_whole(tmp_path, monkeypatch, at):
+    save(tmp_path, 1)
+    calls = system_calls(monkeypatch, at, raise_broken)
+    try:
+        save(tmp_path, 2)
+        assert len(calls) <= at
+    except Broken:
+        assert len(calls) == at + 1
+    monkeypatch.undo()
+    assert step_of(tmp_path) in (1, 2)
+    assert not list(tmp_path.glob(".step*"))
+    save(tmp_path, 3)
+    assert step_of(tmp_path) == 3
+
+
+def save_and_die(folder: str, at: int) -> None:
+    system_calls(pytest.MonkeyPatch(), at, lambda: os._exit(9))
+    save(Path(folder), 2)
+
+
+@pytest.mark.parametrize("at", range(0, 18))
+def test_a_process_that_dies_at_any_stage_leaves_the_former_or_the_new_save_whole(tmp_path, at):
+    saves = tmp_path / "checkpoints"
+    save(saves, 1)
+    code = processes.start(save_and_die, str(saves), at, folder=tmp_path / "child").wait()
+    assert code in (0, 9)
+    found = step_of(saves)
+    assert found in ((1, 2) if code else (2,))
+    checkpoint.prune(saves, 5, newest=found)
+    assert not [path.name for path in saves.iterdir() if path.name.startswith(".")]
+
+
+# --- damaged, foreign, of another format ------------------------------------------------------------------------------
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # of a number: the file can still be read
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a bit flipped": lambda folder: flip_a_bit(folder / "model.safetensors"),
+    "the optimiser cut short": lambda folder: os.truncate(folder / "optimizer.safetensors", 40),
+    "state gone": lambda folder: (folder / "state.json").unlink(),
+    "no seal": lambda folder: (folder / "COMPLETE").unlink(),
+    "an empty seal": lambda folder: (folder / "COMPLETE").write_text(""),
+    "a seal of another kind": lambda folder: (folder / "COMPLETE").write_text("[1]"),
+    "nothing left": lambda folder: [path.unlink() for path in folder.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_newest_save_gives_way_to_the_one_before(tmp_path, damage, caplog):
+    save(tmp_path, 1)
+    damage(save(tmp_path, 2))
+    with caplog.at_level("WARNING", "gruppo"):
+        assert step_of(tmp_path) == 1
+    assert "step_000002" in caplog.text and "step 1" in caplog.text
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_only_save_is_one_clear_error_and_never_a_silent_new_start(tmp_path, damage):
+    damage(save(tmp_path, 2))
+    with pytest.raises(GruppoError, match=r"step_000002 cannot be read: .*Delete that folder"):
+        checkpoint.load_latest(tmp_path)
+
+
+def test_latest_is_read_first_and_a_damaged_or_missing_one_costs_nothing(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "latest").write_text("step_000002")
+    assert step_of(tmp_path) == 2
+    for text in (b"step_000009", b"\xff", b""):
+        (tmp_path / "latest").write_bytes(text)
+        assert step_of(tmp_path) == 3
+    (tmp_path / "latest").unlink()
+    assert step_of(tmp_path) == 3
+
+
+def test_a_damaged_save_is_written_anew_when_its_step_comes_again(tmp_path):
+    flip_a_bit(save(tmp_path, 2) / "model.safetensors")
+    save(tmp_path, 2)
+    assert step_of(tmp_path) == 2
+
+
+def sealed(folder: Path, files: dict[str, str]) -> None:
+    def fill(place: Path) -> None:
+        for name, text in files.items():
+            (place / name).write_text(text)
+
+    checkpoint.write_folder(folder, fill)
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ('{"format": 99, "step": 1}', r"has format 99, this version reads 1"),
+        ('{"format": 1}', "model.safetensors"),
+        ("[]", "cannot be read"),
+        ("not json", "cannot be read"),
+        ('{"step": 3}', "has format None"),
+    ],
+)
+def test_a_foreign_or_newer_format_is_one_clear_error(tmp_path, state, says):
+    sealed(tmp_path / "step_000001", {"state.json": state})
+    with pytest.raises(GruppoError, match=says):
+        checkpoint.load_latest(tmp_path)
+
+
+def test_a_foreign_safetensors_file_is_one_clear_error(tmp_path):
+    state = json.dumps({"format": checkpoint.FORMAT, "step": 1})
+    sealed(tmp_path / "step_000001", {"state.json": state, "model.safetensors": "x", "optimizer.safetensors": "y"})
+    with pytest.raises(GruppoError, match="SafetensorError"):
+        checkpoint.load_latest(tmp_path)
+
+
+def test_a_seal_that_points_outside_its_folder_is_refused(tmp_path):
+    folder = save(tmp_path / "a", 1)
+    (tmp_path / "outside").write_text("secret")
+    seal = json.loads((folder / "COMPLETE").read_text())
+    for name in ("../../outside", str(tmp_path / "outside")):
+        (folder / "COMPLETE").write_text(json.dumps(seal | {name: {"bytes": 6, "sha256": ""}}))
+        with pytest.raises(ValueError, match="outside the folder"):
+            checkpoint.verify(folder)
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(18))
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_full_disk_at_any_stage_is_one_clear_error_and_keeps_the_former_save(tmp_path, monkeypatch, at, number):
+    def fail():
+        raise OSError(number, os.strerror(number))
+
+    save(tmp_path, 1)
+    calls = system_calls(monkeypatch, at, fail)
+    try:
+        save(tmp_path, 2)
+        assert len(calls) <= at
+    except GruppoError as error:
+        assert ("the disk is full" if number == errno.ENOSPC else "could not be written") in str(error)
+        assert error.exit_code == 2
+    monkeypatch.undo()
+    assert step_of(tmp_path) in (1, 2)
+
+
+def test_the_full_disk_that_safetensors_reports_is_recognised(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(GruppoError, match="the disk is full"):
+        save(tmp_path, 2)
+    assert step_of(tmp_path) == 1 and not list(tmp_path.glob(".step*"))
+
+
+def save_with_little_room(folder: str) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+    try:
+        save(Path(folder), 2, text="x" * 1000)
+    except GruppoError as error:
+        assert "could not be written" in str(error)
+        os._exit(42)
+
+
+def test_a_file_that_the_system_will_not_let_grow_keeps_the_former_save(tmp_path):
+    saves = tmp_path / "checkpoints"
+    save(saves, 1)
+    child = processes.start(save_with_little_room, str(saves), folder=tmp_path / "child")
+    assert child.wait() == 42, child.err
+    assert step_of(saves) == 1 and not list(saves.glob(".step*"))
+
+
+# --- pruning ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [5]), (1, [5]), (2, [4, 5]), (4, [2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_prune_keeps_the_newest_and_never_none(tmp_path, keep, left):
+    for step in range(1, 6):
+        save(tmp_path, step)
+    checkpoint.prune(tmp_path, keep, newest=5)
+    assert checkpoint.steps(tmp_path) == left
+
+
+def test_a_damaged_later_save_never_costs_the_one_just_written(tmp_path):
+    save(tmp_path, 50)
+    flip_a_bit(save(tmp_path, 100) / "model.safetensors")
+    assert step_of(tmp_path) == 50
+    save(tmp_path, 60)  # the resumed run was stopped there
+    checkpoint.prune(tmp_path, 1, newest=60)
+    assert step_of(tmp_path) == 60
+
+
+def test_prune_clears_what_killed_saves_left(tmp_path):
+    whole = save(tmp_path, 1)
+    shutil.copytree(whole, tmp_path / ".step_000002.tmp-123")
+    shutil.copytree(whole, tmp_path / ".step_000003.old-123")
+    (tmp_path / ".latest.tmp-123").write_text("step_")
+    checkpoint.prune(tmp_path, 1, newest=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001"]
+
+
+# --- optimiser and random state ---------------------------------------------------------------------------------------
+
+
+def test_adamw_goes_on_to_the_bit_from_its_saved_state(tmp_path):
+    def model_and_optimizer():
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        return module, torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+    def learn(module, optimizer, steps):
+        for step in steps:
+            module(torch.full((5, 3), 0.1 * step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole, optimizer = model_and_optimizer()
+    names = [name for name, _ in whole.named_parameters()]
+    learn(whole, optimizer, range(6))
+    half, optimizer = model_and_optimizer()
+    learn(half, optimizer, range(3))
+    path = checkpoint.save(
+        tmp_path,
+        step=3,
+        weights=half.state_dict(),
+        optimizer=checkpoint.optimizer_tensors(optimizer, names),
+        state={},
+    )
+    resumed, optimizer = model_and_optimizer()
+    saved = checkpoint.load(path)
+    resumed.load_state_dict(saved.weights)
+    checkpoint.restore_optimizer(optimizer, saved.optimizer, names)
+    learn(resumed, optimizer, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert "step.0.weight" in load_file(path / "optimizer.safetensors")
+
+
+def test_random_state_survives_json_and_gives_the_same_next_numbers():
+    def draw():
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            float(np.random.rand()),
+            float(np.random.randn()),
+            float(torch.rand(1)),
+        ]
+
+    draw()
+    state = json.loads(json.dumps(checkpoint.random_state()))
+    first = draw()
+    draw()
+    checkpoint.restore_random_state(state)
+    assert draw() == first

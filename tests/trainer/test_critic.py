@@ -1,0 +1,356 @@
+"""A run with a critic: what is trained, at which rate, and what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests import tiny
+from tests.trainer.runs import Signalling, assert_same, newest
+
+from gruppo import api
+from gruppo.build import Parts, build, with_absolute_paths
+from gruppo.config.schema import CriticConfig
+from gruppo.inference import evaluate_run
+from gruppo.modalities.common.critic import SeparateCritic, SharedCritic
+from gruppo.modalities.text import probing
+from gruppo.trainer import checks
+from gruppo.trainer.dry_run import critic_memory
+from gruppo.trainer.loop import Stopped
+from gruppo.trainer.run_dir import Boundary, RunFolder, first_weights, weights_of
+from gruppo.trainer.stages import step_params_at
+from gruppo.types import GruppoError, Request, Sampling
+
+SHARED, SEPARATE = {}, {"critic__kind": "separate"}
+KINDS = pytest.mark.parametrize("kind", [SHARED, SEPARATE], ids=["shared", "separate"])
+
+
+def config_in(folder, kind, **changes):
+    ppo = {"objective": "ppo"}
+    return tiny.config(folder, **(ppo | kind | changes))
+
+
+def built(folder, kind, parts=None, **changes):
+    return build(config_in(folder, kind, **changes), parts or Parts())[0]
+
+
+def step(run):
+    """An update of policy and critic."""
+    prompts = run.source.take(2)
+    rollouts = run.policy.sample([Request(prompt, 2) for prompt in prompts], Sampling(max_actions=5), seed=run.step)
+    step_params = step_params_at(run.config, run.step)
+    for group in run.optimizer.param_groups:
+        group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr
+    for micro_batch in run.policy.micro_batches(rollouts, rollouts.mask, 64):
+        logprobs, values = (
+            run.policy.likelihood(rollouts, micro_batch).logprobs,
+            run.critic.values(rollouts, micro_batch),
+        )
+        (logprobs.sum() + (values - 1).square().sum()).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.step += 1
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens run folders, and closes them."""
+    folders = []
+
+    def open_folder(config):
+        path = tmp_path / "runs" / f"{config.name}-{len(folders)}"
+        folders.append(RunFolder.create(path, config))
+        return folders[-1]
+
+    yield open_folder
+    for folder in folders:
+        folder.close()
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_critic_there_is_none_and_one_group(tmp_path):
+    run, _ = build(tiny.config(tmp_path), Parts())
+    assert run.critic is None and run.policy.value_head is None
+    assert run.parameter_names == [name for name, _ in run.policy.module.named_parameters()]
+    assert [group["is_critic"] for group in run.optimizer.param_groups] == [False]
+
+
+@KINDS
+def test_parameters_are_the_policys_then_the_critics_in_the_order_of_the_optimizer(tmp_path, kind):
+    run = built(tmp_path, kind)
+    policy, critic = run.policy.module, run.critic.module
+    assert isinstance(run.critic, SeparateCritic if kind else SharedCritic)
+    assert list(map(id, run.parameters)) == [*map(id, policy.parameters()), *map(id, critic.parameters())]
+    in_optimizer = [p for group in run.optimizer.param_groups for p in group["params"]]
+    assert list(map(id, in_optimizer)) == list(map(id, run.parameters))
+    assert run.parameter_names == [n for n, _ in policy.named_parameters()] + [
+        f"critic:{n}" for n, _ in critic.named_parameters()
+    ]
+    assert len(set(run.parameter_names)) == len(run.parameters)
+
+
+@KINDS
+@pytest.mark.parametrize(("lr", "scale"), [(None, 1.0), (1e-2, 1.0), (3e-2, 3.0), (0.0, 0.0)])
+def test_the_critics_rate_is_a_multiple_of_the_policys(tmp_path, kind, lr, scale):
+    run = built(tmp_path, kind, critic__lr=lr, optim__lr=1e-2, optim__warmup_steps=4)
+    step_params = run.stage_schedule.step_params(1)
+    assert step_params.lr == pytest.approx(0.5e-2, rel=1e-12) and step_params.critic_lr == pytest.approx(
+        scale * step_params.lr, rel=1e-12
+    )
+    assert [group["is_critic"] for group in run.optimizer.param_groups] == [False, True]
+
+
+def test_the_critics_rate_is_its_own_where_a_stage_sets_the_policys(tmp_path):
+    """critic.lr is its peak on the schedule of the stage, whose own peak is 1e-4 and not optim.lr."""
+    run = built(tmp_path, {}, critic__lr=1e-3, optim__lr=1e-6, stage__lr="linear:1e-4,0", steps=10)
+    assert [run.stage_schedule.step_params(step).critic_lr for step in (0, 5)] == pytest.approx(
+        [1e-3, 0.5e-3], rel=1e-9
+    )
+
+
+def test_a_critics_own_rate_beside_a_policy_that_never_learns_is_refused(tmp_path):
+    with pytest.raises(GruppoError, match=r"relative to stage\.lr=0"):
+        checks.check(config_in(tmp_path, {}, critic__lr=1e-3, stage__lr=0.0))
+    checks.check(config_in(tmp_path, {}, critic__lr=1e-3, stage__lr=1e-4, optim__lr=0.0))
+
+
+def test_the_critic_is_alone_for_its_first_steps(tmp_path):
+    config = config_in(tmp_path, SHARED, critic__warmup_steps=2)
+    assert [step_params_at(config, n).is_critic_alone for n in range(4)] == [True, True, False, False]
+
+
+def test_a_critic_of_another_model_is_opened_from_its_folder(tmp_path):
+    other = tiny.write_model(tmp_path / "other", seed=7)
+    run = built(tmp_path, SEPARATE, critic__model=other)
+    saved = load_file(f"{other}/model.safetensors")
+    own = dict(run.critic.trunk.named_parameters())
+    assert own and all(torch.equal(own[name], saved[f"model.{name}"]) for name in own)
+
+
+def reward_model(folder, **changes):
+    """A tiny classifier of texts with the tiny model's tokens, and its weights."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    tiny.write_model(folder)
+    sizes = {"tie_word_embeddings": False, "num_labels": 1} | changes
+    torch.manual_seed(3)
+    module = LlamaForSequenceClassification(LlamaConfig.from_pretrained(folder, **sizes))
+    module.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_reward_model_without_a_language_head_is_taken_for_its_trunk_and_learns(tmp_path):
+    saved = reward_model(tmp_path / "other")
+    assert "score.weight" in saved and "lm_head.weight" not in saved
+    run = built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
+    own = dict(run.critic.trunk.named_parameters())
+    assert own and all(torch.equal(own[name], saved[f"model.{name}"]) for name in own)
+    assert not run.critic.module["head"].weight.any()
+    before = [p.clone() for p in run.critic.module.parameters()]
+    step(run), step(run)  # the trunk's gradient begins when the head is no longer 0
+    assert not any(torch.equal(a, b) for a, b in zip(before, run.critic.module.parameters(), strict=True))
+    assert len(run.optimizer.param_groups[1]["params"]) == len(own) + 2  # no language head
+
+
+@pytest.mark.parametrize("damage", ["a layer less", "another head"])
+def test_a_model_that_lacks_more_than_its_language_head_is_no_critic(tmp_path, damage):
+    saved = reward_model(tmp_path / "other")
+    if damage == "a layer less":
+        del saved["model.layers.1.mlp.down_proj.weight"]
+    else:
+        saved["v_head.weight"] = saved.pop("score.weight")
+    save_file(saved, tmp_path / "other/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(GruppoError, match=r"lacks \d weights that a LlamaForCausalLM has, lm_head.weight first"):
+        built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
+
+
+def test_a_reward_model_is_no_policy(tmp_path):
+    reward_model(tmp_path / "other")
+    with pytest.raises(GruppoError, match=r"lacks 1 weights that a LlamaForCausalLM has, lm_head\.weight first"):
+        build(tiny.config(tmp_path, model=str(tmp_path / "other")), Parts())
+
+
+def test_a_model_without_language_head_that_cannot_be_run_without_one_is_no_critic(tmp_path, monkeypatch):
+    """Its features would be the logits of a random head."""
+    reward_model(tmp_path / "other")
+    monkeypatch.setattr(probing, "_split", lambda plain, prompts: (torch.zeros(1), torch.ones(1, 2)))
+    with pytest.raises(GruppoError, match="lacks the language head, and a LlamaForCausalLM cannot be run without one"):
+        built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
+
+
+def test_a_critic_too_short_for_the_data_is_refused(tmp_path):
+    other = tiny.write_model(tmp_path / "other")
+    config = (tmp_path / "other/config.json").read_text()
+    (tmp_path / "other/config.json").write_text(config.replace(f": {tiny.CONTEXT}", ": 20"))
+    with pytest.raises(GruppoError, match=r"the critic .*other is too short for these data: .* context holds 20"):
+        built(tmp_path, SEPARATE, critic__model=other)
+
+
+def test_a_critic_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(GruppoError, match="does not exist"):
+        built(tmp_path, SEPARATE, critic__model="./nowhere")
+    with pytest.raises(GruppoError, match=r"Did you mean smollm2-135m\?"):
+        built(tmp_path, SEPARATE, critic__model="smollm2-135")
+
+
+def test_a_critics_folder_is_named_from_the_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "critic").mkdir()
+    config = with_absolute_paths(config_in(tmp_path, SEPARATE, critic__model="critic"))
+    assert config.critic.model == str(tmp_path / "critic")
+
+
+def test_refilling_by_a_reward_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(GruppoError, match=r"refill_by='letters' is none of this run's rewards, digits"):
+        built(tmp_path, SHARED, rollout__refill_rounds=1, rollout__refill_by="letters")
+    built(tmp_path, SHARED, rollout__refill_rounds=1, rollout__refill_by="digits")
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(33)
+@KINDS
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_resumed_run_has_policy_critic_and_optimizer_to_the_bit(tmp_path, opened, kind, compute):
+    changes = {"compute": compute, "critic__lr": 2e-2}
+    whole = built(tmp_path, kind, **changes)
+    folder = opened(whole.config)
+    step(whole), step(whole)
+    folder.save(whole, Boundary.of(whole))
+    resumed = built(tmp_path, kind, **changes)
+    assert folder.restore(resumed) and resumed.step == 2
+    for run in (whole, resumed):
+        step(run), step(run)
+    for name, first, second in zip(whole.parameter_names, whole.parameters, resumed.parameters, strict=True):
+        assert torch.equal(first, second), name
+        for key, value in whole.optimizer.state[first].items():
+            assert torch.equal(value, resumed.optimizer.state[second][key]), (name, key)
+    assert [g["is_critic"] for g in resumed.optimizer.param_groups] == [False, True]
+
+
+@KINDS
+def test_the_final_model_is_the_policy_alone(tmp_path, opened, kind):
+    run = built(tmp_path, kind)
+    step(run)
+    folder = opened(run.config)
+    final = load_file(folder.write_final(run) / "model.safetensors")
+    assert set(final) == set(weights_of(run.policy.module))
+    folder.save(run, Boundary.of(run))
+    saved = load_file(newest(folder.path) / "critic.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights_of(run.critic.module).items())
+    assert set(saved) == set(weights_of(run.critic.module))
+
+
+@KINDS
+def test_the_first_weights_are_those_of_the_policy_and_a_trained_one_is_seen(tmp_path, kind):
+    reference = {"stage__kl_coef": 0.1}
+    run = built(tmp_path, kind, **reference)
+    first = first_weights(run)
+    assert first == first_weights(build(tiny.config(tmp_path, **reference), Parts())[0])
+    step(run)
+    assert first_weights(run) != first
+
+
+def test_a_checkpoint_of_another_critic_is_refused_in_words_and_restores_nothing(tmp_path, opened):
+    none, shared, separate = {"objective": "grpo"}, SHARED, SEPARATE
+    other = tiny.write_model(tmp_path / "other")
+    runs = {name: built(tmp_path, kind) for name, kind in (("none", none), ("shared", shared), ("separate", separate))}
+    expected = {
+        ("none", "shared"): "step 0 in .* holds no critic, and this run needs one. Resume with",
+        ("shared", "none"): "holds a critic, and this run has none",
+        ("shared", "separate"): r"another critic than this run's: \d+ tensors differ by name, bias among them",
+        ("separate", "shared"): "another critic than this run's",
+    }
+    for (saved, wanted), says in expected.items():
+        folder = opened(runs[saved].config)
+        folder.save(runs[saved], Boundary.of(runs[saved]))
+        run = built(tmp_path, {"none": none, "shared": shared, "separate": separate}[wanted])
+        torch.nn.init.ones_(run.parameters[0])
+        with pytest.raises(GruppoError, match=says):
+            folder.restore(run)
+        assert run.parameters[0].eq(1).all()
+    shutil.rmtree(other)
+
+
+def test_a_saved_head_of_another_width_is_refused_with_both_shapes(tmp_path, opened):
+    run = built(tmp_path, SHARED)
+    folder = opened(run.config)
+    run.critic.module.weight = torch.nn.Parameter(torch.zeros(1, 17))
+    run.optimizer.state.clear()
+    folder.save(run, Boundary.of(run))
+    with pytest.raises(GruppoError, match=r"its weight is \[1, 17\], this run needs \[1, 16\]"):
+        folder.restore(built(tmp_path, SHARED))
+
+
+def test_a_checkpoint_of_before_there_were_critics_still_loads(tmp_path, opened):
+    run, _ = build(tiny.config(tmp_path), Parts())
+    folder = opened(run.config)
+    folder.save(run, Boundary.of(run))
+    assert not (newest(folder.path) / "critic.safetensors").exists()
+    assert folder.restore(build(tiny.config(tmp_path), Parts())[0])
+
+
+def test_a_checkpoint_of_before_there_were_moving_statistics_is_resumed_without_any(tmp_path, opened):
+    run, _ = build(tiny.config(tmp_path), Parts())
+    folder, boundary = opened(run.config), Boundary.of(run)
+    counters = {name: value for name, value in boundary.counters.items() if name != "running"}
+    folder.save(run, replace(boundary, step=3, counters=counters))
+    resumed, _ = build(tiny.config(tmp_path), Parts())
+    assert folder.restore(resumed) and resumed.step == 3 and resumed.running == {}
+
+
+@pytest.mark.silent_bug(33)
+@KINDS
+def test_a_run_that_was_stopped_and_resumed_is_the_run_that_was_not(tmp_path, kind):
+    changes = {"critic__warmup_steps": 1, "optim__epochs": 2, "optim__minibatches": 2, "stage__kl_coef": 0.1}
+    whole = api.start(config_in(tmp_path / "whole", kind, **changes)).folder
+    config = replace(config_in(tmp_path / "parts", kind, **changes), data=str(tmp_path / "whole/data.jsonl"))
+    with pytest.raises(Stopped):
+        api.start(config, Parts(rewards=[stopping(Signalling(4))]))
+    assert_same(api.go_on(tmp_path / "parts/runs/run").folder, whole)
+
+
+def stopping(reward):
+    """The reward under the name of the one that a resume goes on with."""
+
+    def digits(completions, **columns):
+        return reward(completions, **columns)
+
+    return digits
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_critics_memory_by_hand(tmp_path):
+    """The trunk of the tiny model is the whole of it, embeddings tied, and the head is 16 weights and a bias."""
+    size = sum(p.numel() for p in built(tmp_path, SHARED).policy.module.parameters())
+    assert critic_memory(build(tiny.config(tmp_path), Parts())[0], 4, 100) == {}
+    assert critic_memory(built(tmp_path, SHARED), 4, 100) == {"critic, float32": 4 * 17}
+    assert critic_memory(built(tmp_path, SEPARATE, compute="bfloat16"), 2, 100) == {
+        "critic, float32": 4 * (size + 17),
+        "critic's copy, bfloat16": 2 * size,
+    }
+
+
+def test_a_larger_critics_activations_are_counted_beyond_the_policys(tmp_path):
+    """Two layers of H 16, K 8, F 32 and three: one layer more, at 100 tokens."""
+    run = built(tmp_path, SEPARATE, optim__token_budget=100)
+    run.critic.trunk.config.num_hidden_layers = 3
+    assert run.policy.module.config.num_hidden_layers == 2
+    assert critic_memory(run, 4, 100)["critic's activations"] == 4 * 100 * (6 * 16 + 2 * 8 + 2 * 32)
+
+
+def test_evaluating_a_run_opens_no_critic(tmp_path, opened):
+    run = built(tmp_path, SEPARATE)
+    step(run)
+    folder = opened(replace(run.config, critic=CriticConfig("separate", "./gone")))
+    folder.write_final(run)
+    evaluated, _ = evaluate_run(folder.path, prompts=3)
+    assert evaluated.prompts == 3

@@ -1,0 +1,320 @@
+"""Free memory is read as it is, the budget follows from it, and what does not fit is done again in smaller pieces."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests import tiny
+from tests.trainer.test_ppo_step import SEPARATE, SHARED, begun
+from tests.trainer.test_step import run_in
+
+from gruppo import api
+from gruppo.build import Parts, build
+from gruppo.modalities.common.critic import SeparateCritic
+from gruppo.trainer import memory
+from gruppo.trainer.collect import collect
+from gruppo.trainer.memory import GIB, free_bytes, is_out_of_memory, token_budget
+from gruppo.trainer.run import Run
+from gruppo.trainer.run_dir import RunFolder
+from gruppo.trainer.stages import step_params_at
+from gruppo.trainer.update import backward, update
+from gruppo.types import GruppoError
+
+CPU = torch.device("cpu")
+
+# --- what is free -----------------------------------------------------------------------------------------------------
+
+
+def machine(root: Path, **files: str) -> Path:
+    """A root folder with these files; two underscores for a slash, so that /proc/meminfo is ``proc__meminfo``."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/").replace("DOT", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal:       24000000 kB\nMemAvailable:    9000000 kB\nSwapTotal: 10 kB\nSwapFree:  {swap} kB\n"
+
+
+def test_without_control_groups_it_is_what_the_machine_has_available_with_its_swap(tmp_path):
+    assert free_bytes(CPU, machine(tmp_path, proc__meminfo=MEMINFO.format(swap=0))) == 9_000_000 * 1024
+    assert free_bytes(CPU, machine(tmp_path, proc__meminfo=MEMINFO.format(swap=7))) == 9_000_007 * 1024
+
+
+def test_where_nothing_can_be_read_nothing_is_known(tmp_path):
+    assert free_bytes(CPU, tmp_path) is None
+
+
+def test_in_a_group_of_version_2_it_is_the_limit_less_the_use_without_pages_of_files(tmp_path):
+    root = machine(
+        tmp_path,
+        proc__meminfo=MEMINFO.format(swap=0),
+        proc__self__cgroup="0::/pod/box\n",
+        sys__fs__cgroup__pod__box__memoryDOTmax="4000000000\n",
+        sys__fs__cgroup__pod__box__memoryDOTcurrent="1500000000\n",
+        sys__fs__cgroup__pod__box__memoryDOTstat="anon 1000\ninactive_file 300000000\nactive_file 200000000\n",
+    )
+    assert free_bytes(CPU, root) == 4_000_000_000 - 1_500_000_000 + 500_000_000
+    machine(root, sys__fs__cgroup__pod__memoryDOTmax="900\n", sys__fs__cgroup__pod__memoryDOTcurrent="600\n")
+    assert free_bytes(CPU, root) == 300  # a group is within the one above it
+    machine(root, sys__fs__cgroup__pod__memoryDOTmax="max\n", sys__fs__cgroup__pod__box__memoryDOTmax="max\n")
+    assert free_bytes(CPU, root) == 9_000_000 * 1024
+
+
+def test_in_a_group_of_version_1_seen_from_within_a_container_it_is_that_of_the_top_folder(tmp_path):
+    root = machine(
+        tmp_path,
+        proc__meminfo=MEMINFO.format(swap=0),
+        proc__self__cgroup="9:cpu,cpuacct:/x\n4:memory:/docker/1f\n",
+        sys__fs__cgroup__memory__memoryDOTlimit_in_bytes="2000\n",
+        sys__fs__cgroup__memory__memoryDOTusage_in_bytes="1900\n",
+        sys__fs__cgroup__memory__memoryDOTstat="inactive_file 1\ntotal_inactive_file 50\n",
+    )
+    assert free_bytes(CPU, root) == 150
+
+
+# --- the budget -------------------------------------------------------------------------------------------------------
+
+
+def free(monkeypatch: pytest.MonkeyPatch, gib: float | None) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: None if gib is None else int(gib * GIB))
+
+
+def per_token(run: Run) -> int:
+    return 4 * 2 * (6 * 16 + 2 * 8 + 2 * 32)  # float32, layers, H, K, F
+
+
+def test_where_memory_is_not_short_the_budget_does_not_hang_on_it(tmp_path, monkeypatch, caplog):
+    for gib in (None, 1, 1.37, 100):
+        free(monkeypatch, gib)
+        assert token_budget(run_in(tmp_path)) == memory.TOKENS_ON_CPU
+    assert not caplog.records
+
+
+def test_where_memory_is_short_the_budget_is_the_largest_power_of_two_that_half_of_the_rest_holds(
+    tmp_path, monkeypatch, caplog
+):
+    run = run_in(tmp_path)
+    to_come = 12 * sum(p.numel() for p in run.parameters)  # gradients and two moments
+    for tokens, budget in ((512, 512), (511, 256), (700, 512), (1, 1)):
+        free(monkeypatch, (2 * tokens * per_token(run) + to_come + 8) / GIB)
+        run.token_budget = 0
+        with caplog.at_level(logging.WARNING):
+            assert token_budget(run) == budget
+        assert f"pieces have {budget} tokens in place of {memory.TOKENS_ON_CPU}" in caplog.text
+
+
+def test_a_number_that_was_set_is_used_as_it_is(tmp_path, monkeypatch):
+    free(monkeypatch, 1e-6)
+    assert token_budget(run_in(tmp_path, optim__token_budget=5000)) == 5000
+
+
+def test_a_larger_critic_of_its_own_sets_the_tokens_that_fit(tmp_path):
+    run = begun(tmp_path, SEPARATE)
+    assert isinstance(run.critic, SeparateCritic) and memory.bytes_per_token(run) == per_token(run)
+    run.critic.trunk.config.num_hidden_layers = 6
+    assert memory.bytes_per_token(run) == 3 * per_token(run)
+
+
+def test_a_resumed_run_goes_on_with_the_budget_it_had(tmp_path, monkeypatch):
+    config = tiny.config(tmp_path, steps=1, name="short")
+    monkeypatch.setattr(memory, "TOKENS_ON_CPU", 64)
+    api.start(config)
+    monkeypatch.setattr(memory, "TOKENS_ON_CPU", 128)
+    resumed, new = build(config, Parts())[0], build(config, Parts())[0]
+    assert RunFolder(tmp_path / "runs/short").restore(resumed)
+    assert (token_budget(resumed), token_budget(new)) == (64, 128)
+    manifest = json.loads((tmp_path / "runs/short/manifest.json").read_text())
+    assert manifest["token_budget"] == 64
+
+
+# --- where memory runs out -------------------------------------------------------------------------------------------
+
+CPU_SAYS = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "2097152000 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+class Full:
+    """A policy or a critic on a machine too small for more than ``rows`` rows; it fails after the forward."""
+
+    def __init__(self, part: Any, name: str, rows: int, *, error: Exception | None = None) -> None:
+        self.forward, self.rows, self.error = getattr(part, name), rows, error or RuntimeError(CPU_SAYS)
+        self.asked: list[int] = []
+        setattr(part, name, self)
+
+    def __call__(self, rollouts: Any, micro_batch: Any, **kwargs: Any) -> Any:
+        said = self.forward(rollouts, micro_batch, **kwargs)
+        self.asked.append(len(micro_batch.rows))
+        if len(micro_batch.rows) > self.rows:
+            raise self.error
+        return said
+
+
+def gradients(run: Run) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in run.parameters])
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("who", "kind", "error"),
+    [
+        ("policy", SHARED, RuntimeError(CPU_SAYS)),
+        ("policy", SEPARATE, torch.OutOfMemoryError("CUDA out of memory.")),
+        ("critic", SEPARATE, MemoryError()),
+    ],
+)
+def test_what_did_not_fit_is_done_again_in_smaller_micro_batches_and_nothing_counts_twice(
+    tmp_path, kind, compute, who, error, caplog
+):
+    """The critic fails after the policy's gradient of the piece, and pieces before it, are there."""
+    run = begun(tmp_path, kind, compute=compute)
+    batch, step_params = collect(run, step_params_at(run.config, 0)).batch, step_params_at(run.config, 0)
+    full = Full(*((run.policy, "likelihood") if who == "policy" else (run.critic, "values")), rows=2, error=error)
+    stats, got = backward(run, batch, step_params), gradients(run)
+    budget = run.token_budget
+    assert 1 < budget < memory.TOKENS_ON_CPU and max(full.asked) > 2
+    assert caplog.text.count("memory ran out") == len([rows for rows in full.asked if rows > 2])
+    assert f"--optim.token-budget {budget} to begin there" in caplog.text
+
+    full.rows = 1 << 30
+    run.optimizer.zero_grad(set_to_none=True)
+    expected_stats = backward(run, batch, step_params)
+    assert torch.equal(got, gradients(run)) and stats == expected_stats
+    assert stats["ratio"].count == int(batch.loss_mask.sum())
+    run.optimizer.zero_grad(set_to_none=True)
+    run.token_budget = memory.TOKENS_ON_CPU
+    whole = backward(run, batch, step_params)
+    assert whole["update/micro_batches"].sum < stats["update/micro_batches"].sum
+    tolerance = 1e-5 if compute == "float32" else 0.05
+    torch.testing.assert_close(got, gradients(run), rtol=0, atol=tolerance * float(got.abs().max()))
+
+
+def test_forwards_before_the_updates_are_cut_too_and_the_budget_stays(tmp_path, caplog):
+    run = run_in(tmp_path, optim__epochs=2, stage__kl_coef=0.1)
+    full = Full(run.policy, "likelihood", rows=2)
+    batch = collect(run, step_params_at(run.config, 0)).batch
+    lowered = run.token_budget
+    assert lowered < memory.TOKENS_ON_CPU and caplog.records
+    tried = len(full.asked)
+    update(run, batch, step_params_at(run.config, 0))
+    assert max(full.asked[tried:]) <= 2 and run.token_budget == lowered
+    again = run_in(tmp_path, optim__epochs=2, stage__kl_coef=0.1, optim__token_budget=lowered)
+    torch.testing.assert_close(collect(again, step_params_at(again.config, 0)).batch.old_logprobs, batch.old_logprobs)
+
+
+def test_a_lower_budget_is_one_that_cuts_otherwise(tmp_path):
+    """Halving 1024 over a batch of 200 tokens would fail again, at the same pieces, two times."""
+    run = run_in(tmp_path)
+    batch = collect(run, step_params_at(run.config, 0)).batch
+    assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, token_budget(run) // 2)) == 1
+    finer = memory._finer(run, [(batch.rollouts, batch.loss_mask)], token_budget(run), 1)
+    assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, finer)) > 1
+    assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, 2 * finer)) == 1
+    assert memory._finer(run, [(batch.rollouts, batch.loss_mask)], 1, len(batch.loss_mask)) == 0
+
+
+def test_an_error_that_is_not_about_memory_is_raised_as_it_is(tmp_path):
+    run = run_in(tmp_path)
+    batch = collect(run, step_params_at(run.config, 0)).batch
+    Full(run.policy, "likelihood", rows=0, error=RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        backward(run, batch, step_params_at(run.config, 0))
+    assert not is_out_of_memory(ValueError(CPU_SAYS))
+
+
+def test_a_real_request_for_too_much_is_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_a_row_that_does_not_fit_alone_is_refused_with_numbers_and_options(tmp_path, monkeypatch):
+    run = run_in(tmp_path)
+    batch = collect(run, step_params_at(run.config, 0)).batch
+    free(monkeypatch, 0.25)
+    full = Full(run.policy, "likelihood", rows=0)
+    with pytest.raises(GruppoError) as caught:
+        backward(run, batch, step_params_at(run.config, 0))
+    assert 1 in full.asked
+    rollouts = batch.rollouts
+    prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
+    kept = (batch.loss_mask & (batch.advantages != 0)).any(dim=1)
+    longest = int((prompts + rollouts.lengths)[kept].max())
+    said = str(caught.value)
+    assert said.startswith(
+        f"one row of {longest} tokens does not fit into memory: the last request was for 2097152000 "
+    )
+    assert "0.25 GiB are free" in said and "--rollout.max-new-tokens" in said and "--model" in said
+
+
+def test_a_row_that_cannot_fit_is_refused_before_linux_ends_the_process(tmp_path, monkeypatch):
+    run = run_in(tmp_path)
+    batch = collect(run, step_params_at(run.config, 0)).batch
+    micro_batches = run.policy.micro_batches(
+        batch.rollouts, batch.loss_mask & (batch.advantages != 0).any(dim=1, keepdim=True), 1
+    )
+    needs = memory._longest(batch.rollouts, micro_batches) * per_token(run)
+    full = Full(run.policy, "likelihood", rows=1 << 30)
+    free(monkeypatch, (needs - 1) / GIB)
+    with pytest.raises(GruppoError, match=r"does not fit into memory: its activations alone need about .* GiB, "):
+        backward(run, batch, step_params_at(run.config, 0))
+    assert not full.asked
+    free(monkeypatch, needs / GIB)
+    backward(run, batch, step_params_at(run.config, 0))
+    assert full.asked
+
+
+def test_micro_batches_hold_four_or_two_of_the_longest_prompt_unless_the_budget_was_set_or_memory_is_short(
+    tmp_path, monkeypatch
+):
+    run = run_in(tmp_path)
+    rollouts = collect(run, step_params_at(run.config, 0)).batch.rollouts
+    longest = max(len(ids) for ids in rollouts.shared["prompt_ids"])
+    monkeypatch.setattr(memory, "TOKENS_ON_CPU", longest)
+    run.token_budget = 0
+    assert memory.budget_for(run, longest) == 4 * longest
+    set_by_hand = run_in(tmp_path, optim__token_budget=longest)
+    assert memory.budget_for(set_by_hand, longest) == longest
+    run.token_budget = longest - 1  # memory has run out before
+    assert memory.budget_for(run, longest) == longest - 1
+    run.token_budget = longest
+    for tokens, budget in ((4 * longest - 1, 2 * longest), (2 * longest - 1, longest)):
+        room = memory.still_to_come(run) + tokens * memory.bytes_per_token(run) / memory.USABLE_FRAC
+        monkeypatch.setattr(memory, "free_bytes", lambda device, room=room: int(room))
+        assert memory.budget_for(run, longest) == budget
+
+
+def test_a_config_that_does_not_name_heads_is_of_unknown_size(tmp_path):
+    """As those of recurrent models; training goes on without an estimate."""
+    run = run_in(tmp_path)
+    assert memory.bytes_per_token(run) > 0
+    run.policy.module.config = SimpleNamespace(
+        get_text_config=lambda: SimpleNamespace(hidden_size=8, num_hidden_layers=2)
+    )
+    assert memory.bytes_per_token(run) == 0 and memory.choose(run) == memory.TOKENS_ON_CPU
+
+
+def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_not_widened_again(tmp_path, monkeypatch):
+    run = run_in(tmp_path, rollout__group_size=6)
+    batch = collect(run, step_params_at(run.config, 0)).batch
+    longest = max(len(ids) for ids in batch.rollouts.shared["prompt_ids"])
+    monkeypatch.setattr(memory, "TOKENS_ON_CPU", longest)
+    run.token_budget, tried = 0, []
+
+    def work(micro_batches):
+        tried.append(memory.budget_for(run, longest))
+        if len(tried) == 1:
+            raise MemoryError
+        return micro_batches
+
+    memory.in_micro_batches(run, batch.rollouts, batch.loss_mask, work)
+    assert tried == [4 * longest, 2 * longest] and run.token_budget == 2 * longest

@@ -1,0 +1,319 @@
+"""Runs of a language model of one's own, named as ``file.py:function``: all that a model in a folder can do."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import own_models, processes, tiny
+from tests.own_models import own
+from tests.trainer.runs import FULL, SIMPLE, Signalling, assert_same, metrics, newest, tensors, weights
+from torch import nn
+
+from gruppo import api, inference
+from gruppo.build import Parts, build, with_absolute_paths
+from gruppo.cli.app import main
+from gruppo.config import serialization
+from gruppo.modalities.text import from_pretrained
+from gruppo.trainer.dry_run import explain
+from gruppo.trainer.dry_run_modules import kept_bytes
+from gruppo.trainer.loop import Stopped
+from gruppo.trainer.models import found_model, kind_of
+from gruppo.types import GruppoError
+
+
+def config(folder: Path, **changes: Any) -> Any:
+    return tiny.config(folder, **({"model": own("model"), "compute": "auto"} | changes))
+
+
+def begun(folder: Path, **changes: Any) -> Path:
+    return api.start(config(folder, **changes)).folder
+
+
+def one_line(call: Any) -> str:
+    with pytest.raises(GruppoError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A whole run, with a KL to its beginning."""
+    return begun(tmp_path_factory.mktemp("whole"), stage__kl_coef=0.1)
+
+
+def code_of(*typed: str) -> int:
+    """How a command ends."""
+    with pytest.raises(SystemExit) as ended:
+        main(typed)
+    return int(ended.value.code or 0)
+
+
+# --- what a run leaves ------------------------------------------------------------------------------------------------
+
+
+def test_the_final_model_has_the_last_weights_and_names_its_function(run):
+    assert tensors(run / "final/model.safetensors") == tensors(newest(run) / "model.safetensors")
+    made = json.loads((run / "final/module.json").read_text())
+    assert made["made_by"] == own("model")
+    model = json.loads((run / "manifest.json").read_text())["model"]
+    assert model == {"name": own("model"), **made}
+    assert json.loads((run / "config.json").read_text())["model"] == own("model")
+
+
+def test_it_has_learned_and_its_kl_begins_at_0(run):
+    steps = [row for row in metrics(run) if "reward/mean" in row]
+    assert steps[0]["kl/ref_nats"] == 0.0 < steps[-1]["kl/ref_nats"]
+    assert steps[0]["mismatch/max_nats"] < 1e-3
+    first = from_pretrained(own("model")).module
+    assert not torch.equal(weights(run), torch.cat([p.flatten().double() for _, p in sorted(first.named_parameters())]))
+
+
+def test_eval_of_the_run_is_what_the_run_measured_at_its_end(run):
+    last = json.loads((run / "evaluations.json").read_text())[-1]
+    done, rows = inference.evaluate_run(run, prompts=4)
+    assert done.mean == last["mean"] and len(rows) == 4
+
+
+def test_a_run_is_asked_exported_and_trained_further_as_a_folder(run, tmp_path, capsys):
+    (answer,) = inference.complete(run, ["1 + 1 = ?"], max_new_tokens=6)
+    inference.export(run, tmp_path / "copy")
+    assert inference.complete(tmp_path / "copy", ["1 + 1 = ?"], max_new_tokens=6) == [answer]
+    assert code_of("sample", str(run), "1 + 1 = ?", "--max-new-tokens", "6") == 0
+    assert capsys.readouterr().out.strip() == answer[0].strip()
+    further = begun(tmp_path, model=str(run), steps=1, stage__kl_coef=0.1)
+    model = json.loads((further / "manifest.json").read_text())["model"]
+    assert (model["name"], model["made_by"]) == (str(run), own("model"))
+    assert (further / "final/module.json").read_text() == (run / "final/module.json").read_text()
+
+
+def test_a_function_that_is_not_trained_yet_is_asked_by_its_name(capsys, monkeypatch):
+    monkeypatch.chdir(Path(own_models.FILE).parent)
+    assert code_of("sample", "own_models.py:model", "1 + 1 = ?", "--max-new-tokens", "2") == 0
+    assert code_of("sample", "./own_models.py:model", "1 + 1 = ?", "--max-new-tokens", "2") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+
+
+def test_a_run_without_an_adapter_exports_none(run, tmp_path):
+    assert "has no adapter" in one_line(lambda: inference.export(run, tmp_path / "a", is_adapter_kept=True))
+
+
+def test_a_name_means_the_same_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(own_models.FILE).parent)
+    named = with_absolute_paths(config(tmp_path, model="own_models.py:model"))
+    assert named.model == own("model") and kind_of(named) == "text"
+    assert found_model("own_models.py:model")[1]["made_by"] == own("model")
+    assert with_absolute_paths(config(tmp_path, model="tests.own_models:model")).model == "tests.own_models:model"
+
+
+# --- stopped and resumed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [SIMPLE, FULL], ids=["simple", "full"])
+def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path, kind):
+    whole = begun(tmp_path / "whole", **kind)
+    reward, score = Signalling(4), tiny.noisy if kind else tiny.digits
+
+    def stopping(completions, **_):
+        reward(completions)
+        return score(completions)
+
+    stopping.__name__ = "noisy" if kind else "digits"
+    stopped = serialization.load(whole / "config.json")
+    stopped = api.change(stopped, {"runs_dir": str(tmp_path / "runs")})
+    with pytest.raises(Stopped):
+        api.start(stopped, Parts(rewards=[stopping]))
+    assert_same(api.go_on(tmp_path / "runs/run").folder, whole)
+
+
+FROM_A_FILE = """
+from pathlib import Path
+
+from tests.own_models import (TinyGPT, wrapped)
+
+
+def model():
+    policy = wrapped(TinyGPT())
+    policy.module.head.bias.data.fill_(float(Path(__file__).with_name("bias").read_text()))
+    return policy
+"""
+
+
+def stopped_at_step_1(folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """A stopped run and the file of its model, which reads a number from the file ``bias`` beside it."""
+    file = folder / "mine.py"
+    file.write_text(FROM_A_FILE)
+    (folder / "bias").write_text("0.25")
+    reward = Signalling(3)
+    reward.__name__ = "digits"
+    with pytest.raises(Stopped):
+        api.start(config(folder, model=f"{file}:model", **changes), Parts(rewards=[reward]))
+    return folder / "runs/run", file
+
+
+def test_a_function_that_makes_other_weights_by_now_is_refused_where_they_are_the_reference(tmp_path):
+    run, file = stopped_at_step_1(tmp_path, stage__kl_coef=0.1)
+    (file.parent / "bias").write_text("0.5")
+    assert f"the model {file}:model is not the one that {run} began with" in one_line(lambda: api.go_on(run))
+    (file.parent / "bias").write_text("0.25")
+    assert api.go_on(run).model == run / "final"
+
+
+def test_a_file_that_changed_while_the_run_lay_still_is_said_once(tmp_path, caplog):
+    run, file = stopped_at_step_1(tmp_path)
+    file.write_text(FROM_A_FILE + "\n\nLATER = 1\n")
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        api.go_on(run)
+    said = [text for text in caplog.messages if "has changed" in text]
+    assert len(said) == 1 and f"the file of the model {file}:model has changed since {run} began" in said[0]
+
+
+def test_a_file_as_it_was_is_no_warning(tmp_path, caplog):
+    run, _ = stopped_at_step_1(tmp_path)
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        api.go_on(run)
+    assert not [message for message in caplog.messages if "has changed" in message]
+
+
+# --- references, critics, dtypes, adapters ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reference__place": "disk"},
+        {"reference__kind": "mixed", "reference__update_every": 2},
+        {"compute": "bfloat16"},
+        {"model": own("in_bfloat16")},
+        {"objective": "ppo"},
+        {"objective": "ppo", "critic__kind": "separate"},
+    ],
+    ids=["on disk", "mixed", "bfloat16", "the function's bfloat16", "critic", "separate critic"],
+)
+def test_references_critics_and_dtypes_are_as_of_any_model(tmp_path, changes):
+    run = begun(tmp_path, stage__kl_coef=0.1, steps=3, **changes)
+    steps = [row for row in metrics(run) if "reward/mean" in row]
+    assert steps[0]["kl/ref_nats"] == 0.0 < steps[1]["kl/ref_nats"]
+    wanted = "bfloat16" if "bfloat16" in str(changes) else "float32"
+    assert json.loads((run / "manifest.json").read_text())["compute_dtype"] == wanted
+    assert (
+        inference.evaluate_run(run, prompts=4)[0].mean == json.loads((run / "evaluations.json").read_text())[-1]["mean"]
+    )
+
+
+def test_a_reference_on_disk_gives_the_weights_of_one_in_memory(tmp_path, run):
+    other = begun(tmp_path, stage__kl_coef=0.1, reference__place="disk")
+    assert torch.equal(weights(other), weights(run))
+
+
+def test_an_adapter_needs_layers_that_are_known_by_name(tmp_path):
+    pytest.importorskip("peft")
+    text = one_line(lambda: begun(tmp_path, lora__rank=2))
+    assert "LoRA needs a Hugging Face causal language model; a TinyGPT of your own is none" in text
+    run = begun(tmp_path, model=own("of_hugging_face"), lora__rank=2, steps=2)
+    assert (run / "final/adapter_config.json").is_file()
+
+
+def test_a_critic_of_another_tokenizer_cannot_be_compared_and_is_refused(tmp_path):
+    critic = {"objective": "ppo", "critic__kind": "separate", "critic__model": own("model")}
+    text = one_line(lambda: begun(tmp_path, **critic))
+    assert "cannot be compared with the critic's" in text and "or none, for a copy of the policy" in text
+
+
+# --- refused before anything is written -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (own("modle"), "Did you mean"),
+        (own("bare"), "it needs a TextPolicy"),
+        (own("raises"), "raised ValueError in line"),
+        (own("looks_ahead"), "is not causal"),
+        (own("model").replace("own_models.py", "own_model.py"), "there is no file"),
+        (own_models.FILE, "a function in it makes the model"),
+    ],
+)
+def test_a_name_that_makes_no_model_ends_the_command_with_one_line(tmp_path, capsys, model, said):
+    data = tiny.write_rows(tmp_path / "data.jsonl")
+    runs = tmp_path / "runs"
+    typed = ["--model", model, "--data", data, "--reward", tiny.reward("digits"), "--runs-dir", str(runs)]
+    assert code_of("train", "plain", *typed) == 2
+    err = capsys.readouterr().err.strip()
+    assert said in err and "\n" not in err and "Traceback" not in err
+    assert not runs.exists()
+
+
+def test_settings_of_pictures_are_refused_by_what_the_model_is(tmp_path):
+    text = one_line(lambda: begun(tmp_path, diffusion__steps=4))
+    assert f"{own('model')!r} is a text model" in text
+
+
+# --- what it would do -------------------------------------------------------------------------------------------------
+
+
+def test_explain_measures_what_no_config_says(tmp_path):
+    said = "\n".join(explain(config(tmp_path, stage__kl_coef=0.1, objective="ppo", critic__kind="separate")))
+    assert "activations, measured" in said and "logits while sampling" in said and "the prompt with every row" in said
+
+
+class Linear(nn.Module):
+    """Keeps its ids for the embedding's gradient, and what the head reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(257, 8), nn.Linear(8, 257)
+
+    def forward(self, ids):
+        return self.head(self.tokens(ids))
+
+
+def test_bytes_that_a_forward_keeps_by_hand():
+    policy = own_models.wrapped(Linear())
+    assert kept_bytes(policy, 10) == 10 * 8 + 10 * 8 * 4  # int64 ids, and a float32 feature of 8 numbers
+
+
+def test_the_estimate_is_of_a_micro_batch_and_of_all_rows_that_are_sampled(tmp_path):
+    run, _ = build(config(tmp_path, optim__token_budget=60), Parts())
+    from gruppo.trainer.dry_run_modules import working_memory
+
+    found = working_memory(run, 4, 60, 12)
+    assert found["activations, measured"] == 3 * kept_bytes(run.policy, 20)  # of 12 tokens and 8 new ones, 3 rows fit
+    assert found["logits while sampling"] == 4 * 12 * 20 * 257  # 4 prompts x 3 samples
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def train(given: dict[str, Any]) -> None:
+    api.start(serialization.from_dict(given))
+
+
+def of_two_ranks(folder: Path, name: str, ranks: int = 2, **changes: Any) -> list[Any]:
+    given = config(folder, name=name, steps=3, stage__kl_coef=0.1, optim__eps=0.1, **changes)
+    children = processes.ranks(ranks, train, serialization.to_dict(given), folder=folder / name)
+    for child in children:
+        child.wait()
+    return children
+
+
+def test_two_ranks_are_one_run(tmp_path):
+    for name, ranks in (("one", 1), ("two", 2)):
+        children = of_two_ranks(tmp_path, name, ranks)
+        assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
+    one, two = (weights(tmp_path / "runs" / name) for name in ("one", "two"))
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
+    assert (tmp_path / "runs/two/final/module.json").is_file()
+
+
+def test_ranks_whose_functions_make_other_weights_are_refused(tmp_path):
+    children = of_two_ranks(tmp_path, "odd", model=own("other_on_each_rank"))
+    assert all(child.wait() for child in children)
+    assert any("made other weights on each of the 2 ranks" in child.err for child in children)
+    assert not (tmp_path / "runs/odd/config.json").exists()

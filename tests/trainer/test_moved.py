@@ -1,0 +1,74 @@
+"""Whether an update changes the weights at all."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tests import tiny
+from tests.trainer.runs import metrics
+from tests.trainer.test_step import run_in, step
+from torch import nn
+
+from gruppo import api
+from gruppo.build import Parts
+from gruppo.modalities.text import from_pretrained
+from gruppo.trainer.weight_change import EVERY, LOOKED_AT, Moved
+
+
+def moved(*values: list[float], gradients: list[list[float] | None], lr: float = 0.5) -> Any:
+    """What a step of plain gradient descent changes."""
+    parameters = [nn.Parameter(torch.tensor(v)) for v in values]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else torch.tensor(gradient)
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+    before = Moved(optimizer)
+    optimizer.step()
+    return before.stat()
+
+
+@pytest.mark.silent_bug(28)
+@pytest.mark.silent_bug(41)
+def test_the_share_of_changed_weights_by_hand():
+    """1e9 + 1 is 1e9 in float32; a weight without a gradient is not asked."""
+    stat = moved([1.0, 2.0, 1e9], [5.0, 1e9], [7.0], gradients=[[1.0, 0.0, 1.0], [2.0, 2.0], None])
+    assert (stat.count, stat.sum) == (4, 2)
+    assert moved([1.0], gradients=[None]).count == 0
+    assert moved([1.0], gradients=[[1.0]], lr=0.0).count == 0  # it was not to change
+
+
+def test_of_a_large_tensor_some_numbers_are_looked_at_from_all_over_it():
+    x = [1e9] * 100_000
+    x[-400:] = [0.0] * 400
+    stat = moved(x, gradients=[[1.0] * 100_000])
+    assert LOOKED_AT <= stat.count <= 2 * LOOKED_AT and 1 <= stat.sum <= 2
+
+
+@pytest.mark.silent_bug(28)
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+def test_master_weights_in_bfloat16_that_stand_still_are_warned_of(tmp_path, caplog, objective):
+    changes = {"optim__lr": 1e-6, "optim__eps": 1e-8, "objective": objective}
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        _, said = step(run_in(tmp_path, **changes))
+    assert said["update/changed_frac"] > 0.9 and "changed" not in caplog.text
+    policy = from_pretrained(tiny.model(), compute="float32")
+    policy.module.bfloat16()
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        _, said = step(run_in(tmp_path, Parts(model=policy), **changes))
+    assert said["update/changed_frac"] < 0.05
+    assert "step 0: an update changed" in caplog.text and "rounding to bfloat16" in caplog.text
+    assert "hold the weights in float32" in caplog.text
+
+
+def test_a_critic_that_learns_alone_is_all_that_is_asked(tmp_path, caplog):
+    for kind in ("shared", "separate"):
+        run = run_in(tmp_path, objective="ppo", critic__kind=kind, critic__warmup_steps=1)
+        _, said = step(run)
+        assert said["update/changed_frac"] > 0.9 and "changed" not in caplog.text
+
+
+def test_it_is_logged_at_the_first_step_and_now_and_then(tmp_path):
+    run = api.start(tiny.config(tmp_path, steps=EVERY + 2, evaluation__prompts=0, saving__every=0)).folder
+    assert [row["step"] for row in metrics(run) if "update/changed_frac" in row] == [1, EVERY + 1]

@@ -1,0 +1,328 @@
+"""What an image model cannot do: refused in one line, or counted; and what the commands say of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import processes, tiny
+from tests.trainer import pictures
+from tests.trainer.pictures import built, reward, stepped
+from tests.trainer.runs import metrics
+
+from gruppo import api, inference
+from gruppo.build import Parts
+from gruppo.cli.app import main
+from gruppo.cli.options import config_from
+from gruppo.config import peer_names, serialization
+from gruppo.config.schema import Config
+from gruppo.data.digits import load_digits
+from gruppo.modalities.diffusion import load_denoiser
+from gruppo.trainer.dry_run import explain
+from gruppo.types import DataError, GruppoError
+
+pytest.importorskip("PIL")
+
+KL = {"stage__kl_coef": 0.1}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no noise": ({"diffusion__eta": 0.0}, r"eta=0 draws nothing: such a step has no density.*Set eta above 0"),
+    "the ODE": ({"diffusion__transition": "ode"}, r"transition='ode' draws nothing.*evaluation, temperature 0"),
+    "an unknown transition": ({"diffusion__transition": "dddim"}, r"transition='dddim' is not one of"),
+    "a step of a diffusion": ({"diffusion__transition": "ddpm"}, r"'ddpm' steps on a diffusion's path"),
+    "guidance without dropped classes": (
+        {"diffusion__guidance": 2.0},
+        r"guidance=2 is measured from what the network says without a condition.*Set guidance 1",
+    ),
+    "epsilon of a mean": (
+        {"objective": "grpo", "objective__dims": "mean"},
+        r"clip_high=0.2 of a mean over 192 dimensions .* 35 nats: it never clips.*--objective.clip-unit nats",
+    ),
+    "a clip that rounding sets off": (
+        {"objective__clip_low": 1e-4, "objective__clip_high": 1e-4},
+        r"clip_high=0.0001 .* which rounding alone reaches",
+    ),
+    "k3 of normals": (KL | {"objective": "grpo"}, r"kl='k3' of a Gaussian policy.*Set --objective.kl exact"),
+    "an entropy bonus": ({"stage__entropy_coef": 0.1}, r"entropy_coef is above 0.*--stage.entropy-coef 0"),
+    "a stage's temperature": ({"stage__temperature": 0.5}, r"temperature of 0.5: a denoising step has none"),
+    "a temperature": ({"rollout__temperature": 0.5}, r"temperature=0.5: a denoising step has no temperature"),
+    "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* are of tokens"),
+    "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 is of texts.*--diffusion.steps"),
+    "a penalty on length": ({"objective__overlong": 3}, r"overlong=3 penalises long texts.*--objective.overlong 0"),
+    "LoRA": ({"lora__rank": 4}, r"LoRA puts adapters on the attention of a pipeline.*Leave the --lora options out"),
+    "bfloat16": ({"compute": "bfloat16"}, r"compute='bfloat16' holds the base below adapters.*--compute float32"),
+    "another model as critic": (
+        {"objective": "ppo", "critic__kind": "separate", "critic__model": "x"},
+        r"critic.model='x': the critic of an image model is a head on its network",
+    ),
+    "one step": ({"diffusion__steps": 1}, r"diffusion.steps=1 is out of range; it needs at least 2"),
+    "a window past the end": ({"diffusion__train_to": 4}, r"train_from=0, train_to=4 are no part of the steps"),
+    "a share of one step": (
+        {"diffusion__noise": "branched", "diffusion__train_fraction": 0.5},
+        r"train_fraction=0.5 with noise='branched'",
+    ),
+    "a new network's width": (
+        {"diffusion__width": 16},
+        r"diffusion.width .* Leave --diffusion.width out",
+    ),
+    "a new network's path": ({"diffusion__path": "diffusion"}, r"diffusion.path is of a new network"),
+    "a pipeline's size": ({"diffusion__size": (8, 8)}, r"diffusion.size is of a pipeline of diffusers"),
+    "a mask of one update": ({"objective__kl_mask": 0.1}, r"kl_mask=0.1 leaves nothing out: a batch has one update"),
+    "a reference that nothing reads": ({"reference__kind": "mixed"}, r"no stage's kl_coef is above 0"),
+    "no reward": ({"reward": ()}, r"no reward was given"),
+    "a new network of texts": (
+        {"model": "unet", "data": "arithmetic"},
+        r"--model unet is made for the data's pictures, and the data 'arithmetic' have none",
+    ),
+    "a folder that is no model": ({"model": str(Path(__file__).parent)}, r"tests/trainer"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_an_image_model_cannot_do_is_refused_in_one_line_before_anything_is_written(tmp_path, what):
+    changes, why = REFUSED[what]
+    config = pictures.config(tmp_path, **changes)
+    with pytest.raises(GruppoError, match=why) as error:
+        api.start(config, pictures.parts_of(config))
+    assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"diffusion__steps": 7}, r"diffusion settings were given, and .* is a text model. Leave the --diffusion"),
+        ({"reward": [reward("needs_images")]}, r"images.*|.*images"),
+        ({"reward": ["jpeg_compressibility"]}, r"images"),
+    ],
+    ids=["diffusion options", "a function of images", "a built-in of images"],
+)
+def test_what_a_text_model_cannot_do_with_pictures_is_refused(tmp_path, changes, why):
+    with pytest.raises(GruppoError, match=why) as error:
+        api.start(tiny.config(tmp_path, **changes))
+    assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_in_whole_numbers_give_whole_advantages_no_more_than_others_do(tmp_path):
+    run = built(tmp_path, reward=[reward("whole_numbers")], rollout__group_size=7, rollout__prompts=2)
+    batch, _ = stepped(run)
+    assert {*batch.rewards.tolist()} == {0.0, 1.0} and batch.advantages.is_floating_point()
+    for group in range(2):
+        rows = batch.rollouts.group_ids == group
+        rewards = batch.rewards[rows].double()
+        by_hand = (rewards - rewards.mean()) / (rewards.std() + run.config.objective.scale_eps)
+        torch.testing.assert_close(batch.advantages[rows][:, 0].double(), by_hand, rtol=1e-5, atol=1e-6)
+
+
+def test_a_reward_of_the_wrong_count_stops_the_run_in_one_line(tmp_path):
+    config = pictures.config(tmp_path, reward=[reward("one_too_many")], evaluation__prompts=0)
+    with pytest.raises(DataError, match=r"scored none of 12 completions: .*13.*12") as error:
+        api.start(config, pictures.parts_of(config))
+    assert "\n" not in str(error.value)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_no_image_is_left_out_with_one_line_that_names_it(tmp_path, caplog):
+    folder = pictures.write_images(tmp_path / "images", 12)
+    (folder / "a/broken.png").write_bytes(b"no image")
+    config = pictures.config(tmp_path, data=f"images:{folder}", evaluation__prompts=0, steps=4, rollout__prompts=6)
+    api.start(config, Parts())
+    said = [record.getMessage() for record in caplog.records if "broken.png" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("left out:") and "\n" not in said[0]
+
+
+def test_a_class_that_the_network_does_not_know_is_passed_over(tmp_path):
+    folder = tmp_path / "images"
+    pictures.write_images(folder, 12)
+    (folder / "c").rename(folder / "y")
+    for n in range(8):
+        (folder / "d").mkdir(exist_ok=True)
+        (folder / "d" / f"{n}.png").write_bytes(next((folder / "a").iterdir()).read_bytes())
+    config = pictures.config(tmp_path, data=f"images:{folder}", evaluation__prompts=0, steps=2)
+    path = api.start(config, Parts()).folder
+    assert "3 is no class of this network" in (path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("package", ["PIL", "mlxtend"])
+def test_a_missing_package_is_named_in_one_line(tmp_path, monkeypatch, package):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    load_digits.cache_clear()  # an earlier test may have read them
+    changes = {"reward": ["jpeg_compressibility"]} if package == "PIL" else {"data": "digits", "model": "unet"}
+    config = pictures.config(tmp_path, **changes)
+    with pytest.raises(GruppoError, match=rf'the package "{package}.*pip install "gruppo\[\w+\]"') as error:
+        api.start(config, pictures.parts_of(config))
+    assert "\n" not in str(error.value)
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with all its parts named, of two branches."""
+    folder = tmp_path_factory.mktemp("finished")
+    images = pictures.write_images(folder / "images")
+    changes = {"data": f"images:{images}", "prompts__held_out_fraction": 0.3, "steps": 2, "optim__epochs": 2}
+    config = pictures.config(folder, diffusion__noise="branched", diffusion__eval_steps=3, **(changes | KL))
+    return api.start(config).folder
+
+
+def shell(*args: str, code: int = 0) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(list(args))
+    assert left.value.code == code
+
+
+def test_the_shell_evaluates_draws_and_exports_an_image_run(finished, tmp_path, capsys):
+    shell("eval", str(finished), "--prompts", "3", "--show", "2")
+    from PIL import Image
+
+    with Image.open(finished / "images/evaluated.png") as sheet:
+        assert sheet.width > 3 * 8
+    said = capsys.readouterr().out
+    after = json.loads((finished / "evaluations.json").read_text())[-1]
+    assert f"mean reward {after['mean']:.3f}" in said and "tensor" not in said and len(said.splitlines()) == 4
+    shell("sample", str(finished), "2", "0", "--n", "2", "--folder", str(tmp_path / "drawn"))
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [
+        *(f"{place}-{label}-{n}.png" for place, label in enumerate("20") for n in range(2)),
+        "sheet.png",
+    ]
+    assert "4 pictures in" in capsys.readouterr().out
+    shell("export", str(finished), str(tmp_path / "out"))
+    exported, final = load_denoiser(tmp_path / "out").module, load_denoiser(finished / "final").module
+    assert all(map(torch.equal, exported.state_dict().values(), final.state_dict().values()))
+
+
+def test_pictures_drawn_at_temperature_1_hang_on_the_seed(finished, tmp_path):
+    def drawn(seed: int) -> list[bytes]:
+        files = inference.pictures(finished, ["1"], tmp_path / f"{seed}", n=2, temperature=1.0, seed=seed)
+        return [file.read_bytes() for file in files[:2]]
+
+    assert drawn(1) == drawn(1) and len({*drawn(1), *drawn(2)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("args", "says", "code"),
+    [
+        (["sample", "RUN", "77"], r"'0': 77 is no class of this network; it knows '0', '1', '2'.*0 to 2", 2),
+        (["sample", "RUN", "²"], r"'²' is no class of this network", 2),
+        (["sample", "RUN", "seven"], r"'seven' is no class of this network", 2),
+        (["sample", "RUN", "1", "--n", "0"], r"--n 0 draws nothing", 2),
+        (["sample", "RUN", "1", "--temperature", "0.5"], r"temperature=0.5: a denoising step has no temperature", 2),
+        (["export", "RUN", "--adapter"], r"has no adapter: its weights themselves were trained", 2),
+        (["eval", "RUN", "--prompts", "0"], r"--prompts 0 leaves nothing to evaluate", 2),
+    ],
+    ids=lambda of: "-".join(of) if isinstance(of, list) else "",
+)
+def test_mistakes_at_the_shell_are_one_line_and_exit_with_2(finished, tmp_path, capsys, args, says, code):
+    args = [str(finished) if word == "RUN" else word for word in args]
+    made = str(tmp_path / "made")
+    shell(*args, *{"eval": [], "sample": ["--folder", made], "export": [made]}[args[0]], code=code)
+    err = capsys.readouterr().err
+    assert err.startswith("gruppo: ") and err.count("\n") == 1
+    assert re.search(says, err), err
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_run_without_a_reward_has_nothing_to_evaluate_and_can_be_asked(tmp_path):
+    images = pictures.write_images(tmp_path / "images")
+    changes = {"model": "unet", "data": f"images:{images}", "reward": (), "stage__rl_coef": 0.0, "stage__sup_coef": 1.0}
+    changes |= {"objective": "grpo", "diffusion__width": 8, "evaluation__prompts": 0, "steps": 1}
+    run = api.start(pictures.config(tmp_path, **changes)).folder
+    with pytest.raises(GruppoError, match=r"was trained without a reward, so nothing is measured. Ask it: .* sample"):
+        inference.evaluate_run(run, prompts=3)
+    assert len(inference.pictures(run, ["1"], tmp_path / "drawn")) == 2
+
+
+def test_another_process_s_shell_says_the_same(finished, tmp_path):
+    child = processes.gruppo("sample", str(finished), "77", "--folder", str(tmp_path / "made"), folder=tmp_path / "c")
+    assert child.wait() == 2 and child.err.count("\n") == 1 and "Traceback" not in child.err
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", peer_names.DDPO, ids=lambda named: named.theirs.split(",")[0].replace(" ", "_"))
+def test_every_name_of_ddpo_pytorch_is_beside_an_option_of_ours(named):
+    value = attrgetter(named.ours)(Config())
+    options = [option for option in named.line(Config(), 0).split() if option.startswith("--")]
+    options += [word.strip("(,;)") for word in named.note.split() if word.startswith("--")]
+    options = [option.strip(")") for option in options]
+    known = shell_options()
+    assert options and {*options} <= known and not dataclasses.is_dataclass(value)
+
+
+def shell_options() -> set[str]:
+    """The leaves of ``Config`` as they are typed."""
+
+    def leaves(kind: Any, before: str) -> list[str]:
+        return [
+            option
+            for field in dataclasses.fields(kind)
+            for value in [getattr(kind(), field.name)]
+            for option in (
+                leaves(type(value), f"{before}{field.name}.")
+                if dataclasses.is_dataclass(value)
+                else [f"--{before}{field.name}".replace("_", "-")]
+            )
+        ]
+
+    return {*leaves(Config, "")}
+
+
+def test_what_is_printed_can_be_typed(tmp_path):
+    """Each line's option and value, as the parser reads them; without the notes."""
+    config = pictures.config(tmp_path, data="digits", diffusion__guidance=2.0, diffusion__eta=0.5, **KL)
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(serialization.to_dict(Config())))
+    words: list[str] = [str(recipe)]
+    seen = set()
+    for line in peer_names.lines(config, "ddpo"):
+        option, *values = line[line.index("--") :].partition("   (")[0].split()
+        if option not in seen and values != ["None"]:
+            words += [option, *values]
+            seen.add(option)
+    typed = config_from("train", words)
+    assert typed.diffusion == dataclasses.replace(config.diffusion) and typed.rollout == config.rollout
+    assert float(typed.stage.kl_coef) == 0.1 and typed.reward == config.reward
+
+
+def test_a_run_of_pictures_is_explained_under_both_names(finished):
+    config = serialization.load(finished / "config.json")
+    said = explain(dataclasses.replace(config, name="again"))
+    text = "\n".join(said)
+    for part in (
+        "a picture   [3, 8, 8]; an action has 192 dimensions",
+        "3 prompts x 4 samples = 12 rows",
+        "4 steps of ancestral, the last without noise; 48 evaluations of the network",
+        "trained on  1, at which its group parts, of steps 0 to 2 of each row: 3 evaluations an epoch",
+        "the log-ratio of a step's joint density above 1 nats",
+        "evaluated   by the ODE, in 3 steps",
+        "a group has all in common but that of one random step",
+        "ONE REAL PROMPT",
+        "drawn       [3, 8, 8], from ",
+        "images=[...]",
+        "DDPO-PYTORCH'S NAMES",
+    ):
+        assert part in text, part
+    first = said.index("DDPO-PYTORCH'S NAMES")
+    assert len(said) - first - 1 == len(peer_names.DDPO) and "token" not in text[: text.index("WORK")]
+    weights = sum(p.numel() for p in load_denoiser(finished / "final").module.parameters())
+    assert f"weights{4 * weights / 2**20:24.2f} MiB" in text
+    assert f"AdamW state, float32{8 * weights / 2**20:11.2f} MiB" in text
+
+
+def test_metrics_of_the_finished_run_name_its_steps(finished):
+    assert any(name.startswith("timestep/kl_ref_nats/") for row in metrics(finished) for name in row)

@@ -1,0 +1,285 @@
+"""References in whole runs: chosen, asked, proved frozen, saved and watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests import tiny
+from tests.trainer.runs import Signalling, metrics, newest, tensors
+
+from gruppo import api
+from gruppo.build import Parts, build
+from gruppo.modalities.common.reference import BaseReference, FrozenReference, MixedAdapter, MixedReference
+from gruppo.modalities.text import from_pretrained
+from gruppo.trainer import checkpoint, checks
+from gruppo.trainer.collect import collect
+from gruppo.trainer.dry_run import explain
+from gruppo.trainer.evaluate import evaluate, held_out
+from gruppo.trainer.loop import Stopped, train
+from gruppo.trainer.references import watch
+from gruppo.trainer.stages import step_params_at
+from gruppo.trainer.update import learn
+from gruppo.types import GruppoError
+
+KL = {"stage__kl_coef": 0.1}
+MIXED = KL | {"reference__kind": "mixed", "reference__update_every": 2, "reference__update_rate": 0.5}
+LORA = {"lora__rank": 2}
+KINDS = {
+    "device": KL,
+    "cpu": KL | {"reference__place": "cpu"},
+    "disk": KL | {"reference__place": "disk"},
+    "mixed": MIXED,
+    "mixed on disk": MIXED | {"reference__place": "disk"},
+    "base": KL | LORA,
+    "mixed adapter": MIXED | LORA,
+}
+UPDATES = {
+    "one update": {},
+    "several": {"optim__epochs": 2, "optim__minibatches": 2},
+    "KL in the reward": {"objective": {"kl": "k1", "kl_in": "reward", "credit": "return_to_go"}},
+    "a critic": {"objective": "ppo"},
+    "bfloat16": {"compute": "bfloat16", "optim__token_budget": 60},
+}
+
+
+def built(folder: Path, **changes: Any) -> Any:
+    return build(tiny.config(folder, **changes), Parts())[0]
+
+
+def trained(folder: Path, name: str = "run", **changes: Any) -> Path:
+    return api.start(tiny.config(folder, name=name, **({"steps": 4, "evaluation__prompts": 0} | changes))).folder
+
+
+def own_bits(run: Path) -> dict[str, dict[str, str]]:
+    """All tensors of the newest checkpoint."""
+    return {path.name: tensors(path) for path in newest(run).glob("*.safetensors")}
+
+
+# --- which one --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, None),
+        ({"reference__kind": "frozen"}, None),
+        (KL, FrozenReference),
+        (KINDS["disk"], FrozenReference),
+        (MIXED, MixedReference),
+        (KINDS["base"], BaseReference),
+        (KINDS["mixed adapter"], MixedAdapter),
+    ],
+)
+def test_the_config_says_which_reference_there_is(tmp_path, changes, kind):
+    reference = built(tmp_path, **changes).reference
+    assert reference is None if kind is None else type(reference) is kind
+    if reference is not None:
+        assert reference.rests == ("reference__place" in changes)
+
+
+@pytest.mark.silent_bug(18)
+@pytest.mark.parametrize("updates", UPDATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kl_is_exactly_zero_before_the_policy_moves(tmp_path, kind, updates):
+    run = built(tmp_path, **(KINDS[kind] | UPDATES[updates] | {"optim__lr": 0.0}))
+    for _ in range(2):
+        step_params = step_params_at(run.config, run.step)
+        said = learn(run, collect(run, step_params).batch, step_params)
+        assert said["kl/ref_nats"] == 0.0 and said["kl/old_nats"] == 0.0
+        run.step += 1
+        run.reference.update(run.policy, run.step)
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+@pytest.mark.parametrize("places", [("device", "cpu", "disk"), ("mixed", "mixed on disk")], ids="/".join)
+def test_where_the_weights_rest_changes_no_bit_of_the_run(tmp_path, places, updates):
+    runs = [trained(tmp_path, name, **(KINDS[name] | UPDATES[updates])) for name in places]
+    first, *others = ((metrics(run), own_bits(run)) for run in runs)
+    assert max(row["kl/ref_nats"] for row in first[0]) > 1e-3
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("kind", ["disk", "mixed on disk"])
+def test_weights_that_rest_are_released_before_any_update(tmp_path, kind):
+    run = built(tmp_path, **KINDS[kind])
+    asked: list[int] = []
+    likelihood = run.policy.likelihood
+
+    def watched(*arguments: Any, **wanted: Any) -> Any:
+        asked.append(sum(p.numel() for p in run.reference.module.parameters()))
+        return likelihood(*arguments, **wanted)
+
+    run.policy.likelihood = watched
+    step_params = step_params_at(run.config, 0)
+    batch = collect(run, step_params).batch
+    assert batch.ref is not None and batch.old_logprobs is None and not asked
+    learn(run, batch, step_params)
+    assert asked and not any(asked)
+
+
+def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gruppo.modalities.common.weight_storage.save_file", full)
+    with pytest.raises(GruppoError, match=r"could not be written to .*: No space left on device.*--reference.place"):
+        built(tmp_path, **KINDS["disk"])
+    assert not list(tmp_path.glob("**/.gruppo-reference*"))
+
+
+def test_on_a_cpu_the_place_cpu_says_that_it_saves_nothing(tmp_path, caplog):
+    with caplog.at_level("INFO", logger="gruppo"):
+        built(tmp_path, **KINDS["cpu"])
+    assert "reference.place=cpu saves nothing here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reference__kind": "mixed"}, "no stage's kl_coef is above 0"),
+        (MIXED | {"reference__update_rate": 1.5}, r"update_rate=1.5 is out of range; it needs 0 to 1"),
+        (MIXED | {"reference__update_rate": float("nan")}, r"update_rate=nan is out of range"),
+        (MIXED | {"reference__update_every": 0}, r"update_every=0 is out of range; it needs at least 1"),
+        (MIXED | {"reference__watch_prompts": -1}, r"watch_prompts=-1 is out of range"),
+        (KL | {"reference__update_every": 5}, r"reference.update_every is of a reference that moves.*--reference.kind"),
+        (KINDS["disk"] | LORA, r"place='disk' has nothing to place"),
+    ],
+)
+def test_a_reference_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, changes, said):
+    with pytest.raises(GruppoError, match=said):
+        checks.check(tiny.config(tmp_path, **changes))
+
+
+def test_a_policy_given_with_an_adapter_has_nothing_to_place_either(tmp_path):
+    folder = api.start(tiny.config(tmp_path, **LORA, steps=1, evaluation__prompts=0)).model
+    policy = from_pretrained(folder, compute="float32")
+    with pytest.raises(GruppoError, match="has nothing to place"):
+        build(tiny.config(tmp_path, name="other", **KINDS["disk"]), Parts(model=policy))
+
+
+def test_explain_says_what_a_reference_costs_and_what_a_moving_one_means(tmp_path):
+    def told(kind: str) -> str:
+        return "\n".join(explain(tiny.config(tmp_path, **KINDS[kind])))
+
+    of_memory = re.compile(r"^  reference +[\d.]+ GiB$", re.MULTILINE)
+    assert of_memory.search(told("device")) and "follows the policy" not in told("device")
+    assert "reference, float32" in told("mixed") and "no anchor to where it began" in told("mixed")
+    assert not any(of_memory.search(told(kind)) for kind in ("disk", "base"))
+
+
+# --- a frozen one is frozen -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(18)
+@pytest.mark.parametrize("kind", ["device", "disk", "base", "mixed adapter"])
+def test_the_frozen_weights_have_one_hash_from_the_manifest_to_the_end(tmp_path, kind):
+    run = built(tmp_path, **KINDS[kind])
+    folder = api.RunFolder.create(tmp_path / "runs/run", run.config)
+    folder.write_manifest(run, {})
+    then = json.loads((folder.path / "manifest.json").read_text())["reference_sha256"]
+    train(run, folder)
+    folder.close()
+    assert then and then == run.reference_sha256 and len(then) == 64
+    assert built(tmp_path / "anew", **KINDS[kind]).reference.frozen().keys() == run.reference.frozen().keys()
+
+
+@pytest.mark.silent_bug(18)
+@pytest.mark.parametrize("kind", ["device", "base"])
+def test_a_run_whose_reference_was_changed_stops_and_keeps_the_saves_before(tmp_path, kind):
+    run = built(tmp_path, **KINDS[kind], saving__every=1, evaluation__prompts=0)
+    folder = api.RunFolder.create(tmp_path / "runs/run", run.config)
+    update = run.reference.update
+
+    def spoiling(policy: Any, step: int) -> None:
+        update(policy, step)
+        if step == 3:
+            next(iter(run.reference.frozen().values()))[0] += 1e-3
+
+    run.reference.update = spoiling
+    with pytest.raises(GruppoError, match=r"step 3: the frozen weights of the reference have changed since the start"):
+        train(run, folder)
+    folder.close()
+    assert checkpoint.steps(folder.checkpoints)[-1] == 2
+
+
+def test_resuming_with_another_reference_than_the_manifest_proves_is_refused(tmp_path):
+    run = stopped(tmp_path, KL, at=3)
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"reference_sha256": "0" * 64}))
+    with pytest.raises(GruppoError, match="frozen weights of the reference have changed"):
+        api.go_on(run)
+
+
+# --- saved and resumed ------------------------------------------------------------------------------------------------
+
+
+def stopped(folder: Path, changes: dict[str, Any], *, at: int) -> Path:
+    stop = Signalling(at)
+
+    def stopping(completions: Any, **_: Any) -> list[float]:
+        return stop(completions)
+
+    stopping.__name__ = "digits"
+    config = tiny.config(folder, **({"steps": 6, "saving__every": 0} | changes))
+    with pytest.raises(Stopped):
+        api.start(config, Parts(rewards=[stopping]))
+    return folder / "runs/run"
+
+
+@pytest.mark.silent_bug(19)
+@pytest.mark.silent_bug(33)
+@pytest.mark.parametrize("kind", ["mixed", "mixed on disk", "mixed adapter", "base"])
+def test_a_reference_is_resumed_to_the_bit(tmp_path, kind):
+    whole = api.start(tiny.config(tmp_path / "whole", **KINDS[kind], steps=6, saving__every=0)).folder
+    calls = 9 if "mixed" in kind else 7  # evaluations, some of the reference too, at 0 and 3; steps 1 to 5
+    run = stopped(tmp_path / "stopped", KINDS[kind], at=calls)
+    assert checkpoint.steps(run / "checkpoints") == [4]
+    moves = "reference.safetensors" in own_bits(run)
+    assert moves == (kind != "base")
+    first = built(tmp_path / "first", **KINDS[kind]).reference.state_dict()
+    saved = load_file(newest(run) / "reference.safetensors") if moves else {}
+    assert not moves or any(not torch.equal(saved[name], tensor) for name, tensor in first.items())
+    api.go_on(run)
+    assert own_bits(run) == own_bits(whole) and metrics(run) == metrics(whole)
+    assert max(row.get("kl/ref_nats", 0) for row in metrics(run)[-3:]) > 1e-3
+
+
+# --- a watch on one that moves ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mixed", "mixed on disk", "mixed adapter"])
+def test_a_mixed_reference_is_watched_at_each_evaluation(tmp_path, kind):
+    changes = KINDS[kind] | {"reference__update_rate": 1.0, "evaluation__every": 1, "reference__watch_prompts": 4}
+    rows = metrics(trained(tmp_path, **(changes | {"evaluation__prompts": 4})))
+    assert [row["step"] for row in rows if "reference/distance_frac" in row] == [0, 1, 2, 3, 4]
+    of = {row["step"]: row for row in rows}
+    assert [row["reference/distance_frac"] == 0 for row in of.values()] == [True, False, True, False, True]
+    for at, copied_at in ((0, 0), (1, 0), (2, 2), (3, 2), (4, 4)):  # what it answered with is the policy of then
+        assert of[at]["reference/eval_reward_mean"] == of[copied_at]["eval/reward_mean"]
+
+
+def test_the_reference_is_judged_on_so_many_held_out_prompts(tmp_path):
+    two, four = (watch(built(tmp_path, **MIXED, reference__watch_prompts=count)) for count in (2, 4))
+    run = built(tmp_path)
+    assert two["reference/eval_reward_mean"] == evaluate(run, held_out(run, 2)).mean
+    assert two["reference/eval_reward_mean"] != four["reference/eval_reward_mean"]
+
+
+def test_a_frozen_reference_is_not_watched_and_a_mixed_one_can_go_unwatched(tmp_path):
+    for name, changes in (("frozen", KL), ("mixed", MIXED | {"reference__watch_prompts": 0})):
+        rows = metrics(trained(tmp_path, name, **(changes | {"evaluation__prompts": 4})))
+        watched = {metric for row in rows for metric in row if metric.startswith("reference/")}
+        assert watched == ({"reference/distance_frac"} if name == "mixed" else set())
+
+
+def test_no_file_of_a_reference_on_disk_is_left(tmp_path):
+    trained(tmp_path, **KINDS["mixed on disk"])
+    left = [name for folder, _, names in os.walk(tmp_path) for name in names if "gruppo-reference" in name]
+    assert left == []

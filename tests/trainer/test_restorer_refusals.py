@@ -1,0 +1,396 @@
+"""What a network that restores images cannot do: refused in one line, here and on the command line; or counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import tiny
+from tests.modalities.restoration import fakes
+from tests.trainer import pictures, restoring
+from tests.trainer.restoring import ACTION, built, here, said_in_one_line, trained
+from tests.trainer.runs import metrics
+
+from gruppo import api, inference
+from gruppo.build import Parts
+from gruppo.cli.app import main
+from gruppo.config import serialization
+from gruppo.config.schema import Stage
+from gruppo.modalities.restoration import LowResolution
+from gruppo.trainer.collect import collect
+from gruppo.trainer.update import backward
+from gruppo.types import DataError, GruppoError, NumericalStop, Prompt
+
+pytest.importorskip("PIL")
+
+SUP = {"stage__rl_coef": 0.0, "stage__sup_coef": 1.0}
+CONS = {"stage__cons_coef": 0.1}
+CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none", "clip_unit": "nats", "kl": "exact"}
+PATCHES = {"restoration__action": "low_resolution:grid=2,smooth=false", "restoration__patches": 2}
+
+
+def network(name: str) -> dict[str, Any]:
+    return {"model": f"restore:{here(name)}"}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no network": ({"model": "restore:"}, r"'restore:' names no network. Set --model restore:unet"),
+    "an unknown network": ({"model": "restore:dncn"}, r"there is no network 'dncn'.*Did you mean 'dncnn'"),
+    "an unknown option of a network": ({"model": "restore:unet:depth=3"}, r"unet:depth=3 is not understood; it has"),
+    "a network of another size": (network("Halves"), r"Halves made \[1, 3, 32, 32\] of pictures \[1, 3, 64, 64\]"),
+    "a network that raises": (network("Raises"), r"Raises cannot restore pictures \[1, 3, 64, 64\]: no such picture"),
+    "a network without weights": (
+        network("Weightless") | {"restoration__action": "pixels"},
+        r"nothing is to be trained",
+    ),
+    "no such class": (network("TinyNetwrk"), r"restoring.py has no 'TinyNetwrk'"),
+    "no such file": ({"model": "restore:nowhere.py:Net"}, r"nowhere.py"),
+    "no module": (network("NO_FUNCTION"), r"NO_FUNCTION is a int|NO_FUNCTION is an int"),
+    "an unknown action": ({"restoration__action": "band_gain"}, r"no action 'band_gain'.*Did you mean 'band_gains'"),
+    "an unknown option of an action": ({"restoration__action": "pixels:size=3"}, r"'pixels:size=3' is not understood"),
+    "a std of 0": ({"restoration__action": "pixels:std=0"}, r"std=0 gives no scale"),
+    "patches of a grid": (PATCHES | {"restoration__patches": 3}, r"grid of 2 x 2 cannot be cut into 3 x 3"),
+    "patches of a picture": (
+        {"restoration__action": "pixels", "restoration__patches": 3},
+        r"none of the first 8 prompts .* can be restored: .* is 8 x 8, which 3 x 3 patches do not divide",
+    ),
+    "no patch": ({"restoration__patches": 0}, r"patches=0 cuts nothing. Set --restoration.patches 1"),
+    "an unknown consistency": (
+        CONS | {"restoration__consistency": "equivarance"},
+        r"consistency='equivarance' is not one of reference, equivariance, degradation or FILE.py:function",
+    ),
+    "a consistency that is no function": (
+        CONS | {"restoration__consistency": here("NO_FUNCTION")},
+        r"NO_FUNCTION is a int; a degradation is a function",
+    ),
+    "a consistency that nothing reads": (
+        {"restoration__consistency": "equivariance"},
+        r"no stage's cons_coef is above 0. Set --stage.cons-coef 0.1",
+    ),
+    "a consistency alone": (CONS | {"stage__rl_coef": 0.0}, r"learns nothing"),
+    "a reference that rests": (
+        CONS | {"reference__place": "cpu"},
+        r"reference.place='cpu': a consistency to the reference reads its pictures in every update",
+    ),
+    "LoRA": ({"lora__rank": 4}, r"LoRA puts adapters on large models"),
+    "bfloat16": ({"compute": "bfloat16"}, r"compute='bfloat16' is of language models.*--compute float32"),
+    "a critic of its own": (
+        {"objective": CRITIC, "critic__kind": "separate"},
+        r"critic.kind='separate': the critic of a network that restores images is a head on it",
+    ),
+    "an entropy of a fixed std": ({"stage__entropy_coef": 0.1}, r"the action's std is fixed.*learned=true"),
+    "k3": ({"stage__kl_coef": 0.1, "objective__kl": "k3"}, r"kl='k3' of a Gaussian policy.*--objective.kl exact"),
+    "returns of patches": (
+        PATCHES | {"objective__credit": "return_to_go"},
+        r"credit='return_to_go' is of actions that follow each other, and the 4 patches",
+    ),
+    "a base that rests": (
+        {"restoration__trains": "action", "restoration__supervises": "base"},
+        r"supervises='base' teaches the network alone, and trains='action' lets it rest",
+    ),
+    "nothing that trains": (
+        {"restoration__trains": "action", "restoration__action": "pixels"},
+        r"trains='action' leaves nothing to train",
+    ),
+    "a factor of 0": ({"restoration__action_lr_factor": 0.0}, r"action_lr_factor=0.0 is out of range; .* above 0"),
+    "a factor without an end": ({"restoration__action_lr_factor": float("inf")}, r"action_lr_factor=inf"),
+    "a reference that nothing reads": (
+        {"stages": (Stage(steps=2), Stage(new_reference=True))},
+        r"stages\.1\.new_reference was set, but no stage's kl_coef is above 0",
+    ),
+    "a gate of no value": (
+        {"stages": (Stage(steps=2, until="eval/psnr flat 0"), Stage())},
+        r"until='eval/psnr flat 0' is not understood",
+    ),
+    "a gate of no metric": ({"stages": (Stage(steps=2, until="flat x"), Stage())}, r"until='flat x' is not understood"),
+    "diffusion settings": ({"diffusion__steps": 7}, r"diffusion settings were given, and .* in one step"),
+    "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 is of texts"),
+    "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* are of tokens"),
+    "epsilon of a mean": (
+        {"objective": {"dims": "mean", "kl": "exact"}, "restoration__action": "pixels"},
+        r"clip_high=0.2 of a mean over 192 dimensions",
+    ),
+    "data of texts": (
+        {"data": "arithmetic", "reward": [here("bright")]},
+        r"restores images, and the data 'arithmetic' have none: a prompt is a list",
+    ),
+    "an unknown trains": ({"model": "folder", "restoration__trains": "head"}, r"trains"),
+}
+
+
+@pytest.mark.parametrize("what", [name for name in REFUSED if name != "an unknown trains"])
+def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(tmp_path, capsys, what):
+    """The same in Python and on the command line."""
+    changes, why = REFUSED[what]
+    config = restoring.config(tmp_path, **changes)
+    said = said_in_one_line(lambda: api.start(config), GruppoError)
+    assert re.search(why, said), said
+    on_the_command_line(tmp_path, capsys, config, why)
+    assert not (tmp_path / "runs").exists()
+
+
+def on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], config: Any, why: str) -> None:
+    """It exits with 2, or with 3 where the data are what is wrong."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(serialization.to_dict(config)))
+    with pytest.raises(SystemExit) as left:
+        main(["train", str(file)])
+    err = capsys.readouterr().err
+    assert left.value.code in (2, 3) and "Traceback" not in err
+    assert re.search(why, err) and sum(line.startswith("gruppo: ") for line in err.splitlines()) == 1, err
+
+
+def test_a_choice_that_is_none_is_refused_where_it_is_set(tmp_path):
+    with pytest.raises(GruppoError, match=r"restoration.trains.*all.*action"):
+        restoring.config(tmp_path, restoration__trains="head")
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_images_that_are_smaller_than_the_crop_are_refused(tmp_path, capsys):
+    config = restoring.config(tmp_path, data=restoring.degraded(tmp_path, "noise=25,crop=32"))
+    why = r"8 of 8 images of .* are smaller than the crop of 32 pixels.*Set crop=24"
+    assert re.search(why, said_in_one_line(lambda: api.start(config), DataError))
+    on_the_command_line(tmp_path, capsys, config, why)
+
+
+@pytest.mark.parametrize("what", ["another size", "without an other"])
+def test_pairs_that_do_not_match_are_refused(tmp_path, capsys, what):
+    clean, given = restoring.write_images(tmp_path / "clean"), tmp_path / "given"
+    restoring.write_images(given, side=20 if what == "another size" else 24)
+    if what == "without an other":
+        (given / "3.png").unlink()
+    config = restoring.config(tmp_path, data=f"pairs:{given}:{clean}:crop=8")
+    why = {
+        "another size": r"the pair 0 of .* does not match: degraded 20 x 20, clean 24 x 24 pixels",
+        "without an other": r"1 images have no other of their name: 3 ",
+    }[what]
+    assert re.search(why, said_in_one_line(lambda: api.start(config), DataError))
+    on_the_command_line(tmp_path, capsys, config, why)
+
+
+def test_pairs_that_match_are_learned_from(tmp_path):
+    clean, given = restoring.write_images(tmp_path / "clean"), restoring.write_images(tmp_path / "given")
+    path = trained(tmp_path, data=f"pairs:{given}:{clean}:crop=8", stage__sup_coef=1.0, steps=1)
+    assert metrics(path)[-1]["loss/sup"] > 0
+
+
+def test_a_grey_network_for_colour_data_is_refused_and_so_are_its_weights(tmp_path, capsys):
+    grey = restoring.degraded(tmp_path, "noise=25,crop=8,channels=1")
+    path = trained(tmp_path, model="restore:dncnn:width=4,depth=2", data=grey, steps=1)
+    colour = restoring.config(tmp_path, model=str(path), name="colour")
+    why = r"none of the first 8 prompts of .* can be restored: .* has input of 3 channels, and the network is for 1"
+    assert re.search(why, said_in_one_line(lambda: api.start(colour), GruppoError))
+    on_the_command_line(tmp_path, capsys, colour, why)
+    weights = {"model": "restore:dncnn:width=4,depth=2", "restoration__weights": str(path), "name": "weights"}
+    config = restoring.config(tmp_path, **weights)
+    why = r"the weights in .* are of another network than DnCNN: 3 of another shape: body.0.weight"
+    assert re.search(why, said := said_in_one_line(lambda: api.start(config), GruppoError)), said
+    assert str(path) in said
+    on_the_command_line(tmp_path, capsys, config, why)
+
+
+def test_weights_of_another_network_are_refused(tmp_path, capsys):
+    path = trained(tmp_path, model="restore:dncnn:width=4,depth=2", steps=1)
+    other = {"model": "restore:unet:width=4", "restoration__weights": str(path / "final"), "name": "other"}
+    config = restoring.config(tmp_path, **other)
+    why = r"the weights in .* are of another network than UNet: .* missing: .* unknown: .* Give the network that"
+    assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
+    on_the_command_line(tmp_path, capsys, config, why)
+    nothing = restoring.config(tmp_path, **(other | {"restoration__weights": str(tmp_path / "none")}))
+    assert "none" in said_in_one_line(lambda: api.start(nothing), GruppoError)
+
+
+@pytest.mark.parametrize("name", ["action", "weights", "patches"])
+def test_settings_of_a_new_policy_are_refused_for_a_saved_one(tmp_path, capsys, name):
+    path = trained(tmp_path, steps=1)
+    value = {"action": "pixels", "weights": str(path), "patches": 2}[name]
+    config = restoring.config(tmp_path, model=str(path), name="again", **{f"restoration__{name}": value})
+    why = rf"restoration.{name} is of a new policy, and .* has its own. Leave --restoration.{name} out"
+    assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
+    on_the_command_line(tmp_path, capsys, config, why)
+
+
+class Given:
+    """A source of prompts from Python."""
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self.prompts, self.at = prompts, 0
+
+    def take(self, n: int) -> list[Prompt]:
+        found = [self.prompts[(self.at + k) % len(self.prompts)] for k in range(n)]
+        self.at += n
+        return found
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def given(*changes: Any, count: int = 8) -> Parts:
+    """``count`` prompts whose inputs are changed, each its own."""
+    prompts = [Prompt(f"p{n}", fakes.picture(n), fakes.picture(n + 50), draw=n) for n in range(count)]
+    for change in changes:
+        prompts = [change(prompt) for prompt in prompts]
+    return Parts(data=Given(prompts))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "why"),
+    [
+        (fakes.picture(0) * 255, r"has input with numbers from .* to 2\d\d.*from 0 to 1. Divide by its largest"),
+        (fakes.picture(0) - 0.5, r"has input with numbers from -0"),
+        (fakes.picture(0) * float("nan"), r"has input with numbers from nan to nan"),
+        ((fakes.picture(0) * 255).byte(), r"torch.uint8; it needs floats \[3, H, W\]"),
+        (fakes.picture(0)[0], r"it needs floats \[3, H, W\]|have none"),
+    ],
+    ids=["bytes as floats", "below 0", "NaN", "bytes", "two dimensions"],
+)
+def test_prompts_outside_the_range_are_refused_with_what_to_do(tmp_path, inputs, why):
+    parts = given(lambda prompt: Prompt(prompt.id, inputs, prompt.target, draw=prompt.draw))
+    config = restoring.config(tmp_path, data="<in memory>")
+    assert re.search(why, said := said_in_one_line(lambda: api.start(config, parts), GruppoError)), said
+
+
+def test_one_prompt_outside_the_range_is_passed_over_and_named(tmp_path, caplog):
+    parts = given(lambda p: Prompt(p.id, p.inputs * (3 if p.id == "p3" else 1), p.target, draw=p.draw))
+    path = api.start(restoring.config(tmp_path, data="<in memory>"), parts).folder
+    assert "left out: prompt 'p3' has input with numbers" in caplog.text
+    assert len([row for row in metrics(path) if "optim/lr" in row]) == 4
+
+
+def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
+    parts = given(lambda prompt: Prompt(prompt.id, prompt.inputs, None, draw=prompt.draw))
+    parts = Parts(data=parts.data, rewards=[restoring.bright])
+    pairs = f"degrade:{restoring.write_images(tmp_path / 'images')}:noise=25,crop=8"
+    config = restoring.config(tmp_path, data="<in memory>", supervised__data=pairs, **SUP)
+    api.start(config, parts)  # where they have a source of their own, all is well
+    with pytest.raises(GruppoError, match=r"demonstrations cannot be drawn from as well. Set --supervised.data"):
+        api.start(restoring.config(tmp_path, data="<in memory>", name="own", **SUP), parts)
+    demos = tiny.write_rows(tmp_path / "demos.jsonl")
+    with pytest.raises(DataError, match=r"none of the first 8 demonstrations can be learned from: .* it needs floats"):
+        api.start(restoring.config(tmp_path, supervised__data=demos, name="texts", **SUP))
+
+
+def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
+    clean, noisy = restoring.write_images(tmp_path / "clean"), restoring.write_images(tmp_path / "given")
+    changes = CONS | {"restoration__consistency": "degradation", "data": f"pairs:{noisy}:{clean}:crop=8"}
+    config = restoring.config(tmp_path, **changes)
+    why = r"consistency='degradation' degrades a restored picture as the data were, and these data do not say how"
+    assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
+    on_the_command_line(tmp_path, capsys, config, why)
+
+
+# --- other kinds of model ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (CONS, r"cons_coef is above 0: consistency is of restored images, .*--stage.cons-coef 0"),
+        ({"restoration__patches": 2}, r"restoration settings were given, and .* restores no images. Leave"),
+        ({"reward": ["psnr"]}, r"psnr"),
+    ],
+    ids=["consistency", "settings", "psnr"],
+)
+@pytest.mark.parametrize("kind", ["text", "denoiser"])
+def test_models_that_restore_nothing_are_told_so(tmp_path, capsys, kind, changes, why):
+    if kind == "denoiser" and "reward" in changes:
+        return  # its pictures have clean ones beside them
+    config = tiny.config(tmp_path, **changes) if kind == "text" else pictures.config(tmp_path, **changes)
+    parts = Parts() if kind == "text" else pictures.parts_of(config)
+    assert re.search(why, said := said_in_one_line(lambda: api.start(config, parts), GruppoError)), said
+    if kind == "text":
+        on_the_command_line(tmp_path, capsys, config, why)
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("patch", "shown"), [(2, "4 x 4"), (8, "1 x 1"), (3, "2.66667 x 2.66667")])
+def test_a_reward_of_patches_that_do_not_fit_is_one_clear_line(tmp_path, capsys, patch, shown):
+    changes = PATCHES | {"reward": [f"psnr:patch={patch}"], "objective__credit": "position"}
+    config = restoring.config(tmp_path, **changes)
+    why = rf"patch={patch} makes {shown} squares of images of 8 x 8, and the policy has 4 actions. Set patch"
+    said = said_in_one_line(lambda: api.start(config), GruppoError)
+    assert re.search(why, said), said
+    (tmp_path / "again").mkdir()
+    config = restoring.config(tmp_path / "again", **changes)
+    on_the_command_line(tmp_path / "again", capsys, config, why)
+
+
+def test_a_reward_against_a_reference_of_a_text_model_is_refused(tmp_path):
+    config = tiny.config(tmp_path, reward=["psnr:delta=reference"])
+    assert re.search("reference|images|psnr", said_in_one_line(lambda: api.start(config), GruppoError))
+
+
+def test_a_reward_that_is_nan_costs_its_rows_and_the_run_goes_on(tmp_path):
+    run = built(tmp_path, reward=[here("sometimes_nan")])
+    batch, said = restoring.stepped(run)
+    assert batch.rewards.isnan().tolist() == [True, False, False, False] * 2
+    assert torch.equal(batch.loss_mask[:, 0], ~batch.rewards.isnan())
+    assert said["update/updates_count"] == 1 and said["update/skipped_count"] == 0
+    path = trained(tmp_path, reward=[here("sometimes_nan")])
+    rows = [row for row in metrics(path) if "optim/lr" in row]
+    assert len(rows) == 4 and all(row["reward/not_finite_count"] == row["reward/unscored_count"] == 2 for row in rows)
+
+
+def test_a_network_that_makes_nan_of_some_pictures_costs_those_rows(tmp_path):
+    """They end in error, are counted, and the gradient is finite."""
+    data = restoring.degraded(tmp_path, "noise=25,crop=8")
+    run = built(tmp_path, data=data, rollout__prompts=8, stage__kl_coef=0.1, **(CONS | network("BreaksOnSome")))
+    step_params = run.stage_schedule.step_params(0)
+    batch = collect(run, step_params).batch
+    assert batch.rollouts is not None
+    broken = torch.tensor([finish == "error" for finish in batch.rollouts.finish])
+    assert 0 < int(broken.sum()) < len(broken) and not batch.rollouts.mask[broken].any()
+    first = batch.rollouts.shared["degraded"][batch.rollouts.group_ids][:, 0, 0, 0]
+    assert torch.equal(broken, first > 0.55)
+    backward(run, batch, step_params)
+    assert restoring.gradient(run).isfinite().all() and restoring.gradient(run).norm() > 0
+    path = trained(tmp_path, data=data, rollout__prompts=8, steps=2, **network("BreaksOnSome"))
+    rows = [row for row in metrics(path) if "optim/lr" in row]
+    assert rows[0]["finish/error_count"] == int(broken.sum()) and rows[1]["update/updates_count"] == 1
+
+
+def test_a_network_that_makes_nan_of_everything_ends_in_one_line(tmp_path):
+    config = restoring.config(tmp_path, **network("BreaksAlways"))
+    said = said_in_one_line(lambda: api.start(config), NumericalStop)
+    assert re.search(r"step 0: every rollout ended in .* not finite", said)
+
+
+# --- asking a run -----------------------------------------------------------------------------------------------------
+
+
+def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):
+    path = trained(tmp_path, steps=1, **PATCHES)
+    odd = restoring.write_images(tmp_path / "odd", 1, side=7) / "0.png"
+    (tmp_path / "text.png").write_text("no image")
+    for file, why in (
+        (odd, r"7 x 7, which 2 x 2 patches do not divide"),
+        (tmp_path / "none.png", r"none.png"),
+        (tmp_path / "text.png", r"text.png"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(["sample", str(path), str(file), "--folder", str(tmp_path / "out")])
+        err = capsys.readouterr().err
+        assert left.value.code in (2, 3) and err.startswith("gruppo: ") and err.count("\n") == 1
+        assert re.search(why, err), err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(GruppoError, match="--n 0 draws nothing"):
+        inference.pictures(path, [str(odd)], tmp_path / "out", n=0)
+
+
+def test_a_policy_from_python_of_another_size_of_data_is_refused(tmp_path):
+    policy = fakes.policy_of(LowResolution(channels=1, grid=2), module={"channels": 1}, channels=1)
+    config = restoring.config(tmp_path, model="<in memory>")
+    said = said_in_one_line(lambda: api.start(config, Parts(policy)), GruppoError)
+    assert "has input of 3 channels, and the network is for 1" in said
+    assert ACTION.startswith("low_resolution")

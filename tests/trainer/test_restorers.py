@@ -1,0 +1,650 @@
+"""Networks that restore images in whole runs: terms by hand, stages, references, patches, saves, sheets, commands."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.modalities.restoration import fakes
+from tests.trainer import restoring
+from tests.trainer.restoring import EACH, NETWORK, built, gradient, here, in_double, stepped, trained, vector
+from tests.trainer.runs import assert_same, metrics, newest
+from torch import Tensor
+
+from gruppo import api, inference
+from gruppo.build import Parts, build
+from gruppo.cli.app import main
+from gruppo.config import serialization
+from gruppo.config.schema import Stage
+from gruppo.core.advantages import position_advantages
+from gruppo.core.images import flip
+from gruppo.data.restoration import WithReference
+from gruppo.modalities.common.reference import MixedReference
+from gruppo.modalities.restoration import ToReference, load_restorer
+from gruppo.trainer import checkpoint, restorers
+from gruppo.trainer.collect import collect
+from gruppo.trainer.run import Run
+from gruppo.trainer.update import backward
+from gruppo.types import Batch, GruppoError, Rollouts
+
+pytest.importorskip("PIL")
+
+COEFS = {
+    "stage__rl_coef": 0.7,
+    "stage__kl_coef": 0.3,
+    "stage__sup_coef": 0.6,
+    "stage__cons_coef": 0.4,
+    "stage__entropy_coef": 0.02,
+}
+LEARNED = {"restoration__action": restoring.ACTION + ",learned=true"}
+
+
+# --- a step by hand ---------------------------------------------------------------------------------------------------
+
+
+def charbonnier(x: Tensor, y: Tensor) -> Tensor:
+    return ((x - y) ** 2 + 1e-6).sqrt()
+
+
+def normal(run: Run, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean [K, h, w] and std [K, 1, 1] of one picture's action, and its deterministic picture: one forward each."""
+    meant = module(x[None].double())
+    std = module.acts.scale()[:, None, None]
+    up = meant.mean[0].repeat_interleave(4, -1).repeat_interleave(4, -2)  # 2 x 2 flat squares of 8 x 8 pixels
+    return meant.mean[0], std, meant.base[0] + up
+
+
+def losses_by_hand(run: Run, batch: Batch) -> dict[str, Tensor]:
+    """Policy, KL and entropy of each row, averaged over rows; the supervised loss over demonstrations."""
+    rollouts, module = batch.rollouts, run.policy.module
+    assert rollouts is not None and batch.demos is not None
+    rewards, ids = batch.rewards.double(), rollouts.group_ids
+    found: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": [], "sup": []}
+    for row in range(len(rollouts)):
+        x, group = rollouts.shared["degraded"][ids[row]], rewards[ids == ids[row]]
+        advantage = (rewards[row] - group.mean()) / (group.std() + 1e-4)
+        mean, std, _ = normal(run, module, x)
+        drawn = rollouts.actions[row, 0].double()
+        logprob = (-((drawn - mean) ** 2) / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2).sum()
+        with torch.no_grad():
+            theirs, their_std, _ = normal(run, run.reference.module, x)
+        apart = (their_std / std).log() + (std**2 + (mean - theirs) ** 2) / (2 * their_std**2) - 0.5
+        found["policy"].append(-advantage * logprob)
+        found["kl"].append(apart.sum())
+        found["entropy"].append((std.log() + 0.5 * math.log(2 * math.pi * math.e)).expand(mean.shape).sum())
+    for n, prompt in enumerate(batch.demos.prompts):
+        assert torch.equal(batch.demos.shared["degraded"][n], prompt.inputs)
+        picture = normal(run, module, prompt.inputs)[2]
+        found["sup"].append(charbonnier(picture, prompt.target.double()).mean())
+    return {name: torch.stack(several).mean() for name, several in found.items()}
+
+
+def held(run: Run, rollouts: Rollouts) -> Tensor:
+    """The consistency, of each row alone, averaged."""
+    name, several = run.config.restoration.consistency, []
+    for row in range(len(rollouts)):
+        prompt = rollouts.prompts[int(rollouts.group_ids[row])]
+        x = rollouts.shared["degraded"][rollouts.group_ids[row]].double()
+        picture = normal(run, run.policy.module, x)[2]
+        if name == "reference":
+            with torch.no_grad():
+                other = normal(run, run.reference.module, x)[2]
+            loss = charbonnier(picture, other)
+        elif name == "equivariance":
+            choice = run.policy.consistency.choice(prompt, is_square=True)
+            loss = charbonnier(normal(run, run.policy.module, flip(x, choice))[2], flip(picture, choice))
+        elif name == "degradation":
+            loss = charbonnier(run.source.degradation.expected(picture[None], [prompt.meta])[0], x)
+        else:
+            loss = charbonnier(0.5 * picture, x)
+        several.append(loss.mean())
+    return torch.stack(several).mean()
+
+
+HELD_TO = ["reference", "equivariance", "degradation", here("half")]
+
+
+@pytest.mark.parametrize("consistency", HELD_TO, ids=["reference", "equivariance", "degradation", "a function"])
+def test_a_gradient_of_all_terms_is_the_one_by_hand(tmp_path, consistency):
+    """Among several pieces, with a policy that is not its reference."""
+    data = restoring.degraded(tmp_path, "blur=0.5-1.5,noise=25,crop=8")
+    several = {"data": data, "restoration__consistency": consistency, "optim__token_budget": 3}
+    run = in_double(built(tmp_path, is_disturbed=True, **(COEFS | LEARNED | several)))
+    step_params = run.stage_schedule.step_params(0)
+    batch = collect(run, step_params).batch
+    run.optimizer.zero_grad()
+    stats = backward(run, batch, step_params)
+    found = gradient(run)
+    by_hand = losses_by_hand(run, batch) | {"cons": held(run, batch.rollouts)}
+    total = 0.7 * by_hand["policy"] + 0.3 * by_hand["kl"] + 0.6 * by_hand["sup"] + 0.4 * by_hand["cons"]
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(total - 0.02 * by_hand["entropy"], run.parameters)])
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)  # advantages and weights are float32
+    assert stats["update/micro_batches"].sum > 3 and wanted.norm() > 0.1
+    for name in ("kl", "sup", "cons"):
+        assert stats[f"loss/{name}"].sum == pytest.approx(by_hand[name].item(), rel=1e-6), name
+        assert by_hand[name].item() > 1e-3
+
+
+@pytest.mark.parametrize("consistency", HELD_TO, ids=["reference", "equivariance", "degradation", "a function"])
+def test_where_nothing_is_sampled_the_consistency_is_of_the_demonstrations(tmp_path, consistency):
+    data = restoring.degraded(tmp_path, "blur=0.5-1.5,noise=25,crop=8")
+    alone = {"stage__rl_coef": 0.0, "stage__sup_coef": 0.6, "stage__cons_coef": 0.4}
+    changes = alone | {"data": data, "restoration__consistency": consistency, "optim__token_budget": 2}
+    run = in_double(built(tmp_path, is_disturbed=True, **changes))
+    step_params = run.stage_schedule.step_params(0)
+    batch = collect(run, step_params).batch
+    assert batch.rollouts is None and batch.demos is not None
+    stats = backward(run, batch, step_params)
+    pictures = [(normal(run, run.policy.module, prompt.inputs)[2], prompt.target) for prompt in batch.demos.prompts]
+    sup = torch.stack([charbonnier(picture, clean.double()).mean() for picture, clean in pictures]).mean()
+    cons = held(run, batch.demos)
+    wanted = torch.autograd.grad(0.6 * sup + 0.4 * cons, run.parameters, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(gradient(run), torch.cat([g.flatten() for g in wanted]), rtol=1e-6, atol=1e-9)
+    assert stats["loss/cons"].sum == pytest.approx(cons.item(), rel=1e-6)
+
+
+def test_a_schedule_of_the_consistency_reaches_the_loss(tmp_path):
+    """The logged loss is without its coefficient; where that is 0 there is none."""
+    changes = {"stage__cons_coef": "linear:0,0.8", "restoration__consistency": "equivariance"}
+    rows = [row for row in metrics(trained(tmp_path, **changes)) if "optim/lr" in row]
+    assert [row["stage/cons_coef"] for row in rows] == pytest.approx([0, 0.2, 0.4, 0.6])
+    assert ["loss/cons" in row for row in rows] == [False, True, True, True]
+    assert "loss/policy" in rows[0] and all(row["loss/cons"] > 1e-3 for row in rows[1:])
+
+
+# --- patches ----------------------------------------------------------------------------------------------------------
+
+PATCHES = {
+    "restoration__action": EACH,
+    "restoration__patches": 2,
+    "reward": ["psnr:patch=4"],
+    "objective__credit": "position",
+}
+
+
+def test_rewards_of_patches_are_compared_with_the_same_patch_of_the_group(tmp_path):
+    run = built(tmp_path, **PATCHES)
+    batch, said = stepped(run)
+    rollouts = batch.rollouts
+    assert rollouts is not None and batch.advantages.shape == (8, 4)
+    rewards = torch.zeros(8, 4, dtype=torch.float64)
+    for row, image in enumerate(rollouts.completions):
+        clean = rollouts.prompts[int(rollouts.group_ids[row])].target
+        for patch in range(4):
+            top, left = 4 * (patch // 2), 4 * (patch % 2)
+            cut = (slice(None), slice(top, top + 4), slice(left, left + 4))
+            error = ((image[cut] * 255).round() - (clean[cut] * 255).round()).double() / 255
+            rewards[row, patch] = -10 * (error**2).mean().log10() / 4
+    wanted = torch.zeros(8, 4, dtype=torch.float64)
+    for group in range(2):
+        rows = rollouts.group_ids == group
+        for patch in range(4):
+            own = rewards[rows, patch]
+            wanted[rows, patch] = (own - own.mean()) / (own.std() + 1e-4)
+    torch.testing.assert_close(batch.advantages.double(), wanted, rtol=1e-3, atol=1e-3)
+    theirs, _ = position_advantages(
+        rewards.float(), rollouts.group_ids, rollouts.mask, baseline="mean", scale="group", eps=1e-4
+    )
+    torch.testing.assert_close(batch.advantages, theirs, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(batch.rewards.double(), rewards.sum(dim=1), rtol=1e-4, atol=1e-3)
+    assert said["update/updates_count"] == 1
+
+
+def test_a_reward_of_patches_beside_one_of_pictures_adds_both(tmp_path):
+    apart = PATCHES | {"objective__scale": "none"}
+    run = built(tmp_path, **(apart | {"reward": ["psnr:patch=4", here("bright")], "scoring__weights": (1.0, 2.0)}))
+    alone = built(tmp_path, **apart)
+    batch, other = (
+        collect(run, run.stage_schedule.step_params(0)).batch,
+        collect(alone, alone.stage_schedule.step_params(0)).batch,
+    )
+    assert batch.rollouts is not None
+    means = 2 * batch.reward_parts["bright"].double()
+    for group in range(2):
+        rows = batch.rollouts.group_ids == group
+        own = means[rows] - means[rows].mean()
+        wanted = other.advantages[rows] + own[:, None].float()
+        torch.testing.assert_close(batch.advantages[rows], wanted, rtol=1e-4, atol=1e-4)
+
+
+# --- whole runs, resumed ----------------------------------------------------------------------------------------------
+
+WARM = Stage(name="warm", steps=2, rl_coef=0.0, sup_coef=1.0, weight_decay=0.1)
+RAMP = Stage(name="ramp", steps=3, rl_coef="linear:0,1", sup_coef="linear:1,0", kl_coef=0.05, new_reference=True)
+FULL = Stage(name="full", kl_coef=0.05, cons_coef="linear:0.1,0.3", lr="linear:0.002,0.001")
+STAGED: dict[str, Any] = {
+    "stages": (WARM, RAMP, FULL),
+    "steps": 7,
+    "evaluation__prompts": 2,
+    "evaluation__every": 2,
+    "restoration__action_lr_factor": 5.0,
+    "show_samples_every": 2,
+    "saving__keep": 1,
+}
+MIXED = {"reference": {"kind": "mixed", "update_every": 2, "update_rate": 0.5, "watch_prompts": 2}}
+RUNS: dict[str, dict[str, Any]] = {
+    "new reference": LEARNED,
+    "mixed": MIXED | {"restoration__consistency": "equivariance", "reward": ["psnr:delta=reference"]},
+    "frozen": {"stages": (WARM, Stage(**(vars(RAMP) | {"new_reference": False})), FULL)},
+    "patches": PATCHES,
+    "action": {"restoration__trains": "action", "restoration__supervises": "output"},
+    "base": {"restoration__supervises": "base", "reward": ["psnr", "jpeg_saving:against=reference"]},
+    "terms": {"optim__terms_every": 2, "reference": {"place": "device"}},
+}
+
+
+@pytest.mark.silent_bug(33)
+@pytest.mark.parametrize("what", RUNS)
+def test_a_run_that_is_stopped_in_the_ramp_goes_on_to_the_bit(tmp_path, monkeypatch, what):
+    changes = STAGED | RUNS[what]
+    one = trained(tmp_path / "one", **changes, data=restoring.degraded(tmp_path))
+    other = restoring.stopped_and_resumed(
+        tmp_path / "two", monkeypatch, after=4, **changes, data=restoring.degraded(tmp_path)
+    )
+    assert_same(one, other)
+    assert [row["stage/number"] for row in metrics(one) if "stage/number" in row] == [1, 1, 2, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("what", ["new reference", "patches", "action", "base"])
+def test_the_saved_model_restores_the_same_pictures_and_can_be_trained_further(tmp_path, what):
+    changes = STAGED | RUNS[what]
+    path = trained(tmp_path, **changes)
+    opened = load_restorer(path / "final")
+    saved = load_file(newest(path) / "model.safetensors")
+    for name, parameter in opened.module.named_parameters():
+        assert name not in saved or torch.equal(parameter, saved[name]), name
+    first = built(tmp_path, **changes)
+    pictures = torch.stack([prompt.inputs for prompt in first.source.take(3)])
+    run = built(tmp_path, model=str(path), reward=["psnr"])
+    assert torch.equal(run.policy.restore(pictures), opened.restore(pictures))
+    assert not torch.equal(first.policy.restore(pictures), opened.restore(pictures))
+    for name in ("patches", "trains", "supervises", "loss"):
+        assert getattr(run.policy, name) == getattr(first.policy, name)
+    further = trained(tmp_path, model=str(path), reward=["psnr"], name="further", steps=1)
+    assert [row["ratio/mean"] for row in metrics(further) if "ratio/mean" in row] == [1.0]
+
+
+def test_where_the_action_alone_trains_the_network_stays_to_the_bit(tmp_path):
+    run = built(tmp_path, restoration__trains="action", optim__weight_decay=0.1)
+    network, action = vector(run.policy.module.network), vector(run.policy.module.action)
+    stepped(run)
+    assert torch.equal(vector(run.policy.module.network), network)
+    assert not torch.equal(vector(run.policy.module.action), action)
+    assert [group["lr_factor"] for group in run.optimizer.param_groups] == [1.0]
+    assert all(name.startswith("action.") for name in run.parameter_names)
+
+
+def test_what_is_chosen_again_of_a_saved_model_leaves_its_weights_and_a_fixed_std_alone(tmp_path):
+    path = trained(tmp_path, restoration__trains="action", steps=2)
+    saved = load_restorer(path / "final")
+    assert saved.trains == "action"
+    changes = {"model": str(path), "restoration__trains": "all", "restoration__loss": "l1"}
+    run = built(tmp_path, **changes)
+    assert run.policy.trains == "all" and run.policy.loss == "l1" and run.policy.spec == saved.spec
+    assert torch.equal(vector(run.policy.module), vector(saved.module))
+    trained_now = dict(run.policy.module.named_parameters())
+    fixed = [name for name, parameter in trained_now.items() if not parameter.requires_grad]
+    assert fixed == ["action.scale.log_ratio"]
+    std = trained_now["action.scale.log_ratio"].clone()
+    stepped(run)
+    assert torch.equal(trained_now["action.scale.log_ratio"], std)
+    again = built(tmp_path, model=str(path), restoration__supervises="output")
+    assert again.policy.trains == "action" and not any(
+        p.requires_grad for p in again.policy.module.network.parameters()
+    )
+
+
+def test_what_a_caller_froze_stays_frozen_where_the_loss_is_chosen_again(tmp_path):
+    policy = fakes.low_resolution()
+    policy.module.network.enter.requires_grad_(False)
+    run = built(
+        tmp_path, parts=Parts(policy), model="<in memory>", restoration__loss="l1", restoration__supervises="base"
+    )
+    assert run.policy.loss == "l1" and run.policy.supervises == "base"
+    assert not any("enter" in name for name in run.parameter_names) and len(run.parameter_names) > 4
+
+
+def test_a_policy_from_python_keeps_its_consistency_unless_the_config_names_one(tmp_path):
+    def of(**changes: Any) -> Any:
+        policy = fakes.low_resolution(consistency=ToReference("mse"))
+        given = {"model": "<in memory>", "stage__cons_coef": 0.1} | changes
+        return built(tmp_path, parts=Parts(policy), **given).policy.consistency
+
+    assert of() == ToReference("mse")
+    assert type(of(restoration__consistency="equivariance")).__name__ == "Equivariance"
+
+
+# --- optimiser --------------------------------------------------------------------------------------------------------
+
+
+def test_the_actions_rate_is_its_factor_of_the_networks_in_every_stage_and_the_critics_its_own(tmp_path):
+    stages = (
+        Stage(steps=1, lr=0.002, weight_decay=0.3),
+        Stage(lr="linear:0.004,0.001", weight_decay="linear:0.2,0.1"),
+    )
+    changes = {"restoration__action_lr_factor": 20.0, "optim__weight_decay": 0.05, "optim__lr": 0.01, "stages": stages}
+    objective = {"baseline": "critic", "credit": "return_to_go", "scale": "none", "clip_unit": "nats"}
+    critic = {"objective": objective, "critic__lr": 0.03, "steps": 3}
+    run = built(tmp_path, **(changes | critic))
+    names, at = [], 0
+    for group in run.optimizer.param_groups:
+        names.append({name.split(".")[0] for name in run.parameter_names[at : at + len(group["params"])]})
+        at += len(group["params"])
+    assert [{name.split(":")[0] for name in several} for several in names] == [{"network"}, {"action"}, {"critic"}]
+    found = []
+    for step in range(3):
+        step_params = run.stage_schedule.step_params(step)
+        stepped(run)
+        found.append([(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups])
+        assert step_params.lr == found[-1][0][0]
+        run.stage_schedule.advance(run.step, {})
+    lrs = [[lr for lr, _ in groups] for groups in found]
+    assert lrs[0] == pytest.approx([0.002, 0.04, 0.03])
+    assert lrs[1] == pytest.approx([0.004, 0.08, 0.03])
+    assert lrs[2] == pytest.approx([0.0025, 0.05, 0.03 * 2.5 / 4])
+    assert [{round(decay, 9) for _, decay in groups} for groups in found] == [{0.3}, {0.2}, {0.15}]
+
+
+def test_a_step_of_the_action_at_a_factor_is_that_many_times_as_long(tmp_path):
+    moved = []
+    for factor in (1.0, 8.0):
+        run = built(tmp_path, restoration__action_lr_factor=factor, optim__max_grad_norm=0.0)
+        before = {name: p.detach().clone() for name, p in run.policy.module.named_parameters()}
+        stepped(run)
+        moved.append({name: p.detach() - before[name] for name, p in run.policy.module.named_parameters()})
+    assert torch.equal(moved[0]["network.leave.weight"], moved[1]["network.leave.weight"])
+    said = "action.head.say.bias"
+    torch.testing.assert_close(moved[1][said], 8 * moved[0][said], rtol=1e-4, atol=1e-8)
+    assert moved[0][said].abs().min() > 1e-4
+
+
+def test_weight_decay_of_a_stage_pulls_the_weights_and_that_of_the_run_where_it_has_none(tmp_path):
+    changes = {"optim__lr": 0.1, "reward": [here("bright")]}
+    ends = []
+    for decay in ({}, {"stage__weight_decay": 0.5}, {"optim__weight_decay": 0.5}):
+        run = built(tmp_path, **changes, **decay)
+        before = run.policy.module.network.leave.weight.detach().clone()
+        stepped(run)
+        ends.append(run.policy.module.network.leave.weight.detach())
+    torch.testing.assert_close(ends[0] - ends[1], 0.1 * 0.5 * before, rtol=1e-3, atol=1e-6)
+    assert torch.equal(ends[1], ends[2])
+
+
+# --- references that are renewed --------------------------------------------------------------------------------------
+
+
+def test_a_stage_with_a_new_reference_begins_with_a_kl_of_0_and_without_one_it_does_not(tmp_path):
+    def kls(is_new: bool) -> list[float]:
+        second = Stage(name="second", kl_coef=0.1, new_reference=is_new)
+        changes = {"stages": (Stage(steps=3, kl_coef=0.1), second), "name": f"new-{is_new}", "optim__lr": 0.01}
+        path = trained(tmp_path, steps=6, **changes)
+        return [row["kl/ref_nats"] for row in metrics(path) if "kl/ref_nats" in row]
+
+    new, old = kls(True), kls(False)
+    assert new[:3] == old[:3] and new[0] == 0.0 and all(kl > 1e-3 for kl in new[1:3])
+    assert new[3] == 0.0 and old[3] > old[2] > 1e-3 and all(0 < kl < old[3] for kl in new[4:5])
+
+
+def test_the_new_reference_is_the_policy_of_the_stages_first_step_and_is_saved(tmp_path):
+    stages = (Stage(steps=2, kl_coef=0.1), Stage(steps=2, kl_coef=0.1, new_reference=True), Stage(kl_coef=0.1))
+    changes = {"stages": stages, "saving__every": 1, "saving__keep": 10, "steps": 6}
+    path = trained(tmp_path, **changes)
+    saved = {step: checkpoint.load(path / f"checkpoints/step_{step:06d}") for step in range(1, 7)}
+    names, first = list(saved[1].reference), built(tmp_path).policy.module.state_dict()
+    assert len(names) > 8 and all(torch.equal(saved[1].reference[name], first[name]) for name in names)
+    for step in range(2, 7):
+        for name in names:
+            assert torch.equal(saved[step].reference[name], saved[2].weights[name]), (step, name)
+    assert any(not torch.equal(saved[1].reference[name], saved[2].reference[name]) for name in names)
+
+
+def test_a_run_of_several_ends_has_one_reference_object_throughout(tmp_path):
+    """What is renewed is what the rewards and the KL read: no second copy."""
+    stages = (Stage(steps=1, kl_coef=0.1), Stage(kl_coef=0.1, new_reference=True))
+    run = built(tmp_path, stages=stages, reward=["psnr:delta=reference"], optim__lr=0.01)
+    assert isinstance(run.reference, MixedReference) and isinstance(run.source, WithReference)
+    stepped(run)
+    run.reference.renew(run.policy)
+    prompt = run.source.take(1)[0]
+    assert torch.equal(prompt.meta["reference"], run.policy.restore(prompt.inputs[None])[0])
+
+
+# --- rewards against a reference --------------------------------------------------------------------------------------
+
+
+def gains(run: Run, restore: Any) -> Tensor:
+    """PSNR less that of ``restore``'s pictures, of what a step samples; by hand."""
+    rollouts = collect(run, run.stage_schedule.step_params(run.step)).batch.rollouts
+    assert rollouts is not None
+    return torch.tensor(
+        [
+            db(image, prompt.target) - db(restore(prompt.inputs[None])[0], prompt.target)
+            for image, group in zip(rollouts.completions, rollouts.group_ids.tolist(), strict=True)
+            for prompt in [rollouts.prompts[group]]
+        ]
+    )
+
+
+def db(image: Tensor, clean: Tensor) -> float:
+    error = ((image * 255).round() - (clean * 255).round()).double() / 255
+    return float(-10 * (error**2).mean().log10())
+
+
+def rewards_of(run: Run) -> Tensor:
+    return collect(run, run.stage_schedule.step_params(run.step)).batch.rewards
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1], ids=["without a reference", "with a KL"])
+def test_a_gain_over_the_reference_is_over_the_first_policy(tmp_path, kl):
+    changes = {"reward": ["psnr:delta=reference"], "stage__kl_coef": kl, "optim__lr": 0.01}
+    run, other = (built(tmp_path, **changes) for _ in range(2))
+    first = built(tmp_path).policy
+    for one in (run, other):
+        stepped(one)
+    wanted = gains(other, first.restore)
+    torch.testing.assert_close(rewards_of(run), wanted.float(), rtol=1e-4, atol=1e-3)
+    again = built(tmp_path, **changes)
+    stepped(again)
+    assert (gains(again, again.policy.restore) - wanted).abs().max() > 0.05
+
+
+def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluation_agrees(tmp_path):
+    """The last evaluation of the run is what ``gruppo eval`` says again."""
+    stages = (Stage(steps=2, kl_coef=0.1), Stage(kl_coef=0.1, new_reference=True))
+    changes = {"stages": stages, "reward": ["psnr:delta=reference"], "evaluation__prompts": 3, "optim__lr": 0.01}
+    path = trained(tmp_path, **changes, evaluation__every=2)
+    said = [one["mean"] for one in json.loads((path / "evaluations.json").read_text())]
+    again, rows = inference.evaluate_run(path, prompts=3)
+    assert again.mean == pytest.approx(said[-1], abs=1e-6) and abs(again.mean) > 0.01
+    middle, last = load_file(newest(path) / "reference.safetensors"), load_restorer(path / "final")
+    old = load_restorer(path / "final")
+    with torch.no_grad():
+        for name, parameter in old.module.named_parameters():
+            parameter.copy_(middle[name])
+    run = built(tmp_path, **changes, name="looked")
+    by_hand = []
+    for prompt in run.source.source.held_out(3):
+        ours, theirs = (db(policy.restore(prompt.inputs[None])[0], prompt.target) for policy in (last, old))
+        by_hand.append(ours - theirs)
+    assert said[-1] == pytest.approx(sum(by_hand) / 3, abs=1e-4)
+    assert [row["reward"] for row in rows] == pytest.approx(by_hand, abs=1e-4)
+    first = built(tmp_path, reward=["psnr"]).policy
+    of_first = [
+        db(last.restore(prompt.inputs[None])[0], prompt.target)
+        - db(first.restore(prompt.inputs[None])[0], prompt.target)
+        for prompt in run.source.source.held_out(3)
+    ]
+    assert abs(sum(of_first) / 3 - said[-1]) > 0.01
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reward": ["psnr:delta=reference"]},
+        {"reward": ["jpeg_saving:against=reference", "psnr:delta=reference"], "stage__kl_coef": 0.1},
+        {"reward": [here("brighter_than")]},
+        PATCHES | {"reward": ["psnr:patch=4,delta=reference"]},
+        {"reward": ["psnr:delta=reference"], "model": "restore:dncnn:width=6,depth=2"},
+        {"reward": ["psnr:delta=reference"], "restoration__consistency": "degradation", "stage__cons_coef": 0.1},
+        {"reward": ["psnr:delta=reference"], "prompts__difficulty_column": "noise", "stage__difficulty": 0.5},
+    ],
+    ids=["psnr", "several, with a KL", "a function", "patches", "a new network", "degradation", "a curriculum"],
+)
+def test_a_run_that_is_evaluated_again_is_measured_against_what_its_rewards_were(tmp_path, changes):
+    data = restoring.degraded(tmp_path, "noise=10-40,crop=8")
+    path = trained(tmp_path, evaluation__prompts=3, optim__lr=0.01, **{"data": data, **changes})
+    said = json.loads((path / "evaluations.json").read_text())
+    again, _ = inference.evaluate_run(path, prompts=3)
+    assert again.mean == pytest.approx(said[-1]["mean"], abs=1e-6)
+    assert said[0]["mean"] == pytest.approx(0, abs=1e-6) and abs(again.mean) > 1e-4  # against itself, and after
+
+
+def test_a_curriculum_is_followed_where_a_reward_asks_for_the_reference(tmp_path):
+    data = restoring.degraded(tmp_path, "noise=10-40,crop=8")
+    easy = {"data": data, "prompts__difficulty_column": "noise", "stage__difficulty": "steps:0.3,2=1"}
+    path = trained(tmp_path, reward=["psnr:delta=reference"], rollout__prompts=4, **easy)
+    hardest = [row["difficulty/max"] for row in metrics(path) if "difficulty/max" in row]
+    assert len(hardest) == 4 and max(hardest[:2]) < 22 < max(hardest[2:])
+
+
+def test_a_run_of_a_policy_from_python_is_not_evaluated_against_what_no_file_holds(tmp_path):
+    path = trained(
+        tmp_path, parts=Parts(fakes.low_resolution(spec=here("TinyNetwork"))), model="<in memory>",
+        reward=["psnr:delta=reference"], steps=1,
+    )  # fmt: skip
+    with pytest.raises(GruppoError, match=r"measured against the policy that it began with.*delta=none"):
+        inference.evaluate_run(path, prompts=2)
+
+
+# --- sheets and commands ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    changes = {"evaluation__prompts": 3, "evaluation__every": 2, "show_samples_every": 2, "rollout__group_size": 3}
+    return trained(folder, **changes, optim__lr=0.01)
+
+
+def shell(*args: str, code: int = 0) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(list(args))
+    assert left.value.code == code
+
+
+def test_a_run_leaves_sheets_with_what_was_given_the_samples_and_the_clean_picture(finished):
+    from PIL import Image
+
+    names = sorted(path.name for path in (finished / "images").glob("*.png"))
+    assert {"step_000001.png", "step_000003.png", "before_after.png", "eval_000000.png", "eval_000004.png"} <= {*names}
+    rows = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
+    first = [row for row in rows if row["step"] == 1 and not row.get("held_out")]
+    run = built(finished.parents[1], rollout__group_size=3, name="looked")
+    prompts = run.source.take(2)
+    with Image.open(finished / "images/step_000001.png") as sheet:
+        for row in first:
+            columns = [row[name]["column"] for name in ("prompt", "completion", "target")]
+            assert columns[0] == 1 and columns[0] < columns[1] < columns[2] == 5
+            for name, picture in (("prompt", prompts[row["group"]].inputs), ("target", prompts[row["group"]].target)):
+                shown = as_tensor(sheet, row[name]["box"])
+                assert (shown - picture).abs().mean() < 0.02, name
+    assert len(first) == 6 and {row["group"] for row in first} == {0, 1}
+    with Image.open(finished / "images/before_after.png") as sheet:
+        assert sheet.width > 3 * 8 and sheet.height > 8
+
+
+def as_tensor(sheet: Any, box: list[int]) -> Tensor:
+    """What is in a box, at 8 x 8."""
+    small = sheet.convert("RGB").crop(box).resize((8, 8), 4)
+    return torch.tensor(list(small.get_flattened_data()), dtype=torch.float32).reshape(8, 8, 3).permute(2, 0, 1) / 255
+
+
+def test_eval_says_what_the_run_said_and_leaves_a_sheet(finished, capsys):
+    shell("eval", str(finished), "--prompts", "3", "--show", "2")
+    said = capsys.readouterr().out
+    after = json.loads((finished / "evaluations.json").read_text())[-1]
+    assert f"mean reward {after['mean']:.3f}" in said and "tensor" not in said
+    assert (finished / "images/evaluated.png").stat().st_size > 100
+
+
+def test_sample_writes_the_restored_picture_of_a_file(finished, tmp_path, capsys):
+    from PIL import Image
+
+    file = finished.parents[1] / "images/0.png"
+    shell("sample", str(finished), str(file), "--folder", str(tmp_path / "out"))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"0-0-0.png", "sheet.png"}
+    with Image.open(file) as given, Image.open(tmp_path / "out/0-0-0.png") as restored:
+        assert restored.size == given.size
+        picture, shown = (
+            torch.tensor(list(one.get_flattened_data()), dtype=torch.float32).reshape(24, 24, 3).permute(2, 0, 1) / 255
+            for one in (given, restored)
+        )
+    wanted = load_restorer(finished / "final").restore(picture[None])[0]
+    assert (shown - wanted).abs().max() < 1e-6 and not torch.equal(shown, picture)
+    inference.pictures(finished, [str(file)], tmp_path / "drawn", n=2, temperature=1.0)
+    drawn = [(tmp_path / f"drawn/0-0-{n}.png").read_bytes() for n in range(2)]
+    assert len({*drawn, (tmp_path / "out/0-0-0.png").read_bytes()}) == 3
+
+
+def test_export_leaves_a_folder_that_opens(finished, tmp_path, capsys):
+    shell("export", str(finished), str(tmp_path / "exported"))
+    assert torch.equal(
+        vector(load_restorer(tmp_path / "exported").module), vector(load_restorer(finished / "final").module)
+    )
+
+
+def test_a_run_of_pictures_to_restore_is_explained(tmp_path, capsys):
+    config = restoring.config(tmp_path, **(STAGED | PATCHES | {"stages": (WARM, RAMP, FULL), "name": "told"}))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(serialization.to_dict(config)))
+    shell("explain", str(file))
+    said = capsys.readouterr().out
+    for part in (
+        "a picture   [3, 8, 8]",
+        "3 numbers; one of each of 2 x 2 patches",
+        "at 5 times the rate",
+        "2 prompts x 4 samples = 8 pictures",
+        "taught by   charbonnier, on the picture of the mean action",
+        "held to     reference (consistency)",
+        "ONE REAL DEMONSTRATION",
+        "psnr(prompts=[...], images=[...]",
+    ):
+        assert part in said, part
+    assert "Traceback" not in said and "tensor" not in said
+
+
+def test_the_reference_of_a_run_is_what_it_last_saved(tmp_path):
+    path = trained(tmp_path, **(MIXED | {"stage__kl_coef": 0.1, "reward": ["psnr:delta=reference"]}))
+    config = serialization.load(path / "config.json")
+    run, _ = build(config, Parts())
+    assert isinstance(run.source, WithReference)
+    source = restorers.of_the_run(path, config, run.source)
+    saved = load_file(newest(path) / "reference.safetensors")
+    policy = load_restorer(path / "final")
+    with torch.no_grad():
+        for name, parameter in policy.module.named_parameters():
+            parameter.copy_(saved[name])
+    for prompt in source.held_out(2):
+        assert torch.equal(prompt.meta["reference"], policy.restore(prompt.inputs[None])[0])
+
+
+def test_a_name_means_the_same_from_another_folder(tmp_path, monkeypatch):
+    """The config of a run holds the file of its network, its weights and its data from the root."""
+    path = trained(tmp_path, steps=1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text((Path(fakes.__file__)).read_text())
+    relative = {"model": "restore:mine.py:TinyNetwork", "data": "degrade:images:noise=25,crop=8", "runs_dir": "runs"}
+    weights = {"restoration__weights": str(path.relative_to(tmp_path) / "final")}
+    again = trained(tmp_path, name="again", steps=1, **relative, **weights)
+    monkeypatch.chdir("/")
+    said = serialization.load(tmp_path / "runs/again/config.json")
+    assert said.model == f"restore:{tmp_path}/mine.py:TinyNetwork" and said.data.startswith(f"degrade:{tmp_path}/")
+    assert said.restoration.weights == str(path / "final")
+    assert inference.evaluate_run(tmp_path / again, prompts=2)[0].scored == 2
+    assert api.go_on(tmp_path / "runs/again").folder.name == "again"
+    assert NETWORK.startswith("restore:/")

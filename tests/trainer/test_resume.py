@@ -1,0 +1,308 @@
+"""A run that is stopped and resumed is the run that was never stopped, to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tests import processes, tiny
+from tests.trainer.runs import FULL, SIMPLE, Signalling, assert_same, begin_or_go_on, newest, steps_logged
+
+import gruppo
+from gruppo import api
+from gruppo.build import Parts
+from gruppo.config import schema as configs
+from gruppo.config import serialization
+from gruppo.loading import program
+from gruppo.modalities.text import from_pretrained
+from gruppo.rewards.functions import FunctionReward
+from gruppo.trainer import checkpoint
+from gruppo.trainer.loop import Stopped
+from gruppo.types import GruppoError
+
+KINDS = pytest.mark.parametrize("kind", [SIMPLE, FULL], ids=["simple", "full"])
+STEPS = 12
+
+
+def config_in(folder: Path, kind: dict, **changes: object) -> configs.Config:
+    return tiny.config(folder, **({"steps": STEPS} | kind | changes))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Runs that nothing stops."""
+
+    @cache
+    def run(kind: str) -> Path:
+        return api.start(config_in(tmp_path_factory.mktemp(kind), {"simple": SIMPLE, "full": FULL}[kind])).folder
+
+    return lambda kind: run("full" if kind else "simple")
+
+
+def same_data(folder: Path, kind: dict, whole) -> dict:
+    """A config as JSON that differs from the whole run's in its folder alone."""
+    config = serialization.load(whole(kind) / "config.json")
+    return serialization.to_dict(dataclasses.replace(config, runs_dir=str(folder / "runs")))
+
+
+@pytest.mark.silent_bug(33)
+@KINDS
+@pytest.mark.parametrize("calls_before", [1, 4, 9, 13])
+def test_2n_steps_are_n_steps_a_stop_and_n_steps(tmp_path, kind, whole, calls_before):
+    config = same_data(tmp_path, kind, whole)
+    reward = Signalling(calls_before + 1)
+    score = tiny.noisy if kind else tiny.digits
+
+    def stopping(completions, **_):
+        reward(completions)
+        return score(completions)
+
+    stopping.__name__ = "noisy" if kind else "digits"
+    with pytest.raises(Stopped, match="gruppo resume"):
+        api.start(serialization.from_dict(config), Parts(rewards=[stopping]))
+    assert_same(api.go_on(tmp_path / "runs/run").folder, whole(kind))
+
+
+@pytest.mark.silent_bug(33)
+@KINDS
+def test_sigterm_at_random_moments_exits_75_and_resumes_to_the_bit(tmp_path, kind, whole):
+    config = same_data(tmp_path, kind, whole)
+    chance, codes, run = random.Random(5), [], tmp_path / "runs/run"
+    while 0 not in codes:
+        child = processes.start(begin_or_go_on, config, folder=tmp_path / "child")
+        done = steps_logged(run)
+        if len(codes) < 4:
+            child.wait_for(lambda done=done: steps_logged(run) > min(done + chance.randrange(4), STEPS - 2))
+            time.sleep(chance.random() * 0.03)
+            child.send(chance.choice([signal.SIGTERM, signal.SIGINT]))
+        codes.append(child.wait())
+        assert codes[-1] in (0, 75), child.err
+        assert "Traceback" not in child.err
+    assert codes.count(75) >= 2
+    assert_same(run, whole(kind))
+
+
+@pytest.mark.silent_bug(33)
+@KINDS
+def test_sigkill_at_random_moments_resumes_to_the_bit(tmp_path, kind, whole):
+    config = same_data(tmp_path, kind, whole)
+    chance, codes, run = random.Random(6), [], tmp_path / "runs/run"
+    while 0 not in codes:
+        child = processes.start(begin_or_go_on, config, folder=tmp_path / "child")
+        if len(codes) < 6:
+            until = min(steps_logged(run) + chance.choice([-99, 0, 1, 2]), STEPS - 2)
+            child.wait_for(lambda until=until: steps_logged(run) > until)
+            time.sleep(chance.random() * 0.03)
+            child.send(signal.SIGKILL)
+        codes.append(child.wait())
+        assert codes[-1] in (0, -signal.SIGKILL), child.err
+    assert codes.count(-signal.SIGKILL) >= 3
+    assert_same(run, whole(kind))
+    assert not [path for path in run.rglob(".*") if path.name != ".lock"]
+
+
+# --- where a stop is heeded -------------------------------------------------------------------------------------------
+
+
+def start_with(folder: Path, reward: object, policy: object = None, **changes: object) -> Path:
+    config = config_in(folder, SIMPLE, saving__every=0, **changes)
+    api.start(config, Parts(model=policy, rewards=[reward]))
+    return folder / "runs/run"
+
+
+def test_a_signal_during_collect_keeps_the_boundary_before_it(tmp_path):
+    with pytest.raises(Stopped):  # calls: evaluation, steps 1 to 3, evaluation, step 4
+        start_with(tmp_path, Signalling(6))
+    run = tmp_path / "runs/run"
+    assert checkpoint.steps(run / "checkpoints") == [3] and steps_logged(run) == 3
+    assert json.loads((newest(run) / "state.json").read_text())["source"]["cursor"] == 3 * 4
+
+
+def test_a_signal_during_an_evaluation_keeps_the_step_before_it(tmp_path):
+    with pytest.raises(Stopped):
+        start_with(tmp_path, Signalling(5))
+    run = tmp_path / "runs/run"
+    assert checkpoint.steps(run / "checkpoints") == [3]
+    assert [e["step"] for e in json.loads((run / "evaluations.json").read_text())] == [0]
+
+
+def policy_that_signals(step: int, *numbers: int):
+    """Signals arrive in the middle of the update of a step (one forward a step, three minibatches)."""
+    policy = from_pretrained(tiny.model(), compute="float32")
+    real, calls = policy.likelihood, []
+
+    def likelihood(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == step:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return real(*args, **kwargs)
+
+    policy.likelihood = likelihood
+    return policy
+
+
+def test_a_signal_during_learn_finishes_the_step(tmp_path):
+    with pytest.raises(Stopped):
+        start_with(tmp_path, tiny.digits, policy_that_signals(2, signal.SIGINT), evaluation__prompts=0)
+    run = tmp_path / "runs/run"
+    assert checkpoint.steps(run / "checkpoints") == [2] and steps_logged(run) == 2
+
+
+def test_a_signal_during_learn_says_that_it_was_heard_and_what_is_saved(tmp_path, capfd):
+    with pytest.raises(gruppo.Stopped) as stopped:
+        start_with(tmp_path, tiny.digits, policy_that_signals(2, signal.SIGINT), evaluation__prompts=0)
+    assert capfd.readouterr().err == "gruppo: finishing this step, then saving; again stops at once\n"
+    assert str(stopped.value) == (
+        f"stopped by a signal; what is complete is saved. Continue with: {program()} resume {tmp_path / 'runs/run'}"
+    )
+
+
+def test_a_signal_before_any_step_is_complete_says_that_there_is_nothing_to_save(tmp_path, capfd):
+    with pytest.raises(gruppo.Stopped, match="there is nothing to continue from"):
+        start_with(tmp_path, Signalling(1), evaluation__prompts=0)
+    assert capfd.readouterr().err == ""  # it left at once
+    assert not checkpoint.steps(tmp_path / "runs/run/checkpoints")
+
+
+def test_a_second_signal_stops_at_once_and_leaves_the_former_save(tmp_path):
+    policy = policy_that_signals(3, signal.SIGTERM, signal.SIGTERM)
+    config = config_in(tmp_path, SIMPLE, evaluation__prompts=0, saving__every=1)
+    with pytest.raises(KeyboardInterrupt):
+        api.start(config, Parts(model=policy))
+    run = tmp_path / "runs/run"
+    assert checkpoint.steps(run / "checkpoints") == [2] and steps_logged(run) == 2
+    assert checkpoint.load_latest(run / "checkpoints").step == 2
+
+
+def test_a_reward_that_swallows_the_interrupt_does_not_keep_a_half_scored_batch(tmp_path):
+    reward = FunctionReward(Signalling(3, swallows=True), timeout_s=None)  # in the main thread
+    with pytest.raises(Stopped):
+        start_with(tmp_path, reward, evaluation__prompts=0)
+    assert checkpoint.steps(tmp_path / "runs/run/checkpoints") == [2]
+
+
+def test_a_signal_in_the_last_step_finishes_the_run(tmp_path):
+    run = start_with(tmp_path, tiny.digits, policy_that_signals(2, signal.SIGTERM), steps=2, evaluation__prompts=0)
+    assert checkpoint.seal_holds(run / "final")
+
+
+def test_the_signal_handlers_of_the_caller_are_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    start_with(tmp_path, tiny.digits, steps=1)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+# --- what cannot be resumed, and what is given again ------------------------------------------------------------------
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path, whole):
+    run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "log.txt"}
+    api.go_on(run)
+    assert files == {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "log.txt"}
+
+
+def test_a_damaged_newest_checkpoint_is_resumed_from_the_one_before_to_the_bit(tmp_path, whole):
+    config = same_data(tmp_path, SIMPLE, whole) | {"saving": {"every": 2, "keep": 9}}
+    run = api.start(serialization.from_dict(config)).folder
+    shutil.rmtree(run / "final")
+    with (newest(run) / "model.safetensors").open("r+b") as file:
+        file.seek(200)
+        file.write(b"?")
+    assert_same(api.go_on(run).folder, whole(SIMPLE))
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_says_so_and_keeps_its_metrics(tmp_path, whole):
+    run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
+    (newest(run) / "COMPLETE").unlink()
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(GruppoError, match="cannot be read"):
+        api.go_on(run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, whole):
+    run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
+    other = api.start(tiny.config(tmp_path / "other", model=other_model(tmp_path)))
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(other.folder / "checkpoints", run / "checkpoints")
+    with pytest.raises(GruppoError, match="does not belong to this model"):
+        api.go_on(run)
+
+
+def other_model(folder: Path) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = tiny.character_tokenizer()
+    sizes = {"hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=1, **sizes)).save_pretrained(folder / "m")
+    tokenizer.save_pretrained(folder / "m")
+    return str(folder / "m")
+
+
+def test_changed_data_are_refused(tmp_path, whole):
+    run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["data"] = tiny.write_rows(tmp_path / "other.jsonl", tiny.rows(20))
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(GruppoError, match="saved position does not belong"):
+        api.go_on(run)
+
+
+def test_a_folder_that_is_in_use_is_refused(tmp_path, whole):
+    run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
+    folder = api.RunFolder(run)
+    folder.open()
+    try:
+        with pytest.raises(GruppoError, match="another process is writing"):
+            api.go_on(run)
+    finally:
+        folder.close()
+
+
+def test_parts_in_memory_are_asked_for_by_name_and_resume_to_the_bit(tmp_path):
+    def parts():
+        return {"model": from_pretrained(tiny.model(), compute="float32"), "data": tiny.rows()}
+
+    settings = dataclasses.asdict(config_in(tmp_path, SIMPLE, stage__kl_coef=0.1))
+    config = serialization.from_dict(settings)
+
+    def train(name, reward):
+        return gruppo.train(dataclasses.replace(config, name=name), **parts(), reward=reward, show=False).folder
+
+    expected = train("whole", [lambda completions, **_: tiny.digits(completions)])
+    stop = Signalling(8)
+    with pytest.raises(Stopped):
+        train("stopped", [lambda completions, **_: stop(completions)])
+    run = tmp_path / "runs/stopped"
+    with pytest.raises(GruppoError, match=r"model and data and reward came from Python objects.*model=..., data=..."):
+        gruppo.resume(run, show=False)
+    again = parts() | {"reward": lambda completions, **_: tiny.digits(completions)}
+    assert_same(gruppo.resume(run, **again, show=False).folder, expected)
+
+
+def test_a_model_in_memory_that_has_been_trained_since_is_refused(tmp_path):
+    policy = from_pretrained(tiny.model(), compute="float32")
+    stop = Signalling(8)
+    with pytest.raises(Stopped):
+        gruppo.train(config_in(tmp_path, SIMPLE, stage__kl_coef=0.1), model=policy, reward=stop, show=False)
+    with pytest.raises(GruppoError, match="weights have changed"):
+        gruppo.resume(tmp_path / "runs/run", model=policy, reward=stop, show=False)
+
+
+def test_a_run_killed_before_its_first_save_starts_again(tmp_path, whole):
+    config = same_data(tmp_path, SIMPLE, whole)
+    run = shutil.copytree(whole(SIMPLE), tmp_path / "runs/run")
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "final")
+    (run / "config.json").write_text(json.dumps(config))
+    assert_same(api.go_on(run).folder, whole(SIMPLE))

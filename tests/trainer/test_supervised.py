@@ -1,0 +1,467 @@
+"""Stages that learn from demonstrations: their gradient, what they leave alone, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import re
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tests import tiny
+from tests.trainer import by_hand
+from tests.trainer.runs import assert_same, metrics
+from tests.trainer.test_memory import Full, gradients
+from tests.trainer.test_ranks import both, first_weights, weights
+from tests.trainer.test_step import run_in, step, vector
+
+import gruppo
+from gruppo import api
+from gruppo.build import Parts, build
+from gruppo.cli.options import config_from
+from gruppo.config.schema import SupervisedConfig
+from gruppo.tracking.console import ConsoleTracker
+from gruppo.trainer import memory
+from gruppo.trainer.collect import collect
+from gruppo.trainer.demonstrations import Answers, demo_parts
+from gruppo.trainer.dry_run import explain
+from gruppo.trainer.minibatches import minibatches
+from gruppo.trainer.run import Run
+from gruppo.trainer.stages import StepParams, step_params_at
+from gruppo.trainer.update import backward, learn, learning
+from gruppo.types import Batch, DataError, GruppoError, Prompt
+
+ALONE: dict[str, Any] = {"stage__rl_coef": 0.0, "stage__sup_coef": 1.0, "supervised__batch": 5}
+BOTH: dict[str, Any] = {"stage__sup_coef": 0.5, "supervised__batch": 5}
+PLAN: list[dict[str, Any]] = [
+    {"name": "supervised", "steps": 2, "rl_coef": 0.0, "sup_coef": 1.0},
+    {"name": "ramp", "steps": 2, "rl_coef": "linear:0.5,1", "sup_coef": "linear:1,0"},
+    {"name": "full"},
+]
+"""Demonstrations alone, both, rewards alone."""
+
+
+def batch_of(run: Run) -> tuple[Batch, StepParams]:
+    step_params = step_params_at(run.config, run.step)
+    return collect(run, step_params).batch, step_params
+
+
+def gradient_of(run: Run, batch: Batch, step_params: StepParams) -> torch.Tensor:
+    run.optimizer.zero_grad(set_to_none=True)
+    backward(run, batch, step_params)
+    return gradients(run)
+
+
+# --- the gradient -----------------------------------------------------------------------------------------------------
+
+
+def nll_by_hand(module: Any, rollouts: Any) -> torch.Tensor:
+    """Mean cross-entropy over all tokens of all answers, row by row."""
+    losses = []
+    for row in range(len(rollouts)):
+        ids, start = by_hand.tokens(rollouts, row)
+        losses.append(torch.nn.functional.cross_entropy(module(ids[None]).logits[0, start - 1 : -1], ids[start:]))
+    counts = rollouts.lengths.double()
+    return (torch.stack(losses) * counts).sum() / counts.sum()
+
+
+def test_a_supervised_step_is_the_step_computed_by_hand(tmp_path):
+    run = run_in(tmp_path, **ALONE, supervised__template="{answer}={number:02d}")
+    module = copy.deepcopy(run.policy.module).double()
+    collected, said = step(run)
+    demos = collected.batch.demos
+    columns = [prompt.meta for prompt in demos.prompts]
+    assert list(demos.completions[0]) == [
+        {"role": "assistant", "content": f"{columns[0]['answer']}={columns[0]['number']:02d}"}
+    ]
+    assert len(demos) == 5 and demos.lengths.unique().numel() > 1
+    loss = nll_by_hand(module, demos)
+    loss.backward()
+    optim = run.config.optim
+    by_hand.limited(list(module.parameters()), optim.max_grad_norm)
+    by_hand.AdamW(list(module.parameters()), optim.lr, optim).step()
+    torch.testing.assert_close(vector(run.policy.module).double(), vector(module), rtol=0, atol=2e-7)
+    expected = pytest.approx(float(loss.detach()), rel=1e-5)
+    assert said["sup/loss_nats"] == expected and said["loss/sup"] == expected
+    assert said["sup/tokens_count"] == int(demos.lengths.sum()) and said["update/updates_count"] == 1
+
+
+@pytest.mark.silent_bug(13)
+def test_each_term_has_weights_of_its_own_and_its_own_coefficient(tmp_path):
+    """However many demonstrations stand beside however many rows, the gradient is rl x theirs + sup x the others'."""
+    run = run_in(tmp_path, **BOTH)
+    batch, step_params = batch_of(run)
+    together = gradient_of(run, batch, step_params)
+    rewards = gradient_of(run, Batch(**(vars(batch) | {"demos": None})), step_params)
+    demos = gradient_of(run, Batch(**(vars(batch) | {"rollouts": None})), step_params)
+    assert rewards.norm() > 1e-3 and demos.norm() > 1e-3
+    torch.testing.assert_close(together, rewards + demos, rtol=0, atol=1e-6)
+    module = copy.deepcopy(run.policy.module).double()
+    (0.5 * nll_by_hand(module, batch.demos)).backward()
+    expected = torch.cat([p.grad.flatten() for p in module.parameters()])
+    torch.testing.assert_close(demos.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.silent_bug(11)
+def test_micro_batches_do_not_change_the_gradient(tmp_path):
+    run = run_in(tmp_path, **BOTH)
+    batch, step_params = batch_of(run)
+    whole = gradient_of(run, batch, step_params)
+    run.config = api.change(run.config, {"optim__token_budget": 1})
+    run.token_budget = 1
+    stats = backward(run, batch, step_params)
+    assert stats["update/micro_batches"].count > 10
+    torch.testing.assert_close(gradient_of(run, batch, step_params), whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [3, 2])
+def test_where_memory_runs_out_in_either_term_both_begin_again(tmp_path, rows):
+    """Of 12 rows and 5 demonstrations: what the first term had added is not lost, and does not count twice."""
+    run = run_in(tmp_path, **BOTH)
+    batch, step_params = batch_of(run)
+    full = Full(run.policy, "likelihood", rows=rows)
+    stats = backward(run, batch, step_params)
+    got, lowered = gradients(run), run.token_budget
+    assert max(full.asked) > rows and lowered < memory.TOKENS_ON_CPU
+    full.rows = 1 << 30
+    torch.testing.assert_close(gradient_of(run, batch, step_params), got, rtol=0, atol=0)
+    assert stats["sup/nats"].count == int(batch.demos.lengths.sum())
+    run.token_budget = memory.TOKENS_ON_CPU
+    torch.testing.assert_close(gradient_of(run, batch, step_params), got, rtol=0, atol=1e-6)
+
+
+def test_memory_that_runs_out_in_the_demonstrations_alone_loses_nothing_of_the_rewards(tmp_path):
+    run = run_in(tmp_path, **BOTH, optim__token_budget=10_000)
+    batch, step_params = batch_of(run)
+    expected, likelihood, failed = gradient_of(run, batch, step_params), run.policy.likelihood, []
+
+    def too_large(rollouts: Any, micro_batch: Any, **outputs: Any) -> Any:
+        if rollouts is batch.demos and len(micro_batch.rows) > 2:
+            failed.append(micro_batch)
+            raise MemoryError
+        return likelihood(rollouts, micro_batch, **outputs)
+
+    run.policy.likelihood = too_large
+    got = gradient_of(run, batch, step_params)
+    assert failed and run.token_budget < 10_000
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_minibatches_of_an_epoch_hold_each_demonstration_once(tmp_path, count):
+    run = run_in(tmp_path, **ALONE, optim__epochs=2, optim__minibatches=count, optim__stop_kl=0.1)
+    batch, step_params = batch_of(run)
+    drawn = sorted(prompt.draw for prompt in batch.demos.prompts)
+    parts = [part.demos for part in minibatches(run, batch, step_params)]
+    assert len(parts) == 2 * count
+    for epoch in (parts[:count], parts[count:]):
+        assert sorted(prompt.draw for part in epoch for prompt in part.prompts) == drawn == list(range(5))
+        assert max(map(len, epoch)) - min(map(len, epoch)) <= 1
+    first, second = (
+        [prompt.draw for part in epoch for prompt in part.prompts] for epoch in (parts[:count], parts[count:])
+    )
+    assert count == 1 or first != second
+    said = learn(run, batch, step_params)
+    assert said["update/updates_count"] == 2 * count
+    assert said["sup/tokens_count"] == 2 * int(batch.demos.lengths.sum())
+
+
+def test_rows_and_demonstrations_are_cut_side_by_side(tmp_path):
+    run = run_in(tmp_path, **BOTH, optim__minibatches=4)
+    batch, step_params = batch_of(run)
+    parts = list(minibatches(run, batch, step_params))
+    assert [len(part.rollouts) for part in parts] == [3, 3, 3, 3]
+    assert sorted(len(part.demos) for part in parts) == [1, 1, 1, 2]
+    assert demo_parts(run, None, 0) == [None] * 4
+
+
+@pytest.mark.silent_bug(12)
+@pytest.mark.parametrize("minibatches_", [1, 4])
+def test_two_ranks_give_the_weights_and_metrics_of_one(tmp_path, minibatches_):
+    """Five demonstrations on two ranks; of four minibatches one rank has none in some."""
+    plan = [{"name": "sup", "steps": 1, "rl_coef": 0.0, "sup_coef": 1.0}, {"name": "both", "sup_coef": 0.5}]
+    changes = {"stages": plan, "supervised__batch": 5, "optim__minibatches": minibatches_, "rollout__prompts": 3}
+    one, two, _, _ = both(tmp_path, 2, **changes)
+    start = torch.cat([t.flatten().double() for t in first_weights()])
+    assert (weights(one) - start).abs().max() > 1e-2
+    torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-6)
+    for mine, theirs in zip(metrics(one), metrics(two), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - {"update/micro_batches_count"}:
+            expected = None if mine[name] is None else pytest.approx(mine[name], rel=1e-5, abs=1e-6)
+            assert theirs[name] == expected, name
+    assert sum("sup/loss_nats" in row for row in metrics(two)) == 3
+
+
+# --- what a stage without samples leaves alone ------------------------------------------------------------------------
+
+
+def test_a_supervised_stage_samples_and_rewards_nothing_and_says_nothing_of_rewards(tmp_path):
+    asked: list[int] = []
+
+    def counted(completions: Any, **_: Any) -> list[float]:
+        asked.append(len(completions))
+        return [1.0] * len(completions)
+
+    config = tiny.config(tmp_path, **ALONE, steps=3, evaluation__prompts=0)
+    result = gruppo.train(config, reward=counted, show=False)
+    rows = metrics(result.folder)
+    assert asked == [] and result.tokens == 0 and len(rows) == 3
+    of_samples = (
+        "reward/",
+        "group/",
+        "ratio/",
+        "kl/",
+        "clip/",
+        "len/",
+        "finish/",
+        "advantage/",
+        "entropy/",
+        "loss/policy",
+    )
+    assert not [name for row in rows for name in row if name.startswith(of_samples)]
+    assert rows[0]["sup/loss_nats"] > rows[-1]["sup/loss_nats"] and rows[-1]["progress/tokens"] == 0
+    assert result.question.endswith("= ?")  # of a demonstration: no prompt was sampled from
+
+
+def test_the_rollouts_prompts_are_those_of_a_run_without_demonstrations(tmp_path):
+    def seen(**changes: Any) -> tuple[list[str], Any]:
+        run = run_in(tmp_path, **changes)
+        batch, _ = batch_of(run)
+        return [prompt.id for prompt in batch.rollouts.prompts], batch
+
+    (alone, _), (beside, batch) = seen(), seen(**BOTH)
+    assert alone == beside
+    assert [prompt.id for prompt in batch.demos.prompts][:4] != beside
+
+
+def test_held_out_prompts_are_never_demonstrated(tmp_path):
+    run = run_in(tmp_path, **ALONE)
+    held_out = {prompt.inputs[0]["content"] for prompt in run.source.held_out(100)}
+    shown = {prompt.inputs[0]["content"] for _ in range(20) for prompt in batch_of(run)[0].demos.prompts}
+    assert len(held_out) > 2 and len(shown) > 10 and not held_out & shown
+
+
+def test_the_critic_alone_has_no_demonstrations_beside_it(tmp_path):
+    run = run_in(tmp_path, **BOTH, objective="ppo", critic__warmup_steps=1)
+    assert batch_of(run)[0].demos is None
+    run.step = 1
+    assert batch_of(run)[0].demos is not None
+
+
+@pytest.mark.parametrize("several", [{}, {"optim__epochs": 2, "optim__minibatches": 2, "optim__stop_kl": 0.1}])
+def test_a_step_whose_coefficients_are_all_zero_learns_nothing(tmp_path, several):
+    run = run_in(tmp_path, stage__rl_coef="linear:0,1", stage__kl_coef=0.0, **several)
+    before = vector(run.policy.module)
+    collected, said = step(run)
+    assert collected.rollouts is None and said["update/updates_count"] == 0
+    assert torch.equal(vector(run.policy.module), before)
+
+
+# --- the whole run ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.silent_bug(33)
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_run_that_is_continued_within_a_stage_is_the_run_that_was_not_stopped(tmp_path, stop):
+    changes = {"stages": PLAN, "supervised__batch": 5, "saving__every": 1, "saving__keep": 9, "steps": 6}
+    config = tiny.config(tmp_path, **changes)
+    whole = api.start(config).folder
+    rows = metrics(whole)
+    assert [row.get("stage/number") for row in rows if "optim/lr" in row] == [1, 1, 2, 2, 3, 3]
+    assert ["sup/loss_nats" in row for row in rows if "optim/lr" in row] == [True] * 4 + [False] * 2
+    copied = tmp_path / "runs/copied"
+    shutil.copytree(whole, copied)
+    for step_ in range(stop + 1, 7):
+        shutil.rmtree(copied / f"checkpoints/step_{step_:06d}")
+    shutil.rmtree(copied / "final")
+    api.go_on(copied)
+    assert_same(copied, whole)
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_a_critic_rests_while_demonstrations_teach_alone(tmp_path, kind):
+    """It and its moments are what they were until there is something to predict; ranks share no gradient of it."""
+    plan = [PLAN[0], {"name": "full", "kl_coef": 0.01}]
+    config = tiny.config(tmp_path, objective="ppo", critic__kind=kind, stages=plan, steps=3, supervised__batch=5)
+    run = build(config, Parts())[0]
+    head = copy.deepcopy(list(run.critic.module.parameters()))
+    critics = set(run.critic.module.parameters())
+    assert critics.isdisjoint(learning(run, run.stage_schedule.step_params(0))) and learning(
+        run, run.stage_schedule.step_params(0)
+    )
+    assert critics < set(learning(run, step_params_at(api.change(config, {"stages": []}), 0)))
+    for _ in range(2):
+        collected = collect(run, run.stage_schedule.step_params(run.step))
+        learn(run, collected.batch, run.stage_schedule.step_params(run.step))
+        run.step += 1
+    assert all(torch.equal(was, now) for was, now in zip(head, run.critic.module.parameters(), strict=True))
+    assert not any(parameter in run.optimizer.state for parameter in run.critic.module.parameters())
+    rows = metrics(api.start(config).folder)
+    assert ["value/mean" in row for row in rows if "optim/lr" in row] == [False, False, True]
+
+
+def test_rows_given_in_memory_are_demonstrated_and_the_manifest_says_which(tmp_path):
+    config = tiny.config(tmp_path, **ALONE, steps=1, evaluation__prompts=0)
+    result = gruppo.train(config, data=tiny.rows(), show=False)
+    manifest = json.loads((result.folder / "manifest.json").read_text())
+    assert manifest["demonstrations"]["fingerprint"] == manifest["data"]["fingerprint"] is not None
+    other = tiny.write_rows(tmp_path / "other.jsonl", tiny.rows(7))
+    config = tiny.config(tmp_path, **ALONE, steps=1, evaluation__prompts=0, supervised__data=other, name="other")
+    manifest = json.loads((gruppo.train(config, show=False).folder / "manifest.json").read_text())
+    assert manifest["demonstrations"]["name"] == other
+    assert manifest["demonstrations"]["fingerprint"] != manifest["data"]["fingerprint"]
+
+
+def test_explain_shows_a_demonstration_as_its_tokens(tmp_path):
+    lines = "\n".join(explain(tiny.config(tmp_path, **ALONE, supervised__template="={answer}")))
+    assert re.search(
+        r"ONE REAL DEMONSTRATION\n.*\n  as tokens   '<user>.*<assistant>'\n  to answer   '=\d+<eos>'", lines
+    )
+    assert "DEMONSTRATION" not in "\n".join(explain(tiny.config(tmp_path)))
+
+
+def test_the_console_names_the_stage_and_shows_the_loss_where_there_is_no_reward(tmp_path):
+    def shown(stages: list[str], metrics: dict[str, float], *, is_terminal: bool = False) -> str:
+        file = io.StringIO()
+        console = Console(file=file, width=100, height=50, force_terminal=is_terminal, color_system=None)
+        tracker = ConsoleTracker(6, console=console, title="mine", stages=stages)
+        tracker.log(1, metrics)
+        tracker.close()
+        console = Console(file=io.StringIO(), width=100, color_system=None)
+        if is_terminal:
+            console.print(tracker._screen())
+            return console.file.getvalue()
+        return file.getvalue()
+
+    first = {"stage/number": 1.0, "sup/loss_nats": 1.25, "time/step_s": 2.0}
+    assert shown(["warm", "full"], first) == "step 1/6  warm  sup 1.25  2 s\n"
+    assert shown(["warm", "full"], {"stage/number": 2.0, "reward/mean": 0.5}) == "step 1/6  full  reward 0.5\n"
+    assert shown(["all"], {"reward/mean": 0.5}) == "step 1/6  reward 0.5\n"
+    screen = shown(["warm", "full"], first, is_terminal=True).splitlines()
+    assert "step 1/6  mine  warm" in screen[0] and any("NLL of demos" in line and "1.25" in line for line in screen)
+
+
+# --- what to answer ---------------------------------------------------------------------------------------------------
+
+PROMPT = Prompt("p", "1 + 1 =", "2", {"answer": "two", "gold": 2.5, "hint": None})
+
+
+@pytest.mark.parametrize(
+    ("supervised", "target"),
+    [
+        (SupervisedConfig(), "2"),
+        (SupervisedConfig(column="gold"), 2.5),
+        (SupervisedConfig(column="target"), "2"),
+        (SupervisedConfig(template="<answer>{answer}</answer>"), "<answer>two</answer>"),
+        (SupervisedConfig(template="{target} = {gold:.2f}"), "2 = 2.50"),
+        (SupervisedConfig(template=r"\boxed{{{target}}}"), r"\boxed{2}"),
+        (SupervisedConfig(template="{hint} {answer}"), None),
+        (SupervisedConfig(column="hint"), None),
+    ],
+)
+def test_what_to_answer_is_a_column_or_a_text_around_columns(supervised, target):
+    assert Answers(supervised).given(PROMPT).target == target
+
+
+def test_a_template_is_not_filled_with_what_is_no_text():
+    with pytest.raises(GruppoError, match=r"stands around texts and numbers, and the column 'target' holds \[\{'role'"):
+        Answers(SupervisedConfig(template="{target}!")).given(Prompt("p", "1", [{"role": "assistant", "content": "2"}]))
+
+
+def test_answer_means_the_target_where_no_column_is_called_that():
+    assert Answers(SupervisedConfig(template="={answer}")).given(Prompt("p", "1", "7", {"gold": 1})).target == "=7"
+
+
+def rows_with(answers: list[Any]) -> list[dict[str, Any]]:
+    return [row | {"answer": answer} for row, answer in zip(tiny.rows(len(answers)), answers, strict=True)]
+
+
+def test_what_cannot_be_learned_from_is_skipped_and_counted(tmp_path, caplog):
+    data = tiny.write_rows(tmp_path / "gaps.jsonl", rows_with([str(n) if n % 3 else None for n in range(24)]))
+    run = run_in(tmp_path, **ALONE, data=data, prompts__held_out_fraction=0.0)
+    with caplog.at_level(logging.WARNING):
+        collected, _ = step(run)
+    demos, skipped = collected.batch.demos, collected.metrics["sup/skipped_count"]
+    assert len(demos) == 5 and all(prompt.target for prompt in demos.prompts)
+    assert skipped == run.demos.state_dict()["cursor"] - 5 > 0
+    assert f"{skipped:.0f} demonstrations were skipped; the last: prompt" in caplog.text
+
+
+def test_data_that_run_out_of_answers_end_the_run_with_the_reason(tmp_path):
+    run = run_in(tmp_path, **ALONE)
+    run.policy.check_demonstration = lambda prompt: f"{prompt.id} is bad"
+    with pytest.raises(DataError, match=r"100 demonstrations in a row cannot be learned from; the last: .* is bad"):
+        step(run)
+
+
+def test_demonstrations_may_come_from_data_of_their_own(tmp_path):
+    other = tiny.write_rows(tmp_path / "other.jsonl", [{"prompt": f"say {n}", "label": f"{n}!"} for n in range(9)])
+    run = run_in(tmp_path, **ALONE, supervised__data=other)
+    demos = batch_of(run)[0].demos
+    assert all(said == f"{prompt.inputs[4:]}!" for said, prompt in zip(demos.completions, demos.prompts, strict=True))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "demonstrations that no stage learns from": (
+        {"supervised__batch": 5},
+        r"demonstrations were set, but no stage's sup_coef is above 0. Set --stages supervised:50,full",
+    ),
+    "an unknown column": (
+        ALONE | {"supervised__column": "anser"},
+        r"supervised.column names 'anser', which is none of .*data.*'answer'.*the nearest is 'answer'",
+    ),
+    "an unknown column in a template": (
+        ALONE | {"supervised__template": "<{nummer}>"},
+        r"supervised.template names 'nummer', .*the nearest is 'number'. Set --supervised.template",
+    ),
+    "a brace that is not closed": (ALONE | {"supervised__template": "<{answer>"}, r"is not understood .*in braces, as"),
+    "a brace without a name": (ALONE | {"supervised__template": "<{}>"}, r"a brace without a column's name"),
+    "a format that does not fit": (ALONE | {"supervised__template": "{answer:.2f}"}, r"cannot be filled with"),
+    "a template and a column": (
+        ALONE | {"supervised__template": "{answer}", "supervised__column": "answer"},
+        r"names its columns itself.*Leave one of them out",
+    ),
+    "more updates than demonstrations": (
+        ALONE | {"optim__minibatches": 6},
+        r"optim.minibatches=6 is more than supervised.batch=5.*Set --supervised.batch",
+    ),
+    "no demonstration": (ALONE | {"supervised__batch": 0}, r"supervised.batch=0 is out of range"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_demonstrated_is_refused_before_anything_is_written(tmp_path, what):
+    changes, why = REFUSED[what]
+    with pytest.raises(GruppoError, match=why) as error:
+        gruppo.train(tiny.config(tmp_path, **changes), show=False)
+    assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
+
+
+def test_data_without_targets_are_refused(tmp_path):
+    data = tiny.write_rows(tmp_path / "bare.jsonl", [{"prompt": f"say {n}"} for n in range(9)])
+    with pytest.raises(
+        GruppoError, match=r"have no target to learn from; their columns are 'prompt'. Set --supervised"
+    ):
+        gruppo.train(tiny.config(tmp_path, **ALONE, data=data), show=False)
+    empty = tiny.write_rows(tmp_path / "empty.jsonl", [{"prompt": f"say {n}", "answer": ""} for n in range(9)])
+    with pytest.raises(DataError, match=r"none of the first 8 demonstrations can be learned from: prompt .* it is ''"):
+        gruppo.train(tiny.config(tmp_path, **ALONE, data=empty), show=False)
+
+
+def test_a_source_of_ones_own_cannot_be_drawn_from_twice(tmp_path):
+    run = run_in(tmp_path)
+    with pytest.raises(GruppoError, match=r"an object with a stream of its own.*Set --supervised.data"):
+        gruppo.train(tiny.config(tmp_path, **ALONE), data=run.source, show=False)
+
+
+def test_stages_typed_without_supervised_ones_leave_a_recipes_demonstrations_behind(tmp_path):
+    config = config_from("train", ["arithmetic-format", "--stages", "full"])
+    assert config.supervised == SupervisedConfig() and [stage.sup_coef for stage in config.plan] == [0.0]
+    config = config_from("train", ["arithmetic-format", "--stages", "supervised:3,full"])
+    assert config.supervised.template == " <answer>{target}</answer>"
