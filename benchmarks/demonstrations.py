@@ -50,7 +50,7 @@ class Clock:
         if now - self.first > self.seconds:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def samples(self, step: int, rows: Sequence[Any]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Any]) -> None:
         """Not of interest here."""
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ def test_a_resumed_run_begins_at_its_step_and_says_that_it_is_stopping():
 
 def test_failed_rows_are_for_the_file_alone():
     plain = tracker(9, is_terminal=False)
-    plain.samples(1, [NASTY[0] | {"failures": [{"kind": "exception"}]}])
+    plain.log_samples(1, [NASTY[0] | {"failures": [{"kind": "exception"}]}])
     assert said(plain) == ""
 
 
@@ -86,7 +86,7 @@ def test_a_held_out_evaluation_is_a_line_of_its_own():
 
 def test_plain_lines_are_not_wrapped_and_markup_is_text():
     plain = tracker(9, is_terminal=False, width=20)
-    plain.samples(1, NASTY[:1])
+    plain.log_samples(1, NASTY[:1])
     plain.warn("[red]reward[/red] raised " + "x" * 80)
     assert said(plain).splitlines() == [
         r'  reward 1  "[red]1 + 1[/red] [/oops]" -> "[bold\n\x1b[31m2\x07"  target 2',
@@ -99,8 +99,8 @@ PICTURES = [{"prompt": n, "completion": torch.rand(1, 28, 28), "reward": n / 4, 
 
 def test_of_pictures_a_plain_line_says_prompt_reward_and_where_they_are():
     plain = tracker(9, is_terminal=False, run_dir="runs/a")
-    plain.samples(1, PICTURES)
-    plain.samples(1, [row | {"held_out": True} for row in PICTURES])
+    plain.log_samples(1, PICTURES)
+    plain.log_samples(1, [row | {"held_out": True} for row in PICTURES])
     assert said(plain).splitlines() == [
         '  reward 1  "4"',
         '  reward 0  "0"',
@@ -113,16 +113,16 @@ def test_no_picture_is_named_that_was_not_drawn(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     plain = tracker(9, is_terminal=False)
     latents = [row | {"prompt": torch.rand(4, 8, 8), "held_out": False} for row in PICTURES[:1]]
-    plain.samples(1, latents)
-    plain.samples(1, [PICTURES[0] | {"held_out": True}])
+    plain.log_samples(1, latents)
+    plain.log_samples(1, [PICTURES[0] | {"held_out": True}])
     assert said(plain) == "  reward 0\n"
 
 
 @pytest.mark.parametrize("width", [30, 80])
 def test_the_live_screen_names_the_sheet_and_no_numbers_of_a_tensor(width):
     live = tracker(9, is_terminal=True, width=width, run_dir="runs/a")
-    live.samples(2, PICTURES)
-    live.samples(2, [row | {"held_out": True} for row in PICTURES])
+    live.log_samples(2, PICTURES)
+    live.log_samples(2, [row | {"held_out": True} for row in PICTURES])
     screen = final_screen(live)
     assert "runs/a/images/step_000002.png" in "".join(line.strip("│ ") for line in screen.splitlines())
     assert "tensor" not in screen and "completion" not in screen and "0.75" in screen
@@ -131,21 +131,21 @@ def test_the_live_screen_names_the_sheet_and_no_numbers_of_a_tensor(width):
 
 def test_a_terminal_without_unicode_gets_escapes():
     plain = tracker(9, is_terminal=True, encoding="ascii")
-    plain.samples(1, [{"prompt": "é", "completion": "中", "reward": 0.0}])
+    plain.log_samples(1, [{"prompt": "é", "completion": "中", "reward": 0.0}])
     assert '"\\xe9" -> "\\u4e2d"' in said(plain)
 
 
 def test_samples_are_shown_again_only_after_some_steps():
     plain = tracker(20, is_terminal=False, samples_every=5)
     for step in range(1, 13):
-        plain.samples(step, [{"prompt": "p", "completion": f"at {step}.", "reward": 1.0}])
+        plain.log_samples(step, [{"prompt": "p", "completion": f"at {step}.", "reward": 1.0}])
     assert [f"at {step}." in said(plain) for step in (1, 2, 5, 6, 10, 11, 12)] == [1, 0, 0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("width", [30, 50, 80, 120, 200])
 def test_the_live_screen_survives_nasty_texts_and_numbers(width):
     live = tracker(3, is_terminal=True, width=width)
-    live.samples(1, NASTY)
+    live.log_samples(1, NASTY)
     live.log(1, STEP)
     live.log(2, dict.fromkeys(STEP, math.nan))
     live.log(3, dict.fromkeys(STEP, math.inf))
@@ -179,7 +179,7 @@ def test_a_second_call_for_a_step_adds_to_the_screen():
 def test_a_run_without_rewards_or_metrics_has_a_screen_too():
     live = tracker(9, is_terminal=True)
     live.log(1, {"loss/sup": 1.0})
-    live.samples(1, [])
+    live.log_samples(1, [])
     assert "step 1/9" in final_screen(live)
 
 

@@ -127,19 +127,21 @@ def test_samples_keep_any_text_and_are_cut_with_the_run(tmp_path):
     text = 'two\nlines \u2028 "quoted" [red]中文 \udc80'
     chat = {"prompt": [{"role": "user", "content": text}], "completion": text, "target": 7}
     plain = {"prompt": "2 + 2", "completion": "4", "reward": 1.0, "exact": 1.0}
-    file.samples(1, [chat | {"reward": math.nan}])
-    file.samples(2, [plain | {"target": torch.Size([2])}])
+    file.log_samples(1, [chat | {"reward": math.nan}])
+    file.log_samples(2, [plain | {"target": torch.Size([2])}])
     first, second = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_bytes().split(b"\n")[:-1]]
     assert first == {"step": 1, **chat, "reward": None}
     assert second == {"step": 2, **plain, "target": [2]}
     file.cut(1)
-    file.samples(2, [{"completion": "5"}])
+    file.log_samples(2, [{"completion": "5"}])
     assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_bytes().split(b"\n")[:-1]] == [1, 2]
 
 
 def test_of_a_long_array_in_samples_only_type_and_shape_are_kept(tmp_path):
     arrays = {"short": torch.tensor([1, 2]), "one": torch.tensor(0.5), "nan": torch.tensor([math.nan]).numpy()}
-    SamplesFile(tmp_path).samples(1, [{"extra": arrays | {"long": torch.zeros(3, 64, 64)}, "target": torch.zeros(17)}])
+    SamplesFile(tmp_path).log_samples(
+        1, [{"extra": arrays | {"long": torch.zeros(3, 64, 64)}, "target": torch.zeros(17)}]
+    )
     [row] = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert row["extra"] == {"short": [1, 2], "one": 0.5, "nan": [None], "long": "float32 [3, 64, 64]"}
     assert row["target"] == "float32 [17]"

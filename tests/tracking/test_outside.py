@@ -84,8 +84,8 @@ def test_tensorboard_has_samples_as_a_table_the_sheet_and_the_settings(tmp_path:
     (tmp_path / "images").mkdir()
     image.new("RGB", (4, 2), (255, 0, 0)).save(tmp_path / "images/eval_000007.png")
     tracker = integrations.TensorBoard(tmp_path, {"optim.lr": 0.5, "model": "tiny"}, None)
-    tracker.samples(3, ROWS)
-    tracker.samples(7, [{"prompt": "7", "completion": torch.zeros(3, 2, 4), "reward": 1.0, "held_out": True}])
+    tracker.log_samples(3, ROWS)
+    tracker.log_samples(7, [{"prompt": "7", "completion": torch.zeros(3, 2, 4), "reward": 1.0, "held_out": True}])
     tracker.close()
     shown = events(tmp_path)
     (table,) = shown.Tensors("samples/text_summary")
@@ -196,7 +196,7 @@ def test_wandb_is_told_all_and_knows_a_resumed_run_by_its_id(tmp_path: Path, mon
     run_dir.mkdir()
     tracker = integrations.WandB(run_dir, {"optim.lr": 0.5}, None)
     tracker.log(3, {"reward/mean": 0.25})
-    tracker.samples(3, ROWS)
+    tracker.log_samples(3, ROWS)
     tracker.close()
     integrations.WandB(run_dir, {"optim.lr": 0.5}, 3)
     (given, run), (again, _) = opened
@@ -231,7 +231,7 @@ def test_trackio_is_told_all_and_a_resume_goes_on_under_the_name_it_was_given(
         integrations.Trackio(tmp_path / place / "mine", {"steps": 4}, None)
     tracker = integrations.Trackio(tmp_path / "b/mine", {"steps": 4}, 2)
     tracker.log(3, {"reward/mean": 0.25})
-    tracker.samples(3, ROWS)
+    tracker.log_samples(3, ROWS)
     tracker.close()
     assert [(given["name"], given["resume"]) for given, _ in opened] == [
         ("mine", "never"),
@@ -252,13 +252,13 @@ def test_pictures_are_the_sheet_that_the_run_has_drawn(tmp_path: Path, monkeypat
     rows = [{"prompt": "7", "completion": torch.zeros(3, 2, 4), "reward": 1.0, "group": 0, "held_out": False}]
     trackers = integrations.WandB(tmp_path, {}, None), integrations.Trackio(tmp_path, {}, None)
     for tracker in trackers:
-        tracker.samples(2, rows)
+        tracker.log_samples(2, rows)
     assert opened[0][1].rows == tracks[0][1].rows == [], "no sheet was drawn"
     (tmp_path / "images").mkdir()
     file = tmp_path / "images/step_000002.png"
     image.new("RGB", (4, 2)).save(file)
     for tracker in trackers:
-        tracker.samples(2, rows)
+        tracker.log_samples(2, rows)
     assert opened[0][1].rows == [(None, {"step": 2, "samples_sheet": ("image", str(file))})]
     assert tracks[0][1].rows == [(2, {"samples_sheet": ("image", str(file))})]
 
@@ -300,7 +300,7 @@ class Mine:
         with self.file.open("a") as file:
             file.write(f"log {step}\n")
 
-    def samples(self, step: int, rows: Any) -> None:
+    def log_samples(self, step: int, rows: Any) -> None:
         with self.file.open("a") as file:
             file.write(f"samples {step}\n")
 
@@ -326,7 +326,7 @@ class CannotOpen(Mine):
 class NoClose:
     """Half a tracker."""
 
-    log = samples = Mine.log
+    log = log_samples = Mine.log
 
 
 def mine(name: str) -> str:
@@ -360,7 +360,7 @@ def test_a_run_does_not_wait_for_a_tracker_that_does_not_finish(
 ) -> None:
     monkeypatch.setattr(integrations, "CLOSE_S", 0.01)
     for_ever = threading.Event()
-    hanging = SimpleNamespace(log=None, samples=None, close=for_ever.wait)
+    hanging = SimpleNamespace(log=None, log_samples=None, close=for_ever.wait)
     tracker = integrations.Guarded("wandb")
     tracker.open(lambda: hanging)  # type: ignore[arg-type, return-value]
     with caplog.at_level(logging.WARNING, logger="gruppo"):
@@ -377,7 +377,7 @@ def test_what_ends_a_run_passes_through_a_tracker() -> None:
         raise KeyboardInterrupt
 
     tracker = integrations.Guarded("mine")
-    tracker.open(lambda: SimpleNamespace(log=interrupted, samples=None, close=lambda: None))  # type: ignore[arg-type, return-value]
+    tracker.open(lambda: SimpleNamespace(log=interrupted, log_samples=None, close=lambda: None))  # type: ignore[arg-type, return-value]
     with pytest.raises(KeyboardInterrupt):
         tracker.log(1, {})
 

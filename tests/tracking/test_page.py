@@ -30,9 +30,9 @@ def evaluation(step, mean, **parts):
 def test_the_page_has_before_and_after_then_the_first_the_middle_and_the_last_samples_then_curves(tmp_path):
     file, rows = SamplesFile(tmp_path), [{"prompt": 3, "completion": torch.rand(1, 8, 8), "reward": 0.5}]
     for step in (0, 12):
-        file.samples(step, [rows[0] | {"held_out": True}])
+        file.log_samples(step, [rows[0] | {"held_out": True}])
     for step in (1, 5, 9, 11, 12):
-        file.samples(step, rows)
+        file.log_samples(step, rows)
     (tmp_path / "plots").mkdir()
     (tmp_path / "plots" / "overview.png").write_bytes(b"")
     path = write_page(tmp_path)
@@ -54,9 +54,9 @@ def test_evaluations_and_the_last_texts_are_tables_and_texts_are_no_markup(tmp_p
     done = [evaluation(0, 0.25, exact=0.5), evaluation(9, 0.75, exact=1.0, **{"<b>": None})]
     (tmp_path / "evaluations.json").write_text(json.dumps(done))
     file = SamplesFile(tmp_path)
-    file.samples(1, [{"prompt": "old", "completion": "c", "reward": 1.0}])
+    file.log_samples(1, [{"prompt": "old", "completion": "c", "reward": 1.0}])
     nasty = [{"prompt": "<script>", "completion": "a & b\n中", "reward": reward} for reward in (0.125, float("inf"))]
-    file.samples(9, [*nasty, {"prompt": "failed", "completion": "c", "failures": []}])
+    file.log_samples(9, [*nasty, {"prompt": "failed", "completion": "c", "failures": []}])
     page = write_page(tmp_path).read_text(encoding="utf-8")
     assert "<td class=number>0.75</td><td class=number>0.65 to 0.85</td>" in page and "<th>&lt;b&gt;</th>" in page
     assert "<td class=number>0.125</td><td>&lt;script&gt;</td><td>a &amp; b\\n中</td>" in page

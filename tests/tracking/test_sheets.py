@@ -46,7 +46,7 @@ def places(rows):
 @pytest.mark.silent_bug(24)
 def test_the_place_of_each_row_holds_its_own_pixels(tmp_path):
     rows = [row(n % 3, seed=n, reward=n / 10) for n in range(9)]
-    SamplesFile(tmp_path).samples(12, rows)
+    SamplesFile(tmp_path).log_samples(12, rows)
     written = lines_of(tmp_path)
     assert [line["reward"] for line in written] == [n / 10 for n in range(9)]
     assert places(written) == [(n % 3 + 1, n // 3 + 1) for n in range(9)]
@@ -59,12 +59,12 @@ def test_the_place_of_each_row_holds_its_own_pixels(tmp_path):
 def test_a_group_is_a_line_and_what_could_not_be_scored_comes_last(tmp_path):
     failed = row(3, 0, math.nan, failures=[{"kind": "exception"}])
     rows = [failed, *(row(3, n, group=n // 2) for n in range(4)), row(7, 9)]
-    SamplesFile(tmp_path).samples(1, rows)
+    SamplesFile(tmp_path).log_samples(1, rows)
     assert places(lines_of(tmp_path)) == [(4, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
 
 
 def test_an_evaluation_has_a_line_for_each_prompt_also_where_each_is_a_group(tmp_path):
-    SamplesFile(tmp_path).samples(1, [row(n % 2, n, group=n, held_out=True) for n in range(4)])
+    SamplesFile(tmp_path).log_samples(1, [row(n % 2, n, group=n, held_out=True) for n in range(4)])
     assert places(lines_of(tmp_path)) == [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
@@ -76,8 +76,8 @@ def test_where_nothing_was_scored_nothing_is_said_of_rewards(tmp_path, monkeypat
         return draw(lines, title=title)
 
     monkeypatch.setattr(sheets, "draw", draw)
-    SamplesFile(tmp_path).samples(1, [row(1, 1, math.nan), row(1, 2, math.nan)])
-    SamplesFile(tmp_path).samples(2, [row(1, 1, math.nan), row(1, 2, None), row(1, 3, -math.inf)])
+    SamplesFile(tmp_path).log_samples(1, [row(1, 1, math.nan), row(1, 2, math.nan)])
+    SamplesFile(tmp_path).log_samples(2, [row(1, 1, math.nan), row(1, 2, None), row(1, 3, -math.inf)])
     assert drawn == [
         ("samples of step 1", ["", ""]),
         ("samples of step 2, and their rewards", ["not scored", "not scored", "-inf"]),
@@ -85,7 +85,7 @@ def test_where_nothing_was_scored_nothing_is_said_of_rewards(tmp_path, monkeypat
 
 
 def test_single_pictures_of_many_prompts_stand_beside_each_other(tmp_path):
-    SamplesFile(tmp_path).samples(1, [row(f"caption {n}", n) for n in range(11)])
+    SamplesFile(tmp_path).log_samples(1, [row(f"caption {n}", n) for n in range(11)])
     assert places(lines_of(tmp_path)) == [(n // 8 + 1, n % 8 + 1) for n in range(11)]
 
 
@@ -93,7 +93,7 @@ def test_single_pictures_of_many_prompts_stand_beside_each_other(tmp_path):
 def test_what_was_given_and_wanted_stands_at_both_ends_of_its_samples(tmp_path):
     given, wanted = [picture(n, 3) for n in (1, 2)], [picture(n, 3) for n in (3, 4)]
     rows = [row(given[n], 10 + k, target=wanted[n]) for n in (0, 1) for k in range(3)]
-    SamplesFile(tmp_path).samples(1, rows)
+    SamplesFile(tmp_path).log_samples(1, rows)
     for k, line in enumerate(lines_of(tmp_path)):
         of_line = [(line[name]["line"], line[name]["column"]) for name in ("prompt", "completion", "target")]
         assert of_line == [(k // 3 + 1, 1), (k // 3 + 1, k % 3 + 2), (k // 3 + 1, 5)]
@@ -102,7 +102,7 @@ def test_what_was_given_and_wanted_stands_at_both_ends_of_its_samples(tmp_path):
 
 
 def test_a_target_of_a_class_is_another_picture_of_it_and_is_not_drawn(tmp_path):
-    SamplesFile(tmp_path).samples(1, [row(3, 1, target=picture(2)), row(3, 4, target=picture(2))])
+    SamplesFile(tmp_path).log_samples(1, [row(3, 1, target=picture(2)), row(3, 4, target=picture(2))])
     assert {line["target"] for line in lines_of(tmp_path)} == {"float32 [1, 28, 28]"}
 
 
@@ -112,7 +112,7 @@ def test_a_sheet_has_its_limits_and_no_row_is_lost(tmp_path, monkeypatch):
         sheets, "draw", lambda lines, title, draw=sheets.draw: titles.append(title) or draw(lines, title=title)
     )
     rows = [row(prompt, 1) for prompt in range(MOST_LINES + 2) for _ in range(2)]
-    SamplesFile(tmp_path).samples(5, [*rows, *(row(0, 2) for _ in range(MOST_SAMPLES))])
+    SamplesFile(tmp_path).log_samples(5, [*rows, *(row(0, 2) for _ in range(MOST_SAMPLES))])
     written = lines_of(tmp_path)
     assert len(written) == len(rows) + MOST_SAMPLES
     is_left_out = [line["completion"] == "float32 [1, 28, 28]" for line in written]
@@ -122,7 +122,7 @@ def test_a_sheet_has_its_limits_and_no_row_is_lost(tmp_path, monkeypatch):
 
 def test_texts_leave_no_sheet(tmp_path):
     rows = [{"prompt": "2 + 2", "completion": "4", "reward": 1.0}]
-    SamplesFile(tmp_path).samples(1, rows)
+    SamplesFile(tmp_path).log_samples(1, rows)
     assert not has_sheet(rows) and [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
@@ -145,7 +145,7 @@ def test_what_is_no_picture_is_counted_once_and_its_row_is_kept(tmp_path, caplog
     file = SamplesFile(tmp_path)
     with caplog.at_level(logging.WARNING, "gruppo"):
         for step in (1, 2):
-            file.samples(step, [row(1, 1), {**row(1, 2), "completion": odd}, {**row(1, 3), "completion": odd}])
+            file.log_samples(step, [row(1, 1), {**row(1, 2), "completion": odd}, {**row(1, 3), "completion": odd}])
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and said[0].startswith("2 of 3 samples of step 1 are on no sheet: ")
     first, second, third = lines_of(tmp_path)[:3]
@@ -158,7 +158,7 @@ def test_a_missing_pillow_is_said_once_and_rows_are_kept_without_pixels(tmp_path
     file = SamplesFile(tmp_path)
     with caplog.at_level(logging.WARNING, "gruppo"):
         for step in (1, 2):
-            file.samples(step, [row(1, 1), row(1, 2, held_out=True)])
+            file.log_samples(step, [row(1, 1), row(1, 2, held_out=True)])
     assert [record.getMessage() for record in caplog.records] == [
         'No pictures are kept: Pillow is not installed. Run: pip install "gruppo[images]"'
     ]
@@ -172,7 +172,7 @@ def test_a_sheet_that_cannot_be_drawn_costs_a_line_and_no_run(tmp_path, caplog, 
 
     monkeypatch.setattr(sheets, "draw", fails)
     with caplog.at_level(logging.WARNING, "gruppo"):
-        SamplesFile(tmp_path).samples(3, [row(1, 1)])
+        SamplesFile(tmp_path).log_samples(3, [row(1, 1)])
     assert "the sheet of step 3 cannot be drawn: ZeroDivisionError: oops" in caplog.text
     assert lines_of(tmp_path)[0]["completion"] == "float32 [1, 28, 28]"
 
@@ -180,7 +180,7 @@ def test_a_sheet_that_cannot_be_drawn_costs_a_line_and_no_run(tmp_path, caplog, 
 def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
     (tmp_path / "images").write_text("a file, not a folder")
     with pytest.raises(GruppoError, match=r"step_000001.png cannot be written: .* free space"):
-        SamplesFile(tmp_path).samples(1, [row(1, 1)])
+        SamplesFile(tmp_path).log_samples(1, [row(1, 1)])
 
 
 # --- evaluations, and resumed runs ------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def compared(run_dir, monkeypatch, file, step, rows):
         return draw(lines, **options)
 
     monkeypatch.setattr(sheets, "draw", draw)
-    file.samples(step, rows)
+    file.log_samples(step, rows)
     monkeypatch.undo()
     assert (run_dir / "images" / "before_after.png").exists()
     return drawn[-1]
@@ -219,9 +219,9 @@ def wanted(given):
 def test_before_and_after_are_the_same_prompts_at_the_first_and_the_last_evaluation(tmp_path, monkeypatch):
     file, prompts = SamplesFile(tmp_path), [0, 1, 2, 0, 1, 0]
     first, last = evaluation(0, prompts), evaluation(9, [1, 0, 2, 0, 1, 0])
-    file.samples(0, first)
+    file.log_samples(0, first)
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["eval_000000.png"]
-    file.samples(4, evaluation(4, prompts))
+    file.log_samples(4, evaluation(4, prompts))
     lines, options = compared(tmp_path, monkeypatch, file, 9, last)
     assert options["heads"] == {0: "before: step 0", 3: "after: step 9"}
     assert [line.words for line in lines] == ["0", "1", "2"]
@@ -234,7 +234,7 @@ def test_before_and_after_are_the_same_prompts_at_the_first_and_the_last_evaluat
 def test_degraded_pictures_are_paired_by_their_pixels(tmp_path, monkeypatch):
     file, given = SamplesFile(tmp_path), [picture(n) for n in (1, 2)]
     first = evaluation(0, given, target=picture(5))
-    file.samples(0, first)
+    file.log_samples(0, first)
     last = evaluation(1, given[::-1], target=picture(5))
     lines, options = compared(tmp_path, monkeypatch, file, 1, last)
     assert options["heads"] == {0: "given", 1: "before: step 0", 2: "after: step 1", 3: "target"}
@@ -247,8 +247,8 @@ def test_degraded_pictures_are_paired_by_their_pixels(tmp_path, monkeypatch):
 def log(file, steps):
     for step in steps:
         if step % 2 == 0:
-            file.samples(step, evaluation(step, [0, 1]))
-        file.samples(step, [row(1, 7 * step + n) for n in range(3)])
+            file.log_samples(step, evaluation(step, [0, 1]))
+        file.log_samples(step, [row(1, 7 * step + n) for n in range(3)])
 
 
 @pytest.mark.silent_bug(33)
@@ -280,8 +280,8 @@ def test_a_run_cut_to_one_evaluation_has_nothing_to_compare(tmp_path):
 
 def test_a_sheet_that_somebody_deleted_costs_the_comparison_alone(tmp_path, caplog):
     file = SamplesFile(tmp_path)
-    file.samples(0, evaluation(0, [1]))
+    file.log_samples(0, evaluation(0, [1]))
     (tmp_path / "images" / "eval_000000.png").unlink()
     with caplog.at_level(logging.WARNING, "gruppo"):
-        file.samples(2, evaluation(2, [1]))
+        file.log_samples(2, evaluation(2, [1]))
     assert "before and after cannot be drawn: FileNotFoundError" in caplog.text and len(lines_of(tmp_path)) == 2

@@ -82,7 +82,7 @@ class ConsoleTracker:
         words += [f"held-out {', '.join(held_out)}"] if held_out else []
         self._print(Text("  ".join([f"step {step}/{self._total}", *words])))
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show the best and the worst rows, unless the last ones are still to be read; of pictures, where they are.
 
         Of an evaluation (``held_out``) nothing but the path of its sheet.

@@ -89,7 +89,7 @@ class MetricsFile:
         with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as file:
             file.write(_csv_text(self._columns, [row]))
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Samples have a file of their own."""
 
     def cut(self, step: int) -> None:
@@ -121,7 +121,7 @@ class SamplesFile:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics have a file of their own."""
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         placed = self._sheets.place(step, rows)
         self._lines.append([{"step": step} | _plain(row) for row in placed])
         if any(row.get("held_out") for row in rows):

@@ -30,7 +30,7 @@ log = logging.getLogger("gruppo")
 
 PROJECT, KEPT = "gruppo", "trackers.json"
 """The project that runs are shown in, and the file that holds what a resumed run is known by."""
-METHODS = ("log", "samples", "close")
+METHODS = ("log", "log_samples", "close")
 CLOSE_S = 60.0
 """Seconds that a tracker may take for what it has not sent yet."""
 COLUMNS = ("reward", "prompt", "completion", "target")
@@ -107,10 +107,10 @@ class Guarded:
             with self._guard("failed"):
                 self._tracker.log(step, {name: float(value) for name, value in metrics.items()})
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._tracker is not None:
             with self._guard("failed"):
-                self._tracker.samples(step, rows)
+                self._tracker.log_samples(step, rows)
 
     def close(self) -> None:
         """Let it send what it has, for so long and no longer. May be called twice."""
@@ -183,7 +183,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         for tag, of_tag in _by_tag(rows):
             if texts := _texts(of_tag):
                 self._writer.add_text(tag, _table(*texts), step)
@@ -226,7 +226,7 @@ class WandB:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         for tag, of_tag in _by_tag(rows):
             shown: dict[str, Any] = {}
             if texts := _texts(of_tag):
@@ -260,7 +260,7 @@ class Trackio:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         for tag, of_tag in _by_tag(rows):
             if texts := _texts(of_tag):
                 columns, data = texts
@@ -289,7 +289,7 @@ def _check_own(name: str) -> None:
     own = _own(name)
     if inspect.isclass(own) and (missing := [method for method in METHODS if not callable(getattr(own, method, None))]):
         raise GruppoError(
-            f"the tracker {name} has no {' and no '.join(missing)}; it needs log(step, metrics), samples(step, rows) "
+            f"the tracker {name} has no {' and no '.join(missing)}; it needs log(step, metrics), log_samples(step, rows) "
             "and close()."
         )
 

@@ -93,7 +93,7 @@ class Run:
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         for tracker in self.trackers:
-            tracker.samples(self.step, rows)
+            tracker.log_samples(self.step, rows)
 
 
 def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]:

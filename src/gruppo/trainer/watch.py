@@ -91,8 +91,8 @@ class Screen:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.console.log(step, metrics)
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.console.samples(step, rows)
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.console.log_samples(step, rows)
 
     def close(self) -> None:
         """Give the terminal back before anything else is said. May be called twice."""

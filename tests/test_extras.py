@@ -1,0 +1,25 @@
+"""Optional dependencies: each extra installs something that the package uses."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+IMPORT_NAMES = {"pillow": "PIL", "scikit-image": "skimage", "scikit-learn": "sklearn", "reasoning-gym": "reasoning_gym"}
+REQUIRED_BY = {"opencv-python-headless": "brisque"}
+"""Packages that another package imports: brisque asks for OpenCV and not for the build without a display."""
+
+
+def test_every_package_of_an_extra_is_imported_or_read_by_the_library():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    packages = {re.split(r"[<>=\[]", name)[0] for extra, names in extras.items() if extra != "dev" for name in names}
+    unused = []
+    for package in packages:
+        name = re.escape(IMPORT_NAMES.get(package, package))
+        is_used = re.search(rf"(from|import) {name}\b|\"{name}(\.\w+)?\"", source) is not None
+        if not is_used and REQUIRED_BY.get(package) not in packages:
+            unused.append(package)
+    assert unused == []
