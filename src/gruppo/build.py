@@ -14,6 +14,7 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.config.schema import IN_MEMORY, Config
+from gruppo.config.stages import highest, learns_from_samples
 from gruppo.data.open import open_source
 from gruppo.engines import LocalEngine
 from gruppo.environments import PROVIDED, Conversing, Environment
@@ -35,7 +36,6 @@ from gruppo.trainer.memory import token_budget
 from gruppo.trainer.models import HUB, NEW, POLICIES, Kind, found_model, kind_of, open_model, sampling_of
 from gruppo.trainer.references import open_reference
 from gruppo.trainer.run import Run, trained
-from gruppo.trainer.stages import highest, learns_from_samples
 from gruppo.types import Critic, DataError, GruppoError, Sampling
 
 log = logging.getLogger("gruppo")

@@ -17,7 +17,7 @@ from tests.doctor.planted import HEALTHY, STEPS, Fault, early, line, plant, thir
 from gruppo.api import change
 from gruppo.cli.options import _fields, parsed_config
 from gruppo.config.schema import Config, Stage
-from gruppo.config.stage_presets import planned
+from gruppo.config.stages import planned
 from gruppo.doctor.finding import Change, examine
 from gruppo.doctor.record import Record
 from gruppo.doctor.symptoms import SYMPTOMS

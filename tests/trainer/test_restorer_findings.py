@@ -16,7 +16,7 @@ from torch import nn
 
 from gruppo.cli.options import config_from
 from gruppo.config.schema import Stage
-from gruppo.config.stage_presets import planned
+from gruppo.config.stages import planned
 from gruppo.core.images import as_saved, psnr
 from gruppo.modalities.restoration import Equivariance, load_restorer
 from gruppo.trainer.evaluate import held_out

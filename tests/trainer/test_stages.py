@@ -27,11 +27,12 @@ from gruppo.config.schema import (
     RolloutConfig,
     Stage,
 )
+from gruppo.config.stages import highest
 from gruppo.core.objective import PRESETS
 from gruppo.trainer import checkpoint, checks
 from gruppo.trainer.collect import collect
 from gruppo.trainer.loop import Stopped
-from gruppo.trainer.stages import StageSchedule, highest
+from gruppo.trainer.stages import StageSchedule
 from gruppo.trainer.update import backward
 from gruppo.types import GruppoError
 

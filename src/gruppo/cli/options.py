@@ -18,7 +18,7 @@ import tyro
 from gruppo.config import serialization
 from gruppo.config.peer_names import elsewhere
 from gruppo.config.schema import Config, CriticConfig, Stage
-from gruppo.config.stage_presets import KINDS, planned
+from gruppo.config.stages import KINDS, planned
 from gruppo.core.objective import PRESETS
 from gruppo.loading import is_file_name, load_object
 from gruppo.recipes import RECIPES

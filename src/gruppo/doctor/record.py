@@ -13,9 +13,9 @@ from typing import Any
 
 from gruppo.config import serialization
 from gruppo.config.schema import Config, Stage
+from gruppo.config.stages import where_of
 from gruppo.tracking.files import read_metrics
 from gruppo.trainer.models import kind_of
-from gruppo.trainer.stages import where_of
 from gruppo.types import GruppoError
 
 SURE = 2.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 
+from gruppo.config.stages import peak_lr
 from gruppo.doctor import remedies
 from gruppo.doctor.finding import LEAST, Change, Finding, Symptom, present, thirds
 from gruppo.doctor.record import Record, Series
-from gruppo.trainer.stages import peak_lr
 
 POSITIVE = 0.8
 """Share of the last steps in which a loss is above 0 when that is no accident."""

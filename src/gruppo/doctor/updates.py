@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import statistics
 
+from gruppo.config.stages import peak_lr, where_of
 from gruppo.doctor import remedies
 from gruppo.doctor.finding import LEAST, Change, Finding, Measured, Symptom, at, present, whole
 from gruppo.doctor.record import Record, Span
-from gruppo.trainer.stages import peak_lr, where_of
 from gruppo.trainer.weight_change import LEAST as LEAST_MOVED
 
 ALWAYS = 0.95

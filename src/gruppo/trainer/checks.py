@@ -15,21 +15,13 @@ from gruppo.config.schema import (
     Stage,
     SupervisedConfig,
 )
+from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, peak_lr, values_of, where_of
 from gruppo.core.schedules import parse
 from gruppo.tracking import integrations
 from gruppo.trainer.demonstrations import Answers
 from gruppo.trainer.models import Kind, check_kind
 from gruppo.trainer.references import check_reference
-from gruppo.trainer.stages import (
-    SCHEDULED,
-    StageSchedule,
-    gate_of,
-    highest,
-    learns_from_samples,
-    peak_lr,
-    values_of,
-    where_of,
-)
+from gruppo.trainer.stages import StageSchedule, gate_of
 from gruppo.types import GruppoError
 
 AT_LEAST: Mapping[str, float] = {

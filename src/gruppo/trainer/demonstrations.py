@@ -16,12 +16,13 @@ from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, SupervisedConfig
+from gruppo.config.stages import highest
 from gruppo.data.errors import nearest
 from gruppo.data.open import Source, open_source
 from gruppo.seeds import generator_at, seed_at
 from gruppo.trainer import consistency
 from gruppo.trainer.run import Run
-from gruppo.trainer.stages import StepParams, highest
+from gruppo.trainer.stages import StepParams
 from gruppo.types import Batch, DataError, GruppoError, MicroBatch, Prompt, PromptSource, Rollouts, Stat
 from gruppo.types import Supervised as SupervisedPolicy
 

@@ -8,6 +8,7 @@ import torch
 
 from gruppo.build import Parts, build, require_named
 from gruppo.config.schema import Config, Stage
+from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, where_of
 from gruppo.core.describe import cautions, describe
 from gruppo.core.linear_head import tile_bytes
 from gruppo.core.schedules import parse
@@ -21,7 +22,6 @@ from gruppo.trainer.demonstrations import drawn
 from gruppo.trainer.memory import activations, budget_for, key_numbers
 from gruppo.trainer.models import kind_of
 from gruppo.trainer.run import Run
-from gruppo.trainer.stages import SCHEDULED, highest, learns_from_samples, where_of
 from gruppo.types import Request
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from gruppo.config import peer_names
+from gruppo.config.stages import highest, learns_from_samples
 from gruppo.modalities.diffusion import DiffusionSampling
 from gruppo.modalities.diffusion.trust_region import joint_clip_nats
 from gruppo.trainer import checks
 from gruppo.trainer.demonstrations import drawn, peeked
 from gruppo.trainer.memory import token_budget
 from gruppo.trainer.run import Run
-from gruppo.trainer.stages import highest, learns_from_samples
 from gruppo.types import Request
 
 

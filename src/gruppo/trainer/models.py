@@ -15,6 +15,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig, LoraConfig, RestorationConfig
+from gruppo.config.stages import highest, values_of
 from gruppo.loading import program
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
 from gruppo.modalities.common.lora import digest, inject
@@ -38,7 +39,6 @@ from gruppo.modalities.text.custom import MadeBy, is_made, names_function
 from gruppo.modalities.text.load import Adapt, give_adapter
 from gruppo.trainer import restorers
 from gruppo.trainer.demonstrations import peeked
-from gruppo.trainer.stages import highest, values_of
 from gruppo.types import DataError, GruppoError, Sampling
 
 log = logging.getLogger("gruppo")

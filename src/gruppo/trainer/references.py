@@ -9,13 +9,13 @@ from typing import Any
 
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.schema import ReferenceConfig as Settings
+from gruppo.config.stages import highest, where_of
 from gruppo.environments import converse
 from gruppo.modalities.common.lora import digest, has_adapter
 from gruppo.modalities.common.reference import BaseReference, FrozenReference, MixedAdapter, MixedReference
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.restorers import is_restorer
 from gruppo.trainer.run import Run
-from gruppo.trainer.stages import highest, where_of
 from gruppo.types import GruppoError, Reference
 
 log = logging.getLogger("gruppo")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gruppo.config.schema import IN_MEMORY, Config, RestorationConfig
+from gruppo.config.stages import highest
 from gruppo.data.curriculum import Curriculum
 from gruppo.data.restoration import WithReference
 from gruppo.loading import load_object
@@ -20,7 +21,6 @@ from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency
 from gruppo.modalities.restoration.files import SETTINGS
 from gruppo.trainer import checkpoint
 from gruppo.trainer.demonstrations import peeked
-from gruppo.trainer.stages import highest
 from gruppo.types import DataError, GruppoError, Reference, Sampling
 
 NEW = "restore:"

@@ -15,26 +15,12 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
+from gruppo.config.stages import SCHEDULED, peak_lr, where_of
 from gruppo.core.controllers import Controller, controller
 from gruppo.core.schedules import Adaptive, Schedule, parse, warmup_decay
 from gruppo.types import GruppoError, Sampling
 
 log = logging.getLogger("gruppo")
-
-SCHEDULED = (
-    "rl_coef",
-    "sup_coef",
-    "kl_coef",
-    "cons_coef",
-    "entropy_coef",
-    "value_coef",
-    "lr",
-    "weight_decay",
-    "temperature",
-    "group_size",
-    "difficulty",
-)
-"""Fields of a stage that may change from step to step."""
 
 
 @dataclass(frozen=True)
@@ -111,38 +97,6 @@ def _flat_gate(text: str) -> Gate | None:
         return len(values) > count and max(values[-count:]) <= max(values[:-count]) + by
 
     return Gate(match[1], is_open)
-
-
-def where_of(config: Config, index: int) -> str:
-    """A stage as it is named in a config: ``stage``, or ``stages.1``."""
-    return f"stages.{index}" if config.stages else "stage"
-
-
-def values_of(config: Config, field: str) -> list[float]:
-    """All that a field of the stages begins with, ends with or changes to; those that are left out are not there."""
-    found = [(index, getattr(stage, field)) for index, stage in enumerate(config.plan)]
-    return [
-        value
-        for index, given in found
-        if given is not None
-        for value in parse(given, f"{where_of(config, index)}.{field}").values
-    ]
-
-
-def highest(config: Config, field: str) -> float:
-    """The largest value that a field takes in any stage, as far as it is known before."""
-    return max(values_of(config, field), default=0.0)
-
-
-def learns_from_samples(config: Config) -> bool:
-    """Whether some stage learns from anything but demonstrations, as far as it is known before."""
-    return any(highest(config, name) > 0 for name in ("rl_coef", "kl_coef", "entropy_coef"))
-
-
-def peak_lr(config: Config, index: int) -> float:
-    """The largest learning rate of a stage's policy."""
-    own = config.plan[index].lr
-    return config.optim.lr if own is None else max(parse(own, f"{where_of(config, index)}.lr").values)
 
 
 class StageSchedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gruppo.config.schema import Config
-from gruppo.trainer.stages import highest
+from gruppo.config.stages import highest
 
 
 def trl_loss_type(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Stages by name, as they are typed in the shell: ``supervised:50,ramp:30,full``."""
+"""Stages of a config: the values that they schedule, and presets by name, ``supervised:50,ramp:30,full``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,58 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gruppo.config.schema import Config, Stage, SupervisedConfig
+from gruppo.core.schedules import parse
 from gruppo.types import GruppoError
+
+SCHEDULED = (
+    "rl_coef",
+    "sup_coef",
+    "kl_coef",
+    "cons_coef",
+    "entropy_coef",
+    "value_coef",
+    "lr",
+    "weight_decay",
+    "temperature",
+    "group_size",
+    "difficulty",
+)
+"""Fields of a stage that may change from step to step."""
+
+
+def where_of(config: Config, index: int) -> str:
+    """A stage as it is named in a config: ``stage``, or ``stages.1``."""
+    return f"stages.{index}" if config.stages else "stage"
+
+
+def values_of(config: Config, field: str) -> list[float]:
+    """All that a field of the stages begins with, ends with or changes to; those that are left out are not there."""
+    found = [(index, getattr(stage, field)) for index, stage in enumerate(config.plan)]
+    return [
+        value
+        for index, given in found
+        if given is not None
+        for value in parse(given, f"{where_of(config, index)}.{field}").values
+    ]
+
+
+def highest(config: Config, field: str) -> float:
+    """The largest value that a field takes in any stage, as far as it is known before."""
+    return max(values_of(config, field), default=0.0)
+
+
+def learns_from_samples(config: Config) -> bool:
+    """Whether some stage learns from anything but demonstrations, as far as it is known before."""
+    return any(highest(config, name) > 0 for name in ("rl_coef", "kl_coef", "entropy_coef"))
+
+
+def peak_lr(config: Config, index: int) -> float:
+    """The largest learning rate of a stage's policy."""
+    own = config.plan[index].lr
+    return config.optim.lr if own is None else max(parse(own, f"{where_of(config, index)}.lr").values)
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
 
 
 def _supervised(full: Stage) -> Stage:
