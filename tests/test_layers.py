@@ -10,7 +10,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "gruppo"
 LAYERS: tuple[set[str], ...] = (
-    {"types", "protocols", "seeds", "loading", "timeouts"},
+    {"types", "protocols", "seeds", "loading", "platforms", "timeouts"},
     {"core"},
     {"distributed", "losses"},
     {"config"},

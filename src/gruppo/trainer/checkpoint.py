@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gruppo.loading import program
+from gruppo.platforms import sync_to_disk
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -100,7 +101,7 @@ def _seal(folder: Path) -> None:
     seal = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in inside if path.is_file()}
     (folder / "COMPLETE").write_text(json.dumps(seal, indent=1), encoding="utf-8")
     for path in (*inside, folder / "COMPLETE", folder):
-        _sync(path)
+        sync_to_disk(path)
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
@@ -108,7 +109,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     if target.exists():
         target.rename(replaced)
     temporary.rename(target)
-    _sync(target.parent)
+    sync_to_disk(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -117,9 +118,9 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
-        _sync(temporary)
+        sync_to_disk(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync_to_disk(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _as_user_error(error, path) from error
@@ -245,14 +246,6 @@ def seal_holds(path: Path) -> bool:
 def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _as_user_error(error: Exception, target: Path) -> Exception:

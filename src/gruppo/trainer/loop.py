@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.core.advantages import has_no_spread
 from gruppo.loading import program
+from gruppo.platforms import peak_memory_gib
 from gruppo.rewards.score import Scores
 from gruppo.seeds import seed_at
 from gruppo.trainer import back_off, checkpoint, references
@@ -222,10 +221,7 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
 
 def peak_gib() -> float:
     """Peak memory of this process so far: the accelerator's where there is one, else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else peak_memory_gib()
 
 
 def summary(run: Run) -> dict[str, Any]:

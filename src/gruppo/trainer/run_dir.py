@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -17,6 +16,7 @@ from gruppo import distributed as dist
 from gruppo.config import serialization
 from gruppo.config.schema import Config
 from gruppo.loading import program
+from gruppo.platforms import FileLock
 from gruppo.seeds import seed_at
 from gruppo.tracking import integrations
 from gruppo.tracking.files import MetricsFile, SamplesFile
@@ -74,7 +74,7 @@ class RunFolder:
         self.checkpoints, self.best = path / "checkpoints", path / "best"
         self._saved_best: int | None = None
         """Step of the best weights that the newest checkpoint names."""
-        self._lock: Any = None
+        self._lock: FileLock | None = None
         self._handler: logging.Handler | None = None
 
     @classmethod
@@ -105,7 +105,7 @@ class RunFolder:
         """Refuse a folder that holds more than a start which wrote nothing leaves."""
         if not self.path.exists():
             return
-        if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - {".lock", "log.txt"}:
+        if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - {".lock", ".lock-owner", "log.txt"}:
             raise GruppoError(
                 f"the run folder {self.path} exists already. Choose another --name, continue it with {program()} "
                 f"resume {self.path}, or delete it."
@@ -116,19 +116,16 @@ class RunFolder:
         if not dist.is_main():
             return
         try:
-            self._lock = (self.path / ".lock").open("w")
+            self._lock = FileLock(self.path / ".lock")
             self._handler = _LogFile(self.path / "log.txt", encoding="utf-8")
+        except BlockingIOError:
+            raise GruppoError(f"another process is writing to {self.path}; wait for it or stop it first.") from None
         except OSError as error:
             self.close()
             raise GruppoError(
                 f"{error.filename} cannot be written: {error.strerror}. The run needs a folder with free space that it "
                 "may write to."
             ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise GruppoError(f"another process is writing to {self.path}; wait for it or stop it first.") from None
         for folder in (self.path, self.checkpoints):
             checkpoint.sweep(folder)
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -140,7 +137,7 @@ class RunFolder:
             with suppress(OSError):
                 self._handler.close()
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
         self._handler = self._lock = None
 
     def trackers(self, *, from_step: int | None) -> list[Any]:

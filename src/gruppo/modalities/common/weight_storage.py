@@ -76,10 +76,12 @@ def _nameless_file(tensors: Mapping[str, Tensor], folder: Path) -> int:
     handle, name = tempfile.mkstemp(prefix=".gruppo-reference-", suffix=".safetensors", dir=folder)
     try:
         save_file({n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}, name)
-        return os.open(name, os.O_RDWR)  # save_file may have put another file in its place
+        # save_file may have put another file in its place. Windows unlinks no open file, but one on its last close.
+        return os.open(name, os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0))
     finally:
         os.close(handle)
-        os.unlink(name)
+        if not hasattr(os, "O_TEMPORARY"):
+            os.unlink(name)
 
 
 def shelf_at(place: Place, tensors: Mapping[str, Tensor], folder: Path) -> Shelf:

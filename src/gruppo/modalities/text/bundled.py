@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gruppo.platforms import sync_to_disk
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -245,7 +246,7 @@ def _record(model: Path, gguf_sha256: str) -> None:
 def _publish(model: Path, folder: Path, expected_sha256: str) -> None:
     """Sync and rename into place. Another process that was first wins; what it left broken is moved aside."""
     for entry in (*model.iterdir(), model):
-        _sync(entry)
+        sync_to_disk(entry)
     if folder.exists() and not _is_complete(folder, expected_sha256):
         with suppress(FileNotFoundError):
             folder.rename(model.parent / "broken")
@@ -254,15 +255,7 @@ def _publish(model: Path, folder: Path, expected_sha256: str) -> None:
     except OSError:
         if not _is_complete(folder, expected_sha256):
             raise
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_to_disk(folder.parent)
 
 
 BUNDLED = {"smollm2-135m": smollm2_135m}

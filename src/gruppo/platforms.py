@@ -1,0 +1,92 @@
+"""What differs between Linux, macOS and Windows: file locks, syncing to disk, peak memory, processors."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+import sys
+from pathlib import Path
+
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows has neither
+    fcntl = resource = None  # type: ignore[assignment]
+
+try:
+    import msvcrt
+except ImportError:
+    msvcrt = None  # type: ignore[assignment]
+
+
+class FileLock:
+    """Exclusive lock on the file ``path``, which is made, until ``release`` or the end of the process.
+
+    Raises BlockingIOError where another process, or another lock of this one, holds it; OSError where the file cannot
+    be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a+")
+        self._owner = path.with_name(f"{path.name}-owner") if fcntl is None and msvcrt is None else None
+        try:
+            if fcntl is not None:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            elif sys.platform == "win32":
+                self._file.seek(0)
+                msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
+            elif self._owner is not None:
+                _create(self._owner)
+        except OSError as error:
+            self._file.close()
+            raise BlockingIOError(error.errno, error.strerror, str(path)) from error
+
+    def release(self) -> None:
+        self._file.close()
+        if self._owner is not None:
+            self._owner.unlink(missing_ok=True)
+
+
+def _create(owner: Path) -> None:
+    """Lock by the existence of a file that names the process which holds it; that of a killed process is removed."""
+    try:
+        os.kill(int(owner.read_text(encoding="utf-8")), 0)
+    except ProcessLookupError:
+        owner.unlink()
+    except (OSError, ValueError):
+        pass  # there is none yet, or its process belongs to another user
+    with owner.open("x", encoding="utf-8") as file:
+        file.write(str(os.getpid()))
+
+
+def sync_to_disk(path: Path) -> None:
+    """Write a file, or the names in a folder, through to the disk. Windows cannot sync a folder: it is skipped."""
+    is_windows = os.name == "nt"
+    if is_windows and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)  # Windows syncs no handle that cannot write
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def peak_memory_gib() -> float:
+    """Peak resident memory of this process in GiB; NaN where the system does not tell."""
+    if resource is not None:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    if sys.platform == "win32":
+        # PROCESS_MEMORY_COUNTERS: its size, a count, then PeakWorkingSetSize. The handle -1 is this process.
+        size = struct.calcsize("@II8N")
+        counters = ctypes.create_string_buffer(struct.pack("@I", size), size)
+        if ctypes.windll.kernel32.K32GetProcessMemoryInfo(ctypes.c_void_p(-1), counters, size):
+            return struct.unpack_from("@N", counters, 8)[0] / 2**30
+    return math.nan
+
+
+def usable_processors() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
