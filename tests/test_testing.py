@@ -15,6 +15,7 @@ from torch import nn
 import gruppo
 from gruppo.engines import LocalEngine
 from gruppo.modalities.text import TextPolicy
+from gruppo.protocols import Policy
 from gruppo.seeds import uniforms_at
 from gruppo.testing import ContractError, check_engine, check_policy, check_reward
 from gruppo.types import DataError, GruppoError, Likelihood, MicroBatch, Prompt, Rollouts, Sampling
@@ -59,7 +60,7 @@ def test_the_module_is_put_back_as_it_was():
     assert policy.module.training and not policy.module.blocks[0].training
 
 
-class Bigram:
+class Bigram(Policy):
     """The next token from the last one: a whole policy in thirty lines, and what the broken ones below start from."""
 
     def __init__(self):
@@ -168,10 +169,10 @@ def stale_likelihood(self, rollouts, micro_batch, *, outputs=()):
 
 
 def stale_sample(self, requests, sampling, *, seed):
-    if not hasattr(self, "compute_module"):
-        self.compute_module = Bigram()
-        self.compute_module.module.load_state_dict(self.module.state_dict())
-    return Bigram.sample(self.compute_module, requests, sampling, seed=seed)
+    if not hasattr(self, "stale"):
+        self.stale = Bigram()
+        self.stale.module.load_state_dict(self.module.state_dict())
+    return Bigram.sample(self.stale, requests, sampling, seed=seed)
 
 
 def sample_with_dropout(self, requests, sampling, *, seed):
@@ -213,11 +214,11 @@ BROKEN = {
         {"module": property(lambda self: "weights", lambda self, value: None)},
         "policy.module is a str",
     ),
-    "has no pieces": ({"micro_batches": None}, "has no method pieces"),
+    "has no pieces": ({"micro_batches": None}, "has no method micro_batches"),
     "returns a list": ({"sample": lambda self, *a, **k: []}, "returned a list; it needs gruppo.types.Rollouts"),
     "samples a row less": (changed(group_ids=lambda r: r.group_ids[1:]), r"group_ids has the shape \(4,\); 5 samples"),
     "has wide log-probs": (wider("sampler_logprobs"), r"sampler_logprobs has the shape \(5, 5\)"),
-    "lacks outputs": (changed(completions=()), "0 outputs for 5 samples"),
+    "lacks outputs": (changed(completions=()), "0 completions for 5 samples"),
     "mixes groups": (changed(group_ids=lambda r: r.group_ids * 0), "samples of each prompt"),
     "repeats a prompt": (changed(prompts=lambda r: (r.prompts[0],) * 2), "samples of each prompt"),
     "masks by number": (changed(mask=lambda r: r.mask.long()), r"mask is torch.int64; it needs torch.bool"),

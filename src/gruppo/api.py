@@ -14,6 +14,7 @@ from gruppo.build import Parts, build, missing_parts, name_of, require_named, wi
 from gruppo.config import serialization
 from gruppo.config.schema import Config, CriticConfig
 from gruppo.loading import RunWhileLoading, is_loading
+from gruppo.protocols import Tracker
 from gruppo.seeds import seed_at
 from gruppo.trainer import checkpoint, checks, loop
 from gruppo.trainer.evaluate import held_out
@@ -21,7 +22,7 @@ from gruppo.trainer.models import kind_of
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder
 from gruppo.trainer.watch import draw, heard, on_screen, say_closing
-from gruppo.types import GruppoError, Tracker
+from gruppo.types import GruppoError
 
 Watch = Callable[[Run, Path], Sequence[Tracker]]
 """Makes further trackers once all is loaded, the console for one."""

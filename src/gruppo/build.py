@@ -25,6 +25,7 @@ from gruppo.modalities.restoration import RestorationPolicy
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import from_root, names_function
+from gruppo.protocols import Critic
 from gruppo.rewards.resolve import absolute as absolute_reward
 from gruppo.rewards.resolve import resolve_reward
 from gruppo.rewards.score import RewardSet
@@ -36,7 +37,7 @@ from gruppo.trainer.memory import token_budget
 from gruppo.trainer.models import HUB, NEW, POLICIES, Kind, found_model, kind_of, open_model, sampling_of
 from gruppo.trainer.references import open_reference
 from gruppo.trainer.run import Run, trained
-from gruppo.types import Critic, DataError, GruppoError, Sampling
+from gruppo.types import DataError, GruppoError, Sampling
 
 log = logging.getLogger("gruppo")
 

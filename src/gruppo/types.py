@@ -7,20 +7,16 @@ columns of one piece. Records that hold tensors are frozen and compare by identi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 Finish = Literal["stop", "length", "error"]
-Outputs = Collection[str]
-"""What a likelihood is asked for beside ``logprobs``: any of "entropy" (with gradient),
-"entropy_value" (a number, cheaper), "gaussian", "values", "output"."""
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -316,151 +312,3 @@ class Stat:
         if not self.count:
             return float("nan")
         return max(self.sum_sq / self.count - self.mean**2, 0.0) ** 0.5
-
-
-# --- protocols -------------------------------------------------------------------------------------------------------
-
-
-class Policy(Protocol):
-    """A distribution over actions that can be sampled and evaluated.
-
-    Contract: ``likelihood`` of what ``sample`` returned equals ``sampler_logprobs`` where ``mask`` is True, so that the
-    ratio starts at one.
-    """
-
-    module: nn.Module
-    """The master weights, which an optimiser trains."""
-
-    @property
-    def compute_module(self) -> nn.Module:
-        """What computes: ``module`` itself, or a copy of it in another dtype."""
-        ...
-
-    def refresh(self, *, force: bool = False) -> None:
-        """Bring ``sampler`` up to ``module``."""
-        ...
-
-    def check_prompt(self, prompt: Prompt, sampling: Any) -> str | None:
-        """Why this prompt cannot be sampled from, with what to do; or None."""
-        ...
-
-    def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts: ...
-
-    def micro_batches(self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int) -> list[MicroBatch]:
-        """Cut a batch so that each piece fits ``budget``. Every row with something to keep is in exactly one piece."""
-        ...
-
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
-        """One forward for everything that is wanted."""
-        ...
-
-
-@runtime_checkable
-class Supervised(Protocol):
-    """A policy that can also learn from targets."""
-
-    def check_demonstration(self, prompt: Prompt) -> str | None:
-        """Why this prompt's target cannot be learned from, with what to do; or None."""
-        ...
-
-    def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
-        """One row of each prompt, whose actions give its target. Nothing is sampled by a policy."""
-        ...
-
-    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
-        """Of each action of the likelihood's rows, which are those of the rollouts."""
-        ...
-
-
-@runtime_checkable
-class Consistent(Protocol):
-    """A policy with a consistency term."""
-
-    def consistency_loss(self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Float[Tensor, "b t"]: ...
-
-
-class Engine(Protocol):
-    """Where samples come from."""
-
-    def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts: ...
-
-    def sync(self, policy: Policy, version: int) -> None:
-        """Returns once a probe has shown that the sampler holds that version."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Reward(Protocol):
-    """Scores rollouts; higher is better, NaN = not scored. Outcome models return [B], process models [B, T]."""
-
-    name: str
-
-    def __call__(self, rollouts: Rollouts) -> Tensor: ...
-
-
-class Critic(Protocol):
-    """What predicts the return before each action: V(s_t)."""
-
-    module: nn.Module
-    """What is trained beside the policy: a head alone, or a network of its own with its head."""
-    is_shared: bool
-    """Whether the head is on the policy's trunk; ``likelihood(..., want=("values",))`` then fills ``values`` too."""
-
-    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-        """With gradient; 0 where mask is False."""
-        ...
-
-
-class Reference(Protocol):
-    """What the KL term is measured against."""
-
-    @property
-    def module(self) -> nn.Module:
-        """What computes; without weights while they rest elsewhere."""
-        ...
-
-    @property
-    def rests(self) -> bool:
-        """Whether its weights rest elsewhere; it is then asked in one pass before a batch's updates."""
-        ...
-
-    def here(self) -> AbstractContextManager[None]:
-        """Within, its weights are where they compute."""
-        ...
-
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood: ...
-
-    def update(self, policy: Policy, step: int) -> None:
-        """After step 1, 2, ...: follow the policy, if it does."""
-        ...
-
-    def frozen(self) -> Mapping[str, Tensor]:
-        """The weights that must never change, by name."""
-        ...
-
-    def state_dict(self) -> Mapping[str, Tensor]:
-        """The weights that change, by name."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
-
-
-class Tracker(Protocol):
-    """Somewhere that metrics go."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class PromptSource(Protocol):
-    """A stream of prompts with a cursor."""
-
-    def take(self, n: int) -> list[Prompt]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -16,11 +16,12 @@ from tests.trainer.test_ppo_step import KINDS, SEPARATE, SHARED, begun, both
 from tests.trainer.test_step import run_in
 
 from gruppo.build import Parts
+from gruppo.protocols import Outputs
 from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward, learn
-from gruppo.types import GruppoError, NumericalStop, Outputs
+from gruppo.types import GruppoError, NumericalStop
 
 NO_KL = {"stage__kl_coef": 0.0}
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gruppo.data.errors import nearest
-from gruppo.types import DataError, Prompt, PromptSource
+from gruppo.protocols import PromptSource
+from gruppo.types import DataError, Prompt
 
 PROBED = 1000
 """Draws of a source without an end from which the level's quantiles are taken."""

@@ -19,7 +19,8 @@ from gruppo.data.jsonl import read_jsonl
 from gruppo.data.lines import open_lines
 from gruppo.data.restoration import open_pairs
 from gruppo.data.rows import RowSource
-from gruppo.types import DataError, PromptSource
+from gruppo.protocols import PromptSource
+from gruppo.types import DataError
 
 FORMS = (
     "Data is one of: arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; digits; images:FOLDER or "

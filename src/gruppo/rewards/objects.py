@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from gruppo.protocols import Reward
 from gruppo.rewards.failures import Answer, Outcome, score_rows
 from gruppo.rewards.functions import checked_timeout, entries_of
 from gruppo.rewards.steps import Read, StepScores
 from gruppo.timeouts import Unanswered
-from gruppo.types import DataError, Reward, Rollouts
+from gruppo.types import DataError, Rollouts
 
 
 class ObjectReward:

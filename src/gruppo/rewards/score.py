@@ -13,13 +13,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from gruppo.protocols import Reward
 from gruppo.rewards.failures import Failure, Outcome
 from gruppo.rewards.functions import FunctionReward, name_of
 from gruppo.rewards.networks import Network
 from gruppo.rewards.objects import ObjectReward
 from gruppo.rewards.steps import Read, StepScores
 from gruppo.timeouts import start
-from gruppo.types import GruppoError, Reward, Rollouts
+from gruppo.types import GruppoError, Rollouts
 
 NAN = float("nan")
 

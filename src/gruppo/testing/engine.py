@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gruppo.protocols import Engine, Policy
 from gruppo.testing.sampling import check_sampling
 from gruppo.testing.shared import Case, as_prompts, disturb, logprobs_of, put_back, require, require_methods
-from gruppo.types import Engine, Policy, Rollouts, Sampling
+from gruppo.types import Rollouts, Sampling
 
 
 def check_engine(

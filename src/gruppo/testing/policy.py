@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gruppo.protocols import Policy
 from gruppo.testing.sampling import ALIKE, check_sampling
 from gruppo.testing.shared import (
     ALL,
@@ -23,7 +24,7 @@ from gruppo.testing.shared import (
     share_alike,
     what,
 )
-from gruppo.types import GruppoError, Policy, Rollouts, Sampling
+from gruppo.types import GruppoError, Rollouts, Sampling
 
 
 def check_policy(

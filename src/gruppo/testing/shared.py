@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gruppo.types import GruppoError, Policy, Prompt, Request, Rollouts
+from gruppo.protocols import Policy
+from gruppo.types import GruppoError, Prompt, Request, Rollouts
 
 SIZES = (3, 2)
 """Samples of every other prompt: groups may differ in size."""
@@ -62,7 +63,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 def require_methods(part: Any, names: Sequence[str], kind: str) -> None:
     for name in names:
-        wanted = f"it needs {', '.join(names)} (see gruppo.types)"
+        wanted = f"it needs {', '.join(names)} (see gruppo.protocols)"
         require(callable(getattr(part, name, None)), f"the {kind}, {what(part)}, has no method {name}; {wanted}.")
 
 

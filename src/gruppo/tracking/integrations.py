@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gruppo.loading import import_extra, is_file_name, load_object
+from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import is_array, shown
 from gruppo.tracking.sheets import has_sheet, sheet_name
-from gruppo.types import GruppoError, Tracker
+from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 

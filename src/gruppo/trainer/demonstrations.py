@@ -19,12 +19,12 @@ from gruppo.config.schema import Config, SupervisedConfig
 from gruppo.config.stages import highest
 from gruppo.data.errors import nearest
 from gruppo.data.open import Source, open_source
+from gruppo.protocols import PromptSource
 from gruppo.seeds import generator_at, seed_at
 from gruppo.trainer import consistency
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
-from gruppo.types import Batch, DataError, GruppoError, MicroBatch, Prompt, PromptSource, Rollouts, Stat
-from gruppo.types import Supervised as SupervisedPolicy
+from gruppo.types import Batch, DataError, GruppoError, MicroBatch, Prompt, Rollouts, Stat
 
 log = logging.getLogger("gruppo")
 
@@ -161,7 +161,7 @@ def peeked(source: PromptSource) -> list[Prompt]:
 
 def check_demos(config: Config, source: PromptSource, policy: Any) -> None:
     """Refuse a policy that cannot learn from targets, and data whose first prompts all have nothing to learn from."""
-    if not isinstance(policy, SupervisedPolicy):
+    if "demonstrations" not in policy.supports:
         raise GruppoError(
             f"a stage's sup_coef is above 0, and a {type(policy).__name__} does not say how it would give a target: it "
             "has no demonstrations and supervised_loss. Set --stage.sup-coef 0."

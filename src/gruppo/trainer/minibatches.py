@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from gruppo import distributed as dist
 from gruppo.modalities.common.critic import check_values
+from gruppo.protocols import Outputs
 from gruppo.seeds import generator_at
 from gruppo.trainer.demonstrations import demo_parts
 from gruppo.trainer.memory import in_micro_batches
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
-from gruppo.types import Batch, Gaussian, Likelihood, MicroBatch, Outputs, Rollouts
+from gruppo.types import Batch, Gaussian, Likelihood, MicroBatch, Rollouts
 
 
 def minibatches(run: Run, batch: Batch, step_params: StepParams) -> Iterator[Batch]:

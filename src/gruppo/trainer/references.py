@@ -13,10 +13,11 @@ from gruppo.config.stages import highest, where_of
 from gruppo.environments import converse
 from gruppo.modalities.common.lora import digest, has_adapter
 from gruppo.modalities.common.reference import BaseReference, FrozenReference, MixedAdapter, MixedReference
+from gruppo.protocols import Reference
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.restorers import is_restorer
 from gruppo.trainer.run import Run
-from gruppo.types import GruppoError, Reference
+from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 

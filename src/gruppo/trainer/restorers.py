@@ -19,9 +19,10 @@ from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.restoration import RestorationPolicy, ToDegraded, load_restorer, open_restorer
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency
 from gruppo.modalities.restoration.files import SETTINGS
+from gruppo.protocols import Reference
 from gruppo.trainer import checkpoint
 from gruppo.trainer.demonstrations import peeked
-from gruppo.types import DataError, GruppoError, Reference, Sampling
+from gruppo.types import DataError, GruppoError, Sampling
 
 NEW = "restore:"
 """Before the name of a network: a new policy over it."""

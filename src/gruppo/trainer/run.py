@@ -13,9 +13,10 @@ from gruppo.config.schema import Config
 from gruppo.environments import Environment
 from gruppo.modalities.diffusion import DenoiserPolicy
 from gruppo.modalities.restoration import RestorationPolicy
+from gruppo.protocols import Critic, Engine, PromptSource, Reference, Tracker
 from gruppo.trainer.signals import Stopper
 from gruppo.trainer.stages import StageSchedule
-from gruppo.types import Critic, Engine, Prompt, PromptSource, Reference, Sampling, Stat, Tracker
+from gruppo.types import Prompt, Sampling, Stat
 
 
 @dataclass

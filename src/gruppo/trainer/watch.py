@@ -14,13 +14,13 @@ from rich.console import Console
 from gruppo.config import serialization
 from gruppo.config.schema import Config
 from gruppo.config.stages import where_of
+from gruppo.protocols import Tracker
 from gruppo.tracking.console import ConsoleTracker
 from gruppo.tracking.html import write_page
 from gruppo.tracking.plots import plot_run
 from gruppo.tracking.report import closing_lines
 from gruppo.trainer.run import Run
 from gruppo.trainer.signals import say
-from gruppo.types import Tracker
 
 log = logging.getLogger("gruppo")
 

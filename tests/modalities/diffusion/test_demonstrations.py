@@ -10,7 +10,7 @@ from tests.fakes_diffusion import FAKES, SHAPE, denoiser, prompts, whole
 
 from gruppo.modalities.diffusion import Diffusion, Flow
 from gruppo.seeds import generator_at
-from gruppo.types import GruppoError, Prompt, Supervised
+from gruppo.types import GruppoError, Prompt
 
 
 def asked(n=3):
@@ -31,7 +31,7 @@ def loss_of(policy, demos):
 @pytest.mark.parametrize("make", FAKES, ids=lambda make: make.__name__)
 def test_a_demonstration_is_a_picture_and_nothing_that_was_sampled(make):
     policy = make().policy
-    assert isinstance(policy, Supervised)
+    assert "demonstrations" in policy.supports
     demos = policy.demonstrations(asked(), seed=0)
     torch.testing.assert_close(demos.actions[:, 0], 2 * torch.stack([p.target for p in asked()]) - 1)
     assert demos.mask.tolist() == [[True]] * 3 and demos.lengths.tolist() == [1] * 3

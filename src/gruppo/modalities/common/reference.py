@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from gruppo.modalities.common.lora import adapter
 from gruppo.modalities.common.weight_storage import MemoryShelf, Place, Shelf, empty, filled, lent, shelf_at
-from gruppo.types import GruppoError, Likelihood, MicroBatch, Outputs, Policy, Request, Rollouts
+from gruppo.protocols import Outputs, Policy
+from gruppo.types import GruppoError, Likelihood, MicroBatch, Request, Rollouts
 
 
 class FrozenReference:

@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gruppo.modalities.diffusion.network import Asked
-from gruppo.types import Gaussian, Likelihood, MicroBatch, Outputs, Rollouts
+from gruppo.protocols import Outputs
+from gruppo.types import Gaussian, Likelihood, MicroBatch, Rollouts
 
 
 @dataclass(frozen=True, eq=False)

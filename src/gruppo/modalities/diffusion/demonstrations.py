@@ -14,8 +14,9 @@ from gruppo.modalities.diffusion.conditions import Condition
 from gruppo.modalities.diffusion.denoiser import Denoiser
 from gruppo.modalities.diffusion.network import Asked
 from gruppo.modalities.diffusion.transitions import Predicts, Step, split
+from gruppo.protocols import Outputs
 from gruppo.seeds import generator_at
-from gruppo.types import Finish, Likelihood, Outputs, Prompt, Rollouts
+from gruppo.types import Finish, Likelihood, Prompt, Rollouts
 
 Weighting = Literal["uniform", "clean"]
 

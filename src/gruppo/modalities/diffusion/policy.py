@@ -25,13 +25,14 @@ from gruppo.modalities.diffusion.paths import Flow, Path
 from gruppo.modalities.diffusion.pictures import Codec, Pixels
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.transitions import Predicts
-from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Outputs, Prompt, Request, Rollouts, Sampling
+from gruppo.protocols import Outputs, Policy
+from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
 
 BATCH_ROWS = 256
 """Rows denoised together."""
 
 
-class DenoiserPolicy:
+class DenoiserPolicy(Policy):
     """Samples pictures step by step and evaluates each step as the normal that it was drawn from.
 
     ``module``, called with x [N, *E], times [N] and conditions [N, ...] (None without a ``condition``), says what it
@@ -44,6 +45,9 @@ class DenoiserPolicy:
     copy = None
     """No copy of the weights in another dtype."""
     batch_rows = BATCH_ROWS
+    supports = frozenset({"demonstrations", "separate_critic", "shared_critic"})
+    likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
+    action_name, budget_name, renders_images = "step", "evaluations", True
 
     def __init__(
         self,
@@ -75,10 +79,6 @@ class DenoiserPolicy:
         return self.denoiser.network.dtype
 
     @property
-    def compute_module(self) -> nn.Module:
-        return self.module
-
-    @property
     def dims(self) -> int:
         """Numbers in one action."""
         return math.prod(self.denoiser.shape)
@@ -88,9 +88,6 @@ class DenoiserPolicy:
         other = copy.copy(self)
         other.module, other.denoiser, other.value_head = module.eval(), self.denoiser.on(module), None
         return other
-
-    def refresh(self, *, force: bool = False) -> None:
-        """Nothing: the master weights compute."""
 
     def save(self, folder: FilePath) -> None:
         """The weights and what they are called with; ``load_denoiser`` opens it."""

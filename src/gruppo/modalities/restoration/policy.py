@@ -22,7 +22,8 @@ from gruppo.modalities.restoration.heads import Meant
 from gruppo.modalities.restoration.patches import check_divides, patch_means, to_columns
 from gruppo.modalities.restoration.restorer import Restorer, one_size, refusal
 from gruppo.modalities.restoration.sampling import checked_sampling, finish_of, noise_at, refuse_namesakes
-from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Outputs, Prompt, Request, Rollouts, Sampling
+from gruppo.protocols import Outputs, Policy
+from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
 
 BATCH_ROWS = 64
 """Pictures that are drawn together."""
@@ -32,7 +33,7 @@ Trains = Literal["all", "action"]
 Supervises = Literal["output", "base", "told"]
 
 
-class RestorationPolicy:
+class RestorationPolicy(Policy):
     """Draws an action from N(m(x), s^2) for each degraded picture x, and shows the picture that the action makes.
 
     ``network``: any module from pictures [N, C, H, W] in [0, 1] to pictures of the same size, in its own dtype; dropout
@@ -51,6 +52,11 @@ class RestorationPolicy:
 
     copy = None
     """No copy of the weights in another dtype."""
+    supports = frozenset({"consistency", "demonstrations", "shared_critic"})
+    likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
+    action_name, budget_name, renders_images = "action", "squares", True
+    actions_are_positions = True
+    module: Restorer
 
     def __init__(
         self,
@@ -113,18 +119,6 @@ class RestorationPolicy:
     # --- what the trainer asks of any policy ---
 
     @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return next(self.module.parameters()).dtype
-
-    @property
-    def compute_module(self) -> nn.Module:
-        return self.module
-
-    @property
     def columns(self) -> int:
         """Actions of a picture."""
         return self.patches**2
@@ -140,9 +134,6 @@ class RestorationPolicy:
         other = copy.copy(self)
         other.module, other.value_head = module.eval(), None
         return other
-
-    def refresh(self, *, force: bool = False) -> None:
-        """Nothing: the master weights compute."""
 
     @property
     def settings(self) -> dict[str, Any]:

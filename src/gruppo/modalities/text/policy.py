@@ -18,19 +18,24 @@ from gruppo.modalities.text.generation import cut_at_stop, write
 from gruppo.modalities.text.layouts import features_before, micro_batches_by_group, micro_batches_by_length
 from gruppo.modalities.text.precision import ComputeCopy
 from gruppo.modalities.text.turns import written_on
+from gruppo.protocols import Outputs, Policy
 from gruppo.seeds import uniforms_at
-from gruppo.types import GruppoError, Likelihood, MicroBatch, Outputs, Prompt, Request, Rollouts, Sampling
+from gruppo.types import GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
 
 BATCH_ROWS = 128
 """Rows decoded together. Groups are not split; a larger group is a batch of its own."""
 
 
-class TextPolicy:
+class TextPolicy(Policy):
     """Samples completions and evaluates them under the same distribution: temperature, top-k and top-p included.
 
     ``module`` holds the master weights that an optimiser trains. Arithmetic runs on ``compute``, the module itself or a
     bfloat16 copy that follows it. Dropout is off in both: sampled and scored rows must come from one network.
     """
+
+    supports = frozenset({"conversations", "demonstrations", "lora", "separate_critic", "shared_critic"})
+    likelihood_outputs = frozenset({"entropy", "entropy_value", "values"})
+    action_name, budget_name = "token", "tokens"
 
     def __init__(
         self,
@@ -46,7 +51,7 @@ class TextPolicy:
         self.chat = chat
         self.context = context
         self.chunk = chunk
-        self.compute_dtype = compute_dtype
+        self._compute_dtype = compute_dtype
         own = {parameter.dtype for parameter in module.parameters()}
         self.copy = None if own == {compute_dtype} else ComputeCopy(module, compute_dtype)
         self.backbone = backbone.on(module if self.copy is None else self.copy.module)
@@ -54,8 +59,8 @@ class TextPolicy:
         """Features [N, F] to values [N]; beside ``module``, so that saves, copies and references are without it."""
 
     @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+    def compute_dtype(self) -> torch.dtype:
+        return self._compute_dtype
 
     @property
     def compute_module(self) -> nn.Module:

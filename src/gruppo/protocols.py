@@ -1,0 +1,410 @@
+"""Contracts: what a policy, modality, engine, reward, critic, reference, tracker and prompt source provide.
+
+These list every member that gruppo calls. An object that passes its public check (``gruppo.check_policy``,
+``gruppo.check_engine``, ``gruppo.check_reward``) trains, evaluates, resumes and exports.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from jaxtyping import Bool, Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from gruppo.types import Batch, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat
+
+Outputs = Collection[str]
+"""Requested outputs of a likelihood beside ``logprobs``: "entropy" (with gradient), "entropy_value" (without, cheaper),
+"gaussian", "values", "output"."""
+
+CAPABILITIES = ("conversations", "consistency", "demonstrations", "lora", "separate_critic", "shared_critic")
+"""Optional capabilities that ``Policy.supports`` may name."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters of a policy that share a learning rate factor and a gradient norm limit."""
+
+    names: tuple[str, ...]
+    """As in ``policy.module.named_parameters()``."""
+    lr_factor: float = 1.0
+    """Multiplies the learning rate of the step."""
+    norm: str = "norm"
+    """Groups with the same name are clipped together; logged as ``grad/<norm>``."""
+
+
+class Policy:
+    """Base class of policies: a distribution over actions that can be sampled and evaluated.
+
+    A subclass sets ``module`` and defines ``sample`` and ``likelihood``. Everything else has a default that suits a
+    policy whose module computes in its own dtype.
+
+    Contract: ``likelihood`` of what ``sample`` returned equals ``sampler_logprobs`` where ``mask`` is True, so that the
+    first ratio is 1. ``gruppo.check_policy`` verifies it.
+    """
+
+    module: nn.Module
+    """The master weights, which the optimizer trains."""
+    modality: Modality
+    """What differs between kinds of models before one is open; the neutral ``Modality`` by default."""
+    supports: ClassVar[frozenset[str]] = frozenset()
+    """Optional capabilities; see ``CAPABILITIES``."""
+    likelihood_outputs: ClassVar[frozenset[str]] = frozenset()
+    """Outputs that ``likelihood`` can return beside log-probs; with "gaussian", KL divergences are exact."""
+    actions_are_positions: ClassVar[bool] = False
+    """Whether the T actions of a row are places chosen at once, such as patches, and not a sequence in time."""
+    action_name: ClassVar[str] = "action"
+    """The term for one action in printed output: token, step, patch."""
+    budget_name: ClassVar[str] = "actions"
+    """The unit of ``--optim.token-budget`` in printed output."""
+    renders_images: ClassVar[bool] = False
+    """Whether ``render`` returns images, which are shown as sheets of several groups."""
+    reads_reference_output: bool = False
+    """Whether the consistency term needs the reference's "output"."""
+
+    # --- weights and devices ---
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of forward and backward."""
+        return next(self.module.parameters()).dtype
+
+    @property
+    def compute_module(self) -> nn.Module:
+        """The module that computes: ``module``, or a copy of it in another dtype."""
+        return self.module
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Copy the weights of ``module`` to ``compute_module``, if that is a copy."""
+
+    def to(self, device: torch.device) -> None:
+        """Move the policy to a device, in place."""
+        self.module.to(device)
+
+    def at(self, module: nn.Module) -> Self:
+        """Return this policy over other weights of the same architecture, such as those of a reference."""
+        other = copy.copy(self)
+        other.module = module.eval()
+        return other
+
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds: parameters and persistent buffers by name, tied weights once."""
+        persistent = self.module.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
+        tensors = dict(self.module.named_parameters()) | buffers
+        return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+    def frozen_base(self) -> dict[str, Tensor]:
+        """Return the weights that never change and that no checkpoint holds, such as the base of a LoRA adapter."""
+        return {}
+
+    @property
+    def base_sha256(self) -> str | None:
+        """SHA-256 of ``frozen_base``; None without one."""
+        return None
+
+    def save(self, folder: Path) -> None:
+        """Write the trained weights to a folder from which ``load`` restores them."""
+        save_file(self.checkpoint_weights(), folder / "model.safetensors")
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read the weights that ``save`` wrote, in place."""
+        weights = load_file(folder / "model.safetensors")
+        for name, tensor in self.checkpoint_weights().items():
+            if name not in weights or weights[name].shape != tensor.shape:
+                found = list(weights[name].shape) if name in weights else "missing"
+                raise GruppoError(
+                    f"{folder}: {name} is {found}, and this policy needs {list(tensor.shape)}. Open the folder with "
+                    "the function that made the policy."
+                )
+            tensor.copy_(weights[name])
+
+    # --- sampling ---
+
+    def check_prompt(self, prompt: Prompt, sampling: Any) -> str | None:
+        """Return why this prompt cannot be sampled from, with what to do; None if it can."""
+        return None
+
+    def check_sampling(self, sampling: Any) -> Any:
+        """Return the sampling parameters that are used; raise GruppoError for those that cannot be evaluated alike."""
+        return sampling
+
+    def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
+        """Sample ``request.size`` rows of each prompt; randomness depends on (seed, draw, sample, position) alone."""
+        raise NotImplementedError(f"{type(self).__name__} does not define sample.")
+
+    def continue_rollouts(
+        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, *, seed: int, max_reply_tokens: int = 256
+    ) -> Rollouts:
+        """Append the replies of an environment to their rows and sample the next turn ("conversations")."""
+        raise NotImplementedError(f"{type(self).__name__} does not support conversations.")
+
+    # --- likelihood ---
+
+    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
+        """Evaluate the actions of a micro-batch in one forward, with gradient."""
+        raise NotImplementedError(f"{type(self).__name__} does not define likelihood.")
+
+    def micro_batches(self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int) -> list[MicroBatch]:
+        """Split the rows with a loss into micro-batches of at most ``budget`` actions, padding included.
+
+        Each action of ``loss_mask`` is in exactly one micro-batch; a longer row is one of its own.
+        """
+        rows, columns = loss_mask.any(dim=1).nonzero()[:, 0], loss_mask.shape[1]
+        parts = rows.split(max(budget // max(columns, 1), 1))
+        return [MicroBatch(part, slice(0, columns)) for part in parts if len(part)]
+
+    def default_budget(self) -> int:
+        """Return the budget of ``micro_batches`` where memory is not short."""
+        return 4096 if self.device.type == "cpu" else 65536
+
+    def bytes_per_unit(self, critic: Critic | None = None, *, least: bool = False) -> int:
+        """Return the activation memory of one unit of the budget, of the larger of policy and critic; 0 if unknown.
+
+        ``least``: the smallest that any layout needs.
+        """
+        return 0
+
+    def longest_prompt(self, rollouts: Rollouts) -> int:
+        """Return the units of the budget that the longest prompt takes; 0 if prompts take none."""
+        return 0
+
+    def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
+        """Return the units of the budget that the longest of these rows takes, its prompt included."""
+        return int(rollouts.lengths[rows].max())
+
+    def out_of_memory_hint(self, units: int) -> tuple[str, str]:
+        """Return what did not fit into memory and what to do, for the error message."""
+        return f"one row of {units} actions", "Train a smaller module or sample shorter rows."
+
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
+        """Evaluate ``value_head`` before each action ("shared_critic")."""
+        raise NotImplementedError(f"{type(self).__name__} has no value head.")
+
+    # --- demonstrations and consistency ---
+
+    def check_demonstration(self, prompt: Prompt) -> str | None:
+        """Return why this prompt's target cannot be learned from, with what to do; None if it can."""
+        return None
+
+    def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
+        """Return one row per prompt whose actions are its target ("demonstrations")."""
+        raise NotImplementedError(f"{type(self).__name__} does not support demonstrations.")
+
+    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
+        """Return the supervised loss of each action of the likelihood's rows."""
+        return -likelihood.logprobs
+
+    def consistency_loss(self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Float[Tensor, "b t"]:
+        """Return the consistency loss of each action ("consistency"); the likelihood has its "output"."""
+        raise NotImplementedError(f"{type(self).__name__} has no consistency loss.")
+
+    # --- metrics and samples ---
+    # Statistics are keyed "<reduction>:<metric>", such as "mean:eval/psnr"; reductions are attributes of Stat.
+
+    def batch_stats(self, rollouts: Rollouts, rewards: Float[Tensor, "B"]) -> dict[str, Stat]:
+        """Return further statistics of sampled rows."""
+        return {}
+
+    def update_stats(
+        self, batch: Batch, micro_batch: MicroBatch, likelihood: Likelihood, inputs: Any
+    ) -> dict[str, Stat]:
+        """Return further statistics of a micro-batch before its update; ``inputs`` is a ``core.loss.LossInputs``."""
+        return {}
+
+    def evaluation_stats(self, rollouts: Rollouts) -> dict[str, Stat]:
+        """Return further statistics of greedy samples of held-out prompts."""
+        return {}
+
+    def evaluate_steps(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Any,
+        *,
+        seed: int,
+        score: Callable[[Rollouts], Float[Tensor, "B"]],
+    ) -> dict[str, Stat]:
+        """Return further statistics that need samples of their own, such as rewards along denoising steps."""
+        return {}
+
+    def render(self, rollouts: Rollouts, row: int) -> Any:
+        """Return a sample as it is shown: text, an image tensor [C, H, W] in [0, 1], or any object with a repr."""
+        return rollouts.completions[row]
+
+    def describe(self, config: Any, sampling: Any, prompts: Sequence[Prompt]) -> list[str]:
+        """Return lines for ``gruppo explain``: what a step samples and trains on."""
+        return []
+
+    def memory_estimate(self, config: Any, prompts: Sequence[Prompt], critic: Critic | None) -> dict[str, float]:
+        """Return bytes by name that a step needs beside weights, gradients and optimizer state."""
+        return {}
+
+
+class Modality:
+    """What differs between kinds of models before one is open. The defaults suit a policy from outside."""
+
+    name: ClassVar[str] = "custom"
+    config_section: ClassVar[type | None] = None
+    """A frozen dataclass of options of its own, named ``--<name>.*`` on the command line."""
+    rewards_read_images: ClassVar[bool] = False
+    """Whether rewards may ask for a column ``images``."""
+
+    def matches(self, model: str) -> bool:
+        """Return whether ``--model`` names a model of this modality; nothing is loaded."""
+        return False
+
+    def validate(self, config: Any) -> None:
+        """Raise GruppoError for options that this modality does not use or cannot satisfy; nothing is loaded."""
+
+    def open(self, config: Any, data: Any) -> tuple[Policy, dict[str, Any]]:
+        """Open ``config.model``; return the policy and its origin for the manifest."""
+        raise GruppoError(f"model {config.model!r} is unknown. Set --model to a model, a folder or FILE.py:FUNCTION.")
+
+    def adapt(self, config: Any, policy: Policy, data: Any) -> Policy:
+        """Return a policy given in memory as the options say, such as with a LoRA adapter."""
+        if config.lora.rank or config.lora.adapter:
+            raise GruppoError(
+                f"LoRA is not supported by {type(policy).__name__} (its supports lacks 'lora'). Leave --lora.* out."
+            )
+        return policy
+
+    def sampling(self, config: Any, policy: Policy | None = None) -> Sampling:
+        """Return the sampling parameters of training."""
+        return config.rollout.sampling
+
+    def evaluation_sampling(self, sampling: Any) -> Any:
+        """Return the sampling parameters of an evaluation: the most likely actions."""
+        return replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
+
+    def check(self, config: Any, policy: Policy, sampling: Any, data: Any, rewards: Any) -> None:
+        """Raise GruppoError for data, rewards and options that this policy cannot be trained with."""
+
+    def parameter_groups(self, config: Any, policy: Policy) -> list[ParameterGroup]:
+        """Return the trainable parameters, grouped by learning rate factor and gradient clipping."""
+        names = tuple(name for name, parameter in policy.module.named_parameters() if parameter.requires_grad)
+        return [ParameterGroup(names)]
+
+    def critic(self, config: Any, policy: Policy, data: Any) -> Critic | None:
+        """Return a critic of the untrained policy; None for the generic value head."""
+        return None
+
+    def absolute_paths(self, config: Any, absolute: Callable[[str], str]) -> Any:
+        """Return the config with the files of this modality's options as absolute paths."""
+        return config
+
+
+Policy.modality = Modality()
+
+
+class Engine(Protocol):
+    """Where samples come from."""
+
+    def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
+        """Sample the requests; rows carry the version of the weights that chose their actions."""
+        ...
+
+    def sync(self, policy: Policy, version: int) -> None:
+        """Load the policy's weights as ``version``; return once a probe has shown that the sampler holds them."""
+        ...
+
+    def close(self) -> None:
+        """Release what the engine holds."""
+        ...
+
+
+class Reward(Protocol):
+    """Scores rollouts; higher is better, NaN means unscored. Outcome rewards return [B], process rewards [B, T]."""
+
+    name: str
+
+    def __call__(self, rollouts: Rollouts) -> Tensor: ...
+
+
+class Critic(Protocol):
+    """Predicts the return before each action, V(s_t)."""
+
+    module: nn.Module
+    """What is trained beside the policy: a head, or a network with its head."""
+    is_shared: bool
+    """Whether the head reads the policy's features; ``likelihood`` with the output "values" then returns them too."""
+
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
+        """Evaluate with gradient; 0 where mask is False."""
+        ...
+
+
+class Reference(Protocol):
+    """What the KL term is measured against."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that computes; without weights while they are offloaded."""
+        ...
+
+    @property
+    def rests(self) -> bool:
+        """Whether the weights are offloaded between uses; it is then evaluated in one pass before a batch's updates."""
+        ...
+
+    def here(self) -> AbstractContextManager[None]:
+        """Hold the weights on the compute device within."""
+        ...
+
+    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood: ...
+
+    def update(self, policy: Policy, step: int) -> None:
+        """Follow the policy after step 1, 2, ..., if this reference does."""
+        ...
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        """Return the weights that must never change, by name."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Return the weights that change, by name."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class Tracker(Protocol):
+    """A destination of metrics and samples."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PromptSource(Protocol):
+    """A stream of prompts with a cursor."""
+
+    def take(self, n: int) -> list[Prompt]:
+        """Return the next ``n`` prompts."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def merged(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
+    """Add statistics of the same name."""
+    stats: dict[str, Stat] = {}
+    for part in parts:
+        for name, stat in part.items():
+            stats[name] = stats[name] + stat if name in stats else stat
+    return stats
