@@ -66,7 +66,7 @@ def main(steps=400, **options):
     asked = [gruppo.Request(gruppo.Prompt(game["answer"], "?", target=game["answer"]), 1) for game in games]
     greedy = gruppo.Sampling(temperature=0.0, max_actions=6)
     environment = gruppo.Environment(reply, turns=3)
-    played = gruppo.converse(policy.sample, policy.go_on, environment, asked, greedy, seed=0)
+    played = gruppo.converse(policy.sample, policy.continue_rollouts, environment, asked, greedy, seed=0)
     for game, said, state in zip(games, played.completions, played.per_row["state"], strict=True):
         print(f"{game['answer']}: {' '.join(said.split())}  {'found' if state.get('found') else 'not found'}")
     return result, sum(bool(state.get("found")) for state in played.per_row["state"])

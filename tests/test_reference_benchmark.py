@@ -9,10 +9,9 @@ from benchmarks import references
 from tests import tiny
 
 from gruppo.build import Parts, build
-from gruppo.modalities.common.reference import BaseReference, FrozenReference, MixedAdapter, MixedReference
 from gruppo.trainer.checks import check
 
-KINDS = (None, FrozenReference, FrozenReference, MixedReference, MixedReference, None, BaseReference, MixedAdapter)
+RULES = (None, "frozen", "frozen", "ema", "ema", None, "adapter_off", "ema")
 
 
 def spec(variant: str) -> dict[str, Any]:
@@ -23,13 +22,13 @@ def of_process(peak: float, *, kl: float | None = 0.0) -> dict[str, Any]:
     return {"peak_gb": peak, "held_gb": 1.0, "seconds": [9.0, 2.0, 4.0], "kl": [kl, 0.5], "trained": 2_500_000}
 
 
-@pytest.mark.parametrize(("name", "kind"), list(zip(references.VARIANTS, KINDS, strict=True)))
-def test_each_variant_has_the_reference_that_its_name_says(name: str, kind: type | None) -> None:
+@pytest.mark.parametrize(("name", "rule"), list(zip(references.VARIANTS, RULES, strict=True)))
+def test_each_variant_has_the_reference_that_its_name_says(name: str, rule: str | None) -> None:
     settings = references.config(spec(name))
     check(settings)
     run, _ = build(settings, Parts())
-    assert run.reference is None if kind is None else type(run.reference) is kind
-    assert ("disk" in name) == (run.reference is not None and run.reference.rests)
+    assert (None if run.reference is None else run.reference.rule) == rule
+    assert ("disk" in name) == (run.reference is not None and run.reference.is_offloaded)
     assert ("LoRA" in name) == (len(run.parameters) < len(list(run.policy.module.parameters())))
 
 

@@ -354,11 +354,11 @@ class Reference(Protocol):
         ...
 
     @property
-    def rests(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the weights are offloaded between uses; it is then evaluated in one pass before a batch's updates."""
         ...
 
-    def here(self) -> AbstractContextManager[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """Hold the weights on the compute device within."""
         ...
 
@@ -368,7 +368,7 @@ class Reference(Protocol):
         """Follow the policy after step 1, 2, ..., if this reference does."""
         ...
 
-    def frozen(self) -> Mapping[str, Tensor]:
+    def frozen_state_dict(self) -> Mapping[str, Tensor]:
         """Return the weights that must never change, by name."""
         ...
 

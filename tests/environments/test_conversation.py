@@ -12,7 +12,7 @@ from tests.fakes import END, POLICIES, ByteTokenizer, TinyGPT, adapted, doubled,
 
 from gruppo.engines import LocalEngine
 from gruppo.environments import Conversing, Environment, converse, failures_of, written
-from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.text import from_module, from_pretrained
 from gruppo.modalities.text.chat import TransformersChat
 from gruppo.modalities.text.generation import cut_at_stop
@@ -43,7 +43,7 @@ def talks(count=3, system=False):
 
 def conversed(policy, requests=None, sampling=SAMPLING, *, seed=1, reply=echo, **changes):
     environment = Environment(reply, **changes)
-    return converse(policy.sample, policy.go_on, environment, requests or texts(), sampling, seed=seed)
+    return converse(policy.sample, policy.continue_rollouts, environment, requests or texts(), sampling, seed=seed)
 
 
 def tiny_policy():
@@ -333,7 +333,7 @@ def test_no_row_is_read_beyond_the_context_while_it_waits_for_others(seed):
     stops = tuple("abcdefghijklmnopqrst")
     rollouts = converse(
         policy.sample,
-        policy.go_on,
+        policy.continue_rollouts,
         Environment(lambda seed: "x" * (seed % 30), turns=6),
         games,
         Sampling(max_actions=40, stop=stops),
@@ -456,13 +456,13 @@ def test_an_engine_that_converses_keeps_the_contract_of_engines():
 @pytest.mark.parametrize("make", [llama, adapted, plain], ids=lambda make: make.__name__)
 def test_a_reference_converses_as_the_policy_it_was(make):
     policy = make()
-    reference = FrozenReference(policy)
+    reference = ReferenceModel(policy)
     first = conversed(policy)
     with torch.no_grad():
         for parameter in policy.module.parameters():
             parameter.mul_(0.5) if parameter.requires_grad else None
     policy.refresh(force=True)
-    again = converse(reference._policy.sample, reference._policy.go_on, Environment(echo), texts(), SAMPLING, seed=1)
+    again = converse(reference.sample, reference.continue_rollouts, Environment(echo), texts(), SAMPLING, seed=1)
     assert again.completions == first.completions != conversed(policy).completions
 
 

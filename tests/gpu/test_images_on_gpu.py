@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.fakes_diffusion import FAKES, denoiser, sampled, whole
 
-from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoiserCritic, UNet
 from gruppo.modalities.diffusion.policy import DenoiserPolicy
 from gruppo.types import MicroBatch, Prompt, Request
@@ -57,7 +57,7 @@ def test_reference_and_critic_are_where_the_policy_is() -> None:
     policy = denoiser()
     policy.module.cuda()
     rollouts = policy.sample([Request(Prompt("0", 0), 4)], fakes_sampling(), seed=0)
-    reference, micro_batch = FrozenReference(policy), whole(rollouts)
+    reference, micro_batch = ReferenceModel(policy), whole(rollouts)
     ours, theirs = (of.likelihood(rollouts, micro_batch, outputs=("gaussian",)) for of in (policy, reference))
     assert ours.gaussian is not None and theirs.gaussian is not None
     assert torch.equal(ours.gaussian.mean, theirs.gaussian.mean)

@@ -10,7 +10,7 @@ from tests.fakes import POLICIES, bpe_tokenizer, causal_lm, doubled, gpt2, llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gruppo.modalities.common.critic import SeparateCritic, SharedCritic, ValueHead, check_same_tokens, check_values
-from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.text import from_transformers
 from gruppo.types import GruppoError, MicroBatch, Request, Rollouts, Sampling
 
@@ -227,7 +227,7 @@ def test_a_shared_head_is_no_part_of_the_policys_module_nor_of_its_reference():
     assert set(policy.module.state_dict()) == names and policy.value_head is critic.module
     rollouts = policy.sample(requests(2), SAMPLING, seed=3)
     with pytest.raises(GruppoError, match="without a value head"):
-        FrozenReference(policy).likelihood(rollouts, whole(rollouts, 0, 1), outputs=("values",))
+        ReferenceModel(policy).likelihood(rollouts, whole(rollouts, 0, 1), outputs=("values",))
 
 
 def test_each_critic_begins_anew():

@@ -15,7 +15,7 @@ from gruppo import distributed as dist
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
 from gruppo.core.objective import Objective
 from gruppo.modalities.common.critic import SharedCritic
-from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.rewards.score import Scores
 from gruppo.trainer.advantages import assemble
 from gruppo.trainer.run import Run
@@ -35,7 +35,7 @@ class Case:
     """A policy, the reference it is held to, its critic, and a batch that an older policy drew."""
 
     policy: Any
-    reference: FrozenReference
+    reference: ReferenceModel
     critic: SharedCritic
     batch: Batch
 
@@ -45,7 +45,7 @@ def case_of(make: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Cas
     """Nine ragged rows of three groups; ratios off 1, some beyond every clip; another sampler; one row unscored."""
     policy = make() if dtype == torch.float32 else doubled(make())
     rollouts = ragged(policy.sample(requests(4, 2, 3), SAMPLING, seed=3))
-    reference, critic = FrozenReference(policy), SharedCritic(policy)
+    reference, critic = ReferenceModel(policy), SharedCritic(policy)
     disturb(reference.module, 0.03)
     disturb(critic.module, 0.3)
     return Case(policy, reference, critic, batch_of(policy, reference, rollouts, dtype))

@@ -16,7 +16,6 @@ from tests.trainer.runs import Signalling, metrics, newest, tensors
 
 from gruppo import api
 from gruppo.build import Parts, build
-from gruppo.modalities.common.reference import BaseReference, FrozenReference, MixedAdapter, MixedReference
 from gruppo.modalities.text import from_pretrained
 from gruppo.trainer import checkpoint, checks
 from gruppo.trainer.collect import collect
@@ -66,22 +65,23 @@ def own_bits(run: Path) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind"),
+    ("changes", "rule", "shares_module"),
     [
-        ({}, None),
-        ({"reference__kind": "frozen"}, None),
-        (KL, FrozenReference),
-        (KINDS["disk"], FrozenReference),
-        (MIXED, MixedReference),
-        (KINDS["base"], BaseReference),
-        (KINDS["mixed adapter"], MixedAdapter),
+        ({}, None, False),
+        ({"reference__kind": "frozen"}, None, False),
+        (KL, "frozen", False),
+        (KINDS["disk"], "frozen", False),
+        (MIXED, "ema", False),
+        (KINDS["base"], "adapter_off", True),
+        (KINDS["mixed adapter"], "ema", True),
     ],
 )
-def test_the_config_says_which_reference_there_is(tmp_path, changes, kind):
+def test_the_config_says_which_reference_there_is(tmp_path, changes, rule, shares_module):
     reference = built(tmp_path, **changes).reference
-    assert reference is None if kind is None else type(reference) is kind
+    assert (reference is None) == (rule is None)
     if reference is not None:
-        assert reference.rests == ("reference__place" in changes)
+        assert (reference.rule, reference.shares_module) == (rule, shares_module)
+        assert reference.is_offloaded == ("reference__place" in changes)
 
 
 @pytest.mark.silent_bug(18)
@@ -128,7 +128,7 @@ def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gruppo.modalities.common.weight_storage.save_file", full)
+    monkeypatch.setattr("gruppo.modalities.common.reference.save_file", full)
     with pytest.raises(GruppoError, match=r"could not be written to .*: No space left on device.*--reference.place"):
         built(tmp_path, **KINDS["disk"])
     assert not list(tmp_path.glob("**/.gruppo-reference*"))
@@ -187,7 +187,10 @@ def test_the_frozen_weights_have_one_hash_from_the_manifest_to_the_end(tmp_path,
     train(run, folder)
     folder.close()
     assert then and then == run.reference_sha256 and len(then) == 64
-    assert built(tmp_path / "anew", **KINDS[kind]).reference.frozen().keys() == run.reference.frozen().keys()
+    assert (
+        built(tmp_path / "anew", **KINDS[kind]).reference.frozen_state_dict().keys()
+        == run.reference.frozen_state_dict().keys()
+    )
 
 
 @pytest.mark.silent_bug(18)
@@ -200,7 +203,7 @@ def test_a_run_whose_reference_was_changed_stops_and_keeps_the_saves_before(tmp_
     def spoiling(policy: Any, step: int) -> None:
         update(policy, step)
         if step == 3:
-            next(iter(run.reference.frozen().values()))[0] += 1e-3
+            next(iter(run.reference.frozen_state_dict().values()))[0] += 1e-3
 
     run.reference.update = spoiling
     with pytest.raises(GruppoError, match=r"step 3: the frozen weights of the reference have changed since the start"):

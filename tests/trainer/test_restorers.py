@@ -24,7 +24,6 @@ from gruppo.config.schema import Stage
 from gruppo.core.advantages import position_advantages
 from gruppo.core.images import flip
 from gruppo.data.restoration import WithReference
-from gruppo.modalities.common.reference import MixedReference
 from gruppo.modalities.restoration import ToReference, load_restorer
 from gruppo.trainer import checkpoint, restorers
 from gruppo.trainer.collect import collect
@@ -407,9 +406,9 @@ def test_a_run_of_several_ends_has_one_reference_object_throughout(tmp_path):
     """What is renewed is what the rewards and the KL read: no second copy."""
     stages = (Stage(steps=1, kl_coef=0.1), Stage(kl_coef=0.1, new_reference=True))
     run = built(tmp_path, stages=stages, reward=["psnr:delta=reference"], optim__lr=0.01)
-    assert isinstance(run.reference, MixedReference) and isinstance(run.source, WithReference)
+    assert run.reference.rule == "ema" and isinstance(run.source, WithReference)
     stepped(run)
-    run.reference.renew(run.policy)
+    run.reference.reset_to(run.policy)
     prompt = run.source.take(1)[0]
     assert torch.equal(prompt.meta["reference"], run.policy.restore(prompt.inputs[None])[0])
 

@@ -24,9 +24,9 @@ class LocalEngine:
         """Rows stamped with the version of the weights that chose them."""
         return self._stamped(self.policy.sample(requests, sampling, seed=seed))
 
-    def go_on(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
-        """Rows that got a reply, written on by the same weights; see ``TextPolicy.go_on``."""
-        return self._stamped(self.policy.go_on(rollouts, replies, sampling, **how))
+    def continue_rollouts(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
+        """Rows that got a reply, written on by the same weights; see ``TextPolicy.continue_rollouts``."""
+        return self._stamped(self.policy.continue_rollouts(rollouts, replies, sampling, **how))
 
     def _stamped(self, rollouts: Rollouts) -> Rollouts:
         return replace(rollouts, policy_version=torch.where(rollouts.mask, self.version, 0))

@@ -17,12 +17,18 @@ from gruppo.types import Finish, Request, Rollouts
 
 Write = Callable[..., Rollouts]
 """``sample`` of a policy or ``generate`` of an engine."""
-GoOn = Callable[..., Rollouts]
-"""``go_on`` of either: rows that got a reply are written on."""
+ContinueRollouts = Callable[..., Rollouts]
+"""``continue_rollouts`` of either: rows that got a reply are written on."""
 
 
 def converse(
-    write: Write, go_on: GoOn, environment: Environment, requests: Sequence[Request], sampling: Any, *, seed: int
+    write: Write,
+    continue_rollouts: ContinueRollouts,
+    environment: Environment,
+    requests: Sequence[Request],
+    sampling: Any,
+    *,
+    seed: int,
 ) -> Rollouts:
     """Rows of several turns, in the order of the requests.
 
@@ -50,7 +56,9 @@ def converse(
         if not replies:
             break
         before = rollouts.mask.sum(dim=1)
-        rollouts = go_on(rollouts, replies, sampling, seed=seed, max_reply_tokens=environment.max_reply_tokens)
+        rollouts = continue_rollouts(
+            rollouts, replies, sampling, seed=seed, max_reply_tokens=environment.max_reply_tokens
+        )
         wrote = rollouts.mask.sum(dim=1) > before
         turns += wrote
         speaking = [row for row in replies if wrote[row] and rollouts.finish[row] != "error"]
@@ -106,7 +114,9 @@ class Conversing:
         return self.engine.version
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        return converse(self.engine.generate, self.engine.go_on, self.environment, requests, sampling, seed=seed)
+        return converse(
+            self.engine.generate, self.engine.continue_rollouts, self.environment, requests, sampling, seed=seed
+        )
 
     def sync(self, policy: Any, version: int) -> None:
         self.engine.sync(policy, version)

@@ -98,7 +98,11 @@ def memory(run: Run) -> list[str]:
     if others:
         size = sum(p.numel() * p.element_size() for part in others for p in part.parameters())
         parts["text encoders and VAE"] = size
-    if run.reference is not None and run.reference.module is not run.policy.compute_module and not run.reference.rests:
+    if (
+        run.reference is not None
+        and run.reference.module is not run.policy.compute_module
+        and not run.reference.is_offloaded
+    ):
         parts["reference"] = held
     unit, said = (2**30, "GiB") if sum(parts.values()) > 2**29 else (2**20, "MiB")
     return [

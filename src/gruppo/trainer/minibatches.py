@@ -129,7 +129,7 @@ def evaluated(run: Run, batch: Batch, step_params: StepParams) -> Batch:
     log-prob of many dimensions is in the thousands.
     """
     needed, stored = _needed(run, step_params), dict[str, Tensor]()
-    with dist.together(), run.reference.here() if "ref" in needed and run.reference is not None else nullcontext():
+    with dist.together(), run.reference.on_device() if "ref" in needed and run.reference is not None else nullcontext():
         assert batch.rollouts is not None
         for rows in minibatch_rows(run, batch.rollouts, epoch=0):
             part = _part(batch, rows)
@@ -172,7 +172,7 @@ def _stored_gaussian(stored: Mapping[str, Tensor], name: str) -> Gaussian | None
 
 def asks_before_updates(run: Run) -> bool:
     """Whether an update needs what was said before it, be there a critic or not."""
-    return run.config.updates_per_batch > 1 or (run.reference is not None and run.reference.rests)
+    return run.config.updates_per_batch > 1 or (run.reference is not None and run.reference.is_offloaded)
 
 
 def has_kl_in_reward(run: Run, step_params: StepParams) -> bool:
@@ -185,7 +185,7 @@ def _needed(run: Run, step_params: StepParams) -> list[str]:
     The reference's beside them, and where its weights rest elsewhere than where an update computes.
     """
     names = ["old_logprobs"] if has_kl_in_reward(run, step_params) or run.config.updates_per_batch > 1 else []
-    names += ["ref"] if run.reference is not None and (names or run.reference.rests) else []
+    names += ["ref"] if run.reference is not None and (names or run.reference.is_offloaded) else []
     return names + (["old_values"] if run.critic is not None else [])
 
 

@@ -12,7 +12,7 @@ from gruppo.config.schema import ReferenceConfig as Settings
 from gruppo.config.stages import highest, where_of
 from gruppo.environments import converse
 from gruppo.modalities.common.lora import digest, has_adapter
-from gruppo.modalities.common.reference import BaseReference, FrozenReference, MixedAdapter, MixedReference
+from gruppo.modalities.common.reference import ReferenceModel, Rule
 from gruppo.protocols import Reference
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.restorers import is_restorer
@@ -91,13 +91,12 @@ def open_reference(config: Config, policy: Any, *, is_read: bool = False) -> Ref
     if has_adapter(policy.module):
         if chosen.place != "device":
             raise _nothing_to_place(config)
-        return BaseReference(policy) if is_frozen else MixedAdapter(policy, rate=rate, every=every)
+        return ReferenceModel(policy, rule="adapter_off" if is_frozen else "ema", rate=rate, every=every)
     if chosen.place == "cpu" and policy.device.type == "cpu":
         log.info("reference.place=cpu saves nothing here: the device is the CPU. --reference.place disk does.")
     folder = existing(Path(config.runs_dir))
-    if is_frozen:
-        return FrozenReference(policy, place=chosen.place, folder=folder)
-    return MixedReference(policy, rate=rate, every=every, place=chosen.place, folder=folder)
+    rule: Rule = "frozen" if is_frozen else "ema"
+    return ReferenceModel(policy, rule=rule, rate=rate, every=every, storage=chosen.place, folder=folder)
 
 
 def existing(folder: Path) -> Path:
@@ -124,22 +123,22 @@ def memory(run: Run, width: int) -> dict[str, float]:
     """
     numbers = sum(p.numel() for p in run.policy.module.parameters())
     reference, place = run.reference, run.config.reference.place
-    if isinstance(reference, MixedAdapter):
+    if not isinstance(reference, ReferenceModel) or reference.rule == "adapter_off":
+        return {}
+    if reference.shares_module:
         return {"reference's adapter": 4 * sum(tensor.numel() for tensor in reference.state_dict().values())}
-    if reference is None or isinstance(reference, BaseReference):
+    if reference.is_offloaded and (place == "disk" or run.policy.device.type != "cpu"):
         return {}
-    if reference.rests and (place == "disk" or run.policy.device.type != "cpu"):
-        return {}
-    if isinstance(reference, FrozenReference):
+    if reference.rule == "frozen":
         return {"reference": width * numbers}
-    copied = {} if reference.rests or width == 4 else {"reference's copy": float(width * numbers)}
+    copied = {} if reference.is_offloaded or width == 4 else {"reference's copy": float(width * numbers)}
     return {"reference, float32": 4.0 * numbers, **copied}
 
 
 def renew_if_asked(run: Run) -> None:
     """As a stage begins: its reference is the policy of now, where it says so."""
-    if run.stage_schedule.stage.new_reference and isinstance(run.reference, MixedReference | MixedAdapter):
-        run.reference.renew(run.policy)
+    if run.stage_schedule.stage.new_reference and isinstance(run.reference, ReferenceModel):
+        run.reference.reset_to(run.policy)
         log.info("step %d: the reference is now the policy as it is.", run.step)
 
 
@@ -167,7 +166,7 @@ def check_unchanged(run: Run) -> None:
 
 
 def _sha256(reference: Reference) -> str | None:
-    frozen = reference.frozen()
+    frozen = reference.frozen_state_dict()
     return digest(frozen) if frozen else None
 
 
@@ -177,11 +176,13 @@ def _sha256(reference: Reference) -> str | None:
 def watch(run: Run) -> dict[str, float]:
     """Of a mixed reference, how far the policy is from it and how well it answers by itself."""
     reference = run.reference
-    if not isinstance(reference, MixedReference | MixedAdapter):
+    if not isinstance(reference, ReferenceModel) or reference.rule != "ema":
         return {}
     said = {"reference/distance_frac": reference.distance(run.policy)}
     if run.config.reference.kind == "mixed" and (prompts := held_out(run, run.config.reference.watch_prompts)):
         own = reference.sample
-        answers = own if run.environment is None else partial(converse, own, reference.go_on, run.environment)
+        answers = (
+            own if run.environment is None else partial(converse, own, reference.continue_rollouts, run.environment)
+        )
         said["reference/eval_reward_mean"] = evaluate(run, prompts, generate=answers).mean
     return said

@@ -224,7 +224,7 @@ def with_reference(source: Any, policy: RestorationPolicy, reference: Reference 
     module = copy.deepcopy(policy.module).requires_grad_(False) if reference is None else reference.module
 
     def restore(pictures: torch.Tensor) -> torch.Tensor:
-        with nullcontext() if reference is None else reference.here():
+        with nullcontext() if reference is None else reference.on_device():
             return policy.at(module).restore(pictures)
 
     return WithReference(source, restore)

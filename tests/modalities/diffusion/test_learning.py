@@ -16,7 +16,7 @@ from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
 from gruppo.core.objective import GRPO, PPO
 from gruppo.engines import LocalEngine
 from gruppo.modalities.common.critic import SharedCritic
-from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoiserCritic
 from gruppo.rewards.score import RewardSet
 from gruppo.trainer.collect import collect
@@ -57,7 +57,7 @@ def run_of(fake, objective, critic=None, **optim):
     )
     policy, rewards = fake.policy, RewardSet([bright], None, 10.0)
     optimizer = adamw(policy, critic, config)
-    reference = FrozenReference(policy)
+    reference = ReferenceModel(policy)
     return Run(config, policy, LocalEngine(policy), Classes(), rewards, optimizer, reference=reference, critic=critic)
 
 

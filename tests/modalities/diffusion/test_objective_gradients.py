@@ -29,7 +29,7 @@ from torch import Tensor
 from gruppo.config.schema import Stage
 from gruppo.core.objective import GRPO, PRESETS
 from gruppo.modalities.common.critic import SharedCritic
-from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.types import Batch, GruppoError
 
 LIMIT = 1e-10
@@ -41,7 +41,7 @@ def case_of(make) -> Case:
     """Nine rows of three groups in float64; ratios off 1, some beyond every clip; one row unscored."""
     fake: Fake = doubled(make())
     rollouts = sampled(fake)
-    reference, critic = FrozenReference(fake.policy), SharedCritic(fake.policy)
+    reference, critic = ReferenceModel(fake.policy), SharedCritic(fake.policy)
     disturb(reference.module, 0.01)
     disturb(critic.module, 0.3)
     return Case(fake.policy, reference, critic, batch_of(fake.policy, reference, rollouts, torch.float64))

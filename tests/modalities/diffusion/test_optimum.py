@@ -11,7 +11,7 @@ from torch import nn
 
 from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import GRPO
-from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoiserPolicy, DiffusionSampling
 from gruppo.types import Prompt, Request
 
@@ -39,7 +39,7 @@ def test_the_kl_regularised_policy_gradient_ends_at_its_closed_form():
     std^2 I exactly, so that the estimate of the gradient of a linear reward is its expectation, and the end is exact.
     """
     policy = DenoiserPolicy(OnePicture(), (DIMS,))
-    reference, start = FrozenReference(policy), policy.module.x0.detach().clone()
+    reference, start = ReferenceModel(policy), policy.module.x0.detach().clone()
     drawn = policy.sample([Request(Prompt("a", None), 2 * DIMS)], DiffusionSampling(max_actions=2), seed=0)
     corners = torch.cat([torch.eye(DIMS), -torch.eye(DIMS)]).double() * DIMS**0.5
     objective = replace(GRPO, kl="exact", average="sequence_sum", clip_low=1.0, clip_high=9.0)
@@ -66,7 +66,7 @@ def test_the_kl_regularised_policy_gradient_ends_at_its_closed_form():
 def test_the_same_with_samples_that_are_drawn():
     """120 updates of 256 draws each; the mean of the last 100 is within a twentieth."""
     policy = DenoiserPolicy(OnePicture(), (DIMS,))
-    reference, start = FrozenReference(policy), policy.module.x0.detach().clone()
+    reference, start = ReferenceModel(policy), policy.module.x0.detach().clone()
     objective = replace(GRPO, kl="exact", average="sequence_sum")
     optimizer = torch.optim.SGD(policy.module.parameters(), lr=1.0)
     average = torch.zeros(DIMS, dtype=torch.float64)

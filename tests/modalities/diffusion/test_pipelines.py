@@ -15,7 +15,7 @@ from gruppo.core.divergence import gaussian_kl
 from gruppo.core.gaussian import gaussian_logprob
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import adapter, adapter_weights
-from gruppo.modalities.common.reference import BaseReference, FrozenReference, MixedAdapter
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoiserCritic, DiffusionSampling
 from gruppo.modalities.diffusion.pictures import latent_of, pictures_of
 from gruppo.modalities.diffusion.transitions import Ddim, Ode, Step, split
@@ -485,14 +485,14 @@ def test_a_few_steps_change_an_adapter_alone_and_without_it_the_base_is_there_to
     ours = fake.policy.likelihood(rollouts, micro_batch, outputs=outputs)
     with torch.no_grad():
         base = plain.policy.likelihood(rollouts, micro_batch, outputs=outputs)
-        reference = BaseReference(fake.policy).likelihood(rollouts, micro_batch, outputs=outputs)
+        reference = ReferenceModel(fake.policy, rule="adapter_off").likelihood(rollouts, micro_batch, outputs=outputs)
         with adapter(fake.policy.module, None):
             off = fake.policy.likelihood(rollouts, micro_batch)
     assert torch.equal(reference.logprobs, base.logprobs) and torch.equal(off.logprobs, base.logprobs)
     assert torch.equal(reference.gaussian.mean, base.gaussian.mean)
     kl = gaussian_kl(ours.gaussian.mean, ours.gaussian.std, reference.gaussian.mean, reference.gaussian.std)
     assert kl[rollouts.mask].min() > 0 and not base.logprobs.requires_grad
-    mixed = MixedAdapter(fake.policy, rate=0.5, every=1)
+    mixed = ReferenceModel(fake.policy, rule="ema", rate=0.5, every=1)
     torch.testing.assert_close(mixed.likelihood(rollouts, micro_batch).logprobs, ours.logprobs.detach(), rtol=0, atol=0)
 
 
@@ -500,7 +500,7 @@ def test_a_few_steps_change_an_adapter_alone_and_without_it_the_base_is_there_to
 def test_a_frozen_reference_of_a_policy_that_does_not_change_is_itself(make):
     fake = made(make)
     rollouts = sampled(fake, 2)
-    reference = FrozenReference(fake.policy).likelihood(rollouts, whole(rollouts))
+    reference = ReferenceModel(fake.policy).likelihood(rollouts, whole(rollouts))
     assert torch.equal(reference.logprobs, fake.policy.likelihood(rollouts, whole(rollouts)).logprobs)
 
 

@@ -27,7 +27,7 @@ from tests.fakes_diffusion import (
 from gruppo.core.divergence import gaussian_kl
 from gruppo.core.images import to_bytes
 from gruppo.modalities.common.critic import SharedCritic
-from gruppo.modalities.common.reference import FrozenReference, MixedReference
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import (
     ClassLabels,
     DenoiserCritic,
@@ -182,7 +182,7 @@ def test_rows_with_and_without_guidance_are_each_scored_by_their_own():
 def test_the_kl_is_that_of_monte_carlo_within_its_error():
     fake = ancestral()
     rollouts = sampled(fake, 1)
-    reference = FrozenReference(fake.policy)
+    reference = ReferenceModel(fake.policy)
     disturbed(fake.policy, 0.3)
     ours, theirs = (
         of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian for of in (fake.policy, reference)
@@ -202,7 +202,7 @@ def test_the_kl_of_a_ddim_step_by_its_closed_form():
     """c^2 |de|^2 / (2 var), c = sqrt(1 - a' - var) - sqrt(a') sqrt(1 - a) / sqrt(a)."""
     fake = doubled(ddim())
     rollouts = sampled(fake, 1)
-    reference = FrozenReference(fake.policy)
+    reference = ReferenceModel(fake.policy)
     disturbed(fake.policy, 0.05)
     ours, theirs = (
         of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian for of in (fake.policy, reference)
@@ -537,7 +537,7 @@ def test_values_without_a_head_or_a_middle_are_refused():
 @pytest.mark.silent_bug(18)
 @pytest.mark.silent_bug(40)
 def test_a_reference_is_the_policy_as_it_was_and_its_kl_begins_at_0(fake):
-    reference = FrozenReference(fake.policy)
+    reference = ReferenceModel(fake.policy)
     rollouts = sampled(fake)
     ask = {"want": ("gaussian",)}
 
@@ -554,7 +554,7 @@ def test_a_reference_is_the_policy_as_it_was_and_its_kl_begins_at_0(fake):
 
 def test_a_mixed_reference_follows_and_samples():
     fake = ancestral()
-    mixed = MixedReference(fake.policy, rate=1.0, every=1)
+    mixed = ReferenceModel(fake.policy, rule="ema", rate=1.0, every=1)
     disturbed(fake.policy)
     mixed.update(fake.policy, 1)
     theirs = mixed.sample(requests(2), fake.sampling, seed=3)

@@ -37,7 +37,7 @@ from gruppo.core.images import flip
 from gruppo.core.objective import GRPO, PRESETS
 from gruppo.engines import LocalEngine
 from gruppo.modalities.common.critic import SharedCritic
-from gruppo.modalities.common.reference import FrozenReference
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.restoration import (
     BandGains,
     Control,
@@ -145,7 +145,7 @@ def consistency_of(policy, rollouts, ref=None):
 
 def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
     policy = doubled(pixel_patches(consistency=ToReference("mse")))
-    rollouts, reference = sampled(policy), FrozenReference(policy)
+    rollouts, reference = sampled(policy), ReferenceModel(policy)
     assert consistency_of(policy, rollouts, reference).eq(0).all()
     disturb(policy.module)
     loss = consistency_of(policy, rollouts, reference)
@@ -213,7 +213,7 @@ def case_of(make) -> Case:
     """Nine rows of three groups in float64; ratios off 1, some beyond every clip; one row unscored."""
     policy = doubled(make())
     rollouts = sampled(policy)
-    reference, critic = FrozenReference(policy), SharedCritic(policy)
+    reference, critic = ReferenceModel(policy), SharedCritic(policy)
     disturb(reference.module, 0.01)
     disturb(critic.module, 0.3)
     return Case(policy, reference, critic, batch_of(policy, reference, rollouts, torch.float64))
@@ -355,7 +355,7 @@ def test_gains_of_detail_learn_a_reward_without_a_gradient_and_the_network_rests
     optimizer = adamw(policy, None, config)
     source: Any = Pictures()
     run = Run(
-        config, policy, LocalEngine(policy), source, rewards, optimizer, reference=FrozenReference(policy), critic=None
+        config, policy, LocalEngine(policy), source, rewards, optimizer, reference=ReferenceModel(policy), critic=None
     )
     said = []
     for _ in range(6):

@@ -31,7 +31,7 @@ from torch import nn
 from gruppo.core.divergence import gaussian_kl
 from gruppo.core.images import as_saved
 from gruppo.modalities.common.critic import SharedCritic
-from gruppo.modalities.common.reference import FrozenReference, MixedReference
+from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.restoration import BandGains, LowResolution, PixelNoise, RestorationPolicy
 from gruppo.modalities.restoration.patches import from_columns, patch_means, to_columns
 from gruppo.testing import check_policy
@@ -111,7 +111,7 @@ def test_a_log_prob_is_that_of_torch_s_normal_of_the_action_as_it_is_stored(make
 def test_the_kl_is_that_of_torch_s_normals_and_of_monte_carlo(make):
     policy = make()
     rollouts = sampled(policy, 1)
-    reference = FrozenReference(policy)
+    reference = ReferenceModel(policy)
     disturb(policy.module, 0.02)
     ours, theirs = (
         of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian for of in (policy, reference)
@@ -395,7 +395,7 @@ def test_dropout_and_moving_statistics_are_off():
 def test_references_keep_their_weights_or_follow(make):
     policy = make()
     rollouts = sampled(policy)
-    frozen, mixed = FrozenReference(policy), MixedReference(policy, rate=1.0, every=1)
+    frozen, mixed = ReferenceModel(policy), ReferenceModel(policy, rule="ema", rate=1.0, every=1)
     before = logprobs_of(policy, rollouts)
     disturb(policy.module.action)
     disturb(policy.module.network)

@@ -1,272 +1,193 @@
-"""What the KL term is measured against: the policy as it was, or weights that follow it."""
+"""Reference models of the KL term: a frozen copy, a copy that follows the policy, or the policy without its adapter."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gruppo.modalities.common.lora import adapter
-from gruppo.modalities.common.weight_storage import MemoryShelf, Place, Shelf, empty, filled, lent, shelf_at
+from gruppo.modalities.common.lora import adapter, has_adapter
 from gruppo.protocols import Outputs, Policy
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Request, Rollouts
 
-
-class FrozenReference:
-    """The policy as it was when this was made: a copy in evaluation mode, without gradients, that never changes.
-
-    It is a copy of the weights that do the arithmetic, so that the KL of an unchanged policy is exactly 0.
-    """
-
-    def __init__(self, policy: Any, *, place: Place = "device", folder: Path | None = None) -> None:
-        self.module, self._policy = _copied(policy)
-        self.rests = place != "device"
-        own = _parameters(self.module)
-        self._shelf = shelf_at(place, own, folder or Path()) if self.rests else MemoryShelf(own)
-        if self.rests:
-            empty(self.module)
-
-    def here(self) -> AbstractContextManager[None]:
-        return filled(self.module, self._shelf) if self.rests else nullcontext()
-
-    @torch.no_grad()
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
-        with self.here():
-            return self._policy.likelihood(rollouts, micro_batch, outputs=outputs)
-
-    def update(self, policy: Policy, step: int) -> None:
-        """Nothing: it is frozen."""
-
-    def frozen(self) -> Mapping[str, Tensor]:
-        return self._shelf.read() if self.rests else _parameters(self.module)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Nothing: it is made of the model that the run began with."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        _check_fits({}, state)
+Rule = Literal["frozen", "ema", "adapter_off"]
+Storage = Literal["device", "cpu", "disk"]
 
 
-class MixedReference:
-    """Weights that follow the policy's: reference <- rate policy + (1 - rate) reference, every ``every`` steps; where
-    that is 0, only when ``renew`` is called.
+class ReferenceModel:
+    """The policy as it was, or weights that follow it, in evaluation mode and without gradients.
 
-    Held and mixed in the dtype of the policy's master weights; what computes is cast from them. What the policy does
-    not train stays as it was, and so do buffers. Gorbatovski et al. 2024 (arXiv 2404.09656), the soft update.
+    ``rule``:
+      - "frozen": a copy of the policy's compute module that never changes.
+      - "ema": reference <- rate policy + (1 - rate) reference, every ``every`` steps; with ``every=0`` only
+        ``reset_to`` changes it. Gorbatovski et al. 2024 (arXiv 2404.09656), the soft update. Weights are stored and
+        mixed in the dtype of the master weights, since bfloat16 would round small updates away. Of a policy with an
+        adapter, a second adapter on the same base; the product B A of mixed A and B is not the mix of the products.
+      - "adapter_off": the policy's base model, without its adapter. Nothing is copied.
+
+    ``storage``: where a copy is kept between uses; "disk" needs ``folder``. The module that computes is the policy's
+    own or a deep copy of it, so that the KL of an unchanged policy is exactly 0.
     """
 
     def __init__(
-        self, policy: Any, *, rate: float, every: int, place: Place = "device", folder: Path | None = None
+        self,
+        policy: Any,
+        *,
+        rule: Rule = "frozen",
+        rate: float = 0.0,
+        every: int = 0,
+        storage: Storage = "device",
+        folder: Path | None = None,
     ) -> None:
-        self.rate, self.every, self.rests = rate, every, place != "device"
-        self.module, self._policy = _copied(policy)
-        self._shelf = self._filled_shelf(policy, place, folder or Path())
-        if self.rests:
-            empty(self.module)
+        self.rule, self.rate, self.every = rule, rate, every
+        self.shares_module = rule == "adapter_off" or (rule == "ema" and has_adapter(policy.module))
+        self.is_offloaded = storage != "device" and not self.shares_module
+        self._read: Callable[[], dict[str, Tensor]]
+        if self.shares_module:
+            self._policy = policy
+            self._trained = set(trained(policy.module))
+            self._read = store(trained(policy.module), "device", folder) if rule == "ema" else dict
+            return
+        policy.refresh(force=True)
+        module = copy.deepcopy(policy.compute_module).requires_grad_(False).eval()
+        self._policy = policy.at(module)
+        computing = _parameters(module)
+        tensors = _parameters(policy.module) if rule == "ema" else computing
+        if self.is_offloaded or any(computing[name].dtype != tensor.dtype for name, tensor in tensors.items()):
+            self._read = store(tensors, storage, folder)
+        else:  # one copy serves for both storage and compute
+            self._read = computing.copy
+        if self.is_offloaded:
+            for parameter in module.parameters():
+                parameter.data = parameter.data.new_empty(0)
 
-    def _filled_shelf(self, policy: Any, place: Place, folder: Path) -> Shelf:
-        masters, own = _parameters(policy.module), _parameters(self.module)
-        computes_in_their_dtype = all(own[name].dtype == master.dtype for name, master in masters.items())
-        if place == "device" and computes_in_their_dtype:
-            return MemoryShelf(own)  # one copy serves both
-        return shelf_at(place, masters, folder)
+    @property
+    def module(self) -> nn.Module:
+        """The module that computes; its parameters are empty while the weights are offloaded."""
+        return self._policy.compute_module
 
-    def here(self) -> AbstractContextManager[None]:
-        return filled(self.module, self._shelf) if self.rests else nullcontext()
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Load offloaded weights for the length of the block; nested calls and other storage cost nothing."""
+        parameters = dict(self.module.named_parameters())
+        if not self.is_offloaded or any(parameter.numel() for parameter in parameters.values()):
+            yield
+            return
+        weights = self._read()
+        with swapped(parameters, {name: weights.pop(name).to(p.device, p.dtype) for name, p in parameters.items()}):
+            yield
+
+    @contextmanager
+    def _active(self) -> Iterator[Any]:
+        """The policy object over the reference's weights."""
+        if self.rule == "adapter_off":
+            with adapter(self.module, None):
+                yield self._policy.at(self.module)
+        elif self.shares_module:
+            self._policy.refresh()
+            weights = self._read()
+            parameters = {name: p for name, p in self.module.named_parameters() if name in weights}
+            with swapped(parameters, {name: weights[name].to(p.device, p.dtype) for name, p in parameters.items()}):
+                yield self._policy.at(self.module)
+        else:
+            with self.on_device():
+                yield self._policy
 
     @torch.no_grad()
     def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
-        with self.here():
-            return self._policy.likelihood(rollouts, micro_batch, outputs=outputs)
+        with self._active() as policy:
+            return policy.likelihood(rollouts, micro_batch, outputs=outputs)
 
     def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        with self.here():
-            return self._policy.sample(requests, sampling, seed=seed)
+        with self._active() as policy:
+            return policy.sample(requests, sampling, seed=seed)
 
-    def go_on(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
-        with self.here():
-            return self._policy.go_on(rollouts, replies, sampling, **how)
+    def continue_rollouts(
+        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **options: Any
+    ) -> Rollouts:
+        with self._active() as policy:
+            return policy.continue_rollouts(rollouts, replies, sampling, **options)
+
+    # --- following the policy ---
 
     def update(self, policy: Policy, step: int) -> None:
+        """Mix the policy's weights in, if the rule says so after this step (1, 2, ...)."""
         if self.every and step % self.every == 0:
             self._mix(policy, self.rate)
 
-    def renew(self, policy: Policy) -> None:
-        """Become the policy as it is now."""
+    def reset_to(self, policy: Policy) -> None:
+        """Copy the policy's current weights ("ema" only)."""
         self._mix(policy, 1.0)
 
     def _mix(self, policy: Policy, rate: float) -> None:
-        held = self._shelf.read()
-        for name, theirs in trained(policy.module).items():
-            mix(held.pop(name), theirs, rate=rate)
-        self._cast()
-
-    def distance(self, policy: Policy) -> float:
-        """|policy - reference| / |reference| over the weights that are trained."""
-        return _distance(self._shelf.read(), trained(policy.module))
-
-    def frozen(self) -> Mapping[str, Tensor]:
-        """Nothing: all of it moves."""
-        return {}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._shelf.read()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        _restore(self._shelf.read(), state)
+        weights = self._read()
+        for name, tensor in trained(policy.module).items():
+            mix(weights.pop(name), tensor, rate=rate)
         self._cast()
 
     @torch.no_grad()
     def _cast(self) -> None:
-        """What computes, from the masters, where both are held."""
-        if not self.rests:
-            held = self._shelf.read()
+        """Copy the stored weights to the module that computes, where both are on the device."""
+        if not self.is_offloaded and not self.shares_module:
+            weights = self._read()
             for name, parameter in self.module.named_parameters():
-                parameter.copy_(held[name])
-
-
-class BaseReference:
-    """The policy without its adapters: the model that they were put on. Nothing is copied.
-
-    The policy's own modules compute, so that the KL of an adapter that adds nothing is exactly 0.
-    """
-
-    rests = False
-
-    def __init__(self, policy: Any) -> None:
-        self._owner = policy
-        self._trained = set(trained(policy.module))
-
-    @property
-    def module(self) -> nn.Module:
-        return self._owner.compute_module
-
-    def here(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @torch.no_grad()
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
-        with adapter(self.module, None):
-            return self._owner.at(self.module).likelihood(rollouts, micro_batch, outputs=outputs)
-
-    def update(self, policy: Policy, step: int) -> None:
-        """Nothing: the base is frozen."""
-
-    def frozen(self) -> Mapping[str, Tensor]:
-        return {name: tensor for name, tensor in _parameters(self.module).items() if name not in self._trained}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Nothing: it is made of the model that the run began with."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        _check_fits({}, state)
-
-
-class MixedAdapter:
-    """A second adapter that follows the policy's, on the same base: the two are mixed parameter by parameter.
-
-    The product B A of mixed A and B is not the mix of the products. It computes in the policy's own modules, which
-    hold its numbers for as long as that takes.
-    """
-
-    rests = False
-
-    def __init__(self, policy: Any, *, rate: float, every: int) -> None:
-        self.rate, self.every, self._owner = rate, every, policy
-        self._held = {name: tensor.detach().clone() for name, tensor in trained(policy.module).items()}
-
-    @property
-    def module(self) -> nn.Module:
-        return self._owner.compute_module
-
-    def here(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @torch.no_grad()
-    def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
-        with self._worn() as policy:
-            return policy.likelihood(rollouts, micro_batch, outputs=outputs)
-
-    def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        with self._worn() as policy:
-            return policy.sample(requests, sampling, seed=seed)
-
-    def go_on(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
-        with self._worn() as policy:
-            return policy.go_on(rollouts, replies, sampling, **how)
-
-    def update(self, policy: Policy, step: int) -> None:
-        if self.every and step % self.every == 0:
-            self._mix(policy, self.rate)
-
-    def renew(self, policy: Policy) -> None:
-        """Become the policy's adapter as it is now."""
-        self._mix(policy, 1.0)
-
-    def _mix(self, policy: Policy, rate: float) -> None:
-        for name, theirs in trained(policy.module).items():
-            mix(self._held[name], theirs, rate=rate)
+                parameter.copy_(weights[name])
 
     def distance(self, policy: Policy) -> float:
-        """|policy - reference| / |reference| over the adapters' numbers."""
-        return _distance(dict(self._held), trained(policy.module))
+        """|policy - reference| / |reference| over the trained weights; NaN if the reference is all zeros."""
+        weights = self._read()
+        difference = norm = 0.0
+        for name, tensor in trained(policy.module).items():
+            own = weights.pop(name)  # mapped from disk: what is let go of needs no memory
+            difference += float((tensor.to(own.device) - own).square_().sum(dtype=torch.float64))
+            norm += float(own.square().sum(dtype=torch.float64))
+        return (difference / norm) ** 0.5 if norm else float("nan")
 
-    def frozen(self) -> Mapping[str, Tensor]:
-        """The base of both adapters."""
-        return {name: tensor for name, tensor in _parameters(self.module).items() if name not in self._held}
+    # --- saved state ---
+
+    def frozen_state_dict(self) -> Mapping[str, Tensor]:
+        """The weights that must never change, by name: all of a frozen copy, or the base below an adapter."""
+        if self.shares_module:
+            return {name: tensor for name, tensor in _parameters(self.module).items() if name not in self._trained}
+        return self._read() if self.rule == "frozen" else {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._held)
+        """The weights that change; none unless the rule is "ema", since the others are rebuilt from the first model."""
+        return self._read() if self.rule == "ema" else {}
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        _restore(self._held, state)
-
-    @contextmanager
-    def _worn(self) -> Iterator[Any]:
-        self._owner.refresh()
-        own = {name: parameter for name, parameter in self.module.named_parameters() if name in self._held}
-        with lent(own, {name: self._held[name].to(p.device, p.dtype) for name, p in own.items()}):
-            yield self._owner.at(self.module)
+        weights = self.state_dict()
+        if odd := sorted(weights.keys() ^ state.keys()):
+            raise GruppoError(
+                f"the saved reference does not fit this run: {len(odd)} tensor names differ, among them {odd[0]}. "
+                "Resume with the run's own config and model, or start a new run."
+            )
+        for name, tensor in weights.items():
+            if tensor.shape != state[name].shape:
+                raise GruppoError(
+                    f"the saved reference does not fit this run: its {name} is {list(state[name].shape)}, this run "
+                    f"needs {list(tensor.shape)}. Resume with the run's own config and model, or start a new run."
+                )
+        for name, tensor in weights.items():
+            tensor.copy_(state[name])
+        self._cast()
 
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-
-
-@torch.no_grad()
-def mix(own: Tensor, theirs: Tensor, *, rate: float) -> None:
-    """own <- rate theirs + (1 - rate) own, in place. Rate 0 and 1 leave and copy it to the bit, whatever it holds."""
-    if rate == 1:
-        own.copy_(theirs)
-    elif rate:
-        own.mul_(1 - rate).add_(rate * theirs.to(own.device))
-
-
-def _distance(reference: dict[str, Tensor], policy: Mapping[str, Tensor]) -> float:
-    """Takes what it has read out of ``reference``, which may be mapped from disk."""
-    off = whole = 0.0
-    for name, theirs in policy.items():
-        own = reference.pop(name)
-        off += float((theirs.to(own.device) - own).square_().sum(dtype=torch.float64))
-        whole += float(own.square().sum(dtype=torch.float64))
-    return (off / whole) ** 0.5 if whole else float("nan")
-
-
-# --- modules and their weights ----------------------------------------------------------------------------------------
-
-
-def _copied(policy: Any) -> tuple[nn.Module, Any]:
-    """A copy of what computes, and the policy over it."""
-    policy.refresh(force=True)
-    module = copy.deepcopy(policy.compute_module).requires_grad_(False).eval()
-    return module, policy.at(module)
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -274,22 +195,78 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _restore(held: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    _check_fits(held, state)
-    for name, tensor in held.items():
-        tensor.copy_(state[name])
+def mix(target: Tensor, source: Tensor, *, rate: float) -> None:
+    """target <- rate source + (1 - rate) target, in place. Rates 0 and 1 keep and copy every bit, NaN included."""
+    if rate == 1:
+        target.copy_(source)
+    elif rate:
+        target.mul_(1 - rate).add_(rate * source.to(target.device))
 
 
-def _check_fits(held: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Refuse the saved weights of another reference."""
-    if odd := sorted(held.keys() ^ state.keys()):
-        raise GruppoError(
-            f"the saved reference is not this run's: {len(odd)} tensors differ by name, {odd[0]} among them. Resume "
-            "with the run's own config and model, or start a new run."
-        )
-    for name, tensor in held.items():
-        if tensor.shape != state[name].shape:
+@contextmanager
+def swapped(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace the parameters' data for the length of the block; the tensors must fit in device and dtype.
+
+    Autograd does not notice (``.data``), so the backward pass of an earlier forward still works afterwards.
+    """
+    before = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = tensors[name]
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = before[name]
+
+
+# --- storage ----------------------------------------------------------------------------------------------------------
+
+
+def store(tensors: Mapping[str, Tensor], storage: Storage, folder: Path | None) -> Callable[[], dict[str, Tensor]]:
+    """Copy the tensors to the storage; return the function that reads them. In-place changes of its result persist."""
+    if storage == "disk":
+        return MappedTensors(tensors, folder or Path()).read
+    device = torch.device("cpu") if storage == "cpu" else None
+    return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}.copy
+
+
+class MappedTensors:
+    """A safetensors file, mapped into memory while it is read, so that the system may drop its pages.
+
+    The file is unlinked at once: its space is free again when this object or the process ends, however it ends.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        try:
+            handle, name = tempfile.mkstemp(prefix=".gruppo-reference-", suffix=".safetensors", dir=folder)
+            try:
+                save_file({n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}, name)
+                # save_file may have replaced the file that mkstemp opened. Windows unlinks no open file, but deletes a
+                # temporary one on its last close.
+                flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0)
+                self._handle = os.open(name, flags)
+            finally:
+                os.close(handle)
+                if not hasattr(os, "O_TEMPORARY"):
+                    os.unlink(name)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise GruppoError(
-                f"the saved reference is not this run's: its {name} is {list(state[name].shape)}, this run needs "
-                f"{list(tensor.shape)}. Resume with the run's own config and model, or start a new run."
-            )
+                f"the reference could not be written to {folder}: {reason}. Give a --runs-dir with free space, or set "
+                "--reference.place device."
+            ) from error
+        weakref.finalize(self, os.close, self._handle)
+        self._like = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+
+    def read(self) -> dict[str, Tensor]:
+        """Map each tensor separately, so that a tensor that is dropped needs no memory."""
+        tensors = {}
+        with os.fdopen(os.dup(self._handle), "r+b") as file:
+            file.seek(0)
+            start = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(start - 8))
+            for name, like in self._like.items():
+                offset = start + header[name]["data_offsets"][0]
+                raw: Any = np.memmap(file, np.uint8, "r+", offset=offset, shape=(like.nbytes,))
+                tensors[name] = torch.from_numpy(raw).view(like.dtype).view(like.shape)
+        return tensors

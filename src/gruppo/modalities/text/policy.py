@@ -157,7 +157,7 @@ class TextPolicy(Policy):
             },
         )
 
-    def go_on(
+    def continue_rollouts(
         self,
         rollouts: Rollouts,
         replies: Mapping[int, Any],
