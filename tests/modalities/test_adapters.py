@@ -98,7 +98,7 @@ ODD = {
     "dora": ({"use_dora": True}, r"use_dora=True.*merge_and_unload"),
     "pissa": ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa'"),
     "bias": ({"bias": "all"}, r"bias='all'"),
-    "another kind": ({"peft_type": "IA3"}, r"is a IA3, and LoRA alone is supported"),
+    "another kind": ({"peft_type": "IA3"}, r"is a IA3, and only LoRA is supported"),
 }
 
 

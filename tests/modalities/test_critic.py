@@ -354,7 +354,7 @@ def test_the_place_of_the_actions_is_searched_once_for_all_that_is_said_of_them(
 def test_values_that_would_be_broadcast_are_refused(shape):
     micro_batch = MicroBatch(torch.tensor([4, 1]), slice(0, 3))
     assert check_values(torch.zeros(2, 3), micro_batch).shape == (2, 3)
-    with pytest.raises(GruppoError, match=r"for a piece of \[2, 3\]") as error:
+    with pytest.raises(GruppoError, match=r"for a micro-batch of \[2, 3\]") as error:
         check_values(torch.zeros(shape), micro_batch)
     assert f"shape {list(shape)}" in str(error.value)
 
@@ -363,5 +363,5 @@ def test_a_head_of_another_width_is_refused():
     policy = llama()
     policy.value_head = ValueHead(31)
     rollouts = policy.sample(requests(2), SAMPLING, seed=3)
-    with pytest.raises(GruppoError, match="reads 31 numbers and the features have 32"):
+    with pytest.raises(GruppoError, match="reads 31 features and got 32"):
         policy.likelihood(rollouts, whole(rollouts, 0, 1), outputs=("values",))

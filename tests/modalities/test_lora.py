@@ -14,7 +14,6 @@ from gruppo.modalities.common.adapters import read_adapter
 from gruppo.modalities.common.critic import SeparateCritic
 from gruppo.modalities.common.lora import (
     LowRank,
-    adapted_layers,
     adapter,
     adapter_weights,
     base_of,
@@ -22,6 +21,7 @@ from gruppo.modalities.common.lora import (
     digest,
     has_adapter,
     inject,
+    is_adapted,
     low_rank,
     merge,
 )
@@ -124,7 +124,7 @@ def test_an_adapter_begins_by_the_seed_and_leaves_the_global_generator_alone():
 
 def test_all_linear_layers_but_the_head_have_one_or_those_that_are_named():
     def adapted_names(policy):
-        return {name for name, part in policy.module.named_modules() if part in adapted_layers(policy.module)}
+        return {name for name, part in policy.module.named_modules() if is_adapted(part)}
 
     everywhere = {f"model.layers.{n}.{part}_proj" for n in (0, 1) for part in (
         "self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")}  # fmt: skip
@@ -288,18 +288,18 @@ def test_targets_that_are_no_linear_layers_are_refused_with_the_nearest_name():
         ("xyz",): r"no layer 'xyz'. Set --lora.targets to some of down_proj, gate_proj",
         ("mlp",): r"'mlp' is a LlamaMLP, and an adapter needs linear layers",
         ("embed_tokens",): r"'embed_tokens' is a Embedding",
-        ("lm_head",): r"'lm_head' is the head, whose weight is the embedding's too",
+        ("lm_head",): r"'lm_head' is the head, whose weight is tied to the embedding",
     }.items():
         with pytest.raises(GruppoError, match=why):
             fresh(targets=targets, tie_word_embeddings=True)
     untied = fresh(targets=("lm_head",), tie_word_embeddings=False)
-    assert len(adapted_layers(untied.module)) == 1
+    assert sum(map(is_adapted, untied.module.modules())) == 1
 
 
 def test_a_module_of_ones_own_and_a_second_adapter_are_refused():
-    with pytest.raises(GruppoError, match=r"LoRA needs a Hugging Face causal language model; a TinyGPT of your own"):
+    with pytest.raises(GruppoError, match=r"LoRA needs a Hugging Face causal language model, not a TinyGPT"):
         give_adapter(plain(), partial(inject, rank=2, alpha=4.0))
-    with pytest.raises(GruppoError, match=r"the model has an adapter already"):
+    with pytest.raises(GruppoError, match=r"the model already has an adapter"):
         inject(adapted().module, rank=2, alpha=4.0)
 
 

@@ -282,5 +282,5 @@ def test_what_is_no_adapter_is_refused_before_anything_is_written(tmp_path, what
 def test_a_module_of_ones_own_is_refused(tmp_path):
     torch.manual_seed(0)
     policy = from_module(TinyGPT(), ByteTokenizer(), eos_ids=[256], context=64)
-    with pytest.raises(GruppoError, match=r"a TinyGPT of your own is none. Train its weights with --lora.rank 0"):
+    with pytest.raises(GruppoError, match=r"language model, not a TinyGPT. Train all weights with --lora.rank 0"):
         gruppo.train(config_in(tmp_path), model=policy, data=["a"] * 20, show=False)

@@ -1,4 +1,4 @@
-"""Adapters as folders: what peft writes and reads, and ``base.json``, which says what they stand on."""
+"""Adapter folders: the files that peft writes and reads, and ``base.json``, which identifies the base weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gruppo.modalities.common.lora import (
     Base,
     adapter_weights,
     base_of,
-    check_can_have,
-    inject_as,
+    check_adaptable,
+    inject_config,
     is_linear,
     merge,
 )
@@ -32,17 +32,17 @@ log = logging.getLogger("gruppo")
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
 PREFIX = "base_model.model."
-"""Of peft's names: its wrapper, and in it the model."""
+"""Of peft's names: its wrapper, and the model inside it."""
 PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
-"""Ways to begin that leave the base as it is."""
+"""Initialisations that do not change the base."""
 NOT_PLAIN = ("modules_to_save", "trainable_token_indices", "use_dora", "lora_bias", "target_parameters",
              "layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config")  # fmt: skip
-"""What a peft LoRA may have beside A and B, and this library does not train, sample with or merge."""
+"""Options of a peft LoRA beyond A and B, which this library does not train, sample with or merge."""
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter that lies in a folder."""
+    """An adapter read from a folder."""
 
     folder: Path
     config: Any
@@ -54,87 +54,72 @@ class Adapter:
 
     @property
     def base_names(self) -> list[str]:
-        """What the base is called: by base.json, then by peft."""
+        """Names of the base, from base.json, then from peft's config."""
         names = [self.base.name if self.base else "", self.config.base_model_name_or_path or ""]
         return [name for name in names if name]
 
-    def attach(self, module: nn.Module, *, base: str = "") -> None:
-        """Put it on a model that was loaded as ``base``; another base is refused."""
-        check_can_have(module)
-        self._check_fits(module)
-        inject_as(module, self.config, base=base)
-        self._check_base(module, base)
-        own = adapter_weights(module)
-        if odd := sorted(own.keys() ^ self.weights.keys()):
+    def attach(self, module: nn.Module, *, base: str = "", is_merged: bool = False) -> None:
+        """Add the adapter to a model that was loaded as ``base``, or to its weights; refuse another base."""
+        check_adaptable(module)
+        parts = dict(module.named_modules())
+        for name, weight in self.weights.items():
+            path, half = name.removesuffix(".weight").rsplit(".", 1)
+            layer: Any = parts.get(path)
+            if layer is None or not is_linear(layer):
+                raise self._refusal(f"it adapts {path}, and the model has no such linear layer")
+            # GPT-2's Conv1D has its weight transposed
+            sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else layer.weight.shape
+            required, got = (sizes[0], weight.shape[1]) if half == "lora_A" else (sizes[1], weight.shape[0])
+            if got != required:
+                raise self._refusal(f"its {name} is for {got} features, and the model's {path} has {required}")
+        inject_config(module, self.config, base=base)
+        found = base_of(module)
+        assert found is not None
+        if self.base is not None and self.base.sha256 != found.sha256:
+            raise self._refusal(
+                f"it was trained on weights with SHA-256 {self.base.sha256[:16]}..., and these have "
+                f"{found.sha256[:16]}..."
+            )
+        if base and self.base_names and base not in self.base_names:
+            same = "whose weights are the same" if self.base else "whose layers have the same shapes"
+            log.warning(
+                "the adapter %s was made for %s and is put on %s, %s.", self.folder, self.base_names[0], base, same
+            )
+        parameters = adapter_weights(module)
+        if odd := sorted(parameters.keys() ^ self.weights.keys()):
             raise GruppoError(
                 f"the adapter {self.folder} names other layers in {CONFIG} than it has weights for: {odd[0]} is one of "
                 f"{len(odd)} differences. Save it again with peft, or train a new one."
             )
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(self.weights[name])
+        if is_merged:
+            merge(module)
 
-    def attach_merged(self, module: nn.Module, *, base: str = "") -> None:
-        """Add it to the weights of a model."""
-        self.attach(module, base=base)
-        merge(module)
-
-    def _check_fits(self, module: nn.Module) -> None:
-        parts = dict(module.named_modules())
-        for name, weight in self.weights.items():
-            place, half = name.removesuffix(".weight").rsplit(".", 1)
-            layer: Any = parts.get(place)
-            if layer is None or not is_linear(layer):
-                raise self._refused(f"it adapts {place}, and the model has no such linear layer")
-            needed = _features(layer)[0 if half == "lora_A" else 1]
-            got = weight.shape[1 if half == "lora_A" else 0]
-            if got != needed:
-                raise self._refused(f"its {name} is for {got} features, and the model's {place} has {needed}")
-
-    def _check_base(self, module: nn.Module, name: str) -> None:
-        found = base_of(module)
-        assert found is not None
-        if self.base is not None and self.base.sha256 != found.sha256:
-            raise self._refused(
-                f"it was trained on weights with SHA-256 {self.base.sha256[:16]}..., and these have "
-                f"{found.sha256[:16]}..."
-            )
-        if name and self.base_names and name not in self.base_names:
-            same = "whose weights are the same" if self.base else "whose layers have the same shapes"
-            log.warning(
-                "the adapter %s was made for %s and is put on %s, %s.", self.folder, self.base_names[0], name, same
-            )
-
-    def _refused(self, why: str) -> GruppoError:
-        wanted = f" Its base is {self.base_names[0]!r}." if self.base_names else ""
+    def _refusal(self, why: str) -> GruppoError:
+        base = f" Its base is {self.base_names[0]!r}." if self.base_names else ""
         return GruppoError(
-            f"the adapter {self.folder} belongs to another base: {why}.{wanted} Give that as --model, or an adapter of "
+            f"the adapter {self.folder} belongs to another base: {why}.{base} Give that as --model, or an adapter of "
             "this model."
         )
 
 
-def _features(layer: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer; GPT-2's Conv1D holds its weight the other way round."""
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    return tuple(layer.weight.shape)
-
-
 MODELS = ("config.json", "denoiser.json", "model_index.json", "restorer.json", "module.json")
-"""One of them lies in every model's folder: of transformers, a denoiser, a pipeline of diffusers, a network that
-restores images, a language model that a function makes."""
+"""Files that mark a model folder: of transformers, a denoiser, a diffusers pipeline, a restoration network, a language
+model that a function makes."""
 
 
 def model_of(name: str | Path) -> str:
-    """The model folder of a run, else the name as it is."""
+    """Return the final model folder of a run; any other name unchanged."""
     path = Path(name).expanduser()
     final = path / "final"
-    if (final / "COMPLETE").is_file() and not (_holds_adapter(final) or any((final / n).is_file() for n in MODELS)):
-        raise GruppoError(
-            f"the model of {name} is a module of your own; load {final}/model.safetensors into it. One that is trained "
-            "by name, as --model file.py:function, is opened by name too."
-        )
     if (final / "COMPLETE").is_file():
+        if not any((final / file).is_file() for file in (*MODELS, CONFIG)):
+            raise GruppoError(
+                f"the model of {name} is a module of your own; load {final}/model.safetensors into it. One that is "
+                "trained by name, as --model file.py:function, is opened by name too."
+            )
         return str(final)
     if (path / "manifest.json").is_file() and not any(path.glob("*.safetensors")):
         raise GruppoError(f"the run {name} has no final model yet. Finish it with {program()} resume {name}.")
@@ -142,49 +127,35 @@ def model_of(name: str | Path) -> str:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether a folder, or the final model of a run's, holds an adapter and no model."""
-    return _holds_adapter(Path(model_of(path)).expanduser())
-
-
-def _holds_adapter(folder: Path) -> bool:
+    """Return whether a folder, or the final model of a run, holds an adapter and no model."""
+    folder = Path(model_of(path)).expanduser()
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """The adapter in a folder that peft or gruppo wrote, or in a run's."""
+    """Read the adapter in a folder that peft or gruppo wrote, or in a run; refuse any other than W + s B A."""
     folder = Path(model_of(path)).expanduser()
     if not (folder / CONFIG).is_file():
-        what = f"has no {CONFIG}" if folder.exists() else "does not exist"
-        raise GruppoError(f"the adapter folder {str(folder)!r} {what}. Give a folder that peft or gruppo wrote.")
+        problem = f"has no {CONFIG}" if folder.exists() else "does not exist"
+        raise GruppoError(f"the adapter folder {str(folder)!r} {problem}. Give a folder that peft or gruppo wrote.")
     peft = import_extra("peft", "lora", f"the adapter {path}")
+    base = None
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
         weights = load_file(folder / WEIGHTS)
-        base = _read_base(folder / BASE)
+        if (folder / BASE).is_file():
+            entry = json.loads((folder / BASE).read_text(encoding="utf-8"))
+            base = Base(str(entry["base"]), str(entry["sha256"]))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise GruppoError(
             f"the adapter {folder} cannot be read: {' '.join(str(error).split())}. It needs {CONFIG} and {WEIGHTS}, as "
             "peft writes them."
         ) from error
-    _check_plain(folder, config)
-    config.inference_mode = False
-    config.init_lora_weights = True  # its numbers are read; peft's other ways to begin would change the base
-    return Adapter(folder, config, {name.removeprefix(PREFIX): value for name, value in weights.items()}, base)
-
-
-def _read_base(path: Path) -> Base | None:
-    if not path.is_file():
-        return None
-    said = json.loads(path.read_text(encoding="utf-8"))
-    return Base(str(said["base"]), str(said["sha256"]))
-
-
-def _check_plain(folder: Path, config: Any) -> None:
-    """Refuse what is more than W + s B A."""
-    if getattr(config.peft_type, "value", config.peft_type) != "LORA":
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
         raise GruppoError(
-            f"the adapter {folder} is a {getattr(config.peft_type, 'value', config.peft_type)}, and LoRA alone is "
-            "supported. Merge it with peft's merge_and_unload, and give the model."
+            f"the adapter {folder} is a {kind}, and only LoRA is supported. Merge it with peft's merge_and_unload, and "
+            "give the model."
         )
     odd = [name for name in NOT_PLAIN if getattr(config, name, None)]
     odd += ["bias"] if config.bias != "none" else []
@@ -194,20 +165,22 @@ def _check_plain(folder: Path, config: Any) -> None:
             f"the adapter {folder} has {odd[0]}={getattr(config, odd[0])!r}, which changes more than W + s B A. Merge "
             "it with peft's merge_and_unload, and give the model."
         )
+    config.inference_mode = False
+    config.init_lora_weights = True  # its weights are read; peft's other initialisations would change the base
+    return Adapter(folder, config, {name.removeprefix(PREFIX): value for name, value in weights.items()}, base)
 
 
 def save_adapter(module: nn.Module, folder: Path) -> None:
-    """A folder that ``PeftModel.from_pretrained`` opens, with ``base.json`` beside it."""
-    own: Any = module
-    own.peft_config[POLICY].save_pretrained(folder)
+    """Write a folder that ``PeftModel.from_pretrained`` opens, with ``base.json`` beside the adapter."""
+    source: Any = module
+    source.peft_config[POLICY].save_pretrained(folder)
     weights = {f"{PREFIX}{name}": p.detach().cpu().contiguous() for name, p in adapter_weights(module).items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    base = base_of(module)
-    assert base is not None
+    base: Base = source.gruppo_base
     text = json.dumps({"base": base.name, "sha256": base.sha256}, indent=2)
     (folder / BASE).write_text(text + "\n", encoding="utf-8")
 
 
 def adapt_from(path: str | Path, *, base: str) -> Any:
-    """What puts the adapter of a folder on a model (``from_pretrained(adapt=...)``)."""
+    """Return the function that adds a folder's adapter to a model, for ``from_pretrained(adapt=...)``."""
     return partial(read_adapter(path).attach, base=base)

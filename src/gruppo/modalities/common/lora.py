@@ -1,4 +1,4 @@
-"""Low-rank adapters: y = W x + (alpha / rank) B A x, where A and B alone are trained. Hu et al. 2021 (2106.09685)."""
+"""Low-rank adapters: y = W x + (alpha / rank) B A x, where only A and B are trained. Hu et al. 2021 (2106.09685)."""
 
 from __future__ import annotations
 
@@ -26,130 +26,122 @@ POLICY = "default"
 
 @dataclass(frozen=True)
 class Base:
-    """The weights below an adapter, which never change. A module with adapters has one as ``gruppo_base``."""
+    """The frozen weights below an adapter; a module with adapters has one as ``gruppo_base``."""
 
     name: str
-    """Hub id, folder or bundled name; "" of a module that came without one."""
+    """Hub id, folder or bundled name; "" for a module from memory."""
     sha256: str
-    """Of the weights in float32, whatever they are held in."""
+    """Of the weights in float32, whatever dtype they are stored in."""
 
 
-# --- making one -------------------------------------------------------------------------------------------------------
+# --- adding an adapter ------------------------------------------------------------------------------------------------
 
 
 def inject(
     module: nn.Module, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0, base: str = ""
 ) -> None:
-    """Give the linear layers of a Hugging Face model an adapter, and freeze all else.
+    """Add an adapter to the linear layers of a Hugging Face model, and freeze everything else.
 
-    ``targets``: names of layers, or their last parts; without any, all but the head. B is 0, so that the model is what
-    it was; A is uniform within 1 / sqrt(inputs), as ``nn.Linear`` begins, and hangs on the seed and its name alone.
+    ``targets``: names of layers, or their last parts; by default all but the head. B is 0, so that the model's outputs
+    do not change; A is uniform within 1 / sqrt(inputs), as in ``nn.Linear``, and depends on the seed and its name only.
     """
-    check_can_have(module)
+    check_adaptable(module)
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
-    chosen = checked_targets(module, targets) if targets else linear_names(module)
+    source = getattr(getattr(module, "config", None), "_name_or_path", "") or ""
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
-        target_modules=sorted(chosen),
+        target_modules=sorted(resolve_targets(module, targets)),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=_place_of(module) or base,
+        # absolute, so that peft finds a local base from any folder
+        base_model_name_or_path=(str(Path(source).absolute()) if source and Path(source).exists() else source) or base,
     )
-    inject_as(module, config, base=base)
-    for name, (layer, half) in _halves(module, POLICY).items():
-        with torch.no_grad():
-            if half == "lora_A":
-                drawn = torch.rand(layer.weight.shape, generator=generator_at(seed, "lora", name)) * 2 - 1
-                layer.weight.copy_(drawn / math.sqrt(layer.weight.shape[1]))
+    inject_config(module, config, base=base)
+    with torch.no_grad():
+        for name, weight in adapter_weights(module).items():
+            if ".lora_A." in f".{name}":
+                generator = generator_at(seed, "lora", name.removesuffix(".weight"))
+                uniform = torch.rand(weight.shape, generator=generator) * 2 - 1
+                weight.copy_(uniform / math.sqrt(weight.shape[1]))
             else:
-                layer.weight.zero_()
+                weight.zero_()
 
 
-def _place_of(module: Any) -> str:
-    """Where the model was loaded from, the same from any folder; "" of one that was never in a file."""
-    name = getattr(getattr(module, "config", None), "_name_or_path", "") or ""
-    return str(Path(name).absolute()) if name and Path(name).exists() else name
-
-
-def inject_as(module: nn.Module, config: Any, *, base: str) -> None:
-    """Adapters as peft's ``config`` says; the global generators stay as they were."""
+def inject_config(module: nn.Module, config: Any, *, base: str) -> None:
+    """Add adapters according to a peft config; the global random generators are not changed."""
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
     sha256 = digest(base_weights(module))
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(config, module, POLICY)
-    trained = {id(parameter) for parameter in adapter_weights(module, POLICY).values()}
+    trained = {id(parameter) for parameter in adapter_weights(module).values()}
     for parameter in module.parameters():
         parameter.requires_grad_(id(parameter) in trained)
-    own: Any = module
-    own.peft_config, own.gruppo_base = {POLICY: config}, Base(base, sha256)
+    target: Any = module
+    target.peft_config, target.gruppo_base = {POLICY: config}, Base(base, sha256)
 
 
-def hold_base(module: nn.Module, dtype: torch.dtype) -> None:
-    """What is frozen, in the dtype of the arithmetic; buffers and what is trained stay as they are."""
+def cast_base(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the frozen parameters to the compute dtype; buffers and trained parameters keep theirs."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
-def check_can_have(module: nn.Module) -> None:
-    """Refuse a module whose layers are not known by name."""
+def check_adaptable(module: nn.Module) -> None:
+    """Refuse a module that has an adapter already or whose layers are not known by name."""
     if has_adapter(module):
         raise GruppoError(
-            "the model has an adapter already, and lora.rank asks for another. Leave --lora.rank out to train the one "
-            "it has."
+            "the model already has an adapter, and lora.rank adds another. Leave --lora.rank out to train the existing "
+            "one."
         )
     if not callable(getattr(module, "get_output_embeddings", None)):
         raise GruppoError(
-            f"LoRA needs a Hugging Face causal language model; a {type(module).__name__} of your own is none. Train "
-            "its weights with --lora.rank 0, or give a model from gruppo.from_pretrained or from_transformers."
+            f"LoRA needs a Hugging Face causal language model, not a {type(module).__name__}. Train all weights with "
+            "--lora.rank 0, or give a model from gruppo.from_pretrained or from_transformers."
         )
 
 
-def linear_names(module: Any) -> set[str]:
-    """Last parts of the names of all linear layers but the head; of Conv1D, GPT-2's, too."""
-    head = module.get_output_embeddings()
-    return {name.rpartition(".")[2] for name, part in module.named_modules() if part is not head and is_linear(part)}
-
-
 def is_linear(part: nn.Module) -> bool:
+    """Whether an adapter can be added: nn.Linear, or the Conv1D of GPT-2."""
     return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
 
 
-def checked_targets(module: Any, targets: Sequence[str]) -> set[str]:
-    """The targets, each of which names at least one layer, and linear ones alone."""
-    known, parts = sorted(linear_names(module)), dict(module.named_modules())
-    head = module.get_output_embeddings()
+def resolve_targets(module: Any, targets: Sequence[str]) -> set[str]:
+    """Return the targets after checking that each names linear layers; without any, all linear layers but the head."""
+    head, parts = module.get_output_embeddings(), dict(module.named_modules())
+    linear = {name.rpartition(".")[2] for name, part in parts.items() if part is not head and is_linear(part)}
+    known = sorted(linear)
     for target in targets:
-        named = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
-        if not named:
+        layers = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
+        if not layers:
             near = difflib.get_close_matches(target, known, 1)
-            guess = f"Did you mean {near[0]}?" if near else f"Set --lora.targets to some of {', '.join(known)}."
+            hint = f"Did you mean {near[0]}?" if near else f"Set --lora.targets to some of {', '.join(known)}."
             if "," in target:
-                guess = f"Names are separated by spaces: --lora.targets {' '.join(target.replace(',', ' ').split())}."
-            raise GruppoError(f"lora.targets: the model has no layer {target!r}. {guess}")
-        if not all(map(is_linear, named)):
+                hint = f"Names are separated by spaces: --lora.targets {' '.join(target.replace(',', ' ').split())}."
+            raise GruppoError(f"lora.targets: the model has no layer {target!r}. {hint}")
+        if not all(map(is_linear, layers)):
             raise GruppoError(
-                f"lora.targets: {target!r} is a {type(named[0]).__name__}, and an adapter needs linear layers. Set "
+                f"lora.targets: {target!r} is a {type(layers[0]).__name__}, and an adapter needs linear layers. Set "
                 f"--lora.targets to some of {', '.join(known)}."
             )
-        if head in named and getattr(head, "weight", None) is module.get_input_embeddings().weight:
+        if head in layers and getattr(head, "weight", None) is module.get_input_embeddings().weight:
             raise GruppoError(
-                f"lora.targets: {target!r} is the head, whose weight is the embedding's too: a merged model would have "
-                f"another embedding. Set --lora.targets to some of {', '.join(known)}."
+                f"lora.targets: {target!r} is the head, whose weight is tied to the embedding: merging would change "
+                f"the embedding too. Set --lora.targets to some of {', '.join(known)}."
             )
-    return set(targets)
+    return set(targets) or linear
 
 
-# --- what a module has ------------------------------------------------------------------------------------------------
+# --- modules with adapters --------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def adapter(module: nn.Module, name: str | None) -> Iterator[None]:
-    """Within, the module computes through this adapter alone; with None through none: it is its base.
+    """Compute through this adapter only for the length of the block; with None through the base alone.
 
-    What is trained stays as it is: peft's own switches change ``requires_grad`` too.
+    ``requires_grad`` does not change; peft's own switches would change it.
     """
-    layers = adapted_layers(module)
+    layers: list[Any] = [layer for layer in module.modules() if is_adapted(layer)]
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
     try:
         for layer in layers:
@@ -160,48 +152,36 @@ def adapter(module: nn.Module, name: str | None) -> Iterator[None]:
             layer._active_adapter, layer._disable_adapters = active, is_off
 
 
-def adapted_layers(module: nn.Module) -> list[Any]:
-    """The layers of a module that have adapters; none where it has none, or where peft is not installed."""
-    return [layer for layer in module.modules() if is_adapted(layer)]
-
-
 def is_adapted(module: Any) -> bool:
+    """Whether this layer is a peft LoRA layer; works without peft."""
     return all(hasattr(module, name) for name in ("base_layer", "_active_adapter", "lora_A", "lora_B"))
 
 
 def has_adapter(module: nn.Module) -> bool:
-    return bool(adapted_layers(module))
+    return any(map(is_adapted, module.modules()))
 
 
 def base_of(module: nn.Module) -> Base | None:
-    """What the adapters of a module stand on; None where it has none."""
+    """Return the base below a module's adapters; None without adapters."""
     return getattr(module, "gruppo_base", None)
 
 
 def adapter_weights(module: nn.Module, name: str = POLICY) -> dict[str, nn.Parameter]:
-    """The numbers of one adapter, by the names that peft writes them under: ``layers.0.q_proj.lora_A.weight``."""
+    """Return the parameters of one adapter under the names of peft's files: ``layers.0.q_proj.lora_A.weight``."""
     return {
-        f"{place}.{kind}": parameter
-        for place, (layer, _) in _halves(module, name).items()
-        for kind, parameter in layer.named_parameters()
-    }
-
-
-def _halves(module: nn.Module, name: str) -> dict[str, tuple[Any, str]]:
-    """A and B of every adapted layer: ``layers.0.q_proj.lora_A`` to the layer that holds it, and which it is."""
-    return {
-        f"{place}.{half}": (getattr(layer, half)[name], half)
-        for place, layer in module.named_modules()
+        f"{path}.{half}.{kind}": parameter
+        for path, layer in module.named_modules()
         if is_adapted(layer)
         for half in ("lora_A", "lora_B")
         if name in getattr(layer, half)
+        for kind, parameter in getattr(layer, half)[name].named_parameters()
     }
 
 
 def base_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers without those of adapters, by the names they have without adapters; tied ones once.
+    """Return parameters and persistent buffers without adapters, under the names of the bare model; tied ones once.
 
-    A second look at them is a look at what the policy computes with: they are not copied.
+    They are the tensors that compute, not copies.
     """
     saved = module.state_dict().keys()
     tensors = dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in saved}
@@ -214,17 +194,17 @@ def base_weights(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def digest(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and numbers, in the dtype they have."""
-    found = hashlib.sha256()
+    """SHA-256 of names and values, in the dtype of each tensor."""
+    sha256 = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        found.update(name.encode() + b"\0")
-        found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha256.update(name.encode() + b"\0")
+        sha256.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What an adapted linear layer computes: base(x) + scale B A x."""
+    """The computation of an adapted linear layer: base(x) + scale B A x."""
 
     base: nn.Linear
     a: Float[Tensor, "r i"]
@@ -233,7 +213,7 @@ class LowRank:
 
 
 def low_rank(module: Any) -> LowRank | nn.Linear | None:
-    """What calling the module does, where that is a plain linear layer with one plain adapter or none; else None."""
+    """Return what calling the module computes if that is a plain linear layer with at most one plain adapter."""
     if is_plain_linear(module):
         return module
     if not is_adapted(module) or "forward" in vars(module) or has_hooks(module):
@@ -256,14 +236,14 @@ def low_rank(module: Any) -> LowRank | nn.Linear | None:
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """W + (alpha / rank) B A in place of W and the adapter: a model as if it had never had one, all of it trained."""
-    for place, layer in list(module.named_modules()):
+    """Replace W and the adapter by W + (alpha / rank) B A; all weights of the resulting plain model are trainable."""
+    for path, layer in list(module.named_modules()):
         if is_adapted(layer):
             weight = layer.base_layer.weight
             weight += layer.get_delta_weight(POLICY).to(weight.dtype)
-            parent, _, name = place.rpartition(".")
+            parent, _, name = path.rpartition(".")
             setattr(module.get_submodule(parent), name, layer.base_layer)
-    for kept in ("peft_config", "gruppo_base"):
-        if hasattr(module, kept):
-            delattr(module, kept)
+    for attribute in ("peft_config", "gruppo_base"):
+        if hasattr(module, attribute):
+            delattr(module, attribute)
     module.requires_grad_(True)

@@ -21,9 +21,9 @@ from gruppo.modalities.common.lora import (
     POLICY,
     adapter_weights,
     base_of,
+    cast_base,
     has_adapter,
-    hold_base,
-    inject_as,
+    inject_config,
     is_linear,
     merge,
 )
@@ -184,7 +184,7 @@ def add_adapter(
     chosen = _checked_targets(module, targets) if targets else list(FAMILIES[type(policy.pipeline).__name__].targets)
     whole = int(alpha) if float(alpha).is_integer() else alpha
     dtype = policy.compute_dtype
-    inject_as(module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=sorted(chosen)), base=base)
+    inject_config(module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=sorted(chosen)), base=base)
     for name, weight in adapter_weights(module).items():
         weight.data = weight.data.float()
         with torch.no_grad():
@@ -193,7 +193,7 @@ def add_adapter(
                 continue
             drawn = torch.rand(weight.shape, generator=generator_at(seed, "lora", name.removesuffix(".weight")))
             weight.copy_((drawn * 2 - 1) / math.sqrt(weight.shape[1]))
-    hold_base(module, dtype)
+    cast_base(module, dtype)
 
 
 def _checked_targets(module: nn.Module, targets: Sequence[str]) -> list[str]:

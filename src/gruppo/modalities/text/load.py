@@ -14,7 +14,7 @@ from torch import nn
 
 from gruppo.loading import why_not_opened
 from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
-from gruppo.modalities.common.lora import has_adapter, hold_base
+from gruppo.modalities.common.lora import cast_base, has_adapter
 from gruppo.modalities.text.backbones import PlainBackbone
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
 from gruppo.modalities.text.chat import PlainChat, TransformersChat
@@ -89,7 +89,7 @@ def _below(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
             base = model_of(name)
         else:
             continue
-        return base, partial(adapter.attach_merged if is_merged else adapter.attach, base=name)
+        return base, partial(adapter.attach, base=name, is_merged=is_merged)
     named = f"is {adapter.base_names[0]!r}, which is not here" if adapter.base_names else "has no name"
     raise GruppoError(
         f"the base of the adapter {adapter.folder} {named}. Load the base with gruppo.from_transformers and its "
@@ -165,7 +165,7 @@ def from_transformers(
     if adapt is not None:
         adapt(module)
     if has_adapter(module):
-        hold_base(module, dtype)
+        cast_base(module, dtype)
     return TextPolicy(
         module,
         backbone,
@@ -202,7 +202,7 @@ def give_adapter(policy: TextPolicy, adapt: Adapt) -> None:
     """An adapter for a policy that is in memory already, in place; its base is held once from now on."""
     policy.copy, policy.backbone = None, policy.backbone.on(policy.module)
     adapt(policy.module)
-    hold_base(policy.module, policy.compute_dtype)
+    cast_base(policy.module, policy.compute_dtype)
     anew = TextPolicy(
         policy.module,
         policy.backbone,
