@@ -76,14 +76,14 @@ CONFIG: Mapping[str, Any] = {"steps": STEPS, "compute": "float32", "stage__kl_co
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted, the symptoms that have to be found and no others, and the changes that the last one proposes."""
+    """What is planted, the rules that have to fire and no others, and the changes that the last one proposes."""
 
     columns: Mapping[str, Column]
     found: tuple[str, ...]
     changes: tuple[str, ...] = ()
     """The first of them."""
     says: str = ""
-    """Part of what the last symptom is said to mean."""
+    """Part of the last finding's meaning."""
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Any] = field(default_factory=dict)
     """Further files of the folder: texts, or what JSON has."""

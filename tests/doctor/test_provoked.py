@@ -28,12 +28,12 @@ PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a reward that is always 0": ({"reward": [f"{REWARDS}:constant"]}, ["zero-spread"], "--stages supervised:1,full"),
     "a warm-up longer than the run": (
         {"optim__warmup_steps": 20},
-        ["lr-never-arrives"],
+        ["warmup-too-long"],
         "--optim.warmup-steps 1",
     ),
     "loss_sup that does not fall": (
         {"stages": STAGES},
-        ["lr-never-arrives", "supervised-loss"],
+        ["warmup-too-long", "supervised-loss"],
         "--stages.0.warmup-steps 7",
     ),
     "loss_pg that is positive and grows": (
@@ -43,22 +43,22 @@ PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     ),
     "a learning rate that leaves the clip at once": (
         {"optim__minibatches": 2, "optim__epochs": 2, "optim__lr": 0.3},
-        ["clip-always"],
+        ["over-clipping"],
         "--optim.lr 0.15",
     ),
     "a learning rate that no ratio feels": (
         {"optim__minibatches": 2, "optim__lr": 1e-6},
-        ["clip-inert"],
+        ["inert-clip"],
         "--optim.lr 3e-06",
     ),
     "a limit on the KL that ends every batch": (
         {"optim__minibatches": 2, "optim__epochs": 3, "optim__lr": 0.05, "optim__stop_kl": 1e-4},
-        ["ended-early"],
+        ["early-stop"],
         "--optim.lr 0.025",
     ),
     "two opposed rewards": (
         {"reward": [tiny.reward("digits"), f"{REWARDS}:letters"]},
-        ["disagreement"],
+        ["conflicting-rewards"],
         "--scoring.weights 1 0.5",
     ),
     "a reward that raises": ({"reward": [f"{REWARDS}:fails"]}, ["reward-failures", "zero-spread"], "--stages"),
@@ -74,13 +74,13 @@ PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
 def test_a_symptom_that_is_provoked_is_named(tmp_path, config, names, change):
     run = api.start(tiny.config(tmp_path, **(QUICK | config))).folder
     findings = diagnose(run).findings
-    assert [finding.name for finding in findings] == names
+    assert [finding.rule for finding in findings] == names
     assert str(findings[-1].changes[0]).startswith(change)
 
 
 def test_the_failure_that_a_reward_raised_is_quoted(tmp_path):
     run = api.start(tiny.config(tmp_path, **(QUICK | {"reward": [f"{REWARDS}:fails"], "steps": 2}))).folder
-    assert "most often fails: ValueError: an odd beginning" in diagnose(run).findings[0].meaning
+    assert "Most frequent failure: fails: ValueError: an odd beginning" in diagnose(run).findings[0].meaning
 
 
 def test_a_run_that_learns_has_no_symptom(tmp_path):
@@ -89,4 +89,4 @@ def test_a_run_that_learns_has_no_symptom(tmp_path):
     run = api.start(tiny.config(tmp_path, **(QUICK | sizes | evaluated))).folder
     report = diagnose(run)
     assert report.findings == []
-    assert {"entropy-collapse", "zero-spread", "hacking", "mismatch", "ratio-not-1"}.isdisjoint(report.missing)
+    assert {"entropy-collapse", "zero-spread", "reward-hacking", "mismatch", "ratio-not-1"}.isdisjoint(report.skipped)

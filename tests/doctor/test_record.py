@@ -1,9 +1,10 @@
-"""What the symptoms read: thirds, noise, the stage in force; and what cannot be read is one line."""
+"""What the rules read: thirds, noise, the current stage; and what cannot be read is one line."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from tests.doctor.planted import Fault, early, plant, thirds, write
@@ -11,6 +12,7 @@ from tests.doctor.planted import Fault, early, plant, thirds, write
 from gruppo.config.schema import Stage
 from gruppo.doctor import remedies
 from gruppo.doctor.record import Series, Span, read
+from gruppo.doctor.report import examine
 from gruppo.types import GruppoError
 
 SERIES = Series("x", tuple(range(2, 12)), (1.0, 3.0, 2.0, 5.0, 5.0, 5.0, 5.0, 10.0, 20.0, 30.0))
@@ -36,10 +38,13 @@ def test_noise_is_the_root_of_half_the_mean_square_of_the_differences():
 
 
 def test_a_rise_is_one_beyond_two_standard_errors():
-    series = Series("x", (1, 2, 3, 4), (0.0, 1.0, 0.0, 1.0))  # noise sqrt(1/2): two errors of 2 + 2 values are sqrt(2)
-    before = Span(0.0, 1, 2, 2)
-    assert series.rises(before, Span(1.4143, 3, 4, 2)) and not series.rises(before, Span(1.4141, 3, 4, 2))
-    assert not series.rises(Span(1.4143, 3, 4, 2), before)
+    # Differences 1, -1, 1, g - 1, 1: noise^2 = (4 + (g - 1)^2) / 10. The first and the last third differ by g, with the
+    # noise as standard error: g > 2 noise where 6 g^2 + 8 g - 20 > 0, that is g > 1.27698.
+    def series(g):
+        return Series("x", tuple(range(6)), (0.0, 1.0, 0.0, 1.0, g, g + 1))
+
+    assert series(1.2771).rises() and not series(1.2769).rises()
+    assert not series(1.2771).rises(2, 0) and not Series("x").rises()
 
 
 def test_nan_and_what_was_not_logged_are_not_in_a_series(tmp_path):
@@ -50,8 +55,8 @@ def test_nan_and_what_was_not_logged_are_not_in_a_series(tmp_path):
 
 def test_the_way_up_is_the_last_third_between_the_lowest_and_the_highest_reward(tmp_path):
     columns = {"reward/mean": thirds(0.0, 0.0, 1.0), "reward/min": -1.0, "reward/max": early({1: 4.0}, 3.0)}
-    assert plant(tmp_path / "a", Fault(columns, ())).way_up == pytest.approx(2 / 5)
-    assert math.isnan(plant(tmp_path / "b", Fault(columns | {"reward/min": 4.0}, ())).way_up)
+    assert plant(tmp_path / "a", Fault(columns, ())).reward_level == pytest.approx(2 / 5)
+    assert math.isnan(plant(tmp_path / "b", Fault(columns | {"reward/min": 4.0}, ())).reward_level)
 
 
 def test_where_groups_grow_the_reward_is_that_of_the_first_samples(tmp_path):
@@ -59,24 +64,25 @@ def test_where_groups_grow_the_reward_is_that_of_the_first_samples(tmp_path):
     assert run.reward.name == "growth/first_reward_mean"
 
 
-def test_rows_of_a_step_are_counted_by_the_sizes_of_groups(tmp_path):
-    run = plant(tmp_path / "a", Fault({"group/size_8_count": 10.0, "group/size_3_count": early({1: 30.0}, 0.0)}, ()))
-    assert run.rows_a_step == 80 + 90 / 30
-    assert plant(tmp_path / "b", Fault({"group/size_8_count": None}, ())).rows_a_step == 48 * 8  # the config's
+def test_failed_rows_are_counted_against_the_sizes_of_groups(tmp_path):
+    columns = {"reward/exception_count": 17.0, "reward/unscored_count": 17.0, "group/size_8_count": 10.0}
+    grown = {"group/size_3_count": early({1: 30.0}, 0.0)}  # 80 + 90 / 30 rows per step
+    for name, more, share in (("a", grown, 17 / 83), ("b", {"group/size_8_count": None}, 17 / (48 * 8))):
+        (finding,) = examine(plant(tmp_path / name, Fault(columns | more, ()))).findings
+        assert finding.meaning.startswith(f"{share:.1%} of the sampled rows")
 
 
 def test_remedies_are_for_the_stage_that_the_run_is_in(tmp_path):
     stages = (Stage(name="a", steps=9, lr=1e-4), Stage(name="b", lr="linear:2e-5,1e-5", kl_coef=0.1))
     fault = Fault({"stage/number": lambda step: 1 + (step > 9)}, (), config={"stages": stages, "stage__kl_coef": 0.0})
     run = plant(tmp_path, fault)
-    assert str(remedies.slower(run)) == "--stages.1.lr linear:1e-05,5e-06"
+    assert str(remedies.scale_lr(run, 0.5)) == "--stages.1.lr linear:1e-05,5e-06"
     assert str(remedies.more_kl(run, target=0.3)) == "--stages.1.kl-coef 0.2"
-    assert str(remedies.slower(run.during(9))) == "--stages.0.lr 5e-05"
-    assert run.steps_of(0) == list(range(1, 10)) and run.steps_of(1)[0] == 10
+    assert str(remedies.scale_lr(replace(run, stage_index=run.stage_at(9)), 0.5)) == "--stages.0.lr 5e-05"
 
 
 @pytest.mark.parametrize(
-    ("given", "factor", "wanted"),
+    ("value", "factor", "text"),
     [
         (0.03, 0.5, "0.015"),
         ("0.03", 2.0, "0.06"),
@@ -87,8 +93,8 @@ def test_remedies_are_for_the_stage_that_the_run_is_in(tmp_path):
         (400.0, 1.0, "400"),
     ],
 )
-def test_a_schedule_is_scaled_in_its_values_and_not_in_its_steps(given, factor, wanted):
-    assert remedies.scaled(given, factor) == wanted
+def test_a_schedule_is_scaled_in_its_values_and_not_in_its_steps(value, factor, text):
+    assert remedies.scaled(value, factor) == text
 
 
 # --- what cannot be read ----------------------------------------------------------------------------------------------
@@ -108,12 +114,15 @@ UNREADABLE = {
     "a broken config": (damaged("config.json", "{"), "cannot be read as JSON"),
     "a foreign config": (damaged("config.json", '{"colour": 1}'), "unknown entry colour"),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "has logged no step"),
-    "empty metrics": (damaged("metrics.jsonl", ""), "metrics.jsonl is empty. Ask again when a step is complete"),
-    "an evaluation alone": (damaged("metrics.jsonl", '{"step": 0, "eval/reward_mean": 1}\n'), "ends at 0"),
+    "empty metrics": (damaged("metrics.jsonl", ""), "metrics.jsonl is empty. Wait until a step is complete"),
+    "an evaluation alone": (damaged("metrics.jsonl", '{"step": 0, "eval/reward_mean": 1}\n'), "ends at step 0"),
     "a damaged line": (damaged("metrics.jsonl", ROW + "{oops\n" + ROW), "metrics.jsonl, line 2 is no JSON object"),
-    "a text": (damaged("metrics.jsonl", ROW + '{"step": 2, "a": "b"}\n'), "has a value that is no number"),
-    "a list": (damaged("metrics.jsonl", ROW + '{"step": 2, "a": [1]}\n'), "line 2: a is no number. Delete that line"),
-    "no step": (damaged("metrics.jsonl", ROW + '{"step": null}\n'), "line 2: step is no number"),
+    "a text": (damaged("metrics.jsonl", ROW + '{"step": 2, "a": "b"}\n'), "has a value that is not a number"),
+    "a list": (
+        damaged("metrics.jsonl", ROW + '{"step": 2, "a": [1]}\n'),
+        "line 2: a is not a number. Delete that line",
+    ),
+    "no step": (damaged("metrics.jsonl", ROW + '{"step": null}\n'), "line 2: step is not a number"),
 }
 
 
@@ -139,4 +148,4 @@ def test_a_line_that_a_crash_has_torn_and_other_files_that_are_damaged_cost_noth
         file.write('{"step": 31, "rew')
     assert read(run).steps == 30
     (run / "evaluations.json").write_text(json.dumps([1, {"low": None, "high": 1.0}]))
-    assert read(run).noise_of_evaluations == pytest.approx(0.05)  # of rewards from 0 to 1
+    assert read(run).evaluation_noise == pytest.approx(0.05)  # of rewards from 0 to 1

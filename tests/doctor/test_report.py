@@ -1,4 +1,4 @@
-"""What people and programs read of it, and the command."""
+"""The report for people and for programs, and the command."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.doctor.planted import STEPS, write
-from tests.doctor.test_symptoms import FAULTS, STOPS
+from tests.doctor.test_rules import FAULTS, STOPS
 
 from gruppo.cli import app
 from gruppo.cli.options import _fields
 from gruppo.config.schema import Config
 from gruppo.doctor import report
-from gruppo.doctor.symptoms import SYMPTOMS
+from gruppo.doctor.findings import Change, Finding
+from gruppo.doctor.record import read
+from gruppo.doctor.report import RULES
 from gruppo.loading import program
 
 COLLAPSE = FAULTS["a collapse of the entropy"].columns
@@ -27,46 +29,46 @@ MIXED = {**COLLAPSE, "loss/cons": FAULTS["a consistency loss that goes on rising
 
 def text(run, width=120):
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(report.shown(report.diagnose(run)))
+    console.print(report.render(report.diagnose(run)))
     return console.file.getvalue()
 
 
 def test_the_terminal_shows_what_was_measured_what_it_means_and_what_to_change(tmp_path):
     run = write(tmp_path / "run", MIXED)
     said = text(run)
-    assert " ".join(said.split()).startswith(f"{run}: 30 steps, 2 symptoms of 21 that its metrics can show 1. ")
+    assert " ".join(said.split()).startswith(f"{run}: 30 steps, 2 problems found by 21 of 27 rules 1. ")
     assert "1. The entropy has collapsed  entropy-collapse" in said
-    assert "2. The consistency loss goes on rising  consistency-loss" in said
+    assert "2. The consistency loss keeps rising  consistency-loss" in said
     for line in (
         "   measured  entropy/mean_nats       1 (step 1)",
         "             entropy/mean_nats       1 (steps 1 to 10), then 0.02 (steps 21 to 30)",
-        "   means     98% of the entropy is gone and the reward no longer rises",
-        "   change    --stage.entropy-coef adaptive:0,target=0.5,delta=0.005  holds half of the first entropy",
+        "   meaning   98% of the entropy is lost and the reward no longer rises",
+        "   try       --stage.entropy-coef adaptive:0,target=0.5,delta=0.005  keeps half of the initial entropy",
     ):
         assert line in said
-    assert "Not looked for, as the run logged nothing of it: " in said and "critic" in said
+    assert "Not checked, because the metrics were not logged: " in said and "critic" in said
 
 
-def test_the_page_shows_what_is_printed_and_lists_every_symptom(tmp_path, monkeypatch):
+def test_the_page_shows_what_is_printed_and_lists_every_rule(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report, "program", lambda: "gruppo")
     console = Console(file=io.StringIO(), width=116, color_system=None)
     made = report.diagnose(write(Path("runs/run"), COLLAPSE))
-    console.print(report.shown(made))
-    console.print(report.how_to_try(made), soft_wrap=True)
+    console.print(report.render(made))
+    console.print(report.suggestion(made), soft_wrap=True)
     printed = "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
     assert f"```\n{printed}\n```" in page
-    assert re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE) == [symptom.name for symptom in SYMPTOMS]
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE) == [rule.name for rule in RULES]
     options = set(re.findall(r"--[a-z][a-z-]*(?:\.[a-z-]+)*", page.replace("--stages.0", "--stage")))
     assert options <= {*_fields(Config, "--"), "--json"}
 
 
-def test_a_healthy_run_is_told_so(tmp_path):
+def test_a_healthy_run_has_no_problems(tmp_path):
     run = write(tmp_path / "run", {})
     said = text(run)
-    assert " ".join(said.split()).startswith(f"{run}: 30 steps, no symptom of 20 that its metrics can show Not ")
-    assert "change" not in said and str(report.how_to_try(report.diagnose(run))) == ""
+    assert " ".join(said.split()).startswith(f"{run}: 30 steps, no problems found by 20 of 27 rules Not ")
+    assert " try " not in said and str(report.suggestion(report.diagnose(run))) == ""
 
 
 def test_what_is_too_early_to_tell_is_said_apart(tmp_path):
@@ -74,7 +76,7 @@ def test_what_is_too_early_to_tell_is_said_apart(tmp_path):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:12]))
     said = " ".join(text(run).split())
-    assert "Too early to tell: flat-reward (reward/mean was logged in 12 steps, and it needs 18)." in said
+    assert "Too early to tell: flat-reward (reward/mean was logged in 12 steps; 18 are needed)." in said
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -86,7 +88,7 @@ def test_no_line_is_wider_than_the_terminal(tmp_path, width):
 def test_control_characters_of_a_reward_reach_no_terminal(tmp_path):
     failures = [{"reward": "f", "kind": "exception", "message": "\x1b[31mred\nline"}]
     files = {"samples.jsonl": json.dumps({"step": 1, "failures": failures}) + "\n"}
-    said = text(write(tmp_path / "run", {"reward/exception_count": 50.0}, files=files))
+    said = " ".join(text(write(tmp_path / "run", {"reward/exception_count": 50.0}, files=files)).split())
     assert "\x1b" not in said and "\\x1b[31mred line" in said
 
 
@@ -96,7 +98,7 @@ def test_the_command_prints_and_exits_with_0(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert err == "" and "The entropy has collapsed" in out
     change = "--stage.entropy-coef adaptive:0,target=0.5,delta=0.005"
-    assert out.endswith(f"\nOne thing at a time: {program()} train {run / 'config.json'} {change}\n")
+    assert out.endswith(f"\nTry one change at a time: {program()} train {run / 'config.json'} {change}\n")
 
 
 def test_json_holds_the_same(tmp_path, capsys):
@@ -105,32 +107,33 @@ def test_json_holds_the_same(tmp_path, capsys):
     said = json.loads(capsys.readouterr().out)
     assert (said["run"], said["steps"]) == (str(run), STEPS)
     (finding,) = said["findings"]
-    assert finding["symptom"] == "entropy-collapse"
+    assert finding["rule"] == "entropy-collapse"
     assert finding["measured"][0] == {"metric": "entropy/mean_nats", "mean": 1.0, "steps": [1, 1]}
     assert finding["measured"][2] == {"metric": "entropy/mean_nats", "mean": pytest.approx(0.02), "steps": [21, 30]}
     assert finding["changes"][0]["options"] == {"--stage.entropy-coef": "adaptive:0,target=0.5,delta=0.005"}
-    assert {*said["looked_for"], *said["not_looked_for"]} == {symptom.name for symptom in SYMPTOMS}
+    assert {*said["checked"], *said["skipped"]} == {rule.name for rule in RULES}
 
 
-def test_a_run_from_python_is_told_in_python(tmp_path, capsys):
+def test_a_run_from_python_gets_python_arguments(tmp_path, capsys):
     columns = {"kl/ref_nats": FAULTS["a KL that runs away"].columns["kl/ref_nats"], "reward/mean": STOPS}
     run = write(tmp_path / "run", columns, {"data": "<in memory>"})
     assert app.run(["doctor", str(run)]) == 0
-    assert capsys.readouterr().out.endswith("started in Python: gruppo.train(..., stage__kl_coef=0.1)\n")
+    assert capsys.readouterr().out.endswith("started from Python: gruppo.train(..., stage__kl_coef=0.1)\n")
 
 
 @pytest.mark.parametrize(
     ("value", "literal"),
     [
         ("6e-06", "6e-06"),
-        ("16", "16"),
         ("1 0.5", "(1, 0.5)"),
         ("True", "True"),
         ("adaptive:0,target=0.5,delta=0.005", "'adaptive:0,target=0.5,delta=0.005'"),
     ],
 )
-def test_a_value_of_the_shell_in_python(value, literal):
-    assert report._literal(value) == literal
+def test_a_value_of_the_shell_is_written_as_python(tmp_path, value, literal):
+    run = read(write(tmp_path / "run", {}, {"data": "<in memory>"}))
+    finding = Finding((), "", [Change({"--scoring.weights": value}, "")])
+    assert f"scoring__weights={literal})" in str(report.suggestion(report.Report(run, [finding], {})))
 
 
 @pytest.mark.parametrize("arguments", [["no/run"], ["no/run", "--json"]])

@@ -38,7 +38,7 @@ usage: gruppo COMMAND ...
   export RUN FOLDER           a run's model as a folder for transformers; an adapter is merged into its base
   explain RECIPE [--options]  what train would do: objective, tokens, memory, a real prompt and its reward
   explain --names trl RECIPE  its settings under TRL's names (or verl, ddpo, sources); trl:beta for one
-  doctor RUN                  what ails a run: what was measured, what it means, what to change by how much
+  doctor RUN                  diagnose a run: measurements, their meaning, options to change
   recipes                     the built-in recipes
 
   gruppo COMMAND --help       the options of a command

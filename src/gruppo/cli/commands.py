@@ -189,10 +189,10 @@ def _names(asked: str, args: list[str]) -> int:
 
 
 def doctor(args: list[str]) -> int:
-    """What ails a run."""
+    """Diagnose a run."""
 
     def command(run: tyro.conf.Positional[Path], json: bool = False) -> tuple[Path, bool]:
-        """Look through a run's metrics for what commonly goes wrong: what was measured, what it means, what to change.
+        """Check the metrics of a run for common problems: measurements, their meaning, options to change.
 
         Args:
             run: The run's folder; the run may be under way.
@@ -203,7 +203,7 @@ def doctor(args: list[str]) -> int:
     path, is_json = parsed(command, args, "doctor")
     from gruppo.doctor import report
 
-    report.say(report.diagnose(path), is_json=is_json)
+    report.print_report(report.diagnose(path), is_json=is_json)
     return 0
 
 

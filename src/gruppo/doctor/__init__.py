@@ -1,1 +1,1 @@
-"""What ails a run, from the files that it left: what was measured, what it means, what to change by how much."""
+"""Diagnose a run from its folder: what was measured, what it means, and which options to change."""

@@ -1,132 +1,110 @@
-"""What to change, as options of the command line with values that are computed from the run's config."""
+"""Changes that several rules propose, with values computed from the run's config."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from gruppo.core.schedules import Adaptive, parse
-from gruppo.doctor.finding import Change
+from gruppo.doctor.findings import Change
 from gruppo.doctor.record import Record
 from gruppo.types import GruppoError
 
 FIRST_KL_COEF = 0.04
-"""To begin with where there is none: DeepSeekMath's, arXiv 2402.03300."""
+"""Starting value where the KL has no coefficient: DeepSeekMath, arXiv 2402.03300."""
+FACTORS = {0.5: "half of", 3.0: "three times", 10.0: "ten times"}
 
 
 def number(value: float) -> str:
-    """Two digits: more would claim a precision that no remedy has."""
+    """Two digits; more would claim a precision that no remedy has."""
     return f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def scaled(given: float | str, factor: float) -> str:
-    """A field's value times a factor; of a schedule every value, of a controller the first."""
-    if not isinstance(given, str):
-        return number(given * factor)
-    kind, colon, rest = given.strip().partition(":")
-    if not colon:
-        return number(float(given) * factor)
+def scaled(value: float | str, factor: float) -> str:
+    """A field's value times a factor: of a schedule every value, of a controller the first."""
+    if not isinstance(value, str) or ":" not in value:
+        return number(float(value) * factor)
+    kind, _, rest = value.strip().partition(":")
     words = [word.strip() for word in rest.split(",")]
     values = {"linear": 2, "cosine": 2, "adaptive": 1}.get(kind, len(words))
-    return f"{kind}:{','.join([_scaled_word(word, factor) for word in words[:values]] + words[values:])}"
+    for i, word in enumerate(words[:values]):
+        step, equals, text = word.rpartition("=")
+        words[i] = f"{step}{equals}{number(float(text) * factor)}"
+    return f"{kind}:{','.join(words)}"
 
 
-def _scaled_word(word: str, factor: float) -> str:
-    step, equals, value = word.rpartition("=")
-    return f"{step}{equals}{number(float(value) * factor)}"
-
-
-def lr(run: Record, factor: float, why: str) -> Change:
-    """The learning rate that is in force at last, times a factor."""
-    own = run.stage.lr
-    if own is None:
-        return Change("--optim.lr", number(run.config.optim.lr * factor), f"{why} {run.config.optim.lr:g}")
-    return Change(run.option("lr"), scaled(own, factor), f"{why} {own}")
-
-
-def slower(run: Record) -> Change:
-    return lr(run, 0.5, "half of")
-
-
-def faster(run: Record) -> Change:
-    return lr(run, 3.0, "three times")
+def scale_lr(run: Record, factor: float) -> Change:
+    """Multiply the learning rate of the current stage."""
+    option, lr = ("--optim.lr", run.config.optim.lr) if run.stage.lr is None else (run.option("lr"), run.stage.lr)
+    return Change({option: scaled(lr, factor)}, f"{FACTORS[factor]} {lr if isinstance(lr, str) else f'{lr:g}'}")
 
 
 def more_kl(run: Record, *, target: float) -> Change:
-    """A coefficient that holds the policy nearer to its reference, at ``target`` nats an action."""
-    own = run.stage.kl_coef
-    meant = parse(own, "kl_coef")
-    option = run.option("kl_coef")
-    if isinstance(meant, Adaptive):
-        settings = {name: f"{value:g}" for name, value in meant.settings} | {"target": number(target)}
+    """Hold the policy closer to its reference: twice the coefficient, or a controller's target in nats per action."""
+    kl_coef, option = run.stage.kl_coef, run.option("kl_coef")
+    schedule = parse(kl_coef, "kl_coef")
+    if isinstance(schedule, Adaptive):
+        settings = {name: f"{value:g}" for name, value in schedule.settings} | {"target": number(target)}
         words = ",".join(f"{name}={value}" for name, value in settings.items())
-        return Change(option, f"adaptive:{number(meant.first)},{words}", f"a lower target than in {own}")
-    if any(meant.values):
-        return Change(option, scaled(own, 2.0), f"twice {own}")
-    return Change(option, number(FIRST_KL_COEF), "there is none")
+        return Change({option: f"adaptive:{number(schedule.first)},{words}"}, f"lower target than {kl_coef}")
+    if any(schedule.values):
+        return Change({option: scaled(kl_coef, 2.0)}, f"twice {kl_coef}")
+    return Change({option: number(FIRST_KL_COEF)}, "currently 0")
 
 
-def fewer_passes(run: Record) -> list[Change]:
-    """Half of the updates a batch, first of the epochs."""
-    optim = run.config.optim
-    if optim.epochs > 1:
-        return [Change("--optim.epochs", str(max(optim.epochs // 2, 1)), f"half of {optim.epochs}")]
-    if optim.minibatches > 1:
-        return [Change("--optim.minibatches", str(max(optim.minibatches // 2, 1)), f"half of {optim.minibatches}")]
+def fewer_updates(run: Record) -> list[Change]:
+    """Half the epochs per batch, else half the minibatches."""
+    for name in ("epochs", "minibatches"):
+        if (count := getattr(run.config.optim, name)) > 1:
+            return [Change({f"--optim.{name}": str(count // 2)}, f"half of {count}")]
     return []
 
 
 def return_to_best(run: Record) -> list[Change]:
-    """Back to the best weights where the held-out reward falls by more than its noise."""
+    """Restore the best weights when the held-out reward drops by more than its noise."""
     config = run.config
     if config.back_off.metric:
         return []
-    more = [("--back-off.drop", number(run.noise_of_evaluations))]
-    more += [] if config.evaluation.every else [("--evaluation.every", str(max(config.steps // 10, 1)))]
-    more += [] if config.evaluation.prompts else [("--evaluation.prompts", "64")]
-    why = "back to the best weights where this falls by more than its noise"
-    return [Change("--back-off.metric", "eval/reward_mean", why, tuple(more))]
+    settings = {"--back-off.metric": "eval/reward_mean", "--back-off.drop": number(run.evaluation_noise)}
+    settings |= {} if config.evaluation.every else {"--evaluation.every": str(max(config.steps // 10, 1))}
+    settings |= {} if config.evaluation.prompts else {"--evaluation.prompts": "64"}
+    return [Change(settings, "restores the best weights when this drops by more than its noise")]
 
 
-def in_float32(run: Record) -> list[Change]:
-    """Where the run computes in half precision."""
-    return [Change("--compute", "float32", "rules rounding out; more time and memory")] if run.is_bfloat16 else []
+def use_float32(run: Record) -> list[Change]:
+    return [Change({"--compute": "float32"}, "rules out rounding; costs time and memory")] if run.is_bfloat16 else []
 
 
-def group_size(run: Record, size: int, why: str) -> Change:
-    return Change("--rollout.group-size" if run.stage.group_size is None else run.option("group_size"), str(size), why)
-
-
-def hotter(run: Record) -> list[Change]:
-    """A fifth more temperature, which flattens the likelihoods that sampling draws from; pictures have none."""
-    own = run.stage.temperature
-    if run.draws_pictures:
+def higher_temperature(run: Record) -> list[Change]:
+    """Raise the sampling temperature of a text model by a fifth."""
+    temperature = run.stage.temperature
+    if run.is_image_run:
         return []
-    if own is None:
-        return [Change("--rollout.temperature", number(1.2 * run.config.rollout.temperature), "a fifth more")]
-    return [Change(run.option("temperature"), scaled(own, 1.2), f"a fifth more than {own}")]
+    if temperature is None:
+        return [Change({"--rollout.temperature": number(1.2 * run.config.rollout.temperature)}, "a fifth higher")]
+    return [Change({run.option("temperature"): scaled(temperature, 1.2)}, f"a fifth higher than {temperature}")]
 
 
-def objective(run: Record, why: str, **fields: Any) -> list[Change]:
-    """Fields of the objective; none where it already is so, or where its other choices refuse it."""
+def set_objective(run: Record, why: str, **fields: Any) -> list[Change]:
+    """Set fields of the objective; nothing if they have these values, or do not fit its other choices."""
+    objective = run.config.objective
     try:
-        wanted = replace(run.config.objective, **fields)
+        changed = replace(objective, **fields)
     except GruppoError:
         return []
-    changed = [name for name in fields if getattr(wanted, name) != getattr(run.config.objective, name)]
-    settings = [(f"--objective.{name.replace('_', '-')}", _written(fields[name])) for name in changed]
-    return [Change(*settings[0], why, tuple(settings[1:]))] if settings else []
+    settings = {
+        f"--objective.{name.replace('_', '-')}": number(value) if isinstance(value, float) else str(value)
+        for name, value in fields.items()
+        if getattr(changed, name) != getattr(objective, name)
+    }
+    return [Change(settings, why)] if settings else []
 
 
-def _written(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
-
-
-def weights(run: Record, names: Sequence[str], factors: Sequence[float], why: str) -> list[Change]:
-    """Reward weights times factors, of the rewards in the config's order; none where their number is not known."""
-    given = run.config.scoring.weights or (1.0,) * len(names)
-    if len(given) != len(names) or len(run.config.reward) != len(names):
+def scale_weights(run: Record, factors: Mapping[str, float], why: str) -> list[Change]:
+    """Multiply the weights of reward functions, by name; nothing if the config has another number of rewards."""
+    weights = run.config.scoring.weights or (1.0,) * len(factors)
+    if len(weights) != len(factors) or len(run.config.reward) != len(factors):
         return []
-    said = " ".join(number(weight * factor) for weight, factor in zip(given, factors, strict=True))
-    return [Change("--scoring.weights", said, why)]
+    values = (number(weight * factor) for weight, factor in zip(weights, factors.values(), strict=True))
+    return [Change({"--scoring.weights": " ".join(values)}, why)]
