@@ -21,8 +21,8 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from gruppo.core.images import as_saved, brightness, diversity, flip, frechet_distance
 from gruppo.data.digits import digits
+from gruppo.rewards.image_classifiers import accuracy
 from gruppo.rewards.images import jpeg_bytes
-from gruppo.rewards.reader import Reader, accuracy, fit
 
 NO_DIGIT = 10
 
@@ -85,14 +85,14 @@ def trained_judge(images: Tensor, labels: Tensor, *, seed: int = 0, epochs: int 
     images = torch.cat([images, others])
     labels = torch.cat([labels, torch.full((len(others),), NO_DIGIT)])
     judge = Judge()
-    fit(judge, images, labels, seed=seed, epochs=epochs, augment=warped)
+    train_classifier(judge, images, labels, seed=seed, epochs=epochs, augment=warped)
     return judge
 
 
-def trained_reader(images: Tensor, labels: Tensor, *, seed: int = 0, epochs: int = 20) -> Reader:
+def trained_reader(images: Tensor, labels: Tensor, *, seed: int = 0, epochs: int = 20) -> ImageClassifier:
     torch.manual_seed(seed)
-    reader = Reader()
-    fit(reader, images, labels, seed=seed, epochs=epochs)
+    reader = ImageClassifier()
+    train_classifier(reader, images, labels, seed=seed, epochs=epochs)
     return reader
 
 

@@ -24,7 +24,7 @@ from gruppo.core.images import as_saved
 from gruppo.data.open import open_source
 from gruppo.modalities.restoration import Controls, RestorationPolicy, load_restorer
 from gruppo.modalities.restoration.controls import MIX
-from gruppo.rewards.restoration import ocr_accuracy
+from gruppo.rewards.images import ocr_accuracy
 from gruppo.seeds import generator_at
 from gruppo.types import MicroBatch, Prompt
 

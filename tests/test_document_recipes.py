@@ -23,7 +23,7 @@ from gruppo.core.objective import NANOCHAT
 from gruppo.modalities.text import from_pretrained
 from gruppo.recipes import RECIPES
 from gruppo.recipes.qwen import PROMPTS
-from gruppo.rewards.resolve import resolve_reward
+from gruppo.rewards.registry import resolve_reward
 from gruppo.trainer import checks
 from gruppo.trainer.dry_run import explain
 from gruppo.trainer.models import Kind

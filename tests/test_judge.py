@@ -6,7 +6,7 @@ import pytest
 import torch
 from benchmarks.judge import NO_DIGIT, Judge, Verdict, no_digits, verdict, warped
 
-from gruppo.rewards.reader import Reader
+from gruppo.rewards.image_classifiers import ImageClassifier
 
 pytest.importorskip("PIL.Image")
 
@@ -60,7 +60,8 @@ def test_real_images_have_no_distance_to_themselves():
 
 
 def test_the_judge_shares_no_layer_type_with_the_reader_but_linear_ones_and_flat_shapes():
-    kinds = [{type(m).__name__ for m in net.modules()} for net in (Judge(), Reader())]
+    networks = (Judge(), ImageClassifier())
+    kinds = [{type(m).__name__ for m in net.modules()} for net in networks]
     assert kinds[0] & kinds[1] == {"Sequential", "Conv2d", "Linear", "Flatten"}
-    kernels = [{m.kernel_size for m in net.modules() if isinstance(m, torch.nn.Conv2d)} for net in (Judge(), Reader())]
+    kernels = [{m.kernel_size for m in net.modules() if isinstance(m, torch.nn.Conv2d)} for net in networks]
     assert not kernels[0] & kernels[1]

@@ -26,9 +26,8 @@ from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import from_root, names_function
 from gruppo.protocols import Critic
-from gruppo.rewards.resolve import absolute as absolute_reward
-from gruppo.rewards.resolve import resolve_reward
-from gruppo.rewards.score import RewardSet
+from gruppo.rewards.registry import absolute_spec, resolve_reward
+from gruppo.rewards.scoring import RewardSet
 from gruppo.tracking import integrations
 from gruppo.trainer import restorers
 from gruppo.trainer.demonstrations import check_demos, open_demos, peeked
@@ -123,16 +122,16 @@ def with_absolute_paths(config: Config) -> Config:
         model=model(config.model),
         data=data(config.data),
         supervised=replace(config.supervised, data=data(config.supervised.data)),
-        reward=tuple(map(absolute_reward, config.reward)),
+        reward=tuple(map(absolute_spec, config.reward)),
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute(config.lora.adapter)),
         restoration=replace(
             config.restoration,
             weights=absolute(config.restoration.weights),
-            consistency=absolute_reward(config.restoration.consistency),
+            consistency=absolute_spec(config.restoration.consistency),
         ),
         track=tuple(map(integrations.absolute, config.track)),
-        environment=replace(config.environment, reply=absolute_reward(config.environment.reply)),
+        environment=replace(config.environment, reply=absolute_spec(config.environment.reply)),
     )
 
 
@@ -152,7 +151,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     config = replace(config, compute=agreed_compute(policy))
     sampling = sampling_of(config, kind, getattr(policy, "columns", 1))
     check_policy(config, kind, policy, sampling, rewards, source)
-    reads_reference = kind == "restorer" and rewards.asks("reference")
+    reads_reference = kind == "restorer" and "reference" in rewards.requested_columns
     reference = open_reference(config, policy, is_read=reads_reference)
     if reads_reference:
         source = restorers.with_reference(source, policy, reference)
@@ -186,7 +185,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
 def check_policy(config: Config, kind: Kind, policy: Any, sampling: Sampling, rewards: RewardSet, source: Any) -> None:
     """Refuse what this policy cannot be asked for, now that it is open."""
     if kind == "text":
-        rewards.reads(policy.chat.text)
+        rewards.set_decoder(policy.chat.text)
         check_lengths(source, policy, config)
         return
     sampling = policy.check_sampling(sampling)
@@ -291,7 +290,7 @@ def open_rewards(config: Config, parts: Parts, source: Any) -> RewardSet:
             "several. Leave it or --environment.reply out."
         )
     check_refill_by(config, rewards)
-    config.objective.check_rewards(of_steps=rewards.has_steps, of_rows=rewards.has_rows)
+    config.objective.check_rewards(of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards)
     return rewards
 
 

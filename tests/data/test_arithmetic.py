@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gruppo.data.arithmetic import Arithmetic
-from gruppo.rewards.functions import column_value
+from gruppo.rewards import columns_of
 from gruppo.types import DataError, GruppoError
 
 
@@ -118,7 +118,7 @@ def test_a_source_without_held_out_problems_gives_none(fraction):
 def test_every_column_that_rewards_are_told_of_has_values():
     source = Arithmetic(seed=0)
     (prompt,) = source.take(1)
-    assert all(column_value(prompt, name) is not None for name in source.columns)
+    assert {*source.columns} <= {*columns_of([prompt])} and None not in prompt.meta.values()
 
 
 def test_a_sum_and_its_mirror_image_are_on_the_same_side():

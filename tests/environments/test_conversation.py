@@ -16,7 +16,7 @@ from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.text import from_module, from_pretrained
 from gruppo.modalities.text.chat import TransformersChat
 from gruppo.modalities.text.generation import cut_at_stop
-from gruppo.rewards import FunctionReward
+from gruppo.rewards import RewardSet
 from gruppo.testing import check_engine
 from gruppo.types import Prompt, Request, Rollouts, Sampling
 
@@ -353,7 +353,7 @@ def test_of_a_text_the_policys_own_words_are_kept_beside_what_was_said():
         said = [said[0] or " because " in rollouts.completions[row], said[1] or " because " in words]
     assert said == [True, False]
     seen = []
-    FunctionReward(lambda completions: seen.extend(completions) or [0.0] * len(completions)).score(rollouts)
+    RewardSet(lambda completions: seen.extend(completions) or [0.0] * len(completions)).score(rollouts)
     assert seen == list(rollouts.per_row["words"])
 
 
@@ -366,7 +366,7 @@ def test_a_reward_that_changes_a_state_changes_its_own_copy():
         return [0.0] * len(state)
 
     before = [dict(state) for state in rollouts.per_row["state"]]
-    FunctionReward(changes).score(rollouts)
+    RewardSet(changes).score(rollouts)
     assert list(rollouts.per_row["state"]) == before
 
 

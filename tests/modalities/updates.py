@@ -16,7 +16,7 @@ from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
 from gruppo.core.objective import Objective
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
-from gruppo.rewards.score import Scores
+from gruppo.rewards.scoring import Scores
 from gruppo.trainer.advantages import assemble
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams, step_params_at

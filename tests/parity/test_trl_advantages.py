@@ -17,7 +17,7 @@ from gruppo.core.correction import correction_weights
 from gruppo.core.credit import whiten
 from gruppo.core.objective import RLOO
 from gruppo.core.shaping import normalized_sum
-from gruppo.rewards.score import RewardSet, Scores
+from gruppo.rewards.scoring import RewardSet, Scores
 from gruppo.trainer.advantages import with_advantages
 from gruppo.types import Batch, Likelihood
 

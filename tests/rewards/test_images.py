@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from gruppo.core.advantages import group_advantages
 from gruppo.rewards import RewardSet, reward_stats
+from gruppo.rewards.image_classifiers import classifier, log_probabilities
 from gruppo.rewards.images import (
     brightness,
-    classifier,
     jpeg_bytes,
     jpeg_compressibility,
     jpeg_incompressibility,
-    log_probabilities,
     symmetry,
     to_pillow,
 )

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tests.fakes import CHAT_TEMPLATE, bpe_tokenizer, causal_lm
 from tests.rewards.classifiers import OTHER_MERGES, classifier, folder_of
-from tests.rewards.test_steps import read, written
+from tests.rewards.test_step_rewards import read, written
 
 from gruppo import check_reward
-from gruppo.rewards import ProcessRewardModel, RewardModel, RewardSet, networks, resolve_reward
+from gruppo.rewards import ProcessRewardModel, RewardModel, RewardSet, models, resolve_reward
 from gruppo.types import DataError, GruppoError
 
 NAN = math.nan
@@ -92,7 +92,7 @@ def test_batches_padding_and_order_change_no_score(pads, side):
     pad = {"end": tokenizer.eos_token_id, "own": tokenizer.convert_tokens_to_ids("<|system|>"), "none": None}[pads]
     module = classifier("SequenceClassification", pad_token_id=pad)
     model = outcome(model=module, tokenizer=tokenizer, batch_tokens=4096)
-    wanted = [float(alone(model, model._ids("ask ", text))[0]) for text in TEXTS]
+    wanted = [float(alone(model, model.encode("ask ", text))[0]) for text in TEXTS]
     assert say(model, TEXTS) == pytest.approx(wanted, abs=2e-5)
     assert max(wanted) - min(wanted) > 1
     for budget in (1, 40, 100):
@@ -102,11 +102,15 @@ def test_batches_padding_and_order_change_no_score(pads, side):
 
 
 @pytest.mark.parametrize(
-    ("budget", "batches"),
-    [(100, [[1, 3, 0, 2]]), (12, [[1, 3, 0], [2]]), (6, [[1, 3], [0], [2]]), (1, [[1], [3], [0], [2]])],
+    ("budget", "shapes"),
+    [(100, [(4, 9)]), (12, [(3, 4), (1, 9)]), (6, [(2, 3), (1, 4), (1, 9)]), (1, [(1, 2), (1, 3), (1, 4), (1, 9)])],
 )
-def test_rows_of_like_length_share_a_batch_of_so_many_tokens_padding_included(budget, batches):
-    assert networks.by_length([4, 2, 9, 3], budget) == batches
+def test_rows_of_similar_length_share_a_batch_of_at_most_batch_tokens_padding_included(monkeypatch, budget, shapes):
+    network, seen = outcome(batch_tokens=budget).network, []
+    forward = network.module.forward
+    monkeypatch.setattr(network.module, "forward", lambda **x: seen.append((*x["input_ids"].shape,)) or forward(**x))
+    network.logits([[5] * length for length in (4, 2, 9, 3)])
+    assert seen == shapes
 
 
 def test_where_memory_runs_out_a_batch_is_halved_and_so_are_all_later_ones(monkeypatch, caplog):
@@ -131,12 +135,12 @@ def test_where_memory_runs_out_a_batch_is_halved_and_so_are_all_later_ones(monke
 
 def test_one_label_is_its_logit_and_two_are_the_log_odds_of_the_second():
     one, two = outcome(1), outcome(2)
-    logit = float(alone(one, one._ids("ask", "yes"))[0])
+    logit = float(alone(one, one.encode("ask", "yes"))[0])
     assert say(one, ["yes"], "ask") == pytest.approx([logit], abs=1e-5)
     assert say(outcome(1, output="probability"), ["yes"], "ask") == pytest.approx(
         [1 / (1 + math.exp(-logit))], abs=1e-5
     )
-    bad, good = alone(two, two._ids("ask", "yes")).tolist()
+    bad, good = alone(two, two.encode("ask", "yes")).tolist()
     assert say(two, ["yes"], "ask") == pytest.approx([good - bad], abs=1e-5)
     for label in (0, "0", "LABEL_0"):
         assert say(outcome(2, label=label), ["yes"], "ask") == pytest.approx([bad - good], abs=1e-5)
@@ -144,12 +148,12 @@ def test_one_label_is_its_logit_and_two_are_the_log_odds_of_the_second():
 
 def test_of_several_labels_the_odds_are_those_against_all_others():
     model = outcome(3, label=1, output="probability")
-    logits = alone(model, model._ids("ask", "yes"))
+    logits = alone(model, model.encode("ask", "yes"))
     assert say(model, ["yes"], "ask") == pytest.approx([float(logits.softmax(-1)[1])], abs=1e-5)
-    model.output = "logit"
+    model.network.output = "logit"
     p = float(logits.double().softmax(-1)[1])
     assert say(model, ["yes"], "ask") == pytest.approx([math.log(p / (1 - p))], abs=1e-4)
-    with pytest.raises(GruppoError, match=r"has 3 labels, LABEL_0, LABEL_1, LABEL_2; say which.*label=2"):
+    with pytest.raises(GruppoError, match=r"has 3 labels, LABEL_0, LABEL_1, LABEL_2; it needs.*label=2"):
         outcome(3)
 
 
@@ -167,14 +171,13 @@ def test_what_is_too_long_loses_its_beginning_and_is_counted_and_said_once(caplo
     tokenizer = tokenizer_of(bos_token="<|system|>")
     model = outcome(tokenizer=tokenizer, max_length=8, chat=False)
     long = [tokenizer.bos_token_id, *range(5, 25)]
-    assert model.network.fitted(long).ids == [tokenizer.bos_token_id, *range(18, 25)]
-    assert model.network.fitted(long[1:]).ids == [*range(17, 25)]
-    assert model.network.fitted(long[:8]) == networks.Ids(long[:8], is_cut=False)
     rewards = RewardSet([model])
     with caplog.at_level(logging.WARNING):
         scores = [rewards.score(written("no way at all", "is")) for _ in range(2)]
     assert [s.metrics["reward_metric/reward_model_truncated_frac"] for s in scores] == [0.5, 0.5]
     assert caplog.text.count("1 of 2 texts are longer than the 8 tokens") == 1
+    shortened = model.network.truncate([long, long[1:], long[:8]], "reward_model")
+    assert shortened == [[tokenizer.bos_token_id, *range(18, 25)], [*range(17, 25)], long[:8]]
     end = tokenizer("no way at all")["input_ids"][-8:]
     assert scores[0].rewards[0] == pytest.approx(float(alone(model, end)[0]), abs=1e-5)
 
@@ -215,7 +218,7 @@ def test_a_process_model_reads_a_conversation_by_its_template_and_may_have_a_mar
 def test_steps_of_a_process_model_are_placed_on_the_policys_tokens():
     model = process(output="logit")
     rewards = RewardSet([model])
-    rewards.reads(read)
+    rewards.set_decoder(read)
     scores = rewards.score(written("yes\nno", "12"))
     said = [row for text in ("yes\nno", "12") for row in say(model, [text], "ask")]
     placed = scores.steps["process_reward"]
@@ -242,7 +245,7 @@ def test_steps_that_a_cut_text_has_lost_are_unscored():
     (worst,) = say(process(max_length=6, score="min"), ["yes\ntes\n12 12 12"])
     assert worst == scores[2]
     rewards = RewardSet([model])
-    rewards.reads(read)
+    rewards.set_decoder(read)
     scores = rewards.score(written("yes\ntes\n12 12 12"))
     assert scores.steps["process_reward"].isfinite().sum() == 1 and scores.failures == ()
 
@@ -253,10 +256,10 @@ def test_steps_that_a_cut_text_has_lost_are_unscored():
 def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkeypatch):
     """``cpu:0`` stands for an accelerator: it computes, and is another device than ``cpu`` to all who compare."""
     work = torch.device("cpu", 0)
-    monkeypatch.setattr(networks, "accelerator", lambda: work)
+    monkeypatch.setattr(models, "accelerator", lambda: work)
     model, moves = outcome(offload=True), []
     network, move, forward = model.network, model.network.module.to, model.network.module.forward
-    assert (network.device, network.work) == (torch.device("cpu"), work)
+    assert (network.device, network.work_device) == (torch.device("cpu"), work)
     monkeypatch.setattr(network.module, "to", lambda device: moves.append(device) or move(device))
     monkeypatch.setattr(network.module, "forward", lambda **rest: moves.append("forward") or forward(**rest))
     assert say(model, TEXTS) == say(outcome(), TEXTS)
@@ -273,7 +276,7 @@ def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkey
 
 
 def test_without_an_accelerator_offloading_says_that_it_changes_nothing(caplog, monkeypatch):
-    monkeypatch.setattr(networks, "accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(models, "accelerator", lambda: torch.device("cpu"))
     with caplog.at_level(logging.INFO, logger="gruppo"):
         outcome(offload=True)
     assert "offload=True changes nothing" in caplog.text
@@ -283,7 +286,10 @@ def test_the_memory_of_models_is_told():
     model = outcome()
     numbers = sum(p.numel() for p in model.network.module.parameters())
     rewards = RewardSet([model, lambda completions: [], process(name="steps")])
-    assert rewards.memory()["reward_model"] == 4 * numbers and set(rewards.memory()) == {"reward_model", "steps"}
+    assert rewards.memory_bytes["reward_model"] == 4 * numbers and set(rewards.memory_bytes) == {
+        "reward_model",
+        "steps",
+    }
 
 
 # --- folders and options ---------------------------------------------------------------------------------------------
@@ -292,7 +298,12 @@ def test_the_memory_of_models_is_told():
 def test_a_folder_is_named_with_its_options_and_keeps_the_contract(tmp_path):
     path = folder_of(tmp_path / "rm", "SequenceClassification", 2)
     model = resolve_reward(f"reward_model:{path},label=0,output=probability,batch_tokens=64,name=kind,chat=false")
-    assert (model.label, model.output, model.network.batch_tokens, model.chats) == (0, "probability", 64, False)
+    assert (model.network.label, model.network.output, model.network.batch_tokens, model.uses_chat) == (
+        0,
+        "probability",
+        64,
+        False,
+    )
     assert RewardSet([model]).names == ("kind",)
     plain = outcome(2, label=0, output="probability", chat=False)
     assert say(model, TEXTS) == pytest.approx(say(plain, TEXTS), abs=1e-6)
@@ -311,7 +322,7 @@ def test_a_process_model_is_named_with_its_separator_and_keeps_the_contract(tmp_
     ("spec", "why"),
     [
         ("reward_model", "it needs a path"),
-        ("reward_model:{rm},lable=1", r"no option 'lable'; did you mean label\? It has label, output"),
+        ("reward_model:{rm},lable=1", r"no option 'lable'; did you mean label\? It has output, chat, name, label"),
         ("reward_model:{rm},label=good", "has no label 'good'; it has LABEL_0, LABEL_1"),
         ("reward_model:{rm},label=2", "has no label '2'"),
         ("reward_model:{rm},batch_tokens=many", "batch_tokens=many is no int"),
@@ -319,16 +330,16 @@ def test_a_process_model_is_named_with_its_separator_and_keeps_the_contract(tmp_
         ("reward_model:{rm},offload=perhaps", "offload=perhaps is no bool"),
         ("reward_model:{rm},output=odds", "neither logit nor probability"),
         ("reward_model:{rm},dtype=int8", "neither float32 nor bfloat16"),
-        ("reward_model:{rm},device=zebra", "device='zebra' is not there"),
-        ("reward_model:{rm},separator=;", r"no option 'separator'\. It has label"),
+        ("reward_model:{rm},device=zebra", "device='zebra' is not available"),
+        ("reward_model:{rm},separator=;", r"no option 'separator'\. It has output"),
         ("reward_model:{plain},chat=true", "has no chat template"),
         ("reward_model:{lm}", "holds a LlamaForCausalLM and lacks score.weight.*random weights"),
         ("reward_model:{prm}", "is a LlamaForTokenClassification.*Write process_reward:{prm}"),
         ("process_reward:{rm}", "is a LlamaForSequenceClassification.*Write reward_model:{rm}"),
         ("process_reward:{prm},score=max", "score='max' is not one of steps, mean"),
-        ("process_reward:{prm},separator=", "separator='' cuts nothing"),
+        ("process_reward:{prm},separator=", "separator='' splits nothing"),
         ("reward_model:{none}", "does not exist"),
-        ("reward_model:{bare}", r"could not be loaded: [^:]+\. Give a folder"),
+        ("reward_model:{bare}", r"could not be loaded: [^:]+\. Use a folder"),
         ("reward_model:{empty}", "has no config.json"),
         ("reward_modle:x", "Did you mean reward_model"),
     ],
@@ -362,9 +373,9 @@ def test_a_tokenizer_of_another_model_is_refused():
 
 
 def test_a_module_of_the_other_kind_is_found_out_when_it_speaks():
-    with pytest.raises(GruppoError, match="For a model of steps write process_reward"):
+    with pytest.raises(GruppoError, match="For a model that scores steps use process_reward"):
         say(RewardModel(classifier("TokenClassification", 2), tokenizer_of()), ["yes"])
-    with pytest.raises(GruppoError, match="For a model of whole texts write reward_model"):
+    with pytest.raises(GruppoError, match="For a model of whole texts use reward_model"):
         say(ProcessRewardModel(classifier("SequenceClassification", 2), tokenizer_of()), ["yes"])
 
 

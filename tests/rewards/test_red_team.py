@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
-from tests.rewards.test_builtin import EXACT_CHEATS, FORMAT_CHEATS, NUMERIC_CHEATS, REPEATS, scores
+from tests.rewards.test_text import EXACT_CHEATS, FORMAT_CHEATS, NUMERIC_CHEATS, REPEATS, scores
 
-from gruppo.rewards import builtin
-from gruppo.rewards.verifiers import reasoning_gym_score
+from gruppo.rewards import text
+from gruppo.rewards.text import reasoning_gym_score
 
 NUMERIC = [
     *("\\boxed{16, 17}", "\\boxed{7 17}", "\\boxed{18 or 17}", "\\boxed{not 16 but 17}"),
@@ -38,9 +38,9 @@ def best_cheat(reward, cheats, **columns):
 @pytest.mark.parametrize(
     ("reward", "cheats", "honest"),
     [
-        (builtin.numeric_match, NUMERIC + NUMERIC_CHEATS, "5 + 12 = 17"),
-        (builtin.exact_match, EXACT + EXACT_CHEATS, "17"),
-        (builtin.regex_format(r"<answer>\d+</answer>"), FORMAT + FORMAT_CHEATS, "<answer>17</answer>"),
+        (text.numeric_match, NUMERIC + NUMERIC_CHEATS, "5 + 12 = 17"),
+        (text.exact_match, EXACT + EXACT_CHEATS, "17"),
+        (text.regex_format(r"<answer>\d+</answer>"), FORMAT + FORMAT_CHEATS, "<answer>17</answer>"),
     ],
     ids=["numeric_match", "exact_match", "regex_format"],
 )
@@ -53,13 +53,13 @@ def test_no_cheat_earns_anything_where_an_answer_is_right_or_wrong(reward, cheat
 
 @pytest.mark.silent_bug(42)
 def test_no_order_repetition_or_disguise_of_keywords_earns_more_than_a_text_with_all_of_them():
-    words = builtin.COHERENCE_WORDS
+    words = text.COHERENCE_WORDS
     honest = "因为下雨,所以路滑;然而他去了,但是迟到了。"
     cheats = ["".join(order) * 9 for order in permutations(words)]
     cheats += [word * 99 for word in words] + ["因-为", "因\u200b为", "yinwei suoyi", "因 因 为 为", "|".join(words)]
     assert len(set(cheats)) >= 30
-    assert best_cheat(builtin.keywords(), cheats)[0] <= scores(builtin.keywords(), [honest])[0] == 0.8
-    english = builtin.keywords(["because", "so", "but"], each=0.3)
+    assert best_cheat(text.keywords(), cheats)[0] <= scores(text.keywords(), [honest])[0] == 0.8
+    english = text.keywords(["because", "so", "but"], each=0.3)
     disguised = ["also", "becauses", "b e c a u s e", "sos", "butter", "BUT" * 9, "be-cause", "soso " * 9]
     assert best_cheat(english, disguised)[0] == 0.0
     assert scores(english, ["SO so So " * 9]) == [0.3]
@@ -86,10 +86,10 @@ def test_no_filler_earns_more_length_than_a_text_of_that_length():
     cheats = [filler * n for filler in fillers for n in (9, 100)] + [f"{filler} " * 9 for filler in fillers]
     assert len(set(cheats)) >= 30
     for unit in ("words", "characters"):
-        reward = builtin.length_target(9, unit)
+        reward = text.length_target(9, unit)
         assert best_cheat(reward, cheats)[0] <= 1.0
     unseen = [text for text in cheats if not text.strip("\u200b\u00a0\ufeff\u2060\t\n\x00\u202e ")]
-    assert len(unseen) >= 15 and best_cheat(builtin.length_target(9, "characters"), unseen)[0] == 0.0
+    assert len(unseen) >= 15 and best_cheat(text.length_target(9, "characters"), unseen)[0] == 0.0
 
 
 MORE_REPEATS = [
@@ -102,9 +102,9 @@ MORE_REPEATS = [
 def test_no_script_case_or_punctuation_hides_a_repetition():
     cheats = REPEATS + MORE_REPEATS
     assert len(set(cheats)) >= 30
-    worst, cheat = best_cheat(builtin.repetition_penalty(3), cheats)
+    worst, cheat = best_cheat(text.repetition_penalty(3), cheats)
     assert worst < -0.6, cheat
-    assert scores(builtin.repetition_penalty(3), ["Rain made the road slick, so he came late."]) == [0.0]
+    assert scores(text.repetition_penalty(3), ["Rain made the road slick, so he came late."]) == [0.0]
 
 
 CODE = [

@@ -1,79 +1,263 @@
-"""Reading texts, units and numbers."""
+"""The built-in rewards: values by hand, and completions that try to cheat them."""
 
 from __future__ import annotations
 
-from fractions import Fraction
+import time
 
 import pytest
+from tests.rewards.fakes import rollouts_of
 
-from gruppo.rewards.text import boxed, number_of, numbers_in, text_of, units_of
+from gruppo.rewards import RewardSet, text
+from gruppo.types import GruppoError
 
 
-def test_the_text_of_a_conversation_is_what_the_assistant_wrote():
-    messages = [
-        {"role": "assistant", "content": "I add."},
-        {"role": "tool", "content": "42"},
-        {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "7."}]},
-        {"role": "assistant", "content": None},
-    ]
-    assert text_of(messages) == "I add.\nIt is 7.\n"
-    assert text_of("as it is ") == "as it is "
-    with pytest.raises(TypeError, match="reads text, and the completion is a int"):
-        text_of(3)
+def scores(reward, completions, **columns):
+    """Called as TRL calls it; a single column value stands for every row."""
+    ids = [[0] * len(text.split()) for text in completions]
+    filled = {name: [value] * len(completions) for name, value in columns.items()}
+    return reward(prompts=["?"] * len(completions), completions=completions, completion_ids=ids, **filled)
+
+
+def test_exact_match_compares_stripped_texts():
+    assert scores(text.exact_match, [" 7\n", "7.0", "07", "the 7"], answer=" 7 ") == [1.0, 0.0, 0.0, 0.0]
+    assert scores(text.exact_match, ["7"], answer=7) == [1.0]
+
+
+@pytest.mark.silent_bug(23)
+@pytest.mark.parametrize("gold", [None, "", "  "])
+def test_exact_match_does_not_score_against_an_empty_answer(gold):
+    assert scores(text.exact_match, ["", "x"], answer=gold) == [None, None]
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"),
+    ("completion", "gold", "score"),
     [
-        ("1,234", [1234]),
-        ("1,234,567.5", [1234567.5]),
-        ("1,2,3,4", [1, 2, 3, 4]),
-        ("12,34", [12, 34]),
-        ("-3", [-3]),
-        ("5-3 = 2", [5, 3, 2]),
-        (r"(8)-17, \boxed{8}-17, x-$17", [8, 17, 8, 17, 17]),
-        ("x=-3", [-3]),
-        ("-$1,000.50", [-1000.5]),
-        ("3.0.", [3]),
-        (".5 and -.5", [0.5, -0.5]),
-        ("1/2.", [0.5]),
-        ("-1/4", [-0.25]),
-        ("1/0 then 7", [7]),
-        (r"\frac{3}{4}", [0.75]),
-        (r"-\dfrac{3}{4}", [-0.75]),
-        (r"2\frac{1}{2}", [2, 0.5]),
-        ("1e3 2.5e-1", [1000, 0.25]),
-        ("H2O at v1.2", []),
-        ("so...7", [7]),
-        ("**50%** _8_ 17_000", [50, 8]),
-        ("12cm", [12]),
-        ("\uff11\uff12 \u22123", [12, -3]),
-        (r"1{,}234 \$5", [1234, 5]),
-        ("1e999999999", [1]),  # never built: it would have a billion digits
-        ("", []),
+        ("The answer is 1,234.", "1234", 1.0),
+        ("3.0", "3", 1.0),
+        ("-3", "3", 0.0),
+        ("It is -3", "-3", 1.0),
+        ("1/2", "0.5", 1.0),
+        ("0.333", "1/3", 0.0),
+        ("12 + 5 = 17", 17, 1.0),
+        ("17 = 12 + 5", 17, 0.0),
+        (r"so \boxed{42}, as in step 7", "42", 1.0),
+        (r"\boxed{x = 5} units", "5", 1.0),
+        ("42", "First 40, then 2 more.\n#### 42", 1.0),
+        ("0.1", 0.1, 1.0),
+        ("no idea", "3", 0.0),
     ],
 )
-def test_numbers_are_read_exactly(text, numbers):
-    assert numbers_in(text) == [Fraction(number) for number in numbers]
+def test_numeric_match_compares_the_number_that_the_completion_commits_to(completion, gold, score):
+    assert scores(text.numeric_match, [completion], answer=gold) == [score]
 
 
-@pytest.mark.parametrize("text", ["", "twelve", "3 or 4", "12 apples", "3,4", "1/0", "nan", "inf", "x5", "9" * 500])
-def test_a_text_that_is_not_one_number_is_none(text):
-    assert number_of(text) is None
+@pytest.mark.silent_bug(23)
+@pytest.mark.parametrize("gold", [None, "", "twelve", "3 or 4", float("nan"), True, "1/0"])
+def test_an_answer_that_cannot_be_parsed_is_not_scored_and_never_correct(gold):
+    assert scores(text.numeric_match, ["", "3", "nan", "twelve", "True", str(gold)], answer=gold) == [None] * 6
 
 
-@pytest.mark.parametrize(("text", "number"), [(" 1,234 ", 1234), ("$5.", 5), ("50 %", 50), ("-7", -7), ("1/2", 0.5)])
-def test_a_text_that_is_one_number_is_that_number(text, number):
-    assert number_of(text) == number
+def test_regex_format_needs_the_whole_text():
+    assert scores(text.regex_format(r"\d+"), ["12\n", "a 12", "12 b"]) == [1.0, 0.0, 0.0]
+    assert scores(text.regex_format("<a>.*</a>"), ["<a>1\n2</a>"]) == [1.0]
+    with pytest.raises(GruppoError, match="not a regular expression"):
+        text.regex_format("(")
 
 
-def test_the_last_box_counts_and_its_braces_are_matched():
-    assert boxed(r"\boxed{1} then \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
-    assert boxed("none") is None and boxed(r"\boxed{never closed") == ""
+def test_length_target_falls_linearly_on_both_sides():
+    reward = text.length_target(4)
+    assert scores(reward, ["a b c d", "a b c", "a b c d e f", "a " * 8, "a " * 9, ""]) == [
+        1.0,
+        0.75,
+        0.5,
+        0.0,
+        0.0,
+        0.0,
+    ]
+    assert scores(text.length_target(4, "characters"), ["我爱 你们", "我\u200b爱\u200b你们"]) == [1.0, 1.0]
+    actions = RewardSet(text.length_target(2, "actions"))
+    assert actions.score(rollouts_of("abc")).rewards.tolist() == [0.5, 1.0, 0.5]  # 1, 2 and 3 actions
+    with pytest.raises(GruppoError, match="target of at least 1"):
+        text.length_target(0)
 
 
-def test_units_are_words_and_single_chinese_characters_and_micro_batches_of_what_is_no_word():
-    assert units_of("The cat, the CAT") == ["the", "cat", "the", "cat"]
-    assert units_of("我爱GPT吗") == ["我", "爱", "gpt", "吗"]
-    assert units_of("ab" * 13) == ["a", "b"] * 13
-    assert units_of("!!! a") == ["!", "!", "!", "a"]
+def test_keywords_count_once_each_and_as_whole_words():
+    assert scores(text.keywords(), ["因为下雨,所以我没去。", "因为因为因为", "没有"]) == [0.4, 0.2, 0.0]
+    reward = text.keywords(["so", "but", "SO"], each=0.6)
+    assert scores(reward, ["also", "So what, but why", "so so", "so_so"]) == [0.0, 1.0, 0.6, 0.6]
+    assert scores(text.keywords(["so"]), ["所以so好"]) == [0.2]
+    with pytest.raises(GruppoError, match="list of words"):
+        text.keywords("so")
+
+
+def test_repetition_penalty_is_the_share_of_repeated_ngrams():
+    reward = text.repetition_penalty(3)
+    assert scores(reward, ["a b c d", "a b c a b c", "a b", ""]) == [0.0, -0.25, 0.0, 0.0]  # abc bca cab abc: 1 of 4
+    assert scores(reward, ["你好你好你"]) == pytest.approx([-1 / 3])  # 你好你 好你好 你好你: 1 of 3
+    assert scores(text.repetition_penalty(1, -2.0), ["a a a A"]) == [-1.5]
+    with pytest.raises(GruppoError, match="at most 0"):
+        text.repetition_penalty(3, 0.5)
+
+
+# --- completions that cheat ----------------------------------------------------------------------------------------
+
+GOLD = "17"
+NUMERIC_CHEATS = [
+    "",
+    " ",
+    " ".join(map(str, range(100))),
+    ", ".join(map(str, range(100))),
+    "17 18 19 20",
+    "17 or 18",
+    "The answer is 17 or maybe 7.",
+    "1 2 3 17 4",
+    r"\boxed{16, 17, 18}",
+    r"\boxed{17}\boxed{18}",
+    r"\boxed{17 18}",
+    r"\boxed{}17",
+    r"\boxed{17",
+    r"17 \boxed{?}",
+    "17e1",
+    "17/1.5",
+    "17,000",
+    "0.17",
+    "-17",
+    "1 7",
+    "seventeen",
+    "answer",
+    "{answer}",
+    "None",
+    "nan",
+    "inf",
+    "x17",
+    "17_000",
+    "170",
+    "717",
+    "17.0000001",
+    "1e999999999",
+    "9" * 100_000,
+    "1," * 50_000,
+    "1/" * 50_000,
+]
+
+
+@pytest.mark.silent_bug(42)
+def test_cheats_on_numeric_match_score_below_an_honest_answer_and_quickly():
+    began = time.monotonic()
+    honest = scores(text.numeric_match, ["5 + 12 = 17"], answer=GOLD)[0]
+    assert {
+        cheat: s for cheat in NUMERIC_CHEATS if (s := scores(text.numeric_match, [cheat], answer=GOLD)[0]) >= honest
+    } == {}
+    assert time.monotonic() - began < 60  # what backtracks would take hours
+
+
+EXACT_CHEATS = [
+    "",
+    "17 18",
+    "17,",
+    "17\n17",
+    "1 7",
+    "\u200b17",
+    "seventeen",
+    "answer: 17",
+    "*",
+    ".*",
+    "None",
+    "'17'",
+    "170",
+    "17\x00",
+]
+
+
+@pytest.mark.silent_bug(42)
+def test_cheats_on_exact_match_score_below_an_honest_answer():
+    assert scores(text.exact_match, [" 17 ", *EXACT_CHEATS], answer=GOLD) == [1.0] + [0.0] * len(EXACT_CHEATS)
+
+
+FORMAT_CHEATS = [
+    "",
+    "<answer>",
+    "</answer><answer>",
+    "x <answer>7</answer>",
+    "<answer>7</answer> x",
+    "<ANSWER>7</ANSWER>",
+    "<answer>7</answer>\n<answer>8</answer>",
+    "<answer></answer>",
+    "<answer>seven</answer>",
+    r"<answer>\d+</answer>",
+]
+
+
+@pytest.mark.silent_bug(42)
+def test_cheats_on_regex_format_score_below_an_honest_answer():
+    reward = text.regex_format(r"<answer>\d+</answer>")
+    assert scores(reward, ["<answer>7</answer>", *FORMAT_CHEATS]) == [1.0] + [0.0] * len(FORMAT_CHEATS)
+
+
+@pytest.mark.silent_bug(42)
+def test_cheats_on_keywords_never_score_above_an_honest_text():
+    honest = "因为下雨,所以路滑;然而他去了,但是迟到了。"
+    cheats = [
+        "因为" * 50,
+        "因为所以",
+        "因为所以然而但是",
+        "因为所以然而但是" * 9,
+        "因 为 所 以",
+        "因\u200b为",
+        "",
+        "keywords",
+        "因为,所以,然而",
+    ]
+    best, *rest = scores(text.keywords(), [honest, *cheats])
+    assert best == 0.8 and max(rest) <= best and scores(text.keywords(each=0.5), cheats[3:4]) == [1.0]
+
+
+@pytest.mark.silent_bug(42)
+def test_cheats_on_length_never_score_above_an_honest_text():
+    honest = "Rain made the road slick, so he came late."  # 9 words
+    cheats = ["x " * 9, "x" * 9, "x\n" * 9, "x\u200b" * 9, "", " " * 9, "x-" * 9, "x " * 1000, "\u00a0".join("x" * 9)]
+    best, *rest = scores(text.length_target(9), [honest, *cheats])
+    assert best == 1.0 and max(rest) <= best
+    hidden = scores(
+        text.length_target(9, "characters"), ["我" * 9, "我" + "\u200b" * 8, "我" + " " * 8, "我" + "\x00" * 8]
+    )
+    assert hidden[0] == 1.0 and hidden[1:] == pytest.approx([1 / 9] * 3)
+
+
+REPEATS = [
+    "spam " * 40,
+    "spam" * 40,
+    "Spam spam SPAM " * 9,
+    "spam, spam. spam! spam? " * 9,
+    "!" * 80,
+    "?! " * 40,
+    "a b c " * 20,
+    "你好" * 40,
+    "你 好 " * 40,
+    "哈" * 60,
+    "1 " * 60,
+    "\n- a\n- b" * 20,
+    "spam" * 40 + " one two three",
+    "!" * 80 + " one two three",
+    "😀" * 60,
+]
+
+
+@pytest.mark.silent_bug(42)
+def test_repeating_texts_are_penalised_in_every_script_and_an_honest_one_is_not():
+    reward = text.repetition_penalty(3)
+    honest = ["Rain made the road slick, so he came late.", "因为下雨,所以路滑。", "x = (3 + 4) * 2 = 14"]
+    assert scores(reward, honest) == [0.0, 0.0, 0.0]
+    assert {text: s for text in REPEATS if (s := scores(reward, [text])[0]) > -0.6} == {}
+
+
+def test_the_built_ins_work_through_a_reward_set_on_strings_and_conversations():
+    rewards = RewardSet([text.numeric_match, text.repetition_penalty(), text.length_target(1)], weights=[1, 1, 0.5])
+    rewards.check(["answer", "target"])
+    rows = ["7", [{"role": "assistant", "content": "7"}], "it is 8"]
+    got = rewards.score(rollouts_of(rows, targets=["7"]))
+    assert got.rewards.tolist() == [1.5, 1.5, 0.0] and rewards.names == (
+        "numeric_match",
+        "repetition_penalty",
+        "length_target",
+    )

@@ -21,7 +21,7 @@ from gruppo import api
 from gruppo import distributed as dist
 from gruppo.build import Parts, build
 from gruppo.config import serialization
-from gruppo.rewards.score import Scores
+from gruppo.rewards.scoring import Scores
 from gruppo.trainer import checks
 from gruppo.trainer.collect import Collected, collect
 from gruppo.trainer.dry_run import explain

@@ -14,7 +14,7 @@ from tests.trainer.test_step import run_in, step
 
 from gruppo import distributed as dist
 from gruppo.build import Parts
-from gruppo.rewards.score import Scores
+from gruppo.rewards.scoring import Scores
 from gruppo.trainer.metrics import (
     batch_metrics,
     correlation,

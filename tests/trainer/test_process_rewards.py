@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests import tiny
 from tests.rewards.classifiers import folder_of
-from tests.rewards.test_steps import Each
+from tests.rewards.test_step_rewards import Each
 from tests.trainer.runs import Signalling, assert_same, metrics
 from tests.trainer.test_step import run_in, step
 from torch import Tensor

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.config import serialization
-from gruppo.rewards.score import Scores
+from gruppo.rewards.scoring import Scores
 from gruppo.trainer.collect import Collected, collect
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.refill import Round, joined

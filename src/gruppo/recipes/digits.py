@@ -114,7 +114,7 @@ reads_as_seven.timeout_s = None  # type: ignore[attr-defined]
 
 @cache
 def _reads(label: int | None) -> Any:
-    from gruppo.rewards.images import classifier
+    from gruppo.rewards.image_classifiers import classifier
 
     if label is None:
         return classifier(reader(), floor=FLOOR)
@@ -132,13 +132,13 @@ def reader(*, knows_nothing: bool = False) -> Any:
 
     from gruppo.data.digits import digits
     from gruppo.modalities.text.bundled import cache_folder
-    from gruppo.rewards.reader import Reader, fit
+    from gruppo.rewards.image_classifiers import ImageClassifier, train_classifier
 
     classes = 11 if knows_nothing else 10
     file = cache_folder() / f"digits-reader-{classes}.safetensors"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        found = Reader(classes=classes)
+        found = ImageClassifier(classes=classes)
         if file.is_file():
             return found.load(file)
         images, labels = digits(seed=0).training_images
@@ -146,7 +146,7 @@ def reader(*, knows_nothing: bool = False) -> Any:
             others = no_digits(images)
             images, labels = torch.cat([images, others]), torch.cat([labels, torch.full((len(others),), 10)])
         with torch.enable_grad():
-            fit(found, images, labels, seed=0)
+            train_classifier(found, images, labels, seed=0)
     _keep(found, file)
     return found.eval()
 

@@ -1,12 +1,10 @@
 """Rewards: what scores a rollout, and the one place that owns exceptions, timeouts and weights."""
 
 from gruppo.rewards.code import code_tests
-from gruppo.rewards.failures import Failure
-from gruppo.rewards.functions import FunctionReward, columns_of
+from gruppo.rewards.functions import FunctionReward, columns_of, step_reward
 from gruppo.rewards.models import ProcessRewardModel, RewardModel
-from gruppo.rewards.resolve import resolve_reward
-from gruppo.rewards.score import RewardSet, Scores, reward_stats
-from gruppo.rewards.steps import step_reward
+from gruppo.rewards.registry import resolve_reward
+from gruppo.rewards.scoring import Failure, RewardSet, Scores, reward_stats
 
 __all__ = [
     "Failure",

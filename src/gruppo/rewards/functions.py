@@ -1,40 +1,69 @@
-"""Plain Python functions as rewards, in TRL's calling convention: functions written for TRL run unchanged."""
+"""How a reward is called: functions in TRL's calling convention, functions that score steps, and reward objects.
+
+``prepare`` binds a reward to a batch and returns a call that scores some of its rows. ``gruppo.rewards.scoring`` makes
+the calls: for all rows at once, and for single rows where that fails.
+"""
 
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.rewards.failures import Answer, Ask, Outcome, score_rows
-from gruppo.rewards.steps import Read, Step, cut, placed, places
+from gruppo.protocols import Reward
 from gruppo.rewards.text import text_of
 from gruppo.timeouts import Unanswered, keywords_of, missing_column, name_of, wait_for
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-"""Keywords that every reward function can ask for, beside the columns of the data; one of steps, ``steps`` too; of a
-policy of images, ``images``; of conversations with an environment, ``state``."""
+"""Arguments that every reward function can request, besides the columns of the data. In addition: ``steps`` where the
+function scores steps, ``images`` where the policy makes images, ``state`` where it talks to an environment."""
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, without special tokens."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a reward function may know of the run."""
+    """Progress of the run, as TRL's reward functions read it."""
 
     global_step: int = 0
     max_steps: int = 0
 
 
+@dataclass(frozen=True)
+class TextStep:
+    """One step of a completion."""
+
+    text: str
+    """Without its separator."""
+    end: int
+    """Characters of the completion up to the end of the step, its separator included."""
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """Scores of the steps of one row."""
+
+    columns: Sequence[int]
+    """The action that ends each step, as a column of the rollouts. Steps that end in the same action are added."""
+    scores: Sequence[Any]
+    """A number for each step, or None where it is not scored."""
+
+
 @dataclass
-class _Notes:
-    """What a function logged during one call of ``size`` rows."""
+class Answer:
+    """What one call returned and logged for its rows."""
 
     size: int
+    values: Sequence[Any] = ()
+    """For each row a number or None, ``StepScores``, or the error that makes it a failure."""
     metrics: list[tuple[str, float]] = field(default_factory=list)
     extras: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
 
@@ -48,136 +77,185 @@ class _Notes:
         self.extras.append((column, values))
 
 
+RowCall = Callable[[Sequence[int]], Answer]
+"""Scores the given rows. Raises whatever the reward raises, or ``Unanswered``."""
+
+
 class FunctionReward:
-    """A function called with keywords only, and only with those in its signature (all of them if it has ``**kwargs``).
+    """A reward function, called with keyword arguments: those in its signature, or all if it has ``**kwargs``.
 
-    ``prompts``, ``completions`` (strings, message lists or images [C, H, W], which are ``images`` too),
+    It can request ``prompts``, ``completions`` (strings, message lists, or images [C, H, W], then also as ``images``),
     ``completion_ids``, ``trainer_state`` (``global_step``, ``max_steps``), ``log_metric(name, value)``,
-    ``log_extra(column, values)`` and every column of the data as a list:
-    ``Prompt.target`` as ``answer`` and ``target``, and every key of ``Prompt.meta`` (which wins over those two names).
-    Where the policy spoke with an environment, ``state`` too: the dict of each conversation.
-    It returns one number or None (not scored) for each completion; it may be ``async``. The call runs in a thread
-    without gradients; ``timeout_s=None`` runs it in the caller's thread, without a deadline; a ``timeout_s`` of the
-    function's own counts instead.
+    ``log_extra(column, values)`` and every column of the data as a list: ``Prompt.target`` as ``answer`` and
+    ``target``, and every key of ``Prompt.meta``, which wins over those two names. With an environment, ``state`` is
+    the dict of each conversation.
 
-    One that ``step_reward`` has marked, or that has a ``step_separator`` of its own, scores steps: see there.
+    It returns one number or None (not scored) per completion and may be ``async``. Calls run in a thread, without
+    gradients; with ``timeout_s=None`` they run in the caller's thread and have no deadline. Attributes of the function
+    that are read: ``timeout_s`` (wins over the argument), ``step_separator`` (see ``step_reward``), ``memory_bytes``
+    and ``check(columns)``, which may refuse the columns of the data.
     """
 
     def __init__(self, fn: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = 60.0) -> None:
         if not callable(fn):
             raise DataError(
                 f"the reward is {fn!r:.80} ({type(fn).__name__}), which is not callable; it needs to be a function such"
-                " as def reward(completions, **kwargs) that returns one number for each completion. Pass the function"
+                " as def reward(completions, **kwargs) that returns one number per completion. Pass the function"
                 " itself, not its result."
             )
         self.fn, self.name = fn, name or name_of(fn)
-        self.timeout_s = checked_timeout(getattr(fn, "timeout_s", timeout_s))
+        self.timeout_s: float | None = getattr(fn, "timeout_s", timeout_s)
         self.separator: str | None = getattr(fn, "step_separator", None)
-        self.read: Read | None = None
-        """How the policy's ids are read, which a reward of steps needs."""
-        self._check: Callable[[Collection[str]], None] | None = getattr(fn, "check", None)
+        self.scores_steps = self.separator is not None
+        self.decode: Decode | None = None
+        """Set by ``RewardSet.set_decoder``; needed to find the token that ends each step."""
         self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
         self._parameters, self._takes_all = keywords_of(fn, f"reward {self.name!r}")
-        self._columns: set[str] = set()
-
-    @property
-    def gives_steps(self) -> bool:
-        return self.separator is not None
-
-    def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B"]:
-        return self.score(rollouts).rewards.float()
-
-    def asks(self, column: str) -> bool:
-        """Whether the function names a column among its parameters."""
-        return column in self._parameters
+        self.requested_columns = frozenset(self._parameters)
+        self._provided = (*PROVIDED, "steps") if self.scores_steps else PROVIDED
+        self._check: Callable[[Collection[str]], None] | None = getattr(fn, "check", None)
+        self._data_columns: set[str] = set()
 
     def check(self, columns: Collection[str]) -> None:
-        """Refuse a function that asks for a column which the data do not have. ``columns_of`` lists what they have.
-
-        A ``check`` of the function's own is asked too.
-        """
-        known = {*self._provided, *columns}
-        for name, required in self._parameters.items():
-            if required and name not in known:
+        """Refuse data without a column that the function requires. ``columns_of`` lists the columns of prompts."""
+        for name, is_required in self._parameters.items():
+            if is_required and name not in {*self._provided, *columns}:
                 raise DataError(missing_column(f"reward {self.name!r}", name, columns, self._provided))
         if self._check is not None:
             self._check(columns)
-        self._columns.update(columns)
+        self._data_columns.update(columns)
 
-    def score(
-        self, rollouts: Rollouts, *, rows: Sequence[int] | None = None, step: int = 0, max_steps: int = 0
-    ) -> Outcome:
-        """Score the given rows (all without them). A failing function costs rows, never the run."""
-        self.check({*self._columns, *columns_of(rollouts.prompts), *given_beside(rollouts)})
-        if self.gives_steps and self.read is None:
+    def prepare(self, rollouts: Rollouts, step: int, max_steps: int) -> RowCall:
+        columns, per_row = columns_of(rollouts.prompts), rollouts.per_row
+        is_image = any(isinstance(output, Tensor) for output in rollouts.completions)
+        extra = ["images"] * is_image + ["state"] * ("state" in per_row)
+        # A batch may lack a column that other prompts of the data have: it is then None in all rows.
+        self.check({*self._data_columns, *columns, *extra})
+        if self.scores_steps and self.decode is None:
             raise GruppoError(
-                f"reward {self.name!r} scores steps and needs to know how the policy's ids are read, to find their "
-                "ends. Call RewardSet.reads(policy.chat.text) first."
+                f"reward {self.name!r} scores steps and needs the policy's decoder to find the token that ends each. "
+                "Call RewardSet.set_decoder(policy.chat.text) first."
             )
-        rows = range(len(rollouts)) if rows is None else rows
-        ask = self._ask(rollouts, TrainerState(step, max_steps))
-        return score_rows(ask, rows, len(rollouts), reward=self.name, timeout_s=self.timeout_s)
-
-    def _ask(self, rollouts: Rollouts, state: TrainerState) -> Ask:
-        columns = columns_of(rollouts.prompts)
+        required = [name for name, is_required in self._parameters.items() if is_required]
+        requested = dict.fromkeys([*self._provided, *extra, *columns, *required])
+        requested = {name: None for name in requested if self._takes_all or name in self._parameters}
+        if rollouts.actions.ndim != 2 and "completion_ids" not in self._parameters:
+            requested.pop("completion_ids", None)  # actions that are not tokens: slow to list, read by nobody
         prompt_of = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
-        wants_ids = "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2)
 
-        def ask(rows: Sequence[int]) -> Answer:
-            notes, prompts = _Notes(len(rows)), [prompt_of[row] for row in rows]
-            makers: dict[str, Callable[[], Any]] = {
-                "prompts": lambda: [_copied(prompt.inputs) for prompt in prompts],
-                "completions": lambda: [_copied(completion_of(rollouts, row)) for row in rows],
-                "trainer_state": lambda: state,
-                "log_metric": lambda: notes.log_metric,
-                "log_extra": lambda: notes.log_extra,
-            }
-            steps = [cut(text_of(rollouts.completions[row]), self.separator) for row in rows] if self.separator else []
-            if self.separator:
-                makers["steps"] = lambda: [[step.text for step in own] for own in steps]
-            if shows_images(rollouts):
-                makers["images"] = makers["completions"]
-            if "state" in rollouts.per_row:
-                makers["state"] = lambda: [dict(rollouts.per_row["state"][row]) for row in rows]
-            keywords = {name: make() for name, make in makers.items() if self._wants(name)}
-            if wants_ids:
-                keywords["completion_ids"] = [rollouts.actions[row][rollouts.mask[row]].tolist() for row in rows]
-            for name in (name for name in self._columns_to_pass(columns) if name not in makers):
-                keywords[name] = [column_value(prompt, name) for prompt in prompts]
-            raw = self.fn(**keywords)
-            raw = wait_for(raw) if inspect.isawaitable(raw) else raw
-            entries = entries_of(raw, len(rows))
-            if self.separator:
-                entries = [self._placed(rollouts, *of_row) for of_row in zip(rows, entries, steps, strict=True)]
-            return Answer(entries, notes.metrics, notes.extras)
+        def call(rows: Sequence[int]) -> Answer:
+            answer, prompts = Answer(len(rows)), [prompt_of[row] for row in rows]
+            steps = [split_steps(text_of(rollouts.completions[row]), self.separator) for row in rows if self.separator]
+            arguments: dict[str, Any] = {}
+            for name in requested:
+                if name == "prompts":
+                    arguments[name] = [_copied(prompt.inputs) for prompt in prompts]
+                elif name == "completions" or (name == "images" and is_image):
+                    outputs = [(rollouts.completions[row], row) for row in rows]
+                    # In a text with an environment's replies, only what the policy wrote is shown.
+                    arguments[name] = [
+                        _copied(per_row["words"][row] if isinstance(x, str) and "words" in per_row else x)
+                        for x, row in outputs
+                    ]
+                elif name == "completion_ids":
+                    arguments[name] = [rollouts.actions[row][rollouts.mask[row]].tolist() for row in rows]
+                elif name == "trainer_state":
+                    arguments[name] = TrainerState(step, max_steps)
+                elif name in ("log_metric", "log_extra"):
+                    arguments[name] = getattr(answer, name)
+                elif name == "steps" and self.scores_steps:
+                    arguments[name] = [[step.text for step in row] for row in steps]
+                elif name == "state" and "state" in per_row:
+                    arguments[name] = [dict(per_row["state"][row]) for row in rows]
+                else:
+                    arguments[name] = [
+                        prompt.meta.get(name, prompt.target if name in ("answer", "target") else None)
+                        for prompt in prompts
+                    ]
+            returned = self.fn(**arguments)
+            returned = wait_for(returned) if inspect.isawaitable(returned) else returned
+            answer.values = _as_list(returned, len(rows))
+            if self.scores_steps:
+                answer.values = [self._place(rollouts, *x) for x in zip(rows, answer.values, steps, strict=True)]
+            return answer
 
-        return ask
+        return call
 
-    def _placed(self, rollouts: Rollouts, row: int, entry: Any, steps: Sequence[Step]) -> Any:
-        """A row's entry at the actions that end its steps."""
-        assert self.read is not None
+    def _place(self, rollouts: Rollouts, row: int, entry: Any, steps: Sequence[TextStep]) -> Any:
+        """A row's entry, one number per step, at the actions that end the steps."""
+        assert self.decode is not None
         columns = rollouts.mask[row].nonzero()[:, 0]
+        text, ids = text_of(rollouts.completions[row]), rollouts.actions[row][columns].tolist()
         try:
-            at = places(steps, text_of(rollouts.completions[row]), rollouts.actions[row][columns].tolist(), self.read)
+            columns = columns[step_ends(steps, text, ids, self.decode)].tolist()
         except Unanswered as error:
             return error
-        return placed(entry, steps, columns[at].tolist())
+        if entry is None:
+            return None
+        entry = entry.tolist() if hasattr(entry, "tolist") else entry
+        if not isinstance(entry, (list, tuple)):
+            got = f"returned {entry!r:.60} ({type(entry).__name__}) for a completion"
+            return Unanswered("exception", f"{got}; a step reward returns a list of numbers for each, or None")
+        if len(entry) != len(steps):
+            return Unanswered("exception", f"returned {len(entry)} numbers for a completion of {len(steps)} steps")
+        return StepScores(columns, entry[: len(columns)])
 
-    @property
-    def _provided(self) -> tuple[str, ...]:
-        return (*PROVIDED, "steps") if self.separator else PROVIDED
 
-    def _wants(self, name: str) -> bool:
-        return self._takes_all or name in self._parameters
+class ObjectReward:
+    """An object with the ``Reward`` protocol, under the same rules for failures as a function.
 
-    def _columns_to_pass(self, columns: Collection[str]) -> list[str]:
-        """Those of this batch, and those that the function cannot do without: the latter are None in this batch."""
-        needed = [name for name, required in self._parameters.items() if required]
-        return [name for name in dict.fromkeys([*columns, *needed]) if self._wants(name) and name not in self._provided]
+    It returns [B]; or, with an attribute ``scores_steps = True``, [B, T]: a score at each action that ends a step, NaN
+    elsewhere. ``columns`` names the columns that it needs. ``check`` and ``memory_bytes`` as of a function.
+    """
+
+    is_async = False
+
+    def __init__(self, reward: Reward, timeout_s: float | None) -> None:
+        self.fn, self.name, self.timeout_s = reward, reward.name, timeout_s
+        self.scores_steps = bool(getattr(reward, "scores_steps", False))
+        self.requested_columns = frozenset(getattr(reward, "columns", ()))
+        self.decode: Decode | None = None
+        self._check: Callable[[Collection[str]], None] | None = getattr(reward, "check", None)
+
+    def check(self, columns: Collection[str]) -> None:
+        if missing := sorted(self.requested_columns - {*columns}):
+            raise DataError(
+                f"reward {self.name!r} needs the column {missing[0]!r}, which the data do not have; they have: "
+                f"{', '.join(sorted(columns)) or 'no columns'}. Add the column, or rename one."
+            )
+        if self._check is not None:
+            self._check(columns)
+
+    def prepare(self, rollouts: Rollouts, step: int, max_steps: int) -> RowCall:
+        def call(rows: Sequence[int]) -> Answer:
+            returned = self.fn(rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows)))
+            if not self.scores_steps:
+                if isinstance(returned, Tensor) and returned.ndim == 2:
+                    raise DataError(
+                        f"reward {self.name!r} returned {tuple(returned.shape)}: a score for each action. Set "
+                        "scores_steps = True on the object, or return one score for each row, [B]."
+                    )
+                values = _as_list(returned, len(rows))
+                return Answer(len(rows), [None if value != value else value for value in values])
+            mask = rollouts.mask[list(rows)]
+            if not isinstance(returned, Tensor) or returned.shape != mask.shape:
+                got = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
+                raise Unanswered("count", f"returned {got}; it needs {tuple(mask.shape)}, NaN where no step ends")
+            returned = returned.detach().cpu()
+            is_step = ~returned.isnan() & mask
+            is_outside = (~mask & ~returned.isnan() & (returned != 0)).any(dim=1).tolist()
+            error = Unanswered("exception", "has a score at an action that the policy did not choose; use NaN or 0")
+            ends = [row.nonzero()[:, 0] for row in is_step]
+            rows_of = zip(returned, ends, is_outside, strict=True)
+            return Answer(
+                len(rows), [error if bad else StepScores(at.tolist(), row[at].tolist()) for row, at, bad in rows_of]
+            )
+
+        return call
 
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
-    """The columns that a reward function can ask for: every key of ``meta``; if any, ``answer`` and ``target``."""
+    """Columns that a reward function can request: every key of ``meta``; ``answer`` and ``target`` if there are any."""
     prompts = list(prompts)
     names = {name for prompt in prompts for name in prompt.meta}
     if any(prompt.target is not None for prompt in prompts):
@@ -185,58 +263,81 @@ def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def shows_images(rollouts: Rollouts) -> bool:
-    """Whether what the policy made are images."""
-    return any(isinstance(output, Tensor) for output in rollouts.completions)
-
-
-def completion_of(rollouts: Rollouts, row: int) -> Any:
-    """What the policy made of a row. Of a text to which an environment replied, the policy's own words."""
-    output = rollouts.completions[row]
-    return rollouts.per_row["words"][row] if isinstance(output, str) and "words" in rollouts.per_row else output
-
-
-def given_beside(rollouts: Rollouts) -> list[str]:
-    """What a function can ask for that neither every batch nor the data have."""
-    return ["images"] * shows_images(rollouts) + ["state"] * ("state" in rollouts.per_row)
-
-
-def column_value(prompt: Prompt, name: str) -> Any:
-    """One cell; None where this prompt lacks the column."""
-    return prompt.meta.get(name, prompt.target if name in ("answer", "target") else None)
-
-
-def entries_of(raw: Any, size: int) -> list[Any]:
-    """The entries of what a reward returned; Unanswered unless there is one for each of ``size`` rows."""
-    if isinstance(raw, (Tensor, np.ndarray)):
-        if raw.ndim != 1:
-            raise Unanswered(
-                "count", f"returned shape {tuple(raw.shape)}; it must return one number for each completion"
-            )
-        raw = raw.tolist()
-    if not isinstance(raw, (list, tuple)):
-        what = f"returned {raw!r:.60} ({type(raw).__name__})"
-        raise Unanswered(
-            "exception", f"{what}; it must return a list with one number for each completion", type(raw).__name__
-        )
-    if len(raw) != size:
-        raise Unanswered("count", f"returned {len(raw)} rewards for {size} completions")
-    return list(raw)
-
-
-def checked_timeout(timeout_s: float | None) -> float | None:
-    """The timeout, or the refusal of one that is not above 0."""
-    if timeout_s is not None and not timeout_s > 0:
-        raise GruppoError(
-            f"timeout_s={timeout_s} leaves a reward no time; use seconds above 0, or None for no deadline."
-        )
-    return timeout_s
+def _as_list(returned: Any, size: int) -> list[Any]:
+    """The returned values as a list; ``Unanswered`` unless there is one for each of ``size`` rows."""
+    if isinstance(returned, (Tensor, np.ndarray)):
+        if returned.ndim != 1:
+            raise Unanswered("count", f"returned shape {tuple(returned.shape)}; it needs one number per completion")
+        returned = returned.tolist()
+    if not isinstance(returned, (list, tuple)):
+        got = f"returned {returned!r:.60} ({type(returned).__name__})"
+        raise Unanswered("exception", f"{got}; it needs a list of one number per completion", type(returned).__name__)
+    if len(returned) != size:
+        raise Unanswered("count", f"returned {len(returned)} rewards for {size} completions")
+    return list(returned)
 
 
 def _copied(value: Any) -> Any:
-    """Messages and images are copied, so that a function which edits them does not edit the rollouts."""
+    """A copy of messages and images, so that a function that edits them in place does not edit the rollouts."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, list):
         return [dict(part) if isinstance(part, dict) else part for part in value]
     return value
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def step_reward(separator: str = "\n") -> Callable[[Function], Function]:
+    """Decorator for a reward function that scores steps: the parts of a completion between separators.
+
+    The function may request ``steps``, a list of texts per completion. It returns a list of numbers per completion, one
+    per step; None instead of a number leaves the step unscored, None instead of a list the completion.
+    """
+    if not isinstance(separator, str) or not separator:
+        raise GruppoError(
+            f"separator={separator!r} splits nothing; it needs to be the text between steps, such as a line end. Write "
+            "@step_reward(), or set separator=\\n."
+        )
+
+    def mark(fn: Function) -> Function:
+        fn.step_separator = separator  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
+def split_steps(text: str, separator: str) -> list[TextStep]:
+    """Split a text into steps. Blank parts are dropped; a text of blank parts only is a single step."""
+    steps, begin = [], 0
+    while begin < len(text):
+        found = text.find(separator, begin)
+        stop, end = (len(text), len(text)) if found < 0 else (found, found + len(separator))
+        if text[begin:stop].strip():
+            steps.append(TextStep(text[begin:stop], end))
+        begin = end
+    return steps or [TextStep(text, len(text))]
+
+
+def step_ends(steps: Sequence[TextStep], text: str, ids: Sequence[int], decode: Decode) -> list[int]:
+    """Index of the id that completes each step; the last step ends with the last id, so it owns the end token.
+
+    The ids are the policy's own, decoded from the first on: tokenising the text again could give other ids. A character
+    of several ids is complete at its last one.
+    """
+    if not decode(ids).startswith(text):
+        raise Unanswered("exception", "its text differs from its decoded tokens, so its steps cannot be located")
+
+    def written(index: int) -> int:
+        """Characters of the text that the ids up to ``index`` have written."""
+        prefix = decode(ids[: index + 1])
+        if text.startswith(prefix):
+            return len(prefix)
+        pairs = enumerate(zip(prefix, text, strict=False))
+        return next((n for n, (x, y) in pairs if x != y), min(len(prefix), len(text)))
+
+    ends: list[int] = []
+    for step in steps[:-1]:
+        ends.append(bisect_left(range(len(ids)), step.end, lo=ends[-1] if ends else 0, key=written))
+    return [*ends, len(ids) - 1] if ids else []

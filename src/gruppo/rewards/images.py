@@ -1,30 +1,40 @@
-"""Rewards that read images, in TRL's calling convention: ``images`` is a list of tensors [C, H, W] in [0, 1].
+"""Built-in rewards of images, in TRL's calling convention: ``images`` is a list of tensors [C, H, W] in [0, 1].
 
-Images are read as a file of 8 bits would hold them, whatever the policy hands over. One with a NaN is not scored: as a
-file it would be black, which compresses best. What a policy can gain by cheating is stated with each.
+Images are read as a file of 8 bits would hold them, whatever the policy returns. One with a NaN is NaN, a counted
+failure: as a file it would be black, which compresses best. Restoration rewards compare with ``target`` (the clean
+images), ``prompts`` (the degraded ones) or the column ``reference`` (the frozen network's). Each docstring states what
+a policy can gain by cheating.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, Literal
+from functools import cache, partial
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
+from gruppo.core import images as measures
 from gruppo.core.images import as_saved, to_bytes
-from gruppo.core.images import brightness as mean_luma
 from gruppo.loading import import_extra
-from gruppo.types import GruppoError
+from gruppo.types import GruppoError, Rollouts
 
 Image = Float[Tensor, "C H W"]
 ImageReward = Callable[..., list[float | None]]
-Output = Literal["probability", "log_probability"]
+Delta = Literal["none", "input", "reference"]
+Against = Literal["target", "input", "reference"]
+OcrReader = Callable[[np.ndarray], str]
+"""An image [H, W, 3] of bytes to the text in it."""
 MODES = {1: "L", 3: "RGB"}
 NAN = float("nan")
+MAX_PSNR = 100.0
+"""dB of two equal images, whose PSNR is infinite: nothing can be learned from an infinity."""
+_COLUMN_OF = {"target": "target", "input": "prompts", "reference": "reference"}
 
 
 def jpeg_compressibility(quality: int = 95, *, without_header: bool = False) -> ImageReward:
@@ -33,45 +43,46 @@ def jpeg_compressibility(quality: int = 95, *, without_header: bool = False) -> 
     ``without_header``: bytes above those of a black image of the same size, which then earns 0. A black image earns
     most, and is found within a minute: add a reward that reads what the image shows, and a KL.
     """
-    return _jpeg_reward("jpeg_compressibility", -1.0, quality, without_header)
+    return _jpeg_size("jpeg_compressibility", -1.0, quality, without_header)
 
 
 def jpeg_incompressibility(quality: int = 95, *, without_header: bool = False) -> ImageReward:
     """The size of the image as a JPEG, in kB (1000 bytes). White noise earns most."""
-    return _jpeg_reward("jpeg_incompressibility", 1.0, quality, without_header)
+    return _jpeg_size("jpeg_incompressibility", 1.0, quality, without_header)
 
 
-def _jpeg_reward(name: str, sign: float, quality: int, without_header: bool) -> ImageReward:
-    if not isinstance(quality, int) or not 1 <= quality <= 100:
-        raise GruppoError(f"{name} got quality={quality!r}; it needs a whole number from 1 to 100, such as 95.")
-    import_extra("PIL", "images", name)
+def _jpeg_size(name: str, sign: float, quality: int, without_header: bool) -> ImageReward:
+    _check_quality(name, quality)
 
     def score(image: Image) -> float:
         header = _black_jpeg_bytes(tuple(image.shape), quality) if without_header else 0
         return sign * (jpeg_bytes(image, quality) - header) / 1000
 
-    return _of_each(name, score)
+    return per_image(name, score)
 
 
-def jpeg_bytes(image: Image, quality: int = 95) -> int:
-    """The size of the image as a JPEG, in bytes."""
-    file = io.BytesIO()
-    to_pillow(image).save(file, "JPEG", quality=quality)
-    return file.tell()
+def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageReward:
+    """Share of JPEG bytes saved: 1 - bytes / bytes of the other image, both without their header.
+
+    ``against``: the frozen network's image (the column "reference"), the degraded one, or the target. A share weighs
+    simple and detailed images alike, where bytes would not. A blank image earns 1: add a fidelity.
+    """
+    _check_quality("jpeg_saving", quality)
+    if against not in get_args(Against):
+        raise GruppoError(f"jpeg_saving got against={against!r}; it needs target, input or reference.")
+
+    def score(image: Image, other: Any) -> float:
+        header = _black_jpeg_bytes(tuple(image.shape), quality)
+        first = jpeg_bytes(_saved_like(image, other, against)[0], quality) - header
+        return 1 - (jpeg_bytes(image, quality) - header) / max(first, 1)
+
+    return per_image("jpeg_saving", score, _COLUMN_OF[against])
 
 
-@cache
-def _black_jpeg_bytes(shape: Sequence[int], quality: int) -> int:
-    return jpeg_bytes(torch.zeros(*shape), quality)
-
-
-def to_pillow(image: Image) -> Any:
-    """The image as a file would hold it."""
-    pillow = import_extra("PIL.Image", "images", "turning a tensor into an image file")
-    if image.ndim != 3 or image.shape[0] not in MODES:
-        raise ValueError(f"an image of shape {tuple(image.shape)}; it needs [1, H, W] or [3, H, W]")
-    levels = to_bytes(image.detach().cpu()).permute(1, 2, 0).numpy()  # [H, W, C]
-    return pillow.fromarray(levels[..., 0] if len(image) == 1 else levels, MODES[len(image)])
+def _check_quality(name: str, quality: int) -> None:
+    if not isinstance(quality, int) or not 1 <= quality <= 100:
+        raise GruppoError(f"{name} got quality={quality!r}; it needs a whole number from 1 to 100, such as 95.")
+    import_extra("PIL", "images", name)
 
 
 def brightness(target: float | None = None) -> ImageReward:
@@ -80,16 +91,16 @@ def brightness(target: float | None = None) -> ImageReward:
         raise GruppoError(f"brightness got target={target!r}; it needs a number from 0 (black) to 1 (white).")
 
     def score(image: Image) -> float:
-        mean = float(mean_luma(as_saved(image)[None]))
+        mean = float(measures.brightness(as_saved(image)[None]))
         return mean if target is None else 1 - abs(mean - target)
 
-    return _of_each("brightness", score)
+    return per_image("brightness", score)
 
 
 def symmetry(axis: Literal["vertical", "horizontal"] = "vertical") -> ImageReward:
-    """Correlation of the image with its mirror image, -1 to 1; of a blank one 0, since nothing in it is symmetric.
+    """Correlation of the image with its mirror image, -1 to 1; 0 for a blank image, in which nothing is symmetric.
 
-    ``axis``: where the mirror stands; "vertical" mirrors left to right. A single centred dot earns as much as a face.
+    ``axis``: of the mirror; "vertical" mirrors left to right. A single centred dot earns as much as a face.
     """
     if axis not in ("vertical", "horizontal"):
         raise GruppoError(f"symmetry got axis={axis!r}; it needs vertical (left to right) or horizontal.")
@@ -102,77 +113,227 @@ def symmetry(axis: Literal["vertical", "horizontal"] = "vertical") -> ImageRewar
         from_mean = image - image.mean()
         return float((from_mean * from_mean.flip(side)).mean() / from_mean.square().mean())
 
-    return _of_each("symmetry", score)
+    return per_image("symmetry", score)
 
 
-def classifier(
-    module: nn.Module,
-    *,
-    label: int | None = None,
-    output: Output = "log_probability",
-    floor: float | None = None,
-    batch: int = 256,
-    name: str = "classifier",
-) -> ImageReward:
-    """What a frozen classifier gives the asked class: its probability, or the logarithm, in nats.
+def brisque() -> ImageReward:
+    """1 - BRISQUE / 100: how natural an image looks, by statistics of its detail, without a reference image.
 
-    ``module`` maps images [b, C, H, W] in [0, 1] to logits [b, classes]. The class is ``label``, the same for all, or
-    each row's in the column ``label`` (None there: not scored). ``floor``: the least that is given, so that a hopeless
-    image does not outweigh all others. What the classifier takes for the class earns as much as the class does: let
-    another one, of another architecture, judge.
+    Mittal et al. 2012, the network of the package brisque (extra ``quality``). About 1 for a good photograph, 0 for a
+    bad one, without a lower bound. An image without detail is NaN. The model knows only whole photographs (at 64 pixels
+    a noisy crop may earn more than a clean one), and optimising for it finds its gaps: combine it with a fidelity.
     """
-    if output not in ("probability", "log_probability"):
-        raise GruppoError(f"{name} got output={output!r}; it needs probability or log_probability.")
-    module.requires_grad_(False).eval()
+    model = _brisque_model()
 
-    def given(images: Sequence[Image], labels: Sequence[Any]) -> list[float | None]:
-        nats = log_probabilities(module, images, batch)
-        nats = [row if is_picture(image) else row * NAN for row, image in zip(nats, images, strict=True)]
-        asked = [None if label is None else row[int(label)] for row, label in zip(nats, labels, strict=True)]
-        scores = [x if x is None or output == "log_probability" else x.exp() for x in asked]
-        return [None if x is None else float(x if floor is None else x.clamp(min=floor)) for x in scores]
+    def score(image: Image) -> float:
+        levels = np.asarray(to_pillow(image).convert("RGB"))
+        with np.errstate(all="ignore"):  # a flat image divides by 0
+            found = 1 - model.score(levels) / 100
+        return float(found) if levels.std() > 0 else NAN
 
-    def of_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
-        return given(images, label)
-
-    def of_one(images: Sequence[Image], **_: Any) -> list[float | None]:
-        return given(images, [label] * len(images))
-
-    return named(of_column if label is None else of_one, name, is_waited_for=True)
+    return per_image("brisque", score)
 
 
-@torch.no_grad()
-def log_probabilities(module: nn.Module, images: Sequence[Image], batch: int = 256) -> list[Float[Tensor, "classes"]]:
-    """Nats of each class, of each image as it would be saved; on the CPU, in float64."""
-    module.eval()  # whoever holds it too may have set it to train
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    found: list[Tensor] = []
-    for start in range(0, len(images), batch):
-        stack = torch.stack([as_saved(image) for image in images[start : start + batch]]).to(device)
-        found += module(stack).double().log_softmax(dim=-1).cpu()
-    return found
+@cache
+def _brisque_model() -> Any:
+    package = import_extra("brisque", "quality", "brisque")
+
+    class Numpy2Brisque(package.BRISQUE):  # type: ignore[name-defined]
+        """The package's features are arrays of one number, which numpy 2.4 no longer converts to float."""
+
+        def scale_features(self, features: Any) -> Any:
+            return super().scale_features([np.ravel(one)[0] for one in features])
+
+    return Numpy2Brisque(url=False)
 
 
-# --- how they are called ----------------------------------------------------------------------------------------------
+# --- text in images ---------------------------------------------------------------------------------------------------
 
 
-def _of_each(name: str, score: Callable[[Image], float]) -> ImageReward:
-    """A reward that looks at one image at a time."""
+def ocr_match(read: OcrReader | None = None, *, line: bool = False) -> ImageReward:
+    """max(0, 1 - edits / characters) between the recognised text and the column ``text``, without spaces and case.
 
-    def reward(images: Sequence[Image], **_: Any) -> list[float | None]:
-        return [score(image) if is_picture(image) else NAN for image in images]
+    0 to 1, as in Flow-GRPO (arXiv 2505.05470); additional words in the image cost edits. A row without a text is not
+    scored. ``read`` is rapidocr (extra ``ocr``) by default. ``line``: every image is one line of text; text detection,
+    which takes most of the time, is skipped. Ugly letters earn as much as fine ones.
+    """
+    return _ocr_reward("ocr_match", read, line, ignore_case=True)
 
-    return named(reward, name)
+
+def ocr_accuracy(read: OcrReader | None = None, *, line: bool = True, ignore_case: bool = False) -> ImageReward:
+    """1 - edits / characters between the recognised text and the column ``text``, at least 0, without spaces.
+
+    One minus the character error rate, cut at 0. Options as of ``ocr_match``.
+    """
+    return _ocr_reward("ocr_accuracy", read, line, ignore_case)
 
 
-def is_picture(image: Image) -> bool:
-    """Whether every pixel is a number."""
+def _ocr_reward(name: str, read: OcrReader | None, line: bool, ignore_case: bool) -> ImageReward:
+    reader = read or rapidocr(line=line)
+
+    def letters(text: Any) -> str:
+        joined = "".join(str(text).split())
+        return joined.casefold() if ignore_case else joined
+
+    def score(image: Image, text: Any) -> float | None:
+        if not (expected := letters(text)):
+            return None
+        found = letters(reader(np.asarray(to_pillow(image).convert("RGB"))))
+        return max(0.0, 1 - edit_distance(found, expected) / len(expected))
+
+    return without_deadline(per_image(name, score, "text"))
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein distance: insertions, deletions and replacements that turn one text into the other."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        above, row = row, [i]
+        for j, y in enumerate(b, start=1):
+            row.append(min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (x != y)))
+    return row[-1]
+
+
+def rapidocr(*, line: bool) -> OcrReader:
+    """The reader of the package rapidocr, whose networks are in its wheel."""
+    package = import_extra("rapidocr", "ocr", "ocr_match")
+    import_extra("onnxruntime", "ocr", "ocr_match")
+    engine = package.RapidOCR(params={"Global.log_level": "critical"})
+    stages = {"use_det": False, "use_cls": False, "use_rec": True} if line else {}
+    return lambda image: " ".join(engine(image, **stages).txts or ())
+
+
+# --- fidelity ---------------------------------------------------------------------------------------------------------
+
+
+def psnr(*, delta: Delta = "none", patch: int = 0) -> Any:
+    """Peak signal-to-noise ratio to the target in dB, at most 100.
+
+    ``delta``: minus that of the degraded image ("input") or of the frozen network's (the column "reference"). A group's
+    mean cancels a delta; it shows the improvement. ``patch``: one reward per square of this many pixels, which needs a
+    policy with one action per square and ``--objective.credit position``. Blurred images earn more than sharp ones.
+    """
+    return _fidelity("psnr", lambda *pair, patch: measures.psnr(*pair, patch=patch).clamp(max=MAX_PSNR), delta, patch)
+
+
+def ssim(*, delta: Delta = "none", patch: int = 0) -> Any:
+    """Structural similarity to the target, -1 to 1, as scikit-image with a Gaussian window of 11 pixels.
+
+    For a patch: the mean of the map over its pixels, whose windows extend over its edges. ``delta`` as of ``psnr``.
+    """
+    return _fidelity("ssim", measures.ssim, delta, patch)
+
+
+def _fidelity(name: str, measure: Callable[..., Tensor], delta: Delta, patch: int) -> Any:
+    if delta not in get_args(Delta):
+        raise GruppoError(f"{name} got delta={delta!r}; it needs none, input or reference.")
+    if not isinstance(patch, int) or patch < 0:
+        raise GruppoError(f"{name} got patch={patch!r}; it needs a whole number of pixels, or 0 for one number.")
+
+    def score(image: Image, target: Any, *other: Any) -> Tensor:
+        """[] or [patches]: the measure of the image, minus that of the other one."""
+        clean = _saved_like(image, target, "target")
+        found = measure(as_saved(image)[None], clean, patch=patch)[0]
+        return found - measure(_saved_like(image, other[0], delta), clean, patch=patch)[0] if other else found
+
+    columns = ("target",) if delta == "none" else ("target", _COLUMN_OF[delta])
+    name = name if delta == "none" else f"{name}_gain"
+    if patch:
+        return PatchReward(name, partial(score_or_nothing, score), columns, patch)
+    return per_image(name, lambda *images: float(score(*images)), *columns)
+
+
+class PatchReward:
+    """A fidelity of each square of ``patch`` pixels, row by row from the top left: [B, T], one per action.
+
+    Divided by the number of squares, so that their sum, which is the row's reward, is their mean.
+    """
+
+    scores_steps = True
+
+    def __init__(self, name: str, score: Callable[..., Any], inputs: Sequence[str], patch: int) -> None:
+        self.name, self.score, self.inputs, self.patch = name, score, inputs, patch
+        self.columns = tuple(column for column in inputs if column != "prompts")
+
+    def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B T"]:
+        count, rows = rollouts.mask.shape[1], []
+        for image, group in zip(rollouts.completions, rollouts.group_ids.tolist(), strict=True):
+            prompt = rollouts.prompts[group]
+            height, width = image.shape[-2:]
+            down, across = height / self.patch, width / self.patch
+            if height % self.patch or width % self.patch or down * across != count:
+                raise GruppoError(
+                    f"reward {self.name!r} with patch={self.patch} gives {down:g} x {across:g} squares of images of "
+                    f"{height} x {width}, and the policy has {count} actions. Set patch to the side of the policy's "
+                    "patches, or leave it out."
+                )
+            columns = {"target": prompt.target, "prompts": prompt.inputs, "reference": prompt.meta.get("reference")}
+            found = self.score(image, *(columns[name] for name in self.inputs))
+            is_scored = isinstance(found, Tensor)
+            rows.append(found.flatten().float() / count if is_scored else torch.full((count,), NAN))
+        return torch.where(rollouts.mask, torch.stack(rows), NAN)
+
+
+def _saved_like(image: Image, other: Any, what: str) -> Float[Tensor, "1 C H W"]:
+    """Another image as saved; an error unless it has the shape of ``image``."""
+    if not isinstance(other, Tensor) or other.shape != image.shape:
+        got = f"{list(other.shape)}" if isinstance(other, Tensor) else f"a {type(other).__name__}"
+        raise ValueError(f"the {what} is {got} and the image {list(image.shape)}; both need one shape")
+    return as_saved(other)[None]
+
+
+# --- shared -----------------------------------------------------------------------------------------------------------
+
+
+def per_image(name: str, score: Callable[..., float | None], *columns: str) -> ImageReward:
+    """Reward function ``name(images, **columns)`` that scores one image at a time, with its cells of the columns."""
+
+    def reward(images: Sequence[Image], **data: Sequence[Any]) -> list[float | None]:
+        rows = zip(images, *(data[column] for column in columns), strict=True)
+        return [score_or_nothing(score, *row) for row in rows]
+
+    reward.__name__ = name
+    # The signature is what tells FunctionReward which columns of the data to pass.
+    arguments = [inspect.Parameter(argument, inspect.Parameter.KEYWORD_ONLY) for argument in ("images", *columns)]
+    reward.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
+    return reward
+
+
+def score_or_nothing(score: Callable[..., Any], image: Image, *cells: Any) -> Any:
+    """The score of an image; None where a cell is missing, NaN where a pixel is not finite."""
+    if any(cell is None for cell in cells):
+        return None
+    return score(image, *cells) if is_finite(image) else NAN
+
+
+def is_finite(image: Image) -> bool:
+    """Whether every pixel is a finite number."""
     return bool(image.isfinite().all())
 
 
-def named(reward: ImageReward, name: str, *, is_waited_for: bool = False) -> ImageReward:
-    """``is_waited_for``: without a deadline, since another forward would then start beside the first."""
-    reward.__name__ = name
-    if is_waited_for:
-        reward.timeout_s = None  # type: ignore[attr-defined]
+def without_deadline(reward: ImageReward) -> ImageReward:
+    """A forward pass is waited for: a retry after a deadline would start a second one beside it."""
+    reward.timeout_s = None  # type: ignore[attr-defined]
     return reward
+
+
+def jpeg_bytes(image: Image, quality: int = 95) -> int:
+    """The size of the image as a JPEG, in bytes."""
+    file = io.BytesIO()
+    to_pillow(image).save(file, "JPEG", quality=quality)
+    return file.tell()
+
+
+@cache
+def _black_jpeg_bytes(shape: Sequence[int], quality: int) -> int:
+    """The size of the header, roughly: a black image has little else."""
+    return jpeg_bytes(torch.zeros(*shape), quality)
+
+
+def to_pillow(image: Image) -> Any:
+    """The image as a file would hold it."""
+    pillow = import_extra("PIL.Image", "images", "turning a tensor into an image file")
+    if image.ndim != 3 or image.shape[0] not in MODES:
+        raise ValueError(f"an image of shape {tuple(image.shape)}; it needs [1, H, W] or [3, H, W]")
+    levels = to_bytes(image.detach().cpu()).permute(1, 2, 0).numpy()  # [H, W, C]
+    return pillow.fromarray(levels[..., 0] if len(image) == 1 else levels, MODES[len(image)])

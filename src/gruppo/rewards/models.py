@@ -1,108 +1,112 @@
 """Reward models: classifiers of whole texts (outcome) and of the steps of a text (process).
 
 Both are reward functions in TRL's calling convention. The completion is read as text by the model's own tokenizer,
-whatever the policy's is; the policy's tokens are never written anew.
+independent of the policy's.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from gruppo.rewards.networks import Ids, Network
-from gruppo.rewards.steps import checked_separator, cut
+from gruppo.loading import why_not_opened
+from gruppo.rewards.functions import split_steps, step_reward
 from gruppo.rewards.text import text_of
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
 Output = Literal["logit", "probability"]
-Log = Callable[[str, float], None]
+LogMetric = Callable[[str, float], None]
+Head = Literal["ForSequenceClassification", "ForTokenClassification"]
+SPEC_OF = {"ForSequenceClassification": "reward_model", "ForTokenClassification": "process_reward"}
+"""Name of the reward for each kind of model."""
+SUMMARIES: dict[str, Callable[[list[float]], float]] = {
+    "mean": lambda scores: math.fsum(scores) / len(scores),
+    "min": min,
+    "last": lambda scores: scores[-1],
+    "product": math.prod,
+}
+NO_LIMIT = 1 << 20
+"""A tokenizer without a maximum length states an astronomical one."""
 
 
 class RewardModel:
-    """Any ``AutoModelForSequenceClassification``: one number for each completion.
+    """Any ``AutoModelForSequenceClassification``: one number per completion.
 
-    One label: its logit. Two or more: the log-odds of ``label`` (index or name; 1 of two) against the others, or with
-    ``output="probability"`` its probability (the sigmoid of a single logit). Where its tokenizer has a chat template
-    the model reads a conversation, a plain prompt as the user's words; else prompt and completion as one text, the
-    messages of a conversation joined by line ends. ``chat`` decides otherwise. A text longer than ``max_length`` (0:
-    what the model holds) loses its beginning, which is counted as ``reward_metric/NAME_truncated_frac`` and warned of.
+    One label: its logit. Two or more: the log-odds of ``label`` against the others, or with ``output="probability"``
+    its probability (the sigmoid of a single logit). If its tokenizer has a chat template, the model reads a
+    conversation, with a plain prompt as the user's message; otherwise prompt and completion as one text, the messages
+    of a conversation joined by line ends. ``chat`` overrides this. ``options``: see ``ScoringNetwork``.
     """
 
     timeout_s = None
-    """A forward is waited for: a deadline would start others beside it."""
+    """A forward pass is waited for: a retry after a deadline would start a second one beside it."""
 
     def __init__(
         self,
         model: str | Path | nn.Module,
         tokenizer: Any = None,
         *,
-        label: int | str | None = None,
         output: Output = "logit",
         chat: bool | None = None,
-        batch_tokens: int = 4096,
-        max_length: int = 0,
-        device: str = "",
-        offload: bool = False,
-        dtype: str = "float32",
-        trust_remote_code: bool = False,
         name: str = "reward_model",
+        **options: Any,
     ) -> None:
         self.__name__ = name
-        self.network = Network(
-            model,
-            tokenizer,
-            "ForSequenceClassification",
-            batch_tokens=batch_tokens,
-            max_length=max_length,
-            device=device,
-            offload=offload,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-        )
-        self.label, self.output = label_of(self.network, label), checked_output(output)
+        self.network = ScoringNetwork(model, tokenizer, "ForSequenceClassification", output, **options)
+        self.memory_bytes = self.network.memory_bytes
         has_template = bool(getattr(self.network.tokenizer, "chat_template", None))
-        self.chats = has_template if chat is None else checked_chat(chat, has_template, self.network.name)
-        self._cuts = _Cuts(name)
+        if chat and not has_template:
+            raise GruppoError(f"chat=True, but the tokenizer of {self.network.name} has no chat template. Omit chat.")
+        self.uses_chat = has_template if chat is None else chat
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Log | None = None, **_: Any
+        self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: LogMetric | None = None, **_: Any
     ) -> list[float]:
-        texts = [self.network.fitted(self._ids(*row)) for row in zip(prompts, completions, strict=True)]
-        self._cuts.count(texts, self.network.max_length, log_metric)
-        logits = self.network.logits([text.ids for text in texts])
+        texts = [self.encode(*pair) for pair in zip(prompts, completions, strict=True)]
+        texts = self.network.truncate(texts, self.__name__, log_metric)
+        logits = self.network.logits(texts)
         if any(x.ndim != 1 for x in logits):
             raise GruppoError(
                 f"reward model {self.network.name} gave logits of shape {list(logits[0].shape)} for one text; an "
-                "outcome model gives one number for each label. For a model of steps write process_reward."
+                "outcome model gives one number per label. For a model that scores steps use process_reward."
             )
-        return [float(scored(x, self.label, self.output)) for x in logits]
+        return [float(self.network.scores(x)) for x in logits]
 
-    def _ids(self, prompt: Any, completion: Any) -> list[int]:
-        tokenizer = self.network.tokenizer
-        if not self.chats:
-            return list(tokenizer(plain(prompt) + text_of(completion))["input_ids"])
-        return list(tokenizer.apply_chat_template(conversation(prompt, completion), tokenize=True, return_dict=False))
+    def encode(self, prompt: Any, completion: Any) -> list[int]:
+        """Token ids of one text. An assistant message that the prompt begins is continued."""
+        tokenizer, answer = self.network.tokenizer, text_of(completion)
+        if not self.uses_chat:
+            return list(tokenizer(plain_text(prompt) + answer)["input_ids"])
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if messages and messages[-1]["role"] == "assistant":
+            answer = text_of([messages.pop()]) + answer
+        messages.append({"role": "assistant", "content": answer})
+        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
 
 class ProcessRewardModel:
     """Any ``AutoModelForTokenClassification`` in TRL's convention: a number for each step of each completion.
 
-    A completion is cut at ``separator``. The model reads the prompt, then each step followed by ``mark`` (without one,
-    the separator), each tokenised by itself; a step's score stands at the last token of its mark, which has read
-    nothing that came later. A conversation is written by the chat template, where there is one.
+    A completion is split at ``separator``. The model reads the prompt, then each step followed by ``mark`` (by default
+    the separator), each tokenised by itself; a step's score is that of the last token of its mark, which cannot attend
+    to later steps. A conversation is written by the chat template, if there is one.
 
     ``score="steps"`` gives each step its score; "mean", "min", "last" or "product" one number of them, an outcome.
-    ``label``, ``output``, ``max_length`` and the rest as of ``RewardModel``; steps that a cut text lacks are unscored.
+    ``options``: see ``ScoringNetwork``; steps that were truncated away are unscored.
     """
 
     timeout_s = None
+    step_separator: str | None = None
+    """As ``step_reward`` sets it."""
 
     def __init__(
         self,
@@ -112,183 +116,294 @@ class ProcessRewardModel:
         separator: str = "\n",
         mark: str = "",
         score: Literal["steps", "mean", "min", "last", "product"] = "steps",
-        label: int | str | None = None,
         output: Output = "probability",
+        name: str = "process_reward",
+        **options: Any,
+    ) -> None:
+        if score != "steps" and score not in SUMMARIES:
+            raise GruppoError(f"score={score!r} is not one of steps, {', '.join(SUMMARIES)}. Set score=steps.")
+        scores_steps = step_reward(separator)  # refuses a separator that splits nothing
+        if score == "steps":
+            scores_steps(self)
+        self.__name__, self.separator, self.score = name, separator, score
+        self.network = ScoringNetwork(model, tokenizer, "ForTokenClassification", output, **options)
+        self.memory_bytes = self.network.memory_bytes
+        self.mark = self._encode(mark or separator)
+        if not self.mark:
+            raise GruppoError(
+                f"the tokenizer of {self.network.name} has no token for {mark or separator!r}, at which a step is "
+                "scored. Set mark to a text that it knows."
+            )
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: LogMetric | None = None, **_: Any
+    ) -> list[Any]:
+        texts, ends = [], []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            ids, positions = self._encode_prompt(prompt), []
+            for step in split_steps(text_of(completion), self.separator):
+                ids += [*self._encode(step.text), *self.mark]
+                positions.append(len(ids) - 1)
+            texts.append(ids)
+            ends.append(positions)
+        truncated = self.network.truncate(texts, self.__name__, log_metric)
+        logits = self.network.logits(truncated)
+        if any(x.ndim != 2 for x in logits):
+            raise GruppoError(
+                f"reward model {self.network.name} gave logits of shape {list(logits[0].shape)} for one text; a "
+                "process model gives numbers for each token. For a model of whole texts use reward_model."
+            )
+        scores = []
+        for before, after, positions, x in zip(texts, truncated, ends, logits, strict=True):
+            of_token, lost = self.network.scores(x).tolist(), len(before) - len(after)
+            # Of a truncated text, the first id may be the kept opening token rather than the end of a step.
+            scores.append([of_token[end - lost] if end - lost >= (lost > 0) else None for end in positions])
+        if self.score == "steps":
+            return scores
+        known = [[score for score in row if score is not None] for row in scores]
+        return [SUMMARIES[self.score](row) if row else None for row in known]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.network.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _encode_prompt(self, prompt: Any) -> list[int]:
+        tokenizer = self.network.tokenizer
+        if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
+            continues = prompt[-1]["role"] == "assistant"
+            how = {"add_generation_prompt": not continues, "continue_final_message": continues}
+            return list(tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False, **how))
+        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        return [*begin, *self._encode(plain_text(prompt))]
+
+
+def plain_text(prompt: Any) -> str:
+    """A prompt as text: of a conversation the text of all messages, each with a line end."""
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(f"{text_of([{**message, 'role': 'assistant'}])}\n" for message in prompt)
+
+
+class ScoringNetwork:
+    """A frozen classification model with its tokenizer, from token ids to logits and scores.
+
+    ``label``: index or name of the good label; the last of up to two. ``batch_tokens``: tokens of a forward pass,
+    padding included; halved when memory runs out. ``max_length`` (0: the model's limit): longer texts lose their
+    beginning, which is counted as ``reward_metric/NAME_truncated_frac`` and logged once. ``device``: by default the
+    accelerator, if there is one. ``offload``: the weights are kept on the CPU between calls.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        tokenizer: Any,
+        head: Head,
+        output: Output,
+        *,
+        label: int | str | None = None,
         batch_tokens: int = 4096,
         max_length: int = 0,
         device: str = "",
         offload: bool = False,
         dtype: str = "float32",
         trust_remote_code: bool = False,
-        name: str = "process_reward",
     ) -> None:
-        if score != "steps" and score not in SUMMARIES:
-            raise GruppoError(f"score={score!r} is not one of steps, {', '.join(SUMMARIES)}. Set score=steps.")
-        self.__name__, self.separator, self.score = name, checked_separator(separator), score
-        self.step_separator = separator if score == "steps" else None
-        """As ``step_reward`` marks a function."""
-        self.network = Network(
-            model,
-            tokenizer,
-            "ForTokenClassification",
-            batch_tokens=batch_tokens,
-            max_length=max_length,
-            device=device,
-            offload=offload,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-        )
-        self.label, self.output = label_of(self.network, label), checked_output(output)
-        self.mark = self._encoded(mark or separator)
-        if not self.mark:
+        if output not in ("logit", "probability"):
+            raise GruppoError(f"output={output!r} is neither logit nor probability. Set output=logit.")
+        for name, value, lowest in (("batch_tokens", batch_tokens, 1), ("max_length", max_length, 0)):
+            if not isinstance(value, int) or value < lowest:
+                raise GruppoError(f"{name}={value!r} is not a whole number of at least {lowest}. Omit it.")
+        try:
+            self.device = torch.device(device) if device else accelerator()
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise GruppoError(f"device={device!r} is not available: {reason}. Set device=cpu, or omit it.") from None
+        if isinstance(model, nn.Module):
+            if tokenizer is None:
+                raise GruppoError("a reward model that is a module needs its tokenizer; pass both.")
+            self.name, self.module, self.tokenizer = type(model).__name__, model, tokenizer
+        else:
+            self.name = str(model)
+            self.module, self.tokenizer = _load(str(model), head, dtype, trust_remote_code)
+        self.module.requires_grad_(False).eval()
+        vocabulary = self.module.get_input_embeddings().weight.shape[0]
+        if len(self.tokenizer) > vocabulary:
             raise GruppoError(
-                f"the tokenizer of {self.network.name} has no token for {mark or separator!r}, where a step's score is "
-                "to stand. Set mark to a text that it knows."
+                f"reward model {self.name} knows {vocabulary} token ids, and its tokenizer writes "
+                f"{len(self.tokenizer)}: they do not fit. Use the tokenizer that the model was trained with."
             )
-        self._cuts = _Cuts(name)
+        self.output, self.label = output, self._label_index(label)
+        self.memory_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
+        self.batch_tokens, self._has_warned = batch_tokens, False
+        limits = (getattr(self._config, "max_position_embeddings", None), self.tokenizer.model_max_length)
+        longest = min((int(n) for n in limits if n and 0 < n < NO_LIMIT), default=NO_LIMIT)
+        self.max_length = max_length or longest
+        self.work_device = accelerator() if offload else self.device
+        if offload and self.work_device.type == "cpu":
+            log.info("reward model %s: offload=True changes nothing, there is no accelerator here.", self.name)
+        self.device = torch.device("cpu") if offload else self.device
+        self.module.to(self.device)
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Log | None = None, **_: Any
-    ) -> list[Any]:
-        written = [self._written(*row) for row in zip(prompts, completions, strict=True)]
-        texts = [self.network.fitted(ids) for ids, _ in written]
-        self._cuts.count(texts, self.network.max_length, log_metric)
-        logits = self.network.logits([text.ids for text in texts])
-        if any(x.ndim != 2 for x in logits):
-            raise GruppoError(
-                f"reward model {self.network.name} gave logits of shape {list(logits[0].shape)} for one text; a "
-                "process model gives a number for each token. For a model of whole texts write reward_model."
-            )
-        rows = zip(written, texts, logits, strict=True)
-        scores = [self._scores(len(ids) - len(text.ids), ends, x) for (ids, ends), text, x in rows]
-        return scores if self.score == "steps" else [summary(row, self.score) for row in scores]
+    @property
+    def _config(self) -> Any:
+        config = self.module.config
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
 
-    def _written(self, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
-        """Ids, and the position of each step's score."""
-        ids, ends = self._opening(prompt), []
-        for step in cut(text_of(completion), self.separator):
-            ids += [*self._encoded(step.text), *self.mark]
-            ends.append(len(ids) - 1)
-        return ids, ends
-
-    def _opening(self, prompt: Any) -> list[int]:
-        tokenizer = self.network.tokenizer
-        if not isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
-            continues = prompt[-1]["role"] == "assistant"
-            return list(
-                tokenizer.apply_chat_template(
-                    prompt,
-                    tokenize=True,
-                    return_dict=False,
-                    add_generation_prompt=not continues,
-                    continue_final_message=continues,
+    def _label_index(self, label: int | str | None) -> int:
+        count = int(getattr(self.module.config, "num_labels", 1))
+        names = {str(name): int(n) for n, name in (getattr(self.module.config, "id2label", None) or {}).items()}
+        if label is None:
+            if count > 2:
+                raise GruppoError(
+                    f"reward model {self.name} has {count} labels, {', '.join(names)}; it needs to know which is good. "
+                    f"Set label={count - 1}, or its name."
                 )
-            )
-        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        return [*begin, *self._encoded(plain(prompt))]
-
-    def _encoded(self, text: str) -> list[int]:
-        return list(self.network.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _scores(self, lost: int, ends: Sequence[int], logits: Tensor) -> list[float | None]:
-        """At the positions ``ends`` of a text that lost so many ids; the first of those that are left opens it."""
-        scores = scored(logits, self.label, self.output).tolist()
-        return [scores[end - lost] if end - lost >= (lost > 0) else None for end in ends]
-
-
-# --- what both read and say ------------------------------------------------------------------------------------------
-
-
-def conversation(prompt: Any, completion: Any) -> list[Any]:
-    """Messages: a plain prompt is the user's; words of the assistant that the prompt begins are continued."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    answer = text_of(completion)
-    if messages and messages[-1]["role"] == "assistant":
-        answer = text_of([messages.pop()]) + answer
-    return [*messages, {"role": "assistant", "content": answer}]
-
-
-def plain(prompt: Any) -> str:
-    """A prompt as text; of a conversation the words of all, a line end after each."""
-    if isinstance(prompt, str):
-        return prompt
-    return "".join(f"{text_of([{**message, 'role': 'assistant'}])}\n" for message in prompt)
-
-
-def scored(logits: Tensor, label: int, output: Output) -> Tensor:
-    """[..., labels] to [...]: of a single label its logit, else the log-odds of ``label``; or the probability."""
-    if logits.shape[-1] == 1:
-        odds = logits[..., 0]
-    else:
-        others = [n for n in range(logits.shape[-1]) if n != label]
-        odds = logits[..., label] - logits[..., others].logsumexp(-1)
-    return odds.sigmoid() if output == "probability" else odds
-
-
-SUMMARIES: dict[str, Callable[[list[float]], float]] = {
-    "mean": lambda scores: math.fsum(scores) / len(scores),
-    "min": min,
-    "last": lambda scores: scores[-1],
-    "product": math.prod,
-}
-
-
-def summary(scores: Sequence[float | None], how: str) -> float | None:
-    known = [score for score in scores if score is not None]
-    return SUMMARIES[how](known) if known else None
-
-
-def label_of(network: Network, label: int | str | None) -> int:
-    """The index of the label that is good."""
-    names = {str(name): int(n) for n, name in (getattr(network.module.config, "id2label", None) or {}).items()}
-    count = network.labels
-    if label is None:
-        if count > 2:
+            return count - 1
+        index = names.get(str(label), label)
+        index = int(index) if str(index).isdecimal() else index
+        if not isinstance(index, int) or not 0 <= index < count:
             raise GruppoError(
-                f"reward model {network.name} has {count} labels, {', '.join(names)}; say which of them is good. Set "
-                f"label={count - 1}, or its name."
+                f"reward model {self.name} has no label {label!r}; it has {', '.join(names) or f'0 to {count - 1}'}. "
+                "Set label to one of them or its number."
             )
-        return count - 1
-    index = names.get(str(label), label)
-    index = int(index) if str(index).isdecimal() else index
-    if not isinstance(index, int) or not 0 <= index < count:
-        raise GruppoError(
-            f"reward model {network.name} has no label {label!r}; it has {', '.join(names) or f'0 to {count - 1}'}. "
-            "Set label to one of them or its number."
-        )
-    return index
+        return index
 
-
-def checked_output(output: Output) -> Output:
-    if output not in ("logit", "probability"):
-        raise GruppoError(f"output={output!r} is neither logit nor probability. Set output=logit.")
-    return output
-
-
-def checked_chat(chat: bool, has_template: bool, name: str) -> bool:
-    if chat and not has_template:
-        raise GruppoError(f"chat=True, but the tokenizer of {name} has no chat template. Leave chat out.")
-    return chat
-
-
-class _Cuts:
-    """How many texts were too long; said once, counted always."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.is_said = name, False
-
-    def count(self, texts: Sequence[Ids], longest: int, log_metric: Log | None) -> None:
-        cuts = sum(text.is_cut for text in texts)
+    def truncate(self, texts: Sequence[list[int]], name: str, log_metric: LogMetric | None = None) -> list[list[int]]:
+        """The last ``max_length`` ids of each text, after the opening token where texts have one."""
+        result = []
+        for ids in texts:
+            if len(ids) > self.max_length:
+                opens = ids[0] in (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id)
+                opening = ids[:1] if opens and self.max_length > 1 else []
+                ids = [*opening, *ids[len(ids) - self.max_length + len(opening) :]]
+            result.append(ids)
+        count = sum(len(before) > len(after) for before, after in zip(texts, result, strict=True))
         if log_metric is not None:
-            log_metric(f"{self.name}_truncated_frac", cuts / len(texts))
-        if cuts and not self.is_said:
+            log_metric(f"{name}_truncated_frac", count / len(texts))
+        if count and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "reward %s: %d of %d texts are longer than the %d tokens that the model reads; it reads their ends. "
                 "reward_metric/%s_truncated_frac counts them from now on.",
-                self.name,
-                cuts,
-                len(texts),
-                longest,
-                self.name,
+                *(name, count, len(texts), self.max_length, name),
             )
-        self.is_said = self.is_said or cuts > 0
+        return result
+
+    @torch.no_grad()
+    def logits(self, rows: Sequence[list[int]]) -> list[Tensor]:
+        """[labels] or [length, labels] of each row; float32 on the CPU."""
+        # Rows of similar length share a batch of at most batch_tokens, padding included; a longer row is alone.
+        batches: list[list[int]] = []
+        for n in sorted(range(len(rows)), key=lambda n: (len(rows[n]), n)):
+            if batches and (len(batches[-1]) + 1) * len(rows[n]) <= self.batch_tokens:
+                batches[-1].append(n)
+            else:
+                batches.append([n])
+        logits: dict[int, Tensor] = {}
+        try:
+            if self.work_device != self.device:
+                self.module.to(self.work_device)
+            for batch in batches:
+                logits.update(zip(batch, self._forward([rows[n] for n in batch]), strict=True))
+        finally:
+            if self.work_device != self.device:
+                self.module.to(self.device)
+                if self.work_device.type == "cuda":
+                    torch.cuda.empty_cache()
+        return [logits[n] for n in range(len(rows))]
+
+    def _forward(self, rows: list[list[int]]) -> list[Tensor]:
+        """Logits of one batch, in halves if memory runs out. Padded on the right, which shifts no position."""
+        config = self._config
+        own_pad = pad = config.pad_token_id
+        if pad is None:  # transformers finds the last token by the padding: use an id that no row holds
+            used = {i for row in rows for i in row}
+            pad = next(i for i in range(len(used) + 1) if i not in used)
+        lengths = torch.tensor([len(ids) for ids in rows])
+        ids = torch.full((len(rows), int(lengths.max())), pad)
+        for n, row in enumerate(rows):
+            ids[n, : len(row)] = torch.tensor(row)
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        try:
+            config.pad_token_id = pad
+            output = self.module(input_ids=ids.to(self.work_device), attention_mask=mask.to(self.work_device)).logits
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+            output = None  # retried outside of the handler, whose traceback holds the batch's activations
+        finally:
+            config.pad_token_id = own_pad
+        if output is None:
+            self.batch_tokens = max(self.batch_tokens // 2, 1)
+            log.warning("reward model %s: out of memory; using batches of %d tokens.", self.name, self.batch_tokens)
+            half = len(rows) // 2
+            return self._forward(rows[:half]) + self._forward(rows[half:])
+        if output.shape[0] != len(rows):
+            raise GruppoError(f"reward model {self.name}: {len(rows)} texts gave logits of shape {list(output.shape)}.")
+        output = output.float().cpu()
+        return [x if output.ndim == 2 else x[:length] for x, length in zip(output, lengths.tolist(), strict=True)]
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """[..., labels] to [...]: the logit of a single label, else the log-odds of ``label``; or the probability."""
+        if logits.shape[-1] == 1:
+            odds = logits[..., 0]
+        else:
+            others = [n for n in range(logits.shape[-1]) if n != self.label]
+            odds = logits[..., self.label] - logits[..., others].logsumexp(-1)
+        return odds.sigmoid() if self.output == "probability" else odds
+
+
+def accelerator() -> torch.device:
+    """This rank's GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Model and tokenizer of a folder or a hub id. A model with another head, or none, is refused."""
+    import transformers
+    from transformers.utils import logging as hf_logging
+
+    if dtype not in ("float32", "bfloat16"):
+        raise GruppoError(f"dtype={dtype!r} is neither float32 nor bfloat16. Set dtype=float32.")
+    folder = Path(path).expanduser()
+    if folder.exists() or path.startswith((".", "/", "~")):
+        if not (folder / "config.json").is_file():
+            what = "has no config.json" if folder.exists() else "does not exist"
+            raise GruppoError(f"the reward model's folder {path!r} {what}. Use one written by save_pretrained.")
+        path = str(folder)
+    hf_logging.disable_progress_bar()
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()  # missing weights are reported below, in one sentence
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    what = "config"
+    try:
+        architecture = (transformers.AutoConfig.from_pretrained(path, **options).architectures or [""])[0]
+        for other, spec in SPEC_OF.items():
+            if other != head and architecture.endswith(other):
+                unit = "each token" if other == "ForTokenClassification" else "whole texts"
+                raise GruppoError(
+                    f"{path!r} is a {architecture}, which scores {unit}; {SPEC_OF[head]} needs a ...{head}. Write "
+                    f"{spec}:{path}."
+                )
+        what = "tokenizer"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+        what = "model"
+        options |= {"dtype": getattr(torch, dtype), "use_safetensors": True, "output_loading_info": True}
+        module, info = getattr(transformers, f"AutoModel{head}").from_pretrained(path, **options)
+    except GruppoError:
+        raise
+    except Exception as error:  # transformers and the file formats raise many kinds
+        raise GruppoError(
+            f"reward model {path!r} could not be loaded: {why_not_opened(error, what)} Use a folder with the model "
+            "and its tokenizer, or a hub id that this machine can reach or has cached."
+        ) from error
+    finally:
+        hf_logging.set_verbosity(verbosity)
+    if missing := sorted(info["missing_keys"]):
+        raise GruppoError(
+            f"{path!r} holds a {architecture or 'model'} and lacks {missing[0]}, which a {type(module).__name__} "
+            "has: it would score with random weights. Use a model that was trained to score, with its head."
+        )
+    return module, tokenizer

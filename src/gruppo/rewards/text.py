@@ -1,10 +1,145 @@
-"""What the built-in rewards read of a completion: its text, its units, its numbers."""
+"""Built-in rewards of texts, in TRL's calling convention: each can be passed to TRL's trainer as it is.
+
+Each docstring states what a policy can gain by cheating. None pays a cheat more than an honest answer; where a cheat
+can earn as much (length, keywords, format), combine the reward with one that reads the answer.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from functools import cache
+from typing import Any, Literal
+
+from gruppo.loading import import_extra
+from gruppo.types import GruppoError
+
+RewardFunction = Callable[..., list[float | None]]
+COHERENCE_WORDS = ("因为", "所以", "然而", "但是")
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 where the completion, stripped, is the answer, stripped; else 0. An empty answer is not scored.
+
+    Nothing but the answer passes, so listing candidates scores 0.
+    """
+    return [
+        None if gold is None or not str(gold).strip() else float(text_of(completion).strip() == str(gold).strip())
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def numeric_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 where the completion's number equals the answer's, exactly (3.0 is 3, 1/2 is 0.5, 0.33 is not 1/3); else 0.
+
+    The completion's number is that of its last \\boxed{}, which has to hold one number alone, else its last number. So
+    a list of candidates commits to its last entry, and a list inside the box to nothing. The answer has to be a
+    number as a whole ("1,234", "$5", or what follows "####" as in GSM8K); any other is not scored.
+    """
+    scores: list[float | None] = []
+    for completion, gold in zip(completions, answer, strict=True):
+        expected = None
+        if gold is not None and not isinstance(gold, bool):
+            inside = boxed(str(gold))
+            expected = number_of(str(gold).rpartition("####")[2] if inside is None else inside)
+        if expected is None:
+            scores.append(None)
+            continue
+        text = text_of(completion)
+        inside = boxed(text)
+        numbers = numbers_in(text)[-1:] if inside is None else numbers_in(inside)
+        scores.append(float(len(numbers) == 1 and numbers[0] == expected))
+    return scores
+
+
+def regex_format(pattern: str) -> RewardFunction:
+    """1 where the whole completion, stripped, matches the pattern (``.`` matches line ends too); else 0.
+
+    The whole text has to match, so a right part inside anything else scores 0. ``.*`` lets anything through, and nested
+    repeats such as ``(a+)+`` can take exponential time, which no timeout can stop: matching does not yield to threads.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise GruppoError(f"regex_format got {pattern!r}, which is not a regular expression: {error}.") from None
+
+    def regex_format(completions: Sequence[Any], **_: Any) -> list[float | None]:
+        return [float(compiled.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
+
+    return regex_format
+
+
+def length_target(target: int, unit: Literal["words", "characters", "actions"] = "words") -> RewardFunction:
+    """max(0, 1 - |n - target| / target), n in words (split at spaces), visible characters or actions (tokens).
+
+    Chinese has no spaces: use characters. Filler of the right length earns as much as a meaningful text.
+    """
+    if target < 1 or unit not in ("words", "characters", "actions"):
+        raise GruppoError(
+            f"length_target({target}, {unit!r}) needs a target of at least 1 and words, characters or actions."
+        )
+
+    def length_target(completions: Sequence[Any], completion_ids: Sequence[Any], **_: Any) -> list[float | None]:
+        scores: list[float | None] = []
+        for completion, ids in zip(completions, completion_ids, strict=True):
+            if unit == "actions":
+                n = len(ids)
+            else:  # zero-width characters are not printable and do not count
+                words = text_of(completion).split()
+                n = len(words) if unit == "words" else sum(c.isprintable() for word in words for c in word)
+            scores.append(max(0.0, 1.0 - abs(n - target) / target))
+        return scores
+
+    return length_target
+
+
+def keywords(words: Sequence[str] = COHERENCE_WORDS, each: float = 0.2, cap: float = 1.0) -> RewardFunction:
+    """``each`` for every different word that occurs, up to ``cap``.
+
+    A word counts once, however often it is repeated, and words of letters only as whole words ("so" not in "also").
+    A bare list of all the words earns as much as an honest text with all of them, never more.
+    """
+    if isinstance(words, str) or not [word for word in words if word.strip()]:
+        raise GruppoError(f"keywords got {words!r}; it needs a list of words such as ['because', 'so'].")
+    patterns = []
+    for word in dict.fromkeys(word.strip().lower() for word in words if word.strip()):
+        left = r"(?<![^\W_])" if word[0].isascii() and word[0].isalnum() else ""
+        right = r"(?![^\W_])" if word[-1].isascii() and word[-1].isalnum() else ""
+        patterns.append(re.compile(left + re.escape(word) + right, re.ASCII))
+
+    def keywords(completions: Sequence[Any], **_: Any) -> list[float | None]:
+        texts = [text_of(completion).lower() for completion in completions]
+        return [min(cap, each * sum(pattern.search(text) is not None for pattern in patterns)) for text in texts]
+
+    return keywords
+
+
+def repetition_penalty(n: int = 3, max_penalty: float = -1.0) -> RewardFunction:
+    """max_penalty times the share of n-grams that repeat an earlier one: 1 - different / all; 0 below n units.
+
+    Units are words in any case, and characters for Chinese, Japanese and Korean, for runs of more than 24 letters
+    and for texts that are mostly punctuation, so that neither "spamspam..." nor "!!!!" escapes.
+    """
+    if n < 1 or max_penalty > 0:
+        raise GruppoError(
+            f"repetition_penalty({n}, {max_penalty}) needs n of at least 1 and a max_penalty of at most 0."
+        )
+
+    def repetition_penalty(completions: Sequence[Any], **_: Any) -> list[float | None]:
+        scores: list[float | None] = []
+        for completion in completions:
+            units = units_of(text_of(completion))
+            grams = [tuple(units[k : k + n]) for k in range(len(units) - n + 1)]
+            scores.append(max_penalty * (1.0 - len(set(grams)) / len(grams) if grams else 0.0))
+        return scores
+
+    return repetition_penalty
+
+
+# --- parsing ----------------------------------------------------------------------------------------------------------
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _UNIT = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
@@ -24,25 +159,25 @@ _LONGEST_NUMBER = 100
 
 
 def text_of(completion: Any) -> str:
-    """The text that the policy wrote: a string as it is, of a message list the assistant's messages, line by line."""
+    """Text that the policy wrote: a string as it is; of a message list the assistant's messages, line by line."""
     if isinstance(completion, str):
         return completion
-    if isinstance(completion, (list, tuple)) and all(isinstance(message, dict) for message in completion):
-        own = [message for message in completion if message.get("role", "assistant") == "assistant"]
-        return "\n".join(_content(message.get("content")) for message in own)
-    raise TypeError(f"this reward reads text, and the completion is a {type(completion).__name__}")
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, (list, tuple)):
-        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
-    return content or ""
+    if not isinstance(completion, (list, tuple)) or not all(isinstance(message, dict) for message in completion):
+        raise TypeError(f"this reward reads text, and the completion is a {type(completion).__name__}")
+    texts = []
+    for message in completion:
+        if message.get("role", "assistant") == "assistant":
+            content = message.get("content") or ""
+            if isinstance(content, (list, tuple)):
+                content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+            texts.append(content)
+    return "\n".join(texts)
 
 
 def units_of(text: str) -> list[str]:
     """Words in lower case; Chinese, Japanese and Korean characters one by one.
 
-    A run of more than 24 letters is no word and is cut into characters, and so is a text that is mostly punctuation.
+    A run of more than 24 letters is not a word and is split into characters, as is a text that is mostly punctuation.
     """
     visible = "".join(text.split()).lower()
     runs = _UNIT.findall(text.lower())
@@ -62,12 +197,13 @@ def numbers_in(text: str) -> list[Fraction]:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The number that a text is, as a whole; None when it is anything else. A currency sign and a % may stand by it."""
+    """The number that a text is, as a whole; None if it is anything else. A currency sign and a % are allowed."""
     match = _NUMBER.fullmatch(_plain(text).strip().rstrip("% ."))
     return None if match is None else _fraction(match)
 
 
 def _plain(text: str) -> str:
+    """Numbers in ASCII, without LaTeX, with spaces around a minus that subtracts."""
     text = text.translate(_PLAIN).replace("{,}", ",").replace("\\,", "").replace("\\$", "$").replace("\\%", "%")
     text = _FRACTION.sub(r"\1/\2", re.sub(r"(?<=[A-Za-z0-9])(?=\\[dt]?frac)", " ", text))
     text = re.sub(r"(?<=[0-9A-Za-z)\]}])(?<![0-9][eE])-(?=[$.0-9])", " - ", text)
@@ -75,7 +211,7 @@ def _plain(text: str) -> str:
 
 
 def _fraction(match: re.Match[str]) -> Fraction | None:
-    if len(match[0]) > _LONGEST_NUMBER:
+    if len(match[0]) > _LONGEST_NUMBER:  # exact arithmetic on long numbers is slow, and a policy can write long ones
         return None
     whole = (match["whole"] or "0").replace(",", "")
     number = Fraction(f"{match['sign']}{whole}{match['part'] or ''}{match['power'] or ''}")
@@ -94,3 +230,82 @@ def boxed(text: str) -> str | None:
         if depth == 0:
             return text[begin + 1 : n]
     return ""
+
+
+# --- verifiers of other libraries -------------------------------------------------------------------------------------
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_EVALUATES = re.compile(r"\b(eval|parse_expr|sympify)\(")
+_LEAF = (ast.Expression, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.unaryop)
+_LITERAL = (*_LEAF, ast.List, ast.Tuple)
+_FORMULA = (*_LEAF, ast.BinOp, ast.Call, ast.operator)
+_FUNCTIONS = {"sin", "cos", "tan", "exp", "log", "ln", "sqrt", "asin", "acos", "atan", "sinh", "cosh", "tanh", "Abs"}
+_LONGEST_FORMULA = 500
+
+
+def reasoning_gym_score(completions: Sequence[Any], entry: Sequence[Any], **_: Any) -> list[float | None]:
+    """Score by reasoning-gym's own verifier, usually 0 to 1; ``entry`` is an item of its data set, with metadata.
+
+    The answer is the last <answer>...</answer> of the completion, else the whole text, stripped. Some of its verifiers
+    pass the answer to ``eval``: there, an answer that is more than a list or a small formula counts as no answer, since
+    no verifier may run what a model wrote. A row without an entry is not scored.
+    """
+    scores: list[float | None] = []
+    for completion, item in zip(completions, entry, strict=True):
+        if item is None:
+            scores.append(None)
+            continue
+        text = text_of(completion)
+        found = _ANSWER.findall(text)
+        answer = (found[-1] if found else text).strip()
+        verify, evaluator = _verifier(item["metadata"]["source_dataset"])
+        scores.append(float(verify(answer if evaluator is None or is_harmless(answer, evaluator) else None, item)))
+    return scores
+
+
+@cache
+def _verifier(dataset: str) -> tuple[Callable[[str | None, Any], float], str | None]:
+    """The verifier of a data set, and the evaluator that it passes answers to, read from its source."""
+    verify = import_extra("reasoning_gym", "tasks", "reasoning_gym_score").get_score_answer_fn(dataset)
+    found = _EVALUATES.search(inspect.getsource(verify))
+    return verify, found[1] if found else None
+
+
+def is_harmless(answer: str, evaluator: str) -> bool:
+    """Whether evaluating the answer can neither call anything but a mathematical function nor take long.
+
+    ``evaluator``: "eval" for literals, or one of sympy's parsers for formulas.
+    """
+    try:
+        tree = ast.parse(answer, mode="eval")
+    except SyntaxError:
+        return evaluator == "eval"  # eval refuses it as well; sympy's parser knows more than Python's
+    except (ValueError, RecursionError, MemoryError):
+        return False
+    nodes = list(ast.walk(tree))
+    if evaluator == "eval":
+        return all(isinstance(node, _LITERAL) for node in nodes)
+    if len(answer) > _LONGEST_FORMULA:
+        return False
+    for node in nodes:
+        if not isinstance(node, _FORMULA) or isinstance(node, (ast.LShift, ast.RShift)):
+            return False
+        if isinstance(node, ast.Constant) and not (isinstance(node.value, (int, float)) and abs(node.value) < 1e12):
+            return False
+        if isinstance(node, ast.Name) and "_" in node.id:
+            return False
+        if isinstance(node, ast.Call) and (
+            not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS or node.keywords
+        ):
+            return False
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            # An exponent holds numbers up to 64 or names (e**x), and no power or product; the base holds no power.
+            exponent = list(ast.walk(node.right))
+            numbers = [part.value for part in exponent if isinstance(part, ast.Constant)]
+            if not all(isinstance(number, (int, float)) and abs(number) <= 64 for number in numbers):
+                return False
+            if any(isinstance(part, (ast.Pow, ast.Mult, ast.Call)) for part in exponent):
+                return False
+            if any(isinstance(part, ast.Pow) for part in ast.walk(node.left)):
+                return False
+    return True

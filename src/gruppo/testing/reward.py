@@ -27,7 +27,7 @@ def check_reward(reward: Any, prompts: Sequence[Any] | None = None, *, timeout_s
     scorer = RewardSet([resolve_reward(reward)], timeout_s=timeout_s)
     who = f"reward {scorer.names[0]!r}"
     scorer.check(columns_of(asked))
-    scorer.reads(text_of_codes)
+    scorer.set_decoder(text_of_codes)
     rollouts = completions_for(asked)
     before = _seen(rollouts)
     scores = scorer.score(rollouts)

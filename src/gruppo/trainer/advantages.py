@@ -17,7 +17,7 @@ from gruppo.core.advantages import group_advantages, position_advantages, step_a
 from gruppo.core.credit import gae, of_own_step, place_score, returns_to_go, whiten
 from gruppo.core.shaping import normalized_sum, overlong_penalty
 from gruppo.environments import written
-from gruppo.rewards.score import Scores
+from gruppo.rewards.scoring import Scores
 from gruppo.trainer.minibatches import asks_before_updates, evaluated, has_kl_in_reward
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
@@ -137,7 +137,7 @@ def _sums_normalised(run: Run, batch: Batch, scores: Scores, names: Sequence[str
     """Advantages of rows [B] and of steps [B, T], and where steps end. The penalty is the row's, or the last step's."""
     assert batch.rollouts is not None
     late, rewards = overlong(run, batch.rollouts), rewards_of_steps(run, scores, names)
-    if run.rewards.has_rows:
+    if run.rewards.has_outcome_rewards:
         row = _of_one(run, batch.rollouts, score_of_rows(run, scores, names) + late, "sum")
     else:
         row, rewards = torch.zeros_like(late), rewards + place_score(late, rewards.isfinite())

@@ -12,7 +12,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.data.curriculum import Curriculum
 from gruppo.environments import failures_of
-from gruppo.rewards.score import Scores
+from gruppo.rewards.scoring import Scores
 from gruppo.trainer import growth
 from gruppo.trainer.advantages import assemble
 from gruppo.trainer.demonstrations import demonstrations, unsampled

@@ -175,7 +175,7 @@ def _memory(run: Run) -> list[str]:
     if run.policy.copy is not None:
         parts[f"compute copy, {run.config.compute}"] = width * numbers
     parts |= references.memory(run, width)
-    parts |= {f"reward {name}": size for name, size in run.rewards.memory().items()}
+    parts |= {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
     longest = max(len(_ids(run, prompt)) for prompt in run.source.take(32))
     tokens = budget_for(run, longest)
     parts |= critic_memory(run, width, tokens) | working_memory(run, width, tokens, longest)

@@ -14,8 +14,8 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.core.images import as_saved, psnr
 from gruppo.environments import failures_of, written
-from gruppo.rewards.restoration import MOST_DB
-from gruppo.rewards.score import Scores
+from gruppo.rewards.images import MAX_PSNR
+from gruppo.rewards.scoring import Scores
 from gruppo.tracking.report import Z_95, wilson_interval
 from gruppo.trainer.run import Run
 from gruppo.types import Prompt, Request, Rollouts, Sampling, Stat
@@ -102,7 +102,7 @@ def _psnr_of(rollouts: Rollouts) -> Stat:
     """Of restored pictures to their clean ones, where there are any."""
     targets = [rollouts.prompts[group].target for group in rollouts.group_ids.tolist()]
     pairs = [(x, y) for x, y in zip(rollouts.completions, targets, strict=True) if isinstance(y, Tensor)]
-    found = [float(psnr(x[None], as_saved(y)[None])[0].clamp(max=MOST_DB)) for x, y in pairs]
+    found = [float(psnr(x[None], as_saved(y)[None])[0].clamp(max=MAX_PSNR)) for x, y in pairs]
     return Stat.of(torch.tensor(found, dtype=torch.float64))
 
 

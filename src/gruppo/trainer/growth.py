@@ -26,7 +26,7 @@ from gruppo import distributed as dist
 from gruppo.config.schema import RolloutConfig
 from gruppo.core.advantages import group_std
 from gruppo.core.allocation import allocate
-from gruppo.rewards.score import Scores, applies_to_group
+from gruppo.rewards.scoring import Scores, applies_to_group
 from gruppo.trainer.refill import Round, alike, decisive
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Prompt, Request, Stat

@@ -18,7 +18,7 @@ from gruppo import distributed as dist
 from gruppo.core.advantages import has_no_spread
 from gruppo.loading import program
 from gruppo.platforms import peak_memory_gib
-from gruppo.rewards.score import Scores
+from gruppo.rewards.scoring import Scores
 from gruppo.seeds import seed_at
 from gruppo.trainer import back_off, checkpoint, references
 from gruppo.trainer.collect import Collected, collect

@@ -15,7 +15,7 @@ from gruppo.core.advantages import group_std, has_no_spread
 from gruppo.core.groups import deviations, normalised, per_group
 from gruppo.core.running import Ema
 from gruppo.environments import written
-from gruppo.rewards.score import Scores, reward_stats
+from gruppo.rewards.scoring import Scores, reward_stats
 from gruppo.trainer.advantages import overlong
 from gruppo.trainer.run import Run, flatten
 from gruppo.trainer.timesteps import spread_of_branches

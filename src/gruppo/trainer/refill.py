@@ -17,7 +17,7 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.core.advantages import has_no_spread
 from gruppo.environments import written
-from gruppo.rewards.score import Scores
+from gruppo.rewards.scoring import Scores
 from gruppo.types import Rollouts
 
 

@@ -13,7 +13,7 @@ from gruppo import distributed as dist
 from gruppo.core.advantages import group_std
 from gruppo.core.loss import LossInputs, exact_kl
 from gruppo.modalities.diffusion import DiffusionSampling
-from gruppo.rewards.score import Scores
+from gruppo.rewards.scoring import Scores
 from gruppo.trainer.memory import budget_for
 from gruppo.trainer.run import Run
 from gruppo.types import Likelihood, MicroBatch, Prompt, Request, Rollouts, Stat

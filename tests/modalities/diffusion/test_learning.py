@@ -18,7 +18,7 @@ from gruppo.engines import LocalEngine
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoiserCritic
-from gruppo.rewards.score import RewardSet
+from gruppo.rewards.scoring import RewardSet
 from gruppo.trainer.collect import collect
 from gruppo.trainer.demonstrations import unsampled
 from gruppo.trainer.run import Run

@@ -49,7 +49,7 @@ from gruppo.modalities.restoration import (
     ToReference,
 )
 from gruppo.modalities.restoration.patches import patch_means, to_columns
-from gruppo.rewards.score import RewardSet
+from gruppo.rewards.scoring import RewardSet
 from gruppo.trainer.collect import collect
 from gruppo.trainer.demonstrations import unsampled
 from gruppo.trainer.run import Run

@@ -13,10 +13,9 @@ from tests.rewards.fakes import rollouts_of
 from torch import Tensor
 
 from gruppo.core.images import as_saved, to_bytes
-from gruppo.rewards import RewardSet, restoration, reward_stats
-from gruppo.rewards.images import jpeg_bytes
-from gruppo.rewards.resolve import resolve_reward
-from gruppo.rewards.restoration import PatchReward, jpeg_saving, ocr_accuracy, psnr, ssim
+from gruppo.rewards import RewardSet, images, reward_stats
+from gruppo.rewards.images import PatchReward, jpeg_bytes, jpeg_saving, ocr_accuracy, psnr, ssim
+from gruppo.rewards.registry import resolve_reward
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 pytest.importorskip("PIL.Image")
@@ -202,16 +201,16 @@ def test_a_patch_without_a_score_is_nan_and_the_row_is_unscored():
 
 
 def test_patches_that_are_not_the_policy_s_are_refused():
-    with pytest.raises(GruppoError, match=r"patch=8 makes 3 x 2.5 squares of images of 24 x 20, and the policy has 30"):
+    with pytest.raises(GruppoError, match=r"patch=8 gives 3 x 2.5 squares of images of 24 x 20, and the policy has 30"):
         psnr(patch=8)(patched(RESTORED[:1], 30))
-    with pytest.raises(GruppoError, match=r"patch=4 makes 6 x 5 squares .* has 1 actions"):
+    with pytest.raises(GruppoError, match=r"patch=4 gives 6 x 5 squares .* has 1 actions"):
         psnr(patch=4)(patched(RESTORED[:1], 1))
     reward = psnr(patch=4, delta="reference")
-    assert isinstance(reward, PatchReward) and reward.gives_steps and reward.name == "psnr_gain"
-    with pytest.raises(DataError, match="compares with 'reference', which the data do not have"):
-        reward.check(["target"])
-    reward.check(["target", "reference"])
-    with pytest.raises(DataError, match="compares with 'target'"):
+    assert isinstance(reward, PatchReward) and reward.scores_steps and reward.name == "psnr_gain"
+    with pytest.raises(DataError, match="'psnr_gain' needs the column 'reference', which the data do not have"):
+        RewardSet([reward]).check(["target"])
+    RewardSet([reward]).check(["target", "reference"])
+    with pytest.raises(DataError, match="needs the column 'target'"):
         RewardSet([ssim(patch=4)]).check(["image"])
 
 
@@ -279,6 +278,6 @@ def test_brisque_prefers_a_photograph_to_the_same_with_noise_or_blur_and_has_no_
 
 def test_brisque_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "brisque", None)
-    restoration._natural_scenes.cache_clear()
+    images._brisque_model.cache_clear()
     with pytest.raises(GruppoError, match=r"gruppo\[quality\]"):
         resolve_reward("brisque")

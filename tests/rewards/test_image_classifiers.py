@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gruppo.rewards.images import classifier
-from gruppo.rewards.reader import Reader, accuracy, fit, shifted
+from gruppo.rewards.image_classifiers import ImageClassifier, accuracy, classifier, random_shift, train_classifier
 from gruppo.types import DataError
 
 
@@ -21,10 +20,10 @@ def bars(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def trained(seed: int = 0) -> Reader:
+def trained(seed: int = 0) -> ImageClassifier:
     torch.manual_seed(seed)
-    reader = Reader(classes=2, width=4)
-    fit(reader, *bars(200), seed=seed, epochs=10, lr=1e-2, batch=20)
+    reader = ImageClassifier(classes=2, width=4)
+    train_classifier(reader, *bars(200), seed=seed, epochs=10, lr=1e-2, batch=20)
     return reader
 
 
@@ -46,21 +45,21 @@ def test_the_seed_decides_the_weights():
 def test_a_saved_reader_gives_the_same_logits_and_one_of_another_size_is_refused(tmp_path):
     reader, (images, _) = trained(), bars(5)
     reader.save(tmp_path / "reader.safetensors")
-    assert Reader(classes=2, width=4).load(tmp_path / "reader.safetensors")(images).equal(reader(images))
-    with pytest.raises(DataError, match=r"does not hold a reader's weights.*Remove it to train anew"):
-        Reader(classes=3, width=4).load(tmp_path / "reader.safetensors")
+    assert ImageClassifier(classes=2, width=4).load(tmp_path / "reader.safetensors")(images).equal(reader(images))
+    with pytest.raises(DataError, match=r"is not a saved classifier.*Remove it to train a new one"):
+        ImageClassifier(classes=3, width=4).load(tmp_path / "reader.safetensors")
     (tmp_path / "damaged.safetensors").write_bytes(b"x" * 40)
-    with pytest.raises(DataError, match="does not hold a reader's weights"):
-        Reader(classes=2, width=4).load(tmp_path / "damaged.safetensors")
+    with pytest.raises(DataError, match="is not a saved classifier"):
+        ImageClassifier(classes=2, width=4).load(tmp_path / "damaged.safetensors")
 
 
 def test_images_are_shifted_whole_by_up_to_the_pixels_said_each_by_itself():
     image = torch.zeros(1, 2, 7, 9)
     image[0, 0, 3, 4], image[0, 1, 2, 4] = 1.0, 0.5
-    moved = shifted(image.repeat(300, 1, 1, 1), torch.Generator().manual_seed(0), pixels=2)
+    moved = random_shift(image.repeat(300, 1, 1, 1), torch.Generator().manual_seed(0), pixels=2)
     rows, columns = moved[:, 0].flatten(1).argmax(1) // 9, moved[:, 0].flatten(1).argmax(1) % 9
     assert set(zip(rows.tolist(), columns.tolist(), strict=True)) == {(r, c) for r in range(1, 6) for c in range(2, 7)}
     assert (moved[:, 0].flatten(1).sum(1) == 1).all()
     assert moved[torch.arange(300), 1, rows - 1, columns].eq(0.5).all()  # the channels stay together
     edge = torch.ones(1, 1, 3, 3)
-    assert shifted(edge, torch.Generator().manual_seed(3), pixels=1).sum() in (4, 6, 9)  # black comes in
+    assert random_shift(edge, torch.Generator().manual_seed(3), pixels=1).sum() in (4, 6, 9)  # black comes in

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gruppo.loading import load_object
-from gruppo.rewards import builtin, resolve_reward
+from gruppo.rewards import resolve_reward, text
 from gruppo.types import DataError, GruppoError
 
 
@@ -32,10 +32,7 @@ def test_a_callable_is_itself():
 
 
 def test_built_ins_by_name():
-    assert (
-        resolve_reward("exact_match") is builtin.exact_match
-        and resolve_reward(" numeric_match ") is builtin.numeric_match
-    )
+    assert resolve_reward("exact_match") is text.exact_match and resolve_reward(" numeric_match ") is text.numeric_match
 
 
 @pytest.mark.parametrize(

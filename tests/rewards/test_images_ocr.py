@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gruppo.rewards.ocr import edits, ocr_match
+from gruppo.rewards.images import edit_distance, ocr_match
 from gruppo.types import GruppoError
 
 pytest.importorskip("PIL.Image")
@@ -20,7 +20,7 @@ GREY = [torch.full((1, 4, 6), 0.5)]
     ("a", "b", "count"), [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("ab", "ba", 2), ("flaw", "lawn", 2)]
 )
 def test_edits_are_the_fewest_insertions_deletions_and_replacements(a, b, count):
-    assert edits(a, b) == edits(b, a) == count
+    assert edit_distance(a, b) == edit_distance(b, a) == count
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.fakes import ByteTokenizer, bpe_tokenizer
 from tests.rewards.fakes import rollouts_of
 
-from gruppo.rewards import RewardSet, step_reward
-from gruppo.rewards.score import Scores
-from gruppo.rewards.steps import Step, cut, places
+from gruppo.rewards import RewardSet, Scores, step_reward
+from gruppo.rewards.functions import TextStep, split_steps, step_ends
 from gruppo.timeouts import Unanswered
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
@@ -47,7 +47,7 @@ def read(ids):
 
 def scores_of(reward, *texts, **changes):
     rewards = RewardSet(reward, **changes)
-    rewards.reads(read)
+    rewards.set_decoder(read)
     return rewards.score(written(*texts))
 
 
@@ -65,16 +65,16 @@ def scores_of(reward, *texts, **changes):
     ],
 )
 def test_blank_parts_are_no_steps_and_a_text_without_any_other_is_one(text, steps):
-    assert cut(text, "\n") == [Step(*step) for step in steps]
+    assert split_steps(text, "\n") == [TextStep(*step) for step in steps]
 
 
 def test_a_separator_of_several_characters_belongs_to_the_step_that_it_ends():
-    assert cut("a; b;; c", ";; ") == [Step("a; b", 7), Step("c", 8)]
+    assert split_steps("a; b;; c", ";; ") == [TextStep("a; b", 7), TextStep("c", 8)]
 
 
 @pytest.mark.parametrize("separator", ["", None, 3])
 def test_a_separator_that_cuts_nothing_is_refused(separator):
-    with pytest.raises(GruppoError, match="cuts nothing"):
+    with pytest.raises(GruppoError, match="splits nothing"):
         step_reward(separator)
 
 
@@ -98,8 +98,8 @@ def test_steps_end_at_the_policys_own_tokens_where_tokenising_the_text_again_giv
     def chat_text(ids):
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    assert places(cut(text, "\n"), text, ids, chat_text) == [2, 9, 12]  # both line ends, and the end token
-    assert places(cut(text, "\n"), text, again, chat_text) == [1, 5, 7 - 1]
+    assert step_ends(split_steps(text, "\n"), text, ids, chat_text) == [2, 9, 12]  # both line ends, and the end token
+    assert step_ends(split_steps(text, "\n"), text, again, chat_text) == [1, 5, 7 - 1]
 
 
 def test_a_character_of_several_tokens_is_written_by_its_last():
@@ -109,19 +109,19 @@ def test_a_character_of_several_tokens_is_written_by_its_last():
     def utf8(ids):
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    assert places(cut(text, "\u4f60"), text, ids, utf8) == [len(ids) - 1]
-    assert places([Step("\u4f60", 1), Step("\u597d", 3)], text, ids, utf8) == [2, 7]
+    assert step_ends(split_steps(text, "\u4f60"), text, ids, utf8) == [len(ids) - 1]
+    assert step_ends([TextStep("\u4f60", 1), TextStep("\u597d", 3)], text, ids, utf8) == [2, 7]
 
 
 def test_a_text_that_was_cut_at_a_stop_text_ends_with_its_last_token():
     ids = [*map(ord, "a\nb###")]
-    assert places(cut("a\nb", "\n"), "a\nb", ids, read) == [1, 5]
+    assert step_ends(split_steps("a\nb", "\n"), "a\nb", ids, read) == [1, 5]
 
 
-def test_an_output_that_its_tokens_do_not_say_has_no_places():
-    with pytest.raises(Unanswered, match="not what its tokens say"):
-        places(cut("x\ny", "\n"), "x\ny", ByteTokenizer().encode("a\nb"), read)
-    assert places(cut("", "\n"), "", [], read) == []
+def test_an_output_that_its_tokens_do_not_say_has_no_step_ends():
+    with pytest.raises(Unanswered, match="differs from its decoded tokens"):
+        step_ends(split_steps("x\ny", "\n"), "x\ny", ByteTokenizer().encode("a\nb"), read)
+    assert step_ends(split_steps("", "\n"), "", [], read) == []
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
@@ -191,15 +191,15 @@ def test_a_list_for_a_completion_of_an_unmarked_function_names_the_mark():
 
 
 def test_without_knowing_how_ids_are_read_steps_are_refused():
-    with pytest.raises(GruppoError, match=r"RewardSet.reads\(policy.chat.text\)"):
+    with pytest.raises(GruppoError, match=r"RewardSet.set_decoder\(policy.chat.text\)"):
         RewardSet([lengths]).score(written("a"))
 
 
 def test_two_steps_that_end_in_one_token_are_added():
     rollouts = written("ab")
     rewards = RewardSet([lengths])
-    rewards.reads(lambda ids: {0: "", 1: "a\nbb\n", 2: "a\nbb\nccc", 3: "a\nbb\nccc"}[len(ids)])
-    rollouts = Rollouts(**{**rollouts.__dict__, "outputs": ("a\nbb\nccc",)})
+    rewards.set_decoder(lambda ids: {0: "", 1: "a\nbb\n", 2: "a\nbb\nccc", 3: "a\nbb\nccc"}[len(ids)])
+    rollouts = replace(rollouts, completions=("a\nbb\nccc",))
     scores = rewards.score(rollouts)
     assert same(scores.steps["lengths"], [[3.0, NAN, 3.0]]) and scores.rewards.tolist() == [6.0]
 
@@ -209,7 +209,7 @@ def test_two_steps_that_end_in_one_token_are_added():
 
 class Each:
     name = "each"
-    gives_steps = True
+    scores_steps = True
 
     def __init__(self, said):
         self.said = said
@@ -239,7 +239,7 @@ def test_a_row_without_a_step_is_unscored_and_a_wrong_shape_fails_all():
 @pytest.mark.silent_bug(24)
 def test_steps_stay_with_their_rows_in_every_order_and_wider_batches_are_padded():
     rewards = RewardSet([lengths])
-    rewards.reads(read)
+    rewards.set_decoder(read)
     wide, narrow = rewards.score(written("ab\nc", "abc")), rewards.score(written("d"))
     both = Scores.cat([narrow, wide])
     assert same(both.steps["lengths"], [[NAN, 1.0, NAN, NAN, NAN], *wide.steps["lengths"].tolist()])
@@ -255,5 +255,5 @@ def test_a_set_says_which_of_its_rewards_weigh_on_rows_and_on_steps():
     cases = {(1.0, 1.0): (True, True), (1.0, 0.0): (True, False), (0.0, 1.0): (False, True)}
     for weights, (has_steps, has_rows) in cases.items():
         rewards = RewardSet([lengths, plain], weights)
-        assert (rewards.has_steps, rewards.has_rows) == (has_steps, has_rows)
+        assert (rewards.has_step_rewards, rewards.has_outcome_rewards) == (has_steps, has_rows)
         assert rewards.step_names == ("lengths",)

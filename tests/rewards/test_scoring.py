@@ -10,8 +10,7 @@ import pytest
 import torch
 from tests.rewards.fakes import rollouts_of
 
-from gruppo.rewards import FunctionReward, RewardSet, reward_stats
-from gruppo.rewards.score import Scores
+from gruppo.rewards import FunctionReward, RewardSet, Scores, reward_stats
 from gruppo.types import DataError, GruppoError
 
 NAN = math.nan
@@ -239,7 +238,7 @@ def test_a_reward_object_that_fails_on_a_row_costs_that_row():
 
 
 def test_an_object_that_scores_each_action_and_does_not_say_so_is_refused_with_the_way_out():
-    with pytest.raises(DataError, match=r"returned \(2, 3\): a score for each action.*gives_steps = True"):
+    with pytest.raises(DataError, match=r"returned \(2, 3\): a score for each action. Set scores_steps = True"):
         RewardSet([Model(lambda rollouts: torch.zeros(2, 3))]).score(rollouts_of("ab"))
 
 

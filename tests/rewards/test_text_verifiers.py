@@ -9,7 +9,7 @@ import pytest
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.rewards import RewardSet
-from gruppo.rewards.verifiers import answer_of, reasoning_gym_score
+from gruppo.rewards.text import reasoning_gym_score
 from gruppo.types import DataError, GruppoError
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -29,7 +29,8 @@ def test_the_tagged_answer_or_the_whole_text_is_judged():
     assert score(f" {gold}\n", entry) == 1.0
     assert score(f"I think <answer> {gold} </answer>", entry) == 1.0
     assert score("<answer>999</answer>", entry) == 0.0
-    assert answer_of("<answer>1</answer> no, <answer>2\n</answer>") == "2"
+    assert score(f"<answer>999</answer> no, <answer>{gold}\n</answer>", entry) == 1.0
+    assert score(f"<answer>{gold}</answer> no, <answer>999</answer>", entry) == 0.0
 
 
 def test_a_task_with_many_right_answers_uses_its_own_verifier():
@@ -103,7 +104,7 @@ def test_a_list_is_still_read_where_the_verifier_reads_lists():
 def test_without_the_package_the_line_that_installs_it_is_named(monkeypatch):
     import sys
 
-    from gruppo.rewards.resolve import resolve_reward
+    from gruppo.rewards.registry import resolve_reward
 
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(GruppoError, match=r'pip install "gruppo\[tasks\]"'):

@@ -12,7 +12,7 @@ import pytest
 from tests.rewards.fakes import rollouts_of
 
 from gruppo import timeouts
-from gruppo.rewards import FunctionReward, RewardSet, failures
+from gruppo.rewards import RewardSet, scoring
 
 
 def kinds_of(outcome):
@@ -23,12 +23,12 @@ def test_only_the_row_that_raises_is_unscored_and_the_record_names_error_file_an
     def reward(completions):
         return [1.0 / len(text) for text in completions]
 
-    outcome = FunctionReward(reward).score(rollouts_of(["a", "", "bb", "c"]))
+    outcome = RewardSet(reward).score(rollouts_of(["a", "", "bb", "c"]))
     assert outcome.rewards.isnan().tolist() == [False, True, False, False]
     assert outcome.rewards[[0, 2, 3]].tolist() == [1.0, 0.5, 1.0]
     assert kinds_of(outcome) == [(1, "exception")]
     line = reward.__code__.co_firstlineno + 1
-    assert outcome.failures[0].message == f"ZeroDivisionError: float division by zero (test_failures.py:{line})"
+    assert outcome.failures[0].message == f"ZeroDivisionError: float division by zero (test_scoring_failures.py:{line})"
     assert outcome.failures[0].reward == "reward"
 
 
@@ -38,7 +38,7 @@ def test_an_async_reward_that_leaves_costs_its_rows_and_the_next_call_is_answere
             raise SystemExit(3)
         return [1.0] * len(completions)
 
-    outcome = FunctionReward(leaves, timeout_s=20).score(rollouts_of(["a", "bad"]))
+    outcome = RewardSet(leaves, timeout_s=20).score(rollouts_of(["a", "bad"]))
     assert outcome.rewards.isnan().tolist() == [False, True] and "SystemExit: 3" in outcome.failures[0].message
 
 
@@ -50,7 +50,7 @@ def test_a_wrong_count_fails_every_row_and_is_not_asked_again_row_by_row(given):
         calls_seen.append(len(completions))
         return given  # asked about one row alone, [1.0] would pass for its reward
 
-    outcome = FunctionReward(reward).score(rollouts_of(["a", "", "bb"]))
+    outcome = RewardSet(reward).score(rollouts_of(["a", "", "bb"]))
     assert calls_seen == [3] and kinds_of(outcome) == [(0, "count"), (1, "count"), (2, "count")]
     assert outcome.rewards.isnan().all()
     assert outcome.failures[0].message == f"returned {len(given)} rewards for 3 completions"
@@ -60,7 +60,7 @@ def test_a_wrong_count_fails_every_row_and_is_not_asked_again_row_by_row(given):
     ("answer", "kind"), [(None, "exception"), (0.5, "exception"), ([[0.5]] * 8, "exception"), ([], "count")]
 )
 def test_an_answer_that_is_no_list_of_numbers_fails_every_row(answer, kind):
-    outcome = FunctionReward(lambda completions: answer).score(rollouts_of("abcdefgh"))
+    outcome = RewardSet(lambda completions: answer).score(rollouts_of("abcdefgh"))
     assert kinds_of(outcome) == [(row, kind) for row in range(8)]
 
 
@@ -71,7 +71,7 @@ def test_a_function_that_always_raises_the_same_error_is_called_five_times_and_n
         calls_seen.append(len(completions))
         raise KeyError("label")
 
-    outcome = FunctionReward(reward).score(rollouts_of("x" * 100))
+    outcome = RewardSet(reward).score(rollouts_of("x" * 100))
     assert calls_seen == [100, 1, 1, 1, 1]
     assert len(outcome.failures) == 100 and outcome.rewards.isnan().all()
 
@@ -84,12 +84,12 @@ def test_four_bad_rows_at_the_front_with_other_errors_do_not_stop_the_rest():
             raise ValueError("a row")
         return [1.0]
 
-    outcome = FunctionReward(reward).score(rollouts_of(["bad"] * 5 + ["good"]))
+    outcome = RewardSet(reward).score(rollouts_of(["bad"] * 5 + ["good"]))
     assert outcome.rewards.isnan().tolist() == [True] * 5 + [False]
 
 
 def test_sys_exit_in_a_reward_does_not_end_the_run():
-    outcome = FunctionReward(lambda completions: sys.exit(3)).score(rollouts_of("ab"))
+    outcome = RewardSet(lambda completions: sys.exit(3)).score(rollouts_of("ab"))
     assert kinds_of(outcome) == [(0, "exception"), (1, "exception")]
 
 
@@ -102,7 +102,7 @@ def slow(completions):
 @pytest.mark.silent_bug(23)
 def test_after_a_timeout_of_the_batch_only_the_hung_row_is_unscored():
     began = time.monotonic()
-    outcome = FunctionReward(slow, timeout_s=0.3).score(rollouts_of(["a", "slow", "bb"]))
+    outcome = RewardSet(slow, timeout_s=0.3).score(rollouts_of(["a", "slow", "bb"]))
     assert time.monotonic() - began < 1.2
     assert kinds_of(outcome) == [(1, "timeout")] and outcome.rewards[[0, 2]].tolist() == [1.0, 2.0]
 
@@ -110,7 +110,7 @@ def test_after_a_timeout_of_the_batch_only_the_hung_row_is_unscored():
 @pytest.mark.silent_bug(23)
 def test_timeouts_work_off_the_main_thread():
     outcomes = []
-    reward = FunctionReward(slow, timeout_s=0.2)
+    reward = RewardSet(slow, timeout_s=0.2)
     thread = threading.Thread(target=lambda: outcomes.append(reward.score(rollouts_of(["slow", "a"]))))
     thread.start()
     thread.join()
@@ -118,8 +118,8 @@ def test_timeouts_work_off_the_main_thread():
 
 
 def test_more_hung_rows_than_threads_do_not_starve_the_others():
-    rows = ["slow"] * (failures.POOL_THREADS + 2) + ["a"] * 3
-    outcome = FunctionReward(slow, timeout_s=0.6).score(rollouts_of(rows))
+    rows = ["slow"] * (scoring.POOL_THREADS + 2) + ["a"] * 3
+    outcome = RewardSet(slow, timeout_s=0.6).score(rollouts_of(rows))
     assert outcome.rewards.isnan().tolist() == [True] * 10 + [False] * 3
 
 
@@ -129,19 +129,19 @@ def test_a_row_that_hangs_after_an_exception_costs_half_of_the_time_left_and_not
             raise ValueError("one at a time, please")
         return slow(completions)
 
-    outcome = FunctionReward(reward, timeout_s=0.6).score(rollouts_of(["slow", "a", "bb"]))
+    outcome = RewardSet(reward, timeout_s=0.6).score(rollouts_of(["slow", "a", "bb"]))
     assert kinds_of(outcome) == [(0, "timeout")] and outcome.rewards[1:].tolist() == [1.0, 2.0]
 
 
 def test_with_many_calls_still_hanging_no_row_is_tried_again(monkeypatch):
-    monkeypatch.setattr(failures, "abandoned_count", lambda: failures.MAX_ABANDONED)
+    monkeypatch.setattr(scoring, "abandoned_count", lambda: scoring.MAX_ABANDONED)
     seen = []
 
     def reward(completions):
         seen.append(len(completions))
         time.sleep(0.5)
 
-    outcome = FunctionReward(reward, timeout_s=0.1).score(rollouts_of("abc"))
+    outcome = RewardSet(reward, timeout_s=0.1).score(rollouts_of("abc"))
     assert seen == [3] and kinds_of(outcome) == [(row, "timeout") for row in range(3)]
     assert "still hanging" in outcome.failures[0].message
 
@@ -168,7 +168,7 @@ def test_an_async_function_that_hangs_is_cancelled_and_its_rows_time_out():
             raise
         return [1.0] * len(completions)
 
-    outcome = FunctionReward(reward, timeout_s=0.3).score(rollouts_of(["slow", "a"]))
+    outcome = RewardSet(reward, timeout_s=0.3).score(rollouts_of(["slow", "a"]))
     assert kinds_of(outcome) == [(0, "timeout")] and outcome.rewards[1] == 1.0 and cancelled.wait(2)
 
 
@@ -179,8 +179,8 @@ def test_an_async_function_that_blocks_the_event_loop_does_not_block_the_next_on
     async def works(completions):
         return [1.0] * len(completions)
 
-    assert kinds_of(FunctionReward(blocks, timeout_s=0.2).score(rollouts_of(["slow"]))) == [(0, "timeout")]
-    assert FunctionReward(works, timeout_s=1.0).score(rollouts_of(["a"])).rewards.tolist() == [1.0]
+    assert kinds_of(RewardSet(blocks, timeout_s=0.2).score(rollouts_of(["slow"]))) == [(0, "timeout")]
+    assert RewardSet(works, timeout_s=1.0).score(rollouts_of(["a"])).rewards.tolist() == [1.0]
 
 
 def test_without_a_timeout_the_function_runs_in_the_callers_thread_and_failures_stay_per_row():
@@ -190,7 +190,7 @@ def test_without_a_timeout_the_function_runs_in_the_callers_thread_and_failures_
         threads.append(threading.current_thread())
         return [1.0 / len(text) for text in completions]
 
-    outcome = FunctionReward(reward, timeout_s=None).score(rollouts_of(["a", ""]))
+    outcome = RewardSet(reward, timeout_s=None).score(rollouts_of(["a", ""]))
     assert set(threads) == {threading.current_thread()} and kinds_of(outcome) == [(1, "exception")]
 
 
@@ -201,7 +201,7 @@ def test_a_function_that_sets_a_signal_is_told_how_to_run():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         return [1.0]
 
-    assert "--scoring.timeout-s None" in FunctionReward(reward).score(rollouts_of("a")).failures[0].message
+    assert "--scoring.timeout-s None" in RewardSet(reward).score(rollouts_of("a")).failures[0].message
     assert RewardSet([reward], timeout_s=None).score(rollouts_of("a")).rewards.tolist() == [1.0]
 
 
@@ -210,10 +210,10 @@ def test_a_hung_reward_does_not_keep_the_process_from_exiting():
     code = """
 import time
 from tests.rewards.fakes import rollouts_of
-from gruppo.rewards import FunctionReward
+from gruppo.rewards import RewardSet
 async def hangs_too(completions): time.sleep(300)
 for fn in (lambda completions: time.sleep(300), hangs_too):
-    print([f.kind for f in FunctionReward(fn, timeout_s=0.2).score(rollouts_of("ab")).failures])
+    print([f.kind for f in RewardSet(fn, timeout_s=0.2).score(rollouts_of("ab")).failures])
 """
     path = [p for p in sys.path if p]
     run = subprocess.run(

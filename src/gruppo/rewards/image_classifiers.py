@@ -1,0 +1,157 @@
+"""Frozen image classifiers as rewards, and a small one with its training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from gruppo.core.images import as_saved
+from gruppo.rewards.images import NAN, Image, ImageReward, is_finite, without_deadline
+from gruppo.seeds import generator_at
+from gruppo.types import DataError, GruppoError
+
+Augment = Callable[[Tensor, torch.Generator], Tensor]
+"""Images [b, C, H, W] to other images of the same classes."""
+
+
+def classifier(
+    module: nn.Module,
+    *,
+    label: int | None = None,
+    output: Literal["probability", "log_probability"] = "log_probability",
+    floor: float | None = None,
+    batch: int = 256,
+    name: str = "classifier",
+) -> ImageReward:
+    """Probability of a class under a frozen classifier, or its logarithm in nats.
+
+    ``module`` maps images [b, C, H, W] in [0, 1] to logits [b, classes]. The class is ``label``, the same for all, or
+    each row's in the column ``label`` (None there: not scored). ``floor``: the lowest reward, so that a hopeless image
+    does not outweigh all others. What the classifier takes for the class earns as much as the class does: evaluate with
+    another one, of another architecture.
+    """
+    if output not in ("probability", "log_probability"):
+        raise GruppoError(f"{name} got output={output!r}; it needs probability or log_probability.")
+    module.requires_grad_(False).eval()
+
+    def score(images: Sequence[Image], labels: Sequence[Any]) -> list[float | None]:
+        scores: list[float | None] = []
+        for image, nats, own in zip(images, log_probabilities(module, images, batch), labels, strict=True):
+            if own is None:
+                scores.append(None)
+                continue
+            nats = nats[int(own)] if is_finite(image) else nats[int(own)] * NAN
+            value = nats if output == "log_probability" else nats.exp()
+            scores.append(float(value if floor is None else value.clamp(min=floor)))
+        return scores
+
+    def by_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
+        return score(images, label)
+
+    def by_constant(images: Sequence[Image], **_: Any) -> list[float | None]:
+        return score(images, [label] * len(images))
+
+    reward = by_column if label is None else by_constant
+    reward.__name__ = name
+    return without_deadline(reward)
+
+
+@torch.no_grad()
+def log_probabilities(module: nn.Module, images: Sequence[Image], batch: int = 256) -> list[Float[Tensor, "classes"]]:
+    """Nats of each class, of each image as it would be saved; on the CPU, in float64."""
+    module.eval()  # another owner may have set it to train
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    nats: list[Tensor] = []
+    for start in range(0, len(images), batch):
+        stack = torch.stack([as_saved(image) for image in images[start : start + batch]]).to(device)
+        nats += module(stack).double().log_softmax(dim=-1).cpu()
+    return nats
+
+
+class ImageClassifier(nn.Module):
+    """Small convolutional classifier: three 3 x 3 convolutions with max pooling. Images [b, C, H, W] to logits."""
+
+    def __init__(self, channels: int = 1, classes: int = 10, width: int = 16) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(
+            nn.Conv2d(channels, width, 3, padding=1),
+            nn.GELU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.GELU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(2 * width, 4 * width, 3, padding=1),
+            nn.GELU(),
+            nn.AdaptiveMaxPool2d(3),
+            nn.Flatten(),
+        )
+        self.head = nn.Linear(36 * width, classes)
+
+    def forward(self, images: Float[Tensor, "b C H W"]) -> Float[Tensor, "b classes"]:
+        return self.head(self.trunk(images))
+
+    def save(self, path: Path) -> None:
+        safetensors.torch.save_file(self.state_dict(), path)
+
+    def load(self, path: Path) -> ImageClassifier:
+        """Load all weights; a file that lacks one or holds another is refused."""
+        try:
+            self.load_state_dict(safetensors.torch.load_file(path))
+        except Exception as error:  # safetensors and torch raise various errors for files that do not fit
+            reason = " ".join(str(error).split())
+            raise DataError(f"{path} is not a saved classifier: {reason} Remove it to train a new one.") from error
+        return self
+
+
+def train_classifier(
+    module: nn.Module,
+    images: Float[Tensor, "N C H W"],
+    labels: Int[Tensor, "N"],
+    *,
+    seed: int,
+    epochs: int = 20,
+    lr: float = 5e-3,
+    batch: int = 50,
+    augment: Augment | None = None,
+) -> nn.Module:
+    """Train by AdamW on the cross-entropy, with a one-cycle learning rate; returns ``module`` in eval mode.
+
+    The order of batches and the augmentation depend on the seed alone; so do the weights, if initialised by it.
+    """
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=1e-2)
+    steps = epochs * -(-len(images) // batch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.2)
+    augment = augment or random_shift
+    module.train()
+    for epoch in range(epochs):
+        generator = generator_at(seed, "fit", epoch)
+        for rows in torch.randperm(len(images), generator=generator).split(batch):
+            loss = cross_entropy(module(augment(images[rows], generator)), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return module.eval()
+
+
+def random_shift(images: Float[Tensor, "b C H W"], generator: torch.Generator, pixels: int = 2) -> Tensor:
+    """Shift each image by up to ``pixels`` in each direction, with black borders."""
+    rows, columns = (torch.arange(side) for side in images.shape[-2:])
+    shifts = torch.randint(2 * pixels + 1, (2, len(images)), generator=generator)
+    padded = pad(images, [pixels] * 4)
+    rows, columns = shifts[0][:, None] + rows, shifts[1][:, None] + columns  # [b, H], [b, W]
+    index = torch.arange(len(images))[:, None, None]
+    return padded.movedim(1, -1)[index, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
+
+
+def accuracy(module: nn.Module, images: Float[Tensor, "N C H W"], labels: Int[Tensor, "N"]) -> float:
+    """Share of images whose most likely class is their label."""
+    predicted = torch.stack(log_probabilities(module, list(images))).argmax(dim=-1)
+    return float((predicted == labels).double().mean())

@@ -1,0 +1,404 @@
+"""Scoring of a batch by several rewards: weighted sum, failures, retries.
+
+The one place that owns failures. A row that a reward cannot score (None, NaN, an exception, a timeout) is NaN and, but
+for None, counted; it never acts as 0.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from gruppo.protocols import Reward
+from gruppo.rewards.functions import Answer, Decode, FunctionReward, ObjectReward, RowCall, StepScores
+from gruppo.timeouts import Call, Kind, Unanswered, abandoned_count, name_of, start, within
+from gruppo.types import GruppoError, Rollouts
+
+SAME_ERRORS = 4
+"""Single rows that repeat the error of the whole batch before the remaining rows count as failed too."""
+POOL_THREADS = 8
+MAX_ABANDONED = 32
+"""With this many calls still running past their deadline, rows are not retried."""
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A row that a reward could not score."""
+
+    row: int
+    reward: str
+    kind: Kind
+    message: str
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Rewards of B rows."""
+
+    rewards: Float[Tensor, "B"]
+    """Weighted sum, float32; NaN = not scored."""
+    parts: Mapping[str, Float[Tensor, "B"]]
+    """Each reward before its weight, float32; NaN = not scored by it."""
+    failures: tuple[Failure, ...] = ()
+    steps: Mapping[str, Float[Tensor, "B T"]] = field(default_factory=dict)
+    """Each step reward before its weight, at the action that ends each step; NaN = no step ends here, or it is not
+    scored. A row's part is their sum."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """``reward_metric/<name>``: mean over the calls that logged it in this batch."""
+    extras: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Columns that functions logged, each [B]; None where a row has no entry."""
+
+    def take(self, rows: Sequence[int]) -> Scores:
+        """The given rows, in the given order. Failures of other rows are dropped."""
+        rows = list(rows)
+        place = {row: n for n, row in enumerate(rows)}
+        return replace(
+            self,
+            rewards=self.rewards[rows],
+            parts={name: part[rows] for name, part in self.parts.items()},
+            steps={name: steps[rows] for name, steps in self.steps.items()},
+            failures=tuple(replace(f, row=place[f.row]) for f in self.failures if f.row in place),
+            extras={name: tuple(column[row] for row in rows) for name, column in self.extras.items()},
+        )
+
+    @staticmethod
+    def cat(several: Sequence[Scores]) -> Scores:
+        """All rows of all. Steps are padded to the widest; a metric is the mean over those that logged it."""
+        sizes = [len(scores.rewards) for scores in several]
+        first = several[0]
+        columns = sorted({name for scores in several for name in scores.extras})
+        steps = {name: [scores.steps[name] for scores in several] for name in first.steps}
+        wide = {name: max(x.shape[1] for x in parts) for name, parts in steps.items()}
+        padded = {
+            name: [torch.nn.functional.pad(x, (0, wide[name] - x.shape[1]), value=NAN) for x in parts]
+            for name, parts in steps.items()
+        }
+        return Scores(
+            rewards=torch.cat([scores.rewards for scores in several]),
+            parts={name: torch.cat([scores.parts[name] for scores in several]) for name in first.parts},
+            steps={name: torch.cat(parts) for name, parts in padded.items()},
+            failures=tuple(
+                replace(f, row=f.row + begin)
+                for scores, begin in zip(several, accumulate([0, *sizes[:-1]]), strict=True)
+                for f in scores.failures
+            ),
+            metrics=_means((name, [value]) for scores in several for name, value in scores.metrics.items()),
+            extras={
+                name: tuple(
+                    x for s, size in zip(several, sizes, strict=True) for x in s.extras.get(name, [None] * size)
+                )
+                for name in columns
+            },
+        )
+
+
+class RewardSet:
+    """One or several rewards, called together; their weighted sum is the reward ("sum, then normalise").
+
+    A reward that scores no row of a group, by returning None for each, does not apply to that group and is left out of
+    its sum. Otherwise a row that lacks a part is NaN in the sum: a missing part never acts as a 0. In an evaluation,
+    where a group is one row, a reward applies unless the row is scored by a reward with which it never shares a row:
+    two such rewards are for different kinds of prompts. A part of weight 0 is recorded but not in the sum. Rows that
+    ended in "error" are not shown to the rewards; they are NaN.
+
+    ``rewards``: functions in TRL's calling convention or objects with the ``Reward`` protocol. ``may_be_empty``: no
+    reward is needed, as in a run of demonstrations only.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward | Callable[..., Any]],
+        weights: Sequence[float] | None = None,
+        timeout_s: float | None = 60.0,
+        *,
+        may_be_empty: bool = False,
+    ) -> None:
+        rewards = [rewards] if callable(rewards) else rewards
+        if not rewards and not may_be_empty:
+            raise GruppoError("got no reward; learning needs at least one. Pass a function or --reward exact_match.")
+        weights = (1.0,) * len(rewards) if weights is None else weights
+        if len(weights) != len(rewards):
+            raise GruppoError(f"got {len(weights)} reward weights for {len(rewards)} rewards; give one each, or none.")
+        if not all(math.isfinite(weight) for weight in weights):
+            raise GruppoError(f"reward weights {list(weights)} are not all finite; use 0 to leave a reward out.")
+        self.weights = tuple(float(weight) for weight in weights)
+        self._rewards: list[FunctionReward | ObjectReward] = []
+        names: list[str] = []
+        for reward in rewards:
+            if isinstance(reward, FunctionReward):
+                self._rewards.append(reward)
+            elif callable(reward) and isinstance(getattr(reward, "name", None), str):
+                self._rewards.append(ObjectReward(reward, timeout_s))  # type: ignore[arg-type]
+            else:
+                name = name_of(reward) if callable(reward) else None
+                self._rewards.append(FunctionReward(reward, name=name, timeout_s=timeout_s))
+            name, used_s = self._rewards[-1].name, self._rewards[-1].timeout_s
+            if used_s is not None and not used_s > 0:
+                raise GruppoError(f"timeout_s={used_s} leaves reward {name!r} no time; use more than 0, or None.")
+            # Equal names get _2, _3, ...
+            candidates = [name, *(f"{name}_{n}" for n in range(2, len(rewards) + 2))]
+            names.append(next(candidate for candidate in candidates if candidate not in names))
+        self.names = tuple(names)
+        self.weight_of = dict(zip(self.names, self.weights, strict=True))
+        self.step_names = tuple(name for name, r in zip(self.names, self._rewards, strict=True) if r.scores_steps)
+        """Rewards that score steps."""
+        self.has_step_rewards = any(self.weight_of[name] for name in self.step_names)
+        """Whether a reward that scores steps has a weight."""
+        self.has_outcome_rewards = any(w for name, w in self.weight_of.items() if name not in self.step_names)
+        """Whether a reward that scores whole rows has a weight."""
+        self.requested_columns = frozenset(name for reward in self._rewards for name in reward.requested_columns)
+        """Columns that some reward reads, where the data have them."""
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Memory of the reward models' weights, by name."""
+        sizes = {name: getattr(r.fn, "memory_bytes", 0) for name, r in zip(self.names, self._rewards, strict=True)}
+        return {name: size for name, size in sizes.items() if size}
+
+    def set_decoder(self, decode: Decode) -> None:
+        """Set the policy's decoder, which step rewards need: ``policy.chat.text``."""
+        for reward in self._rewards:
+            reward.decode = decode
+
+    def check(self, columns: Collection[str]) -> None:
+        """Refuse, before sampling, rewards that require a column which the data do not have."""
+        for reward in self._rewards:
+            reward.check(columns)
+
+    def score(self, rollouts: Rollouts, *, step: int = 0, max_steps: int = 0, is_evaluation: bool = False) -> Scores:
+        """Score all rows. Asynchronous rewards run at the same time, the others one after the other."""
+        rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
+        pairs = [
+            (reward, RewardResult(name, len(rollouts), rollouts.mask.shape[1] if reward.scores_steps else 0))
+            for name, reward in zip(self.names, self._rewards, strict=True)
+        ]
+        results = [result for _, result in pairs]
+        tasks = [partial(score_rows, r.prepare(rollouts, step, max_steps), rows, x, r.timeout_s) for r, x in pairs]
+        running = [start(task) for task, reward in zip(tasks, self._rewards, strict=True) if reward.is_async]
+        for task, reward in zip(tasks, self._rewards, strict=True):
+            if not reward.is_async:
+                task()
+        for call in running:  # each bounds its own time
+            call.done.wait()
+            call.result()
+        extras: dict[str, tuple[Any, ...]] = {}
+        for name, result in zip(self.names, results, strict=True):
+            for column, values in result.extras.items():  # a column that two rewards log carries the second one's name
+                extras[f"{name}/{column}" if column in extras else column] = tuple(values)
+        return Scores(
+            rewards=combine(results, self.weights, None if is_evaluation else rollouts.group_ids.cpu()),
+            parts={result.name: result.rewards.float() for result in results},
+            steps={result.name: result.steps for result in results if result.name in self.step_names},
+            failures=tuple(result.failures[row] for result in results for row in sorted(result.failures)),
+            metrics=_means((f"reward_metric/{name}", x) for result in results for name, x in result.metrics.items()),
+            extras=extras,
+        )
+
+
+class RewardResult:
+    """What one reward has given so far for the rows of a batch, entered call by call."""
+
+    def __init__(self, name: str, rows: int, columns: int) -> None:
+        self.name = name
+        self.rewards = torch.full((rows,), NAN, dtype=torch.float64)
+        """[B]; NaN = not scored. Of a step reward, the sum over steps."""
+        self.steps = torch.full((rows, columns), NAN)
+        """[B, T] float32; NaN = no step ends here, or it is not scored."""
+        self.failures: dict[int, Failure] = {}
+        self.metrics: dict[str, list[float]] = {}
+        self.extras: dict[str, list[Any]] = {}
+
+    def record(self, rows: Sequence[int], answer: Answer) -> None:
+        for row, value in zip(rows, answer.values, strict=True):
+            try:
+                if isinstance(value, Unanswered):
+                    raise value
+                if not isinstance(value, StepScores):
+                    self.rewards[row] = as_reward(value)
+                    continue
+                scores = [as_reward(score) for score in value.scores]
+                known = [score for score in scores if score == score]
+                self.rewards[row] = as_reward(math.fsum(known) if known else None)
+                for column, score in zip(value.columns, scores, strict=True):
+                    if score == score:  # two steps may end in one action
+                        self.steps[row, column] = score + self.steps[row, column].nan_to_num()
+            except Unanswered as error:
+                self.fail([row], error)
+        for name, number in answer.metrics:
+            self.metrics.setdefault(name, []).append(number)
+        for column, values in answer.extras:
+            logged = self.extras.setdefault(column, [None] * len(self.rewards))
+            for row, value in zip(rows, values, strict=True):
+                logged[row] = value
+
+    def fail(self, rows: Sequence[int], error: Unanswered) -> None:
+        for row in rows:
+            self.failures[row] = Failure(row, self.name, error.kind, error.message)
+
+
+def as_reward(value: Any) -> float:
+    """One returned value as a float: NaN for None; ``Unanswered`` for anything but a finite float32."""
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        value = value.item()
+    if value is None:
+        return float("nan")
+    if not isinstance(value, (int, float)):
+        hint = "; mark a function that scores each step with gruppo.rewards.step_reward" * isinstance(value, list)
+        got = f"returned {value!r:.60} ({type(value).__name__})"
+        raise Unanswered("exception", f"{got}; each entry is a number or None{hint}")
+    if not abs(value) <= _MAX_FLOAT32:
+        raise Unanswered("not_finite", f"returned {value!r:.60}; a reward is a finite float32, or None for not scored")
+    return float(value)
+
+
+# --- calls and retries ------------------------------------------------------------------------------------------------
+
+
+def score_rows(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float | None) -> None:
+    """Call for all rows at once, and where that fails for each row alone.
+
+    A wrong number of rewards fails all rows: it is unknown which number belongs to which row, and asked about one row,
+    a function that returns one number for everything would pass.
+    """
+    if not rows:
+        return
+    try:
+        result.record(rows, within(partial(call, rows), timeout_s))
+    except Unanswered as error:
+        if len(rows) == 1 or error.kind == "count":
+            result.fail(rows, error)
+        elif error.kind == "timeout" and timeout_s is not None:
+            _retry_in_pool(call, rows, result, timeout_s)
+        else:
+            _retry_in_order(call, rows, result, timeout_s, error)
+
+
+def _retry_in_order(
+    call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float | None, first: Unanswered
+) -> None:
+    """Each row alone, in order, all within one further timeout; one row gets at most half of the time left.
+
+    A function that is simply broken fails with the same error on every row: after ``SAME_ERRORS`` it is believed.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    repeated = 0
+    for n, row in enumerate(rows):
+        if repeated == SAME_ERRORS:
+            return result.fail(rows[n:], first)
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return result.fail(rows[n:], _not_reached(timeout_s))
+        try:
+            result.record([row], within(partial(call, [row]), None if left is None else left / 2))
+        except Unanswered as error:
+            result.fail([row], error)
+            repeated += error.identity == first.identity and repeated == n
+
+
+def _retry_in_pool(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float) -> None:
+    """Each row alone, a few at a time, all within one further timeout.
+
+    A call that runs for more than a quarter of it gives its place to the next row, so that hung rows starve no others.
+    """
+    if abandoned_count() >= MAX_ABANDONED:
+        error = Unanswered("timeout", f"not retried: {abandoned_count()} calls are still hanging")
+        return result.fail(rows, error)
+    deadline, patience = time.monotonic() + timeout_s, timeout_s / 4
+    waiting, running, finished = deque(rows), dict[int, Call](), queue.SimpleQueue[int]()
+    while (waiting or running) and (now := time.monotonic()) < deadline:
+        busy = sum(now - thread.started < patience for thread in running.values())
+        while waiting and busy < POOL_THREADS:
+            row = waiting.popleft()
+            running[row] = start(partial(call, [row]), on_done=partial(finished.put, row))
+            busy += 1
+        try:
+            row = finished.get(timeout=min(deadline - now, patience / 4))
+        except queue.Empty:
+            continue
+        try:
+            result.record([row], running.pop(row).result())
+        except Unanswered as error:
+            result.fail([row], error)
+    for row, thread in running.items():
+        thread.abandon()
+        result.fail([row], Unanswered("timeout", f"no answer within {timeout_s:.3g} s, alone or in the batch"))
+    result.fail(list(waiting), _not_reached(timeout_s))
+
+
+def _not_reached(timeout_s: float | None) -> Unanswered:
+    return Unanswered("timeout", f"not reached: other rows used up the further {timeout_s:.3g} s")
+
+
+# --- sums and statistics ----------------------------------------------------------------------------------------------
+
+
+def combine(
+    results: Sequence[RewardResult], weights: Sequence[float], group_ids: Int[Tensor, "B"] | None
+) -> Float[Tensor, "B"]:
+    """Weighted sum of the parts that apply to each row; NaN where one of them is missing, or none applies.
+
+    ``group_ids``: the groups over which it is decided which parts apply; None in an evaluation.
+    """
+    counted = [(result, weight) for result, weight in zip(results, weights, strict=True) if weight != 0]
+    if not counted:
+        return torch.full_like(results[0].rewards, NAN).float()
+    parts = torch.stack([result.rewards for result, _ in counted])  # [parts, B]
+    scored = ~parts.isnan()
+    failed = torch.zeros_like(scored)
+    for part, (result, _) in zip(failed, counted, strict=True):
+        part[list(result.failures)] = True
+    if group_ids is None:
+        # Two parts that never score the same row are for different kinds of prompts.
+        apart = (scored.float() @ scored.float().T == 0).float()  # [parts, parts]
+        applies = apart @ scored.float() == 0
+    else:
+        applies = applies_to_group(scored, group_ids)
+    is_missing = (applies & ~scored) | failed
+    weight = torch.tensor([weight for _, weight in counted], dtype=torch.float64)
+    total = (weight[:, None] * torch.where(scored, parts, 0)).sum(0)
+    total = torch.where(scored.any(0) & ~is_missing.any(0), total, NAN).float()
+    return torch.where(total.isfinite(), total, NAN)
+
+
+def applies_to_group(scored: Bool[Tensor, "parts B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "parts B"]:
+    """Whether a part scores any row of each row's group."""
+    groups = int(group_ids.max()) + 1 if len(group_ids) else 0
+    counts = torch.zeros(len(scored), groups, dtype=torch.float32).index_add(1, group_ids, scored.float())
+    return counts[:, group_ids] > 0
+
+
+def reward_stats(scores: Scores) -> dict[str, float]:
+    """Counts of what could not be scored.
+
+    ``reward/unscored_count`` counts rows without a sum; the others count failures, so that a row that fails in two
+    rewards counts twice. A wrong number of rewards counts as an exception.
+    """
+    kinds = [failure.kind for failure in scores.failures]
+    return {
+        "reward/unscored_count": float(scores.rewards.isnan().sum()),
+        "reward/exception_count": float(kinds.count("exception") + kinds.count("count")),
+        "reward/timeout_count": float(kinds.count("timeout")),
+        "reward/not_finite_count": float(kinds.count("not_finite")),
+    }
+
+
+def _means(logged: Any) -> dict[str, float]:
+    """Mean of all numbers under each name."""
+    numbers: dict[str, list[float]] = {}
+    for name, values in logged:
+        numbers.setdefault(name, []).extend(values)
+    return {name: sum(values) / len(values) for name, values in numbers.items()}
