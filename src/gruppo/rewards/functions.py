@@ -187,7 +187,7 @@ class FunctionReward:
         columns = rollouts.mask[row].nonzero()[:, 0]
         text, ids = text_of(rollouts.completions[row]), rollouts.actions[row][columns].tolist()
         try:
-            columns = columns[step_ends(steps, text, ids, self.decode)].tolist()
+            ends = columns[step_ends(steps, text, ids, self.decode)].tolist()
         except Unanswered as error:
             return error
         if entry is None:
@@ -198,7 +198,7 @@ class FunctionReward:
             return Unanswered("exception", f"{got}; a step reward returns a list of numbers for each, or None")
         if len(entry) != len(steps):
             return Unanswered("exception", f"returned {len(entry)} numbers for a completion of {len(steps)} steps")
-        return StepScores(columns, entry[: len(columns)])
+        return StepScores(ends, entry[: len(ends)])
 
 
 class ObjectReward:

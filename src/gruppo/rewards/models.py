@@ -218,6 +218,7 @@ class ScoringNetwork:
         except (RuntimeError, AssertionError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise GruppoError(f"device={device!r} is not available: {reason}. Set device=cpu, or omit it.") from None
+        self.module: Any
         if isinstance(model, nn.Module):
             if tokenizer is None:
                 raise GruppoError("a reward model that is a module needs its tokenizer; pass both.")

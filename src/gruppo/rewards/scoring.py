@@ -238,10 +238,10 @@ class RewardResult:
                         self.steps[row, column] = score + self.steps[row, column].nan_to_num()
             except Unanswered as error:
                 self.fail([row], error)
-        for name, number in answer.metrics:
-            self.metrics.setdefault(name, []).append(number)
-        for column, values in answer.extras:
-            logged = self.extras.setdefault(column, [None] * len(self.rewards))
+        for metric, number in answer.metrics:
+            self.metrics.setdefault(metric, []).append(number)
+        for extra, values in answer.extras:
+            logged = self.extras.setdefault(extra, [None] * len(self.rewards))
             for row, value in zip(rows, values, strict=True):
                 logged[row] = value
 
