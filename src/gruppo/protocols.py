@@ -24,7 +24,7 @@ Outputs = Collection[str]
 """Requested outputs of a likelihood beside ``logprobs``: "entropy" (with gradient), "entropy_value" (without, cheaper),
 "gaussian", "values", "output"."""
 
-CAPABILITIES = ("conversations", "consistency", "demonstrations", "lora", "separate_critic", "shared_critic")
+CAPABILITIES = ("consistency", "conversations", "demonstrations", "lora", "restore", "separate_critic", "shared_critic")
 """Optional capabilities that ``Policy.supports`` may name."""
 
 
@@ -211,10 +211,14 @@ class Policy:
         """Return the consistency loss of each action ("consistency"); the likelihood has its "output"."""
         raise NotImplementedError(f"{type(self).__name__} has no consistency loss.")
 
+    def restore(self, pictures: Float[Tensor, "N C H W"]) -> Float[Tensor, "N C H W"]:
+        """Return the deterministic output for each degraded image, as rewards read it ("restore")."""
+        raise NotImplementedError(f"{type(self).__name__} does not restore images.")
+
     # --- metrics and samples ---
     # Statistics are keyed "<reduction>:<metric>", such as "mean:eval/psnr"; reductions are attributes of Stat.
 
-    def batch_stats(self, rollouts: Rollouts, rewards: Float[Tensor, "B"]) -> dict[str, Stat]:
+    def batch_stats(self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Any) -> dict[str, Stat]:
         """Return further statistics of sampled rows."""
         return {}
 
@@ -233,8 +237,9 @@ class Policy:
         prompts: Sequence[Prompt],
         sampling: Any,
         *,
-        seed: int,
+        generate: Callable[[Sequence[Request], Any], Rollouts],
         score: Callable[[Rollouts], Float[Tensor, "B"]],
+        budget: int,
     ) -> dict[str, Stat]:
         """Return further statistics that need samples of their own, such as rewards along denoising steps."""
         return {}
@@ -260,6 +265,12 @@ class Modality:
     """A frozen dataclass of options of its own, named ``--<name>.*`` on the command line."""
     rewards_read_images: ClassVar[bool] = False
     """Whether rewards may ask for a column ``images``."""
+    has_lengths: ClassVar[bool] = True
+    """Whether ``rollout.max_new_tokens`` limits the length of a row."""
+    is_gaussian: ClassVar[bool | None] = None
+    """Whether actions are continuous, with exact KL divergences; None if only the policy knows."""
+    holds_conversations: ClassVar[bool | None] = None
+    """Whether an environment may reply; None if only the policy knows."""
 
     def matches(self, model: str) -> bool:
         """Return whether ``--model`` names a model of this modality; nothing is loaded."""
@@ -288,8 +299,12 @@ class Modality:
         """Return the sampling parameters of an evaluation: the most likely actions."""
         return replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
 
-    def check(self, config: Any, policy: Policy, sampling: Any, data: Any, rewards: Any) -> None:
+    def check(self, config: Any, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         """Raise GruppoError for data, rewards and options that this policy cannot be trained with."""
+
+    def consistency_reads_reference(self, config: Any) -> bool:
+        """Return whether a stage's consistency term compares with the reference."""
+        return False
 
     def parameter_groups(self, config: Any, policy: Policy) -> list[ParameterGroup]:
         """Return the trainable parameters, grouped by learning rate factor and gradient clipping."""
@@ -399,6 +414,14 @@ class PromptSource(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def peek(source: PromptSource, n: int = 8) -> list[Prompt]:
+    """Return the first prompts of a source, which the stream will return again."""
+    state = source.state_dict()
+    prompts = source.take(n)
+    source.load_state_dict(state)
+    return prompts
 
 
 def merged(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:

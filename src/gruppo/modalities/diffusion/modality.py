@@ -1,0 +1,218 @@
+"""Diffusion and flow models: from ``--model`` to a policy, and the options that it can satisfy."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig
+from gruppo.config.stages import highest, learns_from_samples, values_of
+from gruppo.modalities.common.adapters import model_of
+from gruppo.modalities.common.validation import refuse_restoration_options, refuse_text_options
+from gruppo.modalities.diffusion.conditions import ClassLabels
+from gruppo.modalities.diffusion.critic import DenoiserCritic
+from gruppo.modalities.diffusion.load import SETTINGS, load_denoiser
+from gruppo.modalities.diffusion.paths import Diffusion, Flow
+from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
+from gruppo.modalities.diffusion.policy import DenoiserPolicy
+from gruppo.modalities.diffusion.sampling import DiffusionSampling
+from gruppo.modalities.diffusion.trust_region import check_trust_region
+from gruppo.modalities.diffusion.unet import UNet
+from gruppo.protocols import Critic, Modality, Policy, PromptSource, peek
+from gruppo.types import DataError, GruppoError
+
+log = logging.getLogger("gruppo")
+
+NEW, HUB, INDEX = "unet", "diffusers:", "model_index.json"
+NEW_OPTIONS = ("path", "shift", "predicts", "weighting", "dropped", "width")
+PIPELINE_OPTIONS = ("size", "embedded_guidance")
+"""Options of ``Config.diffusion`` that are read for a new network, and for a pipeline of diffusers, alone."""
+
+
+class DiffusionModality(Modality):
+    """Networks that denoise: a new UNet, a saved denoiser, pipelines of diffusers."""
+
+    name = "diffusion"
+    rewards_read_images = True
+    has_lengths = False
+    is_gaussian = True
+    holds_conversations = False
+
+    def matches(self, model: str) -> bool:
+        folder = Path(model_of(model)) if model else Path(NEW)
+        return model == NEW or is_pipeline(model) or (folder / SETTINGS).is_file()
+
+    def validate(self, config: Config) -> None:
+        self.sampling(config)  # its own refusals
+        refuse_text_options(config)
+        refuse_restoration_options(config)
+        if odd := [t for t in values_of(config, "temperature") if t != 1]:
+            raise GruppoError(
+                f"a stage's temperature of {odd[0]:g}: a denoising step has none beside eta. Leave temperature out of "
+                "the stages, and set --diffusion.eta."
+            )
+        if highest(config, "entropy_coef"):
+            raise GruppoError(
+                "a stage's entropy_coef is above 0, and the noise of a denoising step is fixed: its entropy is the "
+                "same whatever is learned. Set --stage.entropy-coef 0, and --diffusion.eta for more noise."
+            )
+        chosen, default, model = config.diffusion, DiffusionConfig(), config.model
+        if chosen.path == "diffusion" and chosen.shift != 1:
+            raise GruppoError(
+                f"diffusion.shift={chosen.shift:g} moves the times of a flow, and --diffusion.path is diffusion. Leave "
+                "one of them out."
+            )
+        self._validate_weights(config, is_pipeline(model))
+        for name in (*NEW_OPTIONS, *PIPELINE_OPTIONS):
+            is_read = is_pipeline(model) if name in PIPELINE_OPTIONS else model == NEW
+            if getattr(chosen, name) != getattr(default, name) and not is_read:
+                whose = "a pipeline of diffusers" if name in PIPELINE_OPTIONS else f"a new network (--model {NEW})"
+                raise GruppoError(
+                    f"diffusion.{name} is of {whose}, and {model!r} is none: it has its own. Leave --diffusion."
+                    f"{name.replace('_', '-')} out."
+                )
+
+    def _validate_weights(self, config: Config, is_of_diffusers: bool) -> None:
+        model = config.model
+        if model != IN_MEMORY and not is_of_diffusers and (config.lora.rank or config.lora.adapter):
+            raise GruppoError(
+                f"LoRA puts adapters on the attention of a pipeline, and {model!r} is a small network whose weights "
+                "are trained themselves. Leave the --lora options out."
+            )
+        if is_of_diffusers and config.lora.adapter:
+            raise GruppoError(
+                f"lora.adapter={config.lora.adapter!r}: adapters of pipelines are trained from new. Set --lora.rank, "
+                "or give the folder of a run's final model, in which its adapter is merged, as --model."
+            )
+        if model != IN_MEMORY and config.compute == "bfloat16" and not (is_of_diffusers and config.lora.rank):
+            raise GruppoError(
+                f"compute='bfloat16' holds the base below adapters, and the weights of {model!r} are trained "
+                "themselves. Set --compute float32, or --lora.rank with a pipeline."
+            )
+
+    def open(self, config: Config, data: PromptSource | None) -> tuple[Policy, dict[str, Any]]:
+        path, policy = model_of(config.model).removeprefix(HUB), None
+        if config.model == NEW:
+            policy = new_denoiser(config, data)
+        elif not is_pipeline(config.model):
+            policy = load_denoiser(path)
+        else:
+            dtype = torch.bfloat16 if config.compute == "bfloat16" else torch.float32
+            pipeline, chosen, default = load_diffusers(path, dtype=dtype), config.diffusion, DiffusionConfig()
+            changed = {n: getattr(chosen, n) for n in PIPELINE_OPTIONS if getattr(chosen, n) != getattr(default, n)}
+            policy = pipeline
+            if changed:  # what lies beside the pipeline holds the others
+                policy = DiffusersPolicy(pipeline.pipeline, replace(pipeline.settings, **changed))
+        return self.adapt(config, policy, data), {"name": config.model}
+
+    def adapt(self, config: Config, policy: Policy, data: PromptSource | None) -> Policy:
+        lora = config.lora
+        if lora.rank or lora.adapter:
+            if not isinstance(policy, DiffusersPolicy) or lora.adapter:
+                raise GruppoError(
+                    "LoRA puts new adapters on the attention of a pipeline of diffusers, and this model is none. Leave "
+                    "the --lora options out."
+                )
+            base = config.model if config.model != IN_MEMORY else ""
+            add_adapter(policy, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed, base=base)
+        return policy
+
+    def sampling(self, config: Config, policy: Policy | None = None) -> DiffusionSampling:
+        rollout, chosen = config.rollout, config.diffusion
+        return DiffusionSampling(
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            max_actions=chosen.steps,
+            stop=rollout.stop,
+            transition=chosen.transition,
+            eta=chosen.eta,
+            guidance=chosen.guidance,
+            noise=chosen.noise,
+            train_from=chosen.train_from,
+            train_to=chosen.train_to,
+            train_fraction=chosen.train_fraction,
+            ode_steps=chosen.eval_steps,
+        )
+
+    def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
+        assert isinstance(policy, DenoiserPolicy)
+        policy.check_sampling(policy.check_sampling(sampling))
+        policy.check_sampling(self.evaluation_sampling(sampling))
+        first = peek(data)
+        refused = [policy.check_prompt(prompt, None) for prompt in first]  # type: ignore[arg-type]
+        if all(refused):
+            hint = " Put captions.jsonl or a .txt file beside each image." if is_pipeline(config.model) else ""
+            raise DataError(
+                f"none of the first {len(first)} prompts of {config.data!r} can be drawn: {refused[0]}{hint}"
+            )
+        shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
+        own = tuple(policy.denoiser.codec.picture_shape)
+        if shapes and own not in shapes:
+            log.warning("the model draws %s, and the pictures of %s are %s.", list(own), config.data, list(min(shapes)))
+        if config.model == NEW and not highest(config, "sup_coef"):
+            log.warning(
+                "a new network draws grey, and no stage has demonstrations to learn from: set --stages "
+                "supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
+            )
+        if learns_from_samples(config):
+            check_trust_region(config.objective, policy.dims)
+        self._check_whole_rows(config, policy, sampling)
+
+    def _check_whole_rows(self, config: Config, policy: Policy, sampling: DiffusionSampling) -> None:
+        """Refuse ratios of whole rows where a micro-batch holds less than a row of denoising steps."""
+        if not config.objective.needs_whole_rows or sampling.noise == "branched":
+            return
+        needs = (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
+        if needs > (budget := config.optim.token_budget or policy.default_budget()):
+            raise GruppoError(
+                f"this objective compares whole rows, of up to {needs} evaluations of the network, and a micro-batch "
+                f"has {budget}. Set --optim.token-budget {needs}, or --objective.ratio token."
+            )
+
+    def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
+        assert isinstance(policy, DenoiserPolicy)
+        return None if config.critic.kind == "shared" else DenoiserCritic(policy)
+
+
+DIFFUSION = DiffusionModality()
+DenoiserPolicy.modality = DIFFUSION
+
+
+def is_pipeline(model: str) -> bool:
+    """Return whether a name or folder is of a pipeline of diffusers."""
+    return model.startswith(HUB) or (bool(model) and (Path(model_of(model)) / INDEX).is_file())
+
+
+def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
+    """Return an untrained UNet for the data's images: of their size, conditioned on their classes if they have any."""
+    first, chosen = peek(data)[0], config.diffusion
+    if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
+        raise DataError(
+            f"--model {NEW} is made for the data's pictures, and the data {config.data!r} have none: a target is a "
+            f"{type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model."
+        )
+    if first.inputs != "" and not (isinstance(first.inputs, int) and hasattr(data, "classes")):
+        raise DataError(
+            f"--model {NEW} is asked for classes, and the data {config.data!r} ask by {first.inputs!r:.60}. Put the "
+            "images of each class in a subfolder without captions, or give a --model of your own."
+        )
+    shape, classes = list(first.target.shape), [""] if first.inputs == "" else data.classes
+    labels = ClassLabels(classes, dropped=chosen.dropped)
+    path = Flow(chosen.shift) if chosen.path == "flow" else Diffusion()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        module = UNet(shape, len(labels.names), width=chosen.width, time_scale=1000.0 if path.is_flow else 1.0)
+    return DenoiserPolicy(
+        module,
+        shape,
+        predicts=chosen.predicts,
+        path=path,
+        condition=labels,
+        weighting=chosen.weighting,
+        middle="middle",
+    )

@@ -1,0 +1,238 @@
+"""Networks that restore images: from ``--model`` to a policy, and the options that it can satisfy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig, RestorationConfig
+from gruppo.config.stages import highest, learns_from_samples
+from gruppo.loading import load_object
+from gruppo.modalities.common.adapters import model_of
+from gruppo.modalities.common.validation import refuse_text_options
+from gruppo.modalities.diffusion.trust_region import check_trust_region
+from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency, ToDegraded
+from gruppo.modalities.restoration.files import SETTINGS
+from gruppo.modalities.restoration.load import load_restorer, open_restorer
+from gruppo.modalities.restoration.policy import RestorationPolicy
+from gruppo.protocols import Modality, ParameterGroup, Policy, PromptSource, peek
+from gruppo.types import DataError, GruppoError, Sampling
+
+NEW = "restore:"
+"""Prefix of a network's name: a new policy over it."""
+NEW_OPTIONS = ("action", "weights", "patches")
+"""Options of ``Config.restoration`` that a saved policy has of its own."""
+CHOICES = ("trains", "supervises", "loss")
+"""Options that may be chosen again for a saved policy."""
+
+
+class RestorationModality(Modality):
+    """Networks from degraded images to clean ones."""
+
+    name = "restoration"
+    rewards_read_images = True
+    has_lengths = False
+    is_gaussian = True
+    holds_conversations = False
+
+    def matches(self, model: str) -> bool:
+        return model.startswith(NEW) or (bool(model) and (Path(model_of(model)) / SETTINGS).is_file())
+
+    def validate(self, config: Config) -> None:
+        refuse_text_options(config)
+        chosen, default, model = config.restoration, RestorationConfig(), config.model
+        if config.diffusion != DiffusionConfig():
+            raise GruppoError(
+                f"diffusion settings were given, and {config.model!r} restores images in one step. Leave the "
+                "--diffusion options out; --restoration.action says what is drawn."
+            )
+        if model.startswith(NEW) and not model.removeprefix(NEW):
+            raise GruppoError(
+                f"--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class."
+            )
+        changed = [name for name in NEW_OPTIONS if getattr(chosen, name) != getattr(default, name)]
+        if not model.startswith(NEW) and changed:
+            raise GruppoError(
+                f"restoration.{changed[0]} is of a new policy, and {model!r} has its own. Leave --restoration."
+                f"{changed[0]} out, or set --model {NEW}unet --restoration.weights "
+                f"{'FOLDER' if model == IN_MEMORY else model}."
+            )
+        if not 0 < chosen.action_lr_factor < float("inf"):
+            raise GruppoError(
+                f"restoration.action_lr_factor={chosen.action_lr_factor} is out of range; it needs to be above 0. Set "
+                "--restoration.action-lr-factor 20."
+            )
+        if chosen.patches < 1:
+            raise GruppoError(f"restoration.patches={chosen.patches} cuts nothing. Set --restoration.patches 1.")
+        cons_coef = highest(config, "cons_coef")
+        if not cons_coef and chosen.consistency != default.consistency:
+            raise GruppoError(
+                f"restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef is above 0. Set "
+                "--stage.cons-coef 0.1, or leave it out."
+            )
+        if cons_coef and chosen.consistency == "reference" and config.reference.place != "device":
+            raise GruppoError(
+                f"reference.place={config.reference.place!r}: a consistency to the reference reads its pictures in "
+                "every update. Leave --reference.place out, or set --restoration.consistency equivariance."
+            )
+        if config.lora.rank or config.lora.adapter:
+            raise GruppoError(
+                f"LoRA puts adapters on large models, and {model!r} is a network whose weights are trained themselves. "
+                "Leave the --lora options out, or set --restoration.trains action."
+            )
+        if config.compute == "bfloat16":
+            raise GruppoError(
+                "compute='bfloat16' is of language models; a network that restores images computes in its own dtype. "
+                "Set --compute float32."
+            )
+        if config.critic.kind == "separate":
+            raise GruppoError(
+                "critic.kind='separate': the critic of a network that restores images is a head on it. Set "
+                "--critic.kind shared."
+            )
+
+    def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
+        if not config.model.startswith(NEW):
+            return self.adapt(config, load_restorer(model_of(config.model)), data), {"name": config.model}
+        chosen, first = config.restoration, peek(data)[0].inputs
+        if not isinstance(first, torch.Tensor) or first.ndim != 3:
+            raise DataError(
+                f"--model {config.model} restores images, and the data {config.data!r} have none: a prompt is a "
+                f"{type(first).__name__}. Set --data photos:noise=25, degrade:FOLDER:noise=25 or pairs:DEGRADED:CLEAN."
+            )
+        policy = open_restorer(
+            config.model.removeprefix(NEW),
+            chosen.action,
+            channels=len(first),
+            weights=model_of(chosen.weights) if chosen.weights else None,
+            seed=config.seed,
+            patches=chosen.patches,
+            **_choices(config),
+        )
+        self._set_consistency(config, policy, data)
+        return policy, {"name": config.model}
+
+    def adapt(self, config: Config, policy: Policy, data: PromptSource) -> Policy:
+        assert isinstance(policy, RestorationPolicy)
+        if choices := _choices(config):
+            policy = chosen_again(policy, choices)
+        if config.model != IN_MEMORY or config.restoration.consistency != RestorationConfig().consistency:
+            self._set_consistency(config, policy, data)
+        return policy
+
+    def _set_consistency(self, config: Config, policy: RestorationPolicy, data: Any) -> None:
+        if highest(config, "cons_coef"):
+            policy.consistency = consistency_of(config.restoration.consistency, policy, data)
+        policy.reads_reference_output = self.consistency_reads_reference(config)
+
+    def sampling(self, config: Config, policy: Policy | None = None) -> Sampling:
+        columns = policy.columns if isinstance(policy, RestorationPolicy) else 1
+        return replace(config.rollout.sampling, max_actions=columns)
+
+    def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
+        assert isinstance(policy, RestorationPolicy)
+        sampling = policy.check_sampling(sampling)
+        policy.check_sampling(self.evaluation_sampling(sampling))
+        first = peek(data)
+        refused = [policy.check_prompt(prompt, sampling) for prompt in first]
+        if all(refused):
+            raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be restored: {refused[0]}")
+        if policy.columns > 1 and config.objective.credit == "return_to_go":
+            raise GruppoError(
+                f"objective.credit='return_to_go' is of actions that follow each other, and the {policy.columns} "
+                "patches of a picture lie beside each other. Set --objective.credit position or outcome."
+            )
+        if not any(parameter.requires_grad for parameter in policy.module.parameters()):
+            raise GruppoError(
+                f"nothing is to be trained: neither the network of {config.model!r} nor its action has weights that "
+                "are free. Give the network some, or set --restoration.action low_resolution."
+            )
+        if highest(config, "entropy_coef") and not policy.module.acts.scale.learned:
+            raise GruppoError(
+                "a stage's entropy_coef is above 0, and the action's std is fixed: its entropy is the same whatever is "
+                "learned. Set --restoration.action with learned=true, or --stage.entropy-coef 0."
+            )
+        if learns_from_samples(config):
+            check_trust_region(config.objective, policy.dims(first[0].inputs.shape))
+
+    def parameter_groups(self, config: Config, policy: Policy) -> list[ParameterGroup]:
+        """The action's gradient is of nats and the network's of pixels: each has its own limit and rate."""
+        names = [name for name, parameter in policy.module.named_parameters() if parameter.requires_grad]
+        network = tuple(name for name in names if not name.startswith("action."))
+        action = tuple(name for name in names if name.startswith("action."))
+        groups = [
+            ParameterGroup(network),
+            ParameterGroup(action, lr_factor=config.restoration.action_lr_factor, norm="action_norm"),
+        ]
+        return [group for group in groups if group.names]
+
+    def consistency_reads_reference(self, config: Config) -> bool:
+        return highest(config, "cons_coef") > 0 and config.restoration.consistency == "reference"
+
+    def absolute_paths(self, config: Config, absolute: Callable[[str], str]) -> Config:
+        chosen, model = config.restoration, config.model
+        if model.startswith(NEW):
+            file, colon, name = model.removeprefix(NEW).partition(":")
+            model = f"{NEW}{absolute(file) if file.endswith('.py') else file}{colon}{name}"
+        restoration = replace(
+            chosen, weights=absolute(chosen.weights), consistency=absolute(chosen.consistency)
+        )
+        return replace(config, model=model, restoration=restoration)
+
+
+RESTORATION = RestorationModality()
+RestorationPolicy.modality = RESTORATION
+
+
+def _choices(config: Config) -> dict[str, Any]:
+    return {name: value for name in CHOICES if (value := getattr(config.restoration, name)) is not None}
+
+
+def chosen_again(policy: RestorationPolicy, choices: Mapping[str, Any]) -> RestorationPolicy:
+    """Return a policy over the same weights with other choices of what is trained, and on what."""
+    module = policy.module
+    if policy.trains == "action":  # the network was frozen; what a caller froze stays frozen
+        module.network.requires_grad_(True)
+    settings = {"patches": policy.patches, **{name: getattr(policy, name) for name in CHOICES}, **choices}
+    return RestorationPolicy(
+        module.network,
+        module.action,
+        channels=policy.channels,
+        consistency=policy.consistency,
+        spec=policy.spec,
+        **settings,
+    )
+
+
+def consistency_of(name: str, policy: RestorationPolicy, data: Any) -> Consistency:
+    """Return the consistency term that the config names."""
+    if name in CONSISTENCIES:
+        return CONSISTENCIES[name](policy.loss)
+    if name == "degradation":
+        degradation = getattr(data, "degradation", None)
+        if degradation is None:
+            raise GruppoError(
+                "restoration.consistency='degradation' degrades a restored picture as the data were, and these data "
+                "do not say how. Set --data photos:... or degrade:..., or --restoration.consistency FILE.py:function."
+            )
+
+        def degrade(pictures: torch.Tensor, prompts: Any) -> torch.Tensor:
+            return degradation.expected(pictures, [prompt.meta for prompt in prompts])
+
+        return ToDegraded(degrade, policy.loss)
+    if ":" not in name:
+        known = ", ".join([*CONSISTENCIES, "degradation"])
+        raise GruppoError(
+            f"restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set --restoration."
+            "consistency to one of them."
+        )
+    function = load_object(name)
+    if not callable(function):
+        raise GruppoError(
+            f"{name} is a {type(function).__name__}; a degradation is a function of pictures and prompts."
+        )
+    return ToDegraded(function, policy.loss)

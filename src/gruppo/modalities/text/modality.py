@@ -1,0 +1,143 @@
+"""Language models: from ``--model`` to a policy, and the options that it can satisfy."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gruppo import distributed as dist
+from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig
+from gruppo.loading import program
+from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
+from gruppo.modalities.common.critic import SeparateCritic
+from gruppo.modalities.common.lora import digest, inject
+from gruppo.modalities.common.validation import refuse_restoration_options
+from gruppo.modalities.text.bundled import BUNDLED, bundled_model
+from gruppo.modalities.text.custom import MadeBy, is_made, names_function
+from gruppo.modalities.text.load import Adapt, from_pretrained, give_adapter
+from gruppo.modalities.text.policy import TextPolicy
+from gruppo.protocols import Critic, Modality, Policy, PromptSource
+from gruppo.types import DataError, GruppoError
+
+log = logging.getLogger("gruppo")
+
+TEMPLATE_TOKENS = 512
+"""More than a chat template adds to a conversation. Prompts shorter than the context by this are not tokenized."""
+
+
+class TextModality(Modality):
+    """Language models from transformers, and modules of one's own that map token ids to logits."""
+
+    name = "text"
+    is_gaussian = False
+    holds_conversations = True
+
+    def matches(self, model: str) -> bool:
+        return True
+
+    def validate(self, config: Config) -> None:
+        is_here = config.model in BUNDLED or names_function(config.model) or Path(config.model).exists()
+        if config.diffusion != DiffusionConfig() and not is_here:
+            raise GruppoError(
+                f"there is no folder {config.model!r} with an image model. Train one first, as with {program()} train "
+                "digits-pretrain, or set --model unet or diffusers:OWNER/NAME."
+            )
+        if config.diffusion != DiffusionConfig():
+            raise GruppoError(
+                f"diffusion settings were given, and {config.model!r} is a text model. Leave the --diffusion options "
+                "out, or set --model unet or a folder with an image model."
+            )
+        refuse_restoration_options(config)
+
+    def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
+        path, origin = found_model(config.model)
+        adapt = _adapter_of(config)
+        if is_adapter(path) and adapt is None:
+            log.warning("the model %s is an adapter: it is merged into its base, and all weights are trained.", path)
+        policy = from_pretrained(
+            path,
+            compute=config.compute,
+            trust_remote_code=config.trust_remote_code,
+            adapt=adapt,
+            is_merged=True,
+            seed=config.seed,
+        )
+        if "made_by" in origin:
+            check_ranks_agree(policy, config.model)
+        return policy, origin
+
+    def adapt(self, config: Config, policy: TextPolicy, data: PromptSource) -> Policy:  # type: ignore[override]
+        if (adapt := _adapter_of(config)) is not None:
+            give_adapter(policy, adapt)
+        return policy
+
+    def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
+        assert isinstance(policy, TextPolicy)
+        rewards.reads(policy.chat.text)
+        check_lengths(data, policy, config)
+
+    def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
+        assert isinstance(policy, TextPolicy)
+        if config.critic.kind == "shared":
+            return None
+        if not config.critic.model:
+            return SeparateCritic(policy)
+        path, _ = found_model(config.critic.model)
+        # in float32, whatever the run computes in: the critic makes a copy of its trunk alone
+        trusted = config.trust_remote_code
+        model = from_pretrained(path, compute="float32", trust_remote_code=trusted, needs_head=False, is_merged=True)
+        try:
+            check_lengths(data, model, config)
+        except DataError as error:
+            raise DataError(f"the critic {config.critic.model} is too short for these data: {error}") from None
+        return SeparateCritic(policy, model)
+
+
+TEXT = TextModality()
+TextPolicy.modality = TEXT
+
+
+def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
+    """Refuse data with a prompt that the model's context cannot hold."""
+    for prompt in source.all_prompts() if hasattr(source, "all_prompts") else ():
+        longest = len(str(prompt.inputs).encode()) + TEMPLATE_TOKENS  # a token of text is at least a byte
+        if policy.context and longest + config.rollout.max_new_tokens < policy.context:
+            continue
+        if why := policy.check_prompt(prompt, config.rollout.sampling):
+            raise DataError(why)
+
+
+def check_ranks_agree(policy: Policy, name: str) -> None:
+    """Refuse a function that makes different weights on each rank: they would be trained as if they were the same."""
+    weights = {name: parameter.detach() for name, parameter in policy.module.named_parameters()}
+    if dist.world() > 1 and len(set(dist.gather(digest(weights).encode()))) > 1:
+        raise GruppoError(
+            f"{name} made other weights on each of the {dist.world()} ranks. Draw them from torch's generator, which "
+            "--seed seeds, or read them from a file."
+        )
+
+
+def _adapter_of(config: Config) -> Adapt | None:
+    """Return the function that adds the trained adapter; None where all weights are trained."""
+    lora, base = config.lora, config.model if config.model != IN_MEMORY else ""
+    if lora.adapter:
+        return adapt_from(lora.adapter, base=base)
+    if not lora.rank:
+        return None
+    return partial(inject, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed, base=base)
+
+
+def found_model(name: str) -> tuple[str, dict[str, Any]]:
+    """Return where a language model is loaded from, and its origin for the manifest."""
+    if name in BUNDLED:
+        found = bundled_model(name)
+        return str(found.path), {"name": name, "source": found.source, "sha256": found.sha256}
+    if names_function(name) or is_made(model_of(name)):
+        made = MadeBy.named(name) if names_function(name) else MadeBy.read(Path(model_of(name)).expanduser())
+        return name, {"name": name, "made_by": made.made_by, "sha256": made.sha256}
+    if "/" not in name and not Path(name).exists() and (near := difflib.get_close_matches(name, [*BUNDLED, "unet"], 1)):
+        raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")
+    return name, {"name": name}
