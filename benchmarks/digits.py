@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gruppo.trainer.models import open_images
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from benchmarks.judge import Judge, Verdict, trained_judge, verdict
 from gruppo.data.digits import digits
 from gruppo.modalities.diffusion import DiffusionSampling
 from gruppo.recipes.digits import PRETRAINED
-from gruppo.trainer.models import open_images
 from gruppo.types import Prompt, Request
 
 KEPT = Path("build/judge.safetensors")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gruppo.trainer.models import Kind
 from tests import tiny
 from tests.doctor.test_provoked_restoration import config_of as restoring
 from tests.trainer.runs import metrics
@@ -26,7 +27,6 @@ from gruppo.core.objective import PRESETS, Objective
 from gruppo.recipes import RECIPES
 from gruppo.rewards.code import Verdict, code_metrics
 from gruppo.trainer import checks
-from gruppo.trainer.models import Kind
 from gruppo.types import Batch, GruppoError, Likelihood, Rollouts
 
 ROOT = Path(__file__).parents[1]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gruppo.trainer.models import Kind
 from safetensors.torch import load_file
 from tests import tiny
 from tests.test_examples import EXAMPLES, example
@@ -26,7 +27,6 @@ from gruppo.recipes.qwen import PROMPTS
 from gruppo.rewards.registry import resolve_reward
 from gruppo.trainer import checks
 from gruppo.trainer.dry_run import explain
-from gruppo.trainer.models import Kind
 from gruppo.types import GruppoError
 
 SHORT: dict[str, Any] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo import distributed as dist
-from gruppo.build import Parts, build, missing_parts, name_of, require_named, with_absolute_paths
+from gruppo.build import Parts, build, missing_parts, modality_of, name_of, require_named, with_absolute_paths
 from gruppo.config import serialization
 from gruppo.config.schema import Config, CriticConfig
 from gruppo.loading import RunWhileLoading, is_loading
@@ -18,7 +18,6 @@ from gruppo.protocols import Tracker
 from gruppo.seeds import seed_at
 from gruppo.trainer import checkpoint, checks, loop
 from gruppo.trainer.evaluate import held_out
-from gruppo.trainer.models import kind_of
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder
 from gruppo.trainer.watch import draw, heard, on_screen, say_closing
@@ -52,6 +51,7 @@ def train(
     data: Any = None,
     reward: Any = None,
     environment: Any = None,
+    engine: Any = None,
     steps: int | None = None,
     show: bool = True,
     **changes: Any,
@@ -61,14 +61,14 @@ def train(
     ``model``: a hub id, a folder, a bundled name, ``file.py:function``, or a policy. ``data``: a name, a path, a
     list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in TRL's calling
     convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the policy, so that
-    it speaks again. ``changes`` are further fields of ``Config``, dotted ones with two
-    underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen, and what came of the run at
+    it speaks again. ``engine``: an engine that samples, or the name of a function that makes one. ``changes`` are
+    further fields of ``Config``, dotted ones with two underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen, and what came of the run at
     its end.
 
     A mistake raises ``GruppoError``. Ctrl-C or SIGTERM finishes what would be lost, saves, and raises
     ``gruppo.Stopped``; ``resume`` continues from there. A second one stops at once.
     """
-    parts = Parts.of(model, data, reward, environment)
+    parts = Parts.of(model, data, reward, environment, engine)
     config = change(config or Config(), changes if steps is None else {"steps": steps, **changes})
     config = replace(
         config,
@@ -78,6 +78,8 @@ def train(
     )
     if environment is not None:
         config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
+    if engine is not None:
+        config = replace(config, engine=name_of(engine))
     with heard() if show else nullcontext():
         return finished(start(config, parts, watch=on_screen if show else None), show=show)
 
@@ -89,6 +91,7 @@ def resume(
     data: Any = None,
     reward: Any = None,
     environment: Any = None,
+    engine: Any = None,
     show: bool = True,
 ) -> Result:
     """Continue a stopped or killed run to the bit, from its newest whole checkpoint; without one, from the start.
@@ -97,7 +100,7 @@ def resume(
     the model as it was before training.
     """
     with heard() if show else nullcontext():
-        done = go_on(path, Parts.of(model, data, reward, environment), watch=on_screen if show else None)
+        done = go_on(path, Parts.of(model, data, reward, environment, engine), watch=on_screen if show else None)
         return finished(done, show=show)
 
 
@@ -116,7 +119,7 @@ def start(config: Config, parts: Parts | None = None, *, watch: Watch | None = N
         raise RunWhileLoading
     dist.start()
     parts = parts or Parts()
-    checks.check(config, kind_of(config, parts.model))
+    checks.check(config, modality_of(config, parts))
     require_named(config, parts)
     config = with_absolute_paths(replace(config, name=config.name or new_name("run", config.runs_dir)))
     path = Path(config.runs_dir) / config.name

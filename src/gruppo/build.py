@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,54 +16,52 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.config.schema import IN_MEMORY, Config
-from gruppo.config.stages import highest, learns_from_samples
+from gruppo.config.stages import learns_from_samples, where_of
+from gruppo.data.curriculum import Curriculum
 from gruppo.data.open import open_source
+from gruppo.data.restoration import WithReference
 from gruppo.engines import LocalEngine
 from gruppo.environments import PROVIDED, Conversing, Environment
 from gruppo.loading import load_object
-from gruppo.modalities.common.critic import SeparateCritic, SharedCritic
-from gruppo.modalities.diffusion import DenoiserCritic, DiffusionSampling, check_trust_region
-from gruppo.modalities.restoration import RestorationPolicy
-from gruppo.modalities.text import TextPolicy, from_pretrained
+from gruppo.modalities import find_modality
+from gruppo.modalities.common.critic import SharedCritic
+from gruppo.modalities.common.lora import has_adapter
+from gruppo.modalities.common.reference import ReferenceModel, Rule
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import from_root, names_function
-from gruppo.protocols import Critic
+from gruppo.protocols import Critic, Engine, Modality, Policy, Reference
 from gruppo.rewards.registry import absolute_spec, resolve_reward
 from gruppo.rewards.scoring import RewardSet
 from gruppo.tracking import integrations
-from gruppo.trainer import restorers
-from gruppo.trainer.demonstrations import check_demos, open_demos, peeked
-from gruppo.trainer.evaluate import held_out, mode_of
-from gruppo.trainer.memory import token_budget
-from gruppo.trainer.models import HUB, NEW, POLICIES, Kind, found_model, kind_of, open_model, sampling_of
-from gruppo.trainer.references import open_reference
+from gruppo.trainer import checks
+from gruppo.trainer.demonstrations import check_demos, open_demos
+from gruppo.trainer.evaluate import held_out
+from gruppo.trainer.references import has_reference, storage_error, unread_error
 from gruppo.trainer.run import Run, trained
-from gruppo.types import DataError, GruppoError, Sampling
+from gruppo.types import DataError, GruppoError
 
 log = logging.getLogger("gruppo")
-
-TEMPLATE_TOKENS = 512
-"""More than a chat template adds to a conversation. Prompts that are shorter than the context by this need no count."""
 
 
 @dataclass(frozen=True)
 class Parts:
     """Python objects given in place of a config's names."""
 
-    model: Any = None
+    model: Policy | None = None
     data: Any = None
     rewards: Sequence[Callable[..., Any]] | None = None
     environment: Callable[..., Any] | None = None
+    engine: Engine | None = None
 
     @classmethod
-    def of(cls, model: Any, data: Any, reward: Any, environment: Any = None) -> Parts:
-        """What a caller gives: a model's name is no part; one reward, or a list of them."""
-        if model is not None and not isinstance(model, (str, os.PathLike, *POLICIES)):
+    def of(cls, model: Any = None, data: Any = None, reward: Any = None, environment: Any = None, engine: Any = None):
+        """Check what a caller gave; names stay in the config."""
+        if model is not None and not isinstance(model, str | os.PathLike | Policy):
             raise GruppoError(
-                f"model is a {type(model).__name__}; it needs a name, a folder, a TextPolicy, a DenoiserPolicy or a "
-                "RestorationPolicy. Wrap a Hugging Face model with gruppo.from_transformers(model, tokenizer), another "
-                "module with gruppo.from_module, one that denoises with gruppo.DenoiserPolicy, one that restores "
-                "images with gruppo.RestorationPolicy."
+                f"model is a {type(model).__name__}; it needs a name, a folder, or a policy (a gruppo.Policy). Wrap a "
+                "Hugging Face model with gruppo.from_transformers(model, tokenizer), another module with "
+                "gruppo.from_module, one that denoises with gruppo.DenoiserPolicy, one that restores images with "
+                "gruppo.RestorationPolicy."
             )
         rewards = None if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
         if environment is not None and not callable(environment) and not isinstance(environment, str | os.PathLike):
@@ -69,23 +69,33 @@ class Parts:
                 f"environment is {environment!r:.80} ({type(environment).__name__}); it needs to be a function such as "
                 "def reply(text, state) that returns what is said next or None, or a name, file.py:function."
             )
-        own = load_object(os.fspath(environment)) if isinstance(environment, str | os.PathLike) else environment
-        return cls(model if isinstance(model, POLICIES) else None, data, rewards, own)
+        if isinstance(environment, str | os.PathLike):
+            environment = load_object(os.fspath(environment))
+        if engine is not None and not isinstance(engine, str | os.PathLike):
+            check_engine_members(engine, "engine")
+        return cls(
+            model if isinstance(model, Policy) else None,
+            data,
+            rewards,
+            environment,
+            None if isinstance(engine, str | os.PathLike) else engine,
+        )
 
 
 OPTIONS = {"environment": "environment.reply"}
-"""Options of parts that are not called like them."""
+"""Options of parts that are not named like them."""
 
 
 def missing_parts(config: Config, parts: Parts) -> list[str]:
-    """What the config says was given in memory, and is not given now."""
-    named = {
+    """Return the parts that the config had as Python objects and that are not given now."""
+    missing = {
         "model": config.model == IN_MEMORY and parts.model is None,
         "data": config.data == IN_MEMORY and parts.data is None,
         "reward": IN_MEMORY in config.reward and parts.rewards is None,
         "environment": config.environment.reply == IN_MEMORY and parts.environment is None,
+        "engine": config.engine == IN_MEMORY and parts.engine is None,
     }
-    return [name for name, is_missing in named.items() if is_missing]
+    return [name for name, is_missing in missing.items() if is_missing]
 
 
 def require_named(config: Config, parts: Parts) -> None:
@@ -97,19 +107,21 @@ def require_named(config: Config, parts: Parts) -> None:
         )
 
 
+def modality_of(config: Config, parts: Parts) -> Modality:
+    """Return the modality of the policy that is given, or that the config names; nothing is loaded."""
+    return find_modality(config.model) if parts.model is None else parts.model.modality
+
+
 def with_absolute_paths(config: Config) -> Config:
-    """The config with its files and folders named from the root, so that it means the same in any folder."""
+    """Return the config with absolute paths, so that it means the same in any folder."""
 
     def absolute(name: str) -> str:
         return os.path.abspath(name) if name and Path(name).exists() else name
 
     def model(name: str) -> str:
-        if name.startswith(restorers.NEW):
-            file, colon, what = name.removeprefix(restorers.NEW).partition(":")
-            return f"{restorers.NEW}{absolute(file) if file.endswith('.py') else file}{colon}{what}"
         if names_function(name):
             return from_root(name)
-        return name if name in (*BUNDLED, NEW) or name.startswith(HUB) else absolute(name)
+        return name if name in (*BUNDLED, "unet") or name.startswith(("diffusers:", "restore:")) else absolute(name)
 
     def data(name: str) -> str:
         kind, *parts = name.split(":")
@@ -117,7 +129,7 @@ def with_absolute_paths(config: Config) -> Config:
             return ":".join([kind, *(part if part.isdecimal() else absolute(part) for part in parts)])
         return name if kind in ("arithmetic", "reasoning_gym", "digits", "photos", "lines") else absolute(name)
 
-    return replace(
+    config = replace(
         config,
         model=model(config.model),
         data=data(config.data),
@@ -125,18 +137,16 @@ def with_absolute_paths(config: Config) -> Config:
         reward=tuple(map(absolute_spec, config.reward)),
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute(config.lora.adapter)),
-        restoration=replace(
-            config.restoration,
-            weights=absolute(config.restoration.weights),
-            consistency=absolute_spec(config.restoration.consistency),
-        ),
         track=tuple(map(integrations.absolute, config.track)),
         environment=replace(config.environment, reply=absolute_spec(config.environment.reply)),
+        engine=absolute_spec(config.engine),
     )
+    modality = find_modality(config.model)
+    return modality.absolute_paths(config, lambda name: absolute_spec(absolute(name)))
 
 
 def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
-    """All parts of a run, the cheap checks first; and where the model came from."""
+    """Build all parts of a run, the cheap checks first; return it and the model's origin."""
     if config.rollout.prompts < dist.world():
         raise GruppoError(
             f"rollout.prompts={config.rollout.prompts} leaves some of the {dist.world()} ranks without a prompt. Set "
@@ -144,24 +154,33 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         )
     source = open_data(config, parts)
     environment = open_environment(config, parts, source)
-    rewards = open_rewards(config, parts, source)
+    modality = modality_of(config, parts)
+    rewards = open_rewards(config, parts, source, modality)
     demos = open_demos(config, config.data if parts.data is None else parts.data)
-    kind = kind_of(config, parts.model)
-    policy, model_source = open_model(config, kind, parts.model, source)
+    if parts.model is not None:
+        policy, origin = modality.adapt(config, parts.model, source), {"name": config.model}
+    else:
+        policy, origin = modality.open(config, source)
+    if policy.modality is not modality:  # a function made another kind of policy than its name could tell
+        modality = policy.modality
+        checks.check(config, modality)
+    to_device(policy, config.device)
     config = replace(config, compute=agreed_compute(policy))
-    sampling = sampling_of(config, kind, getattr(policy, "columns", 1))
-    check_policy(config, kind, policy, sampling, rewards, source)
-    reads_reference = kind == "restorer" and "reference" in rewards.requested_columns
+    sampling = modality.sampling(config, policy)
+    modality.check(config, policy, sampling, source, rewards)
+    check_capabilities(config, policy)
+    reads_reference = modality.rewards_read_reference and "reference" in rewards.requested_columns
     reference = open_reference(config, policy, is_read=reads_reference)
     if reads_reference:
-        source = restorers.with_reference(source, policy, reference)
+        source = with_reference(source, policy, reference)
     if demos is not None:
         check_demos(config, demos, policy)
-    critic = open_critic(config, kind, policy, source) if config.objective.has_critic else None
+    critic = open_critic(config, policy, source) if config.objective.has_critic else None
+    engine = open_engine(config, parts, policy)
     run = Run(
         config=config,
         policy=policy,
-        engine=LocalEngine(policy) if environment is None else Conversing(LocalEngine(policy), environment),
+        engine=engine if environment is None else Conversing(engine, environment),
         source=source,
         rewards=rewards,
         optimizer=adamw(policy, critic, config),
@@ -171,74 +190,121 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         sampling=sampling,
         environment=environment,
     )
-    check_micro_batches(run)
-    if config.evaluation.prompts and not rewards.names and kind == "text":
+    if config.evaluation.prompts and not rewards.names and not policy.renders_images:
         run.config = replace(config, evaluation=replace(config.evaluation, prompts=0))  # nothing says what is good
     elif config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
             "the data have no held-out prompts: nothing is evaluated. Set --prompts.held-out-fraction above 0 for some."
         )
         run.config = replace(config, evaluation=replace(config.evaluation, prompts=0))
-    return run, model_source
+    return run, origin
 
 
-def check_policy(config: Config, kind: Kind, policy: Any, sampling: Sampling, rewards: RewardSet, source: Any) -> None:
-    """Refuse what this policy cannot be asked for, now that it is open."""
-    if kind == "text":
-        rewards.set_decoder(policy.chat.text)
-        check_lengths(source, policy, config)
-        return
-    sampling = policy.check_sampling(sampling)
-    policy.check_sampling(mode_of(sampling))
-    if kind == "restorer":
-        restorers.check_data(config, policy, sampling, source)
-    else:
-        check_pictures(config, kind, policy, source)
-    if learns_from_samples(config):
-        dims = policy.dims(peeked(source)[0].inputs.shape) if kind == "restorer" else policy.dims
-        check_trust_region(config.objective, dims)
+def check_capabilities(config: Config, policy: Policy) -> None:
+    """Refuse options that need a capability which the policy does not declare."""
+    has_critic = config.objective.has_critic
+    needs = {
+        "conversations": ("--environment.reply", bool(config.environment.reply)),
+        "shared_critic": ("--critic.kind shared", has_critic and config.critic.kind == "shared"),
+        "separate_critic": ("--critic.kind separate", has_critic and config.critic.kind == "separate"),
+    }
+    for capability, (option, is_needed) in needs.items():
+        if is_needed and capability not in policy.supports:
+            raise GruppoError(
+                f"{option} needs a policy that supports {capability!r}, and {type(policy).__name__} supports "
+                f"{sorted(policy.supports) or 'nothing optional'}. Leave the option out, or add it to the policy."
+            )
 
 
-def check_pictures(config: Config, kind: Kind, policy: Any, source: Any) -> None:
-    """Refuse data that ask for nothing this model can draw; say where it was made for other pictures."""
-    first = peeked(source)
-    refused = [policy.check_prompt(prompt, None) for prompt in first]
-    if all(refused):
-        hint = " Put captions.jsonl or a .txt file beside each image." if kind == "pipeline" else ""
-        raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be drawn: {refused[0]}{hint}")
-    shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
-    own = tuple(policy.denoiser.codec.picture_shape)
-    if shapes and own not in shapes:
-        log.warning("the model draws %s, and the pictures of %s are %s.", list(own), config.data, list(min(shapes)))
-    if config.model == NEW and not highest(config, "sup_coef"):
-        log.warning(
-            "a new network draws grey, and no stage has demonstrations to learn from: set --stages supervised:2000,full"
-            ", or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
-        )
+def to_device(policy: Policy, device: str) -> None:
+    """Move a policy to the device that the options name; "auto" takes this rank's GPU if there is one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise GruppoError("--device cuda: torch finds no CUDA device. Set --device cpu, or install a CUDA build.")
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
+        torch.backends.cudnn.allow_tf32 = False  # 10 bits of a convolution are too few for a ratio of 1
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise GruppoError("--device mps: torch finds no Metal device. Set --device cpu.")
+    if policy.device != torch.device(device):
+        policy.to(torch.device(device))
 
 
-def check_micro_batches(run: Run) -> None:
-    """Refuse ratios of whole rows where a piece holds less than a row of denoising steps."""
-    sampling = run.sampling
-    if not isinstance(sampling, DiffusionSampling) or not run.config.objective.needs_whole_rows:
-        return
-    if sampling.noise == "branched":
-        return
-    budget, needs = token_budget(run), (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
-    if needs > budget:
-        raise GruppoError(
-            f"this objective compares whole rows, of up to {needs} evaluations of the network, and a piece has {budget}"
-            f". Set --optim.token-budget {needs}, or --objective.ratio token."
-        )
+def open_engine(config: Config, parts: Parts, policy: Policy) -> Engine:
+    """Return the engine that samples: the policy itself in this process, or one from outside."""
+    if parts.engine is not None:
+        parts.engine.sync(policy, 0)
+        return parts.engine
+    if not config.engine:
+        return LocalEngine(policy)
+    function = load_object(config.engine)
+    if not callable(function):
+        raise GruppoError(f"{config.engine} is a {type(function).__name__}; it needs a function of a policy.")
+    engine = function(policy)
+    check_engine_members(engine, config.engine)
+    engine.sync(policy, 0)
+    return engine
 
 
-def reward_columns(columns: Sequence[str], config: Config, kind: Kind) -> set[str]:
-    """What a reward may ask for: the data's columns, the target under the names answer and target, and images."""
+def check_engine_members(engine: Any, name: str) -> None:
+    """Refuse an object that lacks a member of ``protocols.Engine``."""
+    for member in ("generate", "sync", "close"):
+        if not callable(getattr(engine, member, None)):
+            raise GruppoError(
+                f"{name} is a {type(engine).__name__} without the method {member}; an engine needs generate, sync and "
+                "close (see gruppo.protocols.Engine and gruppo.check_engine)."
+            )
+
+
+def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> Reference | None:
+    """Return what the untrained policy is measured against; None without one. ``is_read``: by a reward."""
+    chosen, renewed = config.reference, [index for index, stage in enumerate(config.plan) if stage.new_reference]
+    if not has_reference(config, policy.modality) and not (is_read and renewed):
+        if renewed:
+            raise unread_error(f"{where_of(config, renewed[0])}.new_reference")
+        return None
+    rate, every = chosen.update_rate, chosen.update_every if chosen.kind == "mixed" else 0
+    is_frozen = chosen.kind == "frozen" and not renewed
+    if has_adapter(policy.module):
+        if chosen.place != "device":
+            raise storage_error(config)
+        return ReferenceModel(policy, rule="adapter_off" if is_frozen else "ema", rate=rate, every=every)
+    if chosen.place == "cpu" and policy.device.type == "cpu":
+        log.info("reference.place=cpu saves nothing here: the device is the CPU. --reference.place disk does.")
+    # the first folder that exists; the system's folder for temporary files may be memory
+    runs_dir = Path(config.runs_dir).absolute()
+    folder = next((place for place in (runs_dir, *runs_dir.parents) if place.is_dir()), Path("/"))
+    rule: Rule = "frozen" if is_frozen else "ema"
+    return ReferenceModel(policy, rule=rule, rate=rate, every=every, storage=chosen.place, folder=folder)
+
+
+def with_reference(source: Any, policy: Policy, reference: Reference | None) -> Any:
+    """Return the data with the reference's images as the column ``reference``, unless they have such a column.
+
+    Without a reference, the images are those of the policy as it is now.
+    """
+    if "reference" in getattr(source, "columns", ()):
+        return source
+    if isinstance(source, Curriculum):  # what decides which prompts are drawn stays the run's source
+        source.source = with_reference(source.source, policy, reference)
+        return source
+    module = deepcopy(policy.module).requires_grad_(False) if reference is None else reference.module
+
+    def restore(pictures: torch.Tensor) -> torch.Tensor:
+        with nullcontext() if reference is None else reference.on_device():
+            return policy.at(module).restore(pictures)
+
+    return WithReference(source, restore)
+
+
+def reward_columns(columns: Sequence[str], config: Config, modality: Modality) -> set[str]:
+    """Return what a reward may ask for: the data's columns, the target as answer and target, and images."""
     targets = {"answer", "target", "solution", "label", config.prompts.target_column}
     found = {*columns} | ({"answer", "target"} if targets & {*columns} else set())
-    found |= {"reference"} if kind == "restorer" else set()
+    found |= {"reference"} if modality.rewards_read_reference else set()
     found |= {"state"} if config.environment.reply else set()
-    return found if kind == "text" else found | {"images"}
+    return found | {"images"} if modality.rewards_read_images else found
 
 
 def open_data(config: Config, parts: Parts) -> Any:
@@ -264,7 +330,7 @@ def open_environment(config: Config, parts: Parts, source: Any) -> Environment |
         timeout_s=chosen.timeout_s,
     )
     if hasattr(source, "columns"):
-        columns = reward_columns(source.columns, config, "text") - {"state"}
+        columns = reward_columns(source.columns, config, Modality()) - {"state"}
         if taken := sorted({*source.columns} & {*PROVIDED} - {"prompt", config.prompts.column}):
             raise DataError(
                 f"the data have a column {taken[0]!r}, and an environment is given something else by that name. Rename "
@@ -274,7 +340,7 @@ def open_environment(config: Config, parts: Parts, source: Any) -> Environment |
     return environment
 
 
-def open_rewards(config: Config, parts: Parts, source: Any) -> RewardSet:
+def open_rewards(config: Config, parts: Parts, source: Any, modality: Modality) -> RewardSet:
     given = parts.rewards or config.reward
     rewards = RewardSet(
         list(map(resolve_reward, given)),
@@ -283,7 +349,7 @@ def open_rewards(config: Config, parts: Parts, source: Any) -> RewardSet:
         may_be_empty=not learns_from_samples(config),
     )
     if hasattr(source, "columns"):
-        rewards.check(reward_columns(source.columns, config, kind_of(config, parts.model)))
+        rewards.check(reward_columns(source.columns, config, modality))
     if config.environment.reply and rewards.step_names:
         raise GruppoError(
             f"reward {rewards.step_names[0]!r} scores the steps of one answer, and with an environment a row has "
@@ -294,23 +360,9 @@ def open_rewards(config: Config, parts: Parts, source: Any) -> RewardSet:
     return rewards
 
 
-def open_critic(config: Config, kind: Kind, policy: Any, source: Any) -> Critic:
-    """A new critic of the untrained policy; on a resume, its weights come from the checkpoint."""
-    if config.critic.kind == "shared":
-        return SharedCritic(policy)
-    if kind != "text":  # a restorer's is shared
-        return DenoiserCritic(policy)
-    if not config.critic.model:
-        return SeparateCritic(policy)
-    path, _ = found_model(config.critic.model)
-    # in float32, whatever the run computes in: the critic makes a copy of its trunk alone
-    trusted = config.trust_remote_code
-    model = from_pretrained(path, compute="float32", trust_remote_code=trusted, needs_head=False, is_merged=True)
-    try:
-        check_lengths(source, model, config)
-    except DataError as error:
-        raise DataError(f"the critic {config.critic.model} is too short for these data: {error}") from None
-    return SeparateCritic(policy, model)
+def open_critic(config: Config, policy: Policy, source: Any) -> Critic:
+    """Return a new critic of the untrained policy; on resume, its weights come from the checkpoint."""
+    return policy.modality.critic(config, policy, source) or SharedCritic(policy)
 
 
 def check_refill_by(config: Config, rewards: RewardSet) -> None:
@@ -330,32 +382,22 @@ def agreed_compute(policy: Any) -> Any:
     return str(policy.compute_dtype).removeprefix("torch.")
 
 
-def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
-    """Refuse data with a prompt that the model's context cannot hold, before anything is trained."""
-    for prompt in source.all_prompts() if hasattr(source, "all_prompts") else ():
-        longest = len(str(prompt.inputs).encode()) + TEMPLATE_TOKENS  # a token of text is at least a byte
-        if policy.context and longest + config.rollout.max_new_tokens < policy.context:
-            continue
-        if why := policy.check_prompt(prompt, config.rollout.sampling):
-            raise DataError(why)
-
-
-def adamw(policy: Any, critic: Critic | None, config: Config) -> torch.optim.AdamW:
-    """The policy's parameters, then the critic's as a group of its own, with a rate of its own; see ``learn``.
-
-    Of a network that restores images, what draws the action is a group too: ``lr_factor`` is over the policy's rate.
-    """
+def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.AdamW:
+    """Return AdamW over the policy's parameter groups, then the critic's with a learning rate of its own."""
     optim, own = config.optim, trained(policy.module, None)
-    action = [name for name in own if isinstance(policy, RestorationPolicy) and name.startswith("action.")]
-    rates = ([name for name in own if name not in action], 1.0), (action, config.restoration.action_lr_factor)
     groups: list[dict[str, Any]] = [
-        {"params": [own[name] for name in names], "is_critic": False, "lr_factor": factor}
-        for names, factor in rates
-        if names
+        {
+            "params": [own[name] for name in group.names],
+            "is_critic": False,
+            "lr_factor": group.lr_factor,
+            "norm": group.norm,
+        }
+        for group in policy.modality.parameter_groups(config, policy)
     ]
     if critic is not None:
         params = [p for p in critic.module.parameters() if p.requires_grad]
-        groups.append({"params": params, "is_critic": True, "lr_factor": 1.0})
+        norm = "norm" if critic.is_shared else "critic_norm"
+        groups.append({"params": params, "is_critic": True, "lr_factor": 1.0, "norm": norm})
     return torch.optim.AdamW(
         groups,
         lr=optim.lr,

@@ -7,6 +7,7 @@ These list every member that gruppo calls. An object that passes its public chec
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -170,11 +171,8 @@ class Policy:
         """Return the budget of ``micro_batches`` where memory is not short."""
         return 4096 if self.device.type == "cpu" else 65536
 
-    def bytes_per_unit(self, critic: Critic | None = None, *, least: bool = False) -> int:
-        """Return the activation memory of one unit of the budget, of the larger of policy and critic; 0 if unknown.
-
-        ``least``: the smallest that any layout needs.
-        """
+    def bytes_per_unit(self, *, least: bool = False) -> int:
+        """Return the activation memory of one unit of the budget; 0 if unknown. ``least``: of the leanest layout."""
         return 0
 
     def longest_prompt(self, rollouts: Rollouts) -> int:
@@ -248,11 +246,23 @@ class Policy:
         """Return a sample as it is shown: text, an image tensor [C, H, W] in [0, 1], or any object with a repr."""
         return rollouts.completions[row]
 
-    def describe(self, config: Any, sampling: Any, prompts: Sequence[Prompt]) -> list[str]:
+    def describe(self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int) -> list[str]:
         """Return lines for ``gruppo explain``: what a step samples and trains on."""
         return []
 
-    def memory_estimate(self, config: Any, prompts: Sequence[Prompt], critic: Critic | None) -> dict[str, float]:
+    def format_prompt(self, prompt: Prompt) -> str | None:
+        """Return the prompt as the model reads it, for ``gruppo explain``; None if that is the prompt itself."""
+        return None
+
+    def format_demonstration(self, prompt: Prompt) -> str | None:
+        """Return the target as the model learns it, for ``gruppo explain``; None if that is the target itself."""
+        return None
+
+    def longest_prompt_of(self, prompts: Sequence[Prompt]) -> int:
+        """Return the units of the budget that the longest of these prompts takes; 0 if prompts take none."""
+        return 0
+
+    def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
         """Return bytes by name that a step needs beside weights, gradients and optimizer state."""
         return {}
 
@@ -265,6 +275,8 @@ class Modality:
     """A frozen dataclass of options of its own, named ``--<name>.*`` on the command line."""
     rewards_read_images: ClassVar[bool] = False
     """Whether rewards may ask for a column ``images``."""
+    rewards_read_reference: ClassVar[bool] = False
+    """Whether rewards may ask for a column ``reference``: the reference's output for the same prompt."""
     has_lengths: ClassVar[bool] = True
     """Whether ``rollout.max_new_tokens`` limits the length of a row."""
     is_gaussian: ClassVar[bool | None] = None
@@ -359,6 +371,22 @@ class Critic(Protocol):
         """Evaluate with gradient; 0 where mask is False."""
         ...
 
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        """Return what a checkpoint of the critic holds, by name."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Release gradients of copies that ``module`` does not hold, after a failed pass."""
+        ...
+
+    def bytes_per_unit(self) -> int:
+        """Return the activation memory of one unit of the policy's budget; 0 if unknown or shared."""
+        ...
+
+    def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
+        """Return bytes by name of the weights and their copies; gradients and optimizer state are counted with all."""
+        ...
+
 
 class Reference(Protocol):
     """What the KL term is measured against."""
@@ -381,6 +409,29 @@ class Reference(Protocol):
 
     def update(self, policy: Policy, step: int) -> None:
         """Follow the policy after step 1, 2, ..., if this reference does."""
+        ...
+
+    @property
+    def follows_policy(self) -> bool:
+        """Whether its weights change, by ``update`` or ``reset_to``."""
+        ...
+
+    def reset_to(self, policy: Policy) -> None:
+        """Copy the policy's current weights, if ``follows_policy``."""
+        ...
+
+    def distance(self, policy: Policy) -> float:
+        """Return |policy - reference| / |reference| over the trained weights."""
+        ...
+
+    def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts: ...
+
+    def continue_rollouts(
+        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **options: Any
+    ) -> Rollouts: ...
+
+    def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
+        """Return the bytes that the reference holds during updates, by name."""
         ...
 
     def frozen_state_dict(self) -> Mapping[str, Tensor]:
@@ -422,6 +473,27 @@ def peek(source: PromptSource, n: int = 8) -> list[Prompt]:
     prompts = source.take(n)
     source.load_state_dict(state)
     return prompts
+
+
+def check_values(values: Tensor, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
+    """Return the values if there is one per action of the micro-batch; [b, 1] or [b] would broadcast silently."""
+    needed = (len(micro_batch.rows), micro_batch.cols.stop - (micro_batch.cols.start or 0))
+    if tuple(values.shape) != needed:
+        raise GruppoError(
+            f"the critic returned values of shape {list(values.shape)} for a micro-batch of {list(needed)} "
+            "(rows, actions); it needs one value before each action. Return [b, t] from Critic.values."
+        )
+    return values
+
+
+@torch.no_grad()
+def digest(weights: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of names and numbers, in the dtype they have."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        found.update(name.encode() + b"\0")
+        found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def merged(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:

@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from gruppo.trainer.models import kind_of
 from tests.doctor.planted import HEALTHY, STEPS, Fault, early, line, plant, thirds
 
 from gruppo.api import change
@@ -24,7 +25,6 @@ from gruppo.doctor.record import Record
 from gruppo.doctor.report import RULES, examine
 from gruppo.recipes import RECIPES
 from gruppo.trainer import checks
-from gruppo.trainer.models import kind_of
 
 FLAT = thirds(0.4, 0.4, 0.4, noise=0.01)
 STOPS = thirds(0.1, 0.4, 0.4, noise=0.01)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from tests.fakes import POLICIES, gpt2, llama, plain, requests
 
-from gruppo.modalities.common.lora import adapter, digest, inject
+from gruppo.modalities.common.lora import adapter, inject
 from gruppo.modalities.common.reference import ReferenceModel, mix, trained
 from gruppo.modalities.text.load import give_adapter
+from gruppo.protocols import digest
 from gruppo.types import GruppoError, Sampling
 
 ema = partial(ReferenceModel, rule="ema", rate=0.5, every=1)

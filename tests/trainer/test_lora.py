@@ -23,8 +23,9 @@ from gruppo.cli import app
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY
 from gruppo.modalities.common.adapters import read_adapter
-from gruppo.modalities.common.lora import adapter_weights, base_of, base_weights, digest, has_adapter
+from gruppo.modalities.common.lora import adapter_weights, base_of, base_weights, has_adapter
 from gruppo.modalities.text import from_module, from_pretrained
+from gruppo.protocols import digest
 from gruppo.trainer.dry_run import _memory
 from gruppo.trainer.loop import Stopped
 from gruppo.types import GruppoError

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from gruppo.trainer.dry_run_modules import kept_bytes
+from gruppo.trainer.models import found_model, kind_of
 from tests import own_models, processes, tiny
 from tests.own_models import own
 from tests.trainer.runs import FULL, SIMPLE, Signalling, assert_same, metrics, newest, tensors, weights
@@ -20,9 +22,7 @@ from gruppo.cli.app import main
 from gruppo.config import serialization
 from gruppo.modalities.text import from_pretrained
 from gruppo.trainer.dry_run import explain
-from gruppo.trainer.dry_run_modules import kept_bytes
 from gruppo.trainer.loop import Stopped
-from gruppo.trainer.models import found_model, kind_of
 from gruppo.types import GruppoError
 
 

@@ -339,6 +339,10 @@ class Config:
     runs_dir: str = "runs"
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of forward and backward; auto measures once. Master weights are float32 in any case."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Device of the policy; auto takes a CUDA device if there is one."""
+    engine: str = ""
+    """file.py:function of a policy that returns an engine; without it, the policy samples in this process."""
     trust_remote_code: bool = False
     """Let a hub model run code of its own."""
     show_samples_every: int = 10

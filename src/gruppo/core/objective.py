@@ -114,12 +114,12 @@ class Objective:
         kl_coef: float = 0.0,
         max_length: int | None = None,
         has_positions: bool = False,
-        is_gaussian: bool = False,
+        is_gaussian: bool | None = False,
     ) -> None:
         """Refuse what cannot learn, with the reason and the nearest valid choice.
 
         ``updates_per_row``: in how many optimiser steps a rollout's data is used after others have moved the weights.
-        ``has_positions``: rewards come per action. ``is_gaussian``: the policy's actions are continuous.
+        ``has_positions``: rewards come per action. ``is_gaussian``: actions are continuous; None if unknown.
         """
         if group_size < 2 and self.needs_groups:
             why = "baseline" if self.baseline in GROUP_BASELINES else "spread to scale by"
@@ -137,7 +137,7 @@ class Objective:
                 f"kl='k1' with kl_gradient='naive' has a gradient of zero in expectation, so kl_coef={kl_coef:g} holds "
                 "nothing. Set --objective.kl-gradient unbiased, or --objective.kl k2 or k3."
             )
-        if kl_coef > 0 and self.kl == "exact" and not is_gaussian:
+        if kl_coef > 0 and self.kl == "exact" and is_gaussian is False:
             raise GruppoError(
                 "kl='exact' is the closed form of Gaussian policies; this policy's actions are discrete, and no logits "
                 "are kept. Set --objective.kl k3."

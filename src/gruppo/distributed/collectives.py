@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,12 +91,13 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
-    """Each statistic over all ranks. Every rank must hold the same names."""
+    """Return each statistic over all ranks; a name that a rank lacks counts as empty there."""
     if world() == 1:
         return dict(stats)
-    names = sorted(stats)
-    sums = torch.tensor([[s.count, s.sum, s.sum_sq] for s in map(stats.__getitem__, names)], dtype=torch.float64)
-    ends = torch.tensor([[-s.min, s.max] for s in map(stats.__getitem__, names)], dtype=torch.float64)
+    names = sorted({name for part in gather(json.dumps(sorted(stats)).encode()) for name in json.loads(part)})
+    mine = [stats.get(name, Stat()) for name in names]
+    sums = torch.tensor([[s.count, s.sum, s.sum_sq] for s in mine], dtype=torch.float64).reshape(-1, 3)
+    ends = torch.tensor([[-s.min, s.max] for s in mine], dtype=torch.float64).reshape(-1, 2)
     sums, ends = all_sum(sums), _reduced(ends, td.ReduceOp.MAX)
     return {
         name: Stat(float(total[0]), float(total[1]), float(total[2]), -float(end[0]), float(end[1]))

@@ -1,4 +1,4 @@
-"""Modalities: what differs between language models, diffusion models, restoration networks and policies from outside."""
+"""What differs between language models, diffusion models, restoration networks and policies from outside."""
 
 from __future__ import annotations
 

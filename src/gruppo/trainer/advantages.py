@@ -165,7 +165,7 @@ def _each_normalised(run: Run, batch: Batch, scores: Scores, names: Sequence[str
 def _of_steps(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B T"], name: str) -> Float[Tensor, "B T"]:
     """Compared with all steps of the group; a patch of a picture, whose columns are places, with the same patch."""
     choices = _choices(run, name)
-    if run.restores:
+    if run.policy.actions_are_positions:
         advantages, state = position_advantages(rewards, rollouts.group_ids, rewards.isfinite(), **choices)
     else:
         advantages, state = step_advantages(rewards, rollouts.group_ids, **choices)

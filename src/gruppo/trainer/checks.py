@@ -17,13 +17,14 @@ from gruppo.config.schema import (
 )
 from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, peak_lr, values_of, where_of
 from gruppo.core.schedules import parse
+from gruppo.protocols import Modality
 from gruppo.tracking import integrations
 from gruppo.trainer.demonstrations import Answers
-from gruppo.trainer.models import Kind, check_kind
 from gruppo.trainer.references import check_reference
 from gruppo.trainer.stages import StageSchedule, gate_of
 from gruppo.types import GruppoError
 
+NEUTRAL = Modality()
 AT_LEAST: Mapping[str, float] = {
     "steps": 1,
     "show_samples_every": 0,
@@ -64,33 +65,33 @@ SCHEDULE_RANGES: Mapping[str, tuple[float, float]] = {
 """Lowest and highest values of what a stage may change."""
 
 
-def check(config: Config, kind: Kind = "text") -> None:
-    """Refuse what cannot run, before anything is loaded. ``kind``: of the model."""
+def check(config: Config, modality: Modality = NEUTRAL) -> None:
+    """Refuse what cannot run, before anything is loaded."""
     check_ranges(config)
     check_given(config)
     integrations.check(config.track)
     _ = config.rollout.sampling
     check_stages(config)
-    check_kind(config, kind)
+    modality.validate(config)
     check_growth(config)
     config.objective.check(
         group_size=smallest_group(config),
         updates_per_row=config.updates_per_batch,
         kl_coef=highest(config, "kl_coef"),
-        max_length=config.rollout.max_new_tokens if kind == "text" else None,
-        is_gaussian=kind != "text",
+        max_length=config.rollout.max_new_tokens if modality.has_lengths else None,
+        is_gaussian=modality.is_gaussian,
         has_positions=config.objective.credit == "position",  # known once the rewards are opened
     )
     check_lora(config.lora)
     check_back_off(config)
     check_supervised(config)
-    check_reference(config)
+    check_reference(config, modality)
     check_updates(config)
     check_kl_mask(config)
     check_single_row(config)
     check_refill(config)
     check_difficulty(config)
-    check_environment(config, kind)
+    check_environment(config)
     if config.objective.has_critic:
         check_critic(config)
     elif config.critic != CriticConfig():
@@ -363,7 +364,7 @@ def check_difficulty(config: Config) -> None:
         )
 
 
-def check_environment(config: Config, kind: Kind) -> None:
+def check_environment(config: Config) -> None:
     environment = config.environment
     if not environment.reply:
         if environment != EnvironmentConfig():
@@ -372,11 +373,6 @@ def check_environment(config: Config, kind: Kind) -> None:
                 "file.py:function, or leave the --environment options out."
             )
         return
-    if kind != "text":
-        raise GruppoError(
-            f"environment.reply={environment.reply!r} replies to texts, and {config.model!r} is an image model. Leave "
-            "the --environment options out, or set --model to a language model."
-        )
     if environment.timeout_s is not None and not environment.timeout_s > 0:
         raise GruppoError(
             f"environment.timeout_s={environment.timeout_s} leaves a reply no time; it needs to be above 0, or None "

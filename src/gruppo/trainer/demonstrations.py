@@ -19,20 +19,17 @@ from gruppo.config.schema import Config, SupervisedConfig
 from gruppo.config.stages import highest
 from gruppo.data.errors import nearest
 from gruppo.data.open import Source, open_source
-from gruppo.protocols import PromptSource
+from gruppo.protocols import PromptSource, peek
 from gruppo.seeds import generator_at, seed_at
-from gruppo.trainer import consistency
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
-from gruppo.types import Batch, DataError, GruppoError, MicroBatch, Prompt, Rollouts, Stat
+from gruppo.types import Batch, DataError, GruppoError, Likelihood, MicroBatch, Prompt, Rollouts, Stat
 
 log = logging.getLogger("gruppo")
 
 ATTEMPTS = 100
 """So many prompts in a row that cannot be learned from end the run."""
 BRACES = "columns stand in braces, as in '<answer>{answer}</answer>', and a brace of the text is written twice"
-PEEKED = 8
-"""Prompts that are looked at when the run is built."""
 
 
 # --- what to answer ---------------------------------------------------------------------------------------------------
@@ -144,19 +141,11 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
         target_column=config.prompts.target_column if own else None,
         held_out_fraction=config.prompts.held_out_fraction,
     )
-    first = peeked(source)
+    first = peek(source)
     columns = set(getattr(source, "columns", ())).union(*(prompt.meta for prompt in first))
     columns |= {"target", "answer"} if any(prompt.target is not None for prompt in first) else set()
     Answers(config.supervised).check(sorted(columns), config.supervised.data or "the data")
     return source
-
-
-def peeked(source: PromptSource) -> list[Prompt]:
-    """The first prompts, which the stream will give again."""
-    before = source.state_dict()
-    first = source.take(PEEKED)
-    source.load_state_dict(before)
-    return first
 
 
 def check_demos(config: Config, source: PromptSource, policy: Any) -> None:
@@ -167,7 +156,7 @@ def check_demos(config: Config, source: PromptSource, policy: Any) -> None:
             "has no demonstrations and supervised_loss. Set --stage.sup-coef 0."
         )
     answers = Answers(config.supervised)
-    refused = [policy.check_demonstration(answers.given(prompt)) for prompt in peeked(source)]
+    refused = [policy.check_demonstration(answers.given(prompt)) for prompt in peek(source)]
     if all(refused):
         raise DataError(f"none of the first {len(refused)} demonstrations can be learned from: {refused[0]}")
 
@@ -247,7 +236,7 @@ def supervised_backward(
         term = (micro_batch.of(weights).to(loss) * torch.where(loss_mask, loss, 0)).sum()
         total = step_params.sup_coef * term
         if step_params.cons_coef:
-            held = consistency.term(run, demos, micro_batch, micro_batch.of(weights), likelihood)
+            held = consistency_term(run, demos, micro_batch, micro_batch.of(weights), likelihood)
             total, stats["loss/cons"] = total + step_params.cons_coef * held, stats["loss/cons"] + Stat.of(held)
         total.backward()
         stats["loss/sup"] += Stat.of(term)
@@ -255,3 +244,15 @@ def supervised_backward(
         stats["sup/tokens"] += Stat(1, float(loss_mask.sum()))
         stats["update/micro_batches"] += Stat(1, 1.0)
     return stats
+
+
+def consistency_term(
+    run: Run, rollouts: Rollouts, micro_batch: MicroBatch, weights: Float[Tensor, "b t"], likelihood: Likelihood
+) -> Float[Tensor, ""]:
+    """Consistency loss, weighted and summed over the actions of a micro-batch; ``likelihood`` has its "output"."""
+    ref = Likelihood(likelihood.logprobs.detach())
+    if run.policy.reads_reference_output and run.reference is not None:
+        ref = run.reference.likelihood(rollouts, micro_batch, outputs=("output",))
+    loss = run.policy.consistency_loss(rollouts.take(micro_batch.rows), likelihood, ref)[:, micro_batch.cols]
+    loss_mask = micro_batch.of(rollouts.mask).to(loss.device)
+    return (weights.to(loss) * torch.where(loss_mask, loss, 0)).sum()

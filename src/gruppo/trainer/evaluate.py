@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.core.images import as_saved, psnr
 from gruppo.environments import failures_of, written
-from gruppo.rewards.images import MAX_PSNR
+from gruppo.protocols import Policy
 from gruppo.rewards.scoring import Scores
 from gruppo.tracking.report import Z_95, wilson_interval
-from gruppo.trainer.run import Run
+from gruppo.trainer.memory import budget_for
+from gruppo.trainer.run import Run, reduced
 from gruppo.types import Prompt, Request, Rollouts, Sampling, Stat
 
 log = logging.getLogger("gruppo")
@@ -66,27 +66,27 @@ def evaluate_rows(
     mine = list(prompts)[dist.rank() :: dist.world()]
     sampling = mode_of(run.sampling)
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
-    if has_psnr := run.restores and PSNR not in stats:  # what gates and ways back are set by, whatever is rewarded
-        stats[PSNR] = Stat()
+    own: dict[str, Stat] = {}
     rows: list[dict[str, Any]] = []
     if mine and not run.rewards.names:  # pictures are to be seen all the same
         rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
         unscored = Scores(torch.full((len(mine),), torch.nan), {})
-        rows = sample_rows(rollouts, unscored, range(len(rollouts)), is_held_out=True)
+        rows = sample_rows(run.policy, rollouts, unscored, range(len(rollouts)), is_held_out=True)
     elif mine:
         rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
         scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps, is_evaluation=True)
         if refused := failures_of(rollouts):
             why = next(iter(refused.values()))
             log.warning("held out: the environment failed in %d of %d conversations: %s", len(refused), len(mine), why)
-        rows = sample_rows(rollouts, scores, range(len(rollouts)), is_held_out=True)
+        rows = sample_rows(run.policy, rollouts, scores, range(len(rollouts)), is_held_out=True)
         stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
         stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
-        stats |= {PSNR: _psnr_of(rollouts)} if has_psnr else {}
+        own = run.policy.evaluation_stats(rollouts)
     stats = dist.merge_stats(stats)
     total = stats.pop("")
-    low, high = interval(total, may_be_share=not run.restores)
-    parts = {name: stat.mean for name, stat in stats.items() if name != PSNR or stat.count or not has_psnr}
+    low, high = interval(total)
+    parts = {name: stat.mean for name, stat in stats.items()}
+    parts |= {name: value for name, value in reduced(dist.merge_stats(own)).items() if name not in parts}
     return Evaluated(run.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
 
 
@@ -95,22 +95,30 @@ def mode_of(sampling: Sampling) -> Sampling:
     return replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
 
 
-PSNR = "psnr"
+def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """The policy's metrics of samples of their own, such as rewards along denoising steps."""
+    mine = list(prompts)[: run.config.evaluation.along_steps][dist.rank() :: dist.world()]
+    if not run.rewards.names or not run.config.evaluation.along_steps:
+        return {}
+    stats: dict[str, Stat] = {}
+    if mine:
+        stats = run.policy.evaluate_steps(
+            mine,
+            run.sampling,
+            generate=lambda requests, sampling: run.engine.generate(requests, sampling, seed=run.config.seed),
+            score=lambda rollouts: (
+                run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps, is_evaluation=True).rewards
+            ),
+            budget=budget_for(run, 0),
+        )
+    return reduced(dist.merge_stats(stats))
 
 
-def _psnr_of(rollouts: Rollouts) -> Stat:
-    """Of restored pictures to their clean ones, where there are any."""
-    targets = [rollouts.prompts[group].target for group in rollouts.group_ids.tolist()]
-    pairs = [(x, y) for x, y in zip(rollouts.completions, targets, strict=True) if isinstance(y, Tensor)]
-    found = [float(psnr(x[None], as_saved(y)[None])[0].clamp(max=MAX_PSNR)) for x, y in pairs]
-    return Stat.of(torch.tensor(found, dtype=torch.float64))
-
-
-def interval(stat: Stat, *, may_be_share: bool = True) -> tuple[float, float]:
+def interval(stat: Stat) -> tuple[float, float]:
     """95% interval of a mean: Wilson's where every value is 0 or 1, the normal one otherwise."""
     if stat.count == 0:
         return float("nan"), float("nan")
-    is_share = may_be_share and stat.min >= 0 and stat.max <= 1 and abs(stat.sum - stat.sum_sq) < 1e-9 * stat.count
+    is_share = stat.min >= 0 and stat.max <= 1 and abs(stat.sum - stat.sum_sq) < 1e-9 * stat.count
     if is_share:
         return wilson_interval(stat.sum, stat.count)
     half = Z_95 * stat.std / math.sqrt(max(stat.count - 1, 1))
@@ -118,19 +126,20 @@ def interval(stat: Stat, *, may_be_share: bool = True) -> tuple[float, float]:
 
 
 def sample_rows(
-    rollouts: Rollouts, scores: Scores, rows: Sequence[int], *, is_held_out: bool = False
+    policy: Policy, rollouts: Rollouts, scores: Scores, rows: Sequence[int], *, is_held_out: bool = False
 ) -> list[dict[str, Any]]:
     """Rows as people read them, for the screen and samples.jsonl; ``extra`` is what rewards logged with log_extra.
 
     Of pictures also their group, and whether they are an evaluation's: trackers draw them on sheets.
     """
-    has_pictures = any(isinstance(rollouts.completions[row], Tensor) for row in rows)
+    shown = {row: policy.render(rollouts, row) for row in rows}
+    has_pictures = any(isinstance(sample, Tensor) for sample in shown.values())
     tokens = written(rollouts)
     return [
         {
             **({"group": int(rollouts.group_ids[row]), "held_out": is_held_out} if has_pictures else {}),
             "prompt": rollouts.prompts[int(rollouts.group_ids[row])].inputs,
-            "completion": rollouts.completions[row],
+            "completion": shown[row],
             "reward": float(scores.rewards[row]),
             "parts": {name: float(part[row]) for name, part in scores.parts.items()},
             **({"extra": {name: values[row] for name, values in scores.extras.items()}} if scores.extras else {}),

@@ -18,15 +18,15 @@ from gruppo import distributed as dist
 from gruppo.core.advantages import has_no_spread
 from gruppo.loading import program
 from gruppo.platforms import peak_memory_gib
+from gruppo.protocols import Policy
 from gruppo.rewards.scoring import Scores
 from gruppo.seeds import seed_at
 from gruppo.trainer import back_off, checkpoint, references
 from gruppo.trainer.collect import Collected, collect
-from gruppo.trainer.evaluate import Evaluated, evaluate_rows, held_out, sample_rows
+from gruppo.trainer.evaluate import Evaluated, evaluate_rows, evaluate_steps, held_out, sample_rows
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import Boundary, RunFolder
 from gruppo.trainer.signals import Interrupted
-from gruppo.trainer.timesteps import rewards_along
 from gruppo.trainer.update import learn
 from gruppo.types import NumericalStop, Rollouts
 
@@ -154,22 +154,22 @@ def show_samples(run: Run, collected: Collected) -> None:
     rollouts, scores, every = collected.rollouts, collected.scores, run.config.show_samples_every
     if rollouts is None or scores is None or not dist.is_main():
         return
-    rows = failed_rows(rollouts, scores)
+    rows = failed_rows(run.policy, rollouts, scores)
     if every and (run.step - 1) % every == 0:
-        best = rows_of_a_sheet if run.is_gaussian else best_and_worst_of_a_group
-        rows += sample_rows(rollouts, scores, best(run, rollouts, scores.rewards))
+        best = rows_of_a_sheet if run.policy.renders_images else best_and_worst_of_a_group
+        rows += sample_rows(run.policy, rollouts, scores, best(run, rollouts, scores.rewards))
     if rows:
         run.show(rows)
 
 
-def failed_rows(rollouts: Rollouts, scores: Scores) -> list[dict[str, Any]]:
+def failed_rows(policy: Policy, rollouts: Rollouts, scores: Scores) -> list[dict[str, Any]]:
     """The first rows of this rank that a reward could not score, with what each reward said."""
     failures: dict[int, list[dict[str, str]]] = {}
     for failure in scores.failures:
         said = {"reward": failure.reward, "kind": failure.kind, "message": failure.message}
         failures.setdefault(failure.row, []).append(said)
     rows = sorted(failures)[:FAILURES_KEPT]
-    shown = sample_rows(rollouts, scores, rows)
+    shown = sample_rows(policy, rollouts, scores, rows)
     return [row | {"failures": failures[place]} for place, row in zip(rows, shown, strict=True)]
 
 
@@ -208,13 +208,13 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
     with boundary_kept(run, folder):
         prompts = held_out(run, wanted)
         done, rows = evaluate_rows(run, prompts)
-        watched = references.watch(run) | rewards_along(run, prompts)
+        watched = references.watch(run) | evaluate_steps(run, prompts)
     with dist.together():
         if run.rewards.names:
             run.evaluations.append(done.to_dict())
             folder.write_evaluations(run)
             run.log(done.metrics() | watched)
-        if run.is_gaussian and dist.is_main() and run.config.show_samples_every:
+        if run.policy.renders_images and dist.is_main() and run.config.show_samples_every:
             run.show(rows[: 2 * PICTURES_SHOWN * GROUPS_SHOWN])
     return watched
 

@@ -8,26 +8,17 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from gruppo.modalities.common.critic import SeparateCritic
-from gruppo.modalities.diffusion import DiffusersPolicy
-from gruppo.modalities.text import TextPolicy
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError, MicroBatch, Rollouts
 
 log = logging.getLogger("gruppo")
 
-TOKENS_ON_CPU, TOKENS = 640, 16384
-"""Where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; an accelerator's are not."""
-EVALUATIONS_ON_CPU, EVALUATIONS, EVALUATIONS_OF_PIPELINES = 128, 1024, 8
-"""Of a denoising network: a small one on a CPU and on an accelerator, and one of a pipeline."""
-SQUARES_ON_CPU, SQUARES = 4096, 65536
-"""Of a network that restores images: squares of 16 x 16 pixels."""
 USABLE_FRAC = 0.5
 """Of what gradients and the optimiser's state leave free, for activations. Logits and scores need some too."""
 GIB = 2**30
@@ -54,9 +45,9 @@ def in_micro_batches(
 def in_micro_batches_of(run: Run, parts: Sequence[Part], work: Callable[[list[list[MicroBatch]]], T]) -> T:
     """``in_pieces`` of several rollouts whose gradients add up: a second attempt begins again with all of them."""
     while True:
-        budgets = [budget_for(run, _longest_prompt(rollouts)) for rollouts, _ in parts]
+        budgets = [budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts]
         cuts = [run.policy.micro_batches(*part, budget) for part, budget in zip(parts, budgets, strict=True)]
-        longest, budget = max(_longest(part[0], cut) for part, cut in zip(parts, cuts, strict=True)), max(budgets)
+        longest, budget = max(_longest(run, part[0], cut) for part, cut in zip(parts, cuts, strict=True)), max(budgets)
         _refuse_hopeless(run, longest)
         try:
             return work(cuts)
@@ -90,8 +81,8 @@ def _release(run: Run) -> None:
     """No gradient of a half-done pass, and no memory that it leaves in caches."""
     run.optimizer.zero_grad(set_to_none=True)
     run.policy.compute_module.zero_grad(set_to_none=True)
-    if isinstance(run.critic, SeparateCritic) and run.critic.compute_copy is not None:
-        run.critic.compute_copy.zero_grad(set_to_none=True)
+    if run.critic is not None:
+        run.critic.zero_grad()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -112,42 +103,26 @@ def _give_up(run: Run, longest: int, said: str) -> int:
 
 def _refuse_hopeless(run: Run, longest: int) -> None:
     """Where the longest row alone needs more than is free, Linux would end the process without a word."""
-    free = free_bytes(device_of(run))
-    needs = longest * bytes_per_token(run, "stream")  # the least that any layout keeps
-    if free is not None and needs > free and device_of(run).type == "cpu":
+    free = free_bytes(run.policy.device)
+    needs = longest * run.policy.bytes_per_unit(least=True)  # the least that any layout keeps
+    if free is not None and needs > free and run.policy.device.type == "cpu":
         raise _does_not_fit(run, longest, f"its activations alone need about {needs / GIB:.2f} GiB")
 
 
 def _does_not_fit(run: Run, tokens: int, why: str) -> GruppoError:
-    free = free_bytes(device_of(run))
+    free = free_bytes(run.policy.device)
     numbers = [why] if why else []
     numbers += [] if free is None else [f"{free / GIB:.2f} GiB are free"]
     numbers += [f"optim.token_budget is {run.token_budget}"]
-    if run.restores:
-        return GruppoError(
-            f"one picture does not fit into memory: {', '.join(numbers)}. Crop the data smaller (crop=64), or train a "
-            "smaller network."
-        )
-    if run.is_gaussian:
-        return GruppoError(
-            f"one evaluation of the network does not fit into memory: {', '.join(numbers)}. Train smaller pictures "
-            "(--diffusion.size), a --lora.rank in place of all weights, or a smaller --model."
-        )
-    return GruppoError(
-        f"one row of {tokens} tokens does not fit into memory: {', '.join(numbers)}. Set a lower "
-        "--rollout.max-new-tokens, shorten the prompts, or train a smaller --model; --optim.token-budget cannot cut a "
-        "row."
-    )
+    what, remedy = run.policy.out_of_memory_hint(tokens)
+    return GruppoError(f"{what} does not fit into memory: {', '.join(numbers)}. {remedy}")
 
 
-def _longest(rollouts: Rollouts, micro_batches: list[MicroBatch]) -> int:
-    """Tokens of the longest row in the pieces, its prompt included."""
+def _longest(run: Run, rollouts: Rollouts, micro_batches: list[MicroBatch]) -> int:
+    """Units of the longest row in the micro-batches, its prompt included."""
     if not micro_batches:
         return 0
-    rows = torch.cat([micro_batch.rows for micro_batch in micro_batches])
-    prompts = rollouts.shared.get("prompt_ids")
-    before = torch.tensor([len(ids) for ids in prompts])[rollouts.group_ids[rows]] if prompts is not None else 0
-    return int((rollouts.lengths[rows] + before).max())
+    return run.policy.longest_row(rollouts, torch.cat([micro_batch.rows for micro_batch in micro_batches]))
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------
@@ -165,27 +140,13 @@ def budget_for(run: Run, longest: int) -> int:
 
     Twice where memory does not hold that. Not where the budget was set or memory has run out.
     """
-    budget, device = token_budget(run), device_of(run)
-    if run.config.optim.token_budget or run.has_run_out or budget < _usual(run, device):
+    budget, device = token_budget(run), run.policy.device
+    if run.config.optim.token_budget or run.has_run_out or budget < run.policy.default_budget():
         return budget
     free = free_bytes(device)
     room = math.inf if free is None else USABLE_FRAC * (free - still_to_come(run))
     wider = (times * longest for times in (4, 2))
-    return next((w for w in wider if w > budget and w * bytes_per_token(run) <= room), budget)
-
-
-def _longest_prompt(rollouts: Rollouts) -> int:
-    return max((len(ids) for ids in rollouts.shared.get("prompt_ids", ())), default=0)
-
-
-def _usual(run: Run, device: torch.device) -> int:
-    if isinstance(run.policy, DiffusersPolicy):
-        return EVALUATIONS_OF_PIPELINES
-    if run.restores:
-        return SQUARES_ON_CPU if device.type == "cpu" else SQUARES
-    is_text = isinstance(run.policy, TextPolicy)
-    on_cpu, elsewhere = (TOKENS_ON_CPU, TOKENS) if is_text else (EVALUATIONS_ON_CPU, EVALUATIONS)
-    return on_cpu if device.type == "cpu" else elsewhere
+    return next((w for w in wider if w > budget and w * bytes_per_unit(run) <= room), budget)
 
 
 def choose(run: Run) -> int:
@@ -193,8 +154,8 @@ def choose(run: Run) -> int:
 
     Wherever memory is not short the choice is the same, and a run repeats to the bit.
     """
-    device, per_token = device_of(run), bytes_per_token(run)
-    usual, free = _usual(run, device), free_bytes(device)
+    device, per_token = run.policy.device, bytes_per_unit(run)
+    usual, free = run.policy.default_budget(), free_bytes(device)
     if free is None or not per_token:
         return usual
     fits = max(int(USABLE_FRAC * (free - still_to_come(run)) / per_token), 1)
@@ -210,48 +171,9 @@ def still_to_come(run: Run) -> int:
     return 4 * numbers + (0 if run.optimizer.state else 8 * numbers)
 
 
-def bytes_per_token(run: Run, layout: str | None = None) -> int:
-    """Activations of the larger of policy and critic; 0 where a module does not say its sizes."""
-    if not isinstance(run.policy, TextPolicy):
-        return 0
-    layout = layout or run.policy.backbone.layout
-    width = 2 if run.policy.compute_dtype == torch.bfloat16 else 4
-    modules = [run.policy.module, *([run.critic.trunk] if isinstance(run.critic, SeparateCritic) else [])]
-    return max(_activations_of_token(getattr(module, "config", None), width, layout) for module in modules)
-
-
-def _activations_of_token(config: Any, width: int, layout: str) -> int:
-    """0 where a config does not say what it would take, as those of recurrent models."""
-    try:
-        return activations(config, 1, width, layout)
-    except (AttributeError, TypeError):
-        return 0
-
-
-def activations(config: Any, tokens: int, width: int, layout: str) -> int:
-    """T layers (6 H + 2 K + 2 F) width of our own layers, ("stream"), T layers (16 H + 4 F) width of a model's.
-
-    H numbers of a feature, K of a key, F of the feed-forward; ours are inputs, norms, q, k, v, what attention gives,
-    gate and up. Counted for the Llama layout, whose own norms and rotations keep float32; it has 0.4 and 0.95 MB a
-    token at 135M weights in bfloat16.
-    """
-    model = config.get_text_config()
-    feed_forward = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
-    numbers = 16 * model.hidden_size + 4 * feed_forward
-    if layout == "stream":
-        numbers = 6 * model.hidden_size + 2 * key_numbers(model) + 2 * feed_forward
-    return width * tokens * model.num_hidden_layers * numbers
-
-
-def key_numbers(model: Any) -> int:
-    """Of one token in one layer; a value has as many."""
-    heads = model.num_attention_heads
-    size_of_head = getattr(model, "head_dim", None) or model.hidden_size // heads
-    return size_of_head * (getattr(model, "num_key_value_heads", None) or heads)
-
-
-def device_of(run: Run) -> torch.device:
-    return next(run.policy.module.parameters()).device
+def bytes_per_unit(run: Run) -> int:
+    """Activation memory of one unit of the budget, of the larger of policy and critic; 0 if unknown."""
+    return max(run.policy.bytes_per_unit(), 0 if run.critic is None else run.critic.bytes_per_unit())
 
 
 # --- what is free -----------------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from gruppo.core.running import Ema
 from gruppo.environments import written
 from gruppo.rewards.scoring import Scores, reward_stats
 from gruppo.trainer.advantages import overlong
-from gruppo.trainer.run import Run, flatten
-from gruppo.trainer.timesteps import spread_of_branches
+from gruppo.trainer.run import Run, flatten, reduced
 from gruppo.types import Batch, Rollouts, Stat
 
 _METRICS = {
@@ -68,10 +67,9 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
     if run.config.objective.overlong:
         stats["reward/overlong"] = Stat.of(overlong(run, rollouts))
     stats |= {f"count:{name}": Stat(1, value) for name, value in counts.items()}
-    stats |= (branches := spread_of_branches(run, rollouts, scores))
     stats = dist.merge_stats(stats)
     metrics = flatten(stats, _METRICS) | reward_metrics(stats, scores)
-    metrics |= {name: stats[name].mean for name in branches if stats[name].count}
+    metrics |= reduced(dist.merge_stats(run.policy.batch_stats(rollouts, scores.rewards, run.sampling)))
     metrics |= {name: stats[f"count:{name}"].sum for name in counts}
     metrics |= sizes_of_groups(rollouts.group_ids)
     metrics |= of_classes(rollouts, scores)

@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gruppo import distributed as dist
-from gruppo.modalities.common.critic import check_values
-from gruppo.protocols import Outputs
+from gruppo.protocols import Outputs, check_values
 from gruppo.seeds import generator_at
 from gruppo.trainer.demonstrations import demo_parts
 from gruppo.trainer.memory import in_micro_batches
@@ -94,7 +93,7 @@ def wanted(run: Run, step_params: StepParams, *, with_stats: bool = True) -> Out
 def gaussian(run: Run) -> Outputs:
     """What is asked of a policy whose KLs have a closed form; nothing where none is measured."""
     is_measured = run.reference is not None or run.config.updates_per_batch > 1
-    return ("gaussian",) if run.is_gaussian and is_measured else ()
+    return ("gaussian",) if "gaussian" in run.policy.likelihood_outputs and is_measured else ()
 
 
 def likelihood_of(run: Run, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs) -> Likelihood:

@@ -11,9 +11,7 @@ from torch import nn
 
 from gruppo.config.schema import Config
 from gruppo.environments import Environment
-from gruppo.modalities.diffusion import DenoiserPolicy
-from gruppo.modalities.restoration import RestorationPolicy
-from gruppo.protocols import Critic, Engine, PromptSource, Reference, Tracker
+from gruppo.protocols import Critic, Engine, Policy, PromptSource, Reference, Tracker
 from gruppo.trainer.signals import Stopper
 from gruppo.trainer.stages import StageSchedule
 from gruppo.types import Prompt, Sampling, Stat
@@ -24,7 +22,7 @@ class Run:
     """Everything that lives while a run runs. ``step`` counts the rounds that are complete."""
 
     config: Config
-    policy: Any
+    policy: Policy
     engine: Engine
     source: PromptSource
     rewards: Any
@@ -69,16 +67,6 @@ class Run:
         self.stage_schedule = StageSchedule(self.config, self.sampling)
 
     @property
-    def is_gaussian(self) -> bool:
-        """Whether actions are drawn from a normal, so that KLs have a closed form."""
-        return isinstance(self.policy, DenoiserPolicy | RestorationPolicy)
-
-    @property
-    def restores(self) -> bool:
-        """Whether pictures are made of degraded ones."""
-        return isinstance(self.policy, RestorationPolicy)
-
-    @property
     def parameters(self) -> list[nn.Parameter]:
         """What the optimiser trains, in its order: the policy's, then the critic's."""
         return list(trained(self.policy.module, self.critic).values())
@@ -118,3 +106,9 @@ def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -
                 is_known = stats[name].count or what in ("sum", "count")
                 metrics[metric] = float(getattr(stats[name], what)) if is_known else float("nan")
     return metrics
+
+
+def reduced(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """Metrics from statistics that are keyed ``<reduction>:<metric>``; those without a value are left out."""
+    keyed = ((*name.split(":", 1), stat) for name, stat in stats.items())
+    return {metric: float(getattr(stat, reduction)) for reduction, metric, stat in keyed if stat.count}

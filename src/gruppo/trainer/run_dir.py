@@ -25,7 +25,7 @@ from gruppo.trainer.hardware import hardware, versions
 from gruppo.trainer.memory import token_budget
 from gruppo.trainer.references import check_unchanged, remember
 from gruppo.trainer.run import Run
-from gruppo.trainer.weights import base_sha256, check_base, check_critic, first_weights, restore_weights, weights_of
+from gruppo.trainer.weights import check_base, check_critic, first_weights, restore_weights
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -160,7 +160,7 @@ class RunFolder:
         if dist.is_main():
             state = {
                 "version": boundary.version,
-                "base_sha256": base_sha256(run),
+                "base_sha256": run.policy.base_sha256,
                 "source": boundary.source,
                 "random": boundary.random,
                 **boundary.counters,
@@ -181,10 +181,10 @@ class RunFolder:
         checkpoint.save(
             folder,
             step=step,
-            weights=weights_of(run.policy.module),
+            weights=run.policy.checkpoint_weights(),
             optimizer=checkpoint.optimizer_tensors(run.optimizer, run.parameter_names),
             state=state,
-            critic=None if run.critic is None else weights_of(run.critic.module),
+            critic=None if run.critic is None else run.critic.checkpoint_weights(),
             reference={} if run.reference is None else run.reference.state_dict(),
         )
 
@@ -195,9 +195,9 @@ class RunFolder:
 
     def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
         """Weights, reference and optimiser as they were saved; the rest of the run goes on."""
-        restore_weights(run.policy.module, saved.weights)
+        restore_weights(run.policy.checkpoint_weights(), saved.weights)
         if run.critic is not None and saved.critic is not None:
-            restore_weights(run.critic.module, saved.critic)
+            restore_weights(run.critic.checkpoint_weights(), saved.critic)
         if run.reference is not None:
             run.reference.load_state_dict(saved.reference)
         checkpoint.restore_optimizer(run.optimizer, saved.optimizer, run.parameter_names)
@@ -260,7 +260,7 @@ class RunFolder:
             "hardware": hardware(),
             "world": dist.world(),
             "first_weights_sha256": first_weights(run),
-            "base_sha256": base_sha256(run),
+            "base_sha256": run.policy.base_sha256,
             "reference_sha256": remember(run),
         }
         checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))

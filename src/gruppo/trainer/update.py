@@ -17,12 +17,12 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import Average, loss_total, loss_weights
-from gruppo.trainer import consistency, gradients, timesteps
-from gruppo.trainer.demonstrations import supervised_backward
+from gruppo.trainer import gradients
+from gruppo.trainer.demonstrations import consistency_term, supervised_backward
 from gruppo.trainer.epochs import epoch_metrics
 from gruppo.trainer.memory import Part, in_micro_batches_of
 from gruppo.trainer.minibatches import at_rest, gaussian, has_gradient, likelihood_of, minibatches, wanted
-from gruppo.trainer.run import Run, flatten, trained
+from gruppo.trainer.run import Run, flatten, reduced, trained
 from gruppo.trainer.stages import StepParams
 from gruppo.trainer.weight_change import EVERY, Moved, warn_if_still
 from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, MicroBatch, NumericalStop, Stat
@@ -85,7 +85,7 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
         if has_moved_far:
             break
     losses = {name: Stat(1, stat.sum / tried) for name, stat in stats.items() if name.startswith("loss/")}
-    metrics |= flatten(stats | losses, _METRICS) | timesteps.metrics_of(stats)
+    metrics |= flatten(stats | losses, _METRICS) | reduced({n: s for n, s in stats.items() if ":" in n})
     metrics |= epoch_metrics(run.config.optim, epochs, tried - has_moved_far)
     if run.config.optim.stop_kl:
         metrics["update/early_stop_frac"] = float(has_moved_far)
@@ -144,15 +144,11 @@ def _step(run: Run) -> dict[str, Stat]:
 
 
 def _networks(run: Run) -> dict[str, list[torch.nn.Parameter]]:
-    """What shares one limit on its norm: a critic of its own must not shrink the policy's gradient, nor what draws the
-    action of a restored picture, whose gradient is of nats, the network's, which is of pixels."""
-    others: dict[str, list[torch.nn.Parameter]] = {}
-    if run.critic is not None and not run.critic.is_shared:
-        others["critic_norm"] = list(run.critic.module.parameters())
-    if run.restores:
-        others["action_norm"] = [p for p in run.policy.module.action.parameters() if p.requires_grad]
-    apart = {id(parameter) for own in others.values() for parameter in own}
-    return {"norm": [parameter for parameter in run.parameters if id(parameter) not in apart], **others}
+    """Parameters that share a gradient norm limit: a separate critic must not shrink the policy's gradient."""
+    networks: dict[str, list[torch.nn.Parameter]] = {"norm": []}
+    for group in run.optimizer.param_groups:
+        networks.setdefault(group["norm"], []).extend(group["params"])
+    return networks
 
 
 def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]:
@@ -203,14 +199,14 @@ def _backward(
     """Gradients and statistics of these pieces; no rank asks another, so that each may begin again alone."""
     objective, rollouts = run.config.objective, batch.rollouts
     assert rollouts is not None
-    stats = {name: Stat() for name in (*_stat_names(run, step_params), *timesteps.names(run, rollouts))}
+    stats = {name: Stat() for name in _stat_names(run, step_params)}
     for micro_batch in micro_batches:
         with at_rest(run.policy.compute_module) if step_params.is_critic_alone else nullcontext():
             likelihood = likelihood_of(run, rollouts, micro_batch, outputs=wanted(run, step_params))
         inputs = loss_inputs(run, batch, micro_batch, weights, likelihood)
         terms, micro_batch_stats = policy_loss(likelihood, inputs, objective)
         if step_params.cons_coef:
-            terms["cons"] = consistency.term(run, rollouts, micro_batch, inputs.weights, likelihood)
+            terms["cons"] = consistency_term(run, rollouts, micro_batch, inputs.weights, likelihood)
         if not step_params.is_critic_alone or "value" in terms:
             _loss(terms, step_params).backward()
         if run.critic is not None and not run.critic.is_shared:  # after the policy's, whose activations are gone by now
@@ -219,11 +215,10 @@ def _backward(
             (step_params.value_coef * terms["value"]).backward()
         micro_batch_stats |= {f"loss/{name}": Stat.of(term) for name, term in terms.items() if name != "entropy"}
         micro_batch_stats["update/micro_batches"] = Stat(1, 1.0)
-        if timesteps.has_timesteps(run, rollouts):
-            micro_batch_stats |= timesteps.of_micro_batch(micro_batch, likelihood, inputs)
+        micro_batch_stats |= run.policy.update_stats(batch, micro_batch, likelihood, inputs)
         micro_batch_stats["mismatch/nats"] = _mismatch(batch, micro_batch, likelihood, inputs)
         for name, stat in micro_batch_stats.items():
-            stats[name] = stats[name] + stat
+            stats[name] = stats.get(name, Stat()) + stat
     return stats
 
 

@@ -9,49 +9,34 @@ import torch
 from torch import Tensor
 
 from gruppo.config.schema import IN_MEMORY
-from gruppo.modalities.common.lora import base_of, base_weights, digest, has_adapter
+from gruppo.protocols import digest
 from gruppo.trainer import checkpoint
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError
 
 
-def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name; tied weights once. Of a module with adapters, what is trained alone."""
-    if has_adapter(module):
-        return {name: p.detach().contiguous() for name, p in module.named_parameters() if p.requires_grad}
-    saved = module.state_dict().keys()
-    tensors = dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in saved}
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
 @torch.no_grad()
-def restore_weights(module: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
-    own = weights_of(module)
-    if own.keys() != weights.keys():
-        odd = sorted(own.keys() ^ weights.keys())
+def restore_weights(held: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy saved weights in place; ValueError if names or shapes differ."""
+    if held.keys() != saved.keys():
+        odd = sorted(held.keys() ^ saved.keys())
         raise ValueError(f"{len(odd)} tensors differ by name, {odd[0]} among them")
-    for name, tensor in own.items():
-        if tensor.shape != weights[name].shape:
-            raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, the model needs {tuple(tensor.shape)}")
-        tensor.copy_(weights[name])
+    for name, tensor in held.items():
+        if tensor.shape != saved[name].shape:
+            raise ValueError(f"{name} has shape {tuple(saved[name].shape)}, the model needs {tuple(tensor.shape)}")
+        tensor.copy_(saved[name])
 
 
 def first_weights(run: Run) -> str | None:
     """SHA-256 of the untrained weights, where a resume depends on them and no file name stands for them."""
     if run.reference is None and run.config.model != IN_MEMORY:
         return None
-    return digest(base_weights(run.policy.module) | weights_of(run.policy.module))
-
-
-def base_sha256(run: Run) -> str | None:
-    """SHA-256 of the weights below the policy's adapter, which no checkpoint holds; None without an adapter."""
-    base = base_of(run.policy.module)
-    return None if base is None else base.sha256
+    return digest(run.policy.frozen_base() | run.policy.checkpoint_weights())
 
 
 def check_base(run: Run, saved: checkpoint.Saved, folder: Path) -> None:
     """Refuse a checkpoint of an adapter on other weights than the run's."""
-    own, then = base_sha256(run), saved.state.get("base_sha256")
+    own, then = run.policy.base_sha256, saved.state.get("base_sha256")
     if own == then:
         return
     if own is None or then is None:
@@ -66,7 +51,7 @@ def check_base(run: Run, saved: checkpoint.Saved, folder: Path) -> None:
 
 def check_critic(run: Run, saved: checkpoint.Saved, folder: Path) -> None:
     """Refuse a checkpoint with another critic than the run's, before anything is restored."""
-    own = None if run.critic is None else weights_of(run.critic.module)
+    own = None if run.critic is None else run.critic.checkpoint_weights()
     if (what := _other_critic(own, saved.critic)) is not None:
         raise GruppoError(
             f"the checkpoint of step {saved.step} in {folder} {what}. Resume with the run's own objective and critic, "

@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gruppo.modalities.text import TextPolicy
+from gruppo.modalities.common.lora import has_adapter
+from gruppo.modalities.text.policy import TextPolicy
+from gruppo.protocols import check_values
 from gruppo.types import GruppoError, MicroBatch, Rollouts
 
 
@@ -47,6 +49,18 @@ class SharedCritic:
         policy.value_head = self.module
         self._policy = policy
 
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        return module_weights(self.module)
+
+    def zero_grad(self) -> None:
+        """Nothing: the policy holds the only copy."""
+
+    def bytes_per_unit(self) -> int:
+        return 0
+
+    def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
+        return {"critic, float32": 4.0 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)}
+
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         return check_values(self._policy.values(rollouts, micro_batch), micro_batch)
 
@@ -73,6 +87,20 @@ class SeparateCritic:
         self._network.value_head = head = _head_for(self._network)
         self.module: nn.Module = nn.ModuleDict({"trunk": trunk, "head": head})
 
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        return module_weights(self.module)
+
+    def zero_grad(self) -> None:
+        self._network.compute_module.zero_grad(set_to_none=True)
+
+    def bytes_per_unit(self) -> int:
+        return self._network.bytes_per_unit()
+
+    def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
+        numbers = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        copied = 0 if self.compute_copy is None else sum(p.numel() for p in self.compute_copy.parameters())
+        return {"critic, float32": 4.0 * numbers} | ({"critic's copy": float(dtype_bytes * copied)} if copied else {})
+
     @property
     def trunk(self) -> nn.Module:
         """The master weights without the head."""
@@ -93,15 +121,14 @@ def _head_for(policy: TextPolicy) -> ValueHead:
     return ValueHead(policy.feature_width(), dtype=dtype).to(policy.device)
 
 
-def check_values(values: Tensor, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-    """Return the values if their shape is right; [b, 1] or [b] would be broadcast silently."""
-    required = (len(micro_batch.rows), micro_batch.cols.stop - (micro_batch.cols.start or 0))
-    if tuple(values.shape) != required:
-        raise GruppoError(
-            f"the critic returned values of shape {list(values.shape)} for a micro-batch of {list(required)} (rows, "
-            "actions); it needs one value before each action. Return [b, t] from Critic.values."
-        )
-    return values
+def module_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; of a module with adapters, what is trained alone."""
+    parameters = dict(module.named_parameters())
+    if has_adapter(module):
+        return {name: p.detach().contiguous() for name, p in parameters.items() if p.requires_grad}
+    saved = module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    return {name: tensor.detach().contiguous() for name, tensor in (parameters | buffers).items()}
 
 
 @torch.no_grad()

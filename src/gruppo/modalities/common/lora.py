@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from gruppo.core.linear_head import has_hooks, is_plain_linear
 from gruppo.loading import import_extra
+from gruppo.protocols import digest
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError
 
@@ -190,16 +190,6 @@ def base_weights(module: nn.Module) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
         if not any(f".{half}." in name for half in ("lora_A", "lora_B"))
     }
-
-
-@torch.no_grad()
-def digest(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and values, in the dtype of each tensor."""
-    sha256 = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        sha256.update(name.encode() + b"\0")
-        sha256.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return sha256.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,7 +51,8 @@ class ReferenceModel:
         storage: Storage = "device",
         folder: Path | None = None,
     ) -> None:
-        self.rule, self.rate, self.every = rule, rate, every
+        self.rule, self.rate, self.every, self.storage = rule, rate, every, storage
+        self.numbers = sum(p.numel() for p in policy.module.parameters())
         self.shares_module = rule == "adapter_off" or (rule == "ema" and has_adapter(policy.module))
         self.is_offloaded = storage != "device" and not self.shares_module
         self._read: Callable[[], dict[str, Tensor]]
@@ -72,6 +73,27 @@ class ReferenceModel:
         if self.is_offloaded:
             for parameter in module.parameters():
                 parameter.data = parameter.data.new_empty(0)
+
+    @property
+    def follows_policy(self) -> bool:
+        return self.rule == "ema"
+
+    def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
+        """Bytes held during updates, with ``dtype_bytes`` per number of what computes.
+
+        Weights on disk are loaded before the updates alone, and then need less than gradients do afterwards.
+        """
+        if self.rule == "adapter_off":
+            return {}
+        if self.shares_module:
+            return {"reference's adapter": 4 * sum(tensor.numel() for tensor in self.state_dict().values())}
+        if self.is_offloaded and (self.storage == "disk" or self._policy.device.type != "cpu"):
+            return {}
+        numbers = self.numbers
+        if self.rule == "frozen":
+            return {"reference": dtype_bytes * numbers}
+        copied = {} if self.is_offloaded or dtype_bytes == 4 else {"reference's copy": float(dtype_bytes * numbers)}
+        return {"reference, float32": 4.0 * numbers, **copied}
 
     @property
     def module(self) -> nn.Module:

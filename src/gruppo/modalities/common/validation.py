@@ -46,6 +46,6 @@ def refuse_text_options(config: Config) -> None:
         )
     if config.environment.reply:
         raise GruppoError(
-            f"environment.reply={config.environment.reply!r} replies to texts, and {model!r} is an image model. Leave the "
-            "--environment options out, or set --model to a language model."
+            f"environment.reply={config.environment.reply!r} replies to texts, and {model!r} is an image model. "
+            "Leave the --environment options out, or set --model to a language model."
         )

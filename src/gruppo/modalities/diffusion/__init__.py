@@ -4,6 +4,7 @@ from gruppo.modalities.diffusion.conditions import ClassLabels
 from gruppo.modalities.diffusion.critic import DenoiserCritic
 from gruppo.modalities.diffusion.families import PipelineSettings
 from gruppo.modalities.diffusion.load import load_denoiser
+from gruppo.modalities.diffusion.modality import DIFFUSION
 from gruppo.modalities.diffusion.paths import Diffusion, Flow
 from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
 from gruppo.modalities.diffusion.policy import DenoiserPolicy
@@ -12,6 +13,7 @@ from gruppo.modalities.diffusion.trust_region import check_trust_region
 from gruppo.modalities.diffusion.unet import UNet
 
 __all__ = [
+    "DIFFUSION",
     "ClassLabels",
     "DenoiserCritic",
     "DenoiserPolicy",

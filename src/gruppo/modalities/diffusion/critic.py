@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gruppo.modalities.common.critic import ValueHead, check_values
+from gruppo.modalities.common.critic import ValueHead, module_weights
 from gruppo.modalities.diffusion.policy import DenoiserPolicy
+from gruppo.protocols import check_values
 from gruppo.types import MicroBatch, Rollouts
 
 
@@ -37,6 +38,18 @@ class DenoiserCritic:
             parameters, torch.autograd.grad(features.sum(), parameters, allow_unused=True), strict=True
         ):
             parameter.requires_grad_(reached is not None)
+
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        return module_weights(self.module)
+
+    def zero_grad(self) -> None:
+        """Nothing: ``module`` holds the only copy."""
+
+    def bytes_per_unit(self) -> int:
+        return 0
+
+    def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
+        return {"critic, float32": 4.0 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)}
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         return check_values(self._network.values(rollouts, micro_batch), micro_batch)

@@ -21,6 +21,7 @@ from gruppo.modalities.common.lora import (
     POLICY,
     adapter_weights,
     base_of,
+    base_weights,
     cast_base,
     has_adapter,
     inject_config,
@@ -48,6 +49,7 @@ class DiffusersPolicy(DenoiserPolicy):
 
     batch_rows = 8
     """Rows denoised together."""
+    supports = frozenset({"demonstrations", "lora", "separate_critic", "shared_critic"})
 
     def __init__(self, pipeline: Any, settings: PipelineSettings | None = None) -> None:
         settings = settings or PipelineSettings()
@@ -91,6 +93,31 @@ class DiffusersPolicy(DenoiserPolicy):
                 f"guidance 1, and PipelineSettings(embedded_guidance={sampling.guidance:g})."
             )
         return super().check_sampling(sampling)
+
+    def to(self, device: torch.device) -> None:
+        self.pipeline.to(device)
+
+    def default_budget(self) -> int:
+        return 8
+
+    def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
+        parts = [p for p in self.pipeline.components.values() if isinstance(p, nn.Module) and p is not self.module]
+        size = sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
+        return {"text encoders and VAE": float(size)} if parts else {}
+
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        """Of a network with adapters, the trained adapter alone."""
+        if has_adapter(self.module):
+            return {name: p.detach().contiguous() for name, p in self.module.named_parameters() if p.requires_grad}
+        return super().checkpoint_weights()
+
+    def frozen_base(self) -> dict[str, Tensor]:
+        return base_weights(self.module) if has_adapter(self.module) else {}
+
+    @property
+    def base_sha256(self) -> str | None:
+        base = base_of(self.module)
+        return None if base is None else base.sha256
 
     def save(self, folder: FilePath) -> None:
         """A pipeline that ``diffusers.DiffusionPipeline.from_pretrained`` opens, with the weights as trained.

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path as FilePath
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,10 +25,28 @@ from gruppo.modalities.diffusion.network import Call, Network
 from gruppo.modalities.diffusion.paths import Flow, Path
 from gruppo.modalities.diffusion.pictures import Codec, Pixels
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
+from gruppo.modalities.diffusion.step_metrics import branch_stats, rewards_along_steps, update_stats
 from gruppo.modalities.diffusion.transitions import Predicts
+from gruppo.modalities.diffusion.trust_region import joint_clip_nats
 from gruppo.protocols import Outputs, Policy
-from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
+from gruppo.types import (
+    Batch,
+    Gaussian,
+    GruppoError,
+    Likelihood,
+    MicroBatch,
+    Prompt,
+    Request,
+    Rollouts,
+    Sampling,
+    Stat,
+)
 
+NOISE = {
+    "independent": "each sample its own",
+    "shared": "a group has one first latent",
+    "branched": "a group has all in common but that of one random step",
+}
 BATCH_ROWS = 256
 """Rows denoised together."""
 
@@ -97,6 +116,51 @@ class DenoiserPolicy(Policy):
     def feature_width(self) -> int:
         """Numbers that ``value_head`` reads of each state."""
         return self.denoiser.features(self.denoiser.probe(), torch.zeros(1, dtype=torch.long)).shape[-1]
+
+    def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
+        sampling, rows = DiffusionSampling.of(sampling), config.rollout.prompts * group_size
+        evaluations = 2 if sampling.guidance != 1 else 1
+        last, is_branched = sampling.train_to or sampling.steps - 1, sampling.noise == "branched"
+        each = max(round(sampling.train_fraction * (last - sampling.train_from)), 1)
+        steps = "1, at which its group parts," if is_branched else f"{each}"
+        eta = "" if sampling.eta is None else f", eta {sampling.eta:g}"
+        trained = (config.rollout.prompts if is_branched else each * rows) * evaluations
+        lines = [
+            f"an image    {list(self.denoiser.codec.picture_shape)}; an action has {self.dims:,} dimensions",
+            f"sampled     {sampling.steps} steps of {sampling.transition}{eta}, the last without noise; "
+            f"{sampling.steps * rows * evaluations:,} evaluations of the network"
+            + (", guided" if evaluations == 2 else "")
+            + (", less where a group has its state in common" if sampling.noise != "independent" else ""),
+            f"noise       {NOISE[sampling.noise]}",
+            f"trained on  {steps} of steps {sampling.train_from} to {last - 1} of each row: {trained:,} evaluations an epoch",
+        ]
+        if config.objective.surrogate in ("clip", "cispo"):
+            nats = joint_clip_nats(config.objective, self.dims)
+            lines.append(f"clip        the log-ratio of a step's joint density above {nats:.3g} nats")
+        return [*lines, f"evaluated   by the ODE, in {sampling.ode_steps or sampling.max_actions} steps"]
+
+    def default_budget(self) -> int:
+        return 128 if self.device.type == "cpu" else 1024
+
+    def out_of_memory_hint(self, units: int) -> tuple[str, str]:
+        return (
+            "one evaluation of the network",
+            "Train smaller pictures (--diffusion.size), a --lora.rank in place of all weights, or a smaller --model.",
+        )
+
+    def batch_stats(self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Sampling) -> dict[str, Stat]:
+        return branch_stats(rollouts, rewards, DiffusionSampling.of(sampling))
+
+    def update_stats(
+        self, batch: Batch, micro_batch: MicroBatch, likelihood: Likelihood, inputs: Any
+    ) -> dict[str, Stat]:
+        assert batch.rollouts is not None
+        return update_stats(batch.rollouts, micro_batch, likelihood, inputs)
+
+    def evaluate_steps(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, generate: Any, score: Any, budget: int
+    ) -> dict[str, Stat]:
+        return rewards_along_steps(self, prompts, DiffusionSampling.of(sampling), generate, score, budget)
 
     # --- sampling ---
 

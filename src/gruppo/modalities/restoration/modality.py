@@ -35,6 +35,7 @@ class RestorationModality(Modality):
 
     name = "restoration"
     rewards_read_images = True
+    rewards_read_reference = True
     has_lengths = False
     is_gaussian = True
     holds_conversations = False
@@ -178,9 +179,7 @@ class RestorationModality(Modality):
         if model.startswith(NEW):
             file, colon, name = model.removeprefix(NEW).partition(":")
             model = f"{NEW}{absolute(file) if file.endswith('.py') else file}{colon}{name}"
-        restoration = replace(
-            chosen, weights=absolute(chosen.weights), consistency=absolute(chosen.consistency)
-        )
+        restoration = replace(chosen, weights=absolute(chosen.weights), consistency=absolute(chosen.consistency))
         return replace(config, model=model, restoration=restoration)
 
 

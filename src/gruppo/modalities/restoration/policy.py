@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.gaussian import gaussian_entropy, gaussian_logprob
-from gruppo.core.images import as_saved
+from gruppo.core.images import as_saved, psnr
 from gruppo.core.pixel_losses import PIXEL_LOSSES, PixelLoss
 from gruppo.modalities.restoration.consistency import Consistency, ToReference
 from gruppo.modalities.restoration.demonstrations import clean_pictures, demonstrated
@@ -23,10 +23,17 @@ from gruppo.modalities.restoration.patches import check_divides, patch_means, to
 from gruppo.modalities.restoration.restorer import Restorer, one_size, refusal
 from gruppo.modalities.restoration.sampling import checked_sampling, finish_of, noise_at, refuse_namesakes
 from gruppo.protocols import Outputs, Policy
-from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
+from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat
 
+SUPERVISED = {
+    "output": "the picture of the mean action",
+    "base": "the network's own picture, without an action",
+    "told": "the picture of the network that is given the true controls",
+}
 BATCH_ROWS = 64
 """Pictures that are drawn together."""
+MAX_PSNR_DB = 100.0
+"""Equal images have an infinite PSNR; a mean needs a number."""
 SQUARE = 16
 """A square of so many pixels a side counts as one token of a piece's budget."""
 Trains = Literal["all", "action"]
@@ -144,6 +151,35 @@ class RestorationPolicy(Policy):
     def save(self, folder: Path) -> None:
         """The weights and what they are called with; ``load_restorer`` opens it."""
         save_restorer(self.module, {"network": self.spec} | self.settings, folder)
+
+    def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
+        picture, action = prompts[0].inputs, self.module.acts.settings
+        settings = ", ".join(f"{name} {value}" for name, value in action.items() if name != "controls")
+        weights = {name: sum(p.numel() for p in part.parameters()) for name, part in self.module.named_children()}
+        parts = "" if self.patches == 1 else f"; one for each of {self.patches} x {self.patches} patches"
+        frozen = ", frozen" if self.trains == "action" else ""
+        return [
+            f"an image    {list(picture.shape)}",
+            f"an action   {settings}: {self.dims(picture.shape):,} numbers{parts}",
+            f"weights     {weights['network']:,} of the network{frozen}, {weights['action']:,} of the action, at "
+            f"{config.restoration.action_lr_factor:g} times the learning rate",
+            f"losses      supervised on {SUPERVISED[self.supervises]}, by {self.loss}; consistency to "
+            f"{config.restoration.consistency}",
+            "evaluated   the picture of the mean action",
+        ]
+
+    def default_budget(self) -> int:
+        return 4096 if self.device.type == "cpu" else 65536  # squares of 16 x 16 pixels
+
+    def out_of_memory_hint(self, units: int) -> tuple[str, str]:
+        return "one picture", "Crop the data smaller (crop=64), or train a smaller network."
+
+    def evaluation_stats(self, rollouts: Rollouts) -> dict[str, Stat]:
+        """PSNR in dB to the clean images, where there are any: what gates read, whatever is rewarded."""
+        targets = [rollouts.prompts[group].target for group in rollouts.group_ids.tolist()]
+        pairs = [(x, y) for x, y in zip(rollouts.completions, targets, strict=True) if isinstance(y, Tensor)]
+        values = [float(psnr(x[None], as_saved(y)[None])[0].clamp(max=MAX_PSNR_DB)) for x, y in pairs]
+        return {"mean:psnr": Stat.of(torch.tensor(values, dtype=torch.float64))}
 
     # --- sampling ---
 

@@ -13,13 +13,13 @@ from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig
 from gruppo.loading import program
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
 from gruppo.modalities.common.critic import SeparateCritic
-from gruppo.modalities.common.lora import digest, inject
+from gruppo.modalities.common.lora import inject
 from gruppo.modalities.common.validation import refuse_restoration_options
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
 from gruppo.modalities.text.custom import MadeBy, is_made, names_function
 from gruppo.modalities.text.load import Adapt, from_pretrained, give_adapter
 from gruppo.modalities.text.policy import TextPolicy
-from gruppo.protocols import Critic, Modality, Policy, PromptSource
+from gruppo.protocols import Critic, Modality, Policy, PromptSource, digest
 from gruppo.types import DataError, GruppoError
 
 log = logging.getLogger("gruppo")
@@ -76,7 +76,7 @@ class TextModality(Modality):
 
     def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         assert isinstance(policy, TextPolicy)
-        rewards.reads(policy.chat.text)
+        rewards.set_decoder(policy.chat.text)
         check_lengths(data, policy, config)
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:

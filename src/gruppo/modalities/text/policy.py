@@ -11,11 +11,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
+from gruppo.modalities.common.lora import base_of, base_weights, has_adapter
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, output_of
 from gruppo.modalities.text.demonstrations import demonstrated, refusal
 from gruppo.modalities.text.generation import cut_at_stop, write
 from gruppo.modalities.text.layouts import features_before, micro_batches_by_group, micro_batches_by_length
+from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, bytes_per_token, working_memory
 from gruppo.modalities.text.precision import ComputeCopy
 from gruppo.modalities.text.turns import written_on
 from gruppo.protocols import Outputs, Policy
@@ -98,6 +100,74 @@ class TextPolicy(Policy):
         """The master weights and the tokenizer; of a Hugging Face model, a folder that ``from_pretrained`` opens."""
         self.backbone.on(self.module).save(folder)
         self.chat.save(folder)
+
+    def to(self, device: torch.device) -> None:
+        if device != self.device:
+            raise GruppoError(f"this policy is on {self.device}; open the model on {device} with --device instead.")
+
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        """Of a module with adapters, the trained adapter alone."""
+        if has_adapter(self.module):
+            return {name: p.detach().contiguous() for name, p in self.module.named_parameters() if p.requires_grad}
+        return super().checkpoint_weights()
+
+    def frozen_base(self) -> dict[str, Tensor]:
+        return base_weights(self.module) if has_adapter(self.module) else {}
+
+    @property
+    def base_sha256(self) -> str | None:
+        base = base_of(self.module)
+        return None if base is None else base.sha256
+
+    def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
+        rows, lengths = config.rollout.prompts * group_size, [len(self.chat.encode(p.inputs)) for p in prompts]
+        mean, is_padded = sum(lengths) / len(lengths), self.backbone.layout == "padded"
+        trained = (rows if is_padded else config.rollout.prompts) * mean + rows * config.rollout.max_new_tokens
+        shared = "the prompt with every row" if is_padded else "a group's prompt once"
+        replies = "; and the environment's replies" if config.environment.reply else ""
+        return [
+            f"prompts     {mean:.0f} tokens on average, {max(lengths)} at most (of {len(lengths)})",
+            f"sampled     at most {rows * config.rollout.max_new_tokens:,} tokens per step, "
+            f"{config.rollout.max_new_tokens} per row",
+            f"trained on  at most {trained:,.0f} tokens per epoch, {shared}{replies}",
+        ]
+
+    def format_prompt(self, prompt: Prompt) -> str:
+        return repr(self.chat.text_with_specials(self.chat.encode(prompt.inputs)))
+
+    def format_demonstration(self, prompt: Prompt) -> str:
+        demonstration = self.demonstrations([prompt], seed=0)
+        ids = demonstration.actions[0, : int(demonstration.lengths[0])].tolist()
+        return f"{self.chat.text_with_specials(ids)!r}  ({len(ids)} tokens)"
+
+    def longest_prompt_of(self, prompts: Sequence[Prompt]) -> int:
+        return max(len(self.chat.encode(prompt.inputs)) for prompt in prompts)
+
+    def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
+        rows = max(min(BATCH_ROWS, config.rollout.prompts * config.rollout.group_size), group_size)
+        return working_memory(self, config, self.longest_prompt_of(prompts), budget, rows)
+
+    def default_budget(self) -> int:
+        return TOKENS_ON_CPU if self.device.type == "cpu" else TOKENS
+
+    def bytes_per_unit(self, *, least: bool = False) -> int:
+        width = 2 if self.compute_dtype == torch.bfloat16 else 4
+        layout = "stream" if least else self.backbone.layout
+        return bytes_per_token(getattr(self.module, "config", None), width, layout)
+
+    def longest_prompt(self, rollouts: Rollouts) -> int:
+        return max((len(ids) for ids in rollouts.shared["prompt_ids"]), default=0)
+
+    def longest_row(self, rollouts: Rollouts, rows: Int[Tensor, "b"]) -> int:
+        prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids[rows]]
+        return int((rollouts.lengths[rows] + prompts).max())
+
+    def out_of_memory_hint(self, units: int) -> tuple[str, str]:
+        return (
+            f"one row of {units} tokens",
+            "Set a lower --rollout.max-new-tokens, shorten the prompts, or train a smaller --model; "
+            "--optim.token-budget cannot cut a row.",
+        )
 
     # --- sampling ---
 

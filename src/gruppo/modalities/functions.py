@@ -1,0 +1,51 @@
+"""Policies that a function of the user's own returns: ``--model FILE.py:FUNCTION``, and folders saved of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gruppo import distributed as dist
+from gruppo.config.schema import IN_MEMORY, Config
+from gruppo.modalities.common.adapters import model_of
+from gruppo.modalities.text.custom import is_made, names_function
+from gruppo.modalities.text.load import placed
+from gruppo.modalities.text.modality import found_model
+from gruppo.modalities.text.modules import open_made, open_saved
+from gruppo.modalities.text.policy import TextPolicy
+from gruppo.protocols import Modality, Policy, PromptSource, digest
+from gruppo.types import GruppoError
+
+
+class FunctionModality(Modality):
+    """Opens any policy; once open, the policy's own modality takes over."""
+
+    name = "function"
+
+    def matches(self, model: str) -> bool:
+        return bool(model) and model != IN_MEMORY and (names_function(model) or is_made(model_of(model)))
+
+    def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
+        policy = self.load(config.model, compute=config.compute, seed=config.seed)
+        weights = {name: parameter.detach() for name, parameter in policy.module.named_parameters()}
+        if dist.world() > 1 and len(set(dist.gather(digest(weights).encode()))) > 1:
+            raise GruppoError(
+                f"{config.model} made other weights on each of the {dist.world()} ranks. Draw them from torch's "
+                "generator, which --seed seeds, or read them from a file."
+            )
+        return policy.modality.adapt(config, policy, data), found_model(config.model)[1]
+
+    def load(
+        self,
+        model: str,
+        *,
+        compute: Any = "auto",
+        trust_remote_code: bool = False,
+        is_merged: bool = False,
+        seed: int = 0,
+    ) -> Policy:
+        path = model_of(model)
+        policy = open_saved(path, seed=seed) if is_made(path) else open_made(path, seed=seed)
+        return placed(policy, compute) if isinstance(policy, TextPolicy) else policy
+
+
+FUNCTION = FunctionModality()

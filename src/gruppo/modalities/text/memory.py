@@ -1,0 +1,90 @@
+"""Memory of language models: activations per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gruppo.core.linear_head import tile_bytes
+from gruppo.modalities.text.backbones import PlainBackbone
+
+TOKENS_ON_CPU, TOKENS = 640, 16384
+"""Budgets where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; a GPU's are not."""
+
+
+def activations(config: Any, tokens: int, width: int, layout: str) -> int:
+    """Bytes of T tokens: T layers (6 H + 2 K + 2 F) width of our layers ("stream"), T layers (16 H + 4 F) width else.
+
+    H numbers of a feature, K of a key, F of the feed-forward; ours are inputs, norms, q, k, v, the output of attention,
+    gate and up. Counted for the Llama layout, whose own norms and rotations keep float32; it has 0.4 and 0.95 MB per
+    token at 135M weights in bfloat16.
+    """
+    model = config.get_text_config()
+    feed_forward = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    numbers = 16 * model.hidden_size + 4 * feed_forward
+    if layout == "stream":
+        numbers = 6 * model.hidden_size + 2 * key_numbers(model) + 2 * feed_forward
+    return width * tokens * model.num_hidden_layers * numbers
+
+
+def bytes_per_token(config: Any, width: int, layout: str) -> int:
+    """Activation memory of one token; 0 if the config lacks the sizes, as those of recurrent models."""
+    try:
+        return activations(config, 1, width, layout)
+    except (AttributeError, TypeError):
+        return 0
+
+
+def key_numbers(model: Any) -> int:
+    """Numbers in the keys of one token in one layer; values have as many."""
+    heads = model.num_attention_heads
+    size_of_head = getattr(model, "head_dim", None) or model.hidden_size // heads
+    return size_of_head * (getattr(model, "num_key_value_heads", None) or heads)
+
+
+def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: int) -> dict[str, float]:
+    """Bytes of one forward and backward over T tokens, and of the cache of B rows of L tokens, prompt included.
+
+    Cache 2 B L layers K width, K numbers of a key. Attention scores are not counted. A plain module has no sizes in a
+    config: its activations are measured, and it reads whole rows again for each new token.
+    """
+    width = 2 if policy.compute_dtype == torch.bfloat16 else 4
+    length, limit = longest + config.rollout.max_new_tokens, config.rollout
+    if isinstance(policy.backbone, PlainBackbone):
+        vocabulary = policy.feature_width()
+        return {
+            "activations, measured": max(budget // length, 1) * kept_bytes(policy, length),
+            "logits": 3 * 4 * min(policy.chunk, budget) * vocabulary,
+            "logits while sampling": width * rows * length * vocabulary,
+        }
+    model, layout = policy.module.config.get_text_config(), policy.backbone.layout
+    is_tiled = isinstance(policy.backbone.head, torch.nn.Linear) and limit.top_k == 0 and limit.top_p == 1
+    logits = (
+        tile_bytes(budget, model.vocab_size, width, policy.device)
+        if is_tiled
+        else 3 * 4 * min(policy.chunk, budget) * model.vocab_size  # a chunk in float32: raw, tempered, gradient
+    )
+    parts: dict[str, float] = {
+        "activations": activations(model, budget, width, layout),
+        "logits": logits,
+        "cache while sampling": width * 2 * rows * length * model.num_hidden_layers * key_numbers(model),
+    }
+    return parts
+
+
+def kept_bytes(policy: Any, length: int) -> int:
+    """Bytes that a forward of one row keeps for its backward, weights not counted; each storage once."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.compute_module.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = policy.backbone.features(torch.zeros(1, length, dtype=torch.long, device=policy.device))
+    del logits  # alive until here, so that no address is counted for two storages
+    return sum(kept.values())
