@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gruppo.trainer.models import open_images
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.judge import Judge, Verdict, trained_judge, verdict
+from gruppo import inference
+from gruppo.config import serialization
 from gruppo.data.digits import digits
 from gruppo.modalities.diffusion import DiffusionSampling
 from gruppo.recipes.digits import PRETRAINED
@@ -63,7 +64,8 @@ def judge_of(images: Tensor, labels: Tensor) -> Judge:
 
 def drawn(model: str, per_class: int, seed: int, *, ode: bool = False) -> tuple[Tensor, Tensor]:
     """Pictures and the classes asked for, class after class."""
-    policy, sampling = open_images(model)
+    policy = inference.load_policy(model)
+    sampling = policy.modality.sampling(serialization.load(Path(model) / "config.json"), policy)
     plain = DiffusionSampling(
         temperature=0.0 if ode else 1.0,
         max_actions=sampling.max_actions,

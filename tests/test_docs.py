@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gruppo.trainer.models import Kind
 from tests import tiny
 from tests.doctor.test_provoked_restoration import config_of as restoring
 from tests.trainer.runs import metrics
@@ -24,6 +23,7 @@ from gruppo.cli.options import _fields, config_from, taken
 from gruppo.config import schema as configs
 from gruppo.config import serialization
 from gruppo.core.objective import PRESETS, Objective
+from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES
 from gruppo.rewards.code import Verdict, code_metrics
 from gruppo.trainer import checks
@@ -184,12 +184,12 @@ def test_every_option_exists(page: Path) -> None:
     assert not unknown
 
 
-KINDS: dict[str, Kind] = {
-    "digits": "denoiser",
-    "ddpo": "pipeline",
-    "pictures": "pipeline",
-    "denoise": "restorer",
-    "restore": "restorer",
+KINDS = {
+    "digits": "diffusion",
+    "ddpo": "diffusion",
+    "pictures": "diffusion",
+    "denoise": "restoration",
+    "restore": "restoration",
 }
 """Of the models of recipes, by the first word of the recipe."""
 
@@ -210,7 +210,7 @@ def test_every_command_is_one_that_can_run(page: Path) -> None:
             if words[2] in RECIPES:
                 try:
                     _, typed = taken(words[2:], "--names")
-                    checks.check(config_from(words[1], typed), KINDS.get(words[2].split("-")[0], "text"))
+                    checks.check(config_from(words[1], typed), modalities()[KINDS.get(words[2].split("-")[0], "text")])
                 except GruppoError as error:
                     pytest.fail(f"{page.name}:{line + n}: {error}")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from gruppo.trainer.models import Kind
 from safetensors.torch import load_file
 from tests import tiny
 from tests.test_examples import EXAMPLES, example
@@ -21,6 +20,7 @@ from gruppo.cli import commands
 from gruppo.cli.options import config_from
 from gruppo.config.schema import Config
 from gruppo.core.objective import NANOCHAT
+from gruppo.modalities import modalities
 from gruppo.modalities.text import from_pretrained
 from gruppo.recipes import RECIPES
 from gruppo.recipes.qwen import PROMPTS
@@ -55,9 +55,7 @@ def test_ddpo_has_the_documents_numbers_and_what_they_need_to_mean_something() -
     assert (config.objective.clip_low, config.objective.clip_high, config.objective.clip_unit) == (0.2, 0.2, "nats")
     assert config.objective.kl == "exact" and config.reference.kind == "mixed" and config.updates_per_batch > 1
     assert config.reference.update_every < config.steps, "or the reference would never be mixed"
-    kinds: tuple[Kind, ...] = ("denoiser", "pipeline")
-    for kind in kinds:
-        checks.check(config, kind)
+    checks.check(config, modalities()["diffusion"])
 
 
 def test_ddpo_trains_a_denoiser_against_a_reference_that_follows_it(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from tests.trainer.runs import metrics
 
 from gruppo import api
 from gruppo.config.schema import Config
+from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
-from gruppo.trainer.restorers import is_restorer
 
 pytest.importorskip("PIL")
 SMALL = "restore:unet:width=8"
@@ -61,7 +61,7 @@ def test_a_staged_recipe_goes_through_its_stages(tmp_path: Path, name: str) -> N
     assert [row["stage/number"] for row in steps] == [1 + n // 2 for n in range(2 * len(config.stages))]
     assert not any("loss/policy" in row for row in steps[:2])
     assert all("loss/policy" in row for row in steps[-2:])
-    assert "loss/sup" in steps[0] and is_restorer(str(run))
+    assert "loss/sup" in steps[0] and find_modality(str(run)).name == "restoration"
 
 
 def test_the_quick_recipe_goes_on_from_a_run_of_the_staged_one(tmp_path: Path) -> None:

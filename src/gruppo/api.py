@@ -16,7 +16,7 @@ from gruppo.config.schema import Config, CriticConfig
 from gruppo.loading import RunWhileLoading, is_loading
 from gruppo.protocols import Tracker
 from gruppo.seeds import seed_at
-from gruppo.trainer import checkpoint, checks, loop
+from gruppo.trainer import checkpoint, checks, dry_run, loop
 from gruppo.trainer.evaluate import held_out
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder
@@ -62,8 +62,8 @@ def train(
     list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in TRL's calling
     convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the policy, so that
     it speaks again. ``engine``: an engine that samples, or the name of a function that makes one. ``changes`` are
-    further fields of ``Config``, dotted ones with two underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen, and what came of the run at
-    its end.
+    further fields of ``Config``, dotted ones with two underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``.
+    ``show``: the live screen, and the results at the end.
 
     A mistake raises ``GruppoError``. Ctrl-C or SIGTERM finishes what would be lost, saves, and raises
     ``gruppo.Stopped``; ``resume`` continues from there. A second one stops at once.
@@ -184,6 +184,14 @@ def _go(run: Run, folder: RunFolder, watch: Watch | None, stack: ExitStack, *, f
         model = folder.write_final(run)
     ends, seconds = loop.summary(run), time.perf_counter() - began
     return Result(folder.path, model, ends["before"], ends["after"], int(run.totals["tokens"]), seconds, _question(run))
+
+
+def explain(config: Config) -> list[str]:
+    """Describe what training would do, without training: objective, stages, work, memory, one prompt and its reward."""
+    parts = Parts()
+    checks.check(config, modality_of(config, parts))
+    require_named(config, parts)
+    return dry_run.explain(build(config, parts)[0])
 
 
 def new_name(stem: str, runs_dir: str | Path) -> str:

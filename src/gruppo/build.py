@@ -54,7 +54,9 @@ class Parts:
     engine: Engine | None = None
 
     @classmethod
-    def of(cls, model: Any = None, data: Any = None, reward: Any = None, environment: Any = None, engine: Any = None):
+    def of(
+        cls, model: Any = None, data: Any = None, reward: Any = None, environment: Any = None, engine: Any = None
+    ) -> Parts:
         """Check what a caller gave; names stay in the config."""
         if model is not None and not isinstance(model, str | os.PathLike | Policy):
             raise GruppoError(

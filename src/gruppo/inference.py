@@ -1,4 +1,4 @@
-"""Using what was trained: evaluate it, ask it, plot how it came about."""
+"""Use of trained models: evaluate, sample, export."""
 
 from __future__ import annotations
 
@@ -10,167 +10,170 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gruppo.build import Parts, build, missing_parts
+from torch import Tensor
+
+from gruppo.build import Parts, build, missing_parts, with_reference
 from gruppo.config import serialization
-from gruppo.config.schema import Config, LoraConfig, RestorationConfig, Stage
+from gruppo.config.schema import IN_MEMORY, Config, LoraConfig, Stage
 from gruppo.core.objective import Objective
 from gruppo.data.pixels import read_image
 from gruppo.data.restoration import WithReference
 from gruppo.loading import program
+from gruppo.modalities import find_modality
 from gruppo.modalities.common.adapters import is_adapter, model_of
-from gruppo.modalities.diffusion import ClassLabels
-from gruppo.modalities.restoration import load_restorer
-from gruppo.modalities.text import from_pretrained
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
 from gruppo.modalities.text.custom import names_function
+from gruppo.protocols import Policy
 from gruppo.rewards.images import to_pillow
 from gruppo.tracking.images import Cell, Line, draw, picture_of
 from gruppo.tracking.sheets import FOLDER, write_sheet
-from gruppo.trainer import checkpoint, restorers
+from gruppo.trainer import checkpoint
 from gruppo.trainer.evaluate import Evaluated, evaluate_rows, held_out
-from gruppo.trainer.models import kind_of, open_images
 from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
 
 PIPELINE_ADAPTER = "pytorch_lora_weights.safetensors"
 """As diffusers names it."""
 
 
+def load_policy(model: str | Path, *, compute: Any = "auto", trust_remote_code: bool = False, **options: Any) -> Policy:
+    """Open the policy of a run, a folder, a bundled model, a hub id or FILE.py:FUNCTION."""
+    name = model_of(model)
+    path = Path(name)
+    is_folder = not names_function(name)
+    if is_folder and not path.exists() and path.parent != Path() and path.parent.is_dir():  # no hub id: it is here
+        raise GruppoError(f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there.")
+    name = str(bundled_model(name).path) if name in BUNDLED else name
+    return find_modality(name).load(name, compute=compute, trust_remote_code=trust_remote_code, **options)
+
+
 def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str, Any]]]:
-    """The run's final model on its held-out prompts; the result, and each answer."""
-    config = serialization.load(path / "config.json")
+    """Evaluate a run's final model on its held-out prompts; return the result and each answer."""
+    first = serialization.load(path / "config.json")
     if prompts < 1:
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
-    if not config.reward:
+    if not first.reward:
         raise GruppoError(
             f"{path} was trained without a reward, so nothing is measured. Ask it: {program()} sample {path}"
         )
-    first, evaluation = config, replace(config.evaluation, prompts=prompts)
-    config = replace(config, model=model_of(path), evaluation=evaluation, stage=Stage(), stages=(), lora=LoraConfig())
-    config = replace(config, objective=Objective(), restoration=RestorationConfig())  # nothing is trained
-    config = replace(config, prompts=replace(config.prompts, difficulty_column=""))  # held out are all of them
+    # nothing is trained, and all held-out prompts are read
+    config = replace(
+        first,
+        model=model_of(path),
+        evaluation=replace(first.evaluation, prompts=prompts),
+        prompts=replace(first.prompts, difficulty_column=""),
+        stage=Stage(),
+        stages=(),
+        lora=LoraConfig(),
+        objective=Objective(),
+        restoration=type(first.restoration)(),
+    )
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
-    policy = None
-    if kind_of(config) == "text":  # an adapter stays beside its base
-        policy = from_pretrained(config.model, compute=config.compute, trust_remote_code=config.trust_remote_code)
+    policy = load_policy(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
     run, _ = build(config, Parts(policy))
-    if isinstance(run.source, WithReference):  # by now against the trained policy
-        run.source = restorers.of_the_run(path, first, run.source)
-    if not (asked := held_out(run, prompts)):
+    if isinstance(run.source, WithReference):  # by now compared with the trained policy
+        run.source = _with_first_reference(path, first, run.source)
+    if not (held := held_out(run, prompts)):
         raise DataError(
             f"the data of {path} have no held-out prompts to evaluate on. Train with "
             "--prompts.held-out-fraction above 0."
         )
-    return evaluate_rows(run, asked)
+    return evaluate_rows(run, held)
+
+
+def _with_first_reference(path: Path, config: Config, source: WithReference) -> WithReference:
+    """The data with the images that a run's rewards compared with: of the policy that it began with, or of its
+    reference as it was last saved."""
+    if config.model == IN_MEMORY:
+        raise GruppoError(
+            f"the rewards of {path} are measured against the policy that it began with, a Python object which no file "
+            "holds. Train with rewards that have delta=none, or against=target."
+        )
+    policy, _ = find_modality(config.model).open(config, source)
+    saved = checkpoint.load_latest(path / "checkpoints")
+    for name, parameter in policy.module.named_parameters():
+        if saved is not None and name in saved.reference:
+            parameter.data.copy_(saved.reference[name])
+    return with_reference(source.source, policy, None)
 
 
 def evaluation_sheet(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
-    """The pictures of an evaluation on one sheet in the run's folder, each with its reward; None of texts."""
+    """Write the images of an evaluation to one sheet in the run's folder, each with its reward; None for texts."""
     file = path / FOLDER / "evaluated.png"
     return file if write_sheet(file, rows, f"{path.name}, evaluated") else None
 
 
-def complete(
+def sample(
     model: str | Path,
     prompts: Sequence[str],
+    folder: Path = Path("pictures"),
     *,
     n: int = 1,
     temperature: float = 0.0,
     max_new_tokens: int = 64,
     seed: int = 0,
     is_plain: bool = False,
-) -> list[list[str]]:
-    """``n`` completions of each prompt, as chat unless ``is_plain`` or the model has no chat template."""
-    policy = from_pretrained(_path_of(model))
-    chats = policy.chat.can_chat and not is_plain
-    asked = [[{"role": "user", "content": text}] if chats else text for text in prompts]
-    requests = [Request(Prompt(str(i), inputs, draw=i), n) for i, inputs in enumerate(asked)]
-    rollouts = policy.sample(requests, Sampling(temperature=temperature, max_actions=max_new_tokens), seed=seed)
-    texts = [output if isinstance(output, str) else output[-1]["content"] for output in rollouts.completions]
-    return [texts[i * n : (i + 1) * n] for i in range(len(prompts))]
+) -> list[Any]:
+    """Return a list of ``n`` samples for each prompt; or of the PNG files that images are written to, a sheet last.
 
-
-def is_of_images(model: str | Path) -> bool:
-    """Whether a run's model, or any other, draws pictures."""
-    return kind_of(Config(model=str(model))) != "text"
-
-
-def pictures(
-    model: str | Path,
-    prompts: Sequence[str],
-    folder: Path,
-    *,
-    n: int = 1,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> list[Path]:
-    """``n`` pictures of each prompt as PNG files in a folder, and after them a sheet with all; drawn as in training,
-    or at temperature 0 by the ODE."""
+    Sampled as in training at temperature 1, and greedily (or by the ODE) at 0. ``is_plain``: no chat template.
+    """
     if n < 1:
-        raise GruppoError(f"--n {n} draws nothing; it needs at least 1.")
-    if kind_of(Config(model=str(model))) == "restorer":
-        return _restored(model, prompts, folder, n=n, temperature=temperature, seed=seed)
-    policy, sampling = open_images(model)
-    asked = [Prompt(str(i), _asked_for(policy, text), draw=i) for i, text in enumerate(prompts)]
-    for prompt in asked:
+        raise GruppoError(f"--n {n} samples nothing; it needs at least 1.")
+    policy, config = load_policy(model), Config()
+    if is_run := (Path(model) / "config.json").is_file() and (Path(model) / "manifest.json").is_file():
+        config = serialization.load(Path(model) / "config.json")
+    sampling = Sampling(temperature=temperature, max_actions=max_new_tokens)
+    if policy.renders_images or is_run:
+        trained = policy.modality.sampling(config, policy)
+        sampling = policy.check_sampling(policy.modality.inference_sampling(trained, temperature))
+        if not policy.renders_images:
+            sampling = replace(
+                sampling, max_actions=max_new_tokens if policy.modality.has_lengths else sampling.max_actions
+            )
+    requests = []
+    for index, text in enumerate(prompts):
+        prompt = Prompt(str(index), policy.parse_prompt(text, is_plain=is_plain, read_image=read_image), draw=index)
         if why := policy.check_prompt(prompt, sampling):
             raise GruppoError(why)
-    sampling = replace(sampling, temperature=float(temperature), noise="independent", train_from=0, train_to=0)
-    rollouts = policy.sample([Request(prompt, n) for prompt in asked], sampling, seed=seed)
+        requests.append(Request(prompt, n))
+    rendered: list[list[Any]] = []
+    for request in requests if policy.renders_images else [None]:
+        rollouts = policy.sample(requests if request is None else [request], sampling, seed=seed)
+        shown = [policy.render(rollouts, row) for row in range(len(rollouts))]
+        shown = [s[-1]["content"] if isinstance(s, list) else s for s in shown]  # the last message
+        rendered += [shown[i : i + n] for i in range(0, len(shown), n)]
+    return _written(rendered, prompts, requests, folder, str(model)) if policy.renders_images else rendered
+
+
+def _written(
+    images: Sequence[Sequence[Tensor]], texts: Sequence[str], requests: Sequence[Request], folder: Path, title: str
+) -> list[Path]:
+    """Write each image as a PNG file, and after them a sheet of all, beside the images that they were made of."""
     files, lines = [], []
     folder.mkdir(parents=True, exist_ok=True)
-    for place, (text, prompt) in enumerate(zip(prompts, asked, strict=True)):
-        drawn = rollouts.completions[place * n : (place + 1) * n]
-        stem = re.sub(r"[^\w-]+", "-", text)[:40].strip("-") or f"prompt-{prompt.id}"
-        for number, picture in enumerate(drawn):
+    for place, (text, row, request) in enumerate(zip(texts, images, requests, strict=True)):
+        inputs = request.prompt.inputs
+        name = Path(text).stem if isinstance(inputs, Tensor) else text
+        stem = re.sub(r"[^\w-]+", "-", name)[:40].strip("-") or f"prompt-{place}"
+        for number, image in enumerate(row):
             files.append(folder / f"{place}-{stem}-{number}.png")
-            to_pillow(picture).save(files[-1])
-        lines.append(Line(text, [Cell(picture_of(picture)) for picture in drawn]))
-    sheet, _ = draw(lines, title=f"{model}")
+            to_pillow(image).save(files[-1])
+        cells = [Cell(picture_of(image)) for image in row]
+        if isinstance(inputs, Tensor):
+            cells, text = [Cell(picture_of(inputs), ("", "given")), *cells], ""
+        lines.append(Line(text, cells))
+    sheet, _ = draw(lines, title=title)
     files.append(folder / "sheet.png")
     sheet.save(files[-1])
     return files
 
 
-def _restored(
-    model: str | Path, files: Sequence[str], folder: Path, *, n: int, temperature: float, seed: int
-) -> list[Path]:
-    """Image files, restored by the mean action; above temperature 0 by drawn ones. Beside each other on a sheet."""
-    policy = load_restorer(model_of(model))
-    sampling = Sampling(temperature=float(temperature), max_actions=policy.columns)
-    written, lines = [], []
-    given = [read_image(file, channels=policy.channels) for file in files]
-    asked = [Prompt(file, picture, draw=i) for i, (file, picture) in enumerate(zip(files, given, strict=True))]
-    for prompt in asked:
-        if why := policy.check_prompt(prompt, sampling):
-            raise GruppoError(why)
-    folder.mkdir(parents=True, exist_ok=True)
-    for place, prompt in enumerate(asked):
-        drawn = policy.sample([Request(prompt, n)], sampling, seed=seed).completions
-        stem = re.sub(r"[^\w-]+", "-", Path(prompt.id).stem)[:40].strip("-") or "picture"
-        for number, picture in enumerate(drawn):
-            written.append(folder / f"{place}-{stem}-{number}.png")
-            to_pillow(picture).save(written[-1])
-        cells = [Cell(picture_of(prompt.inputs), ("", "given")), *(Cell(picture_of(one)) for one in drawn)]
-        lines.append(Line("", cells))
-    sheet, _ = draw(lines, title=f"{model}")
-    written.append(folder / "sheet.png")
-    sheet.save(written[-1])
-    return written
-
-
-def _asked_for(policy: Any, text: str) -> Any:
-    """What was typed: the name of a class or its number, or a caption."""
-    condition = policy.denoiser.condition
-    is_number = isinstance(condition, ClassLabels) and text not in condition.names and text.isdecimal()
-    return int(text) if is_number else text
-
-
 def export(model: str | Path, folder: Path, *, is_adapter_kept: bool = False) -> Path:
-    """A run's (or any) model as a folder of its own, an adapter added to its base; or the adapter as it is."""
+    """Write a model as a folder of its own, an adapter merged into its base; or the adapter as it is."""
     if folder.exists():
         raise GruppoError(f"the folder {folder} exists already. Name a new one, or delete it.")
-    path = Path(_path_of(model))
+    path = Path(model_of(model))
     if is_adapter_kept:
         if (path / PIPELINE_ADAPTER).is_file():
             raise GruppoError(
@@ -181,27 +184,7 @@ def export(model: str | Path, folder: Path, *, is_adapter_kept: bool = False) ->
             raise GruppoError(
                 f"{model} has no adapter: its weights themselves were trained. Leave --adapter out for the model."
             )
-        return checkpoint.write_folder(folder, partial(_copy_adapter, path))
-    policy: Any
-    if kind_of(Config(model=str(model))) == "restorer":
-        policy = load_restorer(_path_of(model))
-    elif is_of_images(model):
-        policy, _ = open_images(_path_of(model))
-    else:
-        policy = from_pretrained(path, compute="float32", is_merged=True)
-    return checkpoint.write_folder(folder, policy.save)
-
-
-def _copy_adapter(path: Path, folder: Path) -> None:
-    """All that lies beside the adapter, but not the seal, which a new folder gets of its own."""
-    shutil.copytree(path, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("COMPLETE"))
-
-
-def _path_of(model: str | Path) -> str:
-    """Where a run's model, a bundled one or a folder lies; a hub id as it is."""
-    name = model_of(model)
-    path = Path(name)
-    is_folder = not names_function(name)
-    if is_folder and not path.exists() and path.parent != Path() and path.parent.is_dir():  # no hub id: it is here
-        raise GruppoError(f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there.")
-    return str(bundled_model(name).path) if name in BUNDLED else name
+        ignore = shutil.ignore_patterns("COMPLETE")  # the new folder gets a seal of its own
+        return checkpoint.write_folder(folder, partial(shutil.copytree, path, dirs_exist_ok=True, ignore=ignore))
+    policy = load_policy(model, compute="float32", is_merged=True)
+    return checkpoint.write_folder(folder, policy.save_with_origin)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -67,6 +68,8 @@ class Policy:
     """The unit of ``--optim.token-budget`` in printed output."""
     renders_images: ClassVar[bool] = False
     """Whether ``render`` returns images, which are shown as sheets of several groups."""
+    origin: Any = None
+    """The function that made the policy, if it was opened by ``--model FILE.py:FUNCTION``."""
     reads_reference_output: bool = False
     """Whether the consistency term needs the reference's "output"."""
 
@@ -114,6 +117,12 @@ class Policy:
     def base_sha256(self) -> str | None:
         """SHA-256 of ``frozen_base``; None without one."""
         return None
+
+    def save_with_origin(self, folder: Path) -> None:
+        """``save``, and the function that makes the policy, if one does."""
+        self.save(folder)
+        if self.origin is not None:
+            self.origin.write(folder)
 
     def save(self, folder: Path) -> None:
         """Write the trained weights to a folder from which ``load`` restores them."""
@@ -242,6 +251,13 @@ class Policy:
         """Return further statistics that need samples of their own, such as rewards along denoising steps."""
         return {}
 
+    def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
+        """Return the inputs of a prompt typed after ``gruppo sample``: JSON if it is valid, else the text."""
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
     def render(self, rollouts: Rollouts, row: int) -> Any:
         """Return a sample as it is shown: text, an image tensor [C, H, W] in [0, 1], or any object with a repr."""
         return rollouts.completions[row]
@@ -295,6 +311,12 @@ class Modality:
         """Open ``config.model``; return the policy and its origin for the manifest."""
         raise GruppoError(f"model {config.model!r} is unknown. Set --model to a model, a folder or FILE.py:FUNCTION.")
 
+    def load(
+        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
+    ) -> Policy:
+        """Open a model to evaluate, sample or export it. ``is_merged``: with an adapter merged into its base."""
+        raise GruppoError(f"model {model!r} is unknown. Name a model, a run's folder or FILE.py:FUNCTION.")
+
     def adapt(self, config: Any, policy: Policy, data: Any) -> Policy:
         """Return a policy given in memory as the options say, such as with a LoRA adapter."""
         if config.lora.rank or config.lora.adapter:
@@ -310,6 +332,10 @@ class Modality:
     def evaluation_sampling(self, sampling: Any) -> Any:
         """Return the sampling parameters of an evaluation: the most likely actions."""
         return replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
+
+    def inference_sampling(self, sampling: Any, temperature: float) -> Any:
+        """Return the sampling parameters of ``gruppo sample``, from those of training."""
+        return replace(sampling, temperature=float(temperature))
 
     def check(self, config: Any, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         """Raise GruppoError for data, rewards and options that this policy cannot be trained with."""

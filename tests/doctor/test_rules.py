@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from gruppo.trainer.models import kind_of
 from tests.doctor.planted import HEALTHY, STEPS, Fault, early, line, plant, thirds
 
 from gruppo.api import change
@@ -23,6 +22,7 @@ from gruppo.config.stages import planned
 from gruppo.doctor.findings import Change
 from gruppo.doctor.record import Record
 from gruppo.doctor.report import RULES, examine
+from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
 from gruppo.trainer import checks
 
@@ -516,7 +516,7 @@ def test_each_change_gives_a_config_that_can_be_trained(runs):
         for finding in examine(runs(name)).findings:
             for proposed in finding.changes:
                 config = applied(runs(name).config, proposed)
-                checks.check(config, kind_of(config))
+                checks.check(config, find_modality(config.model))
 
 
 def applied(config: Config, proposed: Change) -> Config:

@@ -253,11 +253,11 @@ def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path, changes, why):
     given = config(tmp_path, **changes)
-    kind = "denoiser" if "model" in changes else "text"
-    if kind == "denoiser":
+    modality = modalities()["diffusion" if "model" in changes else "text"]
+    if "model" in changes:
         given = replace(given, rollout=replace(given.rollout, max_new_tokens=128, stop=()))
     with pytest.raises(GruppoError, match=why):
-        checks.check(given, kind)
+        checks.check(given, modality)
 
 
 @pytest.mark.parametrize(

@@ -150,10 +150,10 @@ def test_a_run_is_evaluated_and_sampled_through_its_adapter(whole, capsys):
     run = whole("bfloat16")
     done, rows = inference.evaluate_run(run, prompts=4)
     assert done.prompts == 4 and len(rows) == 4
-    base = inference.complete(tiny.model(), [row["prompt"] for row in rows], max_new_tokens=8)
+    base = inference.sample(tiny.model(), [row["prompt"] for row in rows], max_new_tokens=8)
     assert [row["completion"] for row in rows] != [texts[0] for texts in base]
-    with_adapter = inference.complete(run, ["3 + 4 = ?"], max_new_tokens=8)
-    assert with_adapter != inference.complete(tiny.model(), ["3 + 4 = ?"], max_new_tokens=8)
+    with_adapter = inference.sample(run, ["3 + 4 = ?"], max_new_tokens=8)
+    assert with_adapter != inference.sample(tiny.model(), ["3 + 4 = ?"], max_new_tokens=8)
     assert app.run(["sample", str(run), "3 + 4 = ?", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.strip() == with_adapter[0][0].strip()
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from gruppo.trainer.dry_run_modules import kept_bytes
-from gruppo.trainer.models import found_model, kind_of
 from tests import own_models, processes, tiny
 from tests.own_models import own
 from tests.trainer.runs import FULL, SIMPLE, Signalling, assert_same, metrics, newest, tensors, weights
@@ -20,7 +18,10 @@ from gruppo import api, inference
 from gruppo.build import Parts, build, with_absolute_paths
 from gruppo.cli.app import main
 from gruppo.config import serialization
+from gruppo.modalities import find_modality
 from gruppo.modalities.text import from_pretrained
+from gruppo.modalities.text.memory import kept_bytes, working_memory
+from gruppo.modalities.text.modality import found_model
 from gruppo.trainer.dry_run import explain
 from gruppo.trainer.loop import Stopped
 from gruppo.types import GruppoError
@@ -81,9 +82,9 @@ def test_eval_of_the_run_is_what_the_run_measured_at_its_end(run):
 
 
 def test_a_run_is_asked_exported_and_trained_further_as_a_folder(run, tmp_path, capsys):
-    (answer,) = inference.complete(run, ["1 + 1 = ?"], max_new_tokens=6)
+    (answer,) = inference.sample(run, ["1 + 1 = ?"], max_new_tokens=6)
     inference.export(run, tmp_path / "copy")
-    assert inference.complete(tmp_path / "copy", ["1 + 1 = ?"], max_new_tokens=6) == [answer]
+    assert inference.sample(tmp_path / "copy", ["1 + 1 = ?"], max_new_tokens=6) == [answer]
     assert code_of("sample", str(run), "1 + 1 = ?", "--max-new-tokens", "6") == 0
     assert capsys.readouterr().out.strip() == answer[0].strip()
     further = begun(tmp_path, model=str(run), steps=1, stage__kl_coef=0.1)
@@ -107,7 +108,7 @@ def test_a_run_without_an_adapter_exports_none(run, tmp_path):
 def test_a_name_means_the_same_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(own_models.FILE).parent)
     named = with_absolute_paths(config(tmp_path, model="own_models.py:model"))
-    assert named.model == own("model") and kind_of(named) == "text"
+    assert named.model == own("model") and find_modality(named.model).name == "function"
     assert found_model("own_models.py:model")[1]["made_by"] == own("model")
     assert with_absolute_paths(config(tmp_path, model="tests.own_models:model")).model == "tests.own_models:model"
 
@@ -281,9 +282,7 @@ def test_bytes_that_a_forward_keeps_by_hand():
 
 def test_the_estimate_is_of_a_micro_batch_and_of_all_rows_that_are_sampled(tmp_path):
     run, _ = build(config(tmp_path, optim__token_budget=60), Parts())
-    from gruppo.trainer.dry_run_modules import working_memory
-
-    found = working_memory(run, 4, 60, 12)
+    found = working_memory(run.policy, run.config, 12, 60, 12)
     assert found["activations, measured"] == 3 * kept_bytes(run.policy, 20)  # of 12 tokens and 8 new ones, 3 rows fit
     assert found["logits while sampling"] == 4 * 12 * 20 * 257  # 4 prompts x 3 samples
 

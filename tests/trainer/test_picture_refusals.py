@@ -207,7 +207,7 @@ def test_the_shell_evaluates_draws_and_exports_an_image_run(finished, tmp_path, 
 
 def test_pictures_drawn_at_temperature_1_hang_on_the_seed(finished, tmp_path):
     def drawn(seed: int) -> list[bytes]:
-        files = inference.pictures(finished, ["1"], tmp_path / f"{seed}", n=2, temperature=1.0, seed=seed)
+        files = inference.sample(finished, ["1"], tmp_path / f"{seed}", n=2, temperature=1.0, seed=seed)
         return [file.read_bytes() for file in files[:2]]
 
     assert drawn(1) == drawn(1) and len({*drawn(1), *drawn(2)}) == 4
@@ -243,7 +243,7 @@ def test_a_run_without_a_reward_has_nothing_to_evaluate_and_can_be_asked(tmp_pat
     run = api.start(pictures.config(tmp_path, **changes)).folder
     with pytest.raises(GruppoError, match=r"was trained without a reward, so nothing is measured. Ask it: .* sample"):
         inference.evaluate_run(run, prompts=3)
-    assert len(inference.pictures(run, ["1"], tmp_path / "drawn")) == 2
+    assert len(inference.sample(run, ["1"], tmp_path / "drawn")) == 2
 
 
 def test_another_process_s_shell_says_the_same(finished, tmp_path):

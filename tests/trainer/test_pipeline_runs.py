@@ -20,9 +20,9 @@ from tests.modalities.diffusion.test_pipelines import SIZE, made, sd3, sd15  # n
 
 from gruppo import api, inference  # noqa: E402
 from gruppo.build import Parts, build  # noqa: E402
+from gruppo.config import serialization  # noqa: E402
 from gruppo.config.schema import Config  # noqa: E402
 from gruppo.modalities.diffusion import DiffusersPolicy  # noqa: E402
-from gruppo.trainer.models import open_images  # noqa: E402
 from gruppo.types import GruppoError, Prompt, Request  # noqa: E402
 
 CAPTIONS = ("a seven", "an eight", "a three in the snow", "7", "a dot", "a line", "two lines", "a cross")
@@ -82,8 +82,9 @@ def test_a_pipeline_is_trained_resumed_to_the_bit_and_opened_by_diffusers(tmp_pa
     assert rows[0]["kl/ref_nats"] == 0.0 < rows[2]["kl/ref_nats"] and rows[2]["mismatch/max_nats"] <= 1e-5 * 256
     assert_same(stopped_and_resumed(tmp_path / "parts", monkeypatch, after=1, **changes), run)
 
-    *_, file, _ = inference.pictures(run, ["7"], tmp_path / "drawn")  # a caption, and no number of a class
-    policy, sampling = open_images(run)
+    *_, file, _ = inference.sample(run, ["7"], tmp_path / "drawn")  # a caption, and no number of a class
+    policy = inference.load_policy(run)
+    sampling = policy.modality.sampling(serialization.load(run / "config.json"), policy)
     assert (policy.settings.size, policy.settings.caption_tokens) == ((16, 16), 6)
     mode = api.replace(sampling, temperature=0.0, noise="independent", train_to=0)
     first = policy.sample([Request(Prompt("0", "7", draw=0), 1)], mode, seed=0).per_row["first"]

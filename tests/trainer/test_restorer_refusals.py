@@ -385,7 +385,7 @@ def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):
         assert re.search(why, err), err
     assert not (tmp_path / "out").exists()
     with pytest.raises(GruppoError, match="--n 0 draws nothing"):
-        inference.pictures(path, [str(odd)], tmp_path / "out", n=0)
+        inference.sample(path, [str(odd)], tmp_path / "out", n=0)
 
 
 def test_a_policy_from_python_of_another_size_of_data_is_refused(tmp_path):

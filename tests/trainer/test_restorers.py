@@ -585,7 +585,7 @@ def test_sample_writes_the_restored_picture_of_a_file(finished, tmp_path, capsys
         )
     wanted = load_restorer(finished / "final").restore(picture[None])[0]
     assert (shown - wanted).abs().max() < 1e-6 and not torch.equal(shown, picture)
-    inference.pictures(finished, [str(file)], tmp_path / "drawn", n=2, temperature=1.0)
+    inference.sample(finished, [str(file)], tmp_path / "drawn", n=2, temperature=1.0)
     drawn = [(tmp_path / f"drawn/0-0-{n}.png").read_bytes() for n in range(2)]
     assert len({*drawn, (tmp_path / "out/0-0-0.png").read_bytes()}) == 3
 

@@ -16,8 +16,7 @@ from gruppo import api
 from gruppo.config import serialization
 from gruppo.modalities.diffusion import load_denoiser
 from gruppo.trainer.collect import collect
-from gruppo.trainer.evaluate import evaluate, held_out
-from gruppo.trainer.timesteps import rewards_along
+from gruppo.trainer.evaluate import evaluate, evaluate_steps, held_out
 from gruppo.types import Request
 
 FRACTION = {"diffusion__steps": 6, "diffusion__train_fraction": 0.4, "rollout__prompts": 4}
@@ -91,7 +90,7 @@ def test_the_spread_of_branches_is_told_of_the_step_at_which_they_part(tmp_path)
 def test_rewards_along_the_steps_are_of_what_the_network_expects_and_at_last_of_the_picture(tmp_path, noise):
     run = built(tmp_path, diffusion__noise=noise, optim__token_budget=5)
     asked = held_out(run, 3)
-    said = of_steps(rewards_along(run, asked), "reward")
+    said = of_steps(evaluate_steps(run, asked), "reward")
     drawn = run.policy.sample([Request(prompt, 1) for prompt in asked], run.sampling, seed=run.config.seed)
     if noise == "independent":
         assert said[3] == pytest.approx(sum(float(picture.mean()) for picture in drawn.completions) / 3, rel=1e-6)

@@ -125,15 +125,15 @@ def sample(args: list[str]) -> int:
         raise GruppoError(f'no prompt was given. For example: {program()} sample RUN "What is 3 + 4?"')
     from gruppo import inference
 
-    if inference.is_of_images(model):
-        files = inference.pictures(model, prompts, folder, n=n, temperature=temperature, seed=seed)
-        print(f"{len(files) - 1} pictures in {folder}, all of them on {files[-1]}")
-        return 0
-    answers = inference.complete(
-        model, prompts, n=n, temperature=temperature, max_new_tokens=longest, seed=seed, is_plain=plain
+    answers = inference.sample(
+        model, prompts, folder, n=n, temperature=temperature, max_new_tokens=longest, seed=seed, is_plain=plain
     )
+    if answers and isinstance(answers[0], Path):
+        print(f"{len(answers) - 1} pictures in {folder}, all of them on {answers[-1]}")
+        return 0
     for prompt, texts in zip(prompts, answers, strict=True):
         for text in texts:
+            text = text if isinstance(text, str) else repr(text)
             print(text.strip() if len(prompts) == 1 and n == 1 else f"{prompt!r} -> {text.strip()!r}")
     return 0
 
@@ -166,9 +166,9 @@ def explain(args: list[str]) -> int:
     if asked is not None:
         return _names(asked, args)
     config = config_from("explain", args)
-    from gruppo.trainer import dry_run as training_explain
+    from gruppo import api
 
-    print("\n".join(training_explain.explain(config)))
+    print("\n".join(api.explain(config)))
     return 0
 
 

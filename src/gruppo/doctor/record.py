@@ -14,8 +14,8 @@ from typing import Any
 from gruppo.config import serialization
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import where_of
+from gruppo.modalities import find_modality
 from gruppo.tracking.files import read_metrics
-from gruppo.trainer.models import kind_of
 from gruppo.types import GruppoError
 
 SIGNIFICANT = 2.0
@@ -141,7 +141,7 @@ class Record:
         """Whether completions are images: from the metrics, the samples, or the model that the config names."""
         has_timesteps = any(name.startswith("timestep/") for name in self.names)
         has_sheets = any(isinstance(row.get("completion"), Mapping) for row in self.samples)
-        return has_timesteps or has_sheets or kind_of(self.config) != "text"
+        return has_timesteps or has_sheets or find_modality(self.config.model).rewards_read_images
 
     # --- the reward, which decides how other metrics are read ---
 

@@ -14,6 +14,7 @@ ENTRY_POINTS = "gruppo.modalities"
 BUILT_IN = {
     "restoration": "gruppo.modalities.restoration.modality:RESTORATION",
     "diffusion": "gruppo.modalities.diffusion.modality:DIFFUSION",
+    "function": "gruppo.modalities.functions:FUNCTION",
     "text": "gruppo.modalities.text.modality:TEXT",
 }
 """In the order in which they are asked whether a model is theirs; any other name is a language model's."""

@@ -290,8 +290,8 @@ def _check_own(name: str) -> None:
     own = _own(name)
     if inspect.isclass(own) and (missing := [method for method in METHODS if not callable(getattr(own, method, None))]):
         raise GruppoError(
-            f"the tracker {name} has no {' and no '.join(missing)}; it needs log(step, metrics), log_samples(step, rows) "
-            "and close()."
+            f"the tracker {name} has no {' and no '.join(missing)}; it needs log(step, metrics), "
+            "log_samples(step, rows) and close()."
         )
 
 

@@ -134,7 +134,8 @@ def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> R
 
 def take_prompts(run: Run, slots: Sequence[int]) -> dict[int, Prompt]:
     """The next prompt for each slot; of these, this rank's. One that cannot be sampled from gives way to the next."""
-    mine, refused = {}, ""
+    mine: dict[int, Prompt] = {}
+    refused: str | None = None
     for slot in slots:
         for _ in range(100):
             prompt = run.source.take(1)[0]

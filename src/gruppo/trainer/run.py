@@ -110,5 +110,9 @@ def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -
 
 def reduced(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Metrics from statistics that are keyed ``<reduction>:<metric>``; those without a value are left out."""
-    keyed = ((*name.split(":", 1), stat) for name, stat in stats.items())
-    return {metric: float(getattr(stat, reduction)) for reduction, metric, stat in keyed if stat.count}
+    metrics = {}
+    for name, stat in stats.items():
+        reduction, _, metric = name.partition(":")
+        if stat.count:
+            metrics[metric] = float(getattr(stat, reduction))
+    return metrics

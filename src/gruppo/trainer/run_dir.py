@@ -305,7 +305,7 @@ class RunFolder:
         """The trained model as a folder of its own."""
         target = self.path / "final"
         if dist.is_main() and not checkpoint.seal_holds(target):
-            checkpoint.write_folder(target, run.policy.save)
+            checkpoint.write_folder(target, run.policy.save_with_origin)
         return target
 
 

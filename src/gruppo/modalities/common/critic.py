@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -44,7 +45,7 @@ class SharedCritic:
 
     is_shared = True
 
-    def __init__(self, policy: TextPolicy) -> None:
+    def __init__(self, policy: Any) -> None:
         self.module: nn.Module = _head_for(policy)
         policy.value_head = self.module
         self._policy = policy
@@ -115,7 +116,7 @@ class SeparateCritic:
         return check_values(self._network.values(rollouts, micro_batch), micro_batch)
 
 
-def _head_for(policy: TextPolicy) -> ValueHead:
+def _head_for(policy: Any) -> ValueHead:
     # the dtype of the master weights; those of an adapter are float32 on a base that may be less
     dtype = torch.promote_types(next(policy.module.parameters()).dtype, torch.float32)
     return ValueHead(policy.feature_width(), dtype=dtype).to(policy.device)

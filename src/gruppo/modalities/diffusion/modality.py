@@ -121,6 +121,15 @@ class DiffusionModality(Modality):
             add_adapter(policy, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed, base=base)
         return policy
 
+    def load(
+        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
+    ) -> Policy:
+        path = model_of(model).removeprefix(HUB)
+        return load_diffusers(path, dtype=torch.float32) if is_pipeline(model) else load_denoiser(path)
+
+    def inference_sampling(self, sampling: Any, temperature: float) -> Any:
+        return replace(sampling, temperature=float(temperature), noise="independent", train_from=0, train_to=0)
+
     def sampling(self, config: Config, policy: Policy | None = None) -> DiffusionSampling:
         rollout, chosen = config.rollout, config.diffusion
         return DiffusionSampling(

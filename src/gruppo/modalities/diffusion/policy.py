@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gruppo.core.gaussian import gaussian_entropy, gaussian_logprob
 from gruppo.modalities.diffusion import pictures
 from gruppo.modalities.diffusion.cells import Cells
-from gruppo.modalities.diffusion.conditions import Condition
+from gruppo.modalities.diffusion.conditions import ClassLabels, Condition
 from gruppo.modalities.diffusion.demonstrations import Weighting, demonstrated, likelihood_of_demonstrations
 from gruppo.modalities.diffusion.denoiser import Denoiser
 from gruppo.modalities.diffusion.drawing import Rows, drawn, transition_drawn
@@ -132,12 +132,18 @@ class DenoiserPolicy(Policy):
             + (", guided" if evaluations == 2 else "")
             + (", less where a group has its state in common" if sampling.noise != "independent" else ""),
             f"noise       {NOISE[sampling.noise]}",
-            f"trained on  {steps} of steps {sampling.train_from} to {last - 1} of each row: {trained:,} evaluations an epoch",
+            f"trained on  {steps} of steps {sampling.train_from} to {last - 1} of each row, {trained:,} evaluations",
         ]
         if config.objective.surrogate in ("clip", "cispo"):
             nats = joint_clip_nats(config.objective, self.dims)
             lines.append(f"clip        the log-ratio of a step's joint density above {nats:.3g} nats")
         return [*lines, f"evaluated   by the ODE, in {sampling.ode_steps or sampling.max_actions} steps"]
+
+    def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
+        """The name of a class or its number, or a caption."""
+        condition = self.denoiser.condition
+        is_number = isinstance(condition, ClassLabels) and text not in condition.names and text.isdecimal()
+        return int(text) if is_number else text
 
     def default_budget(self) -> int:
         return 128 if self.device.type == "cpu" else 1024

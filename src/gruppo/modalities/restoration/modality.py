@@ -125,6 +125,11 @@ class RestorationModality(Modality):
             self._set_consistency(config, policy, data)
         return policy
 
+    def load(
+        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
+    ) -> Policy:
+        return load_restorer(model_of(model))
+
     def _set_consistency(self, config: Config, policy: RestorationPolicy, data: Any) -> None:
         if highest(config, "cons_coef"):
             policy.consistency = consistency_of(config.restoration.consistency, policy, data)

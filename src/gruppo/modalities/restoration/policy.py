@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -167,6 +167,9 @@ class RestorationPolicy(Policy):
             f"{config.restoration.consistency}",
             "evaluated   the picture of the mean action",
         ]
+
+    def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Tensor:
+        return read_image(text, channels=self.channels)
 
     def default_budget(self) -> int:
         return 4096 if self.device.type == "cpu" else 65536  # squares of 16 x 16 pixels

@@ -51,7 +51,10 @@ def from_pretrained(
     """
     path = model_of(path)
     if is_made(path) or names_function(path):
-        policy = _placed(open_saved(path, seed=seed) if is_made(path) else open_made(path, seed=seed), compute)
+        made = open_saved(path, seed=seed) if is_made(path) else open_made(path, seed=seed)
+        if not isinstance(made, TextPolicy):
+            raise GruppoError(f"{path} makes a {type(made).__name__}; a language model is needed here.")
+        policy = placed(made, compute)
         if adapt is not None:
             give_adapter(policy, adapt)
         return policy
@@ -176,7 +179,7 @@ def from_transformers(
     )
 
 
-def _placed(policy: TextPolicy, compute: Compute) -> TextPolicy:
+def placed(policy: TextPolicy, compute: Compute) -> TextPolicy:
     """The policy on this rank's accelerator, where there is one, and in the dtype that was asked for."""
     dtype = policy.compute_dtype if compute == "auto" else _dtype(compute, 0, policy.module)
     device = _accelerator() or policy.device

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gruppo import distributed as dist
 from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig
 from gruppo.loading import program
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
@@ -19,7 +18,7 @@ from gruppo.modalities.text.bundled import BUNDLED, bundled_model
 from gruppo.modalities.text.custom import MadeBy, is_made, names_function
 from gruppo.modalities.text.load import Adapt, from_pretrained, give_adapter
 from gruppo.modalities.text.policy import TextPolicy
-from gruppo.protocols import Critic, Modality, Policy, PromptSource, digest
+from gruppo.protocols import Critic, Modality, Policy, PromptSource
 from gruppo.types import DataError, GruppoError
 
 log = logging.getLogger("gruppo")
@@ -65,9 +64,12 @@ class TextModality(Modality):
             is_merged=True,
             seed=config.seed,
         )
-        if "made_by" in origin:
-            check_ranks_agree(policy, config.model)
         return policy, origin
+
+    def load(
+        self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
+    ) -> Policy:
+        return from_pretrained(model, compute=compute, trust_remote_code=trust_remote_code, is_merged=is_merged)
 
     def adapt(self, config: Config, policy: TextPolicy, data: PromptSource) -> Policy:  # type: ignore[override]
         if (adapt := _adapter_of(config)) is not None:
@@ -108,16 +110,6 @@ def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
             continue
         if why := policy.check_prompt(prompt, config.rollout.sampling):
             raise DataError(why)
-
-
-def check_ranks_agree(policy: Policy, name: str) -> None:
-    """Refuse a function that makes different weights on each rank: they would be trained as if they were the same."""
-    weights = {name: parameter.detach() for name, parameter in policy.module.named_parameters()}
-    if dist.world() > 1 and len(set(dist.gather(digest(weights).encode()))) > 1:
-        raise GruppoError(
-            f"{name} made other weights on each of the {dist.world()} ranks. Draw them from torch's generator, which "
-            "--seed seeds, or read them from a file."
-        )
 
 
 def _adapter_of(config: Config) -> Adapt | None:

@@ -18,6 +18,7 @@ from gruppo.loading import load_object
 from gruppo.modalities.text.backbones import PlainBackbone
 from gruppo.modalities.text.custom import WEIGHTS, MadeBy
 from gruppo.modalities.text.policy import TextPolicy
+from gruppo.protocols import Policy
 from gruppo.seeds import seed_at
 from gruppo.types import GruppoError, NumericalStop
 
@@ -26,7 +27,7 @@ log = logging.getLogger("gruppo")
 WRAP = "Return gruppo.from_module(module, tokenizer, eos_ids=[...])."
 
 
-def open_made(name: str, *, seed: int = 0, folder: Path | None = None) -> TextPolicy:
+def open_made(name: str, *, seed: int = 0, folder: Path | None = None) -> Policy:
     """The policy that ``file.py:function`` returns; weights that it draws hang on the seed.
 
     The function takes nothing, or ``folder``: where the weights lie that will be put into what it returns, None where
@@ -49,12 +50,15 @@ def open_made(name: str, *, seed: int = 0, folder: Path | None = None) -> TextPo
         raise GruppoError(
             f"{name} raised {type(error).__name__}{_line_of(error, source)}: {text}. Mend the function and try again."
         ) from error
+    if isinstance(policy, Policy) and not isinstance(policy, TextPolicy):
+        policy.origin = source
+        return policy
     if not isinstance(policy, TextPolicy):
-        raise GruppoError(f"{name} returned a {type(policy).__name__}; it needs a TextPolicy. {WRAP}")
+        raise GruppoError(f"{name} returned a {type(policy).__name__}; it needs a policy. {WRAP}")
     return policy
 
 
-def open_saved(folder: str | Path, *, seed: int = 0) -> TextPolicy:
+def open_saved(folder: str | Path, *, seed: int = 0) -> Policy:
     """The policy in a folder that ``policy.save`` wrote: its function makes it, and its weights are the folder's."""
     folder = Path(folder).expanduser()
     source, weights = MadeBy.read(folder), _weights_in(folder)
@@ -73,6 +77,9 @@ def open_saved(folder: str | Path, *, seed: int = 0) -> TextPolicy:
             source.sha256 or "none",
             now.sha256 or "none",
         )
+    if not isinstance(policy, TextPolicy):
+        policy.load(folder)
+        return policy
     load_strictly(policy.module, weights, str(folder))
     policy.refresh(force=True)
     return policy

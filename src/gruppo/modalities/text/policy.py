@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,12 @@ class TextPolicy(Policy):
             f"{config.rollout.max_new_tokens} per row",
             f"trained on  at most {trained:,.0f} tokens per epoch, {shared}{replies}",
         ]
+
+    def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
+        return [{"role": "user", "content": text}] if self.chat.can_chat and not is_plain else text
+
+    def render(self, rollouts: Rollouts, row: int) -> Any:
+        return rollouts.completions[row]
 
     def format_prompt(self, prompt: Prompt) -> str:
         return repr(self.chat.text_with_specials(self.chat.encode(prompt.inputs)))
