@@ -263,7 +263,7 @@ def open_environment(config: Config, parts: Parts, source: Any) -> Environment |
         max_reply_tokens=chosen.max_reply_tokens,
         timeout_s=chosen.timeout_s,
     )
-    if hasattr(source, "columns"):
+    if source.columns is not None:
         columns = reward_columns(source.columns, config, "text") - {"state"}
         if taken := sorted({*source.columns} & {*PROVIDED} - {"prompt", config.prompts.column}):
             raise DataError(
@@ -282,7 +282,7 @@ def open_rewards(config: Config, parts: Parts, source: Any) -> RewardSet:
         config.scoring.timeout_s,
         may_be_empty=not learns_from_samples(config),
     )
-    if hasattr(source, "columns"):
+    if source.columns is not None:
         rewards.check(reward_columns(source.columns, config, kind_of(config, parts.model)))
     if config.environment.reply and rewards.step_names:
         raise GruppoError(
@@ -332,7 +332,7 @@ def agreed_compute(policy: Any) -> Any:
 
 def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
     """Refuse data with a prompt that the model's context cannot hold, before anything is trained."""
-    for prompt in source.all_prompts() if hasattr(source, "all_prompts") else ():
+    for prompt in source.all_prompts():
         longest = len(str(prompt.inputs).encode()) + TEMPLATE_TOKENS  # a token of text is at least a byte
         if policy.context and longest + config.rollout.max_new_tokens < policy.context:
             continue

@@ -14,7 +14,7 @@ from gruppo.build import Parts, build, missing_parts
 from gruppo.config import serialization
 from gruppo.config.schema import Config, LoraConfig, RestorationConfig, Stage
 from gruppo.core.objective import Objective
-from gruppo.data.pixels import read_image
+from gruppo.data.image_files import read_image
 from gruppo.data.restoration import WithReference
 from gruppo.loading import program
 from gruppo.modalities.common.adapters import is_adapter, model_of

@@ -19,7 +19,8 @@ from torch import Tensor
 from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.config.schema import IN_MEMORY, Config
-from gruppo.data.labelled import LabelledImages
+from gruppo.data.digits import labelled_images
+from gruppo.data.source import IndexedSource
 from gruppo.modalities.diffusion import ClassLabels, DenoiserPolicy, Flow, UNet
 from gruppo.trainer import checkpoint, loop
 from gruppo.trainer.collect import collect
@@ -31,11 +32,11 @@ SHAPE, CLASSES = (3, 8, 8), 3
 DIMS = 192
 
 
-def labelled(count: int = 30, *, seed: int = 0) -> LabelledImages:
+def labelled(count: int = 30, *, seed: int = 0) -> IndexedSource:
     """Random bytes in three classes, of which a third is held out."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (count, *SHAPE), dtype=torch.uint8, generator=generator)
-    return LabelledImages(images, torch.arange(count) % CLASSES, seed=0, held_out_fraction=0.3)
+    return labelled_images(images, torch.arange(count) % CLASSES, seed=0, held_out_fraction=0.3)
 
 
 def write_images(folder: Path, count: int = 24) -> Path:

@@ -126,10 +126,10 @@ def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
     else:
         rows = read_jsonl(table)
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    found = []
+    found: list[str] = []
     for kind, names in (("file", FILE_COLUMNS), ("caption", CAPTION_COLUMNS)):
-        found.append(next((name for name in names if name in columns), None))
-        if found[-1] is None:
+        found += [name for name in names if name in columns][:1]
+        if not found or found[-1] not in names:
             raise DataError(
                 f"{table} has the columns {', '.join(map(repr, columns)) or 'none'}; the {kind} needs to be in one of "
                 f"{', '.join(names)}. Rename one of its columns."

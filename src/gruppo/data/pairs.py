@@ -115,13 +115,13 @@ def image_pairs(
 
     def held_out_items() -> list[tuple[str, int, int, int, int]]:
         """Crops side by side in a random order: the first of each image, then the second of each, and so on."""
-        turns = []
+        turns: list[tuple[int, str, int, int, int, int]] = []
         for n in evaluation:
             (height, width), (h, w) = sizes[n], (crop, crop) if crop else sizes[n]
             corners = [(top, left) for top in range(0, height - h + 1, h) for left in range(0, width - w + 1, w)]
             order = torch.randperm(len(corners), generator=generator_at("held out", n)).tolist()
             turns += [(turn, n, *corners[index], h, w) for turn, index in enumerate(order)]
-        return [place for _, *place in sorted(turns)]
+        return [place[1:] for place in sorted(turns)]
 
     # sizes of files show that an image was replaced under its old name; tensors are hashed
     contents = [

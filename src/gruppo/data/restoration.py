@@ -135,7 +135,7 @@ class WithReference(SourceWrapper):
     def __init__(self, source: Any, restore: Callable[[Tensor], Tensor]) -> None:
         super().__init__(source)
         self.restore = restore
-        self.columns = (*source.columns, "reference")
+        self.columns = None if source.columns is None else (*source.columns, "reference")
 
     def take(self, n: int) -> list[Prompt]:
         return self._with_reference(self.source.take(n))

@@ -305,7 +305,7 @@ def _pictures_of(source: Any, name: str) -> tuple[list[int], int | list[str]]:
             f"--model {NEW} is made for the data's pictures, and the data {name!r} have none: a target is a "
             f"{type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model."
         )
-    if first.inputs != "" and not (isinstance(first.inputs, int) and hasattr(source, "classes")):
+    if first.inputs != "" and not (isinstance(first.inputs, int) and source.classes is not None):
         raise DataError(
             f"--model {NEW} is asked for classes, and the data {name!r} ask by {first.inputs!r:.60}. Put the images of "
             "each class in a subfolder without captions, or give a --model of your own."

@@ -159,7 +159,7 @@ def consistency_of(name: str, policy: RestorationPolicy, source: Any) -> Consist
     if name in CONSISTENCIES:
         return CONSISTENCIES[name](policy.loss)
     if name == "degradation":
-        degradation = getattr(source, "degradation", None)
+        degradation = None if source is None else source.degradation
         if degradation is None:
             raise GruppoError(
                 "restoration.consistency='degradation' degrades a restored picture as the data were, and these data "
@@ -216,7 +216,7 @@ def of_the_run(path: Path, config: Config, source: WithReference) -> WithReferen
 def with_reference(source: Any, policy: RestorationPolicy, reference: Reference | None) -> Any:
     """The data with the reference's pictures as the column ``reference``, where they have none of their own; those of
     the policy as it is now, where there is no reference."""
-    if "reference" in getattr(source, "columns", ()):
+    if "reference" in (source.columns or ()):
         return source
     if isinstance(source, Curriculum):  # what decides which prompts are drawn stays the run's source
         source.source = with_reference(source.source, policy, reference)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from gruppo.data.gym import ASK, HASH_DEPENDENT, ReasoningGym
+from gruppo.data.reasoning_gym import HASH_DEPENDENT, INSTRUCTION, reasoning_gym
+from gruppo.data.source import IndexedSource
 from gruppo.types import DataError, GruppoError
 
 pytest.importorskip("reasoning_gym")
 
 
-def source(**options) -> ReasoningGym:
-    return ReasoningGym("chain_sum", **{"seed": 3, "size_per_epoch": 20, "held_out_fraction": 0.2, **options})
+def source(**options) -> IndexedSource:
+    return reasoning_gym("chain_sum", **{"seed": 3, "size_per_epoch": 20, "held_out_fraction": 0.2, **options})
 
 
 def said(prompts) -> list[tuple]:
@@ -21,31 +20,17 @@ def said(prompts) -> list[tuple]:
 
 
 def test_a_prompt_is_the_question_with_the_entry_for_the_verifier():
-    import reasoning_gym
+    from reasoning_gym import get_score_answer_fn
 
     for p in source().take(5):
         entry = p.meta["entry"]
-        assert p.inputs == [{"role": "user", "content": f"{entry['question'].rstrip()}\n{ASK}"}]
+        assert p.inputs == [{"role": "user", "content": f"{entry['question'].rstrip()}\n{INSTRUCTION}"}]
         assert p.target == entry["answer"]
         assert p.draw == entry["metadata"]["source_index"]
-        assert reasoning_gym.get_score_answer_fn("chain_sum")(p.target, entry) == 1.0
+        assert get_score_answer_fn("chain_sum")(p.target, entry) == 1.0
 
 
-@pytest.mark.silent_bug(33)
-@pytest.mark.parametrize("n", [1, 9, 35])
-def test_2n_entries_are_n_then_reload_then_n_across_epochs(n):
-    whole = said(source().take(2 * n))
-    first = source()
-    head = said(first.take(n))
-    resumed = source()
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert head + said(resumed.take(n)) == whole
-
-
-@pytest.mark.silent_bug(34)
-def test_the_seed_determines_the_entries_and_epochs_do_not_repeat():
-    assert said(source().take(30)) == said(source().take(30))
-    assert said(source().take(30)) != said(source(seed=4).take(30))
+def test_epochs_do_not_repeat_entries():
     questions = [p.inputs[0]["content"] for p in source(held_out_fraction=0).take(60)]
     assert len(set(questions)) == 60
 
@@ -60,16 +45,9 @@ def test_held_out_entries_are_the_same_for_every_seed_and_never_drawn():
     assert not {p.inputs[0]["content"] for p in few.take(400)} & set(held)
 
 
-@pytest.mark.silent_bug(33)
-@pytest.mark.parametrize("other", [{"seed": 4}, {"max_terms": 9}, {"held_out_fraction": 0.3}, {"size_per_epoch": 21}])
-def test_a_position_in_other_entries_is_refused(other):
-    with pytest.raises(DataError, match="does not belong"):
-        source().load_state_dict(source(**other).state_dict())
-
-
 def test_unknown_tasks_and_options_name_the_nearest():
     with pytest.raises(GruppoError, match="'chain_sums'; the nearest is 'chain_sum'"):
-        ReasoningGym("chain_sums", seed=0)
+        reasoning_gym("chain_sums", seed=0)
     with pytest.raises(GruppoError, match="no option 'max_term'; the nearest is 'max_terms'"):
         source(max_term=3)
     with pytest.raises(GruppoError, match="refuses its options"):
@@ -80,11 +58,11 @@ def test_a_task_that_changes_with_the_hash_seed_is_refused_unless_it_is_fixed(mo
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     for task in HASH_DEPENDENT:
         with pytest.raises(GruppoError, match="PYTHONHASHSEED=0"):
-            ReasoningGym(task, seed=0)
+            reasoning_gym(task, seed=0)
 
 
 def test_a_held_out_share_that_leaves_nothing_is_refused_and_one_that_keeps_nothing_gives_none():
-    with pytest.raises(DataError, match=r"lower --prompts.held-out-fraction"):
+    with pytest.raises(DataError, match=r"Lower --prompts.held-out-fraction"):
         source(held_out_fraction=0.999999).take(1)
     assert source(held_out_fraction=1e-9).held_out(1) == []
     assert source(held_out_fraction=0).held_out(4) == []
