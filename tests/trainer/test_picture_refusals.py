@@ -20,8 +20,8 @@ from tests.trainer.runs import metrics
 from gruppo import api, inference
 from gruppo.build import Parts
 from gruppo.cli.app import main
-from gruppo.cli.options import config_from
-from gruppo.config import peer_names, serialization
+from gruppo.cli.options import parse_config
+from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.data.digits import load_digits
 from gruppo.modalities.diffusion import load_denoiser
@@ -253,12 +253,14 @@ def test_another_process_s_shell_says_the_same(finished, tmp_path):
 
 # --- explain ----------------------------------------------------------------------------------------------------------
 
+DDPO = [option for option in peer_options.peer_options("ddpo") if option.part == "main settings"]
 
-@pytest.mark.parametrize("named", peer_names.DDPO, ids=lambda named: named.theirs.split(",")[0].replace(" ", "_"))
+
+@pytest.mark.parametrize("named", DDPO, ids=lambda named: named.theirs.split(",")[0].replace(" ", "_"))
 def test_every_name_of_ddpo_pytorch_is_beside_an_option_of_ours(named):
     value = attrgetter(named.ours)(Config())
     options = [option for option in named.line(Config(), 0).split() if option.startswith("--")]
-    options += [word.strip("(,;)") for word in named.note.split() if word.startswith("--")]
+    options += [word.strip("(,;)") for word in named.remark.split() if word.startswith("--")]
     options = [option.strip(")") for option in options]
     known = shell_options()
     assert options and {*options} <= known and not dataclasses.is_dataclass(value)
@@ -289,12 +291,12 @@ def test_what_is_printed_can_be_typed(tmp_path):
     recipe.write_text(json.dumps(serialization.to_dict(Config())))
     words: list[str] = [str(recipe)]
     seen = set()
-    for line in peer_names.lines(config, "ddpo"):
+    for line in peer_options.main_lines(config, "ddpo"):
         option, *values = line[line.index("--") :].partition("   (")[0].split()
         if option not in seen and values != ["None"]:
             words += [option, *values]
             seen.add(option)
-    typed = config_from("train", words)
+    typed = parse_config("train", words)
     assert typed.diffusion == dataclasses.replace(config.diffusion) and typed.rollout == config.rollout
     assert float(typed.stage.kl_coef) == 0.1 and typed.reward == config.reward
 
@@ -318,7 +320,7 @@ def test_a_run_of_pictures_is_explained_under_both_names(finished):
     ):
         assert part in text, part
     first = said.index("DDPO-PYTORCH'S NAMES")
-    assert len(said) - first - 1 == len(peer_names.DDPO) and "token" not in text[: text.index("WORK")]
+    assert len(said) - first - 1 == len(DDPO) and "token" not in text[: text.index("WORK")]
     weights = sum(p.numel() for p in load_denoiser(finished / "final").module.parameters())
     assert f"weights{4 * weights / 2**20:24.2f} MiB" in text
     assert f"AdamW state, float32{8 * weights / 2**20:11.2f} MiB" in text

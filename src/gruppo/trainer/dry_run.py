@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from gruppo.build import Parts, build, require_named
+from gruppo.config.checks import group_sizes
+from gruppo.config.options import flag
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, where_of
 from gruppo.core.describe import cautions, describe
@@ -45,7 +47,7 @@ def _objective(run: Run) -> list[str]:
     lines = describe(
         config.objective,
         kl_coef=highest(config, "kl_coef"),
-        group_size=max(checks.group_sizes(config)),
+        group_size=max(group_sizes(config)),
         max_length=run.sampling.max_actions,
         of="action" if run.restores else "step" if run.is_gaussian else "token",
     )
@@ -55,7 +57,7 @@ def _objective(run: Run) -> list[str]:
     if rollout.refill_rounds:
         lines.append(f"refilled    groups without spread, by up to {rollout.refill_rounds} further rounds of prompts")
     if rollout.first_samples:
-        largest = growth.cap_of(rollout, max(checks.group_sizes(config)))
+        largest = growth.cap_of(rollout, max(group_sizes(config)))
         lines.append(f"grown       groups with spread in {rollout.first_samples} first samples, to {largest} at most")
     said = cautions(
         config.objective,
@@ -80,7 +82,7 @@ def _plan(config: Config) -> list[str]:
         own = dict.fromkeys(["rl_coef", *set_otherwise])  # in any case, or a stage of constants would say nothing
         sets = ", ".join(_set(name, getattr(stage, name)) for name in own)
         rests = "" if samples(config, index) else "; samples nothing"
-        where = checks.option(where_of(config, index))
+        where = flag(where_of(config, index))
         lines.append(f"  {where:<11} {stage.name or '(no name)':<12}{steps}{until}: {sets}{rests}")
     return [*lines, ""]
 
@@ -104,7 +106,7 @@ def _beside(run: Run) -> list[str]:
     config, module, lines = run.config, run.policy.module, []
     if run.demos is not None:
         taught = [n for n in range(len(config.plan)) if _reaches(config, n, "sup_coef")]
-        where = ", ".join(checks.option(where_of(config, n)) for n in taught)
+        where = ", ".join(flag(where_of(config, n)) for n in taught)
         lines.append(f"  taught      {config.supervised.batch} demonstrations a step, in {where}")
     if has_adapter(module):
         said = module.peft_config[POLICY]
@@ -141,7 +143,7 @@ def _reference(run: Run) -> str:
 
 
 def _work(run: Run) -> list[str]:
-    rollout, size = run.config.rollout, max(checks.group_sizes(run.config))
+    rollout, size = run.config.rollout, max(group_sizes(run.config))
     rows = rollout.prompts * size
     prompts = [_ids(run, prompt) for prompt in run.source.take(32)]
     mean = sum(map(len, prompts)) / len(prompts)
@@ -226,7 +228,7 @@ def working_memory(run: Run, width: int, tokens: int, longest: int) -> dict[str,
         return dry_run_modules.working_memory(run, width, tokens, longest)
     model = run.policy.module.config.get_text_config()
     rollout = run.config.rollout
-    size = max(checks.group_sizes(run.config))
+    size = max(group_sizes(run.config))
     rows = max(min(BATCH_ROWS, rollout.prompts * size), growth.cap_of(rollout, size))
     return {
         "activations": activations(model, tokens, width, run.policy.backbone.layout),

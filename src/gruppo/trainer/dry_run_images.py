@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from gruppo.config import peer_names
+from gruppo.config import peer_options
+from gruppo.config.checks import group_sizes
 from gruppo.config.stages import highest, learns_from_samples
 from gruppo.modalities.diffusion import DiffusionSampling
 from gruppo.modalities.diffusion.trust_region import joint_clip_nats
-from gruppo.trainer import checks
 from gruppo.trainer.demonstrations import drawn, peeked
 from gruppo.trainer.memory import token_budget
 from gruppo.trainer.run import Run
@@ -23,7 +23,7 @@ def work(run: Run) -> list[str]:
         return _restoring(run)
     config, sampling = run.config, run.sampling
     assert isinstance(sampling, DiffusionSampling)
-    rows = config.rollout.prompts * max(checks.group_sizes(config))
+    rows = config.rollout.prompts * max(group_sizes(config))
     asks = 2 if sampling.guidance != 1 else 1
     last = sampling.train_to or sampling.steps - 1
     each = max(round(sampling.train_fraction * (last - sampling.train_from)), 1)
@@ -35,7 +35,7 @@ def work(run: Run) -> list[str]:
     lines = [f"  a picture   {shape}; an action has {run.policy.dims:,} dimensions"]
     if learns_from_samples(config):
         lines += [
-            f"  a step      {config.rollout.prompts} prompts x {max(checks.group_sizes(config))} samples = {rows} rows",
+            f"  a step      {config.rollout.prompts} prompts x {max(group_sizes(config))} samples = {rows} rows",
             f"  drawn       {sampling.steps} steps of {sampling.transition}{eta}, the last without noise; "
             f"{sampling.steps * rows * asks:,} evaluations of the network"
             + (", guided" if asks == 2 else "")
@@ -65,7 +65,7 @@ def _restoring(run: Run) -> list[str]:
         + f", {weights['action']:,} of the action, at {config.restoration.action_lr_factor:g} times the rate",
     ]
     if learns_from_samples(config):
-        size = max(checks.group_sizes(config))
+        size = max(group_sizes(config))
         rows = config.rollout.prompts * size
         lines.append(f"  a step      {config.rollout.prompts} prompts x {size} samples = {rows} pictures")
     if run.demos is not None:
@@ -139,7 +139,7 @@ def example(run: Run) -> list[str]:
 
 
 def ddpo_names(run: Run) -> list[str]:
-    return ["DDPO-PYTORCH'S NAMES", *(f"  {line}" for line in peer_names.lines(run.config, "ddpo"))]
+    return ["DDPO-PYTORCH'S NAMES", *(f"  {line}" for line in peer_options.main_lines(run.config, "ddpo"))]
 
 
 def _said(picture: Any) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from gruppo.config.checks import group_sizes
 from gruppo.modalities.text.policy import BATCH_ROWS, TextPolicy
-from gruppo.trainer import checks, growth
+from gruppo.trainer import growth
 from gruppo.trainer.run import Run
 
 
@@ -15,7 +16,7 @@ def working_memory(run: Run, width: int, tokens: int, longest: int) -> dict[str,
 
     Attention scores are among what is measured, as far as a backward pass keeps them.
     """
-    rollout, size = run.config.rollout, max(checks.group_sizes(run.config))
+    rollout, size = run.config.rollout, max(group_sizes(run.config))
     length, vocabulary = longest + rollout.max_new_tokens, run.policy.feature_width()
     rows = max(min(BATCH_ROWS, rollout.prompts * size), growth.cap_of(rollout, size))
     return {

@@ -22,7 +22,7 @@ from tests.trainer.runs import newest, steps_logged
 
 from gruppo import api
 from gruppo.cli import commands
-from gruppo.cli.options import config_from
+from gruppo.cli.options import parse_config
 from gruppo.config import schema as configs
 from gruppo.config import serialization
 from gruppo.loading import program
@@ -115,13 +115,15 @@ def test_train_resume_eval_sample_explain_and_train_from_the_saved_config(tmp_pa
 
 def test_recipes_and_help(tmp_path):
     code, out, err = call(tmp_path, "recipes")
-    assert (code, err) == (0, "") and out.startswith("arithmetic\n")
+    assert (code, err) == (0, "") and out.startswith("arithmetic ") and len(out.splitlines()) == len(RECIPES) + 2
+    code, out, err = call(tmp_path, "recipes", "arithmetic")
+    assert (code, err) == (0, "") and out.startswith("arithmetic\n") and "CPU" in out
     for args in (["--help"], ["-h"], ["help"]):
         code, out, err = call(tmp_path, *args)
         assert (code, err) == (0, "") and all(f"{code} " in out for code in (0, 2, 3, 4, 75))
     code, out, err = call(tmp_path, "train", "arithmetic", "--help")
     assert (code, err) == (0, "") and "--rollout.group-size" in out
-    assert "--stages NAME:STEPS,NAME" in out and "supervised, ramp, full" in " ".join(out.split())
+    assert "--stages NAME:STEPS,NAME" in out and "(supervised, ramp, full)" in " ".join(out.split())
     assert f"(default: {RECIPES['arithmetic']().rollout.group_size})" in out
     code, out, err = call(tmp_path, "sample", "--help")
     assert (code, err) == (0, "") and "--temperature" in out
@@ -223,7 +225,7 @@ MISTAKES = {
     "no such choice": (["--compute", "fp4"], 2, r"--compute fp4: it needs one of 'auto', 'float32', 'bfloat16'"),
     "too few values": (["--optim.betas", "0.9"], 2, r"--optim.betas 0.9: it needs a list of 2 numbers"),
     "a stray word": (["stray"], 2, r"not understood: stray"),
-    "out of range": (["--rollout.top-p", "1.5"], 2, r"top_p=1.5 is outside"),
+    "out of range": (["--rollout.top-p", "1.5"], 2, r"rollout.top_p=1.5 is out of range"),
     "no such preset": (["--objective", "ppoo"], 2, r"ppoo is no preset.*Presets: grpo"),
     "a preset's near name": (["--objective", "drgrpo"], 2, r"Did you mean dr_grpo\?"),
     "a group of one": (["--rollout.group-size", "1"], 2, r"group_size=1 gives no baseline.*Set --rollout.group-size 2"),
@@ -314,7 +316,7 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
         (["train", tiny.reward("CHARACTERS")], "gives a str"),
         (["explain", "arithmetik"], "Did you mean arithmetic?"),
         (["resume", "no/run"], "the run folder no/run does not exist"),
-        (["resume"], "gruppo resume --help"),
+        (["resume"], "RUN is missing. gruppo resume --help"),
         (["eval", "no/run"], "no/run/config.json does not exist"),
         (["sample", "some-model"], f"For example: {program()} sample RUN"),
         (["eval", "x", "--promts", "3"], "unknown option --promts. Did you mean --prompts?"),
@@ -350,12 +352,12 @@ def test_a_wrong_command_is_one_line_with_exit_code_2(tmp_path, args, says):
 )
 def test_an_option_given_twice_and_one_of_a_stage_that_is_not_there_are_refused(args, says):
     with pytest.raises(GruppoError, match=re.escape(says)):
-        config_from("train", ["arithmetic-format", *args])
+        parse_config("train", ["arithmetic-format", *args])
 
 
 def test_a_stage_of_a_run_that_has_one_is_named_as_that_one():
     with pytest.raises(GruppoError, match=r"--stages\.0\.lr: this run has one stage, --stage\.lr\. Name several with"):
-        config_from("train", ["arithmetic", "--stages.0.lr", "1"])
+        parse_config("train", ["arithmetic", "--stages.0.lr", "1"])
 
 
 def test_an_option_of_a_command_that_is_given_twice_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Names of other systems: each leads to an option that there is, and the page has what the program says."""
+"""Options of other systems: each leads to an existing option, and the docs page has the tables of the program."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from typing import Any
 import pytest
 
 from gruppo.cli import app
-from gruppo.cli.options import _fields, config_from
-from gruppo.config import peer_names
-from gruppo.config.peer_names.named import Named, option
+from gruppo.cli.options import parse_config
+from gruppo.config.options import flag, options
+from gruppo.config.peer_options import SYSTEMS, PeerOption, lookup, peer_options
 from gruppo.config.schema import Config, Stage
 from gruppo.core.objective import PRESETS
 from gruppo.types import GruppoError
 
-PAGE = Path(__file__).parents[1] / "docs/migrate.md"
-PEERS = Path(__file__).parents[1] / "docs/objectives/peers.md"
-OPTIONS = _fields(Config, "--")
-SYSTEMS = list(peer_names.NAMES)
+PAGE = Path(__file__).parents[2] / "docs/migrate.md"
+PEERS = Path(__file__).parents[2] / "docs/objectives/peers.md"
+OPTIONS = {*map(flag, options(Config())), "--stages"}
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
 def table(system: str) -> str:
-    """The settings of a system as tables of Markdown, one for each part."""
-    parts = list(dict.fromkeys(named.part for named in peer_names.NAMES[system]))
-    return "\n\n".join(_of_part([n for n in peer_names.NAMES[system] if n.part == part], part) for part in parts)
+    """The options of a system as Markdown, one table per part."""
+    all_options = peer_options(system)
+    parts = dict.fromkeys(option.part for option in all_options)
+    return "\n\n".join(
+        _table_of_part(part, [option for option in all_options if option.part == part]) for part in parts
+    )
 
 
-def _of_part(settings: list[Named], part: str) -> str:
-    head = f"| {f'`{part}`' if '.' in part or '_' in part else part or 'there'} | here | remark |"
-    return "\n".join([head, "|---|---|---|", *map(_row, settings)])
+def _table_of_part(part: str, options: list[PeerOption]) -> str:
+    head = f"| {f'`{part}`' if '.' in part or '_' in part else part} | here | remark |"
+    return "\n".join([head, "|---|---|---|", *map(_row, options)])
 
 
-def _row(named: Named) -> str:
-    theirs = ", ".join(f"`{name}`" for name in named.theirs.split(", "))
-    near = f"nothing; nearest `{option(named.near)}`" if named.near else "nothing"
-    ours = ", ".join(f"`{option(field)}`" for field in named.ours.split()) or near
-    return f"| {theirs} | {ours} | {named.note} |"
+def _row(option: PeerOption) -> str:
+    theirs = ", ".join(f"`{name}`" for name in option.theirs.split(", "))
+    near = f"none; nearest `{flag(option.near)}`" if option.near else "none"
+    ours = ", ".join(f"`{flag(name)}`" for name in option.ours.split()) or near
+    return f"| {theirs} | {ours} | {option.remark} |"
 
 
 def filled(text: str) -> str:
@@ -56,7 +58,7 @@ def filled(text: str) -> str:
 
 def test_the_page_has_the_tables_of_the_program() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == filled(text), "python -m tests.test_names writes them"
+    assert text == filled(text), "python -m tests.config.test_peer_options writes them"
 
 
 # --- each name -------------------------------------------------------------------------------------------------------
@@ -64,33 +66,33 @@ def test_the_page_has_the_tables_of_the_program() -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_each_name_leads_to_options_that_there_are(system: str) -> None:
-    for named in peer_names.NAMES[system]:
+    for named in peer_options(system):
         fields = [*named.ours.split(), *named.near.split()]
-        typed = {option(field) for field in fields} | set(re.findall(r"--[a-z][a-z.-]*[a-z]", named.note))
+        typed = {flag(field) for field in fields} | set(re.findall(r"--[a-z][a-z.-]*[a-z]", named.remark))
         groups = {name.rpartition(".")[0] for name in OPTIONS}
-        assert typed <= {*OPTIONS} | groups, named.theirs
+        assert typed <= OPTIONS | groups, named.theirs
         assert not (named.ours and named.near), named.theirs
-        assert named.ours or named.note or named.near, f"{named.theirs}: nothing, and no word of why"
+        assert named.ours or named.remark or named.near, f"{named.theirs}: nothing, and no word of why"
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_name_of_one_part_means_one_thing(system: str) -> None:
-    told = [(named.part, word) for named in peer_names.NAMES[system] for word in re.split(r", | x ", named.theirs)]
+    told = [(named.part, word) for named in peer_options(system) for word in re.split(r", | x ", named.theirs)]
     assert len(told) == len(set(told))
 
 
 @pytest.mark.parametrize("recipe", ["arithmetic", "arithmetic-ppo", "digits-compress"])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_what_is_printed_can_be_typed_and_gives_the_same_run(system: str, recipe: str) -> None:
-    config = config_from("train", [recipe, "--objective.clip-low", "0.3", "--stage.kl-coef", "linear:0.1,0"])
+    config = parse_config("train", [recipe, "--objective.clip-low", "0.3", "--stage.kl-coef", "linear:0.1,0"])
     typed: dict[str, list[str]] = {}
-    for named in peer_names.NAMES[system]:
-        for said in re.findall(r"--[^ ]+(?: (?!--)[^ ]+)*", named.here(config)):
+    for named in peer_options(system):
+        for said in re.findall(r"--[^ ]+(?: (?!--)[^ ]+)*", named.describe(config)):
             name, *values = said.split(" ")
             if values and values != ["None"]:
                 assert typed.setdefault(name, values) == values
     words = [word for name, values in typed.items() if name != "--stages" for word in (name, *values)]
-    again = config_from("train", ["plain", *words])
+    again = parse_config("train", ["plain", *words])
     for name in typed:
         field: Any = again
         ours: Any = config
@@ -142,10 +144,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_settings_that_would_train_something_else_if_they_were_exchanged(system: str) -> None:
-    found = {
-        name: {n.ours for n in peer_names.found_in(peer_names.NAMES[system], name) if n.ours}
-        for name in BY_HAND[system]
-    }
+    found = {name: {n.ours for n in lookup(system, name) if n.ours} for name in BY_HAND[system]}
     assert found == {name: {ours} for name, ours in BY_HAND[system].items()}
 
 
@@ -165,7 +164,7 @@ def test_the_objectives_page_names_the_same_options_of_ours() -> None:
     compared = 0
     for system, name, ours in rows_of_peers():
         fields = set(re.findall(r"`((?:objective|stage|rollout|optim|critic|scoring)\.\w+)", ours))
-        found = {f for n in peer_names.found_in(peer_names.NAMES[system], name) for f in f"{n.ours} {n.near}".split()}
+        found = {f for n in lookup(system, name) for f in f"{n.ours} {n.near}".split()}
         if fields and not ours.startswith("none"):
             assert fields & found, (system, name, found)
             compared += 1
@@ -177,7 +176,7 @@ def test_the_objectives_page_names_the_same_options_of_ours() -> None:
 
 def there(system: str, name: str, **changes: Any) -> str:
     config = Config(**changes)
-    return "\n".join(named.line(config, 0) for named in peer_names.found_in(peer_names.NAMES[system], name))
+    return "\n".join(named.line(config) for named in lookup(system, name))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,7 @@ def there(system: str, name: str, **changes: Any) -> str:
         ("dapo", "dapo"),
         ("cispo", "cispo"),
         ("sapo", "sapo"),
-        ("rloo", "no such"),
+        ("rloo", "no counterpart"),
     ],
 )
 def test_loss_types_of_trl(preset: str, loss_type: str) -> None:
@@ -198,7 +197,7 @@ def test_loss_types_of_trl(preset: str, loss_type: str) -> None:
 def test_luspo_and_a_soft_gate_over_another_average() -> None:
     luspo = dataclasses.replace(PRESETS["gspo"], average="sequence_sum")
     assert "there luspo;" in there("trl", "loss_type", objective=luspo)
-    assert "there no such;" in there(
+    assert "there no counterpart;" in there(
         "trl", "loss_type", objective=dataclasses.replace(PRESETS["sapo"], average="token")
     )
 
@@ -228,7 +227,7 @@ def test_what_is_a_yes_there_is_a_choice_here() -> None:
         ("grpo", "grpo"),
         ("rloo", "rloo"),
         ("reinforce_pp", "reinforce_plus_plus"),
-        ("reinforce", "no such"),
+        ("reinforce", "no counterpart"),
     ],
 )
 def test_estimators_of_verl(preset: str, estimator: str) -> None:
@@ -264,13 +263,13 @@ def said(capsys: Any, *args: str) -> tuple[int, str, str]:
 def test_names_may_stand_anywhere_and_load_no_model(capsys: Any, args: tuple[str, ...]) -> None:
     code, out, _ = said(capsys, *args)
     assert code == 0 and "GRPOConfig\n" in out and "ONE REAL PROMPT" not in out
-    assert re.search(r"^  max_steps +--steps 7   \(rounds; there optimiser steps\)$", out, re.MULTILINE)
+    assert re.search(r"^  max_steps +--steps 7   \(steps; there optimizer steps\)$", out, re.MULTILINE)
     assert re.search(r"^  temperature +--rollout.temperature 1.5$", out, re.MULTILINE)
 
 
 def test_one_name_is_answered_from_every_part_that_has_it_without_a_recipe(capsys: Any) -> None:
     code, out, _ = said(capsys, "explain", "--names", "trl:beta")
-    assert code == 0 and out.splitlines()[::2] == ["GRPOConfig", "RLOOConfig, where it differs"]
+    assert code == 0 and out.splitlines()[::2] == ["GRPOConfig", "RLOOConfig (differences)"]
     assert out.count("--stage.kl-coef 0 ") == 2
 
 
@@ -280,7 +279,7 @@ def test_the_value_of_one_name_is_that_of_the_recipe(capsys: Any) -> None:
 
 def test_a_name_that_maps_to_nothing_says_so_and_names_the_nearest(capsys: Any) -> None:
     code, out, _ = said(capsys, "explain", "--names", "trl:off_policy_mask_threshold")
-    assert code == 0 and "nothing here; nearest --objective.kl-mask 0   (of single actions" in out
+    assert code == 0 and "no counterpart; nearest --objective.kl-mask 0   (masks single actions" in out
 
 
 @pytest.mark.parametrize(
@@ -289,10 +288,10 @@ def test_a_name_that_maps_to_nothing_says_so_and_names_the_nearest(capsys: Any) 
         ("tlr", "unknown system. Did you mean trl?"),
         ("ddpo-pytorch", "Did you mean ddpo?"),
         ("openrlhf", "it needs one of trl, verl, ddpo, sources."),
-        ("num_generations", "It is a name of trl: --names trl:num_generations."),
+        ("num_generations", "It is an option of trl: --names trl:num_generations."),
         ("trl:epsilon_hi", "The nearest is epsilon_high, here --objective.clip-high."),
         ("trl:clip_ratio_low", "verl has it: --names verl:clip_ratio_low."),
-        ("trl:", "trl has no such setting"),
+        ("trl:", "trl has no option of this name"),
         ("", "--names has no value"),
     ],
 )
@@ -312,14 +311,14 @@ def test_a_system_without_a_recipe_asks_for_one(capsys: Any) -> None:
         ("--num-generations", "num_generations of trl is --rollout.group-size."),
         ("--beta", "beta of trl is --stage.kl-coef."),
         ("--actor_rollout_ref.actor.grad_clip", "is --optim.max-grad-norm."),
-        ("--off_policy_mask_threshold", "is nothing here; nearest is --objective.kl-mask."),
+        ("--off_policy_mask_threshold", "has no counterpart; the nearest is --objective.kl-mask."),
         ("--lr", "Did you mean --optim.lr?"),
         ("--objective.clip-hihg", "Did you mean --objective.clip-high?"),
     ],
 )
 def test_an_option_of_theirs_is_refused_with_ours(typed: str, answer: str) -> None:
     with pytest.raises(GruppoError, match=r"^unknown option ") as caught:
-        config_from("train", ["arithmetic", typed, "1"])
+        parse_config("train", ["arithmetic", typed, "1"])
     assert answer in str(caught.value)
 
 
