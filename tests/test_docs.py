@@ -24,7 +24,7 @@ from gruppo.config import schema as configs
 from gruppo.config.options import convert, flag, options
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.recipes import RECIPES
-from gruppo.rewards.code import Verdict, code_metrics
+from gruppo.rewards.code import ProgramScore, code_metrics
 from gruppo.trainer import checks
 from gruppo.trainer.models import Kind
 from gruppo.types import Batch, GruppoError, Likelihood, Rollouts
@@ -254,7 +254,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         "rate/tokens_per_s",
         "mem/peak_gib",
     }
-    of_programs = {f"reward_metric/{name}" for name in code_metrics([Verdict(1, 1)])}
+    of_programs = {f"reward_metric/{name}" for name in code_metrics([ProgramScore(1, 1)])}
     return {name for row in rows for name in row} | timed | of_programs
 
 

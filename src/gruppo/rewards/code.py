@@ -208,7 +208,7 @@ def program_in(text: str) -> str:
             blocks.append((_language(opened), "\n".join(body)))
             opened = None
         else:  # what the block is indented or quoted by is no part of the program
-            body.append(line[len(os.path.commonprefix([opened["prefix"], line])) :])
+            body.append(line[len(os.path.commonprefix([opened["prefix"], line])) :])  # noqa: RUF071  of characters
     if opened is not None:  # one that is not closed goes to the end
         blocks.append((_language(opened), "\n".join(body)))
     python = [body for language, body in blocks if language in _PYTHON] or [body for _, body in blocks]
@@ -230,7 +230,7 @@ def score_results(results: Sequence[CaseResult], tests: ProgramTests) -> Program
             passes = False  # a program that makes its value impossible to compare is wrong, and not unscored
         if passes:
             continue
-        kind, message = result.status, result.message
+        kind, message = str(result.status), result.message
         if is_value:
             try:
                 kind, message = "wrong", f"gave {result.value!r:.200}"

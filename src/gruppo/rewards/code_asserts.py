@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from gruppo.rewards.code_compare import Approx, equal
@@ -41,18 +42,17 @@ class Assert:
             return False
 
     def is_raised(self, exception: str, message: str) -> bool:
-        """Whether it expects an exception of this built-in type, or of the type that the message begins with.
+        """Whether it expects an exception of this built-in type, or of the own type that the message begins with.
 
         A NameError counts only by name: without the function that is tested, each call raises one.
         """
-        base = getattr(builtins, exception, None)
-        for name in self.exceptions:
-            expected = getattr(builtins, name, None)
-            if name == message.partition(":")[0] or name == exception:
-                return True
-            if base is not None and expected is not None and base is not NameError and issubclass(base, expected):
-                return True
-        return False
+        if not exception:  # it was raised while the program was loaded, or the process ended
+            return False
+        base = object if exception == "NameError" else _EXCEPTIONS.get(exception, object)
+        return any(
+            name in (exception, message.partition(":")[0]) or issubclass(base, _EXCEPTIONS.get(name, ()))
+            for name in self.exceptions
+        )
 
 
 def _range(*arguments: int) -> range:
@@ -70,9 +70,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{"pytest.approx": Approx, "approx": Approx},
 }
 """Functions that are not the program's. What is expected may call those that build plain data."""
+_EXCEPTIONS = {
+    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
+}
 _CONSTANTS = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "tau", "inf", "nan")}
 _KNOWN = {*(name.partition(".")[0] for name in (*_FUNCTIONS, *_CONSTANTS))}
 _REFUSED = {"eval", "exec", "compile", "__import__", "getattr", "globals", "locals", "vars"}
+_OUTER = (
+    *(ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.keyword, ast.Lambda),
+    *(ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.comprehension),
+)
+"""What may stand around the program's calls in the jail: nothing with a place for what is expected."""
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow},
     **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
@@ -91,14 +99,16 @@ def read_asserts(text: str) -> tuple[list[Assert], str]:
     asserts, imports = [], []
     for line in tree.body:
         if isinstance(line, (ast.Import, ast.ImportFrom)):
-            names = [line.module] if isinstance(line, ast.ImportFrom) else [alias.name for alias in line.names]
-            imports += [ast.unparse(line)] if names != ["pytest"] else []
+            if isinstance(line, ast.Import):  # pytest is judged outside, and is not installed in the jail
+                line.names = [alias for alias in line.names if alias.name != "pytest"]
+            if line.names and getattr(line, "module", "") != "pytest":
+                imports.append(ast.unparse(line))
             continue
-        reader = _Reader()
+        reader, exceptions = _Reader(), tuple[str, ...]()
         try:
             match line:
                 case ast.Assert(test=test):
-                    judge, exceptions = reader.truth(test), ()
+                    judge = reader.truth(test)
                 case ast.With(
                     items=[ast.withitem(ast.Call(func=func, args=[kinds], keywords=[]))],
                     body=[ast.Expr(value=call) | ast.Assign(value=call)],
@@ -143,7 +153,7 @@ class _Reader:
                 part, types = self.inside(a), tuple(_TYPES[name] for name in names)
                 return lambda values: isinstance(part(values), types)
         if _mentions(node) and not _is_plain_call(node):
-            raise BadTest(f"{_short(ast.unparse(node))} would be judged by the program itself; compare with ==")
+            raise BadTest(_judges_itself(node))
         return self._side(node)
 
     def _compare(self, node: ast.Compare) -> Judge:
@@ -157,7 +167,7 @@ class _Reader:
                     while isinstance(side, ast.Subscript):
                         side = side.value
                     if _mentions(side) and not _is_plain_call(side):
-                        raise BadTest(f"{_short(ast.unparse(side))} would be judged by what the program gave")
+                        raise BadTest(_judges_itself(side))
         sides, orders = self._sides(nodes), [_OPERATORS[type(op)] for op in node.ops]
 
         def judge(values: Sequence[Any]) -> bool:
@@ -167,7 +177,7 @@ class _Reader:
         return judge
 
     def _sides(self, nodes: Sequence[ast.expr]) -> list[Judge]:
-        for a, b in zip(nodes, nodes[1:], strict=False):
+        for a, b in pairwise(nodes):
             if _mentions(a) and _mentions(b):
                 raise BadTest("both sides are the program's own, and it could make any two agree")
         return [self._side(node) for node in nodes]
@@ -178,6 +188,9 @@ class _Reader:
             case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=left, op=ast.Sub(), right=right)]):
                 a, b = self._sides([left, right])
                 return lambda values: abs(a(values) - b(values))
+            case ast.List(elts=items) | ast.Tuple(elts=items) if _mentions(node):
+                parts, kind = list(map(self._side, items)), list if isinstance(node, ast.List) else tuple
+                return lambda values: kind(part(values) for part in parts)
         if not _mentions(node):
             value = _value(node)
             return lambda _: value
@@ -189,42 +202,41 @@ class _Reader:
             raise BadTest("it calls nothing of the program")
         for part in ast.walk(node):
             if isinstance(part, (ast.Compare, ast.BoolOp, ast.IfExp, ast.NamedExpr)) and _mentions(part):
-                raise BadTest(f"{_short(ast.unparse(part))} would be judged by the program itself; compare with ==")
+                raise BadTest(_judges_itself(part))
             if isinstance(part, ast.Attribute) and part.attr.startswith("__"):
                 raise BadTest(f"{part.attr} would be asked of the program itself; compare with ==")
             if isinstance(part, ast.Name) and part.id in _REFUSED:
                 raise BadTest(f"{part.id} is not understood; call the function itself")
-        outer = [node]
+        outer: list[ast.AST] = [node]
         while outer:  # down to the program's functions: what stands in their arguments is their input
             part = outer.pop()
-            if isinstance(part, (ast.BinOp, ast.UnaryOp)):
-                raise BadTest(f"{_short(ast.unparse(part))} is arithmetic on what the program gave; compare with ==")
-            if not isinstance(part, ast.Call) or _name(part.func) in _FUNCTIONS:
-                outer += [child for child in ast.iter_child_nodes(part) if _mentions(child)]  # type: ignore[misc]
+            if not isinstance(part, _OUTER):
+                raise BadTest(f"{_short(ast.unparse(part))} is made of what the program gave; compare f(...) with ==")
+            if not isinstance(part, (ast.Call, ast.Lambda)) or _name(getattr(part, "func", part)) in _FUNCTIONS:
+                outer += filter(_mentions, ast.iter_child_nodes(part))
         self.sources.append(ast.unparse(node))
         place = len(self.sources) - 1
         return lambda values: values[place]
 
 
 def _is_plain_call(node: ast.expr) -> bool:
-    """``f(x)``, ``module.f(x)`` or ``Class().f(x)``: yes or no is the function's answer, and it is told no expected one.
+    """``f(x)``, ``module.f(x)`` or ``Class().f(x)``: the function itself answers, and is not told what is expected.
 
     Not ``f(x).equals(y)``, where what the program gave would answer, nor ``is_close(f(x), y)``.
     """
+
+    def root(function: ast.expr) -> ast.expr:
+        while isinstance(function, ast.Attribute):
+            function = function.value
+        return function
+
     if not isinstance(node, ast.Call):
         return False
-    roots, calls = set(), [part for part in ast.walk(node) if isinstance(part, ast.Call) and _name(part.func) not in _FUNCTIONS]
-    for call in calls:
-        root: ast.expr = call.func
-        while isinstance(root, ast.Attribute):
-            root = root.value
-        if isinstance(root, ast.Name):
-            roots.add(root.id)
-    owner: ast.expr = node.func
-    while isinstance(owner, ast.Attribute):
-        owner = owner.value
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call) and _name(part.func) not in _FUNCTIONS]
+    functions = {name for call in calls if (name := _name(root(call.func)))}
+    owner = root(node.func)
     is_method = isinstance(owner, ast.Call) and _name(owner.func).rpartition(".")[2][:1].isupper()
-    return len(roots) == 1 and _name(node.func) not in _FUNCTIONS and (isinstance(owner, ast.Name) or is_method)
+    return len(functions) == 1 and node in calls and (isinstance(owner, ast.Name) or is_method)
 
 
 def _value(node: ast.expr) -> Any:
@@ -264,7 +276,7 @@ def _evaluate(node: ast.expr) -> Any:
             if isinstance(op, ast.Pow) and not (abs(a) <= 1e6 and abs(b) <= 1000):
                 raise ValueError("too large a power")
             sizes = [len(each) for each in (a, b) if hasattr(each, "__len__")]
-            if isinstance(op, ast.Mult) and sizes and sizes[0] * max(x for x in (a, b) if isinstance(x, int)) > _MOST_ITEMS:
+            if sizes and isinstance(op, ast.Mult) and sizes[0] * (b if isinstance(b, int) else a) > _MOST_ITEMS:
                 raise ValueError(f"more than {_MOST_ITEMS} items")
             return _OPERATORS[type(op)](a, b)
     raise BadTest(f"{_short(ast.unparse(node))} is not understood, and calls nothing of the program")
@@ -288,6 +300,10 @@ def _name(node: ast.expr) -> str:
 def _names(node: ast.expr) -> list[str]:
     """Names of a type, or of a tuple of types."""
     return list(map(_name, node.elts if isinstance(node, ast.Tuple) else [node]))
+
+
+def _judges_itself(node: ast.AST) -> str:
+    return f"{_short(ast.unparse(node))} would be judged by the program itself; compare with =="
 
 
 def _mentions(node: ast.AST) -> bool:

@@ -64,7 +64,7 @@ def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any 
     ``entry``: the function that is tested, where the tests do not name it. ``setup`` and ``imports``: code for the
     program's namespace, text or a list of lines.
     """
-    lines = []
+    lines = list[str]()
     for name, value in (("test_imports", imports), ("test_setup_code", setup)):
         texts = [value or ""] if value is None or isinstance(value, str) else value
         if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
@@ -95,7 +95,9 @@ def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any 
         calls = []
         for item in items:  # LiveCodeBench: a JSON value in each line
             try:
-                args, output = ([json.loads(x) for x in str(item[k]).splitlines() if x.strip()] for k in ("input", "output"))
+                args, output = (
+                    [json.loads(x) for x in str(item[k]).splitlines() if x.strip()] for k in ("input", "output")
+                )
             except ValueError as error:
                 raise BadTest(f"{item['input']!r:.60} is not one JSON value a line ({error})") from None
             calls.append((args, None, output[0] if output else None))
@@ -135,10 +137,12 @@ def _read_columns(cell: Mapping[str, Any], entry: str | None, setup: str) -> Pro
 def _script(pairs: Sequence[tuple[Any, Any]]) -> ProgramTests:
     cases = []
     for pair in pairs:
-        texts = ["\n".join(x) if isinstance(x, (list, tuple)) and all(isinstance(y, str) for y in x) else x for x in pair]
-        for text in texts:
-            if not isinstance(text, str):
-                raise BadTest(f"an input or output is {text!r:.60}; without a column entry_point it needs text")
+        texts = []
+        for value in pair:  # text, or a list of its lines
+            lines = [value] if isinstance(value, str) else value
+            if not isinstance(lines, (list, tuple)) or not all(isinstance(line, str) for line in lines):
+                raise BadTest(f"an input or output is {value!r:.60}; without a column entry_point it needs text")
+            texts.append("\n".join(lines))
         cases.append(ProgramCase(texts[0], partial(equal_text, expected=texts[1]), len(texts[1])))
     return ProgramTests(is_script=True, cases=tuple(cases))
 
@@ -148,7 +152,9 @@ def _calls(
 ) -> ProgramTests:
     """Cases of args, kwargs and output. ``may_be_wrapped``: APPS wraps some values that are returned in a list."""
     if not isinstance(entry, str) or not _PATH.fullmatch(entry):
-        raise BadTest("the tests have arguments and no function; it needs a column entry_point with the function's name")
+        raise BadTest(
+            "the tests have arguments and no function; it needs a column entry_point with the function's name"
+        )
     cases = []
     for args, kwargs, output in calls:
         args, kwargs = [] if args is None else args, {} if kwargs is None else kwargs

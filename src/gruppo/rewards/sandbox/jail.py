@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class Jail(AbstractContextManager["Jail"]):
         """Send a request and return its answer; a jail that does not answer in time is killed."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        timer = threading.Timer(patience_s, self.end)
+        began, timer = time.monotonic(), threading.Timer(patience_s, self.end)
         timer.daemon = True
         timer.start()
         try:
@@ -178,7 +179,9 @@ class Jail(AbstractContextManager["Jail"]):
         finally:
             timer.cancel()
         if not line.endswith(b"\n"):
-            raise JailError(f"the jail ended with status {self._process.wait()}, or gave no answer in {patience_s:g} s")
+            if time.monotonic() > began + patience_s:
+                raise JailError(f"the jail gave no answer within {patience_s:g} s")
+            raise JailError(f"the jail ended with status {self._process.wait()}")
         record = json.loads(line)
         if "refused" in record:
             raise JailError(record["refused"])

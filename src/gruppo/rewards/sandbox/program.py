@@ -59,13 +59,16 @@ def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoRetur
         os._exit(0)
     report(LOADING, "v", "null")
     for case, sources in list(enumerate(request["cases"]))[first:]:
+        exception = ""
         try:
-            codes = (compile(source, "test", "eval", dont_inherit=True) for source in sources)
-            report(case, "v", encode([eval(code, names) for code in codes]))
+            try:
+                values = [eval(compile(source, "test", "eval", dont_inherit=True), names) for source in sources]
+            except BaseException as error:  # the built-in type stands first, for tests that expect an exception
+                exception = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+                raise
+            report(case, "v", encode(values))
         except BaseException as error:
-            # The built-in exception that it derives from stands first, for tests that expect one.
-            base = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-            report(case, "e", f"{base} {describe(error)}")
+            report(case, "e", f"{exception} {describe(error)}")
     os._exit(0)
 
 

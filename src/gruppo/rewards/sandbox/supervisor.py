@@ -21,11 +21,10 @@ from .child import Child, Meter, start
 from .lockdown import Lockdown
 from .program import LOADING, LOCKED
 
-PRELOADED = (
-    "abc array bisect cmath collections copy dataclasses datetime decimal enum fractions functools hashlib heapq io "
-    "itertools json math numbers operator random re statistics string threading time types typing encodings.latin_1 "
-    "encodings.ascii"
-).split()
+PRELOADED = """
+abc array bisect cmath collections copy dataclasses datetime decimal enum fractions functools hashlib heapq io itertools
+json math numbers operator random re statistics string threading time types typing encodings.latin_1 encodings.ascii
+"""
 """Modules that most programs import: loaded once, for all."""
 _END_REASONS = {"output": "too much output", "threads": "too many threads", "orphan": "the trainer is gone"}
 _NOT_RUN = {"status": "not_run", "text": "the program's time was used up before this case"}
@@ -33,7 +32,7 @@ _NOT_RUN = {"status": "not_run", "text": "the program's time was used up before 
 
 def main() -> None:
     """Serve requests until standard input is closed."""
-    for name in PRELOADED:
+    for name in PRELOADED.split():
         importlib.import_module(name)
     os.environ.clear()
     # Where the machine's memory runs out, the kernel ends a program and not the trainer.
