@@ -207,7 +207,7 @@ def check_pictures(config: Config, kind: Kind, policy: Any, source: Any) -> None
         hint = " Put captions.jsonl or a .txt file beside each image." if kind == "pipeline" else ""
         raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be drawn: {refused[0]}{hint}")
     shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
-    own = tuple(policy.denoiser.codec.picture_shape)
+    own = tuple(policy.denoiser.codec.image_shape)
     if shapes and own not in shapes:
         log.warning("the model draws %s, and the pictures of %s are %s.", list(own), config.data, list(min(shapes)))
     if config.model == NEW and not highest(config, "sup_coef"):

@@ -21,7 +21,7 @@ from gruppo.build import Parts, build
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.data.digits import labelled_images
 from gruppo.data.source import IndexedSource
-from gruppo.modalities.diffusion import ClassLabels, DenoiserPolicy, Flow, UNet
+from gruppo.modalities.diffusion import ClassLabels, DenoiserPolicy, DenoisingUNet, FlowSchedule
 from gruppo.trainer import checkpoint, loop
 from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
@@ -59,10 +59,12 @@ def denoiser(*, dropped: float = 0.0) -> str:
     folder = Path(tempfile.mkdtemp(prefix="gruppo-denoiser-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(0)
-    module = UNet(SHAPE, CLASSES, width=8)
+    module = DenoisingUNet(SHAPE, CLASSES, width=8)
     torch.nn.init.normal_(module.leave[-1].weight, std=0.1)
     labels = ClassLabels(CLASSES, dropped=dropped)
-    DenoiserPolicy(module, SHAPE, path=Flow(), condition=labels, weighting="clean", middle="middle").save(folder)
+    DenoiserPolicy(module, SHAPE, schedule=FlowSchedule(), condition=labels, weighting="clean", middle="middle").save(
+        folder
+    )
     return str(folder)
 
 

@@ -31,7 +31,7 @@ def work(run: Run) -> list[str]:
     trained = config.rollout.prompts if is_branched else each * rows
     what = "1, at which its group parts," if is_branched else f"{each}"
     eta = "" if sampling.eta is None else f", eta {sampling.eta:g}"
-    shape = list(run.policy.denoiser.codec.picture_shape)
+    shape = list(run.policy.denoiser.codec.image_shape)
     lines = [f"  a picture   {shape}; an action has {run.policy.dims:,} dimensions"]
     if learns_from_samples(config):
         lines += [

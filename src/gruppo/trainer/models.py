@@ -22,15 +22,15 @@ from gruppo.modalities.common.lora import digest, inject
 from gruppo.modalities.diffusion import (
     ClassLabels,
     DenoiserPolicy,
+    DenoisingUNet,
     DiffusersPolicy,
     DiffusionSampling,
-    Flow,
-    UNet,
+    DiffusionSchedule,
+    FlowSchedule,
     add_adapter,
     load_denoiser,
     load_diffusers,
 )
-from gruppo.modalities.diffusion import Diffusion as DiffusionPath
 from gruppo.modalities.diffusion.load import SETTINGS as DENOISER
 from gruppo.modalities.restoration import RestorationPolicy
 from gruppo.modalities.text import TextPolicy, from_pretrained
@@ -282,15 +282,17 @@ def new_denoiser(config: Config, source: Any) -> DenoiserPolicy:
     """A UNet for the pictures of the data: of their size, and asked for their classes where they have numbers."""
     shape, classes = _pictures_of(source, config.data)
     chosen, labels = config.diffusion, ClassLabels(classes, dropped=config.diffusion.dropped)
-    path = Flow(chosen.shift) if chosen.path == "flow" else DiffusionPath()
+    schedule = FlowSchedule(chosen.shift) if chosen.path == "flow" else DiffusionSchedule()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        module = UNet(shape, len(labels.names), width=chosen.width, time_scale=1000.0 if path.is_flow else 1.0)
+        module = DenoisingUNet(
+            shape, len(labels.names), width=chosen.width, time_scale=1000.0 if schedule.is_flow else 1.0
+        )
     return DenoiserPolicy(
         module,
         shape,
         predicts=chosen.predicts,
-        path=path,
+        schedule=schedule,
         condition=labels,
         weighting=chosen.weighting,
         middle="middle",
