@@ -35,10 +35,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no noise": ({"diffusion__eta": 0.0}, r"eta=0 draws nothing: such a step has no density.*Set eta above 0"),
     "the ODE": ({"diffusion__transition": "ode"}, r"transition='ode' draws nothing.*evaluation, temperature 0"),
     "an unknown transition": ({"diffusion__transition": "dddim"}, r"transition='dddim' is not one of"),
-    "a step of a diffusion": ({"diffusion__transition": "ddpm"}, r"'ddpm' steps on a diffusion's path"),
+    "a step of a diffusion": ({"diffusion__transition": "ddpm"}, r"'ddpm' is for a diffusion schedule"),
     "guidance without dropped classes": (
         {"diffusion__guidance": 2.0},
-        r"guidance=2 is measured from what the network says without a condition.*Set guidance 1",
+        r"guidance=2 needs a prediction without a condition.*Set guidance 1",
     ),
     "epsilon of a mean": (
         {"objective": "grpo", "objective__dims": "mean"},
@@ -46,13 +46,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a clip that rounding sets off": (
         {"objective__clip_low": 1e-4, "objective__clip_high": 1e-4},
-        r"clip_high=0.0001 .* which rounding alone reaches",
+        r"clip_high=0.0001 .* of which is rounding alone",
     ),
     "k3 of normals": (KL | {"objective": "grpo"}, r"kl='k3' of a Gaussian policy.*Set --objective.kl exact"),
     "an entropy bonus": ({"stage__entropy_coef": 0.1}, r"entropy_coef is above 0.*--stage.entropy-coef 0"),
     "a stage's temperature": ({"stage__temperature": 0.5}, r"temperature of 0.5: a denoising step has none"),
     "a temperature": ({"rollout__temperature": 0.5}, r"temperature=0.5: a denoising step has no temperature"),
-    "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* are of tokens"),
+    "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* apply to tokens"),
     "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 is of texts.*--diffusion.steps"),
     "a penalty on length": ({"objective__overlong": 3}, r"overlong=3 penalises long texts.*--objective.overlong 0"),
     "LoRA": ({"lora__rank": 4}, r"LoRA puts adapters on the attention of a pipeline.*Leave the --lora options out"),
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"critic.model='x': the critic of an image model is a head on its network",
     ),
     "one step": ({"diffusion__steps": 1}, r"diffusion.steps=1 is out of range; it needs at least 2"),
-    "a window past the end": ({"diffusion__train_to": 4}, r"train_from=0, train_to=4 are no part of the steps"),
+    "a window past the end": ({"diffusion__train_to": 4}, r"train_from=0, train_to=4 are not a range of the steps"),
     "a share of one step": (
         {"diffusion__noise": "branched", "diffusion__train_fraction": 0.5},
         r"train_fraction=0.5 with noise='branched'",
