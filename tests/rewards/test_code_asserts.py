@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
-from gruppo.rewards.code_asserts import BadTest, read_asserts
+from gruppo.rewards.code_asserts import BadTest, ProgramCase, read_asserts
 from gruppo.rewards.code_compare import equal, equal_text
+from gruppo.rewards.sandbox.jail import CaseResult
 
 WORD = "zebra"
 NAN = float("nan")
 
 
-def one(text: str) -> Any:
-    (read,), _ = read_asserts(text)
-    return read
+def one(text: str) -> ProgramCase:
+    (case,), _ = read_asserts(text)
+    return case
+
+
+def gave(values: list) -> CaseResult:
+    return CaseResult("value", values)
 
 
 @pytest.mark.parametrize(
@@ -66,21 +70,21 @@ def one(text: str) -> Any:
 )
 def test_calls_go_inside_and_what_is_expected_stays_outside(text, asked, right, wrong):
     read = one(text)
-    assert list(read.sources) == asked
-    assert WORD not in "".join(read.sources) and "1.41" not in "".join(read.sources)
-    assert read.passes(right) and not read.passes(wrong)
+    assert list(read.request) == asked
+    assert WORD not in "".join(read.request) and "1.41" not in "".join(read.request)
+    assert read.passes(gave(right)) and not read.passes(gave(wrong))
 
 
 def test_numbers_that_no_float_holds_are_compared_and_do_not_raise():
     assert not equal(1j, 10**400) and not equal(10**400, 1j) and not equal(1.5, 10**400)
-    assert not one("assert f(2) == pytest.approx(1.5)").passes([10**400])
+    assert not one("assert f(2) == pytest.approx(1.5)").passes(gave([10**400]))
 
 
 def test_an_assert_that_raises_or_got_too_little_does_not_hold():
-    assert not one("assert abs(f(2) - 1) < 3").passes(["text"])
-    assert not one("assert f(2) < 3").passes([None])
-    assert not one("assert f(2) == 3").passes([])
-    assert not one("assert 1 in f(2)").passes([1])
+    assert not one("assert abs(f(2) - 1) < 3").passes(gave(["text"]))
+    assert not one("assert f(2) < 3").passes(gave([None]))
+    assert not one("assert f(2) == 3").passes(gave([]))
+    assert not one("assert 1 in f(2)").passes(gave([1]))
 
 
 @pytest.mark.parametrize(
@@ -103,8 +107,9 @@ def test_an_assert_that_raises_or_got_too_little_does_not_hold():
 )
 def test_an_exception_is_one_of_the_expected_type_or_derived_from_it(expected, raised, holds):
     read = one(f"with pytest.raises({expected}):\n    f(-1)")
-    assert read.sources == ("f(-1)",)
-    assert read.is_raised(*raised) == holds and not read.passes([1])
+    exception, message = raised
+    assert read.request == ("f(-1)",) and not read.passes(gave([1]))
+    assert read.passes(CaseResult("error", None, message, exception)) == holds
 
 
 @pytest.mark.parametrize(
@@ -163,7 +168,7 @@ def test_imports_of_a_test_are_for_the_program():
         "import math, pytest\nfrom pytest import approx\nfrom collections import Counter\n"
         "assert f(math.pi) == 1\nassert f(2) == 2"
     )
-    assert [each.sources for each in asserts] == [("f(math.pi)",), ("f(2)",)]
+    assert [each.request for each in asserts] == [("f(math.pi)",), ("f(2)",)]
     assert imports == "import math\nfrom collections import Counter"
 
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from gruppo.rewards.code_compare import Approx, equal
+from gruppo.rewards.sandbox.jail import CaseResult
 
 Judge = Callable[[Sequence[Any]], Any]
 """From the values of the expressions that the jail was asked for."""
@@ -26,48 +27,42 @@ class BadTest(Exception):
 
 
 @dataclass(frozen=True)
-class Assert:
-    """What the jail is asked for, and how its answer is judged."""
+class ProgramCase:
+    """What the jail is asked for, and how its answer is judged. Only ``request`` ever enters the jail."""
 
-    sources: tuple[str, ...]
-    judge: Judge
+    request: Any
+    """Expressions, a tuple; or the text of standard input."""
+    judge: Callable[[Any], Any]
+    """Whether the expressions' values, or the text that was printed, are what is expected."""
+    length: int
+    """Characters of what is expected, or some more."""
     exceptions: tuple[str, ...] = ()
-    """Types of which the sources have to raise one; then there are no values to judge."""
+    """Types of which the request has to raise one; then no value is right."""
 
-    def passes(self, values: Sequence[Any]) -> bool:
-        """Whether it holds; one that raises does not."""
+    def passes(self, result: CaseResult) -> bool:
+        """Whether the result is what is expected. A value that cannot be compared is not.
+
+        An exception is of an expected type where its own type, or the built-in one that this derives from, is. A
+        NameError counts only by name: without the function that is tested, each call raises one.
+        """
         try:
-            return bool(self.judge(values))
+            if not self.exceptions:
+                return result.status == "value" and bool(self.judge(result.value))
+            if not result.exception:  # it was raised while the program was loaded, or the process ended
+                return False
+            types = (result.exception, result.message.partition(":")[0])
+            base = object if "NameError" in types else _EXCEPTIONS.get(result.exception, object)
+            return any(name in types or issubclass(base, _EXCEPTIONS.get(name, ())) for name in self.exceptions)
         except Exception:
             return False
-
-    def is_raised(self, exception: str, message: str) -> bool:
-        """Whether it expects an exception of this built-in type, or of the own type that the message begins with.
-
-        A NameError counts only by name: without the function that is tested, each call raises one.
-        """
-        if not exception:  # it was raised while the program was loaded, or the process ended
-            return False
-        base = object if exception == "NameError" else _EXCEPTIONS.get(exception, object)
-        return any(
-            name in (exception, message.partition(":")[0]) or issubclass(base, _EXCEPTIONS.get(name, ()))
-            for name in self.exceptions
-        )
-
-
-def _range(*arguments: int) -> range:
-    numbers = range(*arguments)
-    if len(numbers) > _MOST_ITEMS:
-        raise ValueError(f"more than {_MOST_ITEMS} items")
-    return numbers
 
 
 _TYPES = {t.__name__: t for t in (int, float, bool, complex, str, bytes, list, tuple, dict, set, frozenset)}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_TYPES,
-    **{f.__name__: f for f in (sorted, len, sum, min, max, abs, round, any, all, isinstance, map, enumerate, zip)},
-    **{"range": _range, "reversed": reversed, "filter": filter, "math.isclose": math.isclose, "math.sqrt": math.sqrt},
-    **{"pytest.approx": Approx, "approx": Approx},
+    **{f.__name__: f for f in (sorted, len, sum, min, max, abs, round, any, all, isinstance, range)},
+    **{f.__name__: f for f in (map, filter, zip, enumerate, reversed)},
+    **{"math.isclose": math.isclose, "math.sqrt": math.sqrt, "pytest.approx": Approx, "approx": Approx},
 }
 """Functions that are not the program's. What is expected may call those that build plain data."""
 _EXCEPTIONS = {
@@ -90,13 +85,13 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
-def read_asserts(text: str) -> tuple[list[Assert], str]:
-    """The asserts of a test's text, and its imports, for the program's namespace. BadTest for any other statement."""
+def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
+    """Cases of a test's text, and its imports, for the program's namespace. Raises BadTest for any other statement."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadTest(f"{_short(text)} is no Python ({error})") from None
-    asserts, imports = [], []
+    cases, imports = [], []
     for line in tree.body:
         if isinstance(line, (ast.Import, ast.ImportFrom)):
             if isinstance(line, ast.Import):  # pytest is judged outside, and is not installed in the jail
@@ -113,16 +108,16 @@ def read_asserts(text: str) -> tuple[list[Assert], str]:
                     items=[ast.withitem(ast.Call(func=func, args=[kinds], keywords=[]))],
                     body=[ast.Expr(value=call) | ast.Assign(value=call)],
                 ) if _name(func) in ("pytest.raises", "raises"):
-                    reader.inside(call)
-                    judge, exceptions = _never, tuple(name.rpartition(".")[2] for name in _names(kinds))
+                    judge = reader.inside(call)
+                    exceptions = tuple(name.rpartition(".")[2] for name in _names(kinds))
                 case _:
                     raise BadTest("it is no assert, and no pytest.raises(TYPE) around one call")
             if not reader.sources:
                 raise BadTest("it calls nothing of the program")
         except BadTest as error:
             raise BadTest(f"{_short(ast.unparse(line))}: {error}") from None
-        asserts.append(Assert(tuple(reader.sources), judge, exceptions))
-    return asserts, "\n".join(imports)
+        cases.append(ProgramCase(tuple(reader.sources), judge, len(text), exceptions))
+    return cases, "\n".join(imports)
 
 
 class _Reader:
@@ -267,7 +262,10 @@ def _evaluate(node: ast.expr) -> Any:
             return _CONSTANTS[_name(node)]
         case ast.Call(func=func, args=args, keywords=keywords) if _name(func) in _FUNCTIONS:
             options = {str(keyword.arg): _evaluate(keyword.value) for keyword in keywords}
-            return _FUNCTIONS[_name(func)](*map(_evaluate, args), **options)
+            value = _FUNCTIONS[_name(func)](*map(_evaluate, args), **options)
+            if isinstance(value, range) and len(value) > _MOST_ITEMS:
+                raise ValueError(f"more than {_MOST_ITEMS} items")
+            return value
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             a, b = _evaluate(left), _evaluate(right)
             # Bounded, for the trainer computes it: 10**10**10, [0] * 10**10 and "%99999999d" % 1 have no end.
@@ -280,10 +278,6 @@ def _evaluate(node: ast.expr) -> Any:
                 raise ValueError(f"more than {_MOST_ITEMS} items")
             return _OPERATORS[type(op)](a, b)
     raise BadTest(f"{_short(ast.unparse(node))} is not understood, and calls nothing of the program")
-
-
-def _never(_: Sequence[Any]) -> bool:
-    return False
 
 
 def _contains(container: Any, item: Any) -> bool:

@@ -6,13 +6,13 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gruppo.rewards.code_asserts import BadTest, read_asserts
+from gruppo.rewards.code_asserts import BadTest, ProgramCase, read_asserts
 from gruppo.rewards.code_compare import equal, equal_text
 from gruppo.rewards.sandbox.plain_data import NotPlain, encode
 
@@ -22,19 +22,6 @@ FORMS = (
     'asserts ["assert f(1) == 2"], [{"input": "1\\n", "output": "2\\n"}], [{"args": [1], "output": 2}] with a column '
     'entry_point, or {"inputs": [...], "outputs": [...]}'
 )
-
-
-@dataclass(frozen=True)
-class ProgramCase:
-    """What the jail is asked for, and whether its answer is right. Only ``request`` ever enters the jail."""
-
-    request: Any
-    """Expressions, a tuple; or the text of standard input."""
-    passes: Callable[[Any], bool]
-    length: int
-    """Characters of what is expected, or some more."""
-    raises: Callable[[str, str], bool] = lambda exception, message: False
-    """Whether an exception of this built-in type and message is the answer."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +99,11 @@ def _read_asserts(texts: Sequence[str], entry: str | None, setup: str) -> Progra
     cases: list[ProgramCase] = []
     for number, text in enumerate(texts, start=1):
         try:
-            asserts, imports = read_asserts(text)
+            read, imports = read_asserts(text)
         except BadTest as error:
             raise BadTest(f"test {number}: {error}") from None
         setup = "\n".join(filter(None, [setup, imports]))
-        cases += [ProgramCase(each.sources, each.passes, len(text), each.is_raised) for each in asserts]
+        cases += read
     return ProgramTests(is_script=False, cases=tuple(cases), setup=setup, entry=entry) if cases else None
 
 
