@@ -391,6 +391,9 @@ def test_an_answer_whose_comparison_raises_is_wrong():
 
     score = code.score_results([CaseResult("value", [1])], ProgramTests(False, (ProgramCase(("f(1)",), raising, 1),)))
     assert (score.passed, score.failures) == (0, ("wrong",))
+    huge = CaseResult("value", [10**5000])
+    score = code.score_results([huge], ProgramTests(False, (ProgramCase(("f(1)",), lambda values: False, 1),)))
+    assert (score.failures, score.message) == (("wrong",), "case 1: gave a very large number")
 
 
 @jailed

@@ -153,30 +153,25 @@ class _Jails:
             except queue.Empty:
                 jail = Jail(self.limits)
                 self.opened.append(jail)
-            try:
-                if tests.is_script:
-                    results = jail.script(program, requests, caps=caps)
-                else:
-                    results = jail.calls(program, requests, setup=tests.setup, entry=tests.entry, caps=caps)
-                problem = "" if any(each.status == "value" for each in results) else self._problem(jail, tests.setup)
-            except JailError:
-                jail.close()
-                raise
-        except JailError as error:
+            if tests.is_script:
+                results = jail.script(program, requests, caps=caps)
+            else:
+                results = jail.calls(program, requests, setup=tests.setup, entry=tests.entry, caps=caps)
+            problem = ""
+            if tests.setup and not any(result.status == "value" for result in results):
+                # A setup that fails without any program is no program's fault; a NameError may be.
+                if tests.setup not in self._setup_problems:
+                    (alone,) = jail.calls("", [()], setup=tests.setup)
+                    is_its_own = alone.status != "value" and not alone.message.startswith("NameError")
+                    self._setup_problems[tests.setup] = _printable(alone.message) if is_its_own else ""
+                problem = self._setup_problems[tests.setup]
+        except JailError as error:  # the jail is not used again
             return Unanswered("exception", f"the jail failed: {error}", "jail")
         self._idle.put(jail)
         if problem:
             message = f"its tests cannot be used: its setup (test_imports, test_setup_code) fails: {problem}"
             return Unanswered("exception", message, message)
         return score_results(results, tests)
-
-    def _problem(self, jail: Jail, setup: str) -> str:
-        """Why a setup fails without any program, whose fault it is not then; a NameError may be the program's."""
-        if setup and setup not in self._setup_problems:
-            (alone,) = jail.calls("", [()], setup=setup)
-            is_its_own = alone.status != "value" and not alone.message.startswith("NameError")
-            self._setup_problems[setup] = _printable(alone.message) if is_its_own else ""
-        return self._setup_problems.get(setup, "")
 
 
 def code_tests(
@@ -225,13 +220,13 @@ def score_results(results: Sequence[CaseResult], tests: ProgramTests) -> Program
     for number, (case, result) in enumerate(zip(tests.cases, results, strict=True), start=1):
         if case.passes(result):
             continue
-        kind, message = str(result.status), result.message
-        if kind == "value":
+        message = result.message
+        if result.status == "value":
             try:
-                kind, message = "wrong", f"gave {result.value!r:.200}"
+                message = f"gave {result.value!r:.200}"
             except ValueError:  # an int of more digits than Python writes
                 message = "gave a very large number"
-        failures.append(kind)
+        failures.append("wrong" if result.status == "value" else result.status)
         first = first or f"case {number}: {_printable(message)}"
     return ProgramScore(len(results) - len(failures), len(results), tuple(failures), first)
 

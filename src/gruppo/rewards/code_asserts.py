@@ -69,6 +69,7 @@ _EXCEPTIONS = {
     name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
 }
 _CONSTANTS = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "tau", "inf", "nan")}
+_DISPLAYS: dict[type, Callable[..., Any]] = {ast.List: list, ast.Tuple: tuple, ast.Set: set}
 _KNOWN = {*(name.partition(".")[0] for name in (*_FUNCTIONS, *_CONSTANTS))}
 _REFUSED = {"eval", "exec", "compile", "__import__", "getattr", "globals", "locals", "vars"}
 _OUTER = (
@@ -184,8 +185,8 @@ class _Reader:
                 a, b = self._sides([left, right])
                 return lambda values: abs(a(values) - b(values))
             case ast.List(elts=items) | ast.Tuple(elts=items) if _mentions(node):
-                parts, kind = list(map(self._side, items)), list if isinstance(node, ast.List) else tuple
-                return lambda values: kind(part(values) for part in parts)
+                parts = list(map(self._side, items))
+                return lambda values: _DISPLAYS[type(node)](part(values) for part in parts)
         if not _mentions(node):
             value = _value(node)
             return lambda _: value
@@ -248,12 +249,8 @@ def _evaluate(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=value):
             return value
-        case ast.List(elts=items):
-            return [_evaluate(item) for item in items]
-        case ast.Tuple(elts=items):
-            return tuple(_evaluate(item) for item in items)
-        case ast.Set(elts=items):
-            return {_evaluate(item) for item in items}
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return _DISPLAYS[type(node)](map(_evaluate, items))
         case ast.Dict(keys=keys, values=items) if None not in keys:
             return {_evaluate(key): _evaluate(item) for key, item in zip(keys, items, strict=True) if key is not None}
         case ast.UnaryOp(op=ast.USub(), operand=operand):
