@@ -62,12 +62,12 @@ def run_one(arguments: Sequence[str], seconds: float) -> None:
     import torch
 
     from gruppo import api
-    from gruppo.cli.options import config_from
+    from gruppo.cli.options import parse_config
     from gruppo.trainer.loop import Stopped
 
     torch.set_num_threads(1)
     with suppress(Stopped):
-        api.start(config_from("train", [RECIPE, *arguments]), watch=lambda run, path: [Clock(path, seconds)])
+        api.start(parse_config("train", [RECIPE, *arguments]), watch=lambda run, path: [Clock(path, seconds)])
 
 
 def run_all(folder: Path, variants: Sequence[str], seeds: Sequence[int], seconds: float, more: Sequence[str]) -> None:

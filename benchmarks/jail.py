@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from gruppo.rewards import code_tests
-from gruppo.rewards.jail import Jail
+from gruppo.rewards.sandbox.jail import Jail
 
 PROGRAM = "def f(x):\n    return 2 * x\n"
 TESTS = ["assert f(2) == 4", "assert f('a') == 'aa'", "assert f(1.5) == 3"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import affine_grid, grid_sample
 
 from gruppo.core.images import as_saved, brightness, diversity, flip, frechet_distance
-from gruppo.data.digits import digits
+from gruppo.data.digits import split_digits
 from gruppo.rewards.image_classifiers import accuracy
 from gruppo.rewards.images import jpeg_bytes
 
@@ -134,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--reader-epochs", type=int, default=20)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    data = digits(seed=options.seed)
-    (images, labels), (held, asked) = data.training_images, data.held_out_images
+    (images, labels), (held, asked) = split_digits()
     told: dict[str, object] = {"digits": len(images), "held_out": len(held)}
     for name, train, epochs in (
         ("reader", trained_reader, options.reader_epochs),

@@ -27,8 +27,8 @@ from gruppo.core.filters import bands
 from gruppo.core.images import LUMA, as_saved, psnr
 from gruppo.core.pixel_losses import charbonnier
 from gruppo.core.schedules import warmup_decay
-from gruppo.data.pairs import ImagePairs
 from gruppo.data.restoration import open_pairs
+from gruppo.data.source import IndexedSource
 from gruppo.modalities.restoration import RestorationPolicy, load_restorer
 from gruppo.rewards.images import jpeg_bytes
 from gruppo.types import GruppoError
@@ -326,7 +326,7 @@ def held_out(data: str = DATA) -> tuple[Pictures, Pictures]:
     return torch.stack([prompt.inputs for prompt in prompts]), torch.stack([prompt.target for prompt in prompts])
 
 
-def opened(data: str, seed: int) -> ImagePairs:
+def opened(data: str, seed: int) -> IndexedSource:
     """Degraded images with their clean ones."""
     pairs = open_pairs(data, seed=seed)
     if pairs is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gruppo.modalities.diffusion import ClassLabels, DenoiserPolicy, Diffusion, DiffusionSampling, Flow
+from gruppo.modalities.diffusion import ClassLabels, DenoiserPolicy, DiffusionSampling, DiffusionSchedule, FlowSchedule
 from gruppo.types import MicroBatch, Prompt, Request, Rollouts
 
 SHAPE = (2, 4, 4)
@@ -52,7 +52,7 @@ def ancestral(**changes: Any) -> Fake:
 def flow_sde(**changes: Any) -> Fake:
     """A velocity, and a part of the steps."""
     sampling = DiffusionSampling(max_actions=6, transition="flow_sde", train_from=1, train_to=4)
-    return Fake(denoiser(predicts="velocity", path=Flow(3.0), **changes), sampling)
+    return Fake(denoiser(predicts="velocity", schedule=FlowSchedule(3.0), **changes), sampling)
 
 
 def cps(**changes: Any) -> Fake:
@@ -64,13 +64,13 @@ def cps(**changes: Any) -> Fake:
 def ddim(**changes: Any) -> Fake:
     """Noise predicted on a diffusion's path."""
     sampling = DiffusionSampling(max_actions=5, transition="ddim", eta=0.8)
-    return Fake(denoiser(predicts="noise", path=Diffusion("scaled_linear"), **changes), sampling)
+    return Fake(denoiser(predicts="noise", schedule=DiffusionSchedule("scaled_linear"), **changes), sampling)
 
 
 def ddpm(**changes: Any) -> Fake:
     """v predicted on a diffusion's path that begins at noise alone; groups that part at one step."""
     sampling = DiffusionSampling(max_actions=6, transition="ddpm_large", noise="branched")
-    return Fake(denoiser(predicts="v", path=Diffusion("cosine"), **changes), sampling)
+    return Fake(denoiser(predicts="v", schedule=DiffusionSchedule("cosine"), **changes), sampling)
 
 
 FAKES: list[Callable[..., Fake]] = [ancestral, flow_sde, cps, ddim, ddpm]

@@ -19,13 +19,13 @@ from tests.doctor.test_provoked_restoration import config_of as restoring
 from tests.trainer.runs import metrics
 
 from gruppo import api
-from gruppo.cli.options import _fields, config_from, taken
+from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import schema as configs
-from gruppo.config import serialization
+from gruppo.config.options import convert, flag, options
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES
-from gruppo.rewards.code import Verdict, code_metrics
+from gruppo.rewards.code import ProgramScore, code_metrics
 from gruppo.trainer import checks
 from gruppo.types import Batch, GruppoError, Likelihood, Rollouts
 
@@ -45,7 +45,7 @@ ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {"--nproc-per-node", "--debug", "--help", "--names", "--num-generations"}
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
 """In code style, and no names of ours."""
-OPTIONS = _fields(configs.Config, "--")
+OPTIONS = {flag(name): option.hint for name, option in options(configs.Config()).items()} | {"--stages": str}
 """Each option of the command line, and its type."""
 
 
@@ -153,7 +153,7 @@ def test_every_setting_exists_and_can_have_the_value_that_is_named(page: Path) -
             continue
         name, value = found.groups()
         if name in hints:
-            assert serialization._fits(hints[name], ast.literal_eval(value)), f"{name}={value}"
+            convert(hints[name], ast.literal_eval(value))
         else:
             assert name in known_words(), name
 
@@ -162,7 +162,7 @@ def test_every_setting_exists_and_can_have_the_value_that_is_named(page: Path) -
 def test_every_dotted_setting_exists(page: Path) -> None:
     groups = {option[2:].partition(".")[0] for option in OPTIONS if "." in option}
     named = {span for span in spans(page) if re.fullmatch(r"[a-z_]+\.[a-z_]+", span) and span.split(".")[0] in groups}
-    unknown = {name for name in named if configs.option(name) not in OPTIONS}
+    unknown = {name for name in named if flag(name) not in OPTIONS}
     assert not unknown
 
 
@@ -209,8 +209,8 @@ def test_every_command_is_one_that_can_run(page: Path) -> None:
         for n, words in commands_in(text):
             if words[2] in RECIPES:
                 try:
-                    _, typed = taken(words[2:], "--names")
-                    checks.check(config_from(words[1], typed), modalities()[KINDS.get(words[2].split("-")[0], "text")])
+                    _, typed = pop_option(words[2:], "--names")
+                    checks.check(parse_config(words[1], typed), modalities()[KINDS.get(words[2].split("-")[0], "text")])
                 except GruppoError as error:
                     pytest.fail(f"{page.name}:{line + n}: {error}")
 
@@ -254,7 +254,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         "rate/tokens_per_s",
         "mem/peak_gib",
     }
-    of_programs = {f"reward_metric/{name}" for name in code_metrics([Verdict(1, 1)])}
+    of_programs = {f"reward_metric/{name}" for name in code_metrics([ProgramScore(1, 1)])}
     return {name for row in rows for name in row} | timed | of_programs
 
 

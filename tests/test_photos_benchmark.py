@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gruppo.core.filters import bands
 from gruppo.core.images import psnr
-from gruppo.data.pairs import ImagePairs
-from gruppo.data.scenes import Scene
+from gruppo.data.pairs import ImagePair, image_pairs
+from gruppo.data.source import IndexedSource
 from gruppo.modalities.restoration import open_restorer
 from gruppo.rewards.images import jpeg_bytes
 from gruppo.types import GruppoError
@@ -96,11 +96,11 @@ def test_the_stand_in_for_bytes_ranks_blurs_and_noise_as_files_do():
 class Small:
     """Pictures of their own in place of the photographs."""
 
-    def __call__(self, data: str, seed: int) -> ImagePairs:
+    def __call__(self, data: str, seed: int) -> IndexedSource:
         from gruppo.data.degrade import Degradation
 
-        files = {f"p{n}": Scene(picture) for n, picture in enumerate(scenes(6))}
-        return ImagePairs(
+        files = {f"p{n}": ImagePair(picture) for n, picture in enumerate(scenes(6))}
+        return image_pairs(
             files, seed=seed, degradation=Degradation.parse("noise=25"), crop=16, held_out=("p0", "p1"), name="small"
         )
 

@@ -13,8 +13,8 @@ import pytest
 from tests.test_docs import KINDS
 
 from gruppo.cli import commands
-from gruppo.cli.options import config_from, taken
-from gruppo.config import peer_names
+from gruppo.cli.options import parse_config, pop_option
+from gruppo.config import peer_options
 from gruppo.config.schema import Config
 from gruppo.recipes import RECIPES
 from gruppo.trainer import checks
@@ -164,10 +164,10 @@ def runs(command: str, args: list[str]) -> bool:
     """Whether the command takes these words; a mistake in them is an error."""
     if command not in ("train", "explain"):
         return command in commands.COMMANDS
-    asked, args = taken(args, "--names")
+    asked, args = pop_option(args, "--names")
     if asked is not None:
-        peer_names.asked(Config(), asked)
-    config = config_from(command, args)
+        peer_options.explain_names(Config(), asked)
+    config = parse_config(command, args)
     kind = KINDS.get(args[0].split("-")[0], "text")
     if config.model and (config.reward or args[0] != "plain"):
         checks.check(config, kind)
@@ -220,6 +220,6 @@ def test_settings_of_the_documents_that_the_page_names_are_known_by_name() -> No
         "003": ["clip_epsilon", "kl_beta", "value_loss_coef", "entropy_coef", "gamma", "lam", "num_epochs"],
     }
     for number, wanted in asked.items():
-        table = [named for named in peer_names.NAMES["sources"] if named.part.startswith(number)]
-        assert [name for name in wanted if not peer_names.found_in(table, name)] == []
+        known = {key for o in peer_options.peer_options("sources") if o.part.startswith(number) for key in o.keys}
+        assert [name for name in wanted if peer_options.normalized(name) not in known] == []
         assert wanted

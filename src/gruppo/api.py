@@ -12,7 +12,7 @@ from typing import Any
 from gruppo import distributed as dist
 from gruppo.build import Parts, build, missing_parts, modality_of, name_of, require_named, with_absolute_paths
 from gruppo.config import serialization
-from gruppo.config.schema import Config, CriticConfig
+from gruppo.config.schema import Config
 from gruppo.loading import RunWhileLoading, is_loading
 from gruppo.protocols import Tracker
 from gruppo.seeds import seed_at
@@ -202,24 +202,8 @@ def new_name(stem: str, runs_dir: str | Path) -> str:
 
 
 def change(config: Config, changes: dict[str, Any]) -> Config:
-    """A config with the given leaves: ``{"rollout__group_size": 4}``. A preset's leaves may be changed with it.
-
-    An objective without a critic leaves the config's behind; one that is given with it stays, to be refused.
-    """
-    data = serialization.to_dict(config)
-    if "objective" in changes and not serialization.names_critic(changes["objective"]):
-        data["critic"] = serialization.plain(CriticConfig())
-    for name, value in sorted(changes.items(), key=lambda change: change[0].count("__")):  # wholes before leaves
-        *path, leaf = name.split("__")
-        if path[:1] == ["objective"] and isinstance(data["objective"], str):
-            data["objective"] = serialization.plain(serialization.preset(data["objective"]))
-        place = data
-        for part in path:
-            place = place.setdefault(part, {}) if isinstance(place, dict) else {}
-        if not isinstance(place, dict):
-            raise GruppoError(f"{name}: {path[-1]} is a value, not a group of settings.")
-        place[leaf] = serialization.plain(value)
-    return serialization.from_dict(data)
+    """A config with the given leaves, dotted names with two underscores: ``{"rollout__group_size": 4}``."""
+    return serialization.change(config, {name.replace("__", "."): value for name, value in changes.items()})
 
 
 def _question(run: Run) -> str:

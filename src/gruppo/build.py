@@ -286,7 +286,7 @@ def with_reference(source: Any, policy: Policy, reference: Reference | None) -> 
 
     Without a reference, the images are those of the policy as it is now.
     """
-    if "reference" in getattr(source, "columns", ()):
+    if "reference" in (source.columns or ()):
         return source
     if isinstance(source, Curriculum):  # what decides which prompts are drawn stays the run's source
         source.source = with_reference(source.source, policy, reference)

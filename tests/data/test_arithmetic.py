@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from gruppo.data.arithmetic import Arithmetic
+from gruppo.data.arithmetic import arithmetic
 from gruppo.rewards import columns_of
 from gruppo.types import DataError, GruppoError
 
@@ -16,7 +14,7 @@ def problems(prompts) -> list[str]:
 
 
 def test_targets_are_the_exact_sums_and_differences():
-    for p in Arithmetic(seed=0).take(500):
+    for p in arithmetic(seed=0).take(500):
         a, operation, b = p.id.split()
         assert (p.meta["a"], p.meta["operation"], p.meta["b"]) == (int(a), operation, int(b))
         assert p.target == str(int(a) + int(b) if operation == "+" else int(a) - int(b))
@@ -24,14 +22,14 @@ def test_targets_are_the_exact_sums_and_differences():
 
 
 def test_the_prompt_is_a_question_and_the_beginning_of_its_answer():
-    source = Arithmetic(7, 7, "-", seed=0, held_out_fraction=0)
+    source = arithmetic(7, 7, "-", seed=0, held_out_fraction=0)
     (prompt,) = source.take(1)
     assert prompt.inputs == [
         {"role": "system", "content": ""},
         {"role": "user", "content": "What is 7 - 7?"},
         {"role": "assistant", "content": "7 - 7 ="},
     ]
-    plain = Arithmetic(7, 7, "-", seed=0, held_out_fraction=0, answer_prefix=False, system="Be brief.")
+    plain = arithmetic(7, 7, "-", seed=0, held_out_fraction=0, answer_prefix=False, system="Be brief.")
     assert plain.take(1)[0].inputs == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is 7 - 7?"},
@@ -39,90 +37,63 @@ def test_the_prompt_is_a_question_and_the_beginning_of_its_answer():
 
 
 def test_every_problem_is_either_drawn_or_held_out():
-    source = Arithmetic(0, 9, seed=2)
+    source = arithmetic(0, 9, seed=2)
     drawn, held = set(problems(source.take(4000))), problems(source.held_out(1000))
     assert not drawn & set(held)
     assert len(drawn) + len(held) == 2 * 10 * 10 and len(held) == len(set(held))
 
 
 def test_without_negatives_no_difference_is_below_zero_and_every_other_problem_is_there():
-    source = Arithmetic(0, 9, seed=2, allow_negative=False, held_out_fraction=0.3)
+    source = arithmetic(0, 9, seed=2, allow_negative=False, held_out_fraction=0.3)
     asked = {p.id: int(p.target) for p in (*source.take(4000), *source.held_out(1000))}
     assert min(asked.values()) == 0 and len(asked) == 10 * 10 + 10 * 11 / 2
 
 
 def test_problems_are_drawn_equally_often():
-    drawn = problems(Arithmetic(0, 3, "+", seed=0, held_out_fraction=0).take(16_000))
+    drawn = problems(arithmetic(0, 3, "+", seed=0, held_out_fraction=0).take(16_000))
     counts = [drawn.count(problem) for problem in set(drawn)]
     assert len(counts) == 16
     assert sum((c - 1000) ** 2 / 1000 for c in counts) < 44.3  # chi-square of 15 degrees, p = 0.0001
 
 
 def test_held_out_problems_do_not_depend_on_seed_prefix_or_range_order():
-    held = problems(Arithmetic(0, 20, seed=1).held_out(1000))
-    assert held == problems(Arithmetic(0, 20, seed=2, answer_prefix=False).held_out(1000))
-    assert held[:10] == problems(Arithmetic(0, 20, seed=1).held_out(10))
-    wider = problems(Arithmetic(0, 40, seed=1).held_out(10_000))
+    held = problems(arithmetic(0, 20, seed=1).held_out(1000))
+    assert held == problems(arithmetic(0, 20, seed=2, answer_prefix=False).held_out(1000))
+    assert held[:10] == problems(arithmetic(0, 20, seed=1).held_out(10))
+    wider = problems(arithmetic(0, 40, seed=1).held_out(10_000))
     assert [p for p in wider if max(int(p.split()[0]), int(p.split()[2])) <= 20] == held
 
 
-@pytest.mark.silent_bug(33)
-def test_2n_problems_are_n_then_reload_then_n():
-    whole = Arithmetic(seed=3).take(60)
-    source = Arithmetic(seed=3)
-    head = source.take(30)
-    resumed = Arithmetic(seed=3)
-    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
-    tail = resumed.take(30)
-    assert [(p.id, p.draw) for p in head + tail] == [(p.id, p.draw) for p in whole]
-    assert [p.draw for p in whole] == list(range(60))
-
-
-@pytest.mark.silent_bug(34)
-def test_the_seed_determines_the_problems():
-    assert problems(Arithmetic(seed=3).take(40)) == problems(Arithmetic(seed=3).take(40))
-    assert problems(Arithmetic(seed=3).take(40)) != problems(Arithmetic(seed=4).take(40))
-
-
-@pytest.mark.silent_bug(33)
-@pytest.mark.parametrize(
-    "other", [Arithmetic(0, 21, seed=3), Arithmetic(seed=4), Arithmetic(seed=3, held_out_fraction=0.2)]
-)
-def test_a_position_in_other_problems_is_refused(other):
-    with pytest.raises(DataError, match="does not belong"):
-        Arithmetic(seed=3).load_state_dict(other.state_dict())
-
-
 def test_a_range_too_wide_to_list_still_has_held_out_problems_that_are_never_drawn():
-    source = Arithmetic(-(10**6), 10**6, seed=1)
+    source = arithmetic(-(10**6), 10**6, seed=1)
     held = problems(source.held_out(300))
-    assert len(set(held)) == 300 and held == problems(Arithmetic(-(10**6), 10**6, seed=2).held_out(300))
+    assert len(set(held)) == 300 and held == problems(arithmetic(-(10**6), 10**6, seed=2).held_out(300))
     assert len(source.take(50)) == 50
 
 
 def test_impossible_settings_are_refused():
     with pytest.raises(GruppoError, match="low=5 above high=4"):
-        Arithmetic(5, 4, seed=0)
+        arithmetic(5, 4, seed=0)
     for operations in ("", "*", "+*", "++"):
         with pytest.raises(GruppoError, match="operations"):
-            Arithmetic(operations=operations, seed=0)
+            arithmetic(operations=operations, seed=0)
     with pytest.raises(DataError, match="all 2 problems"):
-        Arithmetic(1, 1, seed=0, held_out_fraction=0.9999)
+        arithmetic(1, 1, seed=0, held_out_fraction=0.9999)
 
 
 @pytest.mark.parametrize("fraction", [0, 0.0001])
 def test_a_source_without_held_out_problems_gives_none(fraction):
-    assert Arithmetic(1, 1, seed=0, held_out_fraction=fraction).held_out(5) == []
+    assert arithmetic(1, 1, seed=0, held_out_fraction=fraction).held_out(5) == []
 
 
 def test_every_column_that_rewards_are_told_of_has_values():
-    source = Arithmetic(seed=0)
+    source = arithmetic(seed=0)
     (prompt,) = source.take(1)
     assert {*source.columns} <= {*columns_of([prompt])} and None not in prompt.meta.values()
 
 
 def test_a_sum_and_its_mirror_image_are_on_the_same_side():
-    source = Arithmetic(0, 20, "+", seed=0, held_out_fraction=0.4)
+    source = arithmetic(0, 20, "+", seed=0, held_out_fraction=0.4)
     held = set(problems(source.held_out(1000)))
     assert len(held) > 100
     assert {f"{b} + {a}" for a, b in (problem.split(" + ") for problem in held)} == held

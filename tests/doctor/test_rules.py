@@ -16,7 +16,8 @@ import pytest
 from tests.doctor.planted import HEALTHY, STEPS, Fault, early, line, plant, thirds
 
 from gruppo.api import change
-from gruppo.cli.options import _fields, parsed_config
+from gruppo.cli.options import apply_options
+from gruppo.config.options import flag, options
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import planned
 from gruppo.doctor.findings import Change
@@ -552,10 +553,11 @@ def test_the_shell_takes_the_options(runs):
         for finding in examine(runs(name)).findings:
             for one in finding.changes:
                 proposed |= one.settings
-    assert proposed.keys() <= {*_fields(Config, "--"), *_fields(Stage, "--stages.0."), *_fields(Stage, "--stages.1.")}
+    staged = Config(stages=(Stage(), Stage()))
+    assert proposed.keys() <= {*map(flag, options(staged)), *map(flag, options(Config())), "--stages"}
     together = ("--rollout.", "--optim.", "--stage.", "--evaluation.", "--scoring.timeout")
     words = [w for o, v in proposed.items() if o.startswith(together) for w in (o, *v.split())]
-    config = parsed_config(RECIPES["arithmetic"](), words, "train")
+    config = apply_options(RECIPES["arithmetic"](), words, "train")
     assert config.rollout.temperature == 1.8 and config.optim.token_budget == 160 and config.stage.sup_coef == 1.0
 
 

@@ -7,7 +7,7 @@ import torch
 from tests.fakes_diffusion import FAKES, denoiser, sampled, whole
 
 from gruppo.modalities.common.reference import ReferenceModel
-from gruppo.modalities.diffusion import DenoiserCritic, UNet
+from gruppo.modalities.diffusion import DenoiserCritic, DenoisingUNet
 from gruppo.modalities.diffusion.policy import DenoiserPolicy
 from gruppo.types import MicroBatch, Prompt, Request
 
@@ -37,7 +37,8 @@ def test_the_ratio_is_1_at_other_batch_sizes_and_gradients_reach_the_weights(mak
 
 
 def test_a_batch_of_a_unet_is_scored_as_it_was_drawn_in_micro_batches_of_another_size() -> None:
-    policy = DenoiserPolicy(UNet().cuda(), (1, 28, 28), condition=denoiser().denoiser.condition, middle="middle")
+    condition = denoiser().denoiser.condition
+    policy = DenoiserPolicy(DenoisingUNet().cuda(), (1, 28, 28), condition=condition, middle="middle")
     rollouts = policy.sample([Request(Prompt(str(n), n, draw=n), 24) for n in range(3)], fakes_sampling(), seed=0)
     for rows in (torch.arange(72), torch.arange(7), torch.arange(1)):
         micro_batch = MicroBatch(rows, slice(0, rollouts.mask.shape[1]))

@@ -9,9 +9,11 @@ import torch
 from tests.fakes import POLICIES, bpe_tokenizer, causal_lm, doubled, gpt2, llama, of, plain, prompts, qwen2, requests
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gruppo.modalities.common.critic import SeparateCritic, SharedCritic, ValueHead, check_same_tokens, check_values
+from gruppo.modalities.common.critic import SharedCritic, ValueHead
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.text import from_transformers
+from gruppo.modalities.text.critic import SeparateCritic, check_same_tokens
+from gruppo.protocols import check_values
 from gruppo.types import GruppoError, MicroBatch, Request, Rollouts, Sampling
 
 SAMPLING = Sampling(max_actions=10)

@@ -11,7 +11,6 @@ import torch
 from tests.fakes import adapted, bpe_tokenizer, causal_lm, doubled, llama, plain, requests, with_random_adapter
 
 from gruppo.modalities.common.adapters import read_adapter
-from gruppo.modalities.common.critic import SeparateCritic
 from gruppo.modalities.common.lora import (
     LowRank,
     adapter,
@@ -26,6 +25,7 @@ from gruppo.modalities.common.lora import (
     merge,
 )
 from gruppo.modalities.text import blocks, from_transformers, trunk
+from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.load import give_adapter
 from gruppo.types import GruppoError, Sampling
 

@@ -19,7 +19,7 @@ from tests.modalities.updates import Variant, case_of, distance, farthest, learn
 
 from gruppo.config.schema import Stage
 from gruppo.core.objective import GRPO, PRESETS, Objective
-from gruppo.modalities.common.critic import SeparateCritic
+from gruppo.modalities.text.critic import SeparateCritic
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 5e-6}
 FULLY = [(plain, torch.float64), (llama, torch.float64), (llama, torch.float32)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,7 +35,7 @@ class Mutant:
     def complaints(self) -> list[str]:
         """Why this mutant would prove nothing, without running it."""
         try:
-            ast.parse(self.inject(SOURCE))
+            (tomllib.loads if self.file.endswith(".toml") else ast.parse)(self.inject(SOURCE))
         except (OSError, ValueError, SyntaxError) as error:
             return [str(error)]
         return [] if has_test(self.by) else [f"there is no test {self.by}, for {self.what!r}"]

@@ -15,8 +15,8 @@ from gruppo import check_reward
 from gruppo.rewards import RewardSet, code, resolve_reward
 from gruppo.rewards.code import code_tests, program_in
 from gruppo.rewards.code_asserts import BadTest
-from gruppo.rewards.code_cases import tests_of as read_tests
-from gruppo.rewards.jail import Jail, JailError, Said
+from gruppo.rewards.code_cases import ProgramCase, ProgramTests, read_tests
+from gruppo.rewards.sandbox.jail import CaseResult, Jail, JailError
 from gruppo.timeouts import Unanswered
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -162,6 +162,23 @@ def test_the_contract_of_rewards_holds():
     check_reward("code_tests", prompts)
 
 
+@jailed
+def test_an_expected_exception_is_raised_by_the_call_itself_and_by_nothing_else():
+    tests = ["with pytest.raises(ValueError):\n    f(-1)", "import pytest\nwith pytest.raises(Exception): f(-2)"]
+    programs = {
+        "def f(x): raise ValueError": 1.0,
+        "class Own(ValueError): pass\ndef f(x): raise Own('x')": 1.0,
+        "def f(x): raise KeyError": 0.5,
+        "def f(x): return x": 0.0,
+        "def f(x): return object()": 0.0,
+        "raise ValueError": 0.0,
+        "def g(x): raise ValueError": 0.0,
+        "import os\ndef f(x): os.abort()": 0.0,
+        "def f(x):\n    while True: pass": 0.0,
+    }
+    assert scores(programs, tests, case_s=0.2) == list(programs.values())
+
+
 # --- cheats
 
 ANSWER = "okapi-4711"
@@ -211,7 +228,7 @@ def f(x): return 1
 ## replace the encoder
 import sys
 for name, module in list(sys.modules.items()):
-    if 'jailed' in name:
+    if 'sandbox' in name:
         for key in list(vars(module)):
             if key == 'encode': setattr(module, key, lambda v: 'true')
 def f(x): return 1
@@ -222,11 +239,11 @@ def f(x): return 1
 ## use the nonce
 import sys
 frame = sys._getframe()
-while frame and 'say' not in frame.f_locals: frame = frame.f_back
-say = frame.f_locals['say']
-say(-1, 'v', 'null')
-say(0, 'v', 'true')
-say(0, 'v', '[true]')
+while frame and 'report' not in frame.f_locals: frame = frame.f_back
+report = frame.f_locals['report']
+report(-1, 'v', 'null')
+report(0, 'v', 'true')
+report(0, 'v', '[true]')
 def f(x): return 1
 ## look for the answer
 import gc, sys
@@ -298,8 +315,10 @@ def test_leaving_with_the_status_of_a_failed_lock_is_a_score_of_0_and_no_failure
 @jailed
 def test_only_what_is_asked_enters_the_jail(monkeypatch):
     sent = []
-    plain = Jail._send
-    monkeypatch.setattr(Jail, "_send", lambda self, data, patience: sent.append(data) or plain(self, data, patience))
+    plain = Jail._exchange
+    monkeypatch.setattr(
+        Jail, "_exchange", lambda self, data, *rest: (data and sent.append(data)) or plain(self, data, *rest)
+    )
     forms = [
         [f"assert f(1) == {ANSWER!r}", f"assert f(2) in [{ANSWER!r}]", f"assert {ANSWER!r} in f(3), {ANSWER!r}"],
         [{"input": "1", "output": ANSWER}],
@@ -315,8 +334,10 @@ def test_only_what_is_asked_enters_the_jail(monkeypatch):
 @pytest.mark.silent_bug(42)
 def test_nothing_of_what_is_expected_can_be_told_from_the_request(monkeypatch):
     sent = []
-    plain = Jail._send
-    monkeypatch.setattr(Jail, "_send", lambda self, data, patience: sent.append(data) or plain(self, data, patience))
+    plain = Jail._exchange
+    monkeypatch.setattr(
+        Jail, "_exchange", lambda self, data, *rest: (data and sent.append(data)) or plain(self, data, *rest)
+    )
     text = "```python\ndef f(x): pass\n```"
     for form, columns in [
         (lambda want: [f"assert f(1) == {want!r}"], {}),
@@ -332,7 +353,7 @@ def test_nothing_of_what_is_expected_can_be_told_from_the_request(monkeypatch):
 
 def test_a_long_answer_has_room_for_all_of_its_row_and_no_more_than_it_may_need():
     def room(*lengths):
-        return read_tests([{"input": "", "output": "x" * length} for length in lengths]).room
+        return read_tests([{"input": "", "output": "x" * length} for length in lengths]).cap
 
     assert (room(0), room(3), room(8191), room(8192), room(3, 8192)) == (65536, 65536, 65536, 131072, 131072)
     assert room(10**6) == (1 << 22) + 65536 and room(3 * 10**6) == -(-4 * 3 * 10**6 // 65536) * 65536
@@ -341,10 +362,10 @@ def test_a_long_answer_has_room_for_all_of_its_row_and_no_more_than_it_may_need(
 FORGED = """
 import sys
 frame = sys._getframe()
-while 'say' not in frame.f_locals: frame = frame.f_back
-say = frame.f_locals['say']
-say(-1, 'v', 'null')
-say(0, 'v', %r)
+while 'report' not in frame.f_locals: frame = frame.f_back
+report = frame.f_locals['report']
+report(-1, 'v', 'null')
+report(0, 'v', %r)
 """
 
 
@@ -368,8 +389,11 @@ def test_an_answer_whose_comparison_raises_is_wrong():
     def raising(value):
         raise OverflowError
 
-    verdict = code.judged([Said("value", [1])], code.Tests(False, (code.Case(("f(1)",), raising, 1),)))
-    assert (verdict.passed, verdict.kinds) == (0, ("wrong",))
+    score = code.score_results([CaseResult("value", [1])], ProgramTests(False, (ProgramCase(("f(1)",), raising, 1),)))
+    assert (score.passed, score.failures) == (0, ("wrong",))
+    huge = CaseResult("value", [10**5000])
+    score = code.score_results([huge], ProgramTests(False, (ProgramCase(("f(1)",), lambda values: False, 1),)))
+    assert (score.failures, score.message) == (("wrong",), "case 1: gave a very large number")
 
 
 @jailed
@@ -513,7 +537,7 @@ def test_options_are_written_after_the_name():
 
 
 def test_without_a_jail_the_reward_is_refused_when_it_is_named(monkeypatch):
-    from gruppo.rewards import jail
+    from gruppo.rewards.sandbox import jail
 
     monkeypatch.setattr(jail, "probe", lambda: "it needs Linux, and this is darwin")
     with pytest.raises(

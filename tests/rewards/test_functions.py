@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.rewards.fakes import rollouts_of
 
-from gruppo.data.rows import RowSource
+from gruppo.data.rows import row_source
 from gruppo.rewards import FunctionReward, RewardSet, columns_of
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -57,7 +57,7 @@ def test_a_trl_function_over_conversations_runs_unchanged():
 
 
 def test_a_function_can_ask_for_the_column_that_holds_the_prompt():
-    source = RowSource([{"question": "1 + 1?", "answer": "2"}], seed=0, prompt_column="question", held_out_fraction=0)
+    source = row_source([{"question": "1 + 1?", "answer": "2"}], seed=0, prompt_column="question", held_out_fraction=0)
     (prompt,) = source.take(1)
     seen = []
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from tests.rewards.kernels import jailed
 
-from gruppo.rewards import jail as jail_module
-from gruppo.rewards.jail import ATTEMPTS, Jail, JailError, Limits, probe, require_jail
-from gruppo.rewards.jailed import syscalls
-from gruppo.rewards.jailed.plain import DEEPEST, NotPlain, decode, encode
+from gruppo.rewards.sandbox import jail as jail_module
+from gruppo.rewards.sandbox import syscalls
+from gruppo.rewards.sandbox.jail import ATTEMPTS, CaseResult, Jail, JailError, SandboxLimits, probe, require_jail
+from gruppo.rewards.sandbox.plain_data import DEEPEST, NotPlain, decode, encode
 from gruppo.types import GruppoError
 
 REFUSED = "PermissionError"
@@ -26,21 +26,21 @@ REFUSED = "PermissionError"
 
 @pytest.fixture(scope="module")
 def jail():
-    with Jail(Limits(case_s=0.5, program_s=1.5, memory_mib=256)) as opened:
+    with Jail(SandboxLimits(case_s=0.5, program_s=1.5, memory_mib=256)) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def patient():
     """For what is ended by another limit than time, on a busy machine too."""
-    with Jail(Limits(case_s=10, program_s=30, memory_mib=256)) as opened:
+    with Jail(SandboxLimits(case_s=10, program_s=30, memory_mib=256)) as opened:
         yield opened
 
 
 def tried(jail: Jail, expression: str, program: str = "import os, sys, ctypes, socket, subprocess, threading") -> str:
     """What one expression gives: its value as text, or why there is none."""
     said = jail.calls(program, [[expression]])[0]
-    return repr(said.value[0]) if said.status == "value" else said.why
+    return repr(said.value[0]) if said.status == "value" else said.message
 
 
 def children_of(pid: int) -> list[int]:
@@ -60,8 +60,8 @@ def test_calls_give_plain_data_and_errors_are_told(jail):
     program = "def f(x): return [x, {x: (x, None, 1.5)}, {x}, b'a', 1j]\ndef g(): return 1 / 0"
     first, second, third = jail.calls(program, [["f(2)", "f('a')[0]"], ["g()"], ["h()"]])
     assert first.value == [[2, {2: (2, None, 1.5)}, {2}, b"a", 1j], "a"]
-    assert (second.status, second.why) == ("error", "ZeroDivisionError: division by zero")
-    assert third.why == "NameError: name 'h' is not defined"
+    assert (second.status, second.message) == ("error", "ZeroDivisionError: division by zero")
+    assert third.message == "NameError: name 'h' is not defined"
 
 
 @jailed
@@ -99,7 +99,7 @@ def test_a_script_reads_its_input_however_it_likes_and_its_output_is_what_it_pri
 )
 def test_what_a_script_wrote_is_there_however_it_wrote_it(jail, program):
     (said,) = jail.script(program, [""])
-    assert (said.status, (said.value or said.why).strip()) == ("value", "42")
+    assert (said.status, (said.value or said.message).strip()) == ("value", "42")
 
 
 @jailed
@@ -114,11 +114,11 @@ def test_a_program_is_compiled_as_a_file_of_its_own(jail):
 
 @jailed
 def test_a_line_that_a_program_forged_has_as_many_values_as_were_asked_for(jail):
-    forge = "import sys\nframe = sys._getframe()\nwhile 'say' not in frame.f_locals: frame = frame.f_back\n"
-    forge += "frame.f_locals['say'](-1, 'v', 'null')\n"
+    forge = "import sys\nframe = sys._getframe()\nwhile 'report' not in frame.f_locals: frame = frame.f_back\n"
+    forge += "frame.f_locals['report'](-1, 'v', 'null')\n"
     for text in ('["l", []]', '["l", [true, true]]', '{"a": 1}', "true"):
-        (said,) = jail.calls(forge + f"frame.f_locals['say'](0, 'v', {text!r})", [["1"]])
-        assert (said.status, said.why) == ("error", "it is no plain data")
+        (said,) = jail.calls(forge + f"frame.f_locals['report'](0, 'v', {text!r})", [["1"]])
+        assert (said.status, said.message) == ("error", "it is no plain data")
 
 
 @jailed
@@ -133,7 +133,7 @@ def test_where_memory_runs_out_the_kernel_ends_the_jail_and_not_the_trainer(jail
 
 @jailed
 def test_a_busy_machine_fails_nobody_and_sleep_has_an_end():
-    with Jail(Limits(case_s=0.1, program_s=0.3)) as own:
+    with Jail(SandboxLimits(case_s=0.1, program_s=0.3)) as own:
         slow, asleep = own.calls("from time import sleep", [["sleep(0.6)"], ["sleep(99)"]])
     assert (slow.status, asleep.status) == ("value", "timeout")
 
@@ -144,8 +144,11 @@ def test_a_script_that_ends_badly_has_said_nothing(jail):
     program += "if x == 'die': import os; os.abort()"
     said = jail.script(program, ["raise", "exit", "die", "no"])
     assert [each.status for each in said] == ["error"] * 3 + ["value"]
-    assert [each.why for each in said[:2]] == ["ZeroDivisionError: division by zero", "the process ended with status 3"]
-    assert said[2].why == "the process was ended by SIGABRT"
+    assert [each.message for each in said[:2]] == [
+        "ZeroDivisionError: division by zero",
+        "the process ended with status 3",
+    ]
+    assert said[2].message == "the process was ended by SIGABRT"
 
 
 @jailed
@@ -374,9 +377,9 @@ def test_a_program_has_a_time_for_all_its_cases(jail):
 )
 def test_one_that_waits_or_hides_is_ended_too(hang):
     began = time.monotonic()
-    with Jail(Limits(case_s=0.1, program_s=0.3, memory_mib=256)) as own:
+    with Jail(SandboxLimits(case_s=0.1, program_s=0.3, memory_mib=256)) as own:
         said = own.calls(hang, [["f()"]])[0]
-        assert said.status == "timeout" and said.why == "over 0.1 s for the case or 0.3 s in all"
+        assert said.status == "timeout" and said.message == "over 0.1 s for the case or 0.3 s in all"
         assert time.monotonic() - began < 10 and children_of(own._process.pid) == []
 
 
@@ -389,12 +392,12 @@ def test_memory_threads_and_output_have_an_end(patient):
     assert (
         tried(patient, "f()", many + " threading.Thread(target=time.sleep, args=(99,)).start()") == "too many threads"
     )
-    assert tried(patient, "'x' * 10**7") == "it said too much"
-    assert patient.script("while True: print('x' * 10000)", [""])[0].why == "it said too much"
+    assert tried(patient, "'x' * 10**7") == "too much output"
+    assert patient.script("while True: print('x' * 10000)", [""])[0].message == "too much output"
     for junk in ("b'x' * 10000", "b'\\n' * 10000"):
-        assert tried(patient, "f()", f"import os\ndef f():\n    while True: os.write(3, {junk})") == "it said too much"
+        assert tried(patient, "f()", f"import os\ndef f():\n    while True: os.write(3, {junk})") == "too much output"
     printed = "print('x' * 100_000)"
-    assert patient.script(printed, [""])[0].why == "it said too much"
+    assert patient.script(printed, [""])[0].message == "too much output"
     assert patient.script(printed, ["", ""], caps=[0, 100_000])[1].value == "x" * 100_000 + "\n"
     long = [["'x' * 100_000"]]
     assert patient.calls("", long)[0].status == "error" and patient.calls("", long, caps=[100_000])[0].status == "value"
@@ -406,11 +409,14 @@ def test_what_ends_the_process_costs_one_case_and_is_told(jail):
     program += "    return x"
     said = jail.calls(program, [["f(0)"], ["f(1)"], ["f(2)"], ["f(3)"]])
     assert [each.status for each in said] == ["value", "error", "error", "value"]
-    assert [each.why for each in said[1:3]] == ["the process ended with status 0", "the process was ended by SIGSEGV"]
-    assert [each.why for each in jail.calls("import os; os._exit(0)", [["1"], ["2"]])] == [
+    assert [each.message for each in said[1:3]] == [
+        "the process ended with status 0",
+        "the process was ended by SIGSEGV",
+    ]
+    assert [each.message for each in jail.calls("import os; os._exit(0)", [["1"], ["2"]])] == [
         "the process ended with status 0"
     ] * 2
-    assert jail.calls("import sys; sys.exit(0)", [["1"]])[0].why == "SystemExit: 0"
+    assert jail.calls("import sys; sys.exit(0)", [["1"]])[0].message == "SystemExit: 0"
 
 
 @jailed
@@ -423,10 +429,11 @@ def test_no_limit_can_be_raised_again(jail):
 @jailed
 def test_nothing_is_left_when_the_trainer_is_killed(tmp_path):
     trainer = (
-        "from gruppo.rewards.jail import Jail, Limits\njail = Jail(Limits(case_s=60, program_s=60))\n"
+        "from gruppo.rewards.sandbox.jail import Jail, SandboxLimits\n"
+        "jail = Jail(SandboxLimits(case_s=60, program_s=60))\n"
         "print(jail._process.pid, flush=True)\njail.calls('', [[\"__import__('time').sleep(99)\"]])"
     )
-    source = str(Path(jail_module.__file__).parents[2])
+    source = str(Path(jail_module.__file__).parents[3])
     with subprocess.Popen(
         [sys.executable, "-c", trainer], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": source}
     ) as process:
@@ -504,7 +511,7 @@ def test_the_probe_wants_a_program_to_run(monkeypatch):
 
 @jailed
 def test_the_probe_wants_a_script_to_run(monkeypatch):
-    monkeypatch.setattr(Jail, "script", lambda *_: [jail_module.Said("error", why="memfd_create is refused")])
+    monkeypatch.setattr(Jail, "script", lambda *_: [CaseResult("error", message="memfd_create is refused")])
     assert probe.__wrapped__() == "a script that prints 6 * 7 does not run in it: memfd_create is refused"
 
 
@@ -513,8 +520,8 @@ def test_the_probe_wants_a_script_to_run(monkeypatch):
     [{"case_s": 0}, {"program_s": -1}, {"memory_mib": 16}, {"memory_mib": 1 << 44}, {"case_s": float("nan")}],
 )
 def test_limits_that_are_none_are_refused(limits):
-    with pytest.raises(GruppoError, match="is no jail for a program"):
-        Limits(**limits)
+    with pytest.raises(GruppoError, match="cannot limit a program"):
+        SandboxLimits(**limits)
 
 
 # --- plain data

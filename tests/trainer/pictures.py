@@ -19,8 +19,9 @@ from torch import Tensor
 from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.config.schema import IN_MEMORY, Config
-from gruppo.data.labelled import LabelledImages
-from gruppo.modalities.diffusion import ClassLabels, DenoiserPolicy, Flow, UNet
+from gruppo.data.digits import labelled_images
+from gruppo.data.source import IndexedSource
+from gruppo.modalities.diffusion import ClassLabels, DenoiserPolicy, DenoisingUNet, FlowSchedule
 from gruppo.trainer import checkpoint, loop
 from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
@@ -31,11 +32,11 @@ SHAPE, CLASSES = (3, 8, 8), 3
 DIMS = 192
 
 
-def labelled(count: int = 30, *, seed: int = 0) -> LabelledImages:
+def labelled(count: int = 30, *, seed: int = 0) -> IndexedSource:
     """Random bytes in three classes, of which a third is held out."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (count, *SHAPE), dtype=torch.uint8, generator=generator)
-    return LabelledImages(images, torch.arange(count) % CLASSES, seed=0, held_out_fraction=0.3)
+    return labelled_images(images, torch.arange(count) % CLASSES, seed=0, held_out_fraction=0.3)
 
 
 def write_images(folder: Path, count: int = 24) -> Path:
@@ -58,10 +59,12 @@ def denoiser(*, dropped: float = 0.0) -> str:
     folder = Path(tempfile.mkdtemp(prefix="gruppo-denoiser-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(0)
-    module = UNet(SHAPE, CLASSES, width=8)
+    module = DenoisingUNet(SHAPE, CLASSES, width=8)
     torch.nn.init.normal_(module.leave[-1].weight, std=0.1)
     labels = ClassLabels(CLASSES, dropped=dropped)
-    DenoiserPolicy(module, SHAPE, path=Flow(), condition=labels, weighting="clean", middle="middle").save(folder)
+    DenoiserPolicy(module, SHAPE, schedule=FlowSchedule(), condition=labels, weighting="clean", middle="middle").save(
+        folder
+    )
     return str(folder)
 
 

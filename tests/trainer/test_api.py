@@ -16,7 +16,7 @@ from tests.trainer.runs import metrics
 import gruppo
 from gruppo import api
 from gruppo.build import name_of
-from gruppo.cli.options import parsed_config
+from gruppo.cli.options import apply_options
 from gruppo.config import schema as configs
 from gruppo.config import serialization
 from gruppo.loading import program
@@ -231,7 +231,7 @@ def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys,
 def test_what_is_suggested_for_longer_is_twice_the_steps_and_is_not_refused(tmp_path, stages, longer):
     config = tiny.config(tmp_path, steps=12, stages=stages)
     assert watch.for_longer(config) == longer
-    checks.check(parsed_config(config, longer.split(), "train"))
+    checks.check(apply_options(config, longer.split(), "train"))
 
 
 def test_curves_that_cannot_be_drawn_cost_a_line(tmp_path, monkeypatch, caplog):

@@ -15,8 +15,9 @@ from gruppo import api
 from gruppo.build import Parts, build, with_absolute_paths
 from gruppo.config.schema import CriticConfig
 from gruppo.inference import evaluate_run
-from gruppo.modalities.common.critic import SeparateCritic, SharedCritic
+from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.text import probing
+from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.trainer import checks
 from gruppo.trainer.dry_run import critic_memory
 from gruppo.trainer.loop import Stopped

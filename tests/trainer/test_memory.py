@@ -16,7 +16,7 @@ from tests.trainer.test_step import run_in
 
 from gruppo import api
 from gruppo.build import Parts, build
-from gruppo.modalities.common.critic import SeparateCritic
+from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.trainer import memory
 from gruppo.trainer.collect import collect
 from gruppo.trainer.memory import GIB, free_bytes, is_out_of_memory, token_budget

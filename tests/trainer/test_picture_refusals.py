@@ -20,8 +20,8 @@ from tests.trainer.runs import metrics
 from gruppo import api, inference
 from gruppo.build import Parts
 from gruppo.cli.app import main
-from gruppo.cli.options import config_from
-from gruppo.config import peer_names, serialization
+from gruppo.cli.options import parse_config
+from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.data.digits import load_digits
 from gruppo.modalities.diffusion import load_denoiser
@@ -35,10 +35,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no noise": ({"diffusion__eta": 0.0}, r"eta=0 draws nothing: such a step has no density.*Set eta above 0"),
     "the ODE": ({"diffusion__transition": "ode"}, r"transition='ode' draws nothing.*evaluation, temperature 0"),
     "an unknown transition": ({"diffusion__transition": "dddim"}, r"transition='dddim' is not one of"),
-    "a step of a diffusion": ({"diffusion__transition": "ddpm"}, r"'ddpm' steps on a diffusion's path"),
+    "a step of a diffusion": ({"diffusion__transition": "ddpm"}, r"'ddpm' is for a diffusion schedule"),
     "guidance without dropped classes": (
         {"diffusion__guidance": 2.0},
-        r"guidance=2 is measured from what the network says without a condition.*Set guidance 1",
+        r"guidance=2 needs a prediction without a condition.*Set guidance 1",
     ),
     "epsilon of a mean": (
         {"objective": "grpo", "objective__dims": "mean"},
@@ -46,13 +46,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a clip that rounding sets off": (
         {"objective__clip_low": 1e-4, "objective__clip_high": 1e-4},
-        r"clip_high=0.0001 .* which rounding alone reaches",
+        r"clip_high=0.0001 .* of which is rounding alone",
     ),
     "k3 of normals": (KL | {"objective": "grpo"}, r"kl='k3' of a Gaussian policy.*Set --objective.kl exact"),
     "an entropy bonus": ({"stage__entropy_coef": 0.1}, r"entropy_coef is above 0.*--stage.entropy-coef 0"),
     "a stage's temperature": ({"stage__temperature": 0.5}, r"temperature of 0.5: a denoising step has none"),
     "a temperature": ({"rollout__temperature": 0.5}, r"temperature=0.5: a denoising step has no temperature"),
-    "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* are of tokens"),
+    "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* apply to tokens"),
     "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 is of texts.*--diffusion.steps"),
     "a penalty on length": ({"objective__overlong": 3}, r"overlong=3 penalises long texts.*--objective.overlong 0"),
     "LoRA": ({"lora__rank": 4}, r"LoRA puts adapters on the attention of a pipeline.*Leave the --lora options out"),
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"critic.model='x': the critic of an image model is a head on its network",
     ),
     "one step": ({"diffusion__steps": 1}, r"diffusion.steps=1 is out of range; it needs at least 2"),
-    "a window past the end": ({"diffusion__train_to": 4}, r"train_from=0, train_to=4 are no part of the steps"),
+    "a window past the end": ({"diffusion__train_to": 4}, r"train_from=0, train_to=4 are not a range of the steps"),
     "a share of one step": (
         {"diffusion__noise": "branched", "diffusion__train_fraction": 0.5},
         r"train_fraction=0.5 with noise='branched'",
@@ -253,12 +253,14 @@ def test_another_process_s_shell_says_the_same(finished, tmp_path):
 
 # --- explain ----------------------------------------------------------------------------------------------------------
 
+DDPO = [option for option in peer_options.peer_options("ddpo") if option.part == "main settings"]
 
-@pytest.mark.parametrize("named", peer_names.DDPO, ids=lambda named: named.theirs.split(",")[0].replace(" ", "_"))
+
+@pytest.mark.parametrize("named", DDPO, ids=lambda named: named.theirs.split(",")[0].replace(" ", "_"))
 def test_every_name_of_ddpo_pytorch_is_beside_an_option_of_ours(named):
     value = attrgetter(named.ours)(Config())
     options = [option for option in named.line(Config(), 0).split() if option.startswith("--")]
-    options += [word.strip("(,;)") for word in named.note.split() if word.startswith("--")]
+    options += [word.strip("(,;)") for word in named.remark.split() if word.startswith("--")]
     options = [option.strip(")") for option in options]
     known = shell_options()
     assert options and {*options} <= known and not dataclasses.is_dataclass(value)
@@ -289,12 +291,12 @@ def test_what_is_printed_can_be_typed(tmp_path):
     recipe.write_text(json.dumps(serialization.to_dict(Config())))
     words: list[str] = [str(recipe)]
     seen = set()
-    for line in peer_names.lines(config, "ddpo"):
+    for line in peer_options.main_lines(config, "ddpo"):
         option, *values = line[line.index("--") :].partition("   (")[0].split()
         if option not in seen and values != ["None"]:
             words += [option, *values]
             seen.add(option)
-    typed = config_from("train", words)
+    typed = parse_config("train", words)
     assert typed.diffusion == dataclasses.replace(config.diffusion) and typed.rollout == config.rollout
     assert float(typed.stage.kl_coef) == 0.1 and typed.reward == config.reward
 
@@ -318,7 +320,7 @@ def test_a_run_of_pictures_is_explained_under_both_names(finished):
     ):
         assert part in text, part
     first = said.index("DDPO-PYTORCH'S NAMES")
-    assert len(said) - first - 1 == len(peer_names.DDPO) and "token" not in text[: text.index("WORK")]
+    assert len(said) - first - 1 == len(DDPO) and "token" not in text[: text.index("WORK")]
     weights = sum(p.numel() for p in load_denoiser(finished / "final").module.parameters())
     assert f"weights{4 * weights / 2**20:24.2f} MiB" in text
     assert f"AdamW state, float32{8 * weights / 2**20:11.2f} MiB" in text

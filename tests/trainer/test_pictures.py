@@ -26,8 +26,8 @@ KL = {"stage__kl_coef": 0.1}
 SEVERAL = {"optim__epochs": 2, "optim__minibatches": 2}
 MIXED = KL | {"reference__kind": "mixed", "reference__update_every": 2, "reference__update_rate": 0.5}
 REFERENCES = {
-    "in one piece": KL,
-    "in small pieces": KL | {"optim__token_budget": 5},
+    "in one micro_batch": KL,
+    "in small micro_batches": KL | {"optim__token_budget": 5},
     "several updates": KL | SEVERAL,
     "on disk": KL | {"reference__place": "disk"},
     "several, on disk": KL | SEVERAL | {"reference__place": "disk"},

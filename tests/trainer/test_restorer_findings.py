@@ -14,7 +14,7 @@ from tests.trainer.restoring import built, here, stepped, trained
 from tests.trainer.runs import metrics
 from torch import nn
 
-from gruppo.cli.options import config_from
+from gruppo.cli.options import parse_config
 from gruppo.config.schema import Stage
 from gruppo.config.stages import planned
 from gruppo.core.images import as_saved, psnr
@@ -112,7 +112,7 @@ def test_a_gate_of_a_loss_that_is_to_fall_cannot_be_flat(tmp_path):
 
 
 def test_stages_that_are_typed_over_a_recipe_of_stages_are_made_of_its_last_one():
-    recipe = config_from("train", ["restore"])
+    recipe = parse_config("train", ["restore"])
     supervised, ramp, full = planned("supervised:5,ramp:3,full", recipe).stages
     assert full == replace(recipe.stages[-1], steps=0, new_reference=False)
     assert (ramp.kl_coef, ramp.lr, ramp.new_reference) == (full.kl_coef, full.lr, True)

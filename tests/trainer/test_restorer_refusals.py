@@ -168,7 +168,7 @@ def test_pairs_that_do_not_match_are_refused(tmp_path, capsys, what):
     config = restoring.config(tmp_path, data=f"pairs:{given}:{clean}:crop=8")
     why = {
         "another size": r"the pair 0 of .* does not match: degraded 20 x 20, clean 24 x 24 pixels",
-        "without an other": r"1 images have no other of their name: 3 ",
+        "without an other": r"1 images are unpaired: 3 ",
     }[what]
     assert re.search(why, said_in_one_line(lambda: api.start(config), DataError))
     on_the_command_line(tmp_path, capsys, config, why)

@@ -16,7 +16,7 @@ from tests.trainer.runs import Signalling, assert_same, metrics, newest, tensors
 
 from gruppo import api
 from gruppo.build import Parts, build
-from gruppo.cli.options import config_from
+from gruppo.cli.options import parse_config
 from gruppo.config import serialization
 from gruppo.config.schema import (
     BackOffConfig,
@@ -196,11 +196,11 @@ def test_stages_by_name_are_made_of_the_recipes_own_stage():
         "0.01",
         "--stages.1.kl-coef=0.2",
     ]
-    supervised, ramp, full = config_from("train", args).stages
+    supervised, ramp, full = parse_config("train", args).stages
     assert (supervised.rl_coef, supervised.sup_coef, supervised.steps) == (0.0, 1.0, 10)
     assert (ramp.rl_coef, ramp.sup_coef, ramp.kl_coef, ramp.steps) == ("linear:0,1", "linear:1,0", 0.2, 20)
     assert (full.rl_coef, full.entropy_coef, full.steps, full.name) == (1.0, 0.01, 0, "full")
-    config = config_from("train", args)
+    config = parse_config("train", args)
     assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
 
 
@@ -216,7 +216,7 @@ def test_stages_by_name_are_made_of_the_recipes_own_stage():
 )
 def test_names_of_stages_that_are_not_understood(text, said):
     with pytest.raises(GruppoError, match=said):
-        config_from("train", ["arithmetic", "--stages", text])
+        parse_config("train", ["arithmetic", "--stages", text])
 
 
 # --- whole runs ---
@@ -451,7 +451,7 @@ def test_a_gate_sees_times_and_what_is_said_of_a_watched_reference(tmp_path, cap
 
 
 def test_a_ramp_rises_to_the_coefficient_of_the_stage_after_it():
-    stages = config_from("train", ["arithmetic", "--stages", "ramp:5,full", "--stage.rl-coef", "0.5"]).stages
+    stages = parse_config("train", ["arithmetic", "--stages", "ramp:5,full", "--stage.rl-coef", "0.5"]).stages
     assert [stage.rl_coef for stage in stages] == ["linear:0,0.5", 0.5]
 
 

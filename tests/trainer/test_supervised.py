@@ -23,7 +23,7 @@ from tests.trainer.test_step import run_in, step, vector
 import gruppo
 from gruppo import api
 from gruppo.build import Parts, build
-from gruppo.cli.options import config_from
+from gruppo.cli.options import parse_config
 from gruppo.config.schema import SupervisedConfig
 from gruppo.tracking.console import ConsoleTracker
 from gruppo.trainer import memory
@@ -461,7 +461,7 @@ def test_a_source_of_ones_own_cannot_be_drawn_from_twice(tmp_path):
 
 
 def test_stages_typed_without_supervised_ones_leave_a_recipes_demonstrations_behind(tmp_path):
-    config = config_from("train", ["arithmetic-format", "--stages", "full"])
+    config = parse_config("train", ["arithmetic-format", "--stages", "full"])
     assert config.supervised == SupervisedConfig() and [stage.sup_coef for stage in config.plan] == [0.0]
-    config = config_from("train", ["arithmetic-format", "--stages", "supervised:3,full"])
+    config = parse_config("train", ["arithmetic-format", "--stages", "supervised:3,full"])
     assert config.supervised.template == " <answer>{target}</answer>"

@@ -96,7 +96,7 @@ def test_rewards_along_the_steps_are_of_what_the_network_expects_and_at_last_of_
         assert said[3] == pytest.approx(sum(float(picture.mean()) for picture in drawn.completions) / 3, rel=1e-6)
         states = [drawn.per_row["first"], *drawn.actions.unbind(1)[:2]]
         labels = torch.tensor([prompt.inputs for prompt in asked])
-        times = run.policy.denoiser.path.times(4)[:3].float()
+        times = run.policy.denoiser.schedule.times(4)[:3].float()
         with torch.no_grad():  # the network says x0; a picture of -1 to 1
             for step, (x, time) in enumerate(zip(states, times, strict=True)):
                 expected = run.policy.module(x, time.expand(3), labels)

@@ -1,4 +1,4 @@
-"""The command line: ``gruppo train | resume | eval | sample | export | explain | doctor | recipes``.
+"""The command line, ``gruppo COMMAND``.
 
 Exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop, 75 stopped by a signal and resumable.
 Nothing heavy is imported before a command needs it, so that help answers at once.
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 EXIT_USAGE, EXIT_STOPPED = 2, 75
 
@@ -25,23 +25,25 @@ _QUIET = {
     "DATASETS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Read by the libraries when they are imported; what the user has set stays."""
+"""Read by the libraries when they are imported; variables that the user has set keep their value."""
 
 HELP = """gruppo: GRPO and PPO for anything that samples
 
 usage: gruppo COMMAND ...
 
-  train RECIPE [--options]    train; RECIPE is a built-in name, file.py:function, or a run's config.json
+  train RECIPE [--options]    train; RECIPE is a built-in name, file.py:function, or a config file (TOML, YAML, JSON)
   resume RUN                  continue a stopped or killed run, to the bit
   eval RUN                    greedy answers of a run's model to its held-out prompts
   sample RUN "PROMPT" ...     completions of a run's (or any) model
   export RUN FOLDER           a run's model as a folder for transformers; an adapter is merged into its base
   explain RECIPE [--options]  what train would do: objective, tokens, memory, a real prompt and its reward
-  explain --names trl RECIPE  its settings under TRL's names (or verl, ddpo, sources); trl:beta for one
+  explain --names trl RECIPE  its options under TRL's names (or verl, ddpo, sources); trl:beta for one
   doctor RUN                  diagnose a run: measurements, their meaning, options to change
-  recipes                     the built-in recipes
+  config RECIPE [--options]   print the config as TOML, to edit and train
+  recipes [NAME]              list the built-in recipes, or describe one
+  completion bash|zsh|fish    print a script for shell completion
 
-  gruppo COMMAND --help       the options of a command
+  gruppo COMMAND --help       the options of a command; --help-all for all of them
   --debug                     with any command: show the traceback of an error
 
 exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop, 75 stopped by a signal (resume continues)
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: list[str], *, is_debug: bool = False) -> int:
-    """Run a command; the exit code. A user's mistake is one line."""
+    """Run a command and return its exit code. A user's mistake is one line."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0 if args else EXIT_USAGE
@@ -70,17 +72,25 @@ def run(args: list[str], *, is_debug: bool = False) -> int:
         print(f"gruppo {__version__}")
         return 0
     _quiet()
-    before = signal.signal(signal.SIGTERM, _interrupt) if _is_main_thread() else None
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _interrupt) if is_main_thread else None
     try:
-        return _guarded(args[0], args[1:], is_debug)
+        return _run_command(args[0], args[1:], is_debug)
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
 
 
-def _guarded(name: str, rest: list[str], is_debug: bool) -> int:
+def _run_command(name: str, rest: list[str], is_debug: bool) -> int:
+    from gruppo.cli.commands import COMMANDS
+    from gruppo.types import GruppoError
+
     try:
-        return _command(name)(rest) or 0
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, 1)
+            hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
+            raise GruppoError(f"unknown command {name!r}. {hint}")
+        return COMMANDS[name][0](rest)
     except KeyboardInterrupt:
         return _fail("interrupted.", EXIT_STOPPED)
     except BrokenPipeError:
@@ -89,37 +99,16 @@ def _guarded(name: str, rest: list[str], is_debug: bool) -> int:
     except Exception as error:
         if is_debug:
             raise
-        return _explained(error)
-
-
-def _command(name: str) -> Callable[[list[str]], int]:
-    from gruppo.cli import commands
-    from gruppo.types import GruppoError
-
-    if name in commands.COMMANDS:
-        return commands.COMMANDS[name]
-    near = difflib.get_close_matches(name, commands.COMMANDS, 1)
-    hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(commands.COMMANDS)}."
-    raise GruppoError(f"unknown command {name!r}. {hint}")
-
-
-def _explained(error: Exception) -> int:
-    from gruppo.types import GruppoError
-
-    if isinstance(error, GruppoError):
-        return _fail(str(error), error.exit_code)
-    if isinstance(error, OSError) and error.errno is not None:
-        return _fail(f"{error.filename or 'the system'}: {error.strerror}. Mend that, then try again.", EXIT_USAGE)
-    kind = type(error).__name__
-    return _fail(f"{kind}: {error} (this looks like a bug in gruppo; --debug shows where)", 1)
+        if isinstance(error, GruppoError):
+            return _fail(str(error), error.exit_code)
+        if isinstance(error, OSError) and error.errno is not None:
+            return _fail(f"{error.filename or 'the system'}: {error.strerror}. Fix that, then try again.", EXIT_USAGE)
+        kind = type(error).__name__
+        return _fail(f"{kind}: {error} (this looks like a bug in gruppo; --debug shows where)", 1)
 
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _fail(message: str, code: int) -> int:
@@ -128,7 +117,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _quiet() -> None:
-    """Our own notes are shown; other libraries' chatter is not."""
+    """Show our own log lines and silence other libraries."""
     warnings.filterwarnings("ignore")
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)

@@ -1,17 +1,18 @@
-"""The commands behind ``cli``."""
+"""The commands of ``gruppo``: each takes its arguments and returns an exit code."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from gruppo.cli import help as help_text
 from gruppo.cli.app import EXIT_STOPPED
-from gruppo.cli.options import config_from, parsed, stem_of, taken
+from gruppo.cli.options import parse_command, parse_config, pop_option, run_stem
+from gruppo.config import peer_options, serialization
+from gruppo.config.schema import Config
 from gruppo.loading import program
 from gruppo.recipes import RECIPES
 from gruppo.tracking.formatting import is_array, shown
@@ -20,26 +21,24 @@ from gruppo.types import GruppoError
 
 def train(args: list[str]) -> int:
     """Train from the beginning."""
-    config = config_from("train", args)
+    config = parse_config("train", args)
     from gruppo import api
 
     if not config.name:
-        config = replace(config, name=api.new_name(stem_of(args[0]), config.runs_dir))
+        config = replace(config, name=api.new_name(run_stem(args[0]), config.runs_dir))
     return _run(lambda watch: api.start(config, watch=watch), Path(config.runs_dir) / config.name)
 
 
+@dataclass(frozen=True)
+class ResumeOptions:
+    """Continue a stopped or killed run from its newest complete checkpoint, to the bit."""
+
+    run: str = ""
+    """Folder of the run, such as runs/arithmetic-20260101-120000."""
+
+
 def resume(args: list[str]) -> int:
-    """Continue a run."""
-
-    def command(run: tyro.conf.Positional[Path]) -> Path:
-        """Continue a stopped or killed run from its newest whole checkpoint, to the bit.
-
-        Args:
-            run: The run's folder, such as runs/arithmetic-20260101-120000.
-        """
-        return run
-
-    path = parsed(command, args, "resume")
+    path = Path(parse_command(ResumeOptions, args, "resume", "run").run)
     from gruppo import api
 
     return _run(lambda watch: api.go_on(path, watch=watch), path)
@@ -62,170 +61,202 @@ def _run(go: Callable[[Any], Any], path: Path) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class EvalOptions:
+    """Evaluate a run's newest model on its held-out prompts with its rewards, at temperature 0."""
+
+    run: str = ""
+    """Folder of the run."""
+    prompts: int = 256
+    """Number of held-out prompts."""
+    show: int = 5
+    """Number of answers to print."""
+
+
 def evaluate(args: list[str]) -> int:
-    """Greedy answers of a run's model to its held-out prompts."""
-
-    def command(run: tyro.conf.Positional[Path], prompts: int = 256, show: int = 5) -> tuple[Path, int, int]:
-        """Evaluate a run's newest model on the run's held-out prompts with its reward, at temperature 0.
-
-        Args:
-            run: The run's folder.
-            prompts: How many held-out prompts.
-            show: How many answers to print.
-        """
-        return run, prompts, show
-
-    path, prompts, show = parsed(command, args, "eval")
+    options = parse_command(EvalOptions, args, "eval", "run")
+    path = Path(options.run)
     from gruppo import inference
 
-    done, rows = inference.evaluate_run(path, prompts=prompts)
-    for row in (row for row in rows[:show] if not is_array(row["prompt"])):  # a picture's are on the sheet alone
-        is_picture = "group" in row  # it is on the sheet
-        answer = "" if is_picture else f" -> '{shown(row['completion'])}'   wanted {row['target']!r}"
+    result, rows = inference.evaluate_run(path, prompts=options.prompts)
+    for row in (row for row in rows[: options.show] if not is_array(row["prompt"])):
+        is_image = "group" in row  # shown on the sheet of images instead
+        answer = "" if is_image else f" -> '{shown(row['completion'])}'   target {row['target']!r}"
         print(f"  '{shown(row['prompt'])}'{answer}   reward {row['reward']:g}")
     if (sheet := inference.evaluation_sheet(path, rows)) is not None:
         print(f"  pictures: {sheet}")
-    unscored = f", {done.prompts - done.scored} not scored" if done.scored < done.prompts else ""
+    unscored = f", {result.prompts - result.scored} not scored" if result.scored < result.prompts else ""
     print(
-        f"mean reward {done.mean:.3f}, 95% interval {done.low:.3f} to {done.high:.3f}, "
-        f"{done.prompts} held-out prompts{unscored}"
+        f"mean reward {result.mean:.3f}, 95% interval {result.low:.3f} to {result.high:.3f}, "
+        f"{result.prompts} held-out prompts{unscored}"
     )
     return 0
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Sample from a run's model, or from any model folder, hub id or bundled model."""
+
+    model: str = ""
+    """Folder of a run, or a model."""
+    prompt: tuple[str, ...] = ()
+    """One or more prompts."""
+    n: int = 1
+    """Completions per prompt; to differ, those of a text model need a temperature above 0."""
+    temperature: float = 0.0
+    """0 is greedy, or the ODE of a diffusion model; 1 samples as in training."""
+    max_new_tokens: int = 64
+    """Maximum length of a completion."""
+    seed: int = 0
+    """Random seed."""
+    plain: bool = False
+    """Continue the text as it is, without the chat template."""
+    folder: str = "pictures"
+    """Folder for the images of a diffusion model."""
 
 
 def sample(args: list[str]) -> int:
-    """Completions of a model."""
-
-    def command(
-        model: tyro.conf.Positional[str],
-        prompt: tyro.conf.Positional[tuple[str, ...]],
-        n: int = 1,
-        temperature: float = 0.0,
-        max_new_tokens: int = 64,
-        seed: int = 0,
-        plain: bool = False,
-        folder: Path = Path("pictures"),
-    ) -> tuple[Any, ...]:
-        """Answer prompts with a run's model, or any model folder, hub id or bundled model; an image model draws.
-
-        Args:
-            model: A run's folder, or a model.
-            prompt: One or more prompts.
-            n: Completions of each prompt; above 1, a temperature above 0 makes those of a text model differ.
-            temperature: 0 is greedy; of an image model the ODE, and 1 draws as in training.
-            max_new_tokens: Longest completion.
-            seed: Another seed gives other completions.
-            plain: Continue the text as it is, without the chat template.
-            folder: Where an image model's pictures are written.
-        """
-        return model, prompt, n, temperature, max_new_tokens, seed, plain, folder
-
-    model, prompts, n, temperature, longest, seed, plain, folder = parsed(command, args, "sample")
-    if not prompts:
+    options = parse_command(SampleOptions, args, "sample", "model", "prompt")
+    if not options.prompt:
         raise GruppoError(f'no prompt was given. For example: {program()} sample RUN "What is 3 + 4?"')
     from gruppo import inference
 
-    answers = inference.sample(
-        model, prompts, folder, n=n, temperature=temperature, max_new_tokens=longest, seed=seed, is_plain=plain
+    samples = inference.sample(
+        options.model,
+        options.prompt,
+        Path(options.folder),
+        n=options.n,
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        is_plain=options.plain,
     )
-    if answers and isinstance(answers[0], Path):
-        print(f"{len(answers) - 1} pictures in {folder}, all of them on {answers[-1]}")
+    if isinstance(samples[0], Path):
+        print(f"{len(samples) - 1} images in {options.folder}, all of them on {samples[-1]}")
         return 0
-    for prompt, texts in zip(prompts, answers, strict=True):
-        for text in texts:
-            text = text if isinstance(text, str) else repr(text)
-            print(text.strip() if len(prompts) == 1 and n == 1 else f"{prompt!r} -> {text.strip()!r}")
+    is_single = len(options.prompt) == 1 and options.n == 1
+    for prompt, completions in zip(options.prompt, samples, strict=True):
+        for completion in completions:
+            text = (completion if isinstance(completion, str) else repr(completion)).strip()
+            print(text if is_single else f"{prompt!r} -> {text!r}")
     return 0
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a run's model as a folder that transformers or diffusers opens; an adapter is merged into its base."""
+
+    run: str = ""
+    """Folder of a run, a model or an adapter."""
+    folder: str = ""
+    """Folder to write, which must not exist."""
+    adapter: bool = False
+    """Keep the adapter separate, for peft."""
+
+
 def export(args: list[str]) -> int:
-    """A model as a folder of its own."""
-
-    def command(
-        run: tyro.conf.Positional[str], folder: tyro.conf.Positional[Path], adapter: bool = False
-    ) -> tuple[str, Path, bool]:
-        """Write a run's model as a folder that transformers, or diffusers, opens by itself; an adapter is added.
-
-        Args:
-            run: A run's folder, or a model or adapter folder.
-            folder: Where to; it must not exist.
-            adapter: Keep the adapter as it is, for peft, instead of adding it to its base.
-        """
-        return run, folder, adapter
-
-    model, folder, is_adapter_kept = parsed(command, args, "export")
+    options = parse_command(ExportOptions, args, "export", "run", "folder")
     from gruppo import inference
 
-    print(f"written to {inference.export(model, folder, is_adapter_kept=is_adapter_kept)}")
+    print(f"written to {inference.export(options.run, Path(options.folder), is_adapter_kept=options.adapter)}")
     return 0
 
 
 def explain(args: list[str]) -> int:
-    """What ``train`` would do; ``--names SYSTEM`` alone: its settings under the names of another system."""
-    asked, args = taken(args, "--names")
-    if asked is not None:
-        return _names(asked, args)
-    config = config_from("explain", args)
-    from gruppo import api
+    """Describe what ``train`` would do; with ``--names SYSTEM``, show the options under another system's names."""
+    names, args = pop_option(args, "--names")
+    if names is None:
+        config = parse_config("explain", args)
+        from gruppo import api
 
-    print("\n".join(api.explain(config)))
-    return 0
-
-
-def _names(asked: str, args: list[str]) -> int:
-    """``--names trl RECIPE``; a single name, ``--names trl:beta``, needs no recipe."""
-    from gruppo.config import peer_names
-    from gruppo.config.schema import Config
-
-    if not asked or asked.startswith("-"):
+        print("\n".join(api.explain(config)))
+        return 0
+    if not names or names.startswith("-"):
         raise GruppoError(
-            f"--names has no value; it needs one of {', '.join(peer_names.NAMES)}, or one name of theirs as in "
+            f"--names has no value; it needs one of {', '.join(peer_options.SYSTEMS)}, or one of their options, as in "
             f"{program()} explain --names trl:beta."
         )
-    peer_names.system_of(asked)  # before a recipe is asked for
-    config = Config() if ":" in asked and not args else config_from("explain", args)
-    print("\n".join(peer_names.asked(config, asked)))
+    peer_options.find_system(names)  # refused before a missing recipe is
+    config = Config() if ":" in names and not args else parse_config("explain", args)
+    print("\n".join(peer_options.explain_names(config, names)))
     return 0
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Check the metrics of a run for common problems: measurements, their meaning, options to change."""
+
+    run: str = ""
+    """Folder of the run, which may still be training."""
+    json: bool = False
+    """Print JSON."""
 
 
 def doctor(args: list[str]) -> int:
-    """Diagnose a run."""
-
-    def command(run: tyro.conf.Positional[Path], json: bool = False) -> tuple[Path, bool]:
-        """Check the metrics of a run for common problems: measurements, their meaning, options to change.
-
-        Args:
-            run: The run's folder; the run may be under way.
-            json: Print it as JSON.
-        """
-        return run, json
-
-    path, is_json = parsed(command, args, "doctor")
+    options = parse_command(DoctorOptions, args, "doctor", "run")
     from gruppo.doctor import report
 
-    report.print_report(report.diagnose(path), is_json=is_json)
+    report.print_report(report.diagnose(Path(options.run)), is_json=options.json)
     return 0
+
+
+def config(args: list[str]) -> int:
+    """Print the config of ``RECIPE --options`` as TOML."""
+    print(serialization.to_toml(parse_config("config", args)), end="")
+    return 0
+
+
+@dataclass(frozen=True)
+class RecipesOptions:
+    """List the built-in recipes, or describe one."""
+
+    name: tuple[str, ...] = ()
+    """Name of a recipe."""
 
 
 def recipes(args: list[str]) -> int:
-    """The built-in recipes."""
-    for name, recipe in RECIPES.items():
-        lines = (recipe.__doc__ or "").strip().splitlines()
+    names = parse_command(RecipesOptions, args, "recipes", "name").name
+    if unknown := [name for name in names if name not in RECIPES]:
+        raise GruppoError(f"unknown recipe {unknown[0]!r}; it needs one of {', '.join(RECIPES)}.")
+    for name in names:
+        lines = (RECIPES[name].__doc__ or "").strip().splitlines()
         print(f"{name}\n    " + "\n    ".join(line.strip() for line in lines))
-    print(
-        f"\n{program()} train NAME starts one; {program()} explain NAME says what it would do; "
-        f"{program()} train NAME --help its options."
-    )
+    if names:
+        print(f"\n{program()} train {names[0]} starts it, {program()} explain {names[0]} shows what it would do.")
+        return 0
+    width = max(map(len, RECIPES))
+    for name, recipe in RECIPES.items():
+        print(f"{name:<{width}}  {(recipe.__doc__ or '').strip().splitlines()[0]}")
+    print(f"\n{program()} recipes NAME says more; {program()} train NAME --help lists its options.")
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train,
-    "resume": resume,
-    "eval": evaluate,
-    "sample": sample,
-    "export": export,
-    "explain": explain,
-    "doctor": doctor,
-    "recipes": recipes,
+@dataclass(frozen=True)
+class CompletionOptions:
+    """Print a completion script, as in: source <(gruppo completion bash)."""
+
+    shell: str = ""
+    """bash, zsh or fish."""
+
+
+def completion(args: list[str]) -> int:
+    shell = parse_command(CompletionOptions, args, "completion", "shell").shell
+    if shell not in ("bash", "zsh", "fish"):
+        raise GruppoError(f"no completion for {shell!r}; it needs one of bash, zsh, fish.")
+    print(help_text.completion(shell, {name: kind for name, (_, kind) in COMMANDS.items()}, list(RECIPES)))
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], type | None]] = {
+    "train": (train, None),
+    "resume": (resume, ResumeOptions),
+    "eval": (evaluate, EvalOptions),
+    "sample": (sample, SampleOptions),
+    "export": (export, ExportOptions),
+    "explain": (explain, None),
+    "doctor": (doctor, DoctorOptions),
+    "config": (config, None),
+    "recipes": (recipes, RecipesOptions),
+    "completion": (completion, CompletionOptions),
 }
+"""Each command with its options; None for those that take a recipe and the options of a config."""

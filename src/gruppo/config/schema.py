@@ -1,10 +1,14 @@
-"""One tree of frozen dataclasses: all that a run can be told."""
+"""The configuration of a run: one tree of frozen dataclasses.
+
+The first line of a field's docstring is its help on the command line, the rest is shown by ``--help-all``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from gruppo.config.options import Count, Fraction, NonNegative, Positive, Range
 from gruppo.core.objective import Objective
 from gruppo.core.schedules import Decay
 from gruppo.types import Sampling
@@ -12,32 +16,44 @@ from gruppo.types import Sampling
 IN_MEMORY = "<in memory>"
 """Written in place of a Python object that has no name to load it by."""
 
+Schedule = Annotated[float | str, Range(ge=0)]
+"""A number, or a text with a schedule or controller; see ``Stage``."""
+OptionalSchedule = Annotated[float | str | None, Range(ge=0)]
+Timeout = Annotated[float | None, Range(gt=0)]
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """What is sampled each step."""
+    """Sampling of each training step."""
 
-    prompts: int = 8
-    """Prompts a step, over all ranks."""
-    group_size: int = 8
-    """Samples of each prompt."""
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_k: int = 0
-    """0 keeps every token."""
-    top_p: float = 1.0
-    """1 keeps every token."""
+    prompts: Positive = 8
+    """Prompts per step, over all ranks."""
+    group_size: Positive = 8
+    """Samples per prompt."""
+    max_new_tokens: Positive = 128
+    """Maximum length of a completion, in tokens."""
+    temperature: Annotated[float, Range(gt=0, why="temperature 0 is greedy and gives nothing to learn from")] = 1.0
+    """Sampling temperature; log-probs are computed at the same temperature."""
+    top_k: Count = 0
+    """Sample among the k most likely tokens; 0 disables."""
+    top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
+    """Sample among the most likely tokens of total probability p; 1 disables."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, beside the end tokens."""
-    refill_rounds: int = 0
-    """Further rounds of generation a step that may replace groups without spread (DAPO's dynamic sampling)."""
+    """Strings that end a completion, in addition to the end tokens."""
+    refill_rounds: Count = 0
+    """Maximum resampling rounds for groups with equal rewards (DAPO); 0 disables."""
     refill_by: str = ""
-    """Name of the reward whose spread decides; without it, or where it scores no row, the sum before shaping."""
-    first_samples: int = 0
-    """Samples of each prompt before rewards decide which groups grow: those with spread, in the budget of prompts x
-    group_size samples a step; 0 samples whole groups at once."""
-    max_group_size: int = 0
-    """Largest size of a group that grows; 0 for twice group_size."""
+    """Reward that decides which groups are resampled; default: the sum of rewards.
+
+    Rows that this reward did not score fall back to the sum, before shaping.
+    """
+    first_samples: Count = 0
+    """Samples per prompt before groups grow by their rewards; 0 samples whole groups.
+
+    Groups with unequal rewards receive more samples, within prompts x group_size per step.
+    """
+    max_group_size: Count = 0
+    """Maximum size of a growing group; 0 for twice group_size."""
 
     @property
     def sampling(self) -> Sampling:
@@ -46,316 +62,367 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class DiffusionConfig:
-    """How an image model is drawn from, and what a new one is. Read where the model is one."""
+    """Sampling and architecture options of diffusion models."""
 
-    steps: int = 10
-    """Denoising steps of a sample; the last one adds no noise and is not learned from."""
+    steps: Annotated[int, Range(ge=2)] = 10
+    """Denoising steps per sample; the last one is deterministic and not trained on."""
     transition: str = "ancestral"
-    """How each step but the last is drawn: ddim, ddpm, ddpm_large or ancestral; of a flow ancestral, flow_sde,
-    dance_sde or cps."""
+    """Sampler: ancestral, ddim, ddpm, ddpm_large, flow_sde, dance_sde or cps.
+
+    Flow models take ancestral, flow_sde, dance_sde or cps.
+    """
     eta: float | None = None
-    """Share of new noise in a step; without it, the transition's own."""
-    guidance: float = 1.0
-    """Classifier-free, sampled and scored alike; 1 asks the network once."""
+    """Scale of the noise added in a step; default: the sampler's own."""
+    guidance: NonNegative = 1.0
+    """Scale of classifier-free guidance, in sampling and scoring; 1 disables."""
     noise: Literal["independent", "shared", "branched"] = "independent"
-    """shared: a group has one first latent. branched: and all noise in common but one random step's, which alone is
-    learned from."""
-    train_from: int = 0
-    """The first step that is learned from."""
-    train_to: int = 0
-    """The step before which learning ends; 0 for the last one."""
-    train_fraction: float = 1.0
-    """Share of these steps that is learned from, drawn anew for each group."""
-    eval_steps: int = 0
-    """Steps of an evaluation, which follows the ODE; 0 for as many as in training."""
+    """Noise shared within a group.
+
+    shared: the initial latent. branched: all noise but that of one random step, the only one trained on.
+    """
+    train_from: Count = 0
+    """First denoising step to train on."""
+    train_to: Count = 0
+    """Denoising step at which training stops (exclusive); 0 for the last one."""
+    train_fraction: Annotated[float, Range(gt=0, le=1)] = 1.0
+    """Fraction of these steps to train on, sampled per group."""
+    eval_steps: Count = 0
+    """Denoising steps in evaluation, which follows the ODE; 0 for the training value."""
     path: Literal["flow", "diffusion"] = "flow"
-    """Of a new network: x = (1 - t) x0 + t e, or sqrt(a) x0 + sqrt(1 - a) e."""
-    shift: float = 1.0
-    """Of a new network's flow: above 1, more of its steps and of what it learns from are where there is much noise."""
+    """Noise schedule of a new network.
+
+    flow: x = (1 - t) x0 + t e. diffusion: x = sqrt(a) x0 + sqrt(1 - a) e.
+    """
+    shift: Annotated[float, Range(gt=0)] = 1.0
+    """Timestep shift of a new flow model; above 1 gives noisy steps more weight."""
     predicts: Literal["noise", "x0", "v", "velocity"] = "x0"
-    """What a new network says of a noisy picture."""
+    """Prediction type of a new network."""
     weighting: Literal["uniform", "clean"] = "clean"
-    """Of a new network's denoising loss; clean: 1 / (sigma^2 + 0.05)."""
-    dropped: float = 0.0
-    """Share of demonstrations that a new network learns from without their class, for guidance."""
-    width: int = 32
-    """Channels of a new network."""
+    """Weighting of a new network's denoising loss; clean is 1 / (sigma^2 + 0.05)."""
+    dropped: Annotated[float, Range(ge=0, lt=1)] = 0.0
+    """Probability of training a new network without the class, for guidance."""
+    width: Annotated[int, Range(ge=8)] = 32
+    """Base channels of a new network."""
     size: tuple[int, int] | None = None
-    """Height and width of a pipeline's pictures in pixels; without it, what it was trained for."""
-    embedded_guidance: float = 3.5
-    """The guidance that FLUX is told as a number; it is not classifier-free."""
+    """Height and width of a pipeline's images in pixels; default: the model's own."""
+    embedded_guidance: NonNegative = 3.5
+    """Guidance that FLUX receives as an input; unlike guidance, not classifier-free."""
 
 
 @dataclass(frozen=True)
 class RestorationConfig:
-    """What a network that restores images draws, and how it learns. Read where the model is one."""
+    """Action and supervised loss of image restoration networks."""
 
     action: str = "low_resolution"
-    """Of a new policy, what is drawn: pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15 or
-    controls:noise=0-50@25,mix=0-1@1."""
+    """What a new policy samples: pixels, low_resolution, band_gains or controls.
+
+    With settings: pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15, controls:noise=0-50@25,mix=0-1@1.
+    """
     weights: str = ""
-    """Of a new policy, the network's weights to begin with: a .safetensors file, or the folder of a policy."""
-    patches: int = 1
-    """Of a new policy, patches a side: each has an action of its own, and may have a reward of its own."""
+    """Initial weights of a new network: a .safetensors file or a policy folder."""
+    patches: Positive = 1
+    """Patches per side of a new policy; each has its own action and may be rewarded."""
     trains: Literal["all", "action"] | None = None
-    """action lets the network rest. Without it all, or as the model was saved."""
+    """What is trained; action freezes the network. Default: all, or as saved."""
     supervises: Literal["output", "base", "told"] | None = None
-    """What clean pictures are compared with: the picture of the mean action; the network's own; or that of a network
-    which is told the true controls. Without it output, or as the model was saved."""
+    """Image that the supervised loss compares with the clean one.
+
+    Default: output, or as saved. output: at the mean action. base: of the network alone. told: of a network that
+    receives the true controls.
+    """
     loss: Literal["charbonnier", "l1", "mse"] | None = None
-    """Of a pixel, in the supervised term and in the consistency. Without it charbonnier, or as the model was saved."""
+    """Pixel loss of supervision and consistency. Default: charbonnier, or as saved."""
     consistency: str = "reference"
-    """What a stage's cons_coef is of: reference, to the reference's picture; equivariance, under flips and turns;
-    degradation, degraded again it is what was given; or a function file.py:degrade of pictures and prompts."""
-    action_lr_factor: float = 1.0
-    """The learning rate of what draws the action over the network's; what is 0 at first needs 10 to 50."""
+    """Consistency term: reference, equivariance, degradation or file.py:degrade.
+
+    reference: distance to the reference's image. equivariance: under flips and rotations. degradation, or a function of
+    images and prompts: the output, degraded again, matches the input.
+    """
+    action_lr_factor: Annotated[float, Range(gt=0)] = 1.0
+    """Learning rate of the action head, relative to the network's.
+
+    Parameters initialized at 0 need 10 to 50.
+    """
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, and how a batch is cut into updates."""
+    """AdamW, and how a batch is split into optimizer steps."""
 
-    lr: float = 1e-6
-    warmup_steps: int = 0
+    lr: NonNegative = 1e-6
+    """Peak learning rate."""
+    warmup_steps: Count = 0
+    """Steps of linear warmup."""
     decay: Decay = "constant"
-    final_lr_frac: float = 0.0
-    """Where the decay ends, as a fraction of lr."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them."""
-    epochs: int = 1
+    """Learning rate schedule after warmup."""
+    final_lr_frac: Fraction = 0.0
+    """Final learning rate as a fraction of lr."""
+    betas: Annotated[tuple[float, float], Range(ge=0, lt=1)] = (0.9, 0.999)
+    """AdamW betas."""
+    eps: Annotated[float, Range(gt=0)] = 1e-8
+    """AdamW epsilon."""
+    weight_decay: NonNegative = 0.0
+    """AdamW weight decay."""
+    max_grad_norm: NonNegative = 1.0
+    """Maximum gradient norm; 0 disables clipping."""
+    epochs: Positive = 1
     """Passes over each batch."""
-    stop_kl: float = 0.0
-    """Epochs of a batch end when the mean KL to the old policy, in nats a token, exceeds this; 0 never."""
-    minibatches: int = 1
-    """Updates a pass."""
-    token_budget: int = 0
-    """Tokens one forward and backward may cover, padding included; 0 chooses 640 on a CPU and 16384 on a GPU, or four
-    times the longest prompt, or fewer where memory is short. Of an image model, evaluations of its network: 128. Of
-    one that restores images, squares of 16 x 16 pixels: 4096. Halved where it runs out. Changes memory and speed, never
-    the gradient."""
-    terms_every: int = 0
-    """Steps between measurements of each loss term's own gradient, its norm and its cosine with each other's, at the
-    cost of a backward pass for each term; 0 for none."""
+    stop_kl: NonNegative = 0.0
+    """KL to the old policy, in nats per token, that ends a batch's epochs; 0 disables."""
+    minibatches: Positive = 1
+    """Optimizer steps per epoch."""
+    token_budget: Count = 0
+    """Tokens per forward and backward pass, padding included; 0 chooses.
+
+    Changes memory and speed, not the gradient. The automatic value is 640 on a CPU and 16384 on a GPU, or four times
+    the longest prompt. Diffusion models count network evaluations (128), restoration networks squares of 16 x 16 pixels
+    (4096). Halved when memory runs out.
+    """
+    terms_every: Count = 0
+    """Steps between measurements of the gradients of single loss terms; 0 disables.
+
+    Reports their norms and cosines. Each measurement costs one backward pass per term.
+    """
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run: the coefficients of its loss terms, and what else changes while it lasts.
+    """A span of steps with its own loss coefficients, learning rate and sampling.
 
-    A field of type number or text takes a schedule over the stage's steps: linear:FROM,TO  cosine:FROM,TO
-    steps:FROM,50=X,100=Y; or, of three of them, a controller: adaptive:FROM,target=X,... See docs/stages.md.
+    A number can also be a schedule over the stage's steps, linear:FROM,TO  cosine:FROM,TO  steps:FROM,50=X,100=Y, or,
+    for kl_coef, entropy_coef and difficulty, a controller, adaptive:FROM,target=X,... See docs/stages.md.
     """
 
     name: str = ""
-    steps: int = 0
-    """Steps it lasts at most; 0, in the last stage alone, for all that are left. The last one also has the steps that
-    gates before it have saved."""
+    """Name of the stage, in logs."""
+    steps: Count = 0
+    """Maximum length in steps; 0, in the last stage only, for all remaining steps."""
     until: str = ""
-    """Ends it earlier, as soon as a metric says so: "eval/reward_mean > 0.5", or "eval/psnr flat 3" where its last 3
-    values were no higher than the best before them ("flat 3 by 0.05": not by more than that)."""
+    """Condition that ends the stage early, such as "eval/reward_mean > 0.5".
+
+    "eval/psnr flat 3": the last 3 values are no higher than the best before them; "flat 3 by 0.05": not by more.
+    """
     new_reference: bool = False
-    """As it begins, the reference becomes the policy as it then is."""
-    rl_coef: float | str = 1.0
-    """Of the objective's surrogate. Where it and kl_coef stay 0 nothing is sampled: demonstrations alone teach."""
-    sup_coef: float | str = 0.0
-    """Of the supervised loss of demonstrations."""
-    kl_coef: float | str = 0.0
-    """The papers' beta. Above 0 in any stage, a reference is kept. Or adaptive:FROM,target=NATS,horizon=SAMPLES."""
-    cons_coef: float | str = 0.0
-    """Of the consistency of restored pictures (restoration.consistency)."""
-    entropy_coef: float | str = 0.0
-    """Or adaptive:FROM,target=NATS,delta=STEP."""
-    value_coef: float | str = 0.5
-    """Of the critic's loss."""
-    lr: float | str | None = None
-    """Without it, optim.lr with its warm-up and decay over the whole run."""
-    warmup_steps: int = 0
-    """First steps of the stage, in which lr rises linearly to what it is set to."""
-    weight_decay: float | str | None = None
-    """Without it, optim.weight_decay."""
-    temperature: float | str | None = None
-    """Without it, rollout.temperature."""
-    group_size: int | str | None = None
-    """Without it, rollout.group_size."""
-    difficulty: float | str = 1.0
-    """Share of the prompts that are drawn from, the easiest first (prompts.difficulty_column). Or
-    adaptive:FROM,target=REWARD,rate=STEP."""
+    """Reset the reference to the current policy at the start of the stage."""
+    rl_coef: Schedule = 1.0
+    """Coefficient of the policy gradient loss; 0, with kl_coef 0, samples nothing."""
+    sup_coef: Schedule = 0.0
+    """Coefficient of the supervised loss on demonstrations."""
+    kl_coef: Schedule = 0.0
+    """Coefficient of the KL to the reference (beta of the papers).
+
+    Or adaptive:FROM,target=NATS,horizon=SAMPLES. The reference is kept in memory if any stage has a value above 0.
+    """
+    cons_coef: Schedule = 0.0
+    """Coefficient of the consistency of restored images (restoration.consistency)."""
+    entropy_coef: Schedule = 0.0
+    """Coefficient of the entropy bonus; or adaptive:FROM,target=NATS,delta=STEP."""
+    value_coef: Schedule = 0.5
+    """Coefficient of the critic's loss."""
+    lr: OptionalSchedule = None
+    """Learning rate; default: optim.lr with its warmup and decay."""
+    warmup_steps: Count = 0
+    """Steps of linear learning rate warmup at the start of the stage."""
+    weight_decay: OptionalSchedule = None
+    """Weight decay; default: optim.weight_decay."""
+    temperature: Annotated[float | str | None, Range(gt=0, why="0 is greedy and gives nothing to learn from")] = None
+    """Sampling temperature; default: rollout.temperature."""
+    group_size: Annotated[int | str | None, Range(ge=1)] = None
+    """Samples per prompt; default: rollout.group_size."""
+    difficulty: Annotated[float | str, Range(ge=0, le=1)] = 1.0
+    """Fraction of the prompts to sample from, easiest first.
+
+    Needs prompts.difficulty_column. Or adaptive:FROM,target=REWARD,rate=STEP.
+    """
 
 
 @dataclass(frozen=True)
 class SupervisedConfig:
-    """The demonstrations that a stage with sup_coef above 0 learns from."""
+    """Demonstrations, for stages with sup_coef above 0."""
 
     data: str = ""
-    """Prompts with what to answer; without it, the run's own data."""
+    """Data set with demonstrations; default: the run's data."""
     column: str = ""
-    """Column of what to answer; without it, the target."""
+    """Column with the completion to learn; default: the target column."""
     template: str = ""
-    """What to answer as a text around columns: "<answer>{answer}</answer>"."""
-    batch: int = 32
-    """Demonstrations a step, over all ranks."""
+    """Completion as a template of columns: "<answer>{answer}</answer>"."""
+    batch: Positive = 32
+    """Demonstrations per step, over all ranks."""
 
 
 @dataclass(frozen=True)
 class BackOffConfig:
-    """Return to the best weights, with a lower learning rate, where a metric has fallen."""
+    """Return to the best weights, at a lower learning rate, when a metric drops."""
 
     metric: str = ""
-    """Such as eval/reward_mean, higher is better; without it, never."""
-    drop: float = 0.05
-    """How far below its best the metric may be."""
-    lr_factor: float = 0.5
-    """Of the learning rate, at each return."""
+    """Metric to watch, higher is better, such as eval/reward_mean; empty disables."""
+    drop: NonNegative = 0.05
+    """Drop below the best value that triggers the return."""
+    lr_factor: Annotated[float, Range(gt=0, le=1)] = 0.5
+    """Factor on the learning rate at each return."""
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """What the KL is measured against, where some stage's kl_coef is above 0."""
+    """Reference policy of the KL, for stages with kl_coef above 0."""
 
     kind: Literal["frozen", "mixed"] = "frozen"
-    """The first weights for ever, or weights that follow the policy: reference <- rate policy + (1 - rate) reference.
-    Of a run with LoRA the frozen one is the model with its adapter off, and the mixed one a second adapter."""
-    update_rate: float = 0.6
-    """Share of the policy in a mixed reference after an update."""
-    update_every: int = 512
+    """frozen: the initial weights. mixed: weights that follow the policy.
+
+    reference <- rate policy + (1 - rate) reference. With LoRA the frozen reference is the model with its adapter
+    disabled, the mixed one a second adapter.
+    """
+    update_rate: Fraction = 0.6
+    """Weight of the policy in an update of a mixed reference."""
+    update_every: Positive = 512
     """Steps between updates of a mixed reference."""
     place: Literal["device", "cpu", "disk"] = "device"
-    """Where a copy of the weights rests. On cpu or disk it comes to the device for one pass before the updates, and is
-    released before they begin."""
-    watch_prompts: int = 64
-    """Held-out prompts that a mixed reference answers too at each evaluation; 0 for none."""
+    """Where the reference weights are kept between uses."""
+    watch_prompts: Count = 64
+    """Held-out prompts on which a mixed reference is evaluated too; 0 disables."""
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters in place of the weights (extra lora)."""
+    """Low-rank adapters in place of full fine-tuning (extra lora)."""
 
-    rank: int = 0
-    """0 trains the weights themselves."""
-    alpha: float = 32.0
-    """The adapter's output is scaled by alpha / rank."""
+    rank: Count = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: Annotated[float, Range(gt=0, why="the adapter's output is scaled by alpha / rank")] = 32.0
+    """Scale of the adapter's output: alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Names of linear layers, such as q_proj; without any, all but the head."""
+    """Linear layers to adapt, such as q_proj; default: all but the head."""
     adapter: str = ""
-    """A folder with an adapter of the same base to begin from; its rank, alpha and targets are its own."""
+    """Folder of an adapter to continue training; its rank, alpha and targets apply."""
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """What predicts the return before each action. Used where objective.baseline is critic, and nowhere else."""
+    """Value function of objectives with baseline=critic (PPO)."""
 
     kind: Literal["shared", "separate"] = "shared"
-    """A head on the policy's own network, or a network of its own: twice the memory, no pull on the policy."""
+    """shared: a value head on the policy's network. separate: a network of its own."""
     model: str = ""
-    """The separate network: a hub id, a folder (a reward model too) or a bundled model; without it, a copy of the
-    policy."""
-    lr: float | None = None
-    """Peak learning rate, on the policy's schedule; without it, the policy's."""
-    warmup_steps: int = 0
-    """First steps, in which the critic learns alone."""
+    """Model of a separate critic, or a reward model; default: a copy of the policy."""
+    lr: Annotated[float | None, Range(ge=0)] = None
+    """Peak learning rate, on the policy's schedule; default: the policy's."""
+    warmup_steps: Count = 0
+    """Initial steps that train only the critic."""
 
 
 @dataclass(frozen=True)
 class ScoringConfig:
-    """How reward functions are called."""
+    """Calls of the reward functions."""
 
     weights: tuple[float, ...] | None = None
-    """One for each reward; all 1 without."""
-    timeout_s: float | None = 60.0
-    """A call that takes longer leaves its rows unscored; None waits for ever."""
+    """Weight of each reward; default: all 1."""
+    timeout_s: Timeout = 60.0
+    """Seconds before a call fails and leaves its rows unscored; None disables."""
 
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """What replies to the policy, so that it speaks again: conversations of several turns."""
+    """Environment of multi-turn conversations."""
 
     reply: str = ""
-    """A function file.py:function of (text, messages, state, turn, seed, prompt and the data's columns) that returns
-    what is said next, or None at the end; without it, each prompt is answered once. See docs/environments.md."""
-    turns: int = 8
-    """Answers of the policy in a conversation at most; rollout.max_new_tokens is of all of them."""
-    max_reply_tokens: int = 256
-    """A longer reply is cut."""
-    timeout_s: float | None = 60.0
-    """A reply that takes longer ends its conversation, which is not learned from; None waits for ever."""
+    """Function that replies, as file.py:function; default: one turn per prompt.
+
+    It receives text, messages, state, turn, seed, prompt and the data's columns, and returns the reply, or None to end
+    the conversation. See docs/environments.md.
+    """
+    turns: Positive = 8
+    """Maximum turns of the policy; rollout.max_new_tokens limits their total length."""
+    max_reply_tokens: Positive = 256
+    """Maximum length of a reply, in tokens; longer ones are truncated."""
+    timeout_s: Timeout = 60.0
+    """Seconds after which a reply counts as failed; None disables.
+
+    Conversations without a reply are not trained on.
+    """
 
 
 @dataclass(frozen=True)
 class PromptsConfig:
-    """How the data is read."""
+    """Columns of the data, and the split."""
 
     column: str = "prompt"
+    """Column with the prompt."""
     target_column: str | None = None
-    """Without it, the first of answer, target, solution, label that is there."""
-    held_out_fraction: float = 0.1
-    """Share of the prompts, by hash, that are kept for evaluation and never trained on."""
+    """Column with the target; default: answer, target, solution or label."""
+    held_out_fraction: Annotated[float, Range(ge=0, lt=1)] = 0.1
+    """Fraction of the prompts held out for evaluation, chosen by hash."""
     difficulty_column: str = ""
     """Column with a number, higher is harder, for a stage's difficulty."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Greedy answers to held-out prompts, before and after training."""
+    """Greedy evaluation on held-out prompts, before and after training."""
 
-    prompts: int = 256
-    """0 evaluates nothing."""
-    every: int = 0
-    """Steps between further evaluations; 0 for none."""
-    along_steps: int = 16
-    """Of an image model, so many held-out prompts whose pictures are also rewarded as they stand after each denoising
-    step; 0 asks the rewards nothing more."""
+    prompts: Count = 256
+    """Number of held-out prompts; 0 disables evaluation."""
+    every: Count = 0
+    """Steps between evaluations during training; 0 disables."""
+    along_steps: Count = 16
+    """Held-out prompts rewarded after each denoising step too (diffusion); 0 disables."""
 
 
 @dataclass(frozen=True)
 class SavingConfig:
-    every: int = 50
-    """Steps between checkpoints; one is written at the end and at a stop in any case."""
-    keep: int = 2
-    """Checkpoints kept."""
+    """Checkpoints."""
+
+    every: Count = 50
+    """Steps between checkpoints; one is always saved at the end."""
+    keep: Positive = 2
+    """Number of checkpoints to keep."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. Recipes are functions that return one; the shell overrides its leaves."""
+    """Configuration of a run. Recipes are functions that return one."""
 
     model: str = ""
-    """A hub id, a local folder, or a bundled model such as smollm2-135m; file.py:function for a language model of one's
-    own, which the function returns as gruppo.from_module made it; a folder with a denoiser or a pipeline of
-    diffusers, diffusers:OWNER/NAME, or unet for a new one of the size of the data's pictures; restore:unet,
-    restore:dncnn or restore:file.py:Class for a network that restores images, or a folder with one."""
+    """Model: a hub id, a folder, a bundled name, or file.py:function.
+
+    Bundled: smollm2-135m. A function returns a language model made by gruppo.from_module. Images: a denoiser or
+    diffusers folder, diffusers:OWNER/NAME, or unet (new). Restoration: restore:unet, restore:dncnn,
+    restore:file.py:Class, or a folder.
+    """
     data: str = ""
-    """A .jsonl file, a Hugging Face data set, arithmetic, reasoning_gym:TASK, digits, or images:FOLDER:SIZE; degraded
-    images with clean ones: photos:noise=25, degrade:FOLDER:noise=25 or pairs:DEGRADED:CLEAN."""
+    """Data: a .jsonl file, a Hugging Face data set, or a built-in source.
+
+    Built in: arithmetic, reasoning_gym:TASK, digits, images:FOLDER:SIZE; degraded images with clean ones
+    photos:noise=25, degrade:FOLDER:noise=25, pairs:DEGRADED:CLEAN.
+    """
     reward: tuple[str, ...] = ()
-    """Built-in names, or file.py:function; called as in TRL."""
-    steps: int = 200
-    """Number of collect-learn-publish rounds."""
+    """Reward functions: built-in names or file.py:function, called as in TRL."""
+    steps: Positive = 200
+    """Number of training steps."""
     seed: int = 0
+    """Random seed."""
     name: str = ""
-    """Folder below runs_dir; without it, one is made from the recipe's name and the time."""
+    """Name of the run's folder; default: recipe and time."""
     runs_dir: str = "runs"
-    compute: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of forward and backward; auto measures once. Master weights are float32 in any case."""
+    """Folder for runs."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Device of the policy; auto takes a CUDA device if there is one."""
+    """Device to train on; auto takes an accelerator if there is one."""
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; auto measures both once. Master weights are always float32."""
     engine: str = ""
-    """file.py:function of a policy that returns an engine; without it, the policy samples in this process."""
+    """Engine that samples: file.py:function of a policy; default: the policy itself."""
     trust_remote_code: bool = False
-    """Let a hub model run code of its own."""
-    show_samples_every: int = 10
-    """Steps between sample completions on the screen; 0 shows none."""
+    """Allow code from a hub model's repository to run."""
+    show_samples_every: Count = 10
+    """Steps between samples shown on screen; 0 disables."""
     objective: Objective = field(default_factory=Objective)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
     restoration: RestorationConfig = field(default_factory=RestorationConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     stage: Stage = field(default_factory=Stage)
-    """The whole run as one stage, where stages names none."""
+    """The only stage of a run without stages."""
     stages: tuple[Stage, ...] = ()
-    """Parts of the run, one after another; on the shell --stages supervised:50,ramp:30,full."""
+    """Stages of the run; in the shell --stages supervised:50,ramp:30,full."""
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     back_off: BackOffConfig = field(default_factory=BackOffConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -366,7 +433,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     saving: SavingConfig = field(default_factory=SavingConfig)
     track: tuple[str, ...] = ()
-    """Trackers beside the run's own files (extra track): tensorboard, wandb, trackio, or file.py:Class."""
+    """Additional trackers: tensorboard, wandb, trackio (extra track), file.py:Class."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
     @property

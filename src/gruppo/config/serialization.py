@@ -1,4 +1,4 @@
-"""A config to JSON and back, and the names of presets."""
+"""Configs as dicts and as files: TOML, YAML and JSON, and the names of objective presets."""
 
 from __future__ import annotations
 
@@ -6,23 +6,72 @@ import dataclasses
 import difflib
 import json
 import os
-import types
-import typing
+import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from gruppo.config.schema import Config
+from gruppo.config.options import convert, describe_type, fields_of, nested_type
+from gruppo.config.schema import Config, CriticConfig
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.types import GruppoError
+
+SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+
+
+class EntryError(GruppoError):
+    """An entry that is unknown or has a value of the wrong type."""
+
+    def __init__(self, entry: str, message: str) -> None:
+        super().__init__(message)
+        self.entry = entry
+        """Dotted."""
+
+
+# --- dicts ------------------------------------------------------------------------------------------------------------
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def from_dict(data: Mapping[str, Any]) -> Config:
+    """A config from nested settings. An unknown or ill-typed entry is refused with the nearest name."""
+    return _build(Config, data, "")
+
+
+def change(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A config with new values by dotted name: ``{"rollout.group_size": 4, "objective": "ppo"}``.
+
+    A section can be changed together with its entries. An objective without a critic resets the config's critic;
+    a critic among the changes stays, and is refused later.
+    """
+    data = to_dict(config)
+    if "objective" in changes:
+        objective = plain(
+            preset(changes["objective"]) if isinstance(changes["objective"], str) else changes["objective"]
+        )
+        if not (isinstance(objective, Mapping) and objective.get("baseline") == "critic"):
+            data["critic"] = plain(CriticConfig())
+    for name, value in sorted(changes.items(), key=lambda item: item[0].count(".")):  # sections before their entries
+        *path, leaf = name.split(".")
+        if path == ["objective"] and isinstance(data["objective"], str):
+            data["objective"] = plain(preset(data["objective"]))
+        section: Any = data
+        for part in path:
+            if isinstance(section, list | tuple):
+                section = section[int(part)]
+            else:
+                section = section.setdefault(part, {}) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            raise GruppoError(f"{name}: {path[-1]} is a value, not a section of the config. Set {path[-1]} itself.")
+        section[leaf] = plain(value)
+    return from_dict(data)
+
+
 def plain(value: Any) -> Any:
-    """A value as ``to_dict`` gives it: settings as dicts, paths as texts."""
+    """A value as ``to_dict`` gives it: sections as dicts, paths as strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, list | tuple):
@@ -30,115 +79,134 @@ def plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def from_dict(data: Mapping[str, Any]) -> Config:
-    """A config from JSON. An unknown or ill-typed entry is refused with the nearest name."""
-    return _build(Config, data, "")
-
-
-def load(path: Path) -> Config:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise GruppoError(f"{path} does not exist; a run's config.json is needed.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise GruppoError(f"{path} cannot be read as JSON ({error}); a run's config.json is needed.") from None
-    if not isinstance(data, dict):
-        raise GruppoError(f"{path} holds a {type(data).__name__}; a run's config.json is needed.")
-    return from_dict(data)
-
-
-def _build(kind: Any, data: Mapping[str, Any], where: str) -> Any:
-    known = {f.name for f in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
-    values = {}
-    for name, value in data.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean {where}{near[0]}?" if near else f" Known: {', '.join(sorted(known))}."
-            raise GruppoError(f"the config has an unknown entry {where}{name}.{hint}")
-        values[name] = _convert(hints[name], value, f"{where}{name}")
-    return kind(**values)
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    if hint is Objective and isinstance(value, str):
-        return preset(value)
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise GruppoError(f"config entry {where} is {value!r}; it needs an object of settings.")
-        return _build(hint, value, f"{where}.")
-    if (inner := _settings_in(hint)) is not None:
-        if not isinstance(value, list | tuple):
-            raise GruppoError(f"config entry {where} is {value!r}; it needs a list of settings.")
-        return tuple(_convert(inner, item, f"{where}.{n}") for n, item in enumerate(value))
-    if not _fits(hint, value):
-        raise GruppoError(f"config entry {where} is {value!r}; it needs {words(hint)}.")
-    return _cast(hint, value)
-
-
-def _settings_in(hint: Any) -> Any:
-    """The dataclass that a tuple of any length holds; None of another type."""
-    inner = typing.get_args(hint)
-    is_list = typing.get_origin(hint) is tuple and inner[-1] is Ellipsis
-    return inner[0] if is_list and dataclasses.is_dataclass(inner[0]) else None
-
-
 def preset(name: str) -> Objective:
-    """A named objective."""
-    found = PRESETS.get(name.lower().replace("-", "_"))
-    if found is None:
+    """The objective of a preset's name."""
+    objective = PRESETS.get(name.lower().replace("-", "_"))
+    if objective is None:
         near = difflib.get_close_matches(name.lower(), PRESETS, 1)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise GruppoError(f"objective {name or '(nothing)'} is no preset. {hint}Presets: {', '.join(PRESETS)}.")
-    return found
+    return objective
 
 
-def names_critic(objective: Any) -> bool:
-    """Whether an objective, a preset's name or the fields of one ask a critic for values."""
-    fields = plain(preset(objective) if isinstance(objective, str) else objective)
-    return isinstance(fields, Mapping) and fields.get("baseline") == "critic"
+def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
+    fields, values = fields_of(kind), {}
+    for name, value in data.items():
+        entry = f"{prefix}{name}"
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            hint = f" Did you mean {prefix}{near[0]}?" if near else f" Known: {', '.join(sorted(fields))}."
+            raise EntryError(entry, f"the config has an unknown entry {entry}.{hint}")
+        hint = fields[name][0]
+        if hint is Objective and isinstance(value, str):
+            values[name] = preset(value)
+        elif dataclasses.is_dataclass(hint):
+            if not isinstance(value, Mapping):
+                raise EntryError(entry, f"config entry {entry} is {value!r}; it needs a section of settings.")
+            values[name] = _build(hint, value, f"{entry}.")
+        elif (inner := nested_type(hint)) is not None:
+            if not (isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)):
+                raise EntryError(entry, f"config entry {entry} is {value!r}; it needs a list of sections.")
+            values[name] = tuple(_build(inner, item, f"{entry}.{n}.") for n, item in enumerate(value))
+        else:
+            try:
+                values[name] = convert(hint, value)
+            except ValueError:
+                message = f"config entry {entry} is {value!r}; it needs {describe_type(hint)}."
+                raise EntryError(entry, message) from None
+    return kind(**values)
 
 
-def _fits(hint: Any, value: Any) -> bool:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value in inner
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(h, value) for h in inner)
-    if origin is tuple:
-        return isinstance(value, list | tuple) and _has_length(inner, value) and all(_fits(inner[0], v) for v in value)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _has_length(inner: tuple[Any, ...], value: Any) -> bool:
-    return inner[-1] is Ellipsis or len(inner) == len(value)
+def load(path: Path) -> Config:
+    """The config of a .toml, .yaml or .json file; an error names the line where it can be found."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = _parse(text, path.suffix)
+    except FileNotFoundError:
+        raise GruppoError(f"{path} does not exist; a config file (TOML, YAML or JSON) is needed.") from None
+    except (OSError, ValueError) as error:
+        kind = path.suffix[1:].upper()
+        raise GruppoError(
+            f"{path} cannot be read as {kind} ({error}); a config file is needed, such as a run's config.json."
+        ) from None
+    if not isinstance(data, dict):
+        raise GruppoError(
+            f"{path} holds a {type(data).__name__}; a config file is needed, such as a run's config.json."
+        )
+    try:
+        return from_dict(data)
+    except EntryError as error:
+        line = _line_of(text, error.entry)
+        raise GruppoError(f"{path}{f', line {line}' if line else ''}: {error}") from None
 
 
-def _cast(hint: Any, value: Any) -> Any:
-    """What JSON has as a list or a whole number, as the field's type."""
-    inner = typing.get_args(hint)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return _cast(next(h for h in inner if _fits(h, value)), value)
-    if isinstance(value, list | tuple):
-        return tuple(_cast(inner[0], v) for v in value)
-    return float(value) if hint is float else value
+def _parse(text: str, suffix: str) -> Any:
+    if suffix == ".toml":
+        return tomllib.loads(text)
+    if suffix not in (".yaml", ".yml"):
+        return json.loads(text)
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.1 reads 1e-6 as a string; numbers need a dot there."""
+
+    number = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
-_WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", type(None): "nothing"}
+def _line_of(text: str, entry: str) -> int | None:
+    """The line of a dotted entry: the first with its key that follows the line of its section."""
+    lines, at, section = text.splitlines(), 0, ""
+    for key in entry.split("."):
+        pattern, skip = rf"""[\s\[{{\-"']*{re.escape(key)}["']?\s*[=:\]]""", 0
+        if key.isdigit():  # the n-th [[stages]] of TOML, counted from the first, which has been found
+            pattern, skip = rf"\s*\[\[{section}\]\]", int(key)
+        found = [n for n in range(at, len(lines)) if re.match(pattern, lines[n])]
+        if len(found) <= skip:
+            return None
+        at, section = found[skip], key
+    return at + 1
 
 
-def words(hint: Any) -> str:
-    """A type as people say it."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(map(repr, inner))
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(words, inner))
-    if origin is tuple:
-        kind = _WORDS[inner[0]].split(" ", 1)[1]
-        return f"a list of {kind}s" if inner[-1] is Ellipsis else f"a list of {len(inner)} {kind}s"
-    return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+def to_toml(config: Config) -> str:
+    """The config as TOML that ``load`` reads back, with the help of each option as a comment."""
+    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
+    is_section = {name: dataclasses.is_dataclass(value) for name, value in sections.items()}
+    lines = _toml_fields({name: value for name, value in sections.items() if not is_section[name]}, Config)
+    for name, value in sections.items():
+        if is_section[name] and not (name == "stage" and config.stages):
+            lines += ["", *_toml_section(f"[{name}]", value)]
+    for stage in config.stages:
+        lines += ["", *_toml_section("[[stages]]", stage)]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_section(header: str, section: Any) -> list[str]:
+    summary = (type(section).__doc__ or "").strip().splitlines()[0]
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return [f"# {summary}", header, *_toml_fields(values, type(section))]
+
+
+def _toml_fields(values: Mapping[str, Any], kind: type) -> list[str]:
+    lines = []
+    for name, value in values.items():
+        hint, _, doc = fields_of(kind)[name]
+        if nested_type(hint) is None:
+            lines += [f"# {line}" for line in doc.partition("\n\n")[0].splitlines()]
+            lines.append(f"{name} = {_toml_value(value)}")
+    return lines
+
+
+def _toml_value(value: Any) -> str:
+    if value is None or isinstance(value, str):  # TOML has no null
+        return json.dumps("none" if value is None else value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)

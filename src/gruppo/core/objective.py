@@ -20,63 +20,80 @@ class Objective:
     """What is maximised. Presets are instances; any field can be changed with ``dataclasses.replace``."""
 
     credit: Literal["outcome", "return_to_go", "position"] = "outcome"
-    """outcome: a row's score for all its actions. return_to_go: each action, for what came after it. position: each
-    action for a reward of its own (of its step, its patch)."""
+    """Rewards that an action is credited with: all, later ones, or its own.
+
+    outcome: the score of the row. return_to_go: what follows the action. position: the reward of the action itself (of
+    its step, its patch).
+    """
     baseline: Baseline = "mean"
-    """What a reward is compared with."""
+    """Baseline subtracted from the reward."""
     scale: Scale = "group"
-    """What the difference is divided by."""
+    """Standard deviation that advantages are divided by."""
     scale_eps: float = 1e-4
-    """Added to the scale. TRL 1e-4, verl 1e-6; groups without spread are found by comparison, never by eps."""
+    """Added to the scale; TRL uses 1e-4, verl 1e-6.
+
+    Groups with equal rewards are found by comparison, not by this value.
+    """
     running_decay: float = 0.99
-    """Of the running baseline and scale, a step."""
+    """Decay per step of the running baseline and scale."""
     combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Several rewards: one weighted sum, or each normalised by itself, summed, and normalised over the batch (GDPO)."""
+    """Several rewards: normalize their weighted sum, or each one first (GDPO)."""
     whiten: bool = False
-    """Advantages of mean 0 and variance 1 over all kept actions."""
+    """Normalize advantages to mean 0 and variance 1 over all actions."""
     adv_clip: float = 0.0
-    """Advantages are kept in [-adv_clip, adv_clip]; 0 leaves them."""
+    """Clip advantages to [-adv_clip, adv_clip]; 0 disables."""
     gamma: float = 1.0
-    """Discount from one action to the next."""
+    """Discount factor per action."""
     lam: float = 0.95
-    """GAE's lambda: 1 trusts the rewards, 0 the critic."""
+    """Lambda of GAE: 1 relies on rewards, 0 on the critic."""
     ratio: Literal["token", "sequence"] = "token"
-    """Of each action, or the geometric mean over its row."""
+    """Importance ratio: per action, or the geometric mean of the row (GSPO)."""
     surrogate: Literal["clip", "cispo", "sapo", "vespo", "reinforce"] = "clip"
+    """Surrogate objective."""
     clip_low: float = 0.2
-    """The ratio is clipped below 1 - clip_low."""
+    """Lower clip range: the ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high."""
+    """Upper clip range: the ratio is clipped above 1 + clip_high."""
     clip_unit: Literal["ratio", "nats"] = "ratio"
-    """nats: the log-ratio is kept in [-clip_low, clip_high]."""
+    """Unit of the clip range; nats: the log-ratio is kept in [-clip_low, clip_high]."""
     dual_clip: float = 0.0
-    """Where the advantage is negative, the ratio counts at most this much; 0 leaves it. verl 3."""
+    """Maximum ratio where the advantage is negative; 0 disables (verl: 3)."""
     dims: Literal["sum", "mean"] = "sum"
-    """Log-ratio of a continuous action: of its joint density, or divided by its dimensions."""
+    """Log-ratio of a continuous action: summed or averaged over its dimensions."""
     tau_pos: float = 1.0
-    """SAPO's temperature where the advantage is positive."""
+    """Temperature of SAPO for positive advantages."""
     tau_neg: float = 1.05
+    """Temperature of SAPO for negative advantages."""
     average: Average = "sequence"
-    """How actions are averaged into one loss."""
+    """Aggregation of the loss over actions."""
     kl: Estimator = "k3"
-    """Estimator of the KL to the reference; used where kl_coef > 0. exact: the closed form, of image models."""
+    """Estimator of the KL to the reference; exact is for Gaussian policies."""
     kl_mask: float = 0.0
-    """An action whose KL to the old policy exceeds this, in nats, is left out where it would move further away; 0
-    leaves out none."""
+    """KL to the old policy, in nats, above which actions are masked; 0 disables.
+
+    Only actions that the update would move further away are masked.
+    """
     kl_in: Literal["loss", "reward"] = "loss"
-    """As a term of the loss, or subtracted from the reward of each action."""
+    """Add the KL to the loss, or subtract it from the rewards."""
     kl_gradient: KlGradient = "unbiased"
+    """Gradient of the KL loss: unbiased, or of the estimator (naive)."""
     correction: Correction = "none"
-    """Weights for actions whose sampler and trainer disagree."""
+    """Importance weights for the mismatch between sampler and trainer."""
     correction_level: CorrectionLevel = "token"
+    """Level of these weights."""
     correction_low: float = 0.0
+    """Lower bound of these weights."""
     correction_high: float = 3.0
+    """Upper bound of these weights."""
     value_clip: float = 0.2
-    """The critic's estimate may move this far from the stored one within a batch; 0 lets it."""
+    """Clip range of the critic's estimates within a batch; 0 disables."""
     mask_truncated: bool = False
-    """Do not learn from rollouts that were cut at max_actions."""
+    """Exclude truncated completions from the loss."""
     overlong: int = 0
-    """The last so many actions before max_actions are penalised, up to a reward of -1 (DAPO); 0 for none."""
+    """Length of the soft overlong penalty, in tokens before the limit (DAPO).
+
+    The penalty grows to a reward of -1 at the limit; 0 disables.
+    """
 
     def __post_init__(self) -> None:
         self._check_choices()

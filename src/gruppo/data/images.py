@@ -1,120 +1,152 @@
-"""A folder of images as prompts with targets."""
+"""A folder of images as prompts with targets: captions from a table or from files next to them, or classes."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from gruppo.data.captions import entries_of
-from gruppo.data.cursor import Cursor
-from gruppo.data.epochs import Epochs, split_by_hash
-from gruppo.data.pixels import Fit, read_image
+from gruppo.data.image_files import Fit, list_images, read_image
+from gruppo.data.readers import read_jsonl
+from gruppo.data.source import IndexedSource, leave_out, split_by_hash
 from gruppo.types import DataError, GruppoError, Prompt
 
 log = logging.getLogger("gruppo")
 
-ATTEMPTS = 100
-"""So many files in a row that are no images end the run."""
+TABLES = ("captions.jsonl", "metadata.jsonl", "metadata.csv")
+FILE_COLUMNS, CAPTION_COLUMNS = ("file_name", "file", "image", "path"), ("caption", "text", "prompt")
 
 
-class ImageFolder:
-    """An endless stream over the png, jpg and webp files of a folder and its subfolders, ``target`` being the image.
+def image_folder(
+    folder: str | Path,
+    *,
+    seed: int,
+    size: int | tuple[int, int] | None = None,
+    channels: int = 3,
+    fit: Fit = "crop",
+    held_out_fraction: float = 0.1,
+) -> IndexedSource:
+    """Stream of the png, jpg and webp files of a folder and its subfolders; ``target`` is the image.
 
     Captions, if there are any, are the prompts: from ``captions.jsonl``, ``metadata.jsonl`` or ``metadata.csv`` in the
     folder (a column ``file_name``, another ``caption`` or ``text``; further columns go to ``meta``), or from a .txt
-    file beside each image; an image without one is left out, and counted. Without captions the subfolders are classes,
-    and the prompt is the class's number, ``label``; without subfolders it is an empty text.
+    file next to each image; an image without one is left out, with a warning. Without captions the subfolders are the
+    classes, and a prompt is the number of a class, ``label``; without subfolders it is an empty text.
 
-    A file that is no whole image is left out with one line that names it; ``unreadable`` holds those met so far. Held
-    out are captions, or, where there are none, files. Images are read when they are drawn; see ``read_image``.
+    The held-out split goes by the captions, or by the files where there are none. Images are read when they are drawn
+    (see ``read_image``). A file that is not a whole image is left out with a warning, and listed in ``unreadable``.
     """
+    if channels not in (1, 3):
+        raise GruppoError(f"channels={channels} is neither 1 (grey) nor 3 (colour). Set one of them.")
+    root, name, unreadable = Path(folder).expanduser(), str(folder), dict[str, str]()
+    size = (size, size) if isinstance(size, int) else size
+    entries = image_entries(root)
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        seed: int,
-        size: int | tuple[int, int] | None = None,
-        channels: int = 3,
-        fit: Fit = "crop",
-        held_out_fraction: float = 0.1,
-    ) -> None:
-        if channels not in (1, 3):
-            raise GruppoError(f"channels={channels} is neither 1 (grey) nor 3 (colour). Set one of them.")
-        self.folder, self.name, self.seed = Path(folder).expanduser(), str(folder), seed
-        self.size = (size, size) if isinstance(size, int) else size
-        self.channels, self.fit = channels, fit
-        self._entries = entries_of(self.folder)
-        self.columns = ("target", *dict.fromkeys(name for entry in self._entries for name in entry.meta))
-        keys = [
-            entry.inputs if entry.inputs and isinstance(entry.inputs, str) else entry.file for entry in self._entries
-        ]
-        self._train, self._held_out = split_by_hash(keys, held_out_fraction, self.name)
-        self._epochs = Epochs(len(self._train), seed)
-        self.unreadable: dict[str, str] = {}
-        identity = {"fingerprint": self.fingerprint(), "seed": seed, "held_out_images": len(self._held_out)}
-        self._cursor = Cursor(self.name, identity)
-
-    @property
-    def classes(self) -> list[str]:
-        """The subfolders in the order of their numbers, where they are the classes; none where captions or nothing are
-        asked for."""
-        named = {entry.inputs: entry.id for entry in self._entries if isinstance(entry.inputs, int)}
-        return [named[number] for number in sorted(named)]
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next n prompts whose images can be read. Draws rise, with a gap for each that cannot."""
-        prompts: list[Prompt] = []
-        draw, failed = self._cursor.position, 0
-        while len(prompts) < n:
-            prompt = self._prompt(self._train[self._epochs.at(draw)], draw)
-            draw, failed = draw + 1, failed + 1 if prompt is None else 0
-            if prompt is not None:
-                prompts.append(prompt)
-            elif failed >= min(ATTEMPTS, 2 * len(self._train)):
-                last = next(reversed(self.unreadable.values()))
-                raise DataError(f"{failed} images of {self.name} in a row cannot be read. {last} Mend or remove them.")
-        self._cursor.position = draw
-        return prompts
-
-    def held_out(self, n: int) -> list[Prompt]:
-        """At most n evaluation prompts, the same ones in the same order in every run."""
-        found: list[Prompt] = []
-        for index in self._held_out:
-            if len(found) == n:
-                break
-            prompt = self._prompt(index, len(found))
-            found += [prompt] if prompt is not None else []
-        return found
-
-    def fingerprint(self) -> str:
-        """SHA-256 of the names and sizes of all files, what is asked for with each, and how they are read."""
-        files = [[e.file, (self.folder / e.file).stat().st_size, e.inputs, dict(e.meta)] for e in self._entries]
-        what = [files, self.size, self.channels, self.fit]
-        return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._cursor.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._cursor.load_state_dict(state)
-
-    def _prompt(self, index: int, draw: int) -> Prompt | None:
-        entry = self._entries[index]
-        image = self._image(entry.file)
-        return None if image is None else Prompt(entry.id, entry.inputs, image, dict(entry.meta), draw)
-
-    def _image(self, file: str) -> Tensor | None:
+    def prompt_at(index: int, draw: int) -> Prompt | None:
+        entry = entries[index]
         try:
-            return read_image(self.folder / file, channels=self.channels, size=self.size, fit=self.fit)
+            image = read_image(root / entry.file, channels=channels, size=size, fit=fit)
         except DataError as problem:
-            if file not in self.unreadable:
-                self.unreadable[file] = str(problem)
-                log.warning("left out: %s %d of %d so far.", problem, len(self.unreadable), len(self._entries))
+            leave_out(unreadable, entry.file, str(problem))
             return None
+        return Prompt(entry.id, entry.inputs, image, dict(entry.meta), draw)
+
+    keys = [entry.inputs if entry.inputs and isinstance(entry.inputs, str) else entry.file for entry in entries]
+    train, held_out = split_by_hash(keys, held_out_fraction, name)
+    files = [[e.file, (root / e.file).stat().st_size, e.inputs, dict(e.meta)] for e in entries]
+    classes = {entry.inputs: entry.id for entry in entries if isinstance(entry.inputs, int)}
+    return IndexedSource(
+        name,
+        seed,
+        train,
+        lambda: held_out,
+        prompt_at,
+        ("target", *dict.fromkeys(column for entry in entries for column in entry.meta)),
+        hashlib.sha256(json.dumps([files, size, channels, fit], default=str).encode()).hexdigest(),
+        {"held_out_images": len(held_out)},
+        classes=[classes[number] for number in sorted(classes)],
+        unreadable=unreadable,
+    )
+
+
+@dataclass(frozen=True)
+class ImageEntry:
+    """One image file and its prompt."""
+
+    file: str
+    """Path below the folder, with /."""
+    inputs: str | int
+    id: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+def image_entries(folder: Path) -> list[ImageEntry]:
+    """Every image of a folder with its prompt, sorted by name."""
+    files = list_images(folder)
+    table = next((folder / name for name in TABLES if (folder / name).is_file()), None)
+    rows = _read_captions(table, folder) if table else {}
+    for file in [] if table else files:
+        path = (folder / file).with_suffix(".txt")
+        try:
+            caption = path.read_text(encoding="utf-8-sig").strip() if path.is_file() else ""
+        except UnicodeDecodeError:
+            raise DataError(f"the caption {path} is not UTF-8; save the file as UTF-8.") from None
+        if caption:
+            rows[file] = {"caption": caption}
+    if rows:
+        kept = [file for file in files if file in rows]
+        if missing := [file for file in files if file not in rows]:
+            text = "left out: %d of %d images of %s have no caption, %s first."
+            log.warning(text, len(missing), len(files), folder, missing[0])
+        return [ImageEntry(file, rows[file]["caption"], file, {"file": file} | rows[file]) for file in kept]
+    folders = {file: file.rpartition("/")[0] for file in files}
+    names = sorted(set(folders.values()))
+    if len(names) == 1:
+        return [ImageEntry(file, "", file, {"file": file}) for file in files]
+    labels = {name: label for label, name in enumerate(names)}
+    return [
+        ImageEntry(file, labels[name], name or ".", {"file": file, "label": labels[name], "class": name})
+        for file, name in folders.items()
+    ]
+
+
+def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """By file: the caption under that name, and every further column."""
+    if table.suffix == ".csv":
+        try:
+            with table.open(encoding="utf-8-sig", newline="") as file:
+                rows: list[dict[str, Any]] = list(csv.DictReader(file))
+        except (UnicodeDecodeError, csv.Error) as problem:
+            raise DataError(f"{table} cannot be read ({problem}); it needs comma-separated values in UTF-8.") from None
+    else:
+        rows = read_jsonl(table)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    found: list[str] = []
+    for kind, names in (("file", FILE_COLUMNS), ("caption", CAPTION_COLUMNS)):
+        found += [name for name in names if name in columns][:1]
+        if not found or found[-1] not in names:
+            raise DataError(
+                f"{table} has the columns {', '.join(map(repr, columns)) or 'none'}; the {kind} needs to be in one of "
+                f"{', '.join(names)}. Rename one of its columns."
+            )
+    file_column, caption_column = found
+    captions: dict[str, dict[str, Any]] = {}
+    for number, row in enumerate(rows, start=1):
+        name, caption, where = row.get(file_column), row.get(caption_column), f"row {number} of {table}"
+        if not isinstance(name, str) or not (folder / name).is_file():
+            raise DataError(
+                f"{where} names the image {name!r}, which does not exist. Check the column {file_column!r}."
+            )
+        if caption is not None and not isinstance(caption, str):
+            raise DataError(f"the caption in {where} is of type {type(caption).__name__}; it needs a text.")
+        if caption and caption.strip():
+            rest = {column: row.get(column) for column in columns if column != file_column}
+            captions[Path(name).as_posix()] = rest | {"caption": caption.strip()}
+    if not captions:
+        raise DataError(f"{table} holds no caption; it needs a text in the column {caption_column!r}.")
+    return captions

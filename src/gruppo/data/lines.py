@@ -1,14 +1,10 @@
-"""Lines of text with their transcripts, drawn and spoiled on the fly, with or without the clean image."""
+"""Lines of text with their transcripts, rendered and degraded on the fly, with or without the clean image."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import re
-from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,183 +13,131 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gruppo.core.images import as_saved
-from gruppo.data.cursor import Cursor
-from gruppo.data.degrade import Degradation
-from gruppo.data.epochs import Epochs, split_by_hash
+from gruppo.data.degrade import Degradation, parse_data_options
+from gruppo.data.image_files import package_file
+from gruppo.data.source import IndexedSource, split_by_hash
 from gruppo.loading import import_extra
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
-FORM = "lines:blur=0.5-2,noise=10-40. Among the options may be count=4000, clean=no, set=1, height=24 and width=128"
+FORM = "lines:blur=0.5-2,noise=10-40. Options include count=4000, clean=no, set=1, height=24 and width=128"
 PACKAGE, FOLDER = "matplotlib", "mpl-data/fonts/ttf"
 FONTS = tuple(f"DejaVu{name}.ttf" for name in ("Sans", "Sans-Bold", "SansMono", "Serif", "Serif-Bold"))
 SIGNS = "abcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ23456789"
-"""Without 0, 1, I, O and l, which fonts draw alike."""
+"""Without 0, 1, I, O and l, which look alike in many fonts."""
 LONGEST = 7
-"""Signs of a word at most."""
+"""Greatest length of a word."""
 MARGIN = 3
-"""Pixels left and right that no sign reaches."""
+"""Blank pixels on the left and on the right."""
 
 
-class TextLines:
-    """An endless stream over ``count`` lines of random signs: ``inputs`` is spoiled, ``target`` the clean line.
+def text_lines(
+    degradation: Degradation,
+    *,
+    seed: int,
+    count: int = 4000,
+    clean: bool = True,
+    number: int = 0,
+    height: int = 24,
+    width: int = 128,
+    held_out_fraction: float = 0.1,
+    name: str = "lines",
+) -> IndexedSource:
+    """Stream of ``count`` lines of random signs: ``inputs`` is degraded, ``target`` the clean line.
 
     Both are [1, height, width] in [0, 1], dark on light. ``meta`` holds the transcript as ``text`` and each strength of
-    the degradation by its name. A line's signs, font, place, strengths and noise hang on (``number``, its place in the
-    set) alone, so that it is one image in every run and epoch; the seed gives the order. Signs are drawn one by one: a
-    reader cannot guess them from each other. Sets of another ``number`` are other lines. What is held out goes by the
-    transcript. Without ``clean`` there is no target at all.
+    the degradation by its name. Text, font, position, strengths and noise of a line depend on (``number``, its index)
+    alone, so it is the same image in every run and epoch; the seed determines the order. Signs are independent, so a
+    reader cannot guess them from each other. The held-out split goes by the transcripts. Without ``clean``, ``target``
+    is None.
     """
-
-    def __init__(
-        self,
-        degradation: Degradation,
-        *,
-        seed: int,
-        count: int = 4000,
-        clean: bool = True,
-        number: int = 0,
-        height: int = 24,
-        width: int = 128,
-        held_out_fraction: float = 0.1,
-        name: str = "lines",
-    ) -> None:
-        if count < 2 or number < 0:
-            raise DataError(f"{name}: count={count} and set={number}; it needs 2 lines or more, of a set from 0 up.")
-        if height < 12 or width < 2 * height:
-            raise DataError(
-                f"{name}: lines of {height} x {width} pixels hold no text; height needs to be 12 or more, and width "
-                f"twice the height. Set height=24 and width=128."
-            )
-        self.name, self.seed, self.degradation = name, seed, degradation
-        self.clean, self.number, self.count, self.size = clean, number, count, (height, width)
-        self.columns = (*(("target",) if clean else ()), "text", *degradation.names)
-        self._fonts = tuple(map(str, font_files()))
-        self._texts = [self._text(index) for index in range(count)]
-        self._train, self._held_out = split_by_hash(self._texts, held_out_fraction, name)
-        self._epochs = Epochs(len(self._train), seed)
-        identity = {"fingerprint": self.fingerprint(), "seed": seed, "held_out_lines": len(self._held_out)}
-        self._cursor = Cursor(name, identity)
-
-    @property
-    def epoch_size(self) -> int:
-        """Draws in which each line that is trained on comes once."""
-        return len(self._train)
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next n prompts of the stream."""
-        first = self._cursor.position
-        self._cursor.position += n
-        return [self._prompt(self._train[self._epochs.at(draw)], draw) for draw in range(first, first + n)]
-
-    def held_out(self, n: int) -> list[Prompt]:
-        """At most n evaluation prompts, the same ones in the same order in every run."""
-        return [self._prompt(index, place) for place, index in enumerate(self._held_out[:n])]
-
-    def fingerprint(self) -> str:
-        """SHA-256 of all transcripts, and of how images are made of them."""
-        what = [self._texts, str(self.degradation), self.clean, self.number, *self.size]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._cursor.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._cursor.load_state_dict(state)
-
-    def _text(self, index: int) -> str:
-        """Words of random signs, cut where the line is full: the last sign ends before the margin."""
-        generator = generator_at("line", self.number, index)
-        font, size = self._font(generator)
-        room = self.size[1] - 2 * MARGIN
-        text = ""
-        while True:
-            length = int(torch.randint(3, LONGEST + 1, (), generator=generator))
-            word = "".join(SIGNS[n] for n in torch.randint(len(SIGNS), (length,), generator=generator).tolist())
-            longer = f"{text} {word}".strip()
-            if _font(font, size).getlength(longer) > room:
-                break
-            text = longer
-        while not text:  # a first word that is too long
-            word = word[:-1]
-            text = word if _font(font, size).getlength(word) <= room else ""
-        return text
-
-    def _font(self, generator: torch.Generator) -> tuple[str, int]:
-        """One of the fonts, of 0.58 to 0.7 of the height."""
-        font = self._fonts[int(torch.randint(len(self._fonts), (), generator=generator))]
-        low, high = round(0.58 * self.size[0]), round(0.7 * self.size[0])
-        return font, int(torch.randint(low, high + 1, (), generator=generator))
-
-    def _image(self, index: int) -> Float[Tensor, "1 H W"]:
-        """The clean line: ink of 0 to 0.3 on paper of 0.8 to 1."""
-        font, size = self._font(generator_at("line", self.number, index))  # the first numbers of ``_text``
-        generator = generator_at("place", self.number, index)
-        x, y, ink, paper = torch.rand(4, generator=generator).tolist()
-        height, width = self.size
-        text, chosen = self._texts[index], _font(font, size)
-        canvas = import_extra("PIL.Image", "images", "lines of text").new("L", (width, height), 0)
-        left = MARGIN + x * (width - 2 * MARGIN - chosen.getlength(text))
-        draw = import_extra("PIL.ImageDraw", "images", "lines of text").Draw(canvas)
-        draw.text((round(left), height / 2 + round(2 * y - 1)), text, fill=255, font=chosen, anchor="lm")
-        cover = torch.from_numpy(np.array(canvas)).float() / 255
-        ink, paper = 0.3 * ink, 0.8 + 0.2 * paper
-        return as_saved(paper + (ink - paper) * cover)[None]
-
-    def _prompt(self, index: int, draw: int) -> Prompt:
-        clean = self._image(index)
-        spoiled, strengths = self.degradation(clean, generator_at("spoil", self.number, index))
-        meta = {"text": self._texts[index]} | strengths
-        return Prompt(f"{self.number}-{index}", spoiled, clean if self.clean else None, meta, draw)
-
-
-def font_files() -> list[Path]:
-    """The fonts in the installed package, which is not imported."""
-    try:
-        spec = importlib.util.find_spec(PACKAGE)
-    except (ImportError, ValueError):
-        spec = None
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    files = [Path(folder) / FOLDER / name for folder in folders for name in FONTS]
-    if missing := [path.name for path in files if not path.is_file()] or ([] if files else list(FONTS)):
-        raise GruppoError(
-            f"lines of text are drawn with fonts that the package {PACKAGE} carries, and {missing[0]} is not there; "
-            f"run: pip install {PACKAGE}"
+    if count < 2 or number < 0:
+        raise DataError(f"{name}: count={count} and set={number}; it needs 2 lines or more, of a set from 0 up.")
+    if height < 12 or width < 2 * height:
+        raise DataError(
+            f"{name}: lines of {height} x {width} pixels hold no text; height needs to be 12 or more, and width "
+            f"twice the height. Set height=24 and width=128."
         )
-    return files
+    texts = [line_text(number, index, height, width) for index in range(count)]
+
+    def prompt_at(index: int, draw: int) -> Prompt:
+        image = line_image(texts[index], number, index, height, width)
+        degraded, strengths = degradation(image, generator_at("spoil", number, index))
+        return Prompt(f"{number}-{index}", degraded, image if clean else None, {"text": texts[index]} | strengths, draw)
+
+    train, held_out = split_by_hash(texts, held_out_fraction, name)
+    facts = [texts, str(degradation), clean, number, height, width]
+    return IndexedSource(
+        name,
+        seed,
+        train,
+        lambda: held_out,
+        prompt_at,
+        (*(("target",) if clean else ()), "text", *degradation.names),
+        hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        {"held_out_lines": len(held_out)},
+        degradation=degradation,
+    )
+
+
+def line_font(height: int, generator: torch.Generator) -> Any:
+    """A random font, of 0.58 to 0.7 of the height."""
+    file = FONTS[int(torch.randint(len(FONTS), (), generator=generator))]
+    low, high = round(0.58 * height), round(0.7 * height)
+    return _load_font(file, int(torch.randint(low, high + 1, (), generator=generator)))
+
+
+def line_text(number: int, index: int, height: int, width: int) -> str:
+    """Words of random signs, as many as fit between the margins."""
+    generator = generator_at("line", number, index)
+    font, limit, text = line_font(height, generator), width - 2 * MARGIN, ""
+    while True:
+        length = int(torch.randint(3, LONGEST + 1, (), generator=generator))
+        word = "".join(SIGNS[n] for n in torch.randint(len(SIGNS), (length,), generator=generator).tolist())
+        longer = f"{text} {word}".strip()
+        if font.getlength(longer) > limit:
+            break
+        text = longer
+    while not text:  # a first word that is too long
+        word = word[:-1]
+        text = word if font.getlength(word) <= limit else ""
+    return text
+
+
+def line_image(text: str, number: int, index: int, height: int, width: int) -> Float[Tensor, "1 H W"]:
+    """The clean line: ink of 0 to 0.3 on paper of 0.8 to 1."""
+    font = line_font(height, generator_at("line", number, index))  # the first numbers drawn by ``line_text``
+    x, y, ink, paper = torch.rand(4, generator=generator_at("place", number, index)).tolist()
+    canvas = import_extra("PIL.Image", "images", "lines of text").new("L", (width, height), 0)
+    left = MARGIN + x * (width - 2 * MARGIN - font.getlength(text))
+    draw = import_extra("PIL.ImageDraw", "images", "lines of text").Draw(canvas)
+    draw.text((round(left), height / 2 + round(2 * y - 1)), text, fill=255, font=font, anchor="lm")
+    cover = torch.from_numpy(np.array(canvas)).float() / 255
+    ink, paper = 0.3 * ink, 0.8 + 0.2 * paper
+    return as_saved(paper + (ink - paper) * cover)[None]
 
 
 @cache
-def _font(file: str, size: int) -> Any:
-    """Laid out by Pillow itself: the same pixels whatever else is installed."""
+def _load_font(name: str, size: int) -> Any:
+    """A font of the installed package, which is not imported."""
+    file = package_file(PACKAGE, f"{FOLDER}/{name}")
+    if file is None:
+        raise GruppoError(
+            f"lines of text need the fonts in the package {PACKAGE}, and {name} is missing; run: pip install {PACKAGE}"
+        )
     fonts = import_extra("PIL.ImageFont", "images", "lines of text")
-    return fonts.truetype(file, size, layout_engine=fonts.Layout.BASIC)
+    # Pillow's own layout gives the same pixels whatever else is installed
+    return fonts.truetype(str(file), size, layout_engine=fonts.Layout.BASIC)
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
-
-WHOLE = {"count": "count", "set": "number", "height": "height", "width": "width"}
-ANSWERS = {"yes": True, "true": True, "no": False, "false": False}
-
-
-def open_lines(data: str, *, seed: int, held_out_fraction: float = 0.1) -> TextLines | None:
-    """What ``lines:blur=0.5-2,noise=10-40,count=4000,clean=no`` names; None for other data."""
-    kind, _, rest = data.partition(":")
+def open_lines(data: str, *, seed: int, held_out_fraction: float = 0.1) -> IndexedSource | None:
+    """Source of ``lines:blur=0.5-2,noise=10-40,count=4000,clean=no``; None for other data."""
+    kind, _, text = data.partition(":")
     if kind != "lines":
         return None
-    steps: list[str] = []
-    options: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in rest.split(","))):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        if name in WHOLE and re.fullmatch(r"\d+", value):
-            options[WHOLE[name]] = int(value)
-        elif name == "clean" and value.lower() in ANSWERS:
-            options["clean"] = ANSWERS[value.lower()]
-        elif name in WHOLE or name == "clean":
-            raise DataError(f"data={data!r}: {name}={value!r} is not understood; write {FORM}.")
-        else:
-            steps.append(part)
+    steps, options = parse_data_options(text, data, ("count", "set", "height", "width"), ("clean",), FORM)
     if not steps:
-        raise DataError(f"data={data!r} says nothing of how lines are spoiled; write {FORM}.")
-    degradation = Degradation.parse(",".join(steps))
-    return TextLines(degradation, seed=seed, held_out_fraction=held_out_fraction, name=data, **options)
+        raise DataError(f"data={data!r} does not say how lines are degraded; write {FORM}.")
+    if "set" in options:
+        options["number"] = options.pop("set")
+    return text_lines(Degradation.parse(steps), seed=seed, held_out_fraction=held_out_fraction, name=data, **options)

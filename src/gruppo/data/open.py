@@ -1,4 +1,4 @@
-"""One door to every kind of data."""
+"""Opens data of every kind as a prompt source."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Sized
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from gruppo.data.arithmetic import Arithmetic
+from gruppo.data.arithmetic import arithmetic
 from gruppo.data.curriculum import Curriculum
 from gruppo.data.digits import digits
-from gruppo.data.errors import nearest
-from gruppo.data.gym import ReasoningGym
-from gruppo.data.hub import FILE_KINDS, read_dataset
-from gruppo.data.images import ImageFolder
-from gruppo.data.jsonl import read_jsonl
+from gruppo.data.images import image_folder
 from gruppo.data.lines import open_lines
+from gruppo.data.readers import FILE_KINDS, read_dataset, read_jsonl
+from gruppo.data.reasoning_gym import reasoning_gym
 from gruppo.data.restoration import open_pairs
-from gruppo.data.rows import RowSource
+from gruppo.data.rows import row_source
+from gruppo.data.source import IndexedSource, SourceWrapper, nearest
 from gruppo.protocols import PromptSource
 from gruppo.types import DataError
 
@@ -29,18 +28,16 @@ FORMS = (
     "name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts or dicts, a Hugging "
     "Face Dataset, or an object with take, state_dict and load_state_dict."
 )
-
-
-KNOWN = ("arithmetic", "reasoning_gym", "digits", "images", "photos", "degrade", "pairs", "lines")
-
-
-@runtime_checkable
-class Source(PromptSource, Protocol):
-    """A prompt source of the user's own."""
+KINDS = ("arithmetic", "reasoning_gym", "digits", "images", "photos", "degrade", "pairs", "lines")
 
 
 @runtime_checkable
-class Table(Protocol):
+class CustomSource(PromptSource, Protocol):
+    """A user's own prompt source."""
+
+
+@runtime_checkable
+class DatasetTable(Protocol):
     """A Hugging Face data set, recognised without importing the package."""
 
     @property
@@ -57,67 +54,59 @@ def open_source(
     target_column: str | None = None,
     held_out_fraction: float = 0.1,
     difficulty_column: str = "",
-) -> PromptSource:
-    """The prompt source that ``data`` names or is; one that is a source already comes back unchanged.
+) -> Any:
+    """The prompt source named by ``data``, or made of it.
 
-    With ``difficulty_column``, in a ``Curriculum``.
+    A user's own source comes back in a ``SourceWrapper``, with neutral values for the optional members that it lacks.
+    ``difficulty_column`` puts the source in a ``Curriculum``.
     """
-    source = _opened(
-        data,
-        seed=seed,
-        prompt_column=prompt_column,
-        target_column=target_column,
-        held_out_fraction=held_out_fraction,
-    )
+    source: Any = None
+    if isinstance(data, IndexedSource | SourceWrapper):
+        source = data
+    elif isinstance(data, CustomSource) and not isinstance(data, DatasetTable):
+        source = SourceWrapper(data)
+    elif isinstance(data, str):
+        source = _open_generated(data, seed, held_out_fraction)
+    if source is None:
+        rows, name = _read_rows(data) if isinstance(data, str | os.PathLike) else _rows_of(data, prompt_column)
+        source = row_source(
+            rows,
+            seed=seed,
+            prompt_column=prompt_column,
+            target_column=target_column,
+            held_out_fraction=held_out_fraction,
+            name=name,
+        )
     return Curriculum(source, difficulty_column) if difficulty_column else source
 
 
-def _opened(
-    data: Any, *, seed: int, prompt_column: str, target_column: str | None, held_out_fraction: float
-) -> PromptSource:
-    if isinstance(data, Source) and not isinstance(data, Table):
-        return data
-    if isinstance(data, str) and (procedural := _procedural(data, seed, held_out_fraction)) is not None:
-        return procedural
-    rows, name = _named_rows(data) if isinstance(data, str | os.PathLike) else _given_rows(data, prompt_column)
-    return RowSource(
-        rows,
-        seed=seed,
-        prompt_column=prompt_column,
-        target_column=target_column,
-        held_out_fraction=held_out_fraction,
-        name=name,
-    )
-
-
-def _procedural(data: str, seed: int, held_out_fraction: float) -> PromptSource | None:
-    if (pairs := open_pairs(data, seed=seed, held_out_fraction=held_out_fraction)) is not None:
-        return pairs
-    if (lines := open_lines(data, seed=seed, held_out_fraction=held_out_fraction)) is not None:
-        return lines
+def _open_generated(data: str, seed: int, fraction: float) -> IndexedSource | None:
+    """Data that is not rows: generated problems and images; None for other names."""
     kind, _, rest = data.partition(":")
     if kind == "reasoning_gym" and rest:
-        return ReasoningGym(rest, seed=seed, held_out_fraction=held_out_fraction)
+        return reasoning_gym(rest, seed=seed, held_out_fraction=fraction)
     if data == "digits":
-        return digits(seed=seed, held_out_fraction=held_out_fraction)
+        return digits(seed=seed, held_out_fraction=fraction)
     if kind == "images" and rest:
         folder, _, size = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", "")
         if size and int(size) < 1:
-            raise DataError(f"data={data!r}: pictures of {size} pixels are none. Write images:{folder}:64.")
-        return ImageFolder(folder, seed=seed, size=int(size) if size else None, held_out_fraction=held_out_fraction)
-    if kind != "arithmetic":
-        return None
-    match = re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")
-    if match is None:
-        raise DataError(
-            f"the range of {data!r} is not understood; it needs two whole numbers, as in arithmetic:0:99, or "
-            "arithmetic:0:99:natural for differences of 0 and above."
-        )
-    low, high, is_natural = int(match[1]), int(match[2]), match[3] is not None
-    return Arithmetic(low, high, seed=seed, held_out_fraction=held_out_fraction, allow_negative=not is_natural)
+            raise DataError(f"data={data!r}: images of {size} pixels are empty. Write images:{folder}:64.")
+        return image_folder(folder, seed=seed, size=int(size) if size else None, held_out_fraction=fraction)
+    if kind == "arithmetic":
+        match = re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")
+        if match is None:
+            raise DataError(
+                f"cannot read the range of {data!r}; it needs two integers, as in arithmetic:0:99, or "
+                "arithmetic:0:99:natural for differences of 0 and above."
+            )
+        low, high, is_natural = int(match[1]), int(match[2]), match[3] is not None
+        return arithmetic(low, high, seed=seed, held_out_fraction=fraction, allow_negative=not is_natural)
+    pairs = open_pairs(data, seed=seed, held_out_fraction=fraction)
+    return open_lines(data, seed=seed, held_out_fraction=fraction) if pairs is None else pairs
 
 
-def _named_rows(data: str | os.PathLike[str]) -> tuple[list[Any], str]:
+def _read_rows(data: str | os.PathLike[str]) -> tuple[list[Any], str]:
+    """Rows of a file, a folder or a data set of the hub, and their name."""
     path = Path(data)
     if path.suffix == ".jsonl":
         return read_jsonl(path), str(path)
@@ -125,15 +114,15 @@ def _named_rows(data: str | os.PathLike[str]) -> tuple[list[Any], str]:
         return read_dataset(path), str(path)
     hub_name = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))
     if hub_name is None:
-        near = nearest(str(data), KNOWN)
-        raise DataError(f"data={str(data)!r} is no file, folder or known name{near}. {FORMS}")
+        raise DataError(f"data={str(data)!r} is no file, folder or known name{nearest(str(data), KINDS)}. {FORMS}")
     return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
 
 
-def _given_rows(data: Any, prompt_column: str) -> tuple[list[Any], str]:
-    if isinstance(data, Table) and not isinstance(data, dict) and isinstance(data, Sized):
+def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:
+    """Rows of a Python object, and what errors call it."""
+    if isinstance(data, DatasetTable) and not isinstance(data, dict) and isinstance(data, Sized):
         return list(data), "the data set"
-    if isinstance(data, Table):
+    if isinstance(data, DatasetTable):
         raise DataError(
             f"a {type(data).__name__} has several splits or no known length; it needs one split that fits in memory, "
             'such as data["train"] or datasets.Dataset.from_list(list(data.take(10000))).'

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,217 +13,178 @@ import torch
 from torch import Tensor
 
 from gruppo.core.images import random_crop, random_flip, to_bytes
-from gruppo.data.captions import KINDS
-from gruppo.data.cursor import Cursor
 from gruppo.data.degrade import Degradation
-from gruppo.data.epochs import Epochs, split_by_hash
-from gruppo.data.errors import check_fraction
-from gruppo.data.scenes import Scene, Shelf, in_unit_range, size_of
+from gruppo.data.image_files import SUFFIXES, ImageCache, image_size
+from gruppo.data.source import IndexedSource, check_fraction, leave_out, split_by_hash
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
-
-log = logging.getLogger("gruppo")
 
 CROP = 64
 
 
-class ImagePairs:
-    """An endless stream of square crops: ``inputs`` is degraded, ``target`` clean, both [C, crop, crop] in [0, 1].
+@dataclass(frozen=True, eq=False)
+class ImagePair:
+    """A clean image and its degraded version, each a file or a tensor [C, H, W] in [0, 1]."""
 
-    An image comes once an epoch. Crop, flip or quarter turn, strengths and noise of a prompt hang on (seed, draw); both
-    images of a pair get the same. ``id`` is the image's name; ``meta`` holds it as ``image``, and the strength of each
-    step of the degradation by its name. Whole images are held out. Their crops do not overlap, hang on no seed and
-    come in turns, the same ones in every run.
+    clean: Path | Tensor
+    degraded: Path | Tensor | None = None
+    """None: degraded on the fly."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns, such as the text in the image."""
 
-    ``crop`` 0: whole images, all of one size. ``held_out``: names, in place of the share by the hash of the names.
+    @property
+    def images(self) -> list[Path | Tensor]:
+        return [self.clean] if self.degraded is None else [self.clean, self.degraded]
+
+
+def image_pairs(
+    pairs: Mapping[str, ImagePair],
+    *,
+    seed: int,
+    degradation: Degradation | None = None,
+    crop: int = CROP,
+    channels: int = 3,
+    flips: bool = True,
+    held_out_fraction: float = 0.1,
+    held_out: Collection[str] = (),
+    name: str = "the images",
+) -> IndexedSource:
+    """Stream of square crops: ``inputs`` is degraded, ``target`` clean, both [C, crop, crop] in [0, 1].
+
+    Each image comes once per epoch. Crop, flip or quarter turn, strengths and noise of a prompt depend on (seed, draw)
+    and are the same for both images of a pair. ``id`` is the name of the image; ``meta`` holds it as ``image``, and
+    the strength of each step of the degradation by its name. Whole images are held out: their crops do not overlap,
+    do not depend on the seed, and take the images in turns.
+
+    ``crop`` 0: whole images, all of one size. ``held_out``: names, instead of a share by the hash of the names.
     """
+    if channels not in (1, 3):
+        raise GruppoError(f"channels={channels} is neither 1 (grey) nor 3 (colour). Set one of them.")
+    if crop < 0:
+        raise GruppoError(f"crop={crop} is not a number of pixels; set {CROP}, or 0 for whole images.")
+    check_fraction(held_out_fraction)
+    unreadable: dict[str, str] = {}
+    sizes = _checked_sizes(pairs, channels, name, unreadable)
+    _check_crop(sizes, crop, flips, name)
+    names = list(sizes)
+    evaluation = [n for n in names if n in held_out] if held_out_fraction else []
+    train = [n for n in names if n not in evaluation]
+    if not evaluation or not train:
+        split = split_by_hash(names, held_out_fraction, name)
+        train, evaluation = ([names[index] for index in part] for part in split)
+    cache = ImageCache(channels)
 
-    def __init__(
-        self,
-        scenes: Mapping[str, Scene],
-        *,
-        seed: int,
-        degradation: Degradation | None = None,
-        crop: int = CROP,
-        channels: int = 3,
-        flips: bool = True,
-        held_out_fraction: float = 0.1,
-        held_out: Collection[str] = (),
-        name: str = "the images",
-    ) -> None:
-        if channels not in (1, 3):
-            raise GruppoError(f"channels={channels} is neither 1 (grey) nor 3 (colour). Set one of them.")
-        if crop < 0:
-            raise GruppoError(f"crop={crop} is no square of pixels; set {CROP}, or 0 for whole images.")
-        self.name, self.seed, self.crop, self.channels, self.flips = name, seed, crop, channels, flips
-        self.degradation = degradation
-        further = dict.fromkeys(name for scene in scenes.values() for name in scene.meta)
-        self.columns = ("target", "image", *(degradation.names if degradation else ()), *further)
-        self.unreadable: dict[str, str] = {}
-        """Why each file that is no whole image was left out."""
-        self._shelf = Shelf(channels)
-        self._sizes = self._checked(scenes)
-        self._scenes = {name: scenes[name] for name in self._sizes}
-        self._train, self._held_out = self._split(list(self._scenes), held_out_fraction, held_out)
-        self._epochs = Epochs(len(self._train), seed)
-        identity = {"fingerprint": self.fingerprint(), "seed": seed, "held_out_images": len(self._held_out)}
-        self._cursor = Cursor(name, identity)
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next n prompts. Draws rise, with a gap for each image that turns out to be cut short."""
-        prompts: list[Prompt] = []
-        draw, failed = self._cursor.position, 0
-        while len(prompts) < n:
-            prompt = self._drawn(self._train[self._epochs.at(draw)], draw)
-            draw, failed = draw + 1, failed + 1 if prompt is None else 0
-            if prompt is not None:
-                prompts.append(prompt)
-            elif failed >= 2 * len(self._train):
-                last = next(reversed(self.unreadable.values()))
-                raise DataError(f"no image of {self.name} can be read. {last} Mend or remove them.")
-        self._cursor.position = draw
-        return prompts
-
-    def held_out(self, n: int) -> list[Prompt]:
-        """At most n evaluation prompts: crops of the held-out images side by side, in an order of their own."""
-        found: list[Prompt] = []
-        for name, top, left in self._held_out_crops():
-            if len(found) == n:
-                break
-            prompt = self._held_out_crop(name, top, left, len(found))
-            found += [prompt] if prompt is not None else []
-        return found
-
-    def fingerprint(self) -> str:
-        """SHA-256 of the names and sizes of all images, and of how prompts are made of them."""
-        what = [sorted(self._sizes.items()), self._of_files(), self._held_out, str(self.degradation), self.crop]
-        return hashlib.sha256(json.dumps([*what, self.channels, self.flips]).encode()).hexdigest()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._cursor.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._cursor.load_state_dict(state)
-
-    # --- prompts ---
-
-    def _drawn(self, name: str, draw: int) -> Prompt | None:
-        images = self._images(name)
-        if images is None:
-            return None
-        generator = generator_at(self.seed, "crop", draw)
-        images = random_crop(images, self.crop, generator) if self.crop else images
-        images = random_flip(images, generator) if self.flips else images
-        return self._prompt(name, images, generator, draw)
-
-    def _held_out_crop(self, name: str, top: int, left: int, place: int) -> Prompt | None:
-        images = self._images(name)
-        if images is None:
-            return None
-        height, width = self._crop_of(name)
-        cut = [image[..., top : top + height, left : left + width] for image in images]
-        return self._prompt(name, cut, generator_at("held out", name, top, left), place)
-
-    def _prompt(self, name: str, images: Sequence[Tensor], generator: torch.Generator, draw: int) -> Prompt:
-        """Of a clean crop, and its degraded one where there is a pair."""
-        clean, degraded = in_unit_range(images[0]), in_unit_range(images[-1])
-        strengths: dict[str, float] = {}
-        if self.degradation is not None:
-            degraded, strengths = self.degradation(degraded, generator)
-        return Prompt(name, degraded, clean, {"image": name} | strengths | dict(self._scenes[name].meta), draw)
-
-    def _crop_of(self, name: str) -> tuple[int, int]:
-        return (self.crop, self.crop) if self.crop else self._sizes[name]
-
-    def _held_out_crops(self) -> list[tuple[str, int, int]]:
-        """The first of each image, then the second of each, and so on."""
-        turns: list[tuple[int, str, int, int]] = []
-        for name in self._held_out:
-            (height, width), (h, w) = self._sizes[name], self._crop_of(name)
-            tops, lefts = range(0, height - h + 1, h), range(0, width - w + 1, w)
-            places = [(top, left) for top in tops for left in lefts]
-            order = torch.randperm(len(places), generator=generator_at("held out", name)).tolist()
-            turns += [(turn, name, *places[index]) for turn, index in enumerate(order)]
-        return [(name, top, left) for _, name, top, left in sorted(turns)]
-
-    def _images(self, name: str) -> list[Tensor] | None:
-        """Clean, then degraded where there is one; None of a file that is cut short."""
-        scene = self._scenes[name]
+    def read(n: str) -> list[Tensor] | None:
+        """The clean image, then the degraded one if there is one. None for a truncated file."""
         try:
-            images = [self._shelf.get(of) for of in (scene.clean, scene.degraded) if of is not None]
+            images = [cache(image) for image in pairs[n].images]
         except DataError as problem:
-            self._leave_out(name, str(problem))
+            leave_out(unreadable, n, str(problem))
             return None
-        if any(tuple(image.shape[1:]) != self._sizes[name] for image in images):
-            self._leave_out(name, f"the image {name} has another size than its file says.")
+        if any(tuple(image.shape[1:]) != sizes[n] for image in images):
+            leave_out(unreadable, n, f"the image {n} has a different size than its file's header.")
             return None
         return images
 
-    # --- what there is ---
+    def make_prompt(n: str, images: Sequence[Tensor], generator: torch.Generator, draw: int) -> Prompt:
+        clean, degraded = (
+            (image / 255 if image.dtype == torch.uint8 else image.float()).contiguous()
+            for image in (images[0], images[-1])
+        )
+        strengths: dict[str, float] = {}
+        if degradation is not None:
+            degraded, strengths = degradation(degraded, generator)
+        return Prompt(n, degraded, clean, {"image": n} | strengths | dict(pairs[n].meta), draw)
 
-    def _checked(self, scenes: Mapping[str, Scene]) -> dict[str, tuple[int, int]]:
-        """Height and width of each image that can be used. Pairs that do not match are refused, and small images."""
-        sizes: dict[str, tuple[int, int]] = {}
-        for name, scene in scenes.items():
-            try:
-                size = size_of(scene.clean, self.channels, name)
-                other = size if scene.degraded is None else size_of(scene.degraded, self.channels, name)
-            except DataError as problem:
-                if isinstance(scene.clean, Tensor):
-                    raise
-                self._leave_out(name, str(problem))
-                continue
-            if other != size:
-                raise DataError(
-                    f"the pair {name} of {self.name} does not match: degraded {other[0]} x {other[1]}, clean {size[0]} "
-                    f"x {size[1]} pixels. Resize the degraded image to the size of the clean one."
-                )
-            sizes[name] = size
-        if not sizes:
-            raise DataError(f"{self.name} holds no image that can be read; it needs {', '.join(KINDS)} files.")
-        self._check_whole(sizes)
-        small = [name for name, size in sizes.items() if min(size) < self.crop]
-        if small:
-            height, width = sizes[small[0]]
+    def prompt_at(n: str, draw: int) -> Prompt | None:
+        images = read(n)
+        if images is None:
+            return None
+        generator = generator_at(seed, "crop", draw)
+        images = random_crop(images, crop, generator) if crop else images
+        images = random_flip(images, generator) if flips else images
+        return make_prompt(n, images, generator, draw)
+
+    def held_out_prompt_at(place: tuple[str, int, int, int, int], draw: int) -> Prompt | None:
+        n, top, left, height, width = place
+        images = read(n)
+        if images is None:
+            return None
+        crops = [image[..., top : top + height, left : left + width] for image in images]
+        return make_prompt(n, crops, generator_at("held out", n, top, left), draw)
+
+    def held_out_items() -> list[tuple[str, int, int, int, int]]:
+        """Crops side by side in a random order: the first of each image, then the second of each, and so on."""
+        turns: list[tuple[int, str, int, int, int, int]] = []
+        for n in evaluation:
+            (height, width), (h, w) = sizes[n], (crop, crop) if crop else sizes[n]
+            corners = [(top, left) for top in range(0, height - h + 1, h) for left in range(0, width - w + 1, w)]
+            order = torch.randperm(len(corners), generator=generator_at("held out", n)).tolist()
+            turns += [(turn, n, *corners[index], h, w) for turn, index in enumerate(order)]
+        return [place[1:] for place in sorted(turns)]
+
+    # sizes of files show that an image was replaced under its old name; tensors are hashed
+    contents = [
+        x.stat().st_size if isinstance(x, Path) else hashlib.sha256(to_bytes(x).numpy().tobytes()).hexdigest()
+        for n in names
+        for x in pairs[n].images
+    ]
+    facts = [sorted(sizes.items()), contents, evaluation, str(degradation), crop, channels, flips]
+    further = dict.fromkeys(column for pair in pairs.values() for column in pair.meta)
+    return IndexedSource(
+        name,
+        seed,
+        train,
+        held_out_items,
+        prompt_at,
+        ("target", "image", *(degradation.names if degradation else ()), *further),
+        hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        {"held_out_images": len(evaluation)},
+        held_out_prompt_at=held_out_prompt_at,
+        degradation=degradation,
+        unreadable=unreadable,
+    )
+
+
+def _checked_sizes(
+    pairs: Mapping[str, ImagePair], channels: int, name: str, unreadable: dict[str, str]
+) -> dict[str, tuple[int, int]]:
+    """Height and width of each usable image. Refuses pairs of different sizes; unreadable files are left out."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for n, pair in pairs.items():
+        try:
+            size, *others = [image_size(image, channels, n) for image in pair.images]
+        except DataError as problem:
+            if isinstance(pair.clean, Tensor):
+                raise
+            leave_out(unreadable, n, str(problem))
+            continue
+        if others and others[0] != size:
             raise DataError(
-                f"{len(small)} of {len(sizes)} images of {self.name} are smaller than the crop of {self.crop} pixels, "
-                f"first {small[0]} with {height} x {width}. Set crop={min(map(min, sizes.values()))}, or remove them."
+                f"the pair {n} of {name} does not match: degraded {others[0][0]} x {others[0][1]}, clean {size[0]} "
+                f"x {size[1]} pixels. Resize the degraded image to the size of the clean one."
             )
-        return sizes
+        sizes[n] = size
+    if not sizes:
+        raise DataError(f"{name} holds no image that can be read; it needs {', '.join(SUFFIXES)} files.")
+    return sizes
 
-    def _check_whole(self, sizes: Mapping[str, tuple[int, int]]) -> None:
-        """Without a crop, images need one size, and a square one to be turned."""
-        if self.crop:
-            return
-        first, size = next(iter(sizes.items()))
-        if other := next((name for name, own in sizes.items() if own != size), None):
-            raise DataError(
-                f"{self.name} has images of several sizes, {first} with {size[0]} x {size[1]} and {other} with "
-                f"{sizes[other][0]} x {sizes[other][1]}; whole images are restored together. Set crop={CROP}."
-            )
-        if self.flips and size[0] != size[1]:
-            raise DataError(f"{self.name} has images of {size[0]} x {size[1]}, which no turn fits. Set flips=false.")
 
-    def _split(self, names: list[str], fraction: float, held_out: Collection[str]) -> tuple[list[str], list[str]]:
-        check_fraction(fraction)
-        if held_out and fraction:
-            chosen = [name for name in names if name in held_out]
-            rest = [name for name in names if name not in held_out]
-            if chosen and rest:
-                return rest, chosen
-        train, kept = split_by_hash(names, fraction, self.name)
-        return [names[index] for index in train], [names[index] for index in kept]
-
-    def _of_files(self) -> list[Any]:
-        """Sizes of files, so that another image under an old name is seen; of tensors, their content."""
-        return [
-            of.stat().st_size if isinstance(of, Path) else hashlib.sha256(to_bytes(of).numpy().tobytes()).hexdigest()
-            for scene in self._scenes.values()
-            for of in (scene.clean, scene.degraded)
-            if of is not None
-        ]
-
-    def _leave_out(self, name: str, why: str) -> None:
-        if name not in self.unreadable:
-            self.unreadable[name] = why
-            log.warning("left out: %s %d so far.", why, len(self.unreadable))
+def _check_crop(sizes: Mapping[str, tuple[int, int]], crop: int, flips: bool, name: str) -> None:
+    """Refuse images smaller than the crop; without a crop, images of several sizes, and of a shape that cannot turn."""
+    if small := [n for n, size in sizes.items() if min(size) < crop]:
+        height, width = sizes[small[0]]
+        raise DataError(
+            f"{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels, "
+            f"first {small[0]} with {height} x {width}. Set crop={min(map(min, sizes.values()))}, or remove them."
+        )
+    first, size = next(iter(sizes.items()))
+    if not crop and (other := next((n for n in sizes if sizes[n] != size), None)):
+        raise DataError(
+            f"{name} has images of several sizes, {first} with {size[0]} x {size[1]} and {other} with "
+            f"{sizes[other][0]} x {sizes[other][1]}; whole images are restored together. Set crop={CROP}."
+        )
+    if not crop and flips and size[0] != size[1]:
+        raise DataError(
+            f"{name} has images of {size[0]} x {size[1]}, which a quarter turn does not fit. Set flips=false."
+        )

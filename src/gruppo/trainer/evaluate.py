@@ -49,7 +49,7 @@ class Evaluated:
 def held_out(run: Run, count: int) -> list[Prompt]:
     """At most ``count`` evaluation prompts: the same at every evaluation of a run; none where the data keep none."""
     source: Any = run.source
-    prompts = source.held_out(count) if count and hasattr(source, "held_out") else []
+    prompts = source.held_out(count) if count else []
     return [prompt for prompt in prompts if run.policy.check_prompt(prompt, run.sampling) is None]
 
 

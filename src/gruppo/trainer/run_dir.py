@@ -313,7 +313,7 @@ def _of_source(name: str, source: Any) -> dict[str, Any] | None:
     """What a manifest says of prompts; None where there are none."""
     if source is None:
         return None
-    return {"name": name, "fingerprint": source.fingerprint() if hasattr(source, "fingerprint") else None}
+    return {"name": name, "fingerprint": source.fingerprint()}
 
 
 def _no_nan(value: Any) -> Any:

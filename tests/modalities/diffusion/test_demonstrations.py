@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.fakes_diffusion import FAKES, SHAPE, denoiser, prompts, whole
 
-from gruppo.modalities.diffusion import Diffusion, Flow
+from gruppo.modalities.diffusion import DiffusionSchedule, FlowSchedule
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Prompt
 
@@ -41,18 +41,24 @@ def test_a_demonstration_is_a_picture_and_nothing_that_was_sampled(make):
 
 
 @pytest.mark.parametrize(
-    ("predicts", "path"),
-    [("x0", Flow()), ("velocity", Flow(2.0)), ("v", Diffusion("cosine")), ("noise", Diffusion()), ("v", Flow())],
+    ("predicts", "schedule"),
+    [
+        ("x0", FlowSchedule()),
+        ("velocity", FlowSchedule(2.0)),
+        ("v", DiffusionSchedule("cosine")),
+        ("noise", DiffusionSchedule()),
+        ("v", FlowSchedule()),
+    ],
     ids=str,
 )
-def test_the_loss_by_hand_from_the_raw_network(predicts, path):
+def test_the_loss_by_hand_from_the_raw_network(predicts, schedule):
     """mean (network(alpha x0 + sigma e) - truth)^2 over the dimensions, at the drawn level with the drawn noise."""
-    policy = doubled(predicts=predicts, path=path)
+    policy = doubled(predicts=predicts, schedule=schedule)
     demos = policy.demonstrations(asked(), seed=0)
     got = loss_of(policy, demos)
     for n, prompt in enumerate(asked()):
         x0, e = 2 * prompt.target.double() - 1, demos.per_row["first"][n].double()
-        alpha, sigma = path.level(demos.per_row["level"][n : n + 1])
+        alpha, sigma = schedule.level(demos.per_row["level"][n : n + 1])
         x = (alpha * x0 + sigma * e).float().double()
         said = policy.module(x[None], demos.per_row["level"][n : n + 1], torch.tensor([n]))[0]
         truth = {"noise": e, "x0": x0, "v": alpha * e - sigma * x0, "velocity": e - x0}[predicts]
@@ -93,8 +99,8 @@ def test_level_and_noise_hang_on_seed_and_draw_alone():
 
 def test_levels_are_spread_over_the_whole_path():
     many = [Prompt("a", 0, torch.zeros(SHAPE), draw=n) for n in range(400)]
-    for path, largest in ((Flow(), 1), (Diffusion("cosine"), 999)):
-        policy = denoiser(path=path, predicts="v")
+    for schedule, largest in ((FlowSchedule(), 1), (DiffusionSchedule("cosine"), 999)):
+        policy = denoiser(schedule=schedule, predicts="v")
         level = policy.demonstrations(many, seed=0).per_row["level"] / largest
         assert abs(float(level.mean()) - 0.5) < 0.05 and float(level.min()) < 0.01 and float(level.max()) > 0.99
 
@@ -132,12 +138,12 @@ def test_micro_batches_and_company_change_no_loss_and_no_gradient():
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        (None, r"prompt 'a' has no picture to learn from: its target is None"),
-        ("7", r"has a target that is str; it needs floats of the shape \[2, 4, 4\]"),
-        (torch.zeros(4, 4), r"target that is \[4, 4\] of torch.float32; it needs"),
-        (torch.zeros(SHAPE, dtype=torch.uint8), r"of torch.uint8; it needs floats"),
-        (torch.full(SHAPE, 255.0), r"numbers from 255 to 255; a picture's are from 0 to 1"),
-        (torch.full(SHAPE, torch.nan), r"numbers from nan to nan"),
+        (None, r"prompt 'a' has no target: it is None"),
+        ("7", r"has a str as its target; it needs an image \[2, 4, 4\]"),
+        (torch.zeros(4, 4), r"has \[4, 4\] of torch.float32 as its target; it needs"),
+        (torch.zeros(SHAPE, dtype=torch.uint8), r"of torch.uint8 as its target; it needs floats"),
+        (torch.full(SHAPE, 255.0), r"values from 255 to 255 in its target; they need to be in"),
+        (torch.full(SHAPE, torch.nan), r"values from nan to nan"),
     ],
 )
 def test_targets_that_are_no_pictures_are_refused(target, says):

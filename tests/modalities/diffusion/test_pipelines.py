@@ -17,14 +17,14 @@ from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import adapter, adapter_weights
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoiserCritic, DiffusionSampling
-from gruppo.modalities.diffusion.pictures import latent_of, pictures_of
-from gruppo.modalities.diffusion.transitions import Ddim, Ode, Step, split
+from gruppo.modalities.diffusion.encoders import postprocess
+from gruppo.modalities.diffusion.transitions import Ddim, Ode, StepLevels, split_prediction
 from gruppo.testing import check_policy
 from gruppo.types import GruppoError, MicroBatch, Prompt, Request
 
 diffusers = pytest.importorskip("diffusers")
 
-from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, PipelineSettings, add_adapter, load_diffusers  # noqa: E402
+from gruppo.modalities.diffusion import DiffusersPolicy, PipelineSettings, add_adapter, load_diffusers  # noqa: E402
 
 ALL = 10**9
 CAPTIONS = ("a seven", "an eight in the snow", "")
@@ -351,16 +351,16 @@ def test_the_ode_gives_the_latents_and_pictures_that_the_pipeline_itself_gives(m
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
 def test_a_ddim_step_is_the_scheduler_s_own(spacing, predicts, eta):
     pipeline = sd15(timestep_spacing=spacing, prediction_type=predicts)
-    path, scheduler = DiffusersPolicy(pipeline, SIZE).denoiser.path, pipeline.scheduler
+    schedule, scheduler = DiffusersPolicy(pipeline, SIZE).denoiser.schedule, pipeline.scheduler
     scheduler.set_timesteps(10)
-    times = path.times(10)
+    times = schedule.times(10)
     assert times[:-1].tolist() == scheduler.timesteps.tolist()
     generator = torch.Generator().manual_seed(0)
     x, said, noise = torch.randn(3, 1, 4, 8, 8, generator=generator)
     transition = Ddim(eta) if eta else Ode()
     for n, t in enumerate(scheduler.timesteps):
-        step = Step(*path.level(times[n : n + 1]), *path.level(times[n + 1 : n + 2]))
-        normal = transition(x, *split(x, said, step, path.predicts), step)
+        step = StepLevels(*schedule.level(times[n : n + 1]), *schedule.level(times[n + 1 : n + 2]))
+        normal = transition(x, *split_prediction(x, said, step, schedule.predicts), step)
         theirs = scheduler.step(said, t, x, eta=eta, variance_noise=noise).prev_sample
         ours = normal.mean + normal.std[:, None, None, None] * noise
         torch.testing.assert_close(ours.float(), theirs, rtol=1e-4, atol=1e-4)
@@ -380,17 +380,17 @@ def test_a_ddim_step_is_the_scheduler_s_own(spacing, predicts, eta):
 def test_an_euler_step_is_the_scheduler_s_own(make, changes):
     pipeline = make()
     pipeline.scheduler = scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**changes)
-    path = DiffusersPolicy(pipeline, SIZE).denoiser.path
+    schedule = DiffusersPolicy(pipeline, SIZE).denoiser.schedule
     pipeline("a seven", num_inference_steps=5, height=16, width=16, output_type="latent")  # it sets its scheduler
-    sigmas = path.times(5)
+    sigmas = schedule.times(5)
     torch.testing.assert_close(sigmas.float(), scheduler.sigmas, rtol=0, atol=1e-6)
     scheduler.set_timesteps(5, mu=0.7)
     sigmas = scheduler.sigmas.double()
     generator = torch.Generator().manual_seed(0)
     x, said = torch.randn(2, 1, 4, 8, 8, generator=generator)
     for n, t in enumerate(scheduler.timesteps):
-        step = Step(*path.level(sigmas[n : n + 1]), *path.level(sigmas[n + 1 : n + 2]))
-        ours = Ode(True)(x, *split(x, said, step, "velocity"), step).mean
+        step = StepLevels(*schedule.level(sigmas[n : n + 1]), *schedule.level(sigmas[n + 1 : n + 2]))
+        ours = Ode(True)(x, *split_prediction(x, said, step, "velocity"), step).mean
         torch.testing.assert_close(ours.float(), scheduler.step(said, t, x).prev_sample, rtol=1e-5, atol=1e-5)
 
 
@@ -433,7 +433,7 @@ def test_a_picture_becomes_the_latent_that_the_vae_gives(fake):
     picture = torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(0))
     vae, config = fake.policy.pipeline.vae, fake.policy.pipeline.vae.config
     with torch.no_grad():
-        mode = vae.encode(latent_of(picture)[None]).latent_dist.mode()[0]
+        mode = vae.encode((2 * picture - 1)[None]).latent_dist.mode()[0]
     expected = (mode - (config.shift_factor or 0)) * config.scaling_factor
     torch.testing.assert_close(fake.policy.denoiser.codec.encode(picture), expected)
 
@@ -446,7 +446,7 @@ def test_latents_are_scaled_by_each_channel_s_own_numbers_where_the_vae_has_them
     mean, std = (torch.tensor(n).view(1, 4, 1, 1) for n in (pipeline.vae.config.latents_mean, [2.0, 1.0, 0.5, 4.0]))
     with torch.no_grad():
         theirs = pipeline.vae.decode(latents * std / 0.5 + mean).sample
-    torch.testing.assert_close(codec.decode(latents), pictures_of(theirs))
+    torch.testing.assert_close(codec.decode(latents), postprocess(theirs))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -538,7 +538,7 @@ def test_it_learns_from_pictures_with_captions(make):
     loss = fake.policy.supervised_loss(rollouts, likelihood)
     latent, noise = rollouts.actions[:, 0], rollouts.per_row["first"]
     times = rollouts.per_row["level"]
-    alpha, sigma = (level.float().view(2, 1, 1, 1) for level in fake.policy.denoiser.path.level(times))
+    alpha, sigma = (level.float().view(2, 1, 1, 1) for level in fake.policy.denoiser.schedule.level(times))
     x, t, truth = alpha * latent + sigma * noise, times.float(), noise
     pipeline = fake.policy.pipeline
     with torch.no_grad():
@@ -644,7 +644,7 @@ def test_flux_is_told_its_guidance_and_has_no_other():
         (lambda: DiffusersPolicy(sd15(), replace(SIZE, dropped=1.0)), r"dropped=1.0 is out of range"),
         (lambda: made(sd15).policy.sample([Request(Prompt("a", 7), 1)], SAMPLINGS[sd15], seed=0), r"a int is no capt"),
         (lambda: made(sd15).policy.check_sampling(DiffusionSampling(1.0, max_actions=2000)), r"2000 steps are more"),
-        (lambda: made(sd15).policy.check_sampling(SAMPLINGS[sd3]), r"transition='flow_sde' steps on a flow's path"),
+        (lambda: made(sd15).policy.check_sampling(SAMPLINGS[sd3]), r"transition='flow_sde' is for a flow schedule"),
         (lambda: add_adapter(made(sd15).policy, rank=2, alpha=2, targets=["to_kk"]), r"'to_kk'. Did you mean to_k"),
         (lambda: add_adapter(made(sd15, lora=True).policy, rank=2, alpha=2), r"has an adapter already"),
         (lambda: load_diffusers("/nowhere/at/all"), r"is no pipeline that diffusers opens.*model_index.json"),

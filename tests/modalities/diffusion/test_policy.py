@@ -32,12 +32,12 @@ from gruppo.modalities.diffusion import (
     ClassLabels,
     DenoiserCritic,
     DenoiserPolicy,
+    DenoisingUNet,
     DiffusionSampling,
-    Flow,
-    UNet,
+    FlowSchedule,
     load_denoiser,
 )
-from gruppo.modalities.diffusion.sampling import branch
+from gruppo.modalities.diffusion.sampling import branch_step
 from gruppo.seeds import generator_at
 from gruppo.testing import check_policy
 from gruppo.types import GruppoError, MicroBatch, Prompt, Request, Rollouts, Sampling
@@ -101,7 +101,7 @@ def test_the_ratio_is_1_on_every_stored_step_at_other_batch_sizes(fake, budget):
 def test_the_joint_error_of_a_picture_of_28_by_28_is_far_below_a_clip_of_one_nat(guidance):
     """784 dimensions, ten steps down to a std of 0.1; two rows of the batch at a time and all at once."""
     torch.manual_seed(0)
-    net = UNet()
+    net = DenoisingUNet()
     torch.nn.init.normal_(net.leave[-1].weight, std=0.1)
     policy = DenoiserPolicy(net, (1, 28, 28), condition=ClassLabels(10, dropped=0.1))
     rollouts = policy.sample(requests(5, 3), DiffusionSampling(guidance=guidance), seed=0)
@@ -130,7 +130,7 @@ def test_a_flow_sde_s_step_by_the_papers_formula_from_the_raw_network():
     fake = doubled(flow_sde())
     rollouts = sampled(fake, 2)
     said = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian",))
-    t, following = (float(time) for time in fake.policy.denoiser.path.times(6)[2:4])
+    t, following = (float(time) for time in fake.policy.denoiser.schedule.times(6)[2:4])
     x, label = rollouts.actions[:, 1].double(), torch.zeros(2, dtype=torch.long)  # the state before step 2
     v = fake.policy.module(x, torch.full((2,), t, dtype=torch.float64), label)
     s, dt = 0.7 * math.sqrt(t / (1 - t)), following - t
@@ -207,8 +207,8 @@ def test_the_kl_of_a_ddim_step_by_its_closed_form():
     ours, theirs = (
         of.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian for of in (fake.policy, reference)
     )
-    times = fake.policy.denoiser.path.times(5)[1:3]
-    a, a_next = (float(alpha) ** 2 for alpha in fake.policy.denoiser.path.level(times)[0])
+    times = fake.policy.denoiser.schedule.times(5)[1:3]
+    a, a_next = (float(alpha) ** 2 for alpha in fake.policy.denoiser.schedule.level(times)[0])
     var = 0.8**2 * (1 - a_next) / (1 - a) * (1 - a / a_next)
     c = math.sqrt(1 - a_next - var) - math.sqrt(a_next) * math.sqrt(1 - a) / math.sqrt(a)
     x, label = rollouts.actions[:, 0].double(), torch.zeros(1, dtype=torch.long)
@@ -274,7 +274,7 @@ def test_a_branched_group_parts_at_one_step_which_alone_is_learned_from():
     rollouts = sampled(fake, 4, 4, 4)
     for n in range(3):
         rows = rollouts.group_ids == n
-        step = branch(fake.sampling, 3, 10 + n)
+        step = branch_step(fake.sampling, 3, 10 + n)
         assert rollouts.mask[rows].int().sum(0).tolist() == [4 * (column == step) for column in range(6)]
         states = rollouts.actions[rows]
         torch.testing.assert_close(states[:, :step], states[:1, :step].expand(4, -1, -1, -1, -1), rtol=0, atol=1e-5)
@@ -283,7 +283,7 @@ def test_a_branched_group_parts_at_one_step_which_alone_is_learned_from():
     everything = replace(rollouts, mask=torch.ones_like(rollouts.mask).index_fill(1, torch.tensor(5), False))
     drawn = noise_of(fake.policy, everything)[:4, :5]
     apart = (drawn - drawn[:1]).abs().flatten(2).amax(dim=(0, 2))
-    step = branch(fake.sampling, 3, 10)
+    step = branch_step(fake.sampling, 3, 10)
     assert [bool(one > 0.1) for one in apart] == [column == step for column in range(5)], "later noise is common again"
 
 
@@ -293,7 +293,7 @@ def test_a_state_that_a_group_has_in_common_is_asked_for_once(make):
     seen = []
     fake.policy.module.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     rollouts = sampled(fake, 4, 2, 3)
-    parts = {n: branch(fake.sampling, 3, 10 + n) for n in range(3)}
+    parts = {n: branch_step(fake.sampling, 3, 10 + n) for n in range(3)}
     sizes, each = (4, 2, 3), 2 if fake.sampling.guidance != 1 else 1
     common = {  # whether a group's rows are one before a step
         "independent": lambda step, n: False,
@@ -315,7 +315,7 @@ def test_a_state_that_a_group_has_in_common_is_asked_for_once(make):
 
 def test_every_step_of_the_window_is_a_branch_of_some_group():
     sampling = DiffusionSampling(max_actions=8, noise="branched", train_from=2, train_to=5)
-    assert {branch(sampling, 0, draw) for draw in range(60)} == {2, 3, 4}
+    assert {branch_step(sampling, 0, draw) for draw in range(60)} == {2, 3, 4}
 
 
 @pytest.mark.silent_bug(25)
@@ -325,7 +325,7 @@ def test_a_group_that_grows_equals_the_larger_group_at_once_and_company_changes_
     asked = prompts()
     calls = [[Request(asked[1], 3), Request(asked[0], 2)], [Request(asked[0], 3, first=2)]]
     grown = Rollouts.cat([fake.policy.sample(call, fake.sampling, seed=3) for call in calls])
-    monkeypatch.setattr("gruppo.modalities.diffusion.policy.BATCH_ROWS", 3)
+    monkeypatch.setattr(DenoiserPolicy, "batch_rows", 3)
     cut = sampled(fake, 5, 3)
     assert torch.equal(cut.group_ids, whole_group.group_ids) and torch.equal(cut.mask, whole_group.mask)
     torch.testing.assert_close(cut.actions, whole_group.actions, rtol=1e-5, atol=1e-4)
@@ -480,7 +480,7 @@ def test_a_shared_critic_reads_the_middle_of_the_state_before_each_step():
     values = critic.values(rollouts, whole(rollouts))
     seen = []
     fake.policy.module.middle.register_forward_hook(lambda _, inputs, output: seen.append(output))
-    t = fake.policy.denoiser.path.times(6)[2:3].expand(2)
+    t = fake.policy.denoiser.schedule.times(6)[2:3].expand(2)
     fake.policy.module(rollouts.actions[:, 1].double(), t, torch.zeros(2, dtype=torch.long))
     by_hand = seen[0].mean(dim=(2, 3)) @ critic.module.weight[0] + critic.module.bias
     torch.testing.assert_close(values[:, 2], by_hand, rtol=1e-10, atol=1e-12)
@@ -528,7 +528,7 @@ def test_values_without_a_head_or_a_middle_are_refused():
     with pytest.raises(GruppoError, match=r"without a value head. Set policy.value_head"):
         fake.policy.likelihood(rollouts, whole(rollouts), outputs=("values",))
     blind = DenoiserPolicy(fake.policy.module, SHAPE, condition=ClassLabels(3))
-    with pytest.raises(GruppoError, match=r"this policy names none. Make it with middle="):
+    with pytest.raises(GruppoError, match=r"this policy names no submodule for it. Create it with middle="):
         SharedCritic(blind)
     with pytest.raises(GruppoError, match=r"no submodule 'center' to read features from; it has enter, leave"):
         DenoiserPolicy(fake.policy.module, SHAPE, middle="center")
@@ -539,7 +539,7 @@ def test_values_without_a_head_or_a_middle_are_refused():
 def test_a_reference_is_the_policy_as_it_was_and_its_kl_begins_at_0(fake):
     reference = ReferenceModel(fake.policy)
     rollouts = sampled(fake)
-    ask = {"want": ("gaussian",)}
+    ask = {"outputs": ("gaussian",)}
 
     def kl():
         ours, theirs = (of.likelihood(rollouts, whole(rollouts), **ask).gaussian for of in (fake.policy, reference))
@@ -584,10 +584,10 @@ def test_dropout_and_moving_statistics_rest_in_sampling_scoring_and_supervision(
 def test_what_is_saved_comes_back_to_the_bit(tmp_path, fake):
     torch.manual_seed(1)
     made = DenoiserPolicy(
-        UNet((1, 4, 4), 3, width=8, time_scale=7.0),
+        DenoisingUNet((1, 4, 4), 3, width=8, time_scale=7.0),
         (1, 4, 4),
         predicts=fake.policy.denoiser.predicts,
-        path=fake.policy.denoiser.path,
+        schedule=fake.policy.denoiser.schedule,
         condition=ClassLabels(["one", "two", "three"], dropped=0.2),
         weighting="clean",
         middle="middle",
@@ -597,7 +597,7 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, fake):
     again = load_denoiser(tmp_path / "model")
     asked = [Request(Prompt("a", "two", draw=1), 3)]
     assert torch.equal(*(p.sample(asked, fake.sampling, seed=0).actions for p in (made, again)))
-    assert (again.weighting, again.denoiser.network.middle, again.denoiser.condition.dropped) == (
+    assert (again.weighting, again.denoiser.middle, again.denoiser.condition.dropped) == (
         "clean",
         "middle",
         0.2,
@@ -606,10 +606,10 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, fake):
     torch.manual_seed(5)
     own = load_denoiser(tmp_path / "own", TinyDenoiser())
     assert torch.equal(own.sample(requests(2), fake.sampling, seed=0).actions, sampled(fake, 2, seed=0).actions)
-    with pytest.raises(GruppoError, match=r"of a module that is not ours. Give load_denoiser its module"):
+    with pytest.raises(GruppoError, match=r"of a module of your own. Give load_denoiser that module"):
         load_denoiser(tmp_path / "own")
-    with pytest.raises(GruppoError, match=r"of another module: coarse.again.bias is missing there .* one of 61"):
-        load_denoiser(tmp_path / "own", UNet())
+    with pytest.raises(GruppoError, match=r"of another network than DenoisingUNet: .* missing: coarse.again.bias"):
+        load_denoiser(tmp_path / "own", DenoisingUNet())
     with pytest.raises(GruppoError, match=r"holds no denoiser: .*It needs denoiser.json"):
         load_denoiser(tmp_path / "nothing")
     (tmp_path / "own" / "model.safetensors").write_bytes(b"half a file")
@@ -619,7 +619,7 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, fake):
 
 def test_a_policy_with_parts_that_a_folder_cannot_name_is_not_saved(tmp_path):
     made = DenoiserPolicy(TinyDenoiser(), SHAPE, condition=object())
-    with pytest.raises(GruppoError, match=r"this policy has a object and a Flow. Save policy.module by yourself"):
+    with pytest.raises(GruppoError, match=r"this policy has a object and a FlowSchedule. Save policy.module yourself"):
         made.save(tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
@@ -637,17 +637,17 @@ def test_a_policy_with_parts_that_a_folder_cannot_name_is_not_saved(tmp_path):
         ({"transition": "ddim", "eta": 1.5}, r"eta=1.5 is out of range"),
         ({"transition": "ddpm", "eta": 0.5}, r"eta=0.5 is not read by transition='ddpm'.*Set transition ddim"),
         ({"temperature": 0.7}, r"temperature=0.7: a denoising step has no temperature.*Set 1"),
-        ({"top_k": 3}, r"top_k=3, .* are of tokens.*Leave them out"),
-        ({"top_p": 0.5}, r"top_p=0.5 .* are of tokens"),
-        ({"stop": ("x",)}, r"stop=\('x',\) are of tokens"),
+        ({"top_k": 3}, r"top_k=3, .* apply to tokens.*Leave them out"),
+        ({"top_p": 0.5}, r"top_p=0.5 .* apply to tokens"),
+        ({"stop": ("x",)}, r"stop=\('x',\) apply to tokens"),
         ({"noise": "common"}, r"noise='common' is not one of 'independent', 'shared', 'branched'"),
         ({"guidance": -1.0}, r"guidance=-1.0 is out of range"),
         ({"noise": "branched", "train_fraction": 0.5}, r"train_fraction=0.5 with noise='branched'"),
         ({"train_fraction": 0.0}, r"train_fraction=0 is out of range"),
         ({"max_actions": 1}, r"1 step has no noise to learn from.*Set 2 steps"),
-        ({"train_from": 9}, r"train_from=9, train_to=0 are no part of the steps 0 to 9.*at most 9"),
-        ({"train_to": 10}, r"train_to=10 are no part of the steps 0 to 9"),
-        ({"train_from": 3, "train_to": 3}, r"train_from=3, train_to=3 are no part"),
+        ({"train_from": 9}, r"train_from=9, train_to=0 are not a range of the steps 0 to 9.*at most 9"),
+        ({"train_to": 10}, r"train_to=10 are not a range of the steps 0 to 9"),
+        ({"train_from": 3, "train_to": 3}, r"train_from=3, train_to=3 are not a range"),
         ({"ode_steps": -1}, r"ode_steps=-1 is negative"),
     ],
 )
@@ -664,18 +664,22 @@ def test_the_ode_is_let_through_for_evaluation():
 @pytest.mark.parametrize(
     ("policy", "changes", "says"),
     [
-        (lambda: denoiser(), {"guidance": 2.0}, r"guidance=2 is measured .*never asked without.*dropped=0.1"),
+        (lambda: denoiser(), {"guidance": 2.0}, r"guidance=2 needs .*never trained without.*dropped=0.1"),
         (
             lambda: DenoiserPolicy(TinyDenoiser(), SHAPE),
             {"guidance": 2.0},
-            r"this one has no condition. Set guidance 1",
+            r"this network has no condition. Set guidance 1",
         ),
         (
             lambda: denoiser(),
             {"transition": "ddim"},
-            r"on a diffusion's path.*on a flow's. Set one of ancestral, flow_sde",
+            r"is for a diffusion schedule.*on a flow schedule. Set one of ancestral, flow_sde",
         ),
-        (lambda: ddim().policy, {"transition": "cps"}, r"on a flow's path, and .*Set one of ancestral, ddim, ddpm"),
+        (
+            lambda: ddim().policy,
+            {"transition": "cps"},
+            r"is for a flow schedule, and .*Set one of ancestral, ddim, ddpm",
+        ),
         (lambda: ddim().policy, {"max_actions": 1001}, r"1001 steps are more than the 1000"),
     ],
 )
@@ -692,7 +696,7 @@ def test_prompts_that_are_no_class_are_refused_by_name_and_names_are_known():
     assert "None is no class" in policy.check_prompt(Prompt("x", None), None)
     assert "True is no class" in policy.check_prompt(Prompt("x", True), None)
     assert policy.check_prompt(Prompt("x", "2"), None) is None
-    assert int(ClassLabels(["a", "b"]).encode("b")) == 1 and int(ClassLabels(["a", "b"]).nothing()) == 2
+    assert int(ClassLabels(["a", "b"]).encode("b")) == 1 and int(ClassLabels(["a", "b"]).unconditional()) == 2
     with pytest.raises(GruppoError, match=r"'seven' is no class"):
         policy.sample([Request(Prompt("x", "seven"), 1)], DiffusionSampling(), seed=0)
     for wrong in ({"classes": ["a", "a"]}, {"classes": 0}, {"classes": 3, "dropped": 1.0}):
@@ -722,9 +726,9 @@ def test_rollouts_of_several_kinds_are_not_scored_together():
 
 def test_predictions_that_a_path_cannot_take_are_refused():
     with pytest.raises(
-        GruppoError, match=r"predicts='noise' on a path that begins at alpha=0.*'v', 'velocity' or 'x0'"
+        GruppoError, match=r"predicts='noise' with a schedule that starts at alpha=0.*'v', 'velocity' or 'x0'"
     ):
-        denoiser(predicts="noise", path=Flow())
+        denoiser(predicts="noise", schedule=FlowSchedule())
     with pytest.raises(GruppoError, match=r"predicts='score' is not one of 'noise', 'x0'"):
         denoiser(predicts="score")
 
@@ -735,7 +739,7 @@ def test_a_network_of_another_shape_is_refused():
             return super().forward(x, times, labels)[:, :1]
 
     policy = DenoiserPolicy(Halves(), SHAPE, condition=ClassLabels(3))
-    with pytest.raises(GruppoError, match=r"said \[2, 1, 4, 4\] of states of the shape \[2, 2, 4, 4\]"):
+    with pytest.raises(GruppoError, match=r"returned \[2, 1, 4, 4\] for states of shape \[2, 2, 4, 4\]"):
         policy.sample(requests(2), DiffusionSampling(), seed=0)
 
 

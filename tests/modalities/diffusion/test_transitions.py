@@ -8,18 +8,24 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gruppo.modalities.diffusion.transitions import Ancestral, Cps, DanceSde, Ddim, Ddpm, FlowSde, Ode, Step, split
+from gruppo.modalities.diffusion.transitions import Ancestral, Cps, Ddim, FlowSde, Ode, StepLevels, split_prediction
 from gruppo.types import GruppoError
 
 DATA_STD = 0.2
 
 
-def flow_step(t: float, s: float) -> Step:
-    return Step.between((1 - t, t), (1 - s, s))
+def levels_between(level: tuple[float, float], following: tuple[float, float]) -> StepLevels:
+    """One row's step, from (alpha, sigma) to (alpha, sigma)."""
+    numbers = torch.tensor([*level, *following], dtype=torch.float64)
+    return StepLevels(*(number[None] for number in numbers))
 
 
-def diffusion_step(a: float, a_next: float) -> Step:
-    return Step.between((math.sqrt(a), math.sqrt(1 - a)), (math.sqrt(a_next), math.sqrt(1 - a_next)))
+def flow_step(t: float, s: float) -> StepLevels:
+    return levels_between((1 - t, t), (1 - s, s))
+
+
+def diffusion_step(a: float, a_next: float) -> StepLevels:
+    return levels_between((math.sqrt(a), math.sqrt(1 - a)), (math.sqrt(a_next), math.sqrt(1 - a_next)))
 
 
 def numbers(*shape: int) -> list[torch.Tensor]:
@@ -34,7 +40,7 @@ def end_std(transition, levels: list[tuple[float, float]]) -> float:
         total = alpha**2 * DATA_STD**2 + sigma**2
         x = torch.ones(1, dtype=torch.float64)
         x0, noise = alpha * DATA_STD**2 / total * x, sigma / total * x
-        normal = transition(x, x0, noise, Step.between((alpha, sigma), following))
+        normal = transition(x, x0, noise, levels_between((alpha, sigma), following))
         var = float(normal.mean) ** 2 * var + float(normal.std) ** 2
     return math.sqrt(var)
 
@@ -58,12 +64,12 @@ def test_the_moments_of_flow_samplers_are_those_measured_elsewhere(transition, a
     assert end_std(transition, flow_levels(2000)) == pytest.approx(at_2000, abs=5e-4)
 
 
-@pytest.mark.parametrize("transition", [DanceSde(0.3), DanceSde(1.0), FlowSde(0.3)])
+@pytest.mark.parametrize("transition", [FlowSde(0.3, is_constant=True), FlowSde(1.0, is_constant=True), FlowSde(0.3)])
 def test_every_flow_sde_keeps_the_marginals_in_the_limit(transition):
     assert end_std(transition, flow_levels(4000)) == pytest.approx(DATA_STD, abs=1e-3)
 
 
-@pytest.mark.parametrize("transition", [Ddim(0.0), Ddim(0.5), Ddim(1.0), Ddpm(), Ddpm("large"), Ode()])
+@pytest.mark.parametrize("transition", [Ddim(0.0), Ddim(0.5), Ddim(1.0), Ddim(variance="large"), Ode()])
 def test_every_diffusion_sampler_keeps_the_marginals_in_the_limit(transition):
     assert end_std(transition, diffusion_levels(4000)) == pytest.approx(DATA_STD, abs=1e-3)
 
@@ -86,7 +92,7 @@ def test_ddpm_is_the_posterior_given_x_and_x0():
     x = math.sqrt(a) * x0 + math.sqrt(1 - a) * e
     alpha, beta = a / s, 1 - a / s
     mean = math.sqrt(s) * beta / (1 - a) * x0 + math.sqrt(alpha) * (1 - s) / (1 - a) * x
-    small, large = (Ddpm(kind)(x, x0, e, diffusion_step(a, s)) for kind in ("small", "large"))
+    small, large = (Ddim(variance=kind)(x, x0, e, diffusion_step(a, s)) for kind in ("small", "large"))
     torch.testing.assert_close(small.mean, mean, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(large.mean, mean, rtol=1e-10, atol=1e-12)
     assert float(small.std) == pytest.approx(math.sqrt(beta * (1 - s) / (1 - a)), rel=1e-10)
@@ -136,13 +142,15 @@ def test_all_predictions_of_one_truth_say_the_same(level, predicts):
     alpha, sigma = float(level.alpha), float(level.sigma)
     x = alpha * x0 + sigma * e
     said = {"noise": e, "x0": x0, "v": alpha * e - sigma * x0, "velocity": e - x0}[predicts]
-    rows = Step(*(number.expand(2) for number in (level.alpha, level.sigma, level.next_alpha, level.next_sigma)))
-    torch.testing.assert_close(split(x, said, rows, predicts), (x0, e), rtol=1e-10, atol=1e-12)
+    rows = StepLevels(*(number.expand(2) for number in (level.alpha, level.sigma, level.next_alpha, level.next_sigma)))
+    torch.testing.assert_close(split_prediction(x, said, rows, predicts), (x0, e), rtol=1e-10, atol=1e-12)
 
 
 def test_rows_of_unlike_steps_are_each_stepped_by_their_own():
     x, x0, e = numbers(2, 3)
-    both = Step(*(torch.tensor(pair, dtype=torch.float64) for pair in ((0.4, 0.7), (0.6, 0.3), (0.5, 0.9), (0.5, 0.1))))
+    both = StepLevels(
+        *(torch.tensor(pair, dtype=torch.float64) for pair in ((0.4, 0.7), (0.6, 0.3), (0.5, 0.9), (0.5, 0.1)))
+    )
     together = FlowSde(0.7)(x, x0, e, both)
     for row, (t, s) in enumerate([(0.6, 0.5), (0.3, 0.1)]):
         alone = FlowSde(0.7)(x[row : row + 1], x0[row : row + 1], e[row : row + 1], flow_step(t, s))
@@ -156,7 +164,7 @@ def test_rows_of_unlike_steps_are_each_stepped_by_their_own():
         lambda: Ddim(1.5),
         lambda: Ddim(-0.1),
         lambda: FlowSde(0),
-        lambda: DanceSde(0),
+        lambda: FlowSde(0, is_constant=True),
         lambda: Cps(0),
         lambda: Ancestral(0),
     ],

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gruppo.modalities.diffusion.unet import UNet, waves
+from gruppo.modalities.diffusion.unet import DenoisingUNet, timestep_embedding
 from gruppo.types import GruppoError
 
 
 def net(*sizes, **changes):
     torch.manual_seed(0)
-    made = UNet(*sizes, **changes)
+    made = DenoisingUNet(*sizes, **changes)
     torch.nn.init.normal_(made.leave[-1].weight, std=0.1)
     return made.double()
 
@@ -23,11 +23,11 @@ def asked(made, n=3):
 
 
 def test_it_has_about_as_many_weights_as_the_trials_had():
-    assert sum(p.numel() for p in UNet().parameters()) == 268_132
+    assert sum(p.numel() for p in DenoisingUNet().parameters()) == 268_132
 
 
 def test_a_new_one_says_nothing_yet():
-    assert not UNet((1, 8, 8), 3, width=8)(torch.randn(2, 1, 8, 8), torch.ones(2), torch.arange(2)).any()
+    assert not DenoisingUNet((1, 8, 8), 3, width=8)(torch.randn(2, 1, 8, 8), torch.ones(2), torch.arange(2)).any()
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 10, 6)], ids=str)
@@ -50,9 +50,9 @@ def test_time_and_class_are_told_and_none_of_the_classes_is_another():
             assert (one - other).abs().max() > 1e-3
 
 
-def test_waves_by_hand():
+def test_timestep_embeddings_by_hand():
     """Frequencies 1 and 1 / 100 of four numbers."""
-    got = waves(torch.tensor([0.5], dtype=torch.float64), 4)[0]
+    got = timestep_embedding(torch.tensor([0.5], dtype=torch.float64), 4)[0]
     expected = torch.tensor([0.5, 0.005], dtype=torch.float64)
     torch.testing.assert_close(got, torch.cat([expected.cos(), expected.sin()]))
 
@@ -60,8 +60,8 @@ def test_waves_by_hand():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: UNet((1, 27, 28)), "27 x 28 has no 2 x 2 squares.*Crop or pad"),
-        (lambda: UNet(width=20), "width=20 is no multiple of 8"),
+        (lambda: DenoisingUNet((1, 27, 28)), "27 x 28 is not made of 2 x 2 patches.*Crop or pad"),
+        (lambda: DenoisingUNet(width=20), "width=20 is no multiple of 8"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(make, says):

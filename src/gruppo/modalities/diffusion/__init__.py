@@ -1,28 +1,26 @@
-"""Diffusion and flow models: each denoising step is a normal whose mean the network gives."""
+"""Diffusion and flow models: each denoising step is a normal distribution whose mean the network gives."""
 
-from gruppo.modalities.diffusion.conditions import ClassLabels
-from gruppo.modalities.diffusion.critic import DenoiserCritic
-from gruppo.modalities.diffusion.families import PipelineSettings
-from gruppo.modalities.diffusion.load import load_denoiser
+from gruppo.modalities.diffusion.diffusers_policy import DiffusersPolicy, add_adapter, load_diffusers
+from gruppo.modalities.diffusion.encoders import ClassLabels
 from gruppo.modalities.diffusion.modality import DIFFUSION
-from gruppo.modalities.diffusion.paths import Diffusion, Flow
-from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
-from gruppo.modalities.diffusion.policy import DenoiserPolicy
+from gruppo.modalities.diffusion.pipelines import PipelineSettings
+from gruppo.modalities.diffusion.policy import DenoiserCritic, DenoiserPolicy, load_denoiser
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
+from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
 from gruppo.modalities.diffusion.trust_region import check_trust_region
-from gruppo.modalities.diffusion.unet import UNet
+from gruppo.modalities.diffusion.unet import DenoisingUNet
 
 __all__ = [
     "DIFFUSION",
     "ClassLabels",
     "DenoiserCritic",
     "DenoiserPolicy",
+    "DenoisingUNet",
     "DiffusersPolicy",
-    "Diffusion",
     "DiffusionSampling",
-    "Flow",
+    "DiffusionSchedule",
+    "FlowSchedule",
     "PipelineSettings",
-    "UNet",
     "add_adapter",
     "check_trust_region",
     "load_denoiser",

@@ -1,4 +1,4 @@
-"""Pictures that are given, not sampled: noise is added, and the network says what was there."""
+"""Denoising training on given images: noise is added, and the loss is the error of the network's prediction."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
-from gruppo.modalities.diffusion.cells import Cells
-from gruppo.modalities.diffusion.conditions import Condition
-from gruppo.modalities.diffusion.denoiser import Denoiser
-from gruppo.modalities.diffusion.network import Asked
-from gruppo.modalities.diffusion.transitions import Predicts, Step, split
+from gruppo.modalities.diffusion.denoiser import Denoiser, DenoiserInputs, StepSelection
+from gruppo.modalities.diffusion.transitions import StepLevels, broadcast, split_prediction
 from gruppo.protocols import Outputs
 from gruppo.seeds import generator_at
 from gruppo.types import Finish, Likelihood, Prompt, Rollouts
@@ -21,13 +17,13 @@ from gruppo.types import Finish, Likelihood, Prompt, Rollouts
 Weighting = Literal["uniform", "clean"]
 
 
-def demonstrated(denoiser: Denoiser, prompts: Sequence[Prompt], seed: int) -> Rollouts:
-    """One row and one action of each prompt: its picture in [-1, 1].
+def demonstration_rollouts(denoiser: Denoiser, prompts: Sequence[Prompt], seed: int) -> Rollouts:
+    """One row and one action per prompt: its target as a state, with log-probs of 0.
 
     ``per_row``: the noise (``first``), the time that it is added at (``level``), and whether the condition is left out
-    (``dropped``). No sampler said anything of it: its log-probs are 0.
+    (``dropped``), all by (seed, draw).
     """
-    rows, conditions = len(prompts), denoiser.encoded([prompt.inputs for prompt in prompts])
+    rows, conditions = len(prompts), denoiser.encode([prompt.inputs for prompt in prompts])
     dropped = 0.0 if denoiser.condition is None else denoiser.condition.dropped
     generators = [generator_at(seed, "demonstration", prompt.draw) for prompt in prompts]
     uniforms = torch.stack([torch.rand(2, generator=generator, dtype=torch.float64) for generator in generators])
@@ -46,51 +42,36 @@ def demonstrated(denoiser: Denoiser, prompts: Sequence[Prompt], seed: int) -> Ro
         shared={} if conditions is None else {"condition": conditions},
         per_row={
             "first": torch.stack([torch.randn(denoiser.shape, generator=generator) for generator in generators]),
-            "level": denoiser.path.spread(uniforms[:, 0]),
+            "level": denoiser.schedule.training_times(uniforms[:, 0]),
             "dropped": uniforms[:, 1] < dropped,
         },
     )
 
 
-def likelihood_of_demonstrations(
-    denoiser: Denoiser, rollouts: Rollouts, cells: Cells, weighting: Weighting, outputs: Outputs
+def demonstration_likelihood(
+    denoiser: Denoiser, rollouts: Rollouts, steps: StepSelection, weighting: Weighting, outputs: Outputs
 ) -> Likelihood:
-    """Log-probs are -w mean (prediction - truth)^2: a normal's of std (d / 2 w)^(1/2), less its constant."""
-    device, row = denoiser.device, cells.row
-    picture, noise = rollouts.actions[row, 0].to(device), rollouts.per_row["first"][row].to(device)
+    """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its constant."""
+    device, row = denoiser.device, steps.row
+    image, noise = rollouts.actions[row, 0].to(device), rollouts.per_row["first"][row].to(device)
     times = rollouts.per_row["level"][row]
-    alpha, sigma = (level.to(device) for level in denoiser.path.level(times))
-    step = Step(alpha, sigma, torch.ones_like(alpha), torch.zeros_like(sigma))
-    x = noised(picture, noise, step)
-    condition = _without_dropped(cells.condition(rollouts), denoiser.condition, rollouts.per_row["dropped"][row])
-    said, _ = denoiser.network(Asked(x, times.to(device), condition, torch.ones(len(x))))
-    error = (said.double() - truth(picture, noise, step, denoiser.predicts)).square().flatten(1).mean(dim=1)
+    alpha, sigma = (level.to(device) for level in denoiser.schedule.level(times))
+    levels = StepLevels(alpha, sigma, torch.ones_like(alpha), torch.zeros_like(sigma))
+    a, s, x0, e = broadcast(alpha, image), broadcast(sigma, image), image.double(), noise.double()
+    x = (a * x0 + s * e).float()  # as the network would see it in sampling, whose states are float32
+
+    condition: Tensor | None = rollouts.shared.get("condition")
+    if condition is not None:
+        condition = condition[rollouts.group_ids[row]].to(device)
+        if denoiser.condition is not None and denoiser.condition.dropped:
+            is_dropped = rollouts.per_row["dropped"][row].to(device).reshape(-1, *[1] * (condition.ndim - 1))
+            condition = torch.where(is_dropped, denoiser.condition.unconditional().to(condition), condition)
+
+    inputs = DenoiserInputs(x, times.to(device), condition, torch.ones(len(x)))
+    prediction, _ = denoiser.predict(inputs, torch.arange(len(x)))
+    truth = {"noise": e, "x0": x0, "v": a * e - s * x0, "velocity": e - x0}[denoiser.predicts]
+    error = (prediction.double() - truth).square().flatten(1).mean(dim=1)
     weight = 1 / (sigma.square() + 0.05) if weighting == "clean" else torch.ones_like(sigma)
-    output = cells.spread(split(x, said, step, denoiser.predicts)[0]) if "output" in outputs else None
-    return Likelihood(cells.spread(-weight * error), output=output)
-
-
-def _without_dropped(given: Tensor | None, condition: Condition | None, is_dropped: Bool[Tensor, "N"]) -> Tensor | None:
-    if given is None or condition is None or not condition.dropped:
-        return given
-    at = is_dropped.to(given.device).reshape(-1, *[1] * (given.ndim - 1))
-    return torch.where(at, condition.nothing().to(given), given)
-
-
-def noised(picture: Float[Tensor, "N ..."], noise: Float[Tensor, "N ..."], step: Step) -> Float[Tensor, "N ..."]:
-    """alpha x0 + sigma e, float32."""
-    alpha, sigma = (_over(level, picture) for level in (step.alpha, step.sigma))
-    return (alpha * picture.double() + sigma * noise.double()).float()
-
-
-def truth(
-    picture: Float[Tensor, "N ..."], noise: Float[Tensor, "N ..."], step: Step, predicts: Predicts
-) -> Float[Tensor, "N ..."]:
-    """What the network should say, float64."""
-    x0, e = picture.double(), noise.double()
-    alpha, sigma = (_over(level, picture) for level in (step.alpha, step.sigma))
-    return {"noise": e, "x0": x0, "v": alpha * e - sigma * x0, "velocity": e - x0}[predicts]
-
-
-def _over(level: Float[Tensor, "N"], x: Tensor) -> Tensor:
-    return level.reshape(-1, *[1] * (x.ndim - 1))
+    predicted_x0, _ = split_prediction(x, prediction, levels, denoiser.predicts)
+    output = steps.scatter(predicted_x0) if "output" in outputs else None
+    return Likelihood(steps.scatter(-weight * error), output=output)

@@ -1,94 +1,75 @@
-"""A denoiser in a folder: its weights, and what they are called with."""
+"""A denoiser in a folder: its weights, and how they are called."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
-from gruppo.modalities.diffusion.conditions import ClassLabels
-from gruppo.modalities.diffusion.paths import Diffusion, Flow
-from gruppo.modalities.diffusion.unet import UNet
+from gruppo.modalities.common.state_dict import load_strictly
+from gruppo.modalities.diffusion.denoiser import Denoiser
+from gruppo.modalities.diffusion.encoders import ClassLabels
+from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
+from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.types import GruppoError
 
-if TYPE_CHECKING:
-    from gruppo.modalities.diffusion.policy import DenoiserPolicy
-
 WEIGHTS, SETTINGS = "model.safetensors", "denoiser.json"
-PATHS = {"flow": Flow, "diffusion": Diffusion}
 
 
-def save_denoiser(policy: DenoiserPolicy, folder: FilePath) -> None:
-    """The weights and a description; of a module that is not ours, without its sizes."""
-    condition, path, module = policy.denoiser.condition, policy.denoiser.path, policy.module
-    if not isinstance(condition, ClassLabels | None) or not isinstance(path, Flow | Diffusion):
+def save_denoiser(denoiser: Denoiser, weighting: str, folder: Path) -> None:
+    """Write the weights and the settings; the sizes of a module only where it is a ``DenoisingUNet``."""
+    condition, schedule, module = denoiser.condition, denoiser.schedule, denoiser.module
+    if not isinstance(condition, ClassLabels | None) or type(schedule) not in (FlowSchedule, DiffusionSchedule):
         raise GruppoError(
-            f"a folder holds ClassLabels and a Flow or Diffusion, and this policy has a {type(condition).__name__} and "
-            f"a {type(path).__name__}. Save policy.module by yourself."
+            f"a folder can hold ClassLabels and a FlowSchedule or DiffusionSchedule, and this policy has a "
+            f"{type(condition).__name__} and a {type(schedule).__name__}. Save policy.module yourself."
         )
-    said = {
-        "shape": policy.denoiser.shape,
-        "predicts": policy.denoiser.predicts,
-        "weighting": policy.weighting,
-        "middle": policy.denoiser.network.middle,
-        "path": {"kind": "flow" if path.is_flow else "diffusion", **asdict(path)},
+    settings = {
+        "shape": denoiser.shape,
+        "predicts": denoiser.predicts,
+        "weighting": weighting,
+        "middle": denoiser.middle,
+        "path": {"kind": "flow" if schedule.is_flow else "diffusion", **asdict(schedule)},
         "condition": None if condition is None else {"classes": condition.names, "dropped": condition.dropped},
-        "unet": module.sizes if isinstance(module, UNet) else None,
+        "unet": module.sizes if isinstance(module, DenoisingUNet) else None,
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in module.state_dict().items()}, folder / WEIGHTS)
-    (folder / SETTINGS).write_text(json.dumps(said, indent=1), encoding="utf-8")
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
-def load_denoiser(folder: str | FilePath, module: nn.Module | None = None) -> DenoiserPolicy:
-    """The policy that was saved; a module that is not our UNet is given, and gets the weights."""
-    from gruppo.modalities.diffusion.policy import DenoiserPolicy
-
-    folder = FilePath(folder)
+def read_denoiser(folder: Path, module: nn.Module | None) -> tuple[nn.Module, list[int], dict[str, Any]]:
+    """Module with its weights, shape of a state, and the other arguments of the policy that was saved."""
     try:
-        said = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         weights = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise GruppoError(
-            f"{folder} holds no denoiser: {reason}. It needs {SETTINGS} and {WEIGHTS}, as "
-            "policy.save(folder) writes them."
+            f"{folder} holds no denoiser: {reason}. It needs {SETTINGS} and {WEIGHTS}, as policy.save(folder) writes "
+            "them."
         ) from None
     try:
-        if module is None and said["unet"] is None:
-            raise GruppoError(
-                f"{folder} holds the weights of a module that is not ours. Give load_denoiser its module."
-            )
+        if module is None and settings["unet"] is None:
+            raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_denoiser that module.")
         if module is None:
-            sizes = dict(said["unet"])
-            module = UNet(sizes.pop("shape"), sizes.pop("classes"), **sizes)
-        path, labels = dict(said["path"]), said["condition"]
-        chosen: dict[str, Any] = {name: said[name] for name in ("predicts", "weighting", "middle")}
-        chosen["path"] = PATHS[path.pop("kind")](**path)
-        chosen["condition"] = None if labels is None else ClassLabels(labels["classes"], dropped=labels["dropped"])
-        shape = said["shape"]
+            sizes = dict(settings["unet"])
+            module = DenoisingUNet(sizes.pop("shape"), sizes.pop("classes"), **sizes)
+        options: dict[str, Any] = {name: settings[name] for name in ("predicts", "weighting", "middle")}
+        schedule, labels = dict(settings["path"]), settings["condition"]
+        kinds = {"flow": FlowSchedule, "diffusion": DiffusionSchedule}
+        options["schedule"] = kinds[schedule.pop("kind")](**schedule)
+        options["condition"] = None if labels is None else ClassLabels(labels["classes"], dropped=labels["dropped"])
+        shape = settings["shape"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise GruppoError(
             f"{folder / SETTINGS} is damaged or of another version ({type(error).__name__}: {error}). Save the model "
             "again with policy.save(folder), or give another --model."
         ) from None
-    _check_fits(module, weights, folder)
-    module.load_state_dict(weights)
-    return DenoiserPolicy(module, shape, **chosen)
-
-
-def _check_fits(module: nn.Module, weights: Mapping[str, Tensor], folder: FilePath) -> None:
-    held, given = ({name: tuple(x.shape) for name, x in of.items()} for of in (module.state_dict(), weights))
-    if odd := sorted(held.items() ^ given.items()):
-        name = odd[0][0]
-        raise GruppoError(
-            f"the weights in {folder} are of another module: {name} is {given.get(name, 'missing')} there and "
-            f"{held.get(name, 'unknown')} here, one of {len({n for n, _ in odd})} differences. Give the module that "
-            "was saved."
-        )
+    load_strictly(module, weights, str(folder))
+    return module, shape, options

@@ -13,15 +13,14 @@ from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig
 from gruppo.config.stages import highest, learns_from_samples, values_of
 from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.common.validation import refuse_restoration_options, refuse_text_options
-from gruppo.modalities.diffusion.conditions import ClassLabels
-from gruppo.modalities.diffusion.critic import DenoiserCritic
-from gruppo.modalities.diffusion.load import SETTINGS, load_denoiser
-from gruppo.modalities.diffusion.paths import Diffusion, Flow
-from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
-from gruppo.modalities.diffusion.policy import DenoiserPolicy
+from gruppo.modalities.diffusion.diffusers_policy import DiffusersPolicy, add_adapter, load_diffusers
+from gruppo.modalities.diffusion.encoders import ClassLabels
+from gruppo.modalities.diffusion.load import SETTINGS
+from gruppo.modalities.diffusion.policy import DenoiserCritic, DenoiserPolicy, load_denoiser
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
+from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
 from gruppo.modalities.diffusion.trust_region import check_trust_region
-from gruppo.modalities.diffusion.unet import UNet
+from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import Critic, Modality, Policy, PromptSource, peek
 from gruppo.types import DataError, GruppoError
 
@@ -160,7 +159,7 @@ class DiffusionModality(Modality):
                 f"none of the first {len(first)} prompts of {config.data!r} can be drawn: {refused[0]}{hint}"
             )
         shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
-        own = tuple(policy.denoiser.codec.picture_shape)
+        own = tuple(policy.denoiser.codec.image_shape)
         if shapes and own not in shapes:
             log.warning("the model draws %s, and the pictures of %s are %s.", list(own), config.data, list(min(shapes)))
         if config.model == NEW and not highest(config, "sup_coef"):
@@ -205,22 +204,23 @@ def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
             f"--model {NEW} is made for the data's pictures, and the data {config.data!r} have none: a target is a "
             f"{type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model."
         )
-    if first.inputs != "" and not (isinstance(first.inputs, int) and hasattr(data, "classes")):
+    if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
         raise DataError(
             f"--model {NEW} is asked for classes, and the data {config.data!r} ask by {first.inputs!r:.60}. Put the "
             "images of each class in a subfolder without captions, or give a --model of your own."
         )
     shape, classes = list(first.target.shape), [""] if first.inputs == "" else data.classes
     labels = ClassLabels(classes, dropped=chosen.dropped)
-    path = Flow(chosen.shift) if chosen.path == "flow" else Diffusion()
+    schedule = FlowSchedule(chosen.shift) if chosen.path == "flow" else DiffusionSchedule()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        module = UNet(shape, len(labels.names), width=chosen.width, time_scale=1000.0 if path.is_flow else 1.0)
+        scale = 1000.0 if schedule.is_flow else 1.0
+        module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
     return DenoiserPolicy(
         module,
         shape,
         predicts=chosen.predicts,
-        path=path,
+        schedule=schedule,
         condition=labels,
         weighting=chosen.weighting,
         middle="middle",

@@ -1,343 +1,250 @@
-"""Stable Diffusion and FLUX, as ``diffusers`` has them: a policy over a pipeline's UNet or transformer."""
+"""Pipelines of ``diffusers``: what differs between their networks, captions, latents and schedules."""
 
 from __future__ import annotations
 
-import copy
-import difflib
-import json
-import math
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path as FilePath
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from gruppo.loading import import_extra
-from gruppo.modalities.common.lora import (
-    POLICY,
-    adapter_weights,
-    base_of,
-    base_weights,
-    cast_base,
-    has_adapter,
-    inject_config,
-    is_linear,
-    merge,
-)
-from gruppo.modalities.diffusion.families import FAMILIES, CallOf, Family, Parts, PipelineSettings
-from gruppo.modalities.diffusion.pictures import latent_of, pictures_of
-from gruppo.modalities.diffusion.policy import DenoiserPolicy
-from gruppo.modalities.diffusion.sampling import DiffusionSampling
-from gruppo.seeds import generator_at
-from gruppo.types import GruppoError, Prompt, Sampling
+from gruppo.modalities.diffusion.demonstrations import Weighting
+from gruppo.modalities.diffusion.denoiser import ModuleCall
+from gruppo.modalities.diffusion.encoders import PixelCodec, postprocess
+from gruppo.modalities.diffusion.schedules import SchedulerDiffusion, SchedulerFlow
+from gruppo.types import GruppoError
 
-SETTINGS = "gruppo.json"
+Embeddings = tuple[Tensor, ...]
+"""What text encoders make of a caption: hidden states [N, L, D], and pooled ones [N, P] where there are any."""
 CAPTIONS_KEPT = 64
-"""Encoded captions that are remembered; one of FLUX is 8 MB."""
+"""Encoded captions in the cache; one of FLUX takes 8 MB."""
 
 
-class DiffusersPolicy(DenoiserPolicy):
-    """A pipeline's denoising network: it is trained, or its adapters are; text encoders and VAE are frozen.
+@dataclass(frozen=True)
+class PipelineSettings:
+    """What a pipeline's own files do not say."""
 
-    States are latents, float32, at the levels of noise of the pipeline's scheduler. ``module`` is the network itself.
-    Prompts are captions, each encoded once. Pictures are decoded one at a time.
-    """
+    size: tuple[int, int] | None = None
+    """Height and width of images in pixels; None takes what the network was trained for."""
+    embedded_guidance: float = 3.5
+    """Distilled guidance scale that FLUX dev reads, in sampling and scoring alike. It is not classifier-free."""
+    caption_tokens: int = 0
+    """Sequence length of a T5 encoder; 0 takes the pipeline's own: 256 for SD3, 512 for FLUX."""
+    dropped: float = 0.1
+    """Share of demonstrations trained without their caption; 0 for FLUX."""
+    weighting: Weighting = "uniform"
+    """Weighting of the denoising loss."""
 
-    batch_rows = 8
-    """Rows denoised together."""
-    supports = frozenset({"demonstrations", "lora", "separate_critic", "shared_critic"})
 
-    def __init__(self, pipeline: Any, settings: PipelineSettings | None = None) -> None:
-        settings = settings or PipelineSettings()
-        family_of = FAMILIES.get(type(pipeline).__name__)
-        if family_of is None:
-            raise GruppoError(
-                f"a {type(pipeline).__name__} is not a pipeline that can be trained; it needs to be one of "
-                f"{', '.join(FAMILIES)}. Load it with that class."
-            )
-        size = settings.size or _own_size(pipeline, getattr(pipeline, family_of.network))
-        family = family_of(pipeline, settings, size)
-        network = getattr(pipeline, family.network)
-        _check_fits(pipeline, family, network, size)
-        self.pipeline, self.settings, self.network_name = pipeline, replace(settings, size=size), family.network
-        _freeze_all_but(pipeline, network)
-        captions = Captions(family, settings.dropped if family.has_guidance else 0.0)
-        scale, path = pipeline.vae_scale_factor, family.path()
-        super().__init__(
-            network,
-            (family.latent_channels(), size[0] // scale, size[1] // scale),
-            predicts=path.predicts,
-            path=path,
-            condition=captions,
-            weighting=settings.weighting,
-            middle=family.middle,
-            call=CallOf(family, captions.shapes),
-            codec=Vae(pipeline.vae, (3, *size)),
+class StableDiffusion(ModuleCall):
+    """A UNet with cross-attention to CLIP's hidden states: SD 1 and 2. Base class of the other architectures."""
+
+    network = "unet"
+    """Its name in the pipeline."""
+    targets: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")
+    """Layers that LoRA adapts by default: all projections of attention."""
+    has_guidance = True
+    """Whether it can be used without a caption."""
+    shapes: list[torch.Size]
+    """Of the embeddings that conditions hold flattened and concatenated."""
+
+    def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
+        self.pipeline, self.size, self.patch = pipeline, size, pipeline.vae_scale_factor
+        self.middle, self.latent_channels = "mid_block", pipeline.unet.config.in_channels
+        self.schedule: SchedulerDiffusion | SchedulerFlow = SchedulerDiffusion(pipeline.scheduler)
+
+    def encode(self, caption: str) -> Embeddings:
+        """Embeddings of one caption. One at a time, so that they are the same in any batch."""
+        hidden, _ = self.pipeline.encode_prompt(caption, self.pipeline.text_encoder.device, 1, False)
+        return (hidden,)
+
+    def unconditional(self) -> Embeddings:
+        return self.encode("")
+
+    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
+        return module(x, times, encoder_hidden_states=embeddings[0], return_dict=False)[0]
+
+    def predict(self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor | None) -> Tensor:
+        """Prediction in float32 or wider, so that guidance is not rounded; times are not rounded either."""
+        assert condition is not None
+        dtype = next(module.parameters()).dtype
+        packed = condition.to(dtype).split([shape.numel() for shape in self.shapes], dim=1)
+        embeddings = tuple(part.reshape(-1, *shape) for part, shape in zip(packed, self.shapes, strict=True))
+        wide = torch.promote_types(dtype, torch.float32)
+        prediction = self.forward(module, x.to(dtype), times.to(wide), embeddings)
+        return prediction.to(torch.promote_types(prediction.dtype, torch.float32))
+
+
+class StableDiffusionXl(StableDiffusion):
+    """A UNet that adds a pooled caption and the size of the image, uncropped, to its time embedding."""
+
+    def encode(self, caption: str) -> Embeddings:
+        device = self.pipeline.text_encoder_2.device
+        hidden, _, pooled, _ = self.pipeline.encode_prompt(caption, device=device, do_classifier_free_guidance=False)
+        return hidden, pooled
+
+    def unconditional(self) -> Embeddings:
+        embeddings = self.encode("")
+        if self.pipeline.config.force_zeros_for_empty_prompt:
+            return tuple(torch.zeros_like(part) for part in embeddings)
+        return embeddings
+
+    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
+        sizes = x.new_tensor([*self.size, 0, 0, *self.size]).expand(len(x), -1)  # original, crop, target
+        added = {"text_embeds": embeddings[1], "time_ids": sizes}
+        return module(x, times, encoder_hidden_states=embeddings[0], added_cond_kwargs=added, return_dict=False)[0]
+
+
+class StableDiffusion3(StableDiffusion):
+    """A transformer over text and image tokens with a flow schedule; it reads 1000 sigma."""
+
+    network = "transformer"
+    targets = (*StableDiffusion.targets, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
+    max_shift = 1.16
+    has_even_sigmas = False
+
+    def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
+        self.pipeline, self.size = pipeline, size
+        transformer, config = pipeline.transformer, pipeline.scheduler.config
+        self.middle = f"transformer_blocks.{len(transformer.transformer_blocks) // 2}"
+        self._tokens = {"max_sequence_length": settings.caption_tokens} if settings.caption_tokens else {}
+        self._per_sigma = float(config.num_train_timesteps)
+        self.patch, self.latent_channels = self._layout(transformer.config)
+        # mu, the scheduler's shift, is linear in the number of image tokens
+        tokens = (size[0] // self.patch) * (size[1] // self.patch)
+        few, many = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        low, high = config.get("base_shift", 0.5), config.get("max_shift", self.max_shift)
+        mu = low + (high - low) / (many - few) * (tokens - few)
+        self.schedule = SchedulerFlow(pipeline.scheduler, mu=mu, is_even=self.has_even_sigmas)
+
+    def _layout(self, config: Any) -> tuple[int, int]:
+        """Pixels a side of an image token, and channels of latents."""
+        return self.pipeline.vae_scale_factor * config.patch_size, config.in_channels
+
+    def encode(self, caption: str) -> Embeddings:
+        device = self.pipeline.text_encoder.device
+        hidden, _, pooled, _ = self.pipeline.encode_prompt(
+            caption, None, None, device=device, do_classifier_free_guidance=False, **self._tokens
         )
+        return hidden, pooled
 
-    def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
-        """Why this prompt cannot be sampled from, or None; nothing is encoded."""
-        if isinstance(prompt.inputs, str):
-            return None
-        return f"prompt {prompt.id!r}: {_no_caption(prompt.inputs)}"
+    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
+        return module(
+            hidden_states=x,
+            timestep=times * self._per_sigma,
+            encoder_hidden_states=embeddings[0],
+            pooled_projections=embeddings[1],
+            return_dict=False,
+        )[0]
 
-    def check_sampling(self, sampling: Sampling) -> DiffusionSampling:
-        sampling = DiffusionSampling.of(sampling)
-        if sampling.guidance != 1 and not FAMILIES[type(self.pipeline).__name__].has_guidance:
-            raise GruppoError(
-                f"guidance={sampling.guidance:g} is classifier-free, and FLUX is told its guidance as a number. Set "
-                f"guidance 1, and PipelineSettings(embedded_guidance={sampling.guidance:g})."
-            )
-        return super().check_sampling(sampling)
-
-    def to(self, device: torch.device) -> None:
-        self.pipeline.to(device)
-
-    def default_budget(self) -> int:
-        return 8
-
-    def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
-        parts = [p for p in self.pipeline.components.values() if isinstance(p, nn.Module) and p is not self.module]
-        size = sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
-        return {"text encoders and VAE": float(size)} if parts else {}
-
-    def checkpoint_weights(self) -> dict[str, Tensor]:
-        """Of a network with adapters, the trained adapter alone."""
-        if has_adapter(self.module):
-            return {name: p.detach().contiguous() for name, p in self.module.named_parameters() if p.requires_grad}
-        return super().checkpoint_weights()
-
-    def frozen_base(self) -> dict[str, Tensor]:
-        return base_weights(self.module) if has_adapter(self.module) else {}
-
-    @property
-    def base_sha256(self) -> str | None:
-        base = base_of(self.module)
-        return None if base is None else base.sha256
-
-    def save(self, folder: FilePath) -> None:
-        """A pipeline that ``diffusers.DiffusionPipeline.from_pretrained`` opens, with the weights as trained.
-
-        Adapters are merged into a copy of the network, and beside it for ``pipeline.load_lora_weights(folder)`` on the
-        base. ``load_diffusers`` opens the folder here.
-        """
-        folder = FilePath(folder)
-        shown, network = copy.copy(self.pipeline), self.module
-        if has_adapter(self.module):
-            network = copy.deepcopy(self.module)
-            merge(network)
-        setattr(shown, self.network_name, network)
-        shown.save_pretrained(folder)
-        (folder / SETTINGS).write_text(json.dumps(asdict(self.settings), indent=1), encoding="utf-8")
-        if has_adapter(self.module):
-            self._save_adapter(folder)
-
-    def _save_adapter(self, folder: FilePath) -> None:
-        own: Any = self.module
-        config = own.peft_config[POLICY].to_dict()
-        config["target_modules"] = sorted(config["target_modules"])
-        type(self.pipeline).save_lora_weights(
-            folder,
-            **{
-                f"{self.network_name}_lora_layers": dict(adapter_weights(self.module)),
-                f"{self.network_name}_lora_adapter_metadata": {
-                    name: config[name] for name in ("r", "lora_alpha", "target_modules")
-                },
-            },
-        )
+    def pool(self, output: tuple[Tensor, Tensor]) -> Float[Tensor, "N F"]:
+        return output[1].mean(dim=1)  # text tokens, image tokens
 
 
-# --- making one -------------------------------------------------------------------------------------------------------
+class Flux(StableDiffusion3):
+    """A transformer over 2 x 2 patches of latents; it reads sigma, and a guidance scale where it is distilled."""
+
+    has_guidance = False
+    max_shift = 1.15
+    has_even_sigmas = True
+
+    def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
+        super().__init__(pipeline, settings, size)
+        self._guidance = settings.embedded_guidance if pipeline.transformer.config.guidance_embeds else None
+
+    def _layout(self, config: Any) -> tuple[int, int]:
+        return 2 * self.pipeline.vae_scale_factor, config.in_channels // 4
+
+    def encode(self, caption: str) -> Embeddings:
+        device = self.pipeline.text_encoder.device
+        hidden, pooled, _ = self.pipeline.encode_prompt(caption, None, device=device, **self._tokens)
+        return hidden, pooled
+
+    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
+        patches = pixel_unshuffle(x, 2)  # [N, 4 C, h, w]
+        h, w = patches.shape[-2:]
+        places = torch.cartesian_prod(*(torch.arange(side, device=x.device) for side in (1, h, w))).to(x)  # [h w, 3]
+        prediction = module(
+            hidden_states=patches.flatten(2).transpose(1, 2),
+            timestep=times,
+            guidance=None if self._guidance is None else times.new_full((len(x),), self._guidance),
+            encoder_hidden_states=embeddings[0],
+            pooled_projections=embeddings[1],
+            txt_ids=places.new_zeros(embeddings[0].shape[1], 3),
+            img_ids=places,
+            return_dict=False,
+        )[0]
+        return pixel_shuffle(prediction.transpose(1, 2).unflatten(2, (h, w)), 2)
 
 
-def load_diffusers(
-    place: str | FilePath, settings: PipelineSettings | None = None, *, dtype: torch.dtype = torch.float32
-) -> DiffusersPolicy:
-    """The policy of a pipeline's folder or hub id; a folder that ``save`` wrote has its settings."""
-    diffusers = import_extra("diffusers", "diffusion", "an image pipeline")
-    logging = diffusers.utils.logging
-    has_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        left_out = _left_out(FilePath(place) / "model_index.json")
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(place), dtype=dtype, **left_out)
-    except (OSError, ValueError, AttributeError, ImportError) as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise GruppoError(
-            f"{place} is no pipeline that diffusers opens: {why} It needs a folder with model_index.json, as "
-            "policy.save(folder) writes it, or a hub id."
-        ) from None
-    finally:
-        if has_bar:
-            logging.enable_progress_bar()
-    kept = FilePath(place) / SETTINGS
-    if settings is None and kept.is_file():
-        settings = _read_settings(kept)
-    return DiffusersPolicy(pipeline, settings)
+ARCHITECTURES: dict[str, type[StableDiffusion]] = {
+    "StableDiffusionPipeline": StableDiffusion,
+    "StableDiffusionXLPipeline": StableDiffusionXl,
+    "StableDiffusion3Pipeline": StableDiffusion3,
+    "FluxPipeline": Flux,
+}
+"""By the class name of a pipeline."""
 
 
-def _read_settings(file: FilePath) -> PipelineSettings:
-    try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-        return PipelineSettings(**{**said, "size": tuple(said["size"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise GruppoError(
-            f"{file} holds no settings of a pipeline: {error}. Delete it, and give load_diffusers its settings."
-        ) from None
+class CaptionEncoder:
+    """Captions as conditions: the embeddings of all text encoders, flattened into one row; float32, on the CPU."""
 
-
-def _left_out(index: FilePath) -> dict[str, None]:
-    """Parts that a saved pipeline was without, SD 3's T5 for one; diffusers asks to be told again."""
-    said = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
-    return {name: None for name, place in said.items() if place == [None, None]}
-
-
-def add_adapter(
-    policy: DiffusersPolicy, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0, base: str = ""
-) -> None:
-    """Give the network's linear layers an adapter, and freeze all else; the policy stays what it was.
-
-    ``targets``: names of layers, or their last parts; without any, all projections of attention. The base keeps the
-    dtype that it has, and adapters are float32 where that is less.
-    """
-    module = policy.module
-    peft = import_extra("peft", "lora", "LoRA (lora.rank)")
-    if has_adapter(module):
-        raise GruppoError("the network has an adapter already. Train that one, and leave --lora.rank out.")
-    chosen = _checked_targets(module, targets) if targets else list(FAMILIES[type(policy.pipeline).__name__].targets)
-    whole = int(alpha) if float(alpha).is_integer() else alpha
-    dtype = policy.compute_dtype
-    inject_config(module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=sorted(chosen)), base=base)
-    for name, weight in adapter_weights(module).items():
-        weight.data = weight.data.float()
-        with torch.no_grad():
-            if ".lora_B." in name:
-                weight.zero_()
-                continue
-            drawn = torch.rand(weight.shape, generator=generator_at(seed, "lora", name.removesuffix(".weight")))
-            weight.copy_((drawn * 2 - 1) / math.sqrt(weight.shape[1]))
-    cast_base(module, dtype)
-
-
-def _checked_targets(module: nn.Module, targets: Sequence[str]) -> list[str]:
-    parts = dict(module.named_modules())
-    known = sorted({name.rpartition(".")[2] for name, part in parts.items() if is_linear(part)})
-    for target in targets:
-        named = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
-        if not named or not all(map(is_linear, named)):
-            near = difflib.get_close_matches(target, known, 1)
-            guess = f"Did you mean {near[0]}?" if near else f"Set --lora.targets to some of {', '.join(known)}."
-            raise GruppoError(f"lora.targets: the network has no linear layers {target!r}. {guess}")
-    return list(targets)
-
-
-def _own_size(pipeline: Any, network: Any) -> tuple[int, int]:
-    """Height and width in pixels."""
-    sample = getattr(network.config, "sample_size", None) or pipeline.default_sample_size
-    height, width = (sample, sample) if isinstance(sample, int) else sample
-    return height * pipeline.vae_scale_factor, width * pipeline.vae_scale_factor
-
-
-def _check_fits(pipeline: Any, family: Family, network: Any, size: tuple[int, int]) -> None:
-    if min(size) < 1 or any(side % family.patch for side in size):
-        raise GruppoError(
-            f"size={size[0]} x {size[1]} does not fit the pipeline; both sides need to be multiples of {family.patch}."
-            " Set such a size."
-        )
-    if family.latent_channels() != pipeline.vae.config.latent_channels:
-        raise GruppoError(
-            f"the network reads {family.latent_channels()} channels and the VAE has "
-            f"{pipeline.vae.config.latent_channels}: it is for inpainting or editing. Give a pipeline from text alone."
-        )
-    if network.config.get("time_cond_proj_dim"):
-        raise GruppoError(
-            "the UNet is told its guidance as a number (a latent consistency model), which is not built here. Give "
-            "the pipeline that it was distilled from."
-        )
-    if has_adapter(network) and base_of(network) is None:
-        raise GruppoError(
-            "the pipeline has LoRA weights loaded. Call pipeline.fuse_lora() and pipeline.unload_lora_weights() first."
-        )
-
-
-def _freeze_all_but(pipeline: Any, network: nn.Module) -> None:
-    for part in pipeline.components.values():
-        if isinstance(part, nn.Module) and part is not network:
-            part.requires_grad_(False).eval()
-
-
-# --- captions and pictures --------------------------------------------------------------------------------------------
-
-
-class Captions:
-    """Captions as all that a family's encoders say of them, packed into one row of numbers; float32, on the CPU."""
-
-    def __init__(self, family: Family, dropped: float) -> None:
+    def __init__(self, architecture: StableDiffusion, dropped: float) -> None:
         if not 0 <= dropped < 1:
-            raise GruppoError(f"dropped={dropped} is out of range; it needs 0 up to below 1. Use 0.1 for guidance.")
-        self._family, self.dropped = family, dropped
+            raise GruppoError(f"dropped={dropped} is out of range; it needs 0 <= dropped < 1. Use 0.1 for guidance.")
+        self._architecture, self.dropped = architecture, dropped
         with torch.no_grad():
-            parts = family.uncaptioned()
-        self.shapes = tuple(part.shape[1:] for part in parts)
-        self._nothing = _packed(parts)
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+            embeddings = architecture.unconditional()
+        architecture.shapes = [part.shape[1:] for part in embeddings]
+        self._unconditional = self._packed(embeddings)
+        self._cache: OrderedDict[str, Tensor] = OrderedDict()
 
     @torch.no_grad()
     def encode(self, inputs: Any) -> Float[Tensor, "numbers"]:
         if not isinstance(inputs, str):
-            raise GruppoError(_no_caption(inputs))
-        if inputs not in self._kept:
-            self._kept[inputs] = _packed(self._family.captioned(inputs))
-            if len(self._kept) > CAPTIONS_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(inputs)
-        return self._kept[inputs]
+            raise GruppoError(f"a {type(inputs).__name__} is no caption: {inputs!r:.80}. Give a string.")
+        if inputs not in self._cache:
+            self._cache[inputs] = self._packed(self._architecture.encode(inputs))
+            if len(self._cache) > CAPTIONS_KEPT:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(inputs)
+        return self._cache[inputs]
 
-    def nothing(self) -> Float[Tensor, "numbers"]:
-        return self._nothing
+    def unconditional(self) -> Float[Tensor, "numbers"]:
+        return self._unconditional
 
-
-def _packed(parts: Parts) -> Float[Tensor, "numbers"]:
-    return torch.cat([part[0].float().cpu().flatten() for part in parts])
-
-
-def _no_caption(inputs: Any) -> str:
-    return f"a {type(inputs).__name__} is no caption: {inputs!r:.80}. Ask with a string."
+    @staticmethod
+    def _packed(embeddings: Embeddings) -> Float[Tensor, "numbers"]:
+        return torch.cat([part[0].float().cpu().flatten() for part in embeddings])
 
 
-class Vae:
-    """Latents as the network knows them: scaled and shifted as the VAE's config says."""
+class VaeCodec(PixelCodec):
+    """States are latents, scaled and shifted as the VAE's config says. Images are decoded one at a time."""
 
-    def __init__(self, vae: Any, picture_shape: tuple[int, ...]) -> None:
-        self._vae, self.picture_shape = vae, picture_shape
-        if vae.dtype == torch.float16 and getattr(vae.config, "force_upcast", False):
-            vae.float()  # SDXL's overflows
+    def __init__(self, vae: Any, image_shape: tuple[int, ...]) -> None:
+        super().__init__(image_shape)
+        self._vae, config = vae, vae.config
+        if vae.dtype == torch.float16 and getattr(config, "force_upcast", False):
+            vae.float()  # SDXL's overflows in float16
+        self._scale = torch.tensor([float(config.scaling_factor)])
+        self._shift = torch.tensor([float(getattr(config, "shift_factor", None) or 0)])
+        if getattr(config, "latents_mean", None) is not None and getattr(config, "latents_std", None) is not None:
+            self._shift, std = (
+                torch.tensor(numbers).reshape(-1, 1, 1) for numbers in (config.latents_mean, config.latents_std)
+            )
+            self._scale = self._scale / std
 
     @torch.no_grad()
-    def encode(self, picture: Tensor) -> Float[Tensor, "c h w"]:
-        """Of the most likely latent: nothing is drawn."""
-        x = latent_of(picture)[None].to(self._vae.device, self._vae.dtype)
-        scale, shift = self._numbers()
-        return ((self._vae.encode(x).latent_dist.mode().float().cpu() - shift) * scale)[0]
+    def encode(self, image: Tensor) -> Float[Tensor, "c h w"]:
+        """The mode of the VAE's posterior: nothing is drawn."""
+        x = (image.float() * 2 - 1)[None].to(self._vae.device, self._vae.dtype)
+        return ((self._vae.encode(x).latent_dist.mode().float().cpu() - self._shift) * self._scale)[0]
 
     @torch.no_grad()
     def decode(self, states: Float[Tensor, "B c h w"]) -> Float[Tensor, "B 3 H W"]:
-        scale, shift = self._numbers()
-        latents = (states.float() / scale + shift).to(self._vae.device, self._vae.dtype)
+        latents = (states.float() / self._scale + self._shift).to(self._vae.device, self._vae.dtype)
         decoded = [self._vae.decode(latent[None], return_dict=False)[0].float().cpu() for latent in latents]
-        return pictures_of(torch.cat(decoded).nan_to_num())
-
-    def _numbers(self) -> tuple[Tensor, Tensor]:
-        """What latents are multiplied by, and what is taken from them before; [1] or [c, 1, 1]."""
-        config = self._vae.config
-        scale = torch.tensor([float(config.scaling_factor)])
-        if getattr(config, "latents_mean", None) is not None and getattr(config, "latents_std", None) is not None:
-            mean, std = (
-                torch.tensor(numbers).reshape(-1, 1, 1) for numbers in (config.latents_mean, config.latents_std)
-            )
-            return scale / std, mean
-        return scale, torch.tensor([float(getattr(config, "shift_factor", None) or 0)])
+        return postprocess(torch.cat(decoded).nan_to_num())

@@ -1,121 +1,97 @@
-"""An image model as a policy: its actions are the states after each denoising step."""
+"""A diffusion or flow model as a policy: its actions are the states after each denoising step."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path as FilePath
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from gruppo.core.gaussian import gaussian_entropy, gaussian_logprob
-from gruppo.modalities.diffusion import pictures
-from gruppo.modalities.diffusion.cells import Cells
-from gruppo.modalities.diffusion.conditions import ClassLabels, Condition
-from gruppo.modalities.diffusion.demonstrations import Weighting, demonstrated, likelihood_of_demonstrations
-from gruppo.modalities.diffusion.denoiser import Denoiser
-from gruppo.modalities.diffusion.drawing import Rows, drawn, transition_drawn
-from gruppo.modalities.diffusion.layouts import micro_batches_by_evaluations
-from gruppo.modalities.diffusion.load import save_denoiser
-from gruppo.modalities.diffusion.network import Call, Network
-from gruppo.modalities.diffusion.paths import Flow, Path
-from gruppo.modalities.diffusion.pictures import Codec, Pixels
-from gruppo.modalities.diffusion.sampling import DiffusionSampling
+from gruppo.modalities.common.critic import ValueHead, module_weights
+from gruppo.modalities.common.images import image_error, row_batches
+from gruppo.modalities.diffusion.demonstrations import Weighting, demonstration_likelihood, demonstration_rollouts
+from gruppo.modalities.diffusion.denoiser import Denoiser, ModuleCall, StepSelection
+from gruppo.modalities.diffusion.encoders import ClassLabels, ConditionEncoder, PixelCodec
+from gruppo.modalities.diffusion.load import read_denoiser, save_denoiser
+from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch, sampled_transition
+from gruppo.modalities.diffusion.schedules import FlowSchedule, NoiseSchedule
 from gruppo.modalities.diffusion.step_metrics import branch_stats, rewards_along_steps, update_stats
-from gruppo.modalities.diffusion.transitions import Predicts
+from gruppo.modalities.diffusion.transitions import TRANSITIONS, PredictionType, build_transition
 from gruppo.modalities.diffusion.trust_region import joint_clip_nats
-from gruppo.protocols import Outputs, Policy
-from gruppo.types import (
-    Batch,
-    Gaussian,
-    GruppoError,
-    Likelihood,
-    MicroBatch,
-    Prompt,
-    Request,
-    Rollouts,
-    Sampling,
-    Stat,
-)
+from gruppo.protocols import Outputs, Policy, check_values
+from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat
 
 NOISE = {
     "independent": "each sample its own",
     "shared": "a group has one first latent",
     "branched": "a group has all in common but that of one random step",
 }
-BATCH_ROWS = 256
-"""Rows denoised together."""
 
 
 class DenoiserPolicy(Policy):
-    """Samples pictures step by step and evaluates each step as the normal that it was drawn from.
+    """Samples images step by step and scores each step under the normal distribution that it was drawn from.
 
-    ``module``, called with x [N, *E], times [N] and conditions [N, ...] (None without a ``condition``), says what it
-    ``predicts`` of x, all in its own dtype; dropout and moving statistics are off. States are kept in float32 and a
-    log-prob is that of the state as kept. ``middle`` names the submodule whose output, averaged over space, a value
+    ``module``, called with x [N, *E], times [N] and conditions [N, ...] (None without a ``condition``), ``predicts``
+    one number for each of x, in its own dtype; dropout and moving statistics are off. States are stored in float32, and
+    a log-prob is that of the state as stored. ``middle`` names the submodule whose output, averaged over space, a value
     head reads. ``weighting`` of the denoising loss: "uniform", or "clean", 1 / (sigma^2 + 0.05). ``call``: another way
-    to ask the module. ``codec``: between states and pictures where a state is not the picture itself.
+    to call the module. ``codec``: between states and images, where a state is not the image itself.
     """
 
     copy = None
     """No copy of the weights in another dtype."""
-    batch_rows = BATCH_ROWS
     supports = frozenset({"demonstrations", "separate_critic", "shared_critic"})
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
     action_name, budget_name, renders_images = "step", "evaluations", True
+    batch_rows = 256
+    """Rows denoised together; half as many with guidance."""
 
     def __init__(
         self,
         module: nn.Module,
         shape: Sequence[int],
         *,
-        predicts: Predicts = "x0",
-        path: Path | None = None,
-        condition: Condition | None = None,
+        predicts: PredictionType = "x0",
+        schedule: NoiseSchedule | None = None,
+        condition: ConditionEncoder | None = None,
         weighting: Weighting = "uniform",
         middle: str = "",
-        call: Call | None = None,
-        codec: Codec | None = None,
+        call: ModuleCall | None = None,
+        codec: PixelCodec | None = None,
     ) -> None:
-        path = Flow() if path is None else path
+        schedule, codec, call = schedule or FlowSchedule(), codec or PixelCodec(tuple(shape)), call or ModuleCall()
         self.module = module.eval()
-        network, codec = Network(module, middle, call), codec or Pixels(tuple(shape))
-        self.denoiser = Denoiser(network, tuple(shape), predicts, path, condition, codec)
+        self.denoiser = Denoiser(module, tuple(shape), predicts, schedule, condition, codec, middle, call)
         self.weighting: Weighting = weighting
         self.value_head: nn.Module | None = None
-        """Features [N, F] to values [N]; beside ``module``, so that saves, copies and references are without it."""
-
-    @property
-    def device(self) -> torch.device:
-        return self.denoiser.device
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.denoiser.network.dtype
+        """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
 
     @property
     def dims(self) -> int:
         """Numbers in one action."""
         return math.prod(self.denoiser.shape)
 
-    def at(self, module: nn.Module) -> DenoiserPolicy:
-        """This policy over other weights of the same kind: a reference."""
-        other = copy.copy(self)
-        other.module, other.denoiser, other.value_head = module.eval(), self.denoiser.on(module), None
+    def at(self, module: nn.Module) -> Self:
+        """This policy with other weights of the same network: a reference."""
+        other = super().at(module)
+        other.denoiser, other.value_head = replace(self.denoiser, module=module), None
         return other
 
-    def save(self, folder: FilePath) -> None:
-        """The weights and what they are called with; ``load_denoiser`` opens it."""
-        save_denoiser(self, folder)
+    def save(self, folder: Path) -> None:
+        """Write the weights and how they are called; ``load_denoiser`` reads them."""
+        save_denoiser(self.denoiser, self.weighting, folder)
 
     @torch.no_grad()
     def feature_width(self) -> int:
-        """Numbers that ``value_head`` reads of each state."""
-        return self.denoiser.features(self.denoiser.probe(), torch.zeros(1, dtype=torch.long)).shape[-1]
+        """Number of features that ``value_head`` reads for each state."""
+        return self.denoiser.features(self.denoiser.dummy_inputs(), torch.zeros(1, dtype=torch.long)).shape[-1]
 
     def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
         sampling, rows = DiffusionSampling.of(sampling), config.rollout.prompts * group_size
@@ -126,7 +102,7 @@ class DenoiserPolicy(Policy):
         eta = "" if sampling.eta is None else f", eta {sampling.eta:g}"
         trained = (config.rollout.prompts if is_branched else each * rows) * evaluations
         lines = [
-            f"an image    {list(self.denoiser.codec.picture_shape)}; an action has {self.dims:,} dimensions",
+            f"an image    {list(self.denoiser.codec.image_shape)}; an action has {self.dims:,} dimensions",
             f"sampled     {sampling.steps} steps of {sampling.transition}{eta}, the last without noise; "
             f"{sampling.steps * rows * evaluations:,} evaluations of the network"
             + (", guided" if evaluations == 2 else "")
@@ -168,131 +144,189 @@ class DenoiserPolicy(Policy):
     ) -> dict[str, Stat]:
         return rewards_along_steps(self, prompts, DiffusionSampling.of(sampling), generate, score, budget)
 
-    # --- sampling ---
+    # --- sampling -----------------------------------------------------------------------------------------------------
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         """Why this prompt cannot be sampled from, or None."""
         try:
-            self.denoiser.encoded([prompt.inputs])
+            self.denoiser.encode([prompt.inputs])
         except GruppoError as error:
             return f"prompt {prompt.id!r}: {error}"
         return None
 
     def check_sampling(self, sampling: Sampling) -> DiffusionSampling:
-        """Refuse what this network cannot draw and score alike."""
-        sampling, condition = DiffusionSampling.of(sampling), self.denoiser.condition
-        sampling.check_path(self.denoiser.path)
-        if sampling.guidance != 1 and not (condition and condition.dropped):
-            what = "has no condition" if condition is None else "was never asked without its condition"
+        """Sampling options in full; raises GruppoError for those that cannot be both sampled and scored."""
+        sampling, condition, schedule = DiffusionSampling.of(sampling), self.denoiser.condition, self.denoiser.schedule
+        schedule.times(sampling.steps)  # raises for more steps than the schedule has times
+        is_flow = build_transition(sampling.transition, sampling.eta).is_flow
+        if not sampling.is_mode and is_flow not in (None, schedule.is_flow):
+            names = [n for n, make in TRANSITIONS.items() if n != "ode" and make().is_flow in (None, schedule.is_flow)]
             raise GruppoError(
-                f"guidance={sampling.guidance:g} is measured from what the network says without a condition, and this "
-                f"one {what}. Set guidance 1, or train with --diffusion.dropped 0.1 "
-                "(ClassLabels(..., dropped=0.1))."
+                f"transition={sampling.transition!r} is for a {'flow' if is_flow else 'diffusion'} schedule, and this "
+                f"network was trained on a {'flow' if schedule.is_flow else 'diffusion'} schedule. Set one of "
+                f"{', '.join(names)}."
+            )
+        if sampling.guidance != 1 and not (condition and condition.dropped):
+            what = "has no condition" if condition is None else "was never trained without its condition"
+            raise GruppoError(
+                f"guidance={sampling.guidance:g} needs a prediction without a condition, and this network {what}. Set "
+                "guidance 1, or train with --diffusion.dropped 0.1 (ClassLabels(..., dropped=0.1))."
             )
         return sampling
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
-        """``request.size`` pictures of each prompt; randomness hangs on (seed, draw, sample, step), see ``noise``."""
+        """``request.size`` images of each prompt. Randomness depends on (seed, draw, sample, step) alone."""
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
         sampling = self.check_sampling(sampling)
         for request in requests:
-            if why := self.check_prompt(request.prompt, sampling):
-                raise GruppoError(why)
-        conditions = self.denoiser.encoded([request.prompt.inputs for request in requests])
-        _refuse_namesakes(requests, conditions)
+            if error := self.check_prompt(request.prompt, sampling):
+                raise GruppoError(error)
+        conditions = self.denoiser.encode([request.prompt.inputs for request in requests])
         self.module.eval()
-        owners = torch.tensor([p for p, request in enumerate(requests) for _ in range(request.size)])
-        samples = [request.first + n for request in requests for n in range(request.size)]
-        parts = []
-        size = self.batch_rows if sampling.guidance == 1 else max(self.batch_rows // 2, 1)
-        for at in range(0, len(owners), size):
-            asked, own = owners[at : at + size].unique(return_inverse=True)
-            prompts = tuple(requests[p].prompt for p in asked.tolist())
-            of_asked = None if conditions is None else conditions[asked]
-            rows = Rows(prompts, of_asked, own, samples[at : at + size])
-            parts.append(drawn(self.denoiser, rows, sampling, seed))
-        return Rollouts.cat(parts)
+        batch_rows = self.batch_rows if sampling.guidance == 1 else max(self.batch_rows // 2, 1)
+        batches = row_batches(requests, conditions, batch_rows)
+        return Rollouts.cat([sample_batch(self.denoiser, batch, sampling, seed) for batch in batches])
 
-    # --- evaluating ---
+    # --- scoring ------------------------------------------------------------------------------------------------------
 
     def micro_batches(self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int) -> list[MicroBatch]:
-        """Pieces of at most ``budget`` evaluations of the network; a guided step takes two.
+        """Micro-batches of at most ``budget`` evaluations of the network; a guided step takes two.
 
-        Whole rows where one fits, as many as fit; a longer row is cut into columns. Each row counts, also where one
-        evaluation serves a group.
+        Rows in their order, as many as fit. The columns of a row that does not fit alone are cut, with at least one
+        evaluated action each. Every row counts, also where one evaluation serves a group.
         """
+        if not loss_mask.any():
+            return []
         guidance = rollouts.per_row.get("guidance", torch.ones(len(rollouts)))
         cost = 1 + (guidance != 1).long()
-        return micro_batches_by_evaluations(rollouts.mask & loss_mask.any(dim=1, keepdim=True), loss_mask, cost, budget)
+        kept = loss_mask.any(dim=1).nonzero()[:, 0]
+        columns = slice(0, int(loss_mask.any(dim=0).nonzero()[:, 0].max()) + 1)
+        micro_batches: list[MicroBatch] = []
+        rows: list[int] = []
+        left = budget
+        for row in kept.tolist():
+            needed = int(rollouts.mask[row].sum()) * int(cost[row])
+            if rows and needed > left:
+                micro_batches.append(MicroBatch(torch.tensor(rows), columns))
+                rows, left = [], budget
+            if needed <= budget:
+                rows.append(row)
+                left -= needed
+                continue
+            for part in rollouts.mask[row].nonzero()[:, 0].split(max(budget // int(cost[row]), 1)):
+                cols = slice(int(part[0]), int(part[-1]) + 1)
+                if loss_mask[row, cols].any():
+                    micro_batches.append(MicroBatch(torch.tensor([row]), cols))
+        return micro_batches + ([MicroBatch(torch.tensor(rows), columns)] if rows else [])
 
     def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
-        """Joint nats of each state under the step that leads to it, in float64; 0 where mask is False.
+        """Joint log-prob of each state given the one before, in float64 nats; 0 where mask is False.
 
-        "output" is the network's x0 of each step. Of demonstrations the log-probs are minus the denoising loss.
+        "output" is the predicted x0 of each step. For demonstrations the log-probs are minus the denoising loss.
         """
         self.module.eval()
-        cells = Cells.of(rollouts, micro_batch, self.device)
+        steps = StepSelection.of(rollouts, micro_batch, self.device)
         if "level" in rollouts.per_row:
-            return likelihood_of_demonstrations(self.denoiser, rollouts, cells, self.weighting, outputs)
-        transition = transition_drawn(rollouts, micro_batch.rows)
-        if not len(cells):
-            return cells.nothing_said(self.denoiser.shape, outputs)
-        step, times = self.denoiser.steps(rollouts.per_row["steps"][cells.row], cells.column)
-        asked = cells.asked(rollouts, times)
-        stepped = self.denoiser.stepped(asked, step, transition, cells.group, features="values" in outputs)
-        reached = rollouts.actions[cells.row, cells.column].to(self.device)  # [N, *E]
-        mean, std = stepped.normal.mean, stepped.normal.std
+            return demonstration_likelihood(self.denoiser, rollouts, steps, self.weighting, outputs)
+        transition = sampled_transition(rollouts, micro_batch.rows)
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
+        if not len(steps.row):  # no network is called with an empty batch
+            zeros = steps.scatter(torch.zeros(0, dtype=torch.float64, device=self.device))
+            states = zeros.new_zeros(*steps.shape, *self.denoiser.shape)
+            return Likelihood(
+                zeros,
+                zeros if wants_entropy else None,
+                Gaussian(states, torch.ones_like(zeros)) if "gaussian" in outputs else None,
+                zeros.float() if "values" in outputs else None,
+                states if "output" in outputs else None,
+            )
+        levels, times = self.denoiser.levels(rollouts.per_row["steps"][steps.row], steps.column)
+        inputs = steps.inputs(rollouts, times)
+        normal, x0, features = self.denoiser.step(inputs, levels, transition, steps.group, features="values" in outputs)
+        mean, std = normal.mean, normal.std
+        actions = rollouts.actions[steps.row, steps.column].to(self.device)  # [N, *E]
         return Likelihood(
-            cells.spread(gaussian_logprob(reached[None], mean[None], std[None])[0]),
-            cells.spread(gaussian_entropy(mean[None], std[None])[0]) if wants_entropy else None,
-            Gaussian(cells.spread(mean), cells.spread(std, filling=1.0)) if "gaussian" in outputs else None,
-            cells.spread(self._valued(stepped.features)) if "values" in outputs else None,
-            cells.spread(stepped.x0) if "output" in outputs else None,
+            steps.scatter(gaussian_logprob(actions[None], mean[None], std[None])[0]),
+            steps.scatter(gaussian_entropy(mean[None], std[None])[0]) if wants_entropy else None,
+            Gaussian(steps.scatter(mean), steps.scatter(std, fill=1.0)) if "gaussian" in outputs else None,
+            steps.scatter(self._values(features)) if "values" in outputs else None,
+            steps.scatter(x0) if "output" in outputs else None,
         )
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-        """What ``value_head`` says of the state before each step, 0 where mask is False."""
+        """Values of the states before each step, by ``value_head``; 0 where mask is False."""
         self.module.eval()
-        cells = Cells.of(rollouts, micro_batch, self.device)
-        if not len(cells):
-            return cells.spread(torch.zeros(0, device=self.device))
-        _, times = self.denoiser.steps(rollouts.per_row["steps"][cells.row], cells.column)
-        return cells.spread(self._valued(self.denoiser.features(cells.asked(rollouts, times), cells.group)))
+        steps = StepSelection.of(rollouts, micro_batch, self.device)
+        if not len(steps.row):
+            return steps.scatter(torch.zeros(0, device=self.device))
+        _, times = self.denoiser.levels(rollouts.per_row["steps"][steps.row], steps.column)
+        return steps.scatter(self._values(self.denoiser.features(steps.inputs(rollouts, times), steps.group)))
 
-    def _valued(self, features: Tensor) -> Float[Tensor, "N"]:
+    def _values(self, features: Tensor) -> Float[Tensor, "N"]:
         if self.value_head is None:
-            raise GruppoError("values are wanted of a policy without a value head. Set policy.value_head first.")
+            raise GruppoError("values were requested from a policy without a value head. Set policy.value_head first.")
         return self.value_head(features)
 
-    # --- demonstrations ---
+    # --- demonstrations -----------------------------------------------------------------------------------------------
 
     def check_demonstration(self, prompt: Prompt) -> str | None:
-        """Why this prompt's target cannot be learned from, or None."""
-        why = pictures.refusal(prompt.target, self.denoiser.codec.picture_shape)
-        return f"prompt {prompt.id!r} {why}" if why else self.check_prompt(prompt, DiffusionSampling())
+        """Why this prompt's target cannot be trained on, or None."""
+        channels, *size = self.denoiser.codec.image_shape
+        if error := image_error(prompt.target, "target", channels, tuple(size)):
+            return f"prompt {prompt.id!r} {error}"
+        return self.check_prompt(prompt, DiffusionSampling())
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
-        """Each prompt's picture, once, at a level of noise and with noise that hang on (seed, draw)."""
+        """Each prompt's target once, at a noise level and with noise that depend on (seed, draw).
+
+        Their supervised loss is w mean((prediction - truth)^2) over the dimensions, with w by ``weighting``.
+        """
         for prompt in prompts:
-            if why := self.check_demonstration(prompt):
-                raise GruppoError(why)
-        return demonstrated(self.denoiser, prompts, seed)
-
-    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
-        """w mean (prediction - truth)^2 over the dimensions, w by ``weighting``."""
-        return -likelihood.logprobs
+            if error := self.check_demonstration(prompt):
+                raise GruppoError(error)
+        return demonstration_rollouts(self.denoiser, prompts, seed)
 
 
-def _refuse_namesakes(requests: Sequence[Request], conditions: Tensor | None) -> None:
-    """Rows of equal prompt id and draw become one group, so one id and draw must mean one condition."""
-    asked: dict[tuple[str, int], Tensor] = {}
-    for n, prompt in enumerate(request.prompt for request in requests):
-        if conditions is not None and not torch.equal(
-            asked.setdefault((prompt.id, prompt.draw), conditions[n]), conditions[n]
-        ):
-            raise GruppoError(
-                f"two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows would become "
-                "one group. Give each prompt an id of its own."
-            )
+def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> DenoiserPolicy:
+    """The policy that ``save`` wrote; a module other than ``DenoisingUNet`` is given, and gets the weights."""
+    module, shape, options = read_denoiser(Path(folder), module)
+    return DenoiserPolicy(module, shape, **options)
+
+
+class DenoiserCritic:
+    """Values of the states before each step from a network of its own: a copy of the policy's, with a value head.
+
+    Layers after the middle get no gradient, and are frozen. ``SharedCritic`` is the one on the policy's network.
+    """
+
+    is_shared = False
+
+    def __init__(self, policy: DenoiserPolicy) -> None:
+        trunk = copy.deepcopy(policy.module).requires_grad_(True)
+        for parameter in trunk.parameters():  # the base below an adapter may be held in bfloat16
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+        self._network = policy.at(trunk)
+        denoiser, parameters = self._network.denoiser, list(trunk.parameters())
+        features = denoiser.features(denoiser.dummy_inputs(), torch.zeros(1, dtype=torch.long))
+        gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.requires_grad_(gradient is not None)
+        dtype = torch.promote_types(policy.compute_dtype, torch.float32)
+        self._network.value_head = head = ValueHead(features.shape[-1], dtype=dtype).to(policy.device)
+        self.module: nn.Module = nn.ModuleDict({"trunk": trunk, "head": head})
+
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        return module_weights(self.module)
+
+    def zero_grad(self) -> None:
+        """Nothing: ``module`` holds the only copy."""
+
+    def bytes_per_unit(self) -> int:
+        return 0
+
+    def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
+        return {"critic, float32": 4.0 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)}
+
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
+        return check_values(self._network.values(rollouts, micro_batch), micro_batch)

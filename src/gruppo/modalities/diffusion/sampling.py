@@ -1,59 +1,111 @@
-"""How pictures are drawn: the sampler's steps, whose noise is whose, and which steps are learned from."""
+"""Sampling from a denoiser: options, the noise of each step by its address, and the loop over steps."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.modalities.diffusion.paths import Path
-from gruppo.modalities.diffusion.transitions import TRANSITIONS, Transition
+from gruppo.core.gaussian import gaussian_logprob
+from gruppo.modalities.common.images import RowBatch
+from gruppo.modalities.diffusion.denoiser import Denoiser, DenoiserInputs
+from gruppo.modalities.diffusion.transitions import TRANSITIONS, Ode, Transition, build_transition
 from gruppo.seeds import generator_at
-from gruppo.types import GruppoError, Sampling
+from gruppo.types import Finish, GruppoError, Rollouts, Sampling
 
-Noise = Literal["independent", "shared", "branched"]
-WITHOUT_ETA = ("ddpm", "ddpm_large", "ode")
+NoiseSharing = Literal["independent", "shared", "branched"]
 
 
 @dataclass(frozen=True)
 class DiffusionSampling(Sampling):
-    """The last step is always the ODE's: noise that it added would stay in the picture, and it is never learned from.
+    """Options of sampling. The last step is always an ODE step: noise added there would remain in the image.
 
-    ``temperature`` is 1, or 0: the ODE throughout, from latents that the run's seed has no part in.
+    ``temperature`` is 1, or 0: the ODE throughout, from latents that do not depend on the run's seed.
     """
 
     max_actions: int = 10
     """Denoising steps."""
     transition: str = "ancestral"
-    """How each step but the last is drawn, by its name in ``TRANSITIONS``."""
+    """How each step but the last is drawn: a name in ``TRANSITIONS``."""
     eta: float | None = None
-    """Share of new noise in a step; None takes the transition's own."""
+    """Share of new noise in a step; None takes the transition's own default."""
     guidance: float = 1.0
-    """Classifier-free: nothing + guidance (condition - nothing), sampled and scored alike; 1 asks the network once."""
-    noise: Noise = "independent"
-    """shared: a group has one first latent. branched: and all noise in common but one random step's, which alone is
-    learned from."""
+    """Classifier-free guidance: unconditional + guidance (conditional - unconditional), in sampling and scoring."""
+    noise: NoiseSharing = "independent"
+    """shared: a group starts from one latent. branched: it also shares all noise but that of one random step, the only
+    one that is trained."""
     train_from: int = 0
-    """The first step that is learned from."""
+    """First step that is trained."""
     train_to: int = 0
-    """The step before which learning ends; 0 for the last one."""
+    """Step before which training ends; 0 for the last one."""
     train_fraction: float = 1.0
-    """Share of these steps that is learned from, drawn anew for each group."""
+    """Share of these steps that is trained, drawn anew for each group."""
     ode_steps: int = 0
-    """Steps at temperature 0; 0 for as many."""
+    """Steps at temperature 0; 0 for as many as ``max_actions``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_distribution(self)
-        _check_noise(self)
-        _check_trained_steps(self)
+        if self.transition not in TRANSITIONS:
+            known = ", ".join(map(repr, TRANSITIONS))
+            raise GruppoError(f"transition={self.transition!r} is not one of {known}. Set 'ancestral'.")
+        if self.temperature not in (0, 1):
+            raise GruppoError(
+                f"temperature={self.temperature}: a denoising step has no temperature but eta. Set 1, and "
+                "--diffusion.eta for its noise; 0 is the ODE."
+            )
+        if self.top_k or self.top_p != 1 or self.stop:
+            raise GruppoError(
+                f"top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens, and denoising steps "
+                "have none. Leave them out."
+            )
+        if self.eta is not None and self.transition in ("ddpm", "ddpm_large") and self.eta != 1:
+            raise GruppoError(
+                f"eta={self.eta:g} is not read by transition={self.transition!r}, which is DDIM at 1. Set transition "
+                "ddim, or leave eta out."
+            )
+        if not self.is_mode and (self.transition == "ode" or self.eta == 0):
+            got = "transition='ode'" if self.transition == "ode" else f"eta={self.eta:g}"
+            raise GruppoError(
+                f"{got} draws nothing: such a step has no density, so there is no policy gradient. Set eta above 0 (1 "
+                "for ddim and ancestral, 0.7 for flow_sde); the ODE is for evaluation, temperature 0."
+            )
+        build_transition(self.transition, self.eta)  # raises for an eta out of its range
+        if self.noise not in get_args(NoiseSharing):
+            known = ", ".join(map(repr, get_args(NoiseSharing)))
+            raise GruppoError(f"noise={self.noise!r} is not one of {known}. Set 'independent'.")
+        if not 0 <= self.guidance < math.inf:
+            raise GruppoError(f"guidance={self.guidance} is out of range; it needs 0 <= guidance < inf. Set 1.")
+        if self.ode_steps < 0:
+            raise GruppoError(f"ode_steps={self.ode_steps} is negative; use 0 for as many steps as in training.")
+        if not self.is_mode:
+            self._check_trained_steps()
+
+    def _check_trained_steps(self) -> None:
+        noisy = self.max_actions - 1
+        if noisy < 1:
+            raise GruppoError(
+                f"{self.max_actions} step has no noise to learn from: the last one is an ODE step. Set 2 steps or more."
+            )
+        if not 0 <= self.train_from < (self.train_to or noisy) <= noisy:
+            raise GruppoError(
+                f"train_from={self.train_from}, train_to={self.train_to} are not a range of the steps 0 to {noisy} "
+                f"that have noise. Set train_from below train_to, and train_to at most {noisy}."
+            )
+        if not 0 < self.train_fraction <= 1:
+            raise GruppoError(f"train_fraction={self.train_fraction:g} is out of range; it needs above 0, up to 1.")
+        if self.noise == "branched" and self.train_fraction != 1:
+            raise GruppoError(
+                f"train_fraction={self.train_fraction:g} with noise='branched', which trains one step of each group. "
+                "Set train_fraction 1, or noise 'shared'."
+            )
 
     @staticmethod
     def of(sampling: Sampling) -> DiffusionSampling:
-        """A plain one's numbers, with the choices of this class as they are by default."""
+        """The fields of a plain ``Sampling``, with the defaults of this class."""
         if isinstance(sampling, DiffusionSampling):
             return sampling
         return DiffusionSampling(
@@ -72,106 +124,23 @@ class DiffusionSampling(Sampling):
     def steps(self) -> int:
         return self.ode_steps or self.max_actions if self.is_mode else self.max_actions
 
-    @property
-    def kind(self) -> Transition:
-        return transition_of("ode" if self.is_mode else self.transition, self.eta)
 
-    def check_path(self, path: Path) -> None:
-        """Refuse a transition that is of the other kind of path, and more steps than a path has."""
-        path.times(self.steps)
-        kind = self.kind
-        if self.is_mode or kind.is_flow in (None, path.is_flow):
-            return
-        fits = [name for name, make in TRANSITIONS.items() if name != "ode" and make().is_flow in (None, path.is_flow)]
-        raise GruppoError(
-            f"transition={self.transition!r} steps on a {'flow' if kind.is_flow else 'diffusion'}'s path, and this "
-            f"network was trained on a {'flow' if path.is_flow else 'diffusion'}'s. Set one of {', '.join(fits)}."
-        )
+# --- noise and its addresses ------------------------------------------------------------------------------------------
 
 
-def transition_of(name: str, eta: float | None) -> Transition:
-    return TRANSITIONS[name]() if eta is None or name in WITHOUT_ETA else TRANSITIONS[name](eta)
-
-
-def _check_distribution(sampling: DiffusionSampling) -> None:
-    if sampling.transition not in TRANSITIONS:
-        raise GruppoError(
-            f"transition={sampling.transition!r} is not one of {', '.join(map(repr, TRANSITIONS))}. Set 'ancestral'."
-        )
-    if sampling.temperature not in (0, 1):
-        raise GruppoError(
-            f"temperature={sampling.temperature}: a denoising step has no temperature beside eta. Set 1, and "
-            "--diffusion.eta for its noise; 0 is the ODE."
-        )
-    if sampling.top_k or sampling.top_p != 1 or sampling.stop:
-        raise GruppoError(
-            f"top_k={sampling.top_k}, top_p={sampling.top_p:g} and stop={sampling.stop!r} are of tokens; denoising "
-            "steps have none. Leave them out."
-        )
-    if sampling.eta is not None and sampling.transition in WITHOUT_ETA[:2] and sampling.eta != 1:
-        raise GruppoError(
-            f"eta={sampling.eta:g} is not read by transition={sampling.transition!r}, which is DDIM at 1. Set "
-            "transition ddim, or leave eta out."
-        )
-    if not sampling.is_mode and (sampling.transition == "ode" or sampling.eta == 0):
-        got = "transition='ode'" if sampling.transition == "ode" else f"eta={sampling.eta:g}"
-        raise GruppoError(
-            f"{got} draws nothing: such a step has no density, so a policy gradient has nothing to weigh. Set eta "
-            "above 0 (1 for ddim and ancestral, 0.7 for flow_sde); the ODE is for evaluation, temperature 0."
-        )
-    transition_of(sampling.transition, sampling.eta)  # its own refusals
-
-
-def _check_noise(sampling: DiffusionSampling) -> None:
-    if sampling.noise not in ("independent", "shared", "branched"):
-        raise GruppoError(
-            f"noise={sampling.noise!r} is not one of 'independent', 'shared', 'branched'. Set 'independent'."
-        )
-    if not 0 <= sampling.guidance < float("inf"):
-        raise GruppoError(f"guidance={sampling.guidance} is out of range; it needs to be finite and at least 0. Set 1.")
-    if sampling.noise == "branched" and sampling.train_fraction != 1:
-        raise GruppoError(
-            f"train_fraction={sampling.train_fraction:g} with noise='branched', which learns from one step of each "
-            "group. Set train_fraction 1, or noise 'shared'."
-        )
-
-
-def _check_trained_steps(sampling: DiffusionSampling) -> None:
-    if sampling.ode_steps < 0:
-        raise GruppoError(f"ode_steps={sampling.ode_steps} is negative; use 0 for as many as there are in training.")
-    if sampling.is_mode:
-        return
-    noisy = sampling.max_actions - 1
-    if noisy < 1:
-        raise GruppoError(
-            f"{sampling.max_actions} step has no noise to learn from: the last one is the ODE's. Set 2 steps or more."
-        )
-    last = sampling.train_to or noisy
-    if not 0 <= sampling.train_from < last <= noisy:
-        raise GruppoError(
-            f"train_from={sampling.train_from}, train_to={sampling.train_to} are no part of the steps 0 to {noisy} "
-            f"that have noise. Set train_from below train_to, and train_to at most {noisy}."
-        )
-    if not 0 < sampling.train_fraction <= 1:
-        raise GruppoError(f"train_fraction={sampling.train_fraction:g} is out of range; it needs above 0, up to 1.")
-
-
-# --- noise and its addresses ---
-
-
-def branch(sampling: DiffusionSampling, seed: int, draw: int) -> int:
-    """The step at which a group's samples part."""
+def branch_step(sampling: DiffusionSampling, seed: int, draw: int) -> int:
+    """The step at which the samples of a branched group part."""
     first, last = sampling.train_from, sampling.train_to or sampling.max_actions - 1
     return int(torch.randint(first, last, (), generator=generator_at(seed, "branch", draw)))
 
 
 def trained_steps(sampling: DiffusionSampling, seed: int, draw: int) -> Bool[Tensor, "T"]:
-    """Which steps of a group are learned from: none at temperature 0."""
+    """Which steps of a group are trained: none at temperature 0."""
     chosen = torch.zeros(sampling.steps, dtype=torch.bool)
     if sampling.is_mode:
         return chosen
     if sampling.noise == "branched":
-        chosen[branch(sampling, seed, draw)] = True
+        chosen[branch_step(sampling, seed, draw)] = True
         return chosen
     first, last = sampling.train_from, sampling.train_to or sampling.max_actions - 1
     count = max(round(sampling.train_fraction * (last - first)), 1)
@@ -180,31 +149,83 @@ def trained_steps(sampling: DiffusionSampling, seed: int, draw: int) -> Bool[Ten
     return chosen
 
 
-class NoiseOf:
-    """Standard normal numbers of rows, each by its address: (seed, draw, sample, step)."""
+def step_noise(
+    sampling: DiffusionSampling, seed: int, rows: list[tuple[int, int]], shape: tuple[int, ...], step: int | None
+) -> Float[Tensor, "B ..."]:
+    """Standard normal noise of a step for rows of (draw, sample); of the initial latents where ``step`` is None."""
+    addresses: list[tuple[int | str, ...]] = []
+    draws = dict.fromkeys(draw for draw, _ in rows)
+    branches = {draw: branch_step(sampling, seed, draw) for draw in draws} if sampling.noise == "branched" else {}
+    for draw, sample in rows:
+        is_own = sampling.noise == "independent" if step is None else step == branches.get(draw, step)
+        address = (seed, "noise", draw, sample if is_own else "group", "first" if step is None else step)
+        # An evaluation at temperature 0 has the same latents for every seed, so that runs are comparable.
+        addresses.append(("mode", draw, sample) if sampling.is_mode else address)
+    noise = {at: torch.randn(shape, generator=generator_at(*at)) for at in dict.fromkeys(addresses)}
+    return torch.stack([noise[at] for at in addresses])
 
-    def __init__(self, sampling: DiffusionSampling, seed: int, rows: list[tuple[int, int]], shape: tuple[int, ...]):
-        """``rows``: each one's draw and sample index."""
-        self._sampling, self._seed, self._rows, self._shape = sampling, seed, rows, shape
 
-    def first(self) -> Float[Tensor, "B ..."]:
-        """The latents that sampling begins with."""
-        if self._sampling.is_mode:  # an evaluation that draws nothing
-            return self._stacked([("mode", draw, sample) for draw, sample in self._rows])
-        is_common = self._sampling.noise != "independent"
-        return self._stacked([self._address(draw, "first", None if is_common else n) for draw, n in self._rows])
+# --- the loop over steps ----------------------------------------------------------------------------------------------
 
-    def of_step(self, step: int) -> Float[Tensor, "B ..."]:
-        parts = {draw: self._parts_at(draw, step) for draw, _ in self._rows}
-        return self._stacked([self._address(draw, step, n if parts[draw] else None) for draw, n in self._rows])
 
-    def _parts_at(self, draw: int, step: int) -> bool:
-        """Whether the samples of a group have their own noise at a step."""
-        return self._sampling.noise != "branched" or step == branch(self._sampling, self._seed, draw)
+@torch.no_grad()
+def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSampling, seed: int) -> Rollouts:
+    """Rollouts of a batch of rows, with all that scoring needs to know about how they were sampled."""
+    count, groups, device = len(batch.group_ids), batch.group_ids, denoiser.device
+    transition_index = list(TRANSITIONS).index("ode" if sampling.is_mode else sampling.transition)
+    per_row = {
+        "first": step_noise(sampling, seed, batch.addresses, denoiser.shape, None),
+        "steps": torch.full((count,), sampling.steps),
+        "transition": torch.full((count,), transition_index),
+        "eta": torch.full((count,), math.nan if sampling.eta is None else sampling.eta, dtype=torch.float64),
+        "guidance": torch.full((count,), sampling.guidance, dtype=torch.float64),
+    }
+    condition = None if batch.inputs is None else batch.inputs[groups].to(device)
+    stochastic = build_transition("ode" if sampling.is_mode else sampling.transition, sampling.eta)
+    x, states, logprobs = per_row["first"].to(device), [], []
+    for column in range(sampling.steps):
+        is_stochastic = column < sampling.steps - 1 and not sampling.is_mode
+        levels, times = denoiser.levels(per_row["steps"], torch.full_like(groups, column))
+        inputs = DenoiserInputs(x, times, condition, per_row["guidance"])
+        transition = stochastic if is_stochastic else Ode(denoiser.schedule.is_flow)
+        normal, _, _ = denoiser.step(inputs, levels, transition, groups)
+        x, nats = normal.mean.float(), torch.zeros_like(normal.std)
+        if is_stochastic:  # the log-prob is that of the float32 state, as it is stored
+            noise = step_noise(sampling, seed, batch.addresses, denoiser.shape, column).to(normal.mean)
+            x = (normal.mean + normal.std.reshape(-1, *[1] * (x.ndim - 1)) * noise).float()
+            nats = gaussian_logprob(x[None], normal.mean[None], normal.std[None])[0]
+        states.append(x.cpu())
+        logprobs.append(nats.cpu())
+    actions = torch.stack(states, dim=1)  # [B, T, *E]
+    is_finite = actions.isfinite().flatten(1).all(dim=1)
+    chosen = torch.stack([trained_steps(sampling, seed, prompt.draw) for prompt in batch.prompts])  # [P, T]
+    mask = chosen[groups] & is_finite[:, None]
+    finish: list[Finish] = ["stop" if finite else "error" for finite in is_finite.tolist()]
+    return Rollouts(
+        prompts=batch.prompts,
+        group_ids=groups,
+        actions=actions,
+        mask=mask,
+        lengths=torch.full((count,), sampling.steps),
+        completions=tuple(denoiser.codec.decode(actions[:, -1].nan_to_num())),
+        sampler_logprobs=torch.where(mask, torch.stack(logprobs, dim=1), 0),
+        policy_version=torch.zeros(mask.shape, dtype=torch.long),
+        temperature=torch.full((count,), float(sampling.temperature)),
+        finish=tuple(finish),
+        shared={} if batch.inputs is None else {"condition": batch.inputs},
+        per_row=per_row,
+    )
 
-    def _address(self, draw: int, step: int | str, sample: int | None) -> tuple[int | str, ...]:
-        return (self._seed, "noise", draw, "group" if sample is None else sample, step)
 
-    def _stacked(self, addresses: list[tuple[int | str, ...]]) -> Tensor:
-        drawn = {at: torch.randn(self._shape, generator=generator_at(*at)) for at in dict.fromkeys(addresses)}
-        return torch.stack([drawn[at] for at in addresses])
+def sampled_transition(rollouts: Rollouts, rows: Int[Tensor, "b"]) -> Transition:
+    """The transition that all of these rows were sampled with."""
+    if (rollouts.temperature[rows] <= 0).any():
+        raise GruppoError(
+            "these rollouts are the ODE's (temperature 0), which has no density to learn from. Sample at 1."
+        )
+    indices, etas = (rollouts.per_row[name][rows].tolist() for name in ("transition", "eta"))
+    names = list(TRANSITIONS)
+    kinds = {(names[n], None if math.isnan(eta) else eta) for n, eta in zip(indices, etas, strict=True)}
+    if len(kinds) > 1:
+        raise GruppoError("these rollouts mix several transitions or etas; evaluate each kind apart.")
+    return build_transition(*next(iter(kinds), ("ancestral", None)))

@@ -1,4 +1,4 @@
-"""What a clip of the ratio means for the joint density of many dimensions, and when it means nothing."""
+"""What a clip of the ratio allows for the joint density of many dimensions, and when it is useless."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gruppo.core.surrogates import FARTHEST
 from gruppo.types import GruppoError
 
 ROUNDING_NATS = 3e-5
-"""Times sqrt(dims): by how much a joint log-ratio is off 0 in float32 at equal weights and a std of 0.02."""
+"""Times sqrt(dims): how far a joint log-ratio is off 0 in float32 at equal weights and a std of 0.02."""
 
 
 def joint_clip_nats(objective: Objective, dims: int) -> float:
-    """How far above 0 the log-ratio of a joint density may go before the clip stops it.
+    """Log-ratio of a joint density at which the clip stops it.
 
     log(1 + clip_high) of the joint ratio; with ``dims`` "mean" the ratio is its dims-th root, which allows dims times
     as much.
@@ -23,23 +23,23 @@ def joint_clip_nats(objective: Objective, dims: int) -> float:
 
 
 def check_trust_region(objective: Objective, dims: int) -> None:
-    """Refuse a clip that never stops anything at ``dims`` dimensions of an action, or that rounding alone sets off."""
+    """Refuse a clip that never takes effect with ``dims`` dimensions per action, or one that rounding alone reaches."""
     if objective.surrogate not in ("clip", "cispo") or dims < 2:
         return
     nats, least = joint_clip_nats(objective, dims), 10 * ROUNDING_NATS * math.sqrt(dims)
-    set_nats = "Set --objective.clip-unit nats --objective.dims sum --objective.clip-low 1 --objective.clip-high 1"
+    advice = "Set --objective.clip-unit nats --objective.dims sum --objective.clip-low 1 --objective.clip-high 1"
     if objective.dims == "mean" and nats > FARTHEST:
         unit = "" if objective.clip_unit == "ratio" else " nats"
         fitting = math.expm1(1 / dims) if objective.clip_unit == "ratio" else 1 / dims
         raise GruppoError(
             f"objective.clip_high={objective.clip_high:g}{unit} of a mean over {dims} dimensions lets the joint "
-            f"log-ratio of a step go to {nats:.3g} nats: it never clips. At 0.2 the mean allows 12 nats in 64 "
+            f"log-ratio of a step reach {nats:.3g} nats: it never clips. At 0.2 the mean allows 12 nats in 64 "
             "dimensions, 143 in 784, 2990 in 16384, 8960 in 49152; at 1e-4, 0.006, 0.08, 1.6 and 4.9. "
-            f"{set_nats}, or --objective.clip-high {fitting:.2g} for the same with the mean."
+            f"{advice}, or --objective.clip-high {fitting:.2g} for the same with the mean."
         )
     if nats < least:
         raise GruppoError(
-            f"objective.clip_high={objective.clip_high:g} with dims={objective.dims!r} stops a step of {dims} "
-            f"dimensions at {nats:.2g} nats of its joint density, which rounding alone reaches a tenth of; it needs at "
-            f"least {least:.2g}. {set_nats}."
+            f"objective.clip_high={objective.clip_high:g} with dims={objective.dims!r} clips a step of {dims} "
+            f"dimensions at {nats:.2g} nats of its joint density, a tenth of which is rounding alone; it needs at "
+            f"least {least:.2g}. {advice}."
         )

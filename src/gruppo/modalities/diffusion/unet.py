@@ -1,4 +1,4 @@
-"""A small class-conditional UNet: 0.3 million weights at its usual sizes, a picture of 28 x 28 in a millisecond."""
+"""A small class-conditional UNet: 0.3 million weights at its default sizes, a 28 x 28 image in a millisecond."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn.functional import interpolate, pixel_shuffle, pixel_unshuffle, sil
 from gruppo.types import GruppoError
 
 GROUPS = 8
-"""Of channels that are normalised together. Nothing looks at other rows."""
+"""Channels are normalised in groups. No statistics of other rows, so that a row's output is the same in any batch."""
 
 
-class UNet(nn.Module):
-    """Two resolutions below that of the picture, whose 2 x 2 squares are its channels; ``middle`` has the features.
+class DenoisingUNet(nn.Module):
+    """Two resolutions below the image's, whose 2 x 2 patches are channels; ``middle`` is the bottleneck.
 
-    ``time_scale`` times a time is about 0 to 1000: 1000 for a flow, 1 for a diffusion of 1000 times.
+    ``time_scale`` times a time should span about 0 to 1000: 1000 for a flow, 1 for a diffusion of 1000 times.
     """
 
     def __init__(
@@ -33,53 +33,51 @@ class UNet(nn.Module):
         super().__init__()
         channels, height, pixels = shape
         if height % 2 or pixels % 2:
-            raise GruppoError(
-                f"a picture of {height} x {pixels} has no 2 x 2 squares; both sides need to be even. Crop or pad it."
-            )
+            raise GruppoError(f"an image of {height} x {pixels} is not made of 2 x 2 patches. Crop or pad it.")
         if width % GROUPS:
             raise GruppoError(f"width={width} is no multiple of {GROUPS}. Use 32.")
         self.sizes = {"shape": list(shape), "classes": classes, "width": width, "time_scale": time_scale}
-        wide, said = 2 * width, 2 * width
+        wide, embedding = 2 * width, 2 * width
         self.width, self.time_scale = width, time_scale
-        self.labels = nn.Embedding(classes + 1, said)  # the last one: no class
-        self.times = nn.Sequential(nn.Linear(width, said), nn.SiLU(), nn.Linear(said, said))
+        self.labels = nn.Embedding(classes + 1, embedding)  # the last one: no class
+        self.times = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
         self.enter = nn.Conv2d(4 * channels, width, 3, padding=1)
-        self.fine = Block(width, width, said)
+        self.fine = ResBlock(width, width, embedding)
         self.down = nn.Conv2d(width, wide, 3, stride=2, padding=1)
-        self.coarse = Block(wide, wide, said)
-        self.middle = Block(wide, wide, said)
+        self.coarse = ResBlock(wide, wide, embedding)
+        self.middle = ResBlock(wide, wide, embedding)
         self.up = nn.Conv2d(wide, width, 3, padding=1)
-        self.merge = Block(2 * width, width, said)
+        self.merge = ResBlock(2 * width, width, embedding)
         last = nn.Conv2d(width, 4 * channels, 3, padding=1)
         for parameter in last.parameters():
             nn.init.zeros_(parameter)
         self.leave = nn.Sequential(nn.GroupNorm(GROUPS, width), nn.SiLU(), last)
 
     def forward(self, x: Float[Tensor, "N C H W"], times: Float[Tensor, "N"], labels: Int[Tensor, "N"]) -> Tensor:
-        told = silu(self.times(waves(times * self.time_scale, self.width)) + self.labels(labels))
-        fine = self.fine(self.enter(pixel_unshuffle(x, 2)), told)  # [N, width, H/2, W/2]
-        coarse = self.middle(self.coarse(self.down(fine), told), told)  # [N, 2 width, H/4, W/4]
-        grown = self.up(interpolate(coarse, size=fine.shape[-2:]))
-        return pixel_shuffle(self.leave(self.merge(torch.cat([grown, fine], dim=1), told)), 2)
+        embedding = silu(self.times(timestep_embedding(times * self.time_scale, self.width)) + self.labels(labels))
+        fine = self.fine(self.enter(pixel_unshuffle(x, 2)), embedding)  # [N, width, H/2, W/2]
+        coarse = self.middle(self.coarse(self.down(fine), embedding), embedding)  # [N, 2 width, H/4, W/4]
+        upsampled = self.up(interpolate(coarse, size=fine.shape[-2:]))
+        return pixel_shuffle(self.leave(self.merge(torch.cat([upsampled, fine], dim=1), embedding)), 2)
 
 
-class Block(nn.Module):
-    """Two convolutions beside what goes in; between them, what is known of time and class scales and shifts."""
+class ResBlock(nn.Module):
+    """Residual block of two convolutions; the embedding of time and class scales and shifts between them."""
 
-    def __init__(self, inside: int, outside: int, said: int) -> None:
+    def __init__(self, inside: int, outside: int, embedding: int) -> None:
         super().__init__()
         self.norm, self.first = nn.GroupNorm(GROUPS, inside), nn.Conv2d(inside, outside, 3, padding=1)
-        self.told = nn.Linear(said, 2 * outside)
+        self.told = nn.Linear(embedding, 2 * outside)
         self.again, self.second = nn.GroupNorm(GROUPS, outside), nn.Conv2d(outside, outside, 3, padding=1)
         self.past = nn.Identity() if inside == outside else nn.Conv2d(inside, outside, 1)
 
-    def forward(self, x: Float[Tensor, "N C h w"], told: Float[Tensor, "N S"]) -> Tensor:
-        scale, shift = self.told(told)[..., None, None].chunk(2, dim=1)
+    def forward(self, x: Float[Tensor, "N C h w"], embedding: Float[Tensor, "N S"]) -> Tensor:
+        scale, shift = self.told(embedding)[..., None, None].chunk(2, dim=1)
         hidden = self.again(self.first(silu(self.norm(x)))) * (1 + scale) + shift
         return self.past(x) + self.second(silu(hidden))
 
 
-def waves(times: Float[Tensor, "N"], count: int) -> Float[Tensor, "N count"]:
+def timestep_embedding(times: Float[Tensor, "N"], count: int) -> Float[Tensor, "N count"]:
     """cos and sin of times at count / 2 frequencies, from 1 down to 1 / 10000."""
     half = count // 2
     frequencies = (-math.log(10000) * torch.arange(half, device=times.device, dtype=times.dtype) / half).exp()

@@ -217,7 +217,7 @@ def consistency_of(name: str, policy: RestorationPolicy, data: Any) -> Consisten
     if name in CONSISTENCIES:
         return CONSISTENCIES[name](policy.loss)
     if name == "degradation":
-        degradation = getattr(data, "degradation", None)
+        degradation = None if data is None else data.degradation
         if degradation is None:
             raise GruppoError(
                 "restoration.consistency='degradation' degrades a restored picture as the data were, and these data "

@@ -11,10 +11,10 @@ from typing import Any
 from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig
 from gruppo.loading import program
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
-from gruppo.modalities.common.critic import SeparateCritic
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.common.validation import refuse_restoration_options
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
+from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.custom import MadeBy, is_made, names_function
 from gruppo.modalities.text.load import Adapt, from_pretrained, give_adapter
 from gruppo.modalities.text.policy import TextPolicy

@@ -1,0 +1,200 @@
+"""The options of a tree of dataclasses: dotted names, types, ranges and help, and values read from files or text."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import math
+import textwrap
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from gruppo.core.schedules import parse
+from gruppo.types import GruppoError
+
+
+@dataclass(frozen=True)
+class Range:
+    """The interval of a number, declared on its field: ``Annotated[float, Range(gt=0, le=1)]``.
+
+    It applies to every number of a tuple and every value that a schedule reaches. Values must be finite.
+    """
+
+    ge: float = -math.inf
+    gt: float = -math.inf
+    le: float = math.inf
+    lt: float = math.inf
+    why: str = ""
+    """What a value outside means."""
+
+    def contains(self, value: float) -> bool:
+        return math.isfinite(value) and self.ge <= value <= self.le and self.gt < value < self.lt
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
+        parts = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
+        return " and ".join(parts) or "finite"
+
+
+Positive = Annotated[int, Range(ge=1)]
+Count = Annotated[int, Range(ge=0)]
+NonNegative = Annotated[float, Range(ge=0)]
+Fraction = Annotated[float, Range(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One leaf of the tree."""
+
+    name: str
+    """Dotted: ``rollout.group_size``."""
+    hint: Any
+    value: Any
+    usual: Any
+    """The default of its dataclass; ``value`` may be a recipe's."""
+    help: str
+    range: Range | None
+
+
+@cache
+def fields_of(kind: type) -> dict[str, tuple[Any, Range | None, str]]:
+    """Type, range and docstring of each field of a dataclass."""
+    hints, docs = typing.get_type_hints(kind, include_extras=True), {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    for field, below in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            docs[ast.unparse(field.target)] = inspect.cleandoc(str(below.value.value))
+    found = {}
+    for field in dataclasses.fields(kind):
+        hint, doc = hints[field.name], docs.get(field.name, "")
+        is_ranged = typing.get_origin(hint) is Annotated
+        found[field.name] = (hint.__origin__, hint.__metadata__[0], doc) if is_ranged else (hint, None, doc)
+    return found
+
+
+def options(section: Any, prefix: str = "") -> dict[str, Option]:
+    """All leaves below a dataclass instance, by dotted name; those of each stage as ``stages.0.lr``."""
+    found: dict[str, Option] = {}
+    usual = type(section)()
+    for name, (hint, range_, doc) in fields_of(type(section)).items():
+        value, path = getattr(section, name), prefix + name
+        if dataclasses.is_dataclass(value):
+            found |= options(value, f"{path}.")
+        elif nested_type(hint) is not None:
+            for index, item in enumerate(value):
+                found |= options(item, f"{path}.{index}.")
+        else:
+            found[path] = Option(path, hint, value, getattr(usual, name), doc, range_)
+    return found
+
+
+def nested_type(hint: Any) -> Any:
+    """The dataclass that a tuple of any length holds; None for another type."""
+    inner = typing.get_args(hint)
+    is_list = typing.get_origin(hint) is tuple and inner[-1] is Ellipsis
+    return inner[0] if is_list and dataclasses.is_dataclass(inner[0]) else None
+
+
+def check_ranges(section: Any) -> None:
+    """Refuse numbers outside the range that their field declares, with the dotted option and a value to set."""
+    for option in options(section).values():
+        if option.range is None or option.value is None:
+            continue
+        value = option.value
+        numbers = value if isinstance(value, tuple) else parse(value, option.name).values
+        for number in numbers:
+            if not option.range.contains(number):
+                reached = f" reaches {number:g}, which" if isinstance(value, str) else ""
+                why = f" ({option.range.why})" if option.range.why else ""
+                advice = "" if option.usual is None else f" {as_text(option.usual)}"
+                raise GruppoError(
+                    f"{option.name}={value}{reached} is out of range{why}; it needs to be {option.range}. "
+                    f"Set {flag(option.name)}{advice}."
+                )
+
+
+# --- names and text ---------------------------------------------------------------------------------------------------
+
+
+def flag(name: str) -> str:
+    """A dotted option as typed in the shell: ``--rollout.group-size``."""
+    return "--" + name.replace("_", "-")
+
+
+def as_text(value: Any) -> str:
+    """A value as typed in the shell."""
+    if isinstance(value, tuple | list):
+        return " ".join(map(as_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name that was probably meant: by its last part (``lr`` is ``optim.lr``), or by spelling."""
+    known = list(known)
+    leaves = {other.rpartition(".")[2]: other for other in reversed(known)}
+    leaf = name.rpartition(".")[2]
+    if leaf in leaves:
+        return leaves[leaf]
+    close = difflib.get_close_matches(name, known, 1, cutoff=0.75)
+    return close[0] if close else next((leaves[n] for n in difflib.get_close_matches(leaf, leaves, 1)), None)
+
+
+_WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", type(None): "nothing"}
+
+
+def describe_type(hint: Any) -> str:
+    """A type in words, for errors."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, inner))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(describe_type, inner))
+    if origin is tuple:
+        kind = _WORDS[inner[0]].split(" ", 1)[1]
+        return f"a list of {kind}s" if inner[-1] is Ellipsis else f"a list of {len(inner)} {kind}s"
+    return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def is_list(hint: Any) -> bool:
+    return any(typing.get_origin(kind) is tuple for kind in (hint, *typing.get_args(hint)))
+
+
+def convert(hint: Any, value: Any, *, is_text: bool = False) -> Any:
+    """A value from a file as the type of its field; ``is_text``: from the shell, where numbers are text too.
+
+    ``none`` is None where the type has it, as TOML has no null. Raises ValueError if the value does not fit.
+    """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        if value is None or value == "none" or (is_text and value in ("None", ["None"], ["none"])):
+            return None
+    elif origin in (typing.Union, types.UnionType):
+        for kind in sorted(inner, key=lambda kind: kind is not type(None)):
+            try:
+                return convert(kind, value, is_text=is_text)
+            except ValueError:
+                continue
+    elif origin is Literal:
+        if value in inner and type(value) is type(inner[0]):
+            return value
+    elif origin is tuple:
+        if isinstance(value, list | tuple) and (inner[-1] is Ellipsis or len(inner) == len(value)):
+            return tuple(convert(inner[0], item, is_text=is_text) for item in value)
+    elif is_text and isinstance(value, str) and hint is not str:
+        if hint is not bool:
+            return hint(value)
+        if value.lower() in ("true", "false"):
+            return value.lower() == "true"
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ValueError(f"{value!r} is not {describe_type(hint)}")

@@ -1,0 +1,223 @@
+"""Prompt sources: items drawn in a seeded order, with a position to resume from and a part held out for evaluation."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+
+from gruppo.seeds import generator_at
+from gruppo.types import DataError, GruppoError, Prompt
+
+log = logging.getLogger("gruppo")
+
+MAX_SKIPPED = 1000
+"""Consecutive draws without a prompt that end the run."""
+
+
+@dataclass(eq=False)
+class IndexedSource:
+    """Endless, resumable stream of prompts over items that a function turns into prompts.
+
+    The item of a draw is a pure function of the seed and the draw, so that the position is all a resume needs.
+    Held-out items never enter the stream, and give the same prompts in the same order in every run.
+    """
+
+    name: str
+    seed: int
+    train: Sequence[Any] | Callable[[int], Any]
+    """Items of an epoch, reshuffled every epoch; or the item of a draw, for an endless source."""
+    held_out_items: Callable[[], Iterable[Any]]
+    prompt_at: Callable[[Any, int], Prompt | None]
+    """Prompt of an item and a draw. None skips the draw, such as that of an unreadable file."""
+    columns: tuple[str, ...]
+    """What rewards can ask for: "target", and the keys of ``Prompt.meta``."""
+    digest: str
+    """SHA-256 of everything that determines the prompts, apart from the seed."""
+    identity: Mapping[str, Any]
+    """Further settings that have to be equal for a position to be resumed."""
+    held_out_prompt_at: Callable[[Any, int], Prompt | None] | None = None
+    """Prompt of a held-out item and its place. None: as ``prompt_at``."""
+    all_items: Sequence[Any] = ()
+    """Items for ``all_prompts``; empty for an endless source, or where making all prompts is expensive."""
+    classes: int | list[str] | None = None
+    """Number or names of the classes, where prompts are classes."""
+    degradation: Any = None
+    """The degradation of images that are degraded on the fly."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Files left out so far, each with the reason."""
+    position: int = field(default=0, init=False)
+    _order: tuple[int, Any] = field(default=(-1, None), init=False)
+
+    @property
+    def epoch_size(self) -> int:
+        """Draws in which each training item comes once; 0 for an endless source."""
+        return 0 if callable(self.train) else len(self.train)
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next n prompts. Draws are consecutive, with a gap for each one that is skipped."""
+        prompts: list[Prompt] = []
+        draw, skipped = self.position, 0
+        while len(prompts) < n:
+            prompt = self.prompt_at(self._item_at(draw), draw)
+            draw, skipped = draw + 1, skipped + 1 if prompt is None else 0
+            if prompt is not None:
+                prompts.append(prompt)
+            elif skipped >= min(MAX_SKIPPED, 2 * self.epoch_size or MAX_SKIPPED):
+                last = next(reversed(self.unreadable.values()), "Lower --prompts.held-out-fraction.")
+                raise DataError(f"{skipped} draws of {self.name} in a row gave no prompt. {last}")
+        self.position = draw
+        return prompts
+
+    def held_out(self, n: int) -> list[Prompt]:
+        """At most n evaluation prompts, the same ones in the same order in every run."""
+        return list(islice(self._held_out_prompts(), n))
+
+    def all_prompts(self) -> Iterator[Prompt]:
+        """Every prompt once, held out or not, in the order of the data; the position does not change."""
+        return (prompt for item in self.all_items if (prompt := self.prompt_at(item, 0)) is not None)
+
+    def fingerprint(self) -> str:
+        return self.digest
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self.position, "fingerprint": self.digest, "seed": self.seed, **self.identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a saved position. One of another stream would silently repeat or skip prompts: refused."""
+        current = self.state_dict()
+        changed = [key for key, value in current.items() if key != "cursor" and state.get(key) != value]
+        if changed:
+            reasons = "; ".join(f"{key} was {state.get(key)!r}, is {current[key]!r}" for key in changed)
+            raise DataError(
+                f"the saved position does not belong to {self.name}: {reasons}. "
+                "Resume with the data, seed and held-out share that the run began with, or start a new run."
+            )
+        position = state.get("cursor")
+        if not isinstance(position, int) or position < 0:
+            raise DataError(
+                f"the saved position of {self.name} is {position!r}; it needs an integer of at least 0. "
+                "The checkpoint is damaged: resume from an earlier one."
+            )
+        self.position = position
+
+    def _item_at(self, draw: int) -> Any:
+        if callable(self.train):
+            return self.train(draw)
+        epoch, place = divmod(draw, len(self.train))
+        if self._order[0] != epoch:
+            generator = generator_at(self.seed, "epoch", epoch)
+            self._order = epoch, torch.randperm(len(self.train), generator=generator)
+        return self.train[int(self._order[1][place])]
+
+    def _held_out_prompts(self) -> Iterator[Prompt]:
+        prompt_at, place = self.held_out_prompt_at or self.prompt_at, 0
+        for item in self.held_out_items():
+            if (prompt := prompt_at(item, place)) is not None:
+                yield prompt
+                place += 1
+
+
+class SourceWrapper:
+    """A prompt source around another one, which supplies everything that is not defined here.
+
+    Optional members that the inner source does not have get a neutral value, so that no caller has to look for them:
+    any object with ``take``, ``state_dict`` and ``load_state_dict`` becomes a complete source.
+    """
+
+    DEFAULTS: Mapping[str, Any] = {
+        "columns": None,
+        "held_out": lambda n: [],
+        "all_prompts": lambda: iter(()),
+        "fingerprint": lambda: None,
+        "epoch_size": 0,
+        "classes": None,
+        "degradation": None,
+    }
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.name: str = getattr(source, "name", type(source).__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # copy and pickle ask for it before __init__ has run
+            raise AttributeError(name)
+        if name in self.DEFAULTS:
+            return getattr(self.source, name, self.DEFAULTS[name])
+        return getattr(self.source, name)
+
+    def take(self, n: int) -> list[Prompt]:
+        return self.source.take(n)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.source.load_state_dict(state)
+
+
+# --- held-out split ---------------------------------------------------------------------------------------------------
+
+
+def prompt_key(inputs: Any) -> str:
+    """Content of a prompt as canonical JSON: equal prompts have equal keys, in any order of their fields."""
+    return json.dumps(inputs, sort_keys=True, separators=(",", ":"))
+
+
+def hash_unit(key: str) -> float:
+    """Number in [0, 1) that depends on the key alone (BLAKE2b).
+
+    A key is held out where this is below the fraction: every run and machine agrees, and a smaller fraction holds out
+    a subset of what a larger one does.
+    """
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def check_fraction(fraction: float) -> None:
+    """Refuse a held-out fraction outside [0, 1)."""
+    if not 0 <= fraction < 1:
+        raise GruppoError(
+            f"held_out_fraction={fraction} is outside [0, 1); set --prompts.held-out-fraction 0.1 to keep a "
+            "tenth of the prompts for evaluation."
+        )
+
+
+def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list[int], list[int]]:
+    """Indices to train on, in order, and held-out ones, in the order of their hashes. Equal keys stay together.
+
+    With a fraction above 0, at least one of two or more different keys is held out.
+    """
+    check_fraction(fraction)
+    hashes = [hash_unit(key) for key in keys]
+    distinct = sorted(set(hashes))
+    is_short = fraction > 0 and len(distinct) > 1 and distinct[0] >= fraction
+    limit = distinct[1] if is_short else fraction
+    train = [index for index, x in enumerate(hashes) if x >= limit]
+    if not train:
+        raise DataError(
+            f"all {len(hashes)} prompts of {name} are held out for evaluation, which leaves none to train on; lower "
+            "--prompts.held-out-fraction, or add prompts."
+        )
+    held_out = [index for index, x in enumerate(hashes) if x < limit]
+    return train, sorted(held_out, key=lambda index: (hashes[index], index))
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """``"; the nearest is 'x'"``, or an empty text where no word is close."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f"; the nearest is {close[0]!r}" if close else ""
+
+
+def leave_out(unreadable: dict[str, str], name: str, reason: str) -> None:
+    """Count a file that cannot be used, and log it the first time."""
+    if name not in unreadable:
+        unreadable[name] = reason
+        log.warning("left out: %s %d so far.", reason, len(unreadable))

@@ -1,0 +1,130 @@
+"""What a process gives up, for good and for its threads: files, network, other processes, memory. Linux only.
+
+Layers, each of which holds by itself: no new rights (prctl), no capabilities, limits of resources, Landlock for what
+can be opened, and a seccomp filter for what can be asked of the kernel at all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .syscalls import ABSENT, AUDIT, NUMBERS, conditions
+
+# Landlock: the same numbers on every architecture.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_FILE_RIGHTS_OF_ABI = ((1, 13), (2, 14), (3, 15), (5, 16))
+"""Number of rights over files that Landlock knows from this version on."""
+_TCP, _SCOPES = 0b11, 0b11
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "idlelib", "turtledemo", "__pycache__"}
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_LOAD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06  # instructions of classic BPF
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Lockdown:
+    """Landlock rules for the files that programs may read, made once; ``apply`` confines the calling process."""
+
+    def __init__(self) -> None:
+        self.machine = platform.machine()
+        if self.machine not in NUMBERS:
+            raise OSError(errno.ENOSYS, f"no table of system calls for {self.machine}")
+        self.abi = _call(libc.syscall, _CREATE_RULESET, None, 0, 1)
+        # Handle all that this Landlock knows, so that all of it is denied: files, TCP, abstract sockets and signals.
+        rights = max(count for version, count in _FILE_RIGHTS_OF_ABI if self.abi >= version)
+        handled = [(1 << rights) - 1, *([_TCP] if self.abi >= 4 else []), *([_SCOPES] if self.abi >= 6 else [])]
+        packed = struct.pack(f"={len(handled)}Q", *handled)
+        rules = _call(libc.syscall, _CREATE_RULESET, ctypes.create_string_buffer(packed, len(packed)), len(packed), 0)
+        self.rules = fcntl.fcntl(rules, fcntl.F_DUPFD_CLOEXEC, 200)  # out of the way of a child's own descriptors
+        os.close(rules)
+        for path in _readable():
+            try:
+                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue  # gone, or closed to us anyway
+            allowed = _READ_FILE | _READ_DIR if path.is_dir() else _READ_FILE
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, fd))
+            _call(libc.syscall, _ADD_RULE, self.rules, 1, rule, 0)
+            os.close(fd)
+
+    def apply(self, *, memory: int, cpu_s: int) -> None:
+        """Confine this process. ``memory``: bytes of address space. ``cpu_s``: a last limit, for all its cases."""
+        pid = os.getpid()
+        _call(libc.prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _call(libc.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
+        limits = {
+            resource.RLIMIT_AS: memory,
+            resource.RLIMIT_CPU: cpu_s,
+            resource.RLIMIT_FSIZE: 0,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+        }
+        for kind, most in limits.items():
+            resource.setrlimit(kind, (most, most))
+        no_capabilities = ctypes.create_string_buffer(24)
+        _call(libc.capset, ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0)), no_capabilities)
+        _call(libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _call(libc.syscall, _RESTRICT_SELF, self.rules, 0)
+        os.close(self.rules)
+        program = _filter(self.machine, pid)
+        code = ctypes.create_string_buffer(program, len(program))
+        header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
+        _call(libc.prctl, _PR_SET_SECCOMP, _MODE_FILTER, header, 0, 0)
+
+
+def _call(function: Any, *arguments: int | ctypes.Array | None) -> int:
+    """Result of a function of the C library; raises OSError where it is refused."""
+    answer = int(function(*(ctypes.c_long(word) if isinstance(word, int) else word for word in arguments)))
+    if answer < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{function.__name__} {arguments[0]}: {os.strerror(code)}")
+    return answer
+
+
+def _readable() -> Iterator[Path]:
+    """The standard library without what is installed beside it, and shared libraries, file by file."""
+    roots = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
+    for root in roots:
+        yield from (entry for entry in root.iterdir() if entry.name not in _NOT_STDLIB)
+    yield from {Path(path).resolve() for path in sys.path if Path(path).is_dir()} - roots  # lib-dynload elsewhere
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    for folder in {Path(line[line.index("/") :]).parent for line in lines if "/" in line and ".so" in line}:
+        yield from (file for file in folder.glob("*.so*") if file.is_file())
+
+
+def _filter(machine: str, pid: int) -> bytes:
+    """The BPF program that the kernel runs at each system call: allowed, allowed for some arguments, or refused."""
+
+    def line(code: int, number: int, if_true: int = 0, if_false: int = 0) -> bytes:
+        return struct.pack("=HBBI", code, if_true, if_false, number)
+
+    refused = line(_RETURN, _ERRNO | errno.EPERM)
+    lines = [line(_LOAD, 4), line(_JUMP_IF_EQUAL, AUDIT[machine], 1), line(_RETURN, _KILL), line(_LOAD, 0)]
+    rules = conditions(pid)
+    for name, number in NUMBERS[machine].items():
+        body = []
+        for argument, mask, values in rules.get(name, ()):
+            # Little endian: the lower half of an argument comes first.
+            body += [line(_LOAD, 16 + 8 * argument), line(_AND, mask)]
+            body += [line(_JUMP_IF_EQUAL, value, len(values) - n) for n, value in enumerate(values)]
+            body.append(refused)
+        body.append(line(_RETURN, _ERRNO | errno.ENOSYS if name in ABSENT else _ALLOW))
+        lines += [line(_JUMP_IF_EQUAL, number, 0, len(body)), *body]
+    return b"".join([*lines, refused])

@@ -1,0 +1,88 @@
+"""Plain data as one line of text: the only thing that a program can hand out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+DEEPEST = 100
+"""Levels of nesting below the list of a case's values."""
+_MOST_COLLISIONS = 1000
+_NOT_PLAIN, _TOO_DEEP = "it is no plain data", f"it is nested deeper than {DEEPEST} levels"
+_NESTED: dict[type, str] = {list: "l", tuple: "t", dict: "d", set: "s", frozenset: "z"}
+
+
+class NotPlain(Exception):
+    """A value that is no plain data."""
+
+
+def encode(value: Any) -> str:
+    """One line of ASCII of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict, nested.
+
+    An instance of a subclass (Counter, a named tuple, an IntEnum) is read as its base class, by methods of the base
+    class: its own ``__eq__`` or ``__repr__`` is never called. Anything else raises NotPlain.
+    """
+    return json.dumps(_to_json(value, 0))
+
+
+def decode(line: str) -> Any:
+    """Inverse of ``encode``; raises NotPlain for any other text, which a program may have forged."""
+    try:
+        return _from_json(json.loads(line), 0)
+    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        raise NotPlain(f"{_NOT_PLAIN} ({type(error).__name__})") from None
+
+
+def _to_json(value: Any, depth: int) -> Any:
+    if value is None or value is True or value is False:
+        return value
+    kind = type(value)  # not __class__, which a program can override
+    if issubclass(kind, str):
+        return str.__str__(value)
+    if issubclass(kind, int):
+        return ["i", int.__format__(value, "x")]  # linear in the digits, and without Python's limit of them
+    if issubclass(kind, float):
+        return ["f", float.hex(value)]
+    if issubclass(kind, bytes):
+        return ["b", bytes.hex(value)]
+    if issubclass(kind, complex):
+        plain = complex.__add__(value, 0j)
+        return ["c", [plain.real.hex(), plain.imag.hex()]]
+    base = next((base for base in _NESTED if issubclass(kind, base)), None)
+    if base is None:
+        raise NotPlain(f"it is a {kind.__name__}, which is no plain data")
+    if depth > DEEPEST:
+        raise NotPlain(_TOO_DEEP)
+    if base is dict:
+        return ["d", [[_to_json(key, depth + 1), _to_json(item, depth + 1)] for key, item in dict.items(value)]]
+    return [_NESTED[base], [_to_json(item, depth + 1) for item in base.__iter__(value)]]  # type: ignore[attr-defined]
+
+
+def _from_json(tagged: Any, depth: int) -> Any:
+    match tagged:
+        case None | bool() | str():
+            return tagged
+        case ["i", text]:
+            return int(text, 16)
+        case ["f", text]:
+            return float.fromhex(text)
+        case ["b", text]:
+            return bytes.fromhex(text)
+        case ["c", [real, imag]]:
+            return complex(float.fromhex(real), float.fromhex(imag))
+        case ["l" | "t" | "d" | "s" | "z" as tag, list(items)]:
+            if depth > DEEPEST:
+                raise NotPlain(_TOO_DEEP)
+            pairs = [(key, item) for key, item in items] if tag == "d" else []
+            values = [_from_json(item, depth + 1) for item in ([key for key, _ in pairs] if pairs else items)]
+            if tag == "l":
+                return values
+            if tag == "t":
+                return tuple(values)
+            # A table of many items whose hashes collide would take hours to fill.
+            if len(values) - len(set(map(hash, values))) > _MOST_COLLISIONS:
+                raise NotPlain(f"it has more than {_MOST_COLLISIONS} items that hash alike")
+            if tag == "d":
+                return dict(zip(values, [_from_json(item, depth + 1) for _, item in pairs], strict=True))
+            return set(values) if tag == "s" else frozenset(values)
+    raise NotPlain(_NOT_PLAIN)

@@ -1,0 +1,122 @@
+"""Run one program in its confined process: its calls, or the program as a script. Never returns."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import gc
+import os
+import sys
+import threading
+import typing
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, NoReturn
+
+from .plain_data import encode
+
+CHANNEL = 3
+"""Descriptor that results go to, one line each."""
+LOCKED, LOADING = -2, -1
+"""In the place of a case: that the process is confined, and the program's own top level."""
+_LONGEST_MESSAGE = 300
+
+Report = Callable[[int, str, str], None]
+
+
+def reporter(nonce: str) -> Report:
+    """A function that writes a line: nonce, case, v for a value or e for an error, the text.
+
+    The nonce tells our lines from what a program may write there. A program that finds it can report what a return
+    value or an exception can, and no more: what is expected is not in this process.
+    """
+    write = os.write
+
+    def report(case: int, kind: str, text: str) -> None:
+        line = f"{nonce} {case} {kind} {text}\n".encode("ascii", "backslashreplace")
+        while line:
+            line = line[write(CHANNEL, line) :]
+
+    return report
+
+
+def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoReturn:
+    """Run the program, then its setup, then each case's expressions, in one namespace.
+
+    The names of ``typing`` are there without an import, as where the solutions of LeetCode are run.
+    """
+    names, entry = _new_module("program"), request["entry"]
+    vars(builtins).update({name: getattr(typing, name) for name in typing.__all__})
+    try:
+        # dont_inherit: without what ``from __future__`` says in this file
+        exec(compile(request["program"], "program.py", "exec", dont_inherit=True), names)
+        exec(compile(request["setup"], "setup.py", "exec", dont_inherit=True), names)
+        if entry and entry not in names and isinstance(names.get("Solution"), type):
+            names[entry] = getattr(names["Solution"](), entry)  # a method, under its bare name
+    except BaseException as error:
+        report(LOADING, "e", describe(error))
+        os._exit(0)
+    report(LOADING, "v", "null")
+    for case, sources in list(enumerate(request["cases"]))[first:]:
+        exception = ""
+        try:
+            try:
+                values = [eval(compile(source, "test", "eval", dont_inherit=True), names) for source in sources]
+            except BaseException as error:  # the built-in type stands first, for tests that expect an exception
+                exception = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+                raise
+            report(case, "v", encode(values))
+        except BaseException as error:
+            report(case, "e", f"{exception} {describe(error)}")
+    os._exit(0)
+
+
+def run_script(request: Mapping[str, Any], report: Report) -> NoReturn:
+    """Run the program with text on its standard input. Exit status 0 only where a plain Python process has it."""
+    names, status = _new_module("__main__"), 0
+    try:
+        exec(compile(request["program"], "program.py", "exec", dont_inherit=True), names)
+    except SystemExit as end:
+        status = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+    except BaseException as error:
+        report(LOADING, "e", describe(error))
+        os._exit(1)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()  # buffers that a script empties at its end
+    for is_last in (False, True):
+        if is_last:  # files that it left open are written when they are collected
+            names.clear()
+            gc.collect()
+        for stream in (sys.stdout, sys.__stdout__):
+            with contextlib.suppress(Exception):  # None, closed, or one of its own that cannot
+                stream.flush()  # type: ignore[union-attr]
+    os._exit(status & 0xFF)
+
+
+def open_streams() -> None:
+    """Text streams over descriptors 0, 1 and 2, as a new process has them."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = os.fdopen(fd, "w" if fd else "r", encoding="utf-8", errors="surrogateescape", closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.argv = ["program.py"]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which the module site would have put there
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception; its ``__str__`` belongs to the program and may fail."""
+    try:
+        text = " ".join(str(error).split())
+    except BaseException:
+        text = ""
+    return f"{type(error).__name__}: {text}"[:_LONGEST_MESSAGE]
+
+
+def _new_module(name: str) -> dict[str, Any]:
+    """The namespace of a new module, under which classes find themselves."""
+    module = ModuleType(name)
+    sys.modules[name] = module
+    return vars(module)

@@ -1,0 +1,530 @@
+"""The command line: what works, what each mistake says, and what it exits with."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pty
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests import processes, tiny
+from tests.trainer.runs import newest, steps_logged
+
+from gruppo import api
+from gruppo.cli import commands
+from gruppo.cli.options import parse_config
+from gruppo.config import schema as configs
+from gruppo.config import serialization
+from gruppo.loading import program
+from gruppo.recipes import RECIPES
+from gruppo.trainer import checkpoint
+from gruppo.types import GruppoError
+
+TWO, THERE = "supervised:5,full", "there are the stages 0 supervised and 1 full"
+BARE = {"evaluation__prompts": 0, "saving__every": 1, "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run that is complete."""
+    return api.start(tiny.config(tmp_path_factory.mktemp("finished"), **BARE)).folder
+
+
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    """A config file to train from; its runs go to ``tmp_path/runs``."""
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(serialization.to_dict(tiny.config(tmp_path, **BARE))))
+    return str(path)
+
+
+def call(folder: Path, *args: str) -> tuple[int, str, str]:
+    child = processes.gruppo(*args, folder=folder / "child")
+    return child.wait(), child.out, child.err
+
+
+def one_line(folder: Path, *args: str) -> tuple[int, str]:
+    """The exit code and the one line of a mistake."""
+    code, _, err = call(folder, *args)
+    assert err.startswith("gruppo: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert "Traceback" not in err
+    return code, err
+
+
+# --- what works -------------------------------------------------------------------------------------------------------
+
+
+def test_train_resume_eval_sample_explain_and_train_from_the_saved_config(tmp_path):
+    (tmp_path / "recipes.py").write_text(
+        "from pathlib import Path\nfrom tests import tiny\n\n"
+        f"def toy():\n    return tiny.config(Path({str(tmp_path)!r}))\n"
+    )
+    run = tmp_path / "runs/first"
+    overrides = ["--name", "first", "--steps", "3", "--objective", "dr-grpo", "--objective.clip_high=0.3"]
+    code, out, err = call(tmp_path, "train", f"{tmp_path / 'recipes.py'}:toy", *overrides)
+    assert (code, err) == (0, "")
+    assert "step 3/3" in out and "held-out, 4 prompts" in out and f"gruppo sample {run} " in out
+    config = serialization.load(run / "config.json")
+    assert config.objective == serialization.preset("dr_grpo").__class__(
+        **{**vars(serialization.preset("dr_grpo")), "clip_high": 0.3}
+    )
+    wanted = ["config.json", "evaluations.json", "final", "log.txt", "manifest.json", "metrics.csv", "metrics.jsonl"]
+    assert {*wanted, "samples.jsonl", "plots", "checkpoints"} <= {path.name for path in run.iterdir()}
+
+    code, out, err = call(tmp_path, "resume", str(run))
+    assert (code, err) == (0, "") and "held-out" in out
+
+    code, out, err = call(tmp_path, "eval", str(run), "--prompts", "5", "--show", "2")
+    assert (code, err) == (0, "")
+    after = json.loads((run / "evaluations.json").read_text())[-1]
+    assert re.search(r"mean reward [\d.]+, 95% interval [\d.]+ to [\d.]+, 5 held-out prompts", out)
+    assert out.count("-> ") == 2 and after["step"] == 3
+
+    code, out, err = call(tmp_path, "sample", str(run), "1 + 1 = ?", "2 + 2 = ?", "--n", "2", "--temperature", "1")
+    assert (code, err) == (0, "") and out.count(" -> ") == 4 and out.count("'1 + 1 = ?' -> ") == 2
+
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = call(tmp_path, "explain", str(run / "config.json"), "--stage.kl-coef", "0.1")
+    assert (code, err) == (0, "")
+    for part in (
+        "OBJECTIVE",
+        "min(r A, clip(r, 0.8, 1.3) A)",
+        "0.1 x KL",
+        "WORK",
+        "MEMORY",
+        "reference",
+        "digits(prompts=",
+    ):
+        assert part in out
+    assert sorted(tmp_path.rglob("*")) == before  # nothing was trained or written
+
+    code, out, err = call(tmp_path, "train", str(run / "config.json"), "--steps", "1", "--evaluation.prompts", "0")
+    assert (code, err) == (0, "")
+    assert len(list((tmp_path / "runs").glob("first-2*"))) == 1
+
+
+def test_recipes_and_help(tmp_path):
+    code, out, err = call(tmp_path, "recipes")
+    assert (code, err) == (0, "") and out.startswith("arithmetic ") and len(out.splitlines()) == len(RECIPES) + 2
+    code, out, err = call(tmp_path, "recipes", "arithmetic")
+    assert (code, err) == (0, "") and out.startswith("arithmetic\n") and "CPU" in out
+    for args in (["--help"], ["-h"], ["help"]):
+        code, out, err = call(tmp_path, *args)
+        assert (code, err) == (0, "") and all(f"{code} " in out for code in (0, 2, 3, 4, 75))
+    code, out, err = call(tmp_path, "train", "arithmetic", "--help")
+    assert (code, err) == (0, "") and "--rollout.group-size" in out
+    assert "--stages NAME:STEPS,NAME" in out and "(supervised, ramp, full)" in " ".join(out.split())
+    assert f"(default: {RECIPES['arithmetic']().rollout.group_size})" in out
+    code, out, err = call(tmp_path, "sample", "--help")
+    assert (code, err) == (0, "") and "--temperature" in out
+    assert call(tmp_path, "--version")[1].startswith("gruppo ")
+
+
+def test_help_answers_within_a_second_and_the_import_does_not_import_torch():
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "gruppo", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "start here:" in done.stdout
+    assert time.perf_counter() - began < 1.0
+    code = "import sys, gruppo; dir(gruppo); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "False"]
+
+
+def test_the_plain_recipe_takes_ones_own_model_data_and_reward(tmp_path):
+    data = tiny.write_rows(tmp_path / "mine.jsonl")
+    own = ["--model", tiny.model(), "--data", data, "--reward", tiny.reward("digits")]
+    small = ["--steps", "1", "--rollout.max-new-tokens", "4", "--evaluation.prompts", "0", "--compute", "float32"]
+    runs = ["--runs-dir", str(tmp_path / "runs"), "--name", "run", "--scoring.timeout-s", "None"]
+    code, _, err = call(tmp_path, "train", "plain", *own, *small, *runs)
+    assert (code, err) == (0, "")
+    config = serialization.load(tmp_path / "runs/run/config.json")
+    sampling = config.rollout
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, config.scoring.timeout_s) == (1.0, 0, 1.0, None)
+    code, line = one_line(tmp_path, "train", "plain", *own[2:])
+    assert code == 2 and "Set --model" in line
+
+
+def test_nothing_but_our_own_lines_reaches_the_terminal(tmp_path, recipe):
+    """In a process of its own, where the libraries are imported with nothing set beforehand."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_", "TOKENIZERS_"))}
+    command = [
+        sys.executable,
+        "-m",
+        "gruppo",
+        "train",
+        recipe,
+        "--name",
+        "run",
+        "--steps",
+        "1",
+        "--stage.kl-coef",
+        "0.1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=env | {"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *_ = done.stdout.splitlines()
+    assert first.startswith("step 1/1")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m gruppo recipes | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_exits_75_with_the_command_that_continues(tmp_path, recipe, number):
+    run = tmp_path / "runs/run"
+    child = processes.gruppo("train", recipe, "--name", "run", "--steps", "5000", folder=tmp_path / "child")
+    child.wait_for(lambda: steps_logged(run) > 2)
+    child.send(number)
+    assert child.wait() == 75
+    *heard, last = child.err.splitlines()
+    assert last == f"gruppo: stopped by a signal; what is complete is saved. Continue with: {program()} resume {run}"
+    assert heard in ([], ["gruppo: finishing this step, then saving; again stops at once"])
+    assert checkpoint.load_latest(run / "checkpoints").step >= 3
+
+
+def test_a_signal_before_the_run_began_exits_75_and_leaves_nothing(tmp_path, recipe):
+    child = processes.start(sigterm_while_loading, ["train", recipe, "--name", "run"], folder=tmp_path / "child")
+    assert child.wait() == 75
+    assert (
+        child.err == "gruppo: stopped by a signal before the run began; nothing was written. Give the command again.\n"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def sigterm_while_loading(args: list[str]) -> None:
+    from gruppo import build
+
+    build.open_model = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    processes.command_line(args)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+EMPTY, LONG, NOT_JSON = "empty.jsonl", "long.jsonl", "broken.jsonl"
+MISTAKES = {
+    "no such option": (["--stepz", "3"], 2, r"unknown option --stepz. Did you mean --steps\?"),
+    "the last part of an option": (["--lr", "3"], 2, r"unknown option --lr. Did you mean --optim.lr\?"),
+    "an option like no other": (["--zzzzz"], 2, r"unknown option --zzzzz. gruppo train .* --help lists them"),
+    "not a number": (["--steps", "many"], 2, r"--steps many: it needs a whole number"),
+    "no value": (["--steps"], 2, r"--steps has no value: it needs a whole number"),
+    "no such choice": (["--compute", "fp4"], 2, r"--compute fp4: it needs one of 'auto', 'float32', 'bfloat16'"),
+    "too few values": (["--optim.betas", "0.9"], 2, r"--optim.betas 0.9: it needs a list of 2 numbers"),
+    "a stray word": (["stray"], 2, r"not understood: stray"),
+    "out of range": (["--rollout.top-p", "1.5"], 2, r"rollout.top_p=1.5 is out of range"),
+    "no such preset": (["--objective", "ppoo"], 2, r"ppoo is no preset.*Presets: grpo"),
+    "a preset's near name": (["--objective", "drgrpo"], 2, r"Did you mean dr_grpo\?"),
+    "a group of one": (["--rollout.group-size", "1"], 2, r"group_size=1 gives no baseline.*Set --rollout.group-size 2"),
+    "updates without a correction": (
+        ["--objective", "rloo", "--optim.epochs", "2"],
+        2,
+        r"no correction.*--optim.epochs 1",
+    ),
+    "no such model folder": (["--model", "./no/model"], 2, r"model folder '.*no/model' does not exist"),
+    "no such hub model": (["--model", "nobody/nothing"], 2, r"model 'nobody/nothing' could not be loaded"),
+    "a bundled model's near name": (
+        ["--model", "smollm2-135"],
+        2,
+        r"no model 'smollm2-135'. Did you mean smollm2-135m\?",
+    ),
+    "no such file": (["--data", "nothing.jsonl"], 3, r"there is no file nothing.jsonl"),
+    "no such data": (["--data", "arithmetik"], 3, r"arithmetik.*'arithmetic'"),
+    "an empty data set": (["--data", EMPTY], 3, r"empty.jsonl is empty; it needs one JSON object per line"),
+    "broken data": (["--data", NOT_JSON], 3, r"line 1 of .*broken.jsonl is not JSON"),
+    "no such column": (["--prompts.column", "promt"], 3, r"has no column 'promt'.*nearest is 'prompt'"),
+    "no such target": (["--prompts.target-column", "answr"], 3, r"no column 'answr'.*nearest is 'answer'"),
+    "a prompt that is too long": (["--data", LONG], 3, r"has 200 tokens, and 8 new ones make 208; the model's context"),
+    "everything held out": (["--prompts.held-out-fraction", "0.9999"], 3, r"all 24 rows .* are held out"),
+    "no such reward": (["--reward", "exact_mach"], 2, r"no reward 'exact_mach'.*Did you mean exact_match\?"),
+    "no such reward file": (["--reward", "no.py:f"], 2, r"there is no file .*no.py"),
+    "no such function": (["--reward", tiny.reward("digitz")], 2, r"has no 'digitz'.*Did you mean .*:digits\?"),
+    "not a function": (
+        ["--reward", tiny.reward("not_a_function")],
+        3,
+        r"not_a_function is 3.0 \(float\), which is not callable",
+    ),
+    "a reward for another column": (
+        ["--reward", tiny.reward("asks_for_colour")],
+        3,
+        r"asks for 'colour', which the data do not have",
+    ),
+    "too many weights": (["--scoring.weights", "1", "2"], 2, r"2 reward weights for 1 rewards"),
+    "a runs folder that is a file": (["--runs-dir", EMPTY], 2, r"cannot be made|Not a directory"),
+}
+
+
+@pytest.mark.parametrize(("options", "exit_code", "says"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_starts_nothing(tmp_path, recipe, options, exit_code, says):
+    (tmp_path / EMPTY).write_text("")
+    (tmp_path / NOT_JSON).write_text("{oops\n")
+    tiny.write_rows(tmp_path / LONG, [{"prompt": "1" * 200, "answer": "1"}, {"prompt": "2", "answer": "2"}])
+    options = [str(tmp_path / word) if (tmp_path / word).is_file() else word for word in options]
+    code, line = one_line(tmp_path, "train", recipe, "--name", "run", *options)
+    assert code == exit_code
+    assert re.search(says, line), line
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("reward", ["raises", "nothing", "too_many"])
+def test_a_reward_that_never_scores_exits_3_with_one_line(tmp_path, recipe, reward):
+    code, line = one_line(tmp_path, "train", recipe, "--name", "run", "--reward", tiny.reward(reward))
+    assert code == 3 and "scored none of 12 completions" in line and "Mend the reward function" in line
+
+
+def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(tiny.model(), tmp_path / "nan")
+    weights = load_file(folder / "model.safetensors")
+    save_file({n: w * float("nan") for n, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    code, line = one_line(
+        tmp_path, "train", recipe, "--name", "run", "--model", str(folder), "--evaluation.prompts", "3"
+    )
+    assert code == 4 and "logits that are not finite" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["trian", "arithmetic"], "unknown command 'trian'. Did you mean train?"),
+        (["fly"], "Commands: train, resume"),
+        (["train"], "no recipe was given"),
+        (["train", "--steps", "3"], "no recipe was given"),
+        (["train", "arithmetik"], "unknown recipe 'arithmetik'. Did you mean arithmetic?"),
+        (
+            ["train", "other"],
+            "arithmetic-ppo, guess, digits-pretrain, digits-compress, digits-sevens, ",
+        ),
+        (["train", "no.py:recipe"], "there is no file"),
+        (["train", "no.json"], "no.json does not exist"),
+        (["train", tiny.reward("digitz")], "has no 'digitz'"),
+        (["train", tiny.reward("not_a_function")], "gives a float; a recipe returns a gruppo.Config"),
+        (["train", tiny.reward("CHARACTERS")], "gives a str"),
+        (["explain", "arithmetik"], "Did you mean arithmetic?"),
+        (["resume", "no/run"], "the run folder no/run does not exist"),
+        (["resume"], "RUN is missing. gruppo resume --help"),
+        (["eval", "no/run"], "no/run/config.json does not exist"),
+        (["sample", "some-model"], f"For example: {program()} sample RUN"),
+        (["eval", "x", "--promts", "3"], "unknown option --promts. Did you mean --prompts?"),
+        (["sample", "no/model/here", "hello"], "could not be loaded"),
+        (["sample", "some-model"], "no prompt was given"),
+        (["sample", "m", "p", "--n", "two"], "--n two: it needs a whole number"),
+    ],
+)
+def test_a_wrong_command_is_one_line_with_exit_code_2(tmp_path, args, says):
+    code, line = one_line(tmp_path, *args)
+    assert code == 2 and says in line
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--reward", "a", "--reward", "b"], "--reward is given twice; write --reward A B."),
+        (["--optim.betas", "0.9", "0.9", "--optim.betas=0.9", "0.9"], "given twice; write --optim.betas A B."),
+        (["--scoring.weights", "1", "--scoring.weights", "1"], "given twice; write --scoring.weights A B."),
+        (["--steps", "3", "--steps=4"], "--steps is given twice; leave one of them out."),
+        (["--optim.max-grad-norm=1", "--optim.max_grad_norm", "2"], "--optim.max-grad-norm is given twice"),
+        (["--steps", "3", "--steps", "4", "--steps", "5"], "--steps is given 3 times"),
+        (["--objective", "grpo", "--objective=ppo"], "--objective is given twice"),
+        (["--stages", "full", "--stages", "full"], "--stages is given twice"),
+        (["--stages", "full", "--stage.lr", "1", "--stage.lr", "1"], "--stage.lr is given twice"),
+        (["--stages", TWO, "--stages.1.lr", "1", "--stages.1.lr", "1"], "--stages.1.lr is given twice"),
+        (["--stages", TWO, "--stages.2.kl-coef", "1"], f"{THERE}: --stages.1.kl-coef."),
+        (["--stages", TWO, "--stages.full.kl-coef=1"], f"{THERE}: --stages.1.kl-coef."),
+        (["--stages", TWO, "--stages.supervised.lr", "1"], f"{THERE}: --stages.0.lr."),
+        (["--stages", "full", "--stages.1.lr", "1"], "there is the stage 0 full alone: --stages.0.lr."),
+        (["--stages", TWO, "--stages.1.kl-cof", "1"], "Did you mean --stages.1.kl-coef?"),
+    ],
+)
+def test_an_option_given_twice_and_one_of_a_stage_that_is_not_there_are_refused(args, says):
+    with pytest.raises(GruppoError, match=re.escape(says)):
+        parse_config("train", ["arithmetic-format", *args])
+
+
+def test_a_stage_of_a_run_that_has_one_is_named_as_that_one():
+    with pytest.raises(GruppoError, match=r"--stages\.0\.lr: this run has one stage, --stage\.lr\. Name several with"):
+        parse_config("train", ["arithmetic", "--stages.0.lr", "1"])
+
+
+def test_an_option_of_a_command_that_is_given_twice_is_refused(tmp_path):
+    with pytest.raises(GruppoError, match="--n is given twice"):
+        commands.sample(["model", "prompt", "--n", "2", "--n", "3"])
+
+
+def test_no_command_shows_the_help_and_exits_2(tmp_path):
+    code, out, _ = call(tmp_path)
+    assert code == 2 and "usage: gruppo COMMAND" in out
+
+
+def test_debug_shows_the_traceback(tmp_path, recipe):
+    code, _, err = call(tmp_path, "train", recipe, "--name", "run", "--model", "./no/model", "--debug")
+    assert code == 1 and "Traceback" in err and "GruppoError" in err
+
+
+# --- folders that are there, damaged, foreign, full -------------------------------------------------------------------
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_run_folder_that_exists_is_left_as_it_is(tmp_path, recipe, finished):
+    run = shutil.copytree(finished, tmp_path / "runs/run")
+    before = content(run)
+    code, line = one_line(tmp_path, "train", recipe, "--name", "run")
+    assert code == 2 and f"the run folder {run} exists already. Choose another --name" in line
+    assert content(run) == before
+
+
+def test_a_damaged_only_checkpoint_is_one_line_and_nothing_is_lost(tmp_path, finished):
+    run = shutil.copytree(finished, tmp_path / "run")
+    os.truncate(newest(run) / "optimizer.safetensors", 100)
+    before = {path: data for path, data in content(run).items() if path.name != "log.txt"}
+    code, line = one_line(tmp_path, "resume", str(run))
+    assert (
+        code == 2 and "optimizer.safetensors has changed since it was written" in line and "Delete that folder" in line
+    )
+    assert {path: data for path, data in content(run).items() if path.name != "log.txt"} == before
+
+
+def test_a_foreign_checkpoint_is_one_line(tmp_path, finished):
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(newest(run))
+    checkpoint.write_folder(run / "checkpoints/step_000002", lambda place: (place / "weights.pt").write_text("pickle"))
+    code, line = one_line(tmp_path, "resume", str(run))
+    assert code == 2 and "state.json" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "cannot be read as JSON"), ("[]", "holds a list"), ('{"stepz": 1}', "Did you mean steps?")],
+)
+def test_a_damaged_config_is_one_line(tmp_path, finished, text, says):
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "config.json").write_text(text)
+    for command in (["resume", str(run)], ["eval", str(run)], ["train", str(run)]):
+        code, line = one_line(tmp_path, *command)
+        assert code == 2 and says in line
+
+
+def test_an_evaluation_of_nothing_is_one_line(tmp_path, finished):
+    code, line = one_line(tmp_path, "eval", str(finished), "--prompts", "0")
+    assert code == 2 and "needs at least 1" in line
+
+
+def test_the_objects_of_a_config_are_asked_for_by_explain_as_by_train(tmp_path, recipe):
+    config = json.loads(Path(recipe).read_text()) | {"data": configs.IN_MEMORY}
+    Path(recipe).write_text(json.dumps(config))
+    for command in ("train", "explain"):
+        code, line = one_line(tmp_path, command, recipe)
+        assert code == 2 and "the data of this config came from Python objects" in line and "Set --data" in line
+
+
+def test_the_model_of_an_unfinished_run_is_asked_for_in_vain(tmp_path, finished):
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "final")
+    for command in (["eval", str(run)], ["sample", str(run), "hello"]):
+        code, line = one_line(tmp_path, *command)
+        assert code == 2 and f"has no final model yet. Finish it with {program()} resume {run}" in line
+
+
+def test_a_runs_folder_is_its_final_model_for_another_run(tmp_path, recipe, finished):
+    code, _, err = call(tmp_path, "train", recipe, "--name", "next", "--steps", "1", "--model", str(finished))
+    assert (code, err) == (0, "")
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "final")
+    code, line = one_line(tmp_path, "train", recipe, "--name", "none", "--model", str(run))
+    assert code == 2 and f"the run {run} has no final model yet. Finish it with {program()} resume {run}" in line
+
+
+def with_a_full_disk_from(step: int, args: list[str]) -> None:
+    """The disk is full for checkpoints from a step on."""
+    real = checkpoint.save_file
+
+    def save_file(tensors: object, path: Path) -> None:
+        if f"step_{step:06d}" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        real(tensors, path)
+
+    checkpoint.save_file = save_file
+    processes.command_line(args)
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path, recipe):
+    child = processes.start(with_a_full_disk_from, 2, ["train", recipe, "--name", "run"], folder=tmp_path / "child")
+    assert child.wait() == 2
+    assert re.fullmatch(r"gruppo: the disk is full: .*step_000002 could not be written.*gruppo resume\.\n", child.err)
+    run = tmp_path / "runs/run"
+    assert checkpoint.load_latest(run / "checkpoints").step == 1
+    assert call(tmp_path, "resume", str(run))[0] == 0
+    whole = api.start(tiny.config(tmp_path / "whole", data=str(tmp_path / "data.jsonl"), **BARE)).folder
+    assert (run / "final/model.safetensors").read_bytes() == (whole / "final/model.safetensors").read_bytes()
+
+
+def with_small_files(limit: int, args: list[str]) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    processes.command_line(args)
+
+
+@pytest.mark.parametrize("limit", [0, 500, 1500, 4000, 20000])
+def test_files_that_cannot_grow_are_one_line_wherever_the_run_is(tmp_path, recipe, limit):
+    folder = tmp_path / "child"
+    child = processes.start(
+        with_small_files_piped, limit, ["train", recipe, "--name", "run"], str(folder / "err"), folder=folder
+    )
+    code = child.wait()
+    err = (folder / "err").read_text()
+    assert code == 2 and err.count("\n") == 1 and "Traceback" not in err, err
+    assert "File too large" in err and str(tmp_path / "runs") in err
+
+
+def with_small_files_piped(limit: int, args: Sequence[str], path: str) -> None:
+    """The limit would also stop our own output, so that goes through a pipe that the parent of a fork copies."""
+    reader, writer = os.pipe()
+    if pid := os.fork():
+        os.close(writer)
+        with open(reader) as pipe, open(path, "w") as file:
+            file.write(pipe.read())
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(writer, 2)
+    with_small_files(limit, list(args))
+
+
+# --- in a terminal ----------------------------------------------------------------------------------------------------
+
+
+def in_a_terminal(terminal: str, args: list[str]) -> None:
+    handle = os.open(terminal, os.O_RDWR)
+    os.environ["TERM"] = "xterm-256color"
+    for number in (0, 1, 2):
+        os.dup2(handle, number)
+    processes.command_line(args)
+
+
+def test_the_live_screen_is_closed_before_the_line_of_an_error(tmp_path, recipe):
+    ours, theirs = pty.openpty()
+    args = ["train", recipe, "--name", "run", "--reward", tiny.reward("raises")]
+    child = processes.start(in_a_terminal, os.ttyname(theirs), args, folder=tmp_path / "child")
+    assert child.wait() == 3
+    os.set_blocking(ours, False)
+    shown = os.read(ours, 1_000_000).decode()
+    os.close(ours), os.close(theirs)
+    assert "\x1b[?25l" in shown  # a live screen hides the cursor
+    *_, screen, last = shown.rstrip().rpartition("\x1b[?25h")[0], shown.rstrip().rpartition("\x1b[?25h")[2]
+    assert screen and last.lstrip("\r\n").startswith("gruppo: step 0: the reward scored none")

@@ -1,0 +1,327 @@
+"""Options of other systems: each leads to an existing option, and the docs page has the tables of the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gruppo.cli import app
+from gruppo.cli.options import parse_config
+from gruppo.config.options import flag, options
+from gruppo.config.peer_options import SYSTEMS, PeerOption, lookup, peer_options
+from gruppo.config.schema import Config, Stage
+from gruppo.core.objective import PRESETS
+from gruppo.types import GruppoError
+
+PAGE = Path(__file__).parents[2] / "docs/migrate.md"
+PEERS = Path(__file__).parents[2] / "docs/objectives/peers.md"
+OPTIONS = {*map(flag, options(Config())), "--stages"}
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def table(system: str) -> str:
+    """The options of a system as Markdown, one table per part."""
+    all_options = peer_options(system)
+    parts = dict.fromkeys(option.part for option in all_options)
+    return "\n\n".join(
+        _table_of_part(part, [option for option in all_options if option.part == part]) for part in parts
+    )
+
+
+def _table_of_part(part: str, options: list[PeerOption]) -> str:
+    head = f"| {f'`{part}`' if '.' in part or '_' in part else part} | here | remark |"
+    return "\n".join([head, "|---|---|---|", *map(_row, options)])
+
+
+def _row(option: PeerOption) -> str:
+    theirs = ", ".join(f"`{name}`" for name in option.theirs.split(", "))
+    near = f"none; nearest `{flag(option.near)}`" if option.near else "none"
+    ours = ", ".join(f"`{flag(name)}`" for name in option.ours.split()) or near
+    return f"| {theirs} | {ours} | {option.remark} |"
+
+
+def filled(text: str) -> str:
+    """The page with its tables as they are now."""
+    for system in SYSTEMS:
+        between = re.compile(rf"(<!-- {system} -->\n).*?(<!-- end -->)", re.DOTALL)
+        assert between.search(text), system
+        text = between.sub(lambda found, system=system: f"{found[1]}{table(system)}\n{found[2]}", text)  # type: ignore[misc]
+    return text
+
+
+def test_the_page_has_the_tables_of_the_program() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == filled(text), "python -m tests.config.test_peer_options writes them"
+
+
+# --- each name -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_each_name_leads_to_options_that_there_are(system: str) -> None:
+    for named in peer_options(system):
+        fields = [*named.ours.split(), *named.near.split()]
+        typed = {flag(field) for field in fields} | set(re.findall(r"--[a-z][a-z.-]*[a-z]", named.remark))
+        groups = {name.rpartition(".")[0] for name in OPTIONS}
+        assert typed <= OPTIONS | groups, named.theirs
+        assert not (named.ours and named.near), named.theirs
+        assert named.ours or named.remark or named.near, f"{named.theirs}: nothing, and no word of why"
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_name_of_one_part_means_one_thing(system: str) -> None:
+    told = [(named.part, word) for named in peer_options(system) for word in re.split(r", | x ", named.theirs)]
+    assert len(told) == len(set(told))
+
+
+@pytest.mark.parametrize("recipe", ["arithmetic", "arithmetic-ppo", "digits-compress"])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_is_printed_can_be_typed_and_gives_the_same_run(system: str, recipe: str) -> None:
+    config = parse_config("train", [recipe, "--objective.clip-low", "0.3", "--stage.kl-coef", "linear:0.1,0"])
+    typed: dict[str, list[str]] = {}
+    for named in peer_options(system):
+        for said in re.findall(r"--[^ ]+(?: (?!--)[^ ]+)*", named.describe(config)):
+            name, *values = said.split(" ")
+            if values and values != ["None"]:
+                assert typed.setdefault(name, values) == values
+    words = [word for name, values in typed.items() if name != "--stages" for word in (name, *values)]
+    again = parse_config("train", ["plain", *words])
+    for name in typed:
+        field: Any = again
+        ours: Any = config
+        for leaf in name[2:].replace("-", "_").split("."):
+            field, ours = getattr(field, leaf), getattr(ours, leaf)
+        assert field == ours, name
+    assert "--stage.kl-coef" in typed and typed["--stage.kl-coef"] == ["linear:0.1,0"]
+
+
+BY_HAND = {
+    "trl": {
+        "epsilon": "objective.clip_low",
+        "epsilon_high": "objective.clip_high",
+        "delta": "objective.dual_clip",
+        "num_generations": "rollout.group_size",
+        "num_iterations": "optim.epochs",
+        "steps_per_generation": "optim.minibatches",
+        "ref_model_mixup_alpha": "reference.update_rate",
+        "ref_model_sync_steps": "reference.update_every",
+        "vllm_importance_sampling_clip_max": "objective.correction_high",
+        "vllm_importance_sampling_clip_min": "objective.correction_low",
+        "cliprange_value": "objective.value_clip",
+        "vf_coef": "stage.value_coef",
+    },
+    "verl": {
+        "actor_rollout_ref.actor.clip_ratio_low": "objective.clip_low",
+        "clip_ratio_high": "objective.clip_high",
+        "rollout.n": "rollout.group_size",
+        "data.train_batch_size": "rollout.prompts",
+        "actor.optim.lr": "optim.lr",
+        "critic.optim.lr": "critic.lr",
+        "algorithm.lam": "objective.lam",
+    },
+    "ddpo": {
+        "reference_model_mixup_alpha": "reference.update_rate",
+        "reference_update_freq": "reference.update_every",
+        "adv_clip_max": "objective.adv_clip",
+        "num_inner_epochs": "optim.epochs",
+    },
+    "sources": {
+        "ENTROPY_COEF": "stage.entropy_coef",
+        "reference_update_freq": "reference.update_every",
+        "grpo_lambda_sup": "stage.sup_coef",
+        "grpo_lambda_pg": "stage.rl_coef",
+        "grpo_adv_clip_max": "objective.adv_clip",
+    },
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_settings_that_would_train_something_else_if_they_were_exchanged(system: str) -> None:
+    found = {name: {n.ours for n in lookup(system, name) if n.ours} for name in BY_HAND[system]}
+    assert found == {name: {ours} for name, ours in BY_HAND[system].items()}
+
+
+def rows_of_peers() -> list[tuple[str, str, str]]:
+    """System, option and our column of each row of the objectives' page on TRL and verl."""
+    rows, system = [], ""
+    for line in PEERS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            system = "verl" if "verl" in line else "trl"
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| `") and len(cells) >= 4:
+            rows += [(system, name, cells[2]) for name in re.findall(r"(?<!of )`([\w.]+)`", cells[0])]
+    return rows
+
+
+def test_the_objectives_page_names_the_same_options_of_ours() -> None:
+    compared = 0
+    for system, name, ours in rows_of_peers():
+        fields = set(re.findall(r"`((?:objective|stage|rollout|optim|critic|scoring)\.\w+)", ours))
+        found = {f for n in lookup(system, name) for f in f"{n.ours} {n.near}".split()}
+        if fields and not ours.startswith("none"):
+            assert fields & found, (system, name, found)
+            compared += 1
+    assert compared > 40
+
+
+# --- what they would be written there --------------------------------------------------------------------------------
+
+
+def there(system: str, name: str, **changes: Any) -> str:
+    config = Config(**changes)
+    return "\n".join(named.line(config) for named in lookup(system, name))
+
+
+@pytest.mark.parametrize(
+    ("preset", "loss_type"),
+    [
+        ("grpo", "grpo"),
+        ("dr_grpo", "dr_grpo"),
+        ("dapo", "dapo"),
+        ("cispo", "cispo"),
+        ("sapo", "sapo"),
+        ("rloo", "no counterpart"),
+    ],
+)
+def test_loss_types_of_trl(preset: str, loss_type: str) -> None:
+    assert f"there {loss_type};" in there("trl", "loss_type", objective=PRESETS[preset])
+
+
+def test_luspo_and_a_soft_gate_over_another_average() -> None:
+    luspo = dataclasses.replace(PRESETS["gspo"], average="sequence_sum")
+    assert "there luspo;" in there("trl", "loss_type", objective=luspo)
+    assert "there no counterpart;" in there(
+        "trl", "loss_type", objective=dataclasses.replace(PRESETS["sapo"], average="token")
+    )
+
+
+def test_bounds_in_nats_and_cispos_cap_are_told_as_bounds_of_the_ratio() -> None:
+    nats = dataclasses.replace(PRESETS["grpo"], clip_unit="nats", clip_low=1.0, clip_high=1.0)
+    assert "(there 1.71828;" in there("trl", "epsilon_high", objective=nats)
+    assert "(there 0.632121)" in there("trl", "epsilon", objective=nats)
+    assert "(there 5;" in there("trl", "epsilon_high", objective=PRESETS["cispo"])
+    assert "there" not in there("verl", "clip_ratio_high", objective=PRESETS["cispo"])
+
+
+def test_what_is_a_yes_there_is_a_choice_here() -> None:
+    assert "--objective.scale none --objective.scale-eps 0.0001   (there False" in there(
+        "verl", "norm_adv_by_std_in_grpo", objective=PRESETS["dr_grpo"]
+    )
+    with_kl = {"objective": PRESETS["ppo"], "stage": Stage(kl_coef=0.1)}
+    assert "(there True)" in there("verl", "use_kl_in_reward", **with_kl)
+    assert "--objective.kl-in reward   (there False)" in there("verl", "use_kl_loss", **with_kl)
+    assert "(there False)" in there("verl", "use_kl_in_reward", objective=PRESETS["ppo"])
+
+
+@pytest.mark.parametrize(
+    ("preset", "estimator"),
+    [
+        ("ppo", "gae"),
+        ("grpo", "grpo"),
+        ("rloo", "rloo"),
+        ("reinforce_pp", "reinforce_plus_plus"),
+        ("reinforce", "no counterpart"),
+    ],
+)
+def test_estimators_of_verl(preset: str, estimator: str) -> None:
+    assert f"(there {estimator};" in there("verl", "adv_estimator", objective=PRESETS[preset])
+
+
+def test_a_squared_error_that_is_halved_here_has_half_the_coefficient_there() -> None:
+    assert "--stage.value-coef 1   (there 0.5;" in there("sources", "value_loss_coef", stage=Stage(value_coef=1.0))
+
+
+def test_of_several_stages_the_one_with_the_largest_coefficient_is_named() -> None:
+    stages = (Stage(name="a", steps=3, kl_coef=0.02), Stage(name="b", kl_coef="linear:0.1,0"))
+    assert there("sources", "BETA_KL", stages=stages).startswith("BETA_KL  --stages.1.kl-coef linear:0.1,0")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def said(capsys: Any, *args: str) -> tuple[int, str, str]:
+    code = app.run(list(args))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("explain", "arithmetic", "--names", "trl", "--steps", "7"),
+        ("explain", "--names", "trl", "arithmetic", "--steps", "7"),
+        ("explain", "--names=TRL", "arithmetic", "--steps=7"),
+    ],
+)
+def test_names_may_stand_anywhere_and_load_no_model(capsys: Any, args: tuple[str, ...]) -> None:
+    code, out, _ = said(capsys, *args)
+    assert code == 0 and "GRPOConfig\n" in out and "ONE REAL PROMPT" not in out
+    assert re.search(r"^  max_steps +--steps 7   \(steps; there optimizer steps\)$", out, re.MULTILINE)
+    assert re.search(r"^  temperature +--rollout.temperature 1.5$", out, re.MULTILINE)
+
+
+def test_one_name_is_answered_from_every_part_that_has_it_without_a_recipe(capsys: Any) -> None:
+    code, out, _ = said(capsys, "explain", "--names", "trl:beta")
+    assert code == 0 and out.splitlines()[::2] == ["GRPOConfig", "RLOOConfig (differences)"]
+    assert out.count("--stage.kl-coef 0 ") == 2
+
+
+def test_the_value_of_one_name_is_that_of_the_recipe(capsys: Any) -> None:
+    assert "--rollout.top-k 12 " in said(capsys, "explain", "arithmetic", "--names", "verl:top_k")[1]
+
+
+def test_a_name_that_maps_to_nothing_says_so_and_names_the_nearest(capsys: Any) -> None:
+    code, out, _ = said(capsys, "explain", "--names", "trl:off_policy_mask_threshold")
+    assert code == 0 and "no counterpart; nearest --objective.kl-mask 0   (masks single actions" in out
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("tlr", "unknown system. Did you mean trl?"),
+        ("ddpo-pytorch", "Did you mean ddpo?"),
+        ("openrlhf", "it needs one of trl, verl, ddpo, sources."),
+        ("num_generations", "It is an option of trl: --names trl:num_generations."),
+        ("trl:epsilon_hi", "The nearest is epsilon_high, here --objective.clip-high."),
+        ("trl:clip_ratio_low", "verl has it: --names verl:clip_ratio_low."),
+        ("trl:", "trl has no option of this name"),
+        ("", "--names has no value"),
+    ],
+)
+def test_what_is_not_known_is_one_line_with_the_nearest(capsys: Any, given: str, answer: str) -> None:
+    code, out, err = said(capsys, "explain", "--names", given)
+    assert code == 2 and not out and err.count("\n") == 1 and answer in err
+
+
+def test_a_system_without_a_recipe_asks_for_one(capsys: Any) -> None:
+    code, _, err = said(capsys, "explain", "--names", "trl")
+    assert code == 2 and "no recipe was given" in err
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("--num-generations", "num_generations of trl is --rollout.group-size."),
+        ("--beta", "beta of trl is --stage.kl-coef."),
+        ("--actor_rollout_ref.actor.grad_clip", "is --optim.max-grad-norm."),
+        ("--off_policy_mask_threshold", "has no counterpart; the nearest is --objective.kl-mask."),
+        ("--lr", "Did you mean --optim.lr?"),
+        ("--objective.clip-hihg", "Did you mean --objective.clip-high?"),
+    ],
+)
+def test_an_option_of_theirs_is_refused_with_ours(typed: str, answer: str) -> None:
+    with pytest.raises(GruppoError, match=r"^unknown option ") as caught:
+        parse_config("train", ["arithmetic", typed, "1"])
+    assert answer in str(caught.value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{PAGE}\n")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

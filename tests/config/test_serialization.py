@@ -1,0 +1,257 @@
+"""A config goes to JSON, TOML and YAML and back unchanged; what does not fit is refused by name and line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gruppo.api import change
+from gruppo.config import serialization
+from gruppo.config.schema import Config, OptimConfig, RolloutConfig, ScoringConfig, Stage
+from gruppo.core.objective import PRESETS, Objective
+from gruppo.recipes import RECIPES
+from gruppo.types import GruppoError
+
+GIVEN = Config(model="m", data="d", reward=("r",))
+
+
+def other_value(hint: Any, value: Any) -> Any:
+    """A value of the same type that is not the default."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return next(choice for choice in inner if choice != value)
+    if dataclasses.is_dataclass(hint):
+        return changed_everywhere(hint)
+    if origin is types.UnionType and type(None) not in inner:
+        return "linear:0.5,1"
+    if origin is tuple:
+        if inner[-1] is ...:
+            return tuple(other_value(inner[0], "x") for _ in range(2))
+        return (3, 5) if inner[0] is int else (0.25, 0.75)
+    if type(None) in inner:
+        return other_value(inner[0], 0 if value is None and inner[0] is int else value)
+    return {bool: lambda: not value, int: lambda: value + 3, float: lambda: 0.5, str: lambda: "other é"}[hint]()
+
+
+def changed_everywhere(kind: Any) -> Any:
+    if kind is Objective:  # its fields refuse each other
+        return PRESETS["ppo"]
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        default = getattr(kind(), field.name)
+        values[field.name] = changed_everywhere(hint) if dataclasses.is_dataclass(hint) else other_value(hint, default)
+    return kind(**values)
+
+
+def test_every_field_survives_json():
+    config = changed_everywhere(Config)
+    for field in dataclasses.fields(Config):
+        assert getattr(config, field.name) != getattr(Config(), field.name), field.name
+    assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Objective)])
+def test_every_field_of_the_objective_survives_json(name):
+    """Changed in the first preset that takes it."""
+    hint = typing.get_type_hints(Objective)[name]
+    objective = next(o for o in (with_other(preset, name, hint) for preset in PRESETS.values()) if o is not None)
+    config = dataclasses.replace(GIVEN, objective=objective)
+    assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
+
+
+def with_other(preset: Objective, name: str, hint: Any) -> Objective | None:
+    """The preset with another value there, or None where that is refused."""
+    for value in (other_value(hint, getattr(preset, name)), 3.0):
+        with contextlib.suppress(GruppoError):
+            return dataclasses.replace(preset, **{name: value})
+    return None
+
+
+def test_whole_numbers_become_the_floats_that_fields_are():
+    config = serialization.from_dict({"optim": {"lr": 1, "betas": [0, 0.5]}, "scoring": {"weights": [1, 2]}})
+    values = [config.optim.lr, *config.optim.betas, *config.scoring.weights]
+    assert values == [1.0, 0.0, 0.5, 1.0, 2.0] and all(type(value) is float for value in values)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"stepz": 3}, "unknown entry stepz. Did you mean steps?"),
+        ({"optim": {"learning_rate": 1}}, "unknown entry optim.learning_rate. Known: betas"),
+        ({"rollout": {"groupsize": 1}}, "unknown entry rollout.groupsize. Did you mean rollout.group_size?"),
+        ({"steps": "3"}, "steps is '3'; it needs a whole number"),
+        ({"steps": 3.5}, "steps is 3.5; it needs a whole number"),
+        ({"steps": True}, "steps is True; it needs a whole number"),
+        ({"optim": {"lr": "fast"}}, "optim.lr is 'fast'; it needs a number"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas is [0.9]; it needs a list of 2 numbers"),
+        ({"optim": 3}, "optim is 3; it needs a section of settings"),
+        ({"reward": "exact_match"}, "reward is 'exact_match'; it needs a list of texts"),
+        ({"reward": [1]}, "reward is [1]; it needs a list of texts"),
+        ({"compute": "float8"}, "compute is 'float8'; it needs one of 'auto', 'float32', 'bfloat16'"),
+        ({"prompts": {"target_column": 3}}, "prompts.target_column is 3; it needs a text or nothing"),
+        ({"trust_remote_code": "yes"}, "trust_remote_code is 'yes'; it needs true or false"),
+        ({"objective": {"average": "tokens"}}, "objective.average is 'tokens'; it needs one of"),
+        ({"objective": "grp"}, "objective grp is no preset. Did you mean grpo?"),
+        ({"rollout": {"top_p": None}}, "rollout.top_p is None; it needs a number"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_name(data, says):
+    with pytest.raises(GruppoError) as error:
+        serialization.from_dict(data)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', b"\xff\xfe"])
+def test_a_file_that_is_no_config_is_one_clear_error(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(GruppoError, match=r"config\.json.*a config file is needed"):
+        serialization.load(path)
+
+
+def test_a_missing_config_is_named(tmp_path):
+    with pytest.raises(GruppoError, match="does not exist"):
+        serialization.load(tmp_path / "config.json")
+
+
+def test_no_deadline_is_none_and_survives_json():
+    config = dataclasses.replace(GIVEN, scoring=ScoringConfig(timeout_s=None))
+    assert serialization.from_dict(json.loads(json.dumps(serialization.to_dict(config)))) == config
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_config_written_as_toml_is_read_back_unchanged(tmp_path, name):
+    path = tmp_path / "my.toml"
+    path.write_text(serialization.to_toml(RECIPES[name]()), encoding="utf-8")
+    assert serialization.load(path) == RECIPES[name]()
+
+
+def test_every_field_survives_toml_and_yaml(tmp_path):
+    config = dataclasses.replace(changed_everywhere(Config), stage=Stage())
+    (tmp_path / "my.toml").write_text(serialization.to_toml(config), encoding="utf-8")
+    (tmp_path / "my.yaml").write_text(json.dumps(serialization.to_dict(config)), encoding="utf-8")
+    assert serialization.load(tmp_path / "my.toml") == config == serialization.load(tmp_path / "my.yaml")
+
+
+def test_toml_has_a_comment_for_each_option_and_none_is_a_word():
+    lines = serialization.to_toml(GIVEN).splitlines()
+    at = lines.index('target_column = "none"')
+    assert lines[at - 1] == "# Column with the target; default: answer, target, solution or label."
+    assert all(lines[n - 1].startswith("#") for n, line in enumerate(lines) if " = " in line and line[0] != "#")
+
+
+TOML = """
+model = "m"
+[optim]
+lr = 1e-6
+[[stages]]
+name = "supervised"
+[[stages]]
+lr = 1
+"""
+YAML = """
+model: m
+optim:
+  lr: 1e-6   # YAML 1.1 would read a string
+  betas: [0.9, 0.95]
+scoring: {timeout_s: null}
+reward: [psnr]
+"""
+
+
+def test_files_of_both_kinds_are_read(tmp_path):
+    (tmp_path / "a.toml").write_text(TOML)
+    (tmp_path / "a.yml").write_text(YAML)
+    toml, yaml = serialization.load(tmp_path / "a.toml"), serialization.load(tmp_path / "a.yml")
+    assert [stage.name for stage in toml.stages] == ["supervised", ""] and toml.stages[1].lr == 1.0
+    assert (yaml.optim.lr, yaml.optim.betas, yaml.scoring.timeout_s) == (1e-6, (0.9, 0.95), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        (
+            "a.toml",
+            TOML.replace("lr = 1e-6", "lrr = 1"),
+            r"a\.toml, line 4: .*entry optim\.lrr\. Did you mean optim\.lr",
+        ),
+        (
+            "a.toml",
+            TOML.replace("lr = 1\n", "lr = [1]\n"),
+            r"a\.toml, line 8: .*stages\.1\.lr is \[1\]; it needs a number",
+        ),
+        ("a.toml", TOML + "[rolout]\n", r"a\.toml, line 9: .*unknown entry rolout\. Did you mean rollout"),
+        ("a.toml", "steps = \n", r"a\.toml cannot be read as TOML \(.*line 1"),
+        (
+            "a.yaml",
+            YAML.replace("lr:", "lrr:"),
+            r"a\.yaml, line 4: .*entry optim\.lrr\. Did you mean optim\.lr",
+        ),
+        (
+            "a.yaml",
+            YAML.replace("[psnr]", "psnr"),
+            r"a\.yaml, line 7: .*reward is 'psnr'; it needs a list",
+        ),
+        ("a.yaml", "a: [", r"a\.yaml cannot be read as YAML \(.*line 1"),
+        ("a.json", '{\n"steps": "3"}', r"a\.json, line 2: config entry steps is '3'; it needs a whole number"),
+    ],
+)
+def test_a_wrong_entry_of_a_file_is_one_line_with_its_key_and_its_line(tmp_path, name, text, says):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(GruppoError, match=says) as error:
+        serialization.load(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+
+def test_keywords_with_two_underscores_change_leaves_and_whole_branches():
+    config = change(
+        GIVEN,
+        {
+            "steps": 7,
+            "optim__lr": 1,
+            "rollout": RolloutConfig(group_size=3),
+            "objective": "dr-grpo",
+            "runs_dir": Path("a/b"),
+            "scoring__weights": (1, 2),
+        },
+    )
+    expected = dataclasses.replace(
+        GIVEN,
+        steps=7,
+        optim=OptimConfig(lr=1.0),
+        rollout=RolloutConfig(group_size=3),
+        objective=PRESETS["dr_grpo"],
+        runs_dir="a/b",
+        scoring=ScoringConfig(weights=(1.0, 2.0)),
+    )
+    assert config == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"optim__lrr": 1}, "unknown entry optim.lrr. Did you mean optim.lr?"),
+        ({"stepz": 1}, "Did you mean steps?"),
+        ({"steps__x": 1}, "steps is a value"),
+        ({"nowhere__x__y": 1}, "unknown entry nowhere"),
+    ],
+)
+def test_keywords_that_name_nothing_are_refused(changes, says):
+    with pytest.raises(GruppoError) as error:
+        change(GIVEN, changes)
+    assert says in str(error.value)
