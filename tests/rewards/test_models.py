@@ -109,7 +109,7 @@ def test_rows_of_similar_length_share_a_batch_of_at_most_batch_tokens_padding_in
     network, seen = outcome(batch_tokens=budget).network, []
     forward = network.module.forward
     monkeypatch.setattr(network.module, "forward", lambda **x: seen.append((*x["input_ids"].shape,)) or forward(**x))
-    network.logits([[5] * length for length in (4, 2, 9, 3)])
+    network.scores([[5] * length for length in (4, 2, 9, 3)])
     assert seen == shapes
 
 
@@ -153,7 +153,7 @@ def test_of_several_labels_the_odds_are_those_against_all_others():
     model.network.output = "logit"
     p = float(logits.double().softmax(-1)[1])
     assert say(model, ["yes"], "ask") == pytest.approx([math.log(p / (1 - p))], abs=1e-4)
-    with pytest.raises(GruppoError, match=r"has 3 labels, LABEL_0, LABEL_1, LABEL_2; it needs.*label=2"):
+    with pytest.raises(GruppoError, match=r"it has LABEL_0, LABEL_1, LABEL_2.*label=2"):
         outcome(3)
 
 
@@ -323,8 +323,8 @@ def test_a_process_model_is_named_with_its_separator_and_keeps_the_contract(tmp_
     [
         ("reward_model", "it needs a path"),
         ("reward_model:{rm},lable=1", r"no option 'lable'; did you mean label\? It has output, chat, name, label"),
-        ("reward_model:{rm},label=good", "has no label 'good'; it has LABEL_0, LABEL_1"),
-        ("reward_model:{rm},label=2", "has no label '2'"),
+        ("reward_model:{rm},label=good", "got label='good'; it has LABEL_0, LABEL_1"),
+        ("reward_model:{rm},label=2", "got label='2'"),
         ("reward_model:{rm},batch_tokens=many", "batch_tokens=many is no int"),
         ("reward_model:{rm},batch_tokens=0", "batch_tokens=0 is not a whole number of at least 1"),
         ("reward_model:{rm},offload=perhaps", "offload=perhaps is no bool"),
@@ -373,9 +373,9 @@ def test_a_tokenizer_of_another_model_is_refused():
 
 
 def test_a_module_of_the_other_kind_is_found_out_when_it_speaks():
-    with pytest.raises(GruppoError, match="For a model that scores steps use process_reward"):
+    with pytest.raises(GruppoError, match="or the reward process_reward"):
         say(RewardModel(classifier("TokenClassification", 2), tokenizer_of()), ["yes"])
-    with pytest.raises(GruppoError, match="For a model of whole texts use reward_model"):
+    with pytest.raises(GruppoError, match="or the reward reward_model"):
         say(ProcessRewardModel(classifier("SequenceClassification", 2), tokenizer_of()), ["yes"])
 
 

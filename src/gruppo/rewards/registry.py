@@ -32,8 +32,9 @@ class BuiltIn:
 
 
 BUILT_INS = {
-    "exact_match": BuiltIn(text.exact_match, "none"),
-    "numeric_match": BuiltIn(text.numeric_match, "none"),
+    "exact_match": BuiltIn(text.exact_match, "none", "exact_match"),
+    "numeric_match": BuiltIn(text.numeric_match, "none", "numeric_match"),
+    "reasoning_gym_score": BuiltIn(text.reasoning_gym_score, "none", "reasoning_gym_score"),
     "regex_format": BuiltIn(text.regex_format, "text", "regex_format:PATTERN", "a pattern"),
     "length_target": BuiltIn(
         lambda target, *unit: text.length_target(int(target), *unit),
@@ -42,7 +43,7 @@ BUILT_INS = {
         "a length",
     ),
     "keywords": BuiltIn(
-        lambda *words: text.keywords(words) if words else text.keywords(),
+        lambda *words: text.keywords(words or text.COHERENCE_WORDS),
         "values",
         "keywords:because,so or keywords for 因为, 所以, 然而, 但是",
     ),
@@ -51,32 +52,21 @@ BUILT_INS = {
         "values",
         "repetition_penalty or repetition_penalty:3,-1.0",
     ),
-    "reasoning_gym_score": BuiltIn(text.reasoning_gym_score, "none"),
-    "code_tests": BuiltIn(code.code_tests, usage="code_tests or code_tests:all_or_nothing=true,column=test_list"),
     "reward_model": BuiltIn(
         RewardModel, "path", "reward_model:PATH or reward_model:PATH,label=1,offload=True", "a path"
     ),
     "process_reward": BuiltIn(
         ProcessRewardModel, "path", "process_reward:PATH or process_reward:PATH,separator=\\n", "a path"
     ),
-    "jpeg_compressibility": BuiltIn(
-        images.jpeg_compressibility, usage="jpeg_compressibility or jpeg_compressibility:quality=80,without_header=true"
-    ),
-    "jpeg_incompressibility": BuiltIn(
-        images.jpeg_incompressibility, usage="jpeg_incompressibility or jpeg_incompressibility:quality=80"
-    ),
-    "brightness": BuiltIn(images.brightness, usage="brightness or brightness:target=0.5"),
-    "symmetry": BuiltIn(images.symmetry, usage="symmetry or symmetry:axis=horizontal"),
-    "ocr_match": BuiltIn(images.ocr_match, usage="ocr_match or ocr_match:line=true"),
-    "clip_score": BuiltIn(preference.clip_score, usage="clip_score or clip_score:model=PATH"),
-    "pick_score": BuiltIn(preference.pick_score, usage="pick_score or pick_score:model=PATH"),
-    "hps_score": BuiltIn(preference.hps_score, usage="hps_score or hps_score:version=v2.1"),
-    "image_reward": BuiltIn(preference.image_reward),
-    "psnr": BuiltIn(images.psnr, usage="psnr or psnr:delta=input,patch=16"),
-    "ssim": BuiltIn(images.ssim, usage="ssim or ssim:patch=16"),
-    "jpeg_saving": BuiltIn(images.jpeg_saving, usage="jpeg_saving or jpeg_saving:quality=90,against=reference"),
-    "brisque": BuiltIn(images.brisque),
-    "ocr_accuracy": BuiltIn(images.ocr_accuracy, usage="ocr_accuracy or ocr_accuracy:line=true"),
+}
+BUILT_INS |= {
+    factory.__name__: BuiltIn(factory)
+    for factory in (
+        *(code.code_tests, images.brightness, images.symmetry, images.jpeg_compressibility),
+        *(images.jpeg_incompressibility, images.jpeg_saving, images.psnr, images.ssim, images.brisque),
+        *(images.ocr_match, images.ocr_accuracy, preference.clip_score, preference.pick_score),
+        *(preference.hps_score, preference.image_reward),
+    )
 }
 _OPTION = r",(?=\s*[A-Za-z_]+=)"
 """The comma before an option; others belong to the path or to the value before."""
@@ -102,7 +92,8 @@ def resolve_reward(spec: Any) -> Callable[..., Any]:
         try:
             return _build(BUILT_INS[name], arguments if colon else None)
         except (TypeError, ValueError) as error:
-            usage = BUILT_INS[name].usage or name
+            options = ",".join(f"{option}=VALUE" for option in inspect.signature(BUILT_INS[name].factory).parameters)
+            usage = BUILT_INS[name].usage or f"{name} or {name}:{options}"
             raise GruppoError(f"reward {name}:{arguments} is not understood ({error}); write {usage}.") from None
     try:
         is_module = importlib.util.find_spec(name) is not None

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gruppo.protocols import Reward
 from gruppo.rewards.functions import Answer, Decode, FunctionReward, ObjectReward, RowCall, StepScores
@@ -81,16 +82,12 @@ class Scores:
         sizes = [len(scores.rewards) for scores in several]
         first = several[0]
         columns = sorted({name for scores in several for name in scores.extras})
-        steps = {name: [scores.steps[name] for scores in several] for name in first.steps}
-        wide = {name: max(x.shape[1] for x in parts) for name, parts in steps.items()}
-        padded = {
-            name: [torch.nn.functional.pad(x, (0, wide[name] - x.shape[1]), value=NAN) for x in parts]
-            for name, parts in steps.items()
-        }
+        width = max((x.shape[1] for scores in several for x in scores.steps.values()), default=0)
+        padded = [{k: pad(x, (0, width - x.shape[1]), value=NAN) for k, x in s.steps.items()} for s in several]
         return Scores(
             rewards=torch.cat([scores.rewards for scores in several]),
             parts={name: torch.cat([scores.parts[name] for scores in several]) for name in first.parts},
-            steps={name: torch.cat(parts) for name, parts in padded.items()},
+            steps={name: torch.cat([steps[name] for steps in padded]) for name in first.steps},
             failures=tuple(
                 replace(f, row=f.row + begin)
                 for scores, begin in zip(several, accumulate([0, *sizes[:-1]]), strict=True)
