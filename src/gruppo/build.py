@@ -17,7 +17,7 @@ from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples
 from gruppo.data.open import open_source
 from gruppo.engines import LocalEngine
-from gruppo.environments import PROVIDED, Conversing, Environment
+from gruppo.environments import PROVIDED, ConversationEngine, Environment
 from gruppo.loading import load_object
 from gruppo.modalities.common.critic import SeparateCritic, SharedCritic
 from gruppo.modalities.diffusion import DenoiserCritic, DiffusionSampling, check_trust_region
@@ -161,7 +161,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     run = Run(
         config=config,
         policy=policy,
-        engine=LocalEngine(policy) if environment is None else Conversing(LocalEngine(policy), environment),
+        engine=LocalEngine(policy) if environment is None else ConversationEngine(LocalEngine(policy), environment),
         source=source,
         rewards=rewards,
         optimizer=adamw(policy, critic, config),

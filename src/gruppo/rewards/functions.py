@@ -128,8 +128,8 @@ class FunctionReward:
     def prepare(self, rollouts: Rollouts, step: int, max_steps: int) -> RowCall:
         columns, per_row, outputs = columns_of(rollouts.prompts), rollouts.per_row, rollouts.completions
         prompts = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
-        if "words" in per_row:  # of a text with an environment's replies, show only what the policy wrote
-            outputs = [own if isinstance(x, str) else x for x, own in zip(outputs, per_row["words"], strict=True)]
+        if "policy_text" in per_row:  # of a text with an environment's replies, show only what the policy wrote
+            outputs = [own if isinstance(x, str) else x for x, own in zip(outputs, per_row["policy_text"], strict=True)]
         cells: dict[str, Sequence[Any]] = {"prompts": [prompt.inputs for prompt in prompts], "completions": outputs}
         if any(isinstance(output, Tensor) for output in outputs):
             cells["images"] = outputs

@@ -14,7 +14,7 @@ from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, where_
 from gruppo.core.describe import cautions, describe
 from gruppo.core.linear_head import tile_bytes
 from gruppo.core.schedules import parse
-from gruppo.environments import written
+from gruppo.environments import completion_lengths
 from gruppo.modalities.common.critic import SeparateCritic
 from gruppo.modalities.common.lora import POLICY, base_weights, has_adapter
 from gruppo.modalities.text.backbones import PlainBackbone
@@ -258,7 +258,7 @@ def _example(run: Run) -> list[str]:
         "ONE REAL PROMPT",
         f"  prompt      {prompt.inputs!r}",
         f"  as tokens   {run.policy.chat.text_with_specials(_ids(run, prompt))!r}",
-        f"  completion  {rollouts.completions[0]!r}  ({int(written(rollouts)[0])} tokens, ended by "
+        f"  completion  {rollouts.completions[0]!r}  ({int(completion_lengths(rollouts)[0])} tokens, ended by "
         f"{rollouts.finish[0]})",
         f"  target      {prompt.target!r}",
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.core.images import as_saved, psnr
-from gruppo.environments import failures_of, written
+from gruppo.environments import completion_lengths, environment_failures
 from gruppo.rewards.images import MAX_PSNR
 from gruppo.rewards.scoring import Scores
 from gruppo.tracking.report import Z_95, wilson_interval
@@ -76,7 +76,7 @@ def evaluate_rows(
     elif mine:
         rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
         scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps, is_evaluation=True)
-        if refused := failures_of(rollouts):
+        if refused := environment_failures(rollouts):
             why = next(iter(refused.values()))
             log.warning("held out: the environment failed in %d of %d conversations: %s", len(refused), len(mine), why)
         rows = sample_rows(rollouts, scores, range(len(rollouts)), is_held_out=True)
@@ -125,7 +125,7 @@ def sample_rows(
     Of pictures also their group, and whether they are an evaluation's: trackers draw them on sheets.
     """
     has_pictures = any(isinstance(rollouts.completions[row], Tensor) for row in rows)
-    tokens = written(rollouts)
+    tokens = completion_lengths(rollouts)
     return [
         {
             **({"group": int(rollouts.group_ids[row]), "held_out": is_held_out} if has_pictures else {}),
