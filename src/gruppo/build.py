@@ -22,6 +22,7 @@ from gruppo.loading import load_object
 from gruppo.modalities.common.critic import SeparateCritic, SharedCritic
 from gruppo.modalities.diffusion import DenoiserCritic, DiffusionSampling, check_trust_region
 from gruppo.modalities.restoration import RestorationPolicy
+from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import from_root, names_function
@@ -117,6 +118,9 @@ def with_absolute_paths(config: Config) -> Config:
             return ":".join([kind, *(part if part.isdecimal() else absolute(part) for part in parts)])
         return name if kind in ("arithmetic", "reasoning_gym", "digits", "photos", "lines") else absolute(name)
 
+    section = config.modality
+    if isinstance(section, RestorationConfig):
+        section = replace(section, weights=absolute(section.weights), consistency=absolute_spec(section.consistency))
     return replace(
         config,
         model=model(config.model),
@@ -125,11 +129,7 @@ def with_absolute_paths(config: Config) -> Config:
         reward=tuple(map(absolute_spec, config.reward)),
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute(config.lora.adapter)),
-        restoration=replace(
-            config.restoration,
-            weights=absolute(config.restoration.weights),
-            consistency=absolute_spec(config.restoration.consistency),
-        ),
+        modality=section,
         track=tuple(map(integrations.absolute, config.track)),
         environment=replace(config.environment, reply=absolute_spec(config.environment.reply)),
     )
@@ -347,7 +347,8 @@ def adamw(policy: Any, critic: Critic | None, config: Config) -> torch.optim.Ada
     """
     optim, own = config.optim, trained(policy.module, None)
     action = [name for name in own if isinstance(policy, RestorationPolicy) and name.startswith("action.")]
-    rates = ([name for name in own if name not in action], 1.0), (action, config.restoration.action_lr_factor)
+    factor = config.section(RestorationConfig).action_lr_factor
+    rates = ([name for name in own if name not in action], 1.0), (action, factor)
     groups: list[dict[str, Any]] = [
         {"params": [own[name] for name in names], "is_critic": False, "lr_factor": factor}
         for names, factor in rates

@@ -12,7 +12,7 @@ from typing import Any
 
 from gruppo.build import Parts, build, missing_parts
 from gruppo.config import serialization
-from gruppo.config.schema import Config, LoraConfig, RestorationConfig, Stage
+from gruppo.config.schema import Config, LoraConfig, Stage
 from gruppo.core.objective import Objective
 from gruppo.data.image_files import read_image
 from gruppo.data.restoration import WithReference
@@ -46,7 +46,7 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
         )
     first, evaluation = config, replace(config.evaluation, prompts=prompts)
     config = replace(config, model=model_of(path), evaluation=evaluation, stage=Stage(), stages=(), lora=LoraConfig())
-    config = replace(config, objective=Objective(), restoration=RestorationConfig())  # nothing is trained
+    config = replace(config, objective=Objective(), modality=None)  # nothing is trained
     config = replace(config, prompts=replace(config.prompts, difficulty_column=""))  # held out are all of them
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")

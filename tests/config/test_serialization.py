@@ -16,6 +16,7 @@ from gruppo.api import change
 from gruppo.config import serialization
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig, ScoringConfig, Stage
 from gruppo.core.objective import PRESETS, Objective
+from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.recipes import RECIPES
 from gruppo.types import GruppoError
 
@@ -46,7 +47,7 @@ def changed_everywhere(kind: Any) -> Any:
     hints = typing.get_type_hints(kind)
     values = {}
     for field in dataclasses.fields(kind):
-        hint = hints[field.name]
+        hint = DiffusionConfig if field.name == "modality" else hints[field.name]
         default = getattr(kind(), field.name)
         values[field.name] = changed_everywhere(hint) if dataclasses.is_dataclass(hint) else other_value(hint, default)
     return kind(**values)

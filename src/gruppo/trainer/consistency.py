@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.trainer.run import Run
 from gruppo.types import Likelihood, MicroBatch, Rollouts
 
@@ -15,7 +16,7 @@ def term(
 ) -> Float[Tensor, ""]:
     """Weighted and summed over the actions of a piece. ``likelihood`` was asked for its "output"."""
     ref = Likelihood(likelihood.logprobs.detach())
-    if run.config.restoration.consistency == "reference" and run.reference is not None:
+    if run.config.section(RestorationConfig).consistency == "reference" and run.reference is not None:
         ref = run.reference.likelihood(rollouts, micro_batch, outputs=("output",))
     loss = run.policy.consistency_loss(rollouts.take(micro_batch.rows), likelihood, ref)[:, micro_batch.cols]
     loss_mask = micro_batch.of(rollouts.mask).to(loss.device)

@@ -11,6 +11,7 @@ from gruppo.config.checks import group_sizes
 from gruppo.config.stages import highest, learns_from_samples
 from gruppo.modalities.diffusion import DiffusionSampling
 from gruppo.modalities.diffusion.trust_region import joint_clip_nats
+from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.trainer.demonstrations import drawn, peeked
 from gruppo.trainer.memory import token_budget
 from gruppo.trainer.run import Run
@@ -53,6 +54,7 @@ def work(run: Run) -> list[str]:
 
 def _restoring(run: Run) -> list[str]:
     config, policy = run.config, run.policy
+    chosen = config.section(RestorationConfig)
     picture = peeked(run.source)[0].inputs
     settings = ", ".join(f"{name} {value}" for name, value in policy.module.acts.settings.items() if name != "controls")
     weights = {name: sum(p.numel() for p in part.parameters()) for name, part in policy.module.named_children()}
@@ -62,7 +64,7 @@ def _restoring(run: Run) -> list[str]:
         f"  an action   {settings}: {policy.dims(picture.shape):,} numbers{parts}",
         f"  weights     {weights['network']:,} of the network"
         + (", which rests" if policy.trains == "action" else "")
-        + f", {weights['action']:,} of the action, at {config.restoration.action_lr_factor:g} times the rate",
+        + f", {weights['action']:,} of the action, at {chosen.action_lr_factor:g} times the rate",
     ]
     if learns_from_samples(config):
         size = max(group_sizes(config))
@@ -71,7 +73,7 @@ def _restoring(run: Run) -> list[str]:
     if run.demos is not None:
         lines.append(f"  taught by   {policy.loss}, on the picture of {_SUPERVISED[policy.supervises]}")
     if highest(config, "cons_coef"):
-        lines.append(f"  held to     {config.restoration.consistency} (consistency), by {policy.loss}")
+        lines.append(f"  held to     {chosen.consistency} (consistency), by {policy.loss}")
     return ["WORK", *lines, "  evaluated   the picture of the mean action"]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.config import serialization
-from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig, LoraConfig, RestorationConfig
+from gruppo.config.schema import IN_MEMORY, Config, LoraConfig
 from gruppo.config.stages import highest, values_of
 from gruppo.loading import program
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
@@ -31,8 +31,10 @@ from gruppo.modalities.diffusion import (
     load_denoiser,
     load_diffusers,
 )
+from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.diffusion.load import SETTINGS as DENOISER
 from gruppo.modalities.restoration import RestorationPolicy
+from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
 from gruppo.modalities.text.custom import MadeBy, is_made, names_function
@@ -56,7 +58,7 @@ POLICIES = tuple(policy for policy, _ in KINDS)
 """What a caller may give in place of a model's name."""
 OF_NEW = ("path", "shift", "predicts", "weighting", "dropped", "width")
 OF_PIPELINES = ("size", "embedded_guidance")
-"""Settings of ``Config.diffusion`` that are read for these models alone."""
+"""Settings of ``DiffusionConfig`` that are read for these models alone."""
 
 
 def kind_of(config: Config, given: Any = None) -> Kind:
@@ -73,7 +75,7 @@ def kind_of(config: Config, given: Any = None) -> Kind:
 
 def sampling_of(config: Config, kind: Kind, actions: int = 1) -> Sampling:
     """The distribution that a run samples from. ``actions``: of a restored picture."""
-    rollout, drawn = config.rollout, config.diffusion
+    rollout, drawn = config.rollout, config.section(DiffusionConfig)
     if kind == "text":
         return rollout.sampling
     if kind == "restorer":
@@ -102,12 +104,12 @@ def check_kind(config: Config, kind: Kind) -> None:
     """Refuse settings of another kind of model, before anything is loaded."""
     if kind == "text":
         is_here = config.model in BUNDLED or names_function(config.model) or Path(config.model).exists()
-        if config.diffusion != DiffusionConfig() and not is_here:
+        if config.section(DiffusionConfig) != DiffusionConfig() and not is_here:
             raise GruppoError(
                 f"there is no folder {config.model!r} with an image model. Train one first, as with {program()} train "
                 f"digits-pretrain, or set --model {NEW} or diffusers:OWNER/NAME."
             )
-        if config.diffusion != DiffusionConfig():
+        if config.section(DiffusionConfig) != DiffusionConfig():
             raise GruppoError(
                 f"diffusion settings were given, and {config.model!r} is a text model. Leave the --diffusion options "
                 f"out, or set --model {NEW} or a folder with an image model."
@@ -126,7 +128,7 @@ def check_kind(config: Config, kind: Kind) -> None:
 
 
 def _refuse_settings_of_restorers(config: Config) -> None:
-    if config.restoration != RestorationConfig():
+    if config.section(RestorationConfig) != RestorationConfig():
         raise GruppoError(
             f"restoration settings were given, and {config.model!r} restores no images. Leave the --restoration "
             f"options out, or set --model {restorers.NEW}unet or a folder with a network that does."
@@ -139,7 +141,7 @@ def _refuse_settings_of_restorers(config: Config) -> None:
 
 
 def _refuse_settings_of_drawing(config: Config) -> None:
-    if config.diffusion != DiffusionConfig():
+    if config.section(DiffusionConfig) != DiffusionConfig():
         raise GruppoError(
             f"diffusion settings were given, and {config.model!r} restores images in one step. Leave the --diffusion "
             f"options out; --restoration.action says what is drawn."
@@ -184,7 +186,7 @@ def _refuse_settings_of_denoising(config: Config) -> None:
 
 
 def _refuse_settings_of_others(config: Config, kind: Kind) -> None:
-    chosen, usual, model = config.diffusion, DiffusionConfig(), config.model
+    chosen, usual, model = config.section(DiffusionConfig), DiffusionConfig(), config.model
     if chosen.path == "diffusion" and chosen.shift != 1:
         raise GruppoError(
             f"diffusion.shift={chosen.shift:g} moves the times of a flow, and --diffusion.path is diffusion. Leave "
@@ -251,7 +253,7 @@ def _open_images(config: Config, given: Any, source: Any, kind: Kind) -> tuple[A
         policy = load_denoiser(path)
     else:
         policy = load_diffusers(path, dtype=torch.bfloat16 if config.compute == "bfloat16" else torch.float32)
-        chosen, usual = config.diffusion, DiffusionConfig()
+        chosen, usual = config.section(DiffusionConfig), DiffusionConfig()
         asked = {name: getattr(chosen, name) for name in OF_PIPELINES if getattr(chosen, name) != getattr(usual, name)}
         if asked:  # what lies beside the pipeline says the rest
             policy = DiffusersPolicy(policy.pipeline, replace(policy.settings, **asked))
@@ -281,7 +283,8 @@ def _to_accelerator(policy: Any) -> None:
 def new_denoiser(config: Config, source: Any) -> DenoiserPolicy:
     """A UNet for the pictures of the data: of their size, and asked for their classes where they have numbers."""
     shape, classes = _pictures_of(source, config.data)
-    chosen, labels = config.diffusion, ClassLabels(classes, dropped=config.diffusion.dropped)
+    chosen = config.section(DiffusionConfig)
+    labels = ClassLabels(classes, dropped=chosen.dropped)
     schedule = FlowSchedule(chosen.shift) if chosen.path == "flow" else DiffusionSchedule()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)

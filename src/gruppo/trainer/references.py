@@ -13,6 +13,7 @@ from gruppo.config.stages import highest, where_of
 from gruppo.environments import converse
 from gruppo.modalities.common.lora import digest, has_adapter
 from gruppo.modalities.common.reference import ReferenceModel, Rule
+from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.protocols import Reference
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.restorers import is_restorer
@@ -75,7 +76,7 @@ def _nothing_to_place(config: Config) -> GruppoError:
 
 def has_reference(config: Config) -> bool:
     """Whether anything is measured against one: a KL, or a consistency to its pictures."""
-    is_held_to_it = highest(config, "cons_coef") > 0 and config.restoration.consistency == "reference"
+    is_held_to_it = highest(config, "cons_coef") > 0 and config.section(RestorationConfig).consistency == "reference"
     return highest(config, "kl_coef") > 0 or is_held_to_it
 
 

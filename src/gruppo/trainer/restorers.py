@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from gruppo.config.schema import IN_MEMORY, Config, RestorationConfig
+from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest
 from gruppo.data.curriculum import Curriculum
 from gruppo.data.restoration import WithReference
 from gruppo.loading import load_object
 from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.restoration import RestorationPolicy, ToDegraded, load_restorer, open_restorer
+from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency
 from gruppo.modalities.restoration.files import SETTINGS
 from gruppo.protocols import Reference
@@ -27,7 +28,7 @@ from gruppo.types import DataError, GruppoError, Sampling
 NEW = "restore:"
 """Before the name of a network: a new policy over it."""
 OF_NEW = ("action", "weights", "patches")
-"""Settings of ``Config.restoration`` that a saved policy has of its own."""
+"""Settings of ``RestorationConfig`` that a saved policy has of its own."""
 CHOICES = ("trains", "supervises", "loss")
 """Settings that may be chosen again for a saved one."""
 
@@ -39,7 +40,7 @@ def is_restorer(model: str) -> bool:
 
 def check_restorer(config: Config) -> None:
     """Refuse settings that are of texts or of drawn pictures, and those that nothing would read."""
-    chosen, usual, model = config.restoration, RestorationConfig(), config.model
+    chosen, usual, model = config.section(RestorationConfig), RestorationConfig(), config.model
     if model.startswith(NEW) and not model.removeprefix(NEW):
         raise GruppoError(
             f"--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class."
@@ -112,7 +113,7 @@ def check_data(config: Config, policy: RestorationPolicy, sampling: Sampling, so
 
 def open_policy(config: Config, given: Any, source: Any) -> RestorationPolicy:
     """The policy that the model's name means, or the one that is given; chosen anew where the config says so."""
-    chosen, spec = config.restoration, config.model.removeprefix(NEW)
+    chosen, spec = config.section(RestorationConfig), config.model.removeprefix(NEW)
     choices = {name: getattr(chosen, name) for name in CHOICES if getattr(chosen, name) is not None}
     if given is None and config.model.startswith(NEW):
         policy = open_restorer(
@@ -151,7 +152,7 @@ def chosen_again(policy: RestorationPolicy, choices: Mapping[str, Any]) -> Resto
 def _held_to(policy: RestorationPolicy, config: Config, source: Any) -> RestorationPolicy:
     """With the consistency that the config names, where some stage asks for one."""
     if highest(config, "cons_coef"):
-        policy.consistency = consistency_of(config.restoration.consistency, policy, source)
+        policy.consistency = consistency_of(config.section(RestorationConfig).consistency, policy, source)
     return policy
 
 
