@@ -87,6 +87,10 @@ def test_whole_numbers_become_the_floats_that_fields_are():
     ("data", "says"),
     [
         ({"stepz": 3}, "unknown entry stepz. Did you mean steps?"),
+        ({"diffusion": {"stepz": 3}}, "unknown entry diffusion.stepz. Did you mean diffusion.steps?"),
+        ({"difusion": {}}, "unknown entry difusion. Did you mean diffusion?"),
+        ({"diffusion": {}, "restoration": {}}, "sections of two modalities, diffusion and restoration. Keep one."),
+        ({"diffusion": 3}, "diffusion is 3; it needs a section"),
         ({"optim": {"learning_rate": 1}}, "unknown entry optim.learning_rate. Known: betas"),
         ({"rollout": {"groupsize": 1}}, "unknown entry rollout.groupsize. Did you mean rollout.group_size?"),
         ({"steps": "3"}, "steps is '3'; it needs a whole number"),

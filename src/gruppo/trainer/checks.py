@@ -15,9 +15,9 @@ from gruppo.types import GruppoError
 
 def check(config: Config, kind: Kind = "text") -> None:
     """Refuse what cannot run. ``kind``: of the model."""
+    StageSchedule(config)  # parses schedules, controllers and gates
     check_config(config)
     integrations.check(config.track)
-    StageSchedule(config)  # parses schedules, controllers and gates
     check_kind(config, kind)
     config.objective.check(
         group_size=smallest_group(config),
