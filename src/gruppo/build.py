@@ -25,7 +25,7 @@ from gruppo.modalities.restoration import RestorationPolicy
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.modalities.text.bundled import BUNDLED
-from gruppo.modalities.text.custom import from_root, names_function
+from gruppo.modalities.text.custom import absolute_name, names_function
 from gruppo.protocols import Critic
 from gruppo.rewards.registry import absolute_spec, resolve_reward
 from gruppo.rewards.scoring import RewardSet
@@ -109,7 +109,7 @@ def with_absolute_paths(config: Config) -> Config:
             file, colon, what = name.removeprefix(restorers.NEW).partition(":")
             return f"{restorers.NEW}{absolute(file) if file.endswith('.py') else file}{colon}{what}"
         if names_function(name):
-            return from_root(name)
+            return absolute_name(name)
         return name if name in (*BUNDLED, NEW) or name.startswith(HUB) else absolute(name)
 
     def data(name: str) -> str:

@@ -237,7 +237,7 @@ def test_a_template_without_the_assistants_words_costs_the_row_and_is_named():
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
     why = set(environment_failures(conversed(policy, talks())).values())
-    assert len(why) == 1 and "leaves the assistant's words out of a conversation" in why.pop()
+    assert len(why) == 1 and "leaves the assistant's turn out of a conversation" in why.pop()
 
 
 def test_what_a_tokenizer_cannot_write_costs_its_row():
@@ -286,7 +286,7 @@ def test_a_render_that_cannot_go_on_costs_the_rows_and_says_why():
     policy = own_module(lambda messages: list("".join(f"{m['role'][0]}:{m['content']};" for m in messages).encode()))
     rollouts = conversed(policy, talks())
     why = set(environment_failures(rollouts).values())
-    assert len(why) == 1 and "written: render writes a conversation that goes on in another way" in why.pop()
+    assert len(why) == 1 and "written: render writes the beginning of a longer conversation differently" in why.pop()
     assert {rollouts.finish[row] for row in environment_failures(rollouts)} == {"error"}
 
 

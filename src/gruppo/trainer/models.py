@@ -37,7 +37,7 @@ from gruppo.modalities.restoration import RestorationPolicy
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
-from gruppo.modalities.text.custom import MadeBy, is_made, names_function
+from gruppo.modalities.text.custom import ModelFunction, is_custom, names_function
 from gruppo.modalities.text.load import Adapt, give_adapter
 from gruppo.trainer import restorers
 from gruppo.trainer.demonstrations import peeked
@@ -365,8 +365,8 @@ def found_model(name: str) -> tuple[str, dict[str, Any]]:
     if name in BUNDLED:
         found = bundled_model(name)
         return str(found.path), {"name": name, "source": found.source, "sha256": found.sha256}
-    if names_function(name) or is_made(model_of(name)):
-        made = MadeBy.named(name) if names_function(name) else MadeBy.read(Path(model_of(name)).expanduser())
+    if names_function(name) or is_custom(model_of(name)):
+        made = ModelFunction.from_name(name) if names_function(name) else ModelFunction.read(Path(model_of(name)).expanduser())
         return name, {"name": name, "made_by": made.made_by, "sha256": made.sha256}
     if "/" not in name and not Path(name).exists() and (near := difflib.get_close_matches(name, [*BUNDLED, NEW], 1)):
         raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")
