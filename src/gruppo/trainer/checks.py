@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gruppo.config.checks import check_config, smallest_group
+from gruppo.config.options import check_ranges
 from gruppo.config.schema import Config
 from gruppo.config.stages import highest
 from gruppo.tracking import integrations
@@ -15,6 +16,7 @@ from gruppo.types import GruppoError
 
 def check(config: Config, kind: Kind = "text") -> None:
     """Refuse what cannot run. ``kind``: of the model."""
+    check_ranges(config)
     StageSchedule(config)  # parses schedules, controllers and gates
     check_config(config)
     integrations.check(config.track)
