@@ -129,7 +129,8 @@ class FunctionReward:
         columns, per_row, outputs = columns_of(rollouts.prompts), rollouts.per_row, rollouts.completions
         prompts = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
         if "policy_text" in per_row:  # of a text with an environment's replies, show only what the policy wrote
-            outputs = [own if isinstance(x, str) else x for x, own in zip(outputs, per_row["policy_text"], strict=True)]
+            pairs = zip(outputs, per_row["policy_text"], strict=True)
+            outputs = [text if isinstance(output, str) else output for output, text in pairs]
         cells: dict[str, Sequence[Any]] = {"prompts": [prompt.inputs for prompt in prompts], "completions": outputs}
         if any(isinstance(output, Tensor) for output in outputs):
             cells["images"] = outputs

@@ -42,22 +42,19 @@ def classifier(
         raise GruppoError(f"{name} got output={output!r}; it needs probability or log_probability.")
     module.requires_grad_(False).eval()
 
-    def score(images: Sequence[Image], labels: Sequence[Any]) -> list[float | None]:
+    def by_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
         scores: list[float | None] = []
-        for image, nats, own in zip(images, log_probabilities(module, images, batch), labels, strict=True):
-            if own is None:
+        for image, nats, index in zip(images, log_probabilities(module, images, batch), label, strict=True):
+            if index is None:
                 scores.append(None)
                 continue
-            nats = nats[int(own)] if image.isfinite().all() else nats[int(own)] * NAN
+            nats = nats[int(index)] if image.isfinite().all() else nats[int(index)] * NAN
             value = nats if output == "log_probability" else nats.exp()
             scores.append(float(value if floor is None else value.clamp(min=floor)))
         return scores
 
-    def by_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
-        return score(images, label)
-
     def by_constant(images: Sequence[Image], **_: Any) -> list[float | None]:
-        return score(images, [label] * len(images))
+        return by_column(images, [label] * len(images))
 
     reward = by_column if label is None else by_constant
     reward.__name__, reward.timeout_s = name, None  # type: ignore[attr-defined]  # see per_image

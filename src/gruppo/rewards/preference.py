@@ -115,7 +115,7 @@ def _per_caption(
             captions.append(prompt if isinstance(prompt, str) else plain_text(prompt).strip())
         scores: list[float | None] = [NAN] * len(images)
         for caption in dict.fromkeys(captions):
-            rows = [n for n, own in enumerate(captions) if own == caption and images[n].isfinite().all()]
+            rows = [n for n, text in enumerate(captions) if text == caption and images[n].isfinite().all()]
             inputs: list[Any] = [to_pillow(images[n]).convert("RGB") for n in rows]
             with tempfile.TemporaryDirectory(prefix="gruppo-images-") as folder:
                 if reads_files:
