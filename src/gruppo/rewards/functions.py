@@ -145,8 +145,8 @@ class FunctionReward:
                 "Call RewardSet.set_decoder(policy.chat.text) first."
             )
         if "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2):
-            pairs = zip(rollouts.actions, rollouts.mask, strict=True)
-            cells["completion_ids"] = [actions[mask].tolist() for actions, mask in pairs]
+            actions = zip(rollouts.actions, rollouts.mask, strict=True)
+            cells["completion_ids"] = [ids[mask].tolist() for ids, mask in actions]
         for name in {*columns, *(name for name, is_required in self._parameters.items() if is_required)}:
             if name not in cells and name not in self._provided:
                 target_names = ("answer", "target")
