@@ -19,9 +19,10 @@ from tests.doctor.test_provoked_restoration import config_of as restoring
 from tests.trainer.runs import metrics
 
 from gruppo import api
+from gruppo.cli.help import all_options
 from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import schema as configs
-from gruppo.config.options import convert, flag, options
+from gruppo.config.options import convert, flag
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES
@@ -45,7 +46,7 @@ ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {"--nproc-per-node", "--debug", "--help", "--names", "--num-generations"}
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
 """In code style, and no names of ours."""
-OPTIONS = {flag(name): option.hint for name, option in options(configs.Config()).items()} | {"--stages": str}
+OPTIONS = {flag(name): option.hint for name, option in all_options().items()} | {"--stages": str}
 """Each option of the command line, and its type."""
 
 

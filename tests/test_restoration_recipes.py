@@ -67,7 +67,7 @@ def test_a_staged_recipe_goes_through_its_stages(tmp_path: Path, name: str) -> N
 def test_the_quick_recipe_goes_on_from_a_run_of_the_staged_one(tmp_path: Path) -> None:
     first = api.start(short("restore-progressive", tmp_path)).folder
     config = short("restore-quick", tmp_path)
-    quick = replace(config, model=str(first), restoration=RECIPES["restore-quick"]().restoration)
+    quick = replace(config, model=str(first), modality=RECIPES["restore-quick"]().modality)
     row = next(row for row in metrics(api.start(quick).folder) if "loss/policy" in row)
     assert {"loss/sup", "loss/kl", "loss/cons"} <= row.keys() and row["loss/kl"] == 0
 

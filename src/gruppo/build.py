@@ -21,14 +21,14 @@ from gruppo.data.curriculum import Curriculum
 from gruppo.data.open import open_source
 from gruppo.data.restoration import WithReference
 from gruppo.engines import LocalEngine
-from gruppo.environments import PROVIDED, Conversing, Environment
+from gruppo.environments import PROVIDED, ConversationEngine, Environment
 from gruppo.loading import load_object
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.common.reference import ReferenceModel, Rule
 from gruppo.modalities.text.bundled import BUNDLED
-from gruppo.modalities.text.custom import from_root, names_function
+from gruppo.modalities.text.custom import absolute_name, names_function
 from gruppo.protocols import Critic, Engine, Modality, Policy, Reference
 from gruppo.rewards.registry import absolute_spec, resolve_reward
 from gruppo.rewards.scoring import RewardSet
@@ -122,7 +122,7 @@ def with_absolute_paths(config: Config) -> Config:
 
     def model(name: str) -> str:
         if names_function(name):
-            return from_root(name)
+            return absolute_name(name)
         return name if name in (*BUNDLED, "unet") or name.startswith(("diffusers:", "restore:")) else absolute(name)
 
     def data(name: str) -> str:
@@ -182,7 +182,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     run = Run(
         config=config,
         policy=policy,
-        engine=engine if environment is None else Conversing(engine, environment),
+        engine=engine if environment is None else ConversationEngine(engine, environment),
         source=source,
         rewards=rewards,
         optimizer=adamw(policy, critic, config),

@@ -65,7 +65,7 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
         stages=(),
         lora=LoraConfig(),
         objective=Objective(),
-        restoration=type(first.restoration)(),
+        modality=None,
     )
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")

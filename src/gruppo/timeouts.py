@@ -81,9 +81,15 @@ class Call:
             _loop.replace_if_stuck()
 
 
-def start(fn: Callable[[], Any], on_done: Callable[[], None] = lambda: None) -> Call:
-    """Run ``fn`` in a daemon thread of its own, with the caller's context variables and CUDA device."""
+def start(fn: Callable[[], Any], on_done: Callable[[], None] = lambda: None, *, here: bool = False) -> Call:
+    """Run ``fn`` in a daemon thread of its own, with the caller's context variables and CUDA device.
+
+    ``here``: to its end in the caller's thread.
+    """
     call = Call(fn, on_done)
+    if here:
+        call.run()
+        return call
     context = contextvars.copy_context()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -98,14 +104,10 @@ def start(fn: Callable[[], Any], on_done: Callable[[], None] = lambda: None) -> 
 
 def within(fn: Callable[[], Any], timeout_s: float | None) -> Any:
     """The value of ``fn()``; Unanswered when it raises or takes longer. None: no deadline, in the caller's thread."""
-    if timeout_s is None:
-        call = Call(fn)
-        call.run()
-    else:
-        call = start(fn)
-        if not call.done.wait(timeout_s):
-            call.abandon()
-            raise Unanswered("timeout", f"no answer within {timeout_s:.3g} s")
+    call = start(fn, here=timeout_s is None)
+    if not call.done.wait(timeout_s):
+        call.abandon()
+        raise Unanswered("timeout", f"no answer within {timeout_s:.3g} s")
     return call.result()
 
 

@@ -16,6 +16,7 @@ from gruppo.api import change
 from gruppo.config import serialization
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig, ScoringConfig, Stage
 from gruppo.core.objective import PRESETS, Objective
+from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.recipes import RECIPES
 from gruppo.types import GruppoError
 
@@ -46,7 +47,7 @@ def changed_everywhere(kind: Any) -> Any:
     hints = typing.get_type_hints(kind)
     values = {}
     for field in dataclasses.fields(kind):
-        hint = hints[field.name]
+        hint = DiffusionConfig if field.name == "modality" else hints[field.name]
         default = getattr(kind(), field.name)
         values[field.name] = changed_everywhere(hint) if dataclasses.is_dataclass(hint) else other_value(hint, default)
     return kind(**values)
@@ -86,6 +87,10 @@ def test_whole_numbers_become_the_floats_that_fields_are():
     ("data", "says"),
     [
         ({"stepz": 3}, "unknown entry stepz. Did you mean steps?"),
+        ({"diffusion": {"stepz": 3}}, "unknown entry diffusion.stepz. Did you mean diffusion.steps?"),
+        ({"difusion": {}}, "unknown entry difusion. Did you mean diffusion?"),
+        ({"diffusion": {}, "restoration": {}}, "sections of two modalities, diffusion and restoration. Keep one."),
+        ({"diffusion": 3}, "diffusion is 3; it needs a section"),
         ({"optim": {"learning_rate": 1}}, "unknown entry optim.learning_rate. Known: betas"),
         ({"rollout": {"groupsize": 1}}, "unknown entry rollout.groupsize. Did you mean rollout.group_size?"),
         ({"steps": "3"}, "steps is '3'; it needs a whole number"),

@@ -14,7 +14,6 @@ from gruppo.config.schema import (
     Config,
     EvaluationConfig,
     OptimConfig,
-    RestorationConfig,
     RolloutConfig,
     SavingConfig,
     Stage,
@@ -22,6 +21,7 @@ from gruppo.config.schema import (
 )
 from gruppo.core.objective import Objective
 from gruppo.doctor.report import diagnose
+from gruppo.modalities.restoration.config import RestorationConfig
 
 pytest.importorskip("PIL")
 
@@ -70,7 +70,7 @@ def config_of(folder: Path, **changes: Any) -> Config:
         "runs_dir": str(folder / "runs"),
         "name": "run",
         "objective": Objective(kl="exact"),
-        "restoration": RestorationConfig(action="pixels:std=0.05", consistency="reference"),
+        "modality": RestorationConfig(action="pixels:std=0.05", consistency="reference"),
         "rollout": RolloutConfig(prompts=4, group_size=4),
         "optim": OptimConfig(lr=1e-4),
         "supervised": SupervisedConfig(batch=8),

@@ -16,8 +16,8 @@ from tests.doctor.planted import STEPS, write
 from tests.doctor.test_rules import FAULTS, STOPS
 
 from gruppo.cli import app
+from gruppo.cli.help import all_options
 from gruppo.config.options import flag
-from gruppo.config.options import options as all_options
 from gruppo.config.schema import Config
 from gruppo.doctor import report
 from gruppo.doctor.findings import Change, Finding
@@ -63,7 +63,7 @@ def test_the_page_shows_what_is_printed_and_lists_every_rule(tmp_path, monkeypat
     assert f"```\n{printed}\n```" in page
     assert re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE) == [rule.name for rule in RULES]
     options = set(re.findall(r"--[a-z][a-z-]*(?:\.[a-z-]+)*", page.replace("--stages.0", "--stage")))
-    known = {*map(flag, all_options(Config())), *(f"--{field.name}" for field in dataclasses.fields(Config)), "--json"}
+    known = {*map(flag, all_options()), *(f"--{field.name}" for field in dataclasses.fields(Config)), "--json"}
     assert options <= known
 
 

@@ -16,6 +16,7 @@ import pytest
 from tests.doctor.planted import HEALTHY, STEPS, Fault, early, line, plant, thirds
 
 from gruppo.api import change
+from gruppo.cli.help import all_options
 from gruppo.cli.options import apply_options
 from gruppo.config.options import flag, options
 from gruppo.config.schema import Config, Stage
@@ -554,7 +555,7 @@ def test_the_shell_takes_the_options(runs):
             for one in finding.changes:
                 proposed |= one.settings
     staged = Config(stages=(Stage(), Stage()))
-    assert proposed.keys() <= {*map(flag, options(staged)), *map(flag, options(Config())), "--stages"}
+    assert proposed.keys() <= {*map(flag, options(staged)), *map(flag, all_options()), "--stages"}
     together = ("--rollout.", "--optim.", "--stage.", "--evaluation.", "--scoring.timeout")
     words = [w for o, v in proposed.items() if o.startswith(together) for w in (o, *v.split())]
     config = apply_options(RECIPES["arithmetic"](), words, "train")

@@ -11,7 +11,7 @@ from tests import tiny
 from tests.fakes import END, POLICIES, ByteTokenizer, TinyGPT, adapted, doubled, llama, mistral, plain
 
 from gruppo.engines import LocalEngine
-from gruppo.environments import Conversing, Environment, converse, failures_of, written
+from gruppo.environments import ConversationEngine, Environment, completion_lengths, converse, environment_failures
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.text import from_module, from_pretrained
 from gruppo.modalities.text.chat import TransformersChat
@@ -236,8 +236,8 @@ def test_a_template_without_the_assistants_words_costs_the_row_and_is_named():
     policy.chat.tokenizer.chat_template = (
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
-    why = set(failures_of(conversed(policy, talks())).values())
-    assert len(why) == 1 and "leaves the assistant's words out of a conversation" in why.pop()
+    why = set(environment_failures(conversed(policy, talks())).values())
+    assert len(why) == 1 and "leaves the assistant's turn out of a conversation" in why.pop()
 
 
 def test_what_a_tokenizer_cannot_write_costs_its_row():
@@ -250,7 +250,7 @@ def test_what_a_tokenizer_cannot_write_costs_its_row():
     torch.manual_seed(0)
     policy = from_module(TinyGPT(), Letters(), eos_ids=[END], context=64)
     rollouts = conversed(policy, reply=lambda seed: "!" if seed % 2 else "1")
-    failed = failures_of(rollouts)
+    failed = environment_failures(rollouts)
     assert failed and rollouts.per_row["turns"].max() > 1
     assert all("its reply cannot be written: ValueError: substring not found" in why for why in failed.values())
 
@@ -285,9 +285,9 @@ def test_a_module_of_ones_own_converses_by_its_render():
 def test_a_render_that_cannot_go_on_costs_the_rows_and_says_why():
     policy = own_module(lambda messages: list("".join(f"{m['role'][0]}:{m['content']};" for m in messages).encode()))
     rollouts = conversed(policy, talks())
-    why = set(failures_of(rollouts).values())
-    assert len(why) == 1 and "written: render writes a conversation that goes on in another way" in why.pop()
-    assert {rollouts.finish[row] for row in failures_of(rollouts)} == {"error"}
+    why = set(environment_failures(rollouts).values())
+    assert len(why) == 1 and "written: render writes the beginning of a longer conversation differently" in why.pop()
+    assert {rollouts.finish[row] for row in environment_failures(rollouts)} == {"error"}
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
@@ -349,12 +349,12 @@ def test_of_a_text_the_policys_own_words_are_kept_beside_what_was_said():
     for row in range(len(rollouts)):
         own = [ids for is_own, ids in segments(rollouts, row) if is_own]
         words = "".join(cut_at_stop(doubled(llama()).chat.text(ids), STOPS) for ids in own)
-        assert rollouts.per_row["words"][row] == words
+        assert rollouts.per_row["policy_text"][row] == words
         said = [said[0] or " because " in rollouts.completions[row], said[1] or " because " in words]
     assert said == [True, False]
     seen = []
     RewardSet(lambda completions: seen.extend(completions) or [0.0] * len(completions)).score(rollouts)
-    assert seen == list(rollouts.per_row["words"])
+    assert seen == list(rollouts.per_row["policy_text"])
 
 
 def test_a_reward_that_changes_a_state_changes_its_own_copy():
@@ -380,7 +380,7 @@ def test_all_turns_of_a_row_share_max_actions(limit):
             assert count[row] == limit
         assert finish != "stop" or count[row] <= limit
     assert "length" in rollouts.finish
-    assert torch.equal(written(rollouts), count) and (rollouts.lengths > count).any()
+    assert torch.equal(completion_lengths(rollouts), count) and (rollouts.lengths > count).any()
 
 
 def test_the_first_tokens_are_those_of_a_lower_limit():
@@ -418,7 +418,7 @@ def test_a_failure_ends_its_row_as_an_error_and_keeps_what_was_said():
         return "1"
 
     rollouts = conversed(tiny_policy(), talks(), reply=reply)
-    failed = failures_of(rollouts)
+    failed = environment_failures(rollouts)
     assert failed and all(
         why.startswith("ValueError: the game is gone (test_conversation.py:") for why in failed.values()
     )
@@ -436,7 +436,7 @@ def test_a_role_that_the_template_refuses_costs_its_row():
     )
     policy.chat.tokenizer.chat_template = refusing + tiny.CHAT_TEMPLATE
     rollouts = conversed(policy, talks(), reply=lambda seed: {"role": "tool", "content": "1"} if seed % 2 else "1")
-    failed = failures_of(rollouts)
+    failed = environment_failures(rollouts)
     assert failed and "cannot write a conversation of user, assistant, tool: no tools" in next(iter(failed.values()))
     assert any(turns > 1 for turns in rollouts.per_row["turns"].tolist())
 
@@ -446,7 +446,7 @@ def test_a_role_that_the_template_refuses_costs_its_row():
 
 def test_an_engine_that_converses_keeps_the_contract_of_engines():
     policy = tiny_policy()
-    engine = Conversing(LocalEngine(policy, version=3), Environment(echo))
+    engine = ConversationEngine(LocalEngine(policy, version=3), Environment(echo))
     rollouts = engine.generate(talks(), SAMPLING, seed=1)
     assert rollouts.completions == conversed(policy, talks()).completions
     assert torch.equal(rollouts.policy_version, rollouts.mask * 3)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from gruppo.environments import Environment
-from gruppo.environments.environment import SAME_TIMEOUTS, Asked
+from gruppo.environments.environment import MAX_LATE_REPLIES, ReplyRequest
 from gruppo.timeouts import Unanswered
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -20,7 +20,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 def asked(text="7", inputs=HELLO, said=None, **changes):
     said = (text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]) if said is None else said
     prompt = Prompt("p", inputs, target="12", meta={"level": 3})
-    return Asked(prompt, said, text, **({"turn": 1, "seed": 5} | changes))
+    return ReplyRequest(prompt, said, text, **({"turn": 1, "seed": 5} | changes))
 
 
 def reply_to(fn, *several, **changes):
@@ -47,7 +47,7 @@ def test_it_is_given_what_its_signature_asks_for_and_nothing_else():
 
 def test_columns_win_over_the_names_of_the_target():
     prompt = Prompt("p", "?", target="1", meta={"answer": "2"})
-    one = Asked(prompt, "7", "7", 1, 0)
+    one = ReplyRequest(prompt, "7", "7", 1, 0)
     assert reply_to(lambda answer, target: f"{answer} {target}", one) == ["2 1"]
 
 
@@ -77,7 +77,7 @@ def test_replies_to_a_conversation_become_messages(raw, messages):
         ([None], r"returned \[None\]"),
         ({"content": "3"}, "a message with a role and a content"),
         ({"role": "user", "content": 3}, "a message with a role and a content"),
-        ({"role": "assistant", "content": "I"}, "the assistant is the policy, for whom nobody else speaks"),
+        ({"role": "assistant", "content": "I"}, "the assistant is the policy, and only the policy writes its messages"),
     ],
 )
 def test_what_is_no_reply_is_told(raw, why):
@@ -119,7 +119,7 @@ def test_a_state_is_a_conversations_own_and_kept_from_call_to_call(timeout_s):
     for _ in range(2):
         environment.replies({7: one, 3: other})
     assert (one.state, other.state) == ({"seen": ["1", "1"]}, {"seen": ["2", "2"]})
-    assert environment.taken_s() > 0 and environment.taken_s() == 0
+    assert environment.elapsed_s > 0
 
 
 def test_a_late_reply_costs_its_conversation_and_the_others_are_still_asked():
@@ -147,7 +147,7 @@ def test_after_some_late_replies_the_rest_of_a_turn_is_not_waited_for():
     release.set()
     assert time.monotonic() - began < 10
     assert {answer.kind for answer in answers} == {"timeout"} and len(answers) == 40
-    assert answers[SAME_TIMEOUTS].message == "not asked: 4 replies of this turn came too late"
+    assert answers[MAX_LATE_REPLIES].message == "skipped: 4 replies of this turn were late"
 
 
 def test_a_thread_that_was_too_late_asks_nobody_any_more():
@@ -237,7 +237,7 @@ def test_what_a_function_changes_is_its_own_copy():
 
     prompt = Prompt("p", [dict(HELLO[0])], target="1", meta={"level": 1, "rows": ["a"]})
     said = [{"role": "assistant", "content": "7"}]
-    assert reply_to(reply, Asked(prompt, said, "7", 1, 0)) == [None]
+    assert reply_to(reply, ReplyRequest(prompt, said, "7", 1, 0)) == [None]
     assert (prompt.inputs, prompt.meta["rows"], len(said)) == ([HELLO[0]], ["a"], 1)
 
 
@@ -267,9 +267,9 @@ def test_columns_that_are_not_there_are_refused_with_the_nearest():
 @pytest.mark.parametrize(
     ("fn", "why"),
     [
-        (3, r"the environment is 3 \(int\), which is no function to reply with"),
-        (dict, r"the environment is .*Of a class, give an instance"),
-        (Environment(lambda: None), r"the environment is .*which is no function to reply with"),
+        (3, r"the environment is 3 \(int\), which is not a function"),
+        (dict, r"the environment is .*For a class, give an instance"),
+        (Environment(lambda: None), r"the environment is .*which is not a function"),
         (max, "environment 'max' has no readable signature"),
         (eval("lambda x, /: x"), "takes 'x' by position only"),
     ],

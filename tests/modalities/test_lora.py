@@ -24,7 +24,7 @@ from gruppo.modalities.common.lora import (
     low_rank,
     merge,
 )
-from gruppo.modalities.text import blocks, from_transformers, trunk
+from gruppo.modalities.text import blocks, decoder, from_transformers
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.load import give_adapter
 from gruppo.types import GruppoError, Sampling
@@ -258,7 +258,7 @@ def test_what_the_feed_forward_computes_again_has_the_gradient_of_what_it_keeps(
 
     fast = gradients()
     calls = []
-    monkeypatch.setattr(trunk, "low_rank", lambda module: calls.append(module))
+    monkeypatch.setattr(decoder, "low_rank", lambda module: calls.append(module))
     for got, needed in zip(fast, gradients(), strict=True):
         torch.testing.assert_close(got, needed, rtol=1e-9, atol=1e-12)
     assert len(calls) == 2  # one a layer: the plain way was taken

@@ -41,7 +41,6 @@ PRELOADED = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
-    "tyro",
 )
 TIMEOUT_S = 300.0
 ATTEMPTS = 2

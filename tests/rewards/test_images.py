@@ -115,8 +115,8 @@ def test_symmetry_is_the_correlation_with_the_mirror_image():
 
 
 def test_a_classifier_gives_the_log_probability_of_each_rows_own_class():
-    given = classifier(Darkness())(images=GREYS, label=[0, "0", 1])
-    assert given == pytest.approx([NATS[0], NATS[1], -math.log1p(math.exp(LOGIT[2]))], rel=1e-6)
+    rewards = classifier(Darkness())(images=GREYS, label=[0, "0", 1])
+    assert rewards == pytest.approx([NATS[0], NATS[1], -math.log1p(math.exp(LOGIT[2]))], rel=1e-6)
 
 
 def test_a_fixed_class_a_floor_and_probabilities():

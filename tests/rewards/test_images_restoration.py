@@ -243,10 +243,10 @@ def test_a_saving_that_there_is_not_is_refused(options):
 
 
 def test_accuracy_is_one_minus_the_edits_of_a_character_as_they_are_read():
-    said = {0: "Fast", 1: "F st", 2: "fast train", 3: ""}
+    texts_read = {0: "Fast", 1: "F st", 2: "fast train", 3: ""}
 
     def read(image):
-        return said[int(image[0, 0, 0])]
+        return texts_read[int(image[0, 0, 0])]
 
     images = [torch.full((1, 4, 4), n / 255) for n in range(4)]
     texts = ["Fast"] * 4

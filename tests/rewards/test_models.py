@@ -43,7 +43,7 @@ def alone(model, ids):
         return model.network.module(input_ids=torch.tensor([ids])).logits[0]
 
 
-def say(model, completions, prompt="ask "):
+def scores_of(model, completions, prompt="ask "):
     return model(prompts=[prompt] * len(completions), completions=completions)
 
 
@@ -54,20 +54,20 @@ def test_a_conversation_is_written_by_the_models_own_template():
     model = outcome()
     tokenizer = model.network.tokenizer
     text = "<|user|>ask<|end|><|assistant|>yes<|end|>"
-    wanted = float(alone(model, tokenizer(text)["input_ids"])[0])
-    assert say(model, [[{"role": "assistant", "content": "yes"}]], CHAT) == pytest.approx([wanted], abs=1e-5)
-    assert say(model, ["yes"], "ask") == pytest.approx([wanted], abs=1e-5)
+    expected = float(alone(model, tokenizer(text)["input_ids"])[0])
+    assert scores_of(model, [[{"role": "assistant", "content": "yes"}]], CHAT) == pytest.approx([expected], abs=1e-5)
+    assert scores_of(model, ["yes"], "ask") == pytest.approx([expected], abs=1e-5)
     begun = [*CHAT, {"role": "assistant", "content": "y"}]
-    assert say(model, ["es"], begun) == pytest.approx([wanted], abs=1e-5)
+    assert scores_of(model, ["es"], begun) == pytest.approx([expected], abs=1e-5)
 
 
 def test_without_a_template_prompt_and_completion_are_one_text():
     model = outcome(chats=False)
-    wanted = float(alone(model, model.network.tokenizer("ask yes")["input_ids"])[0])
-    assert say(model, ["yes"], "ask ") == pytest.approx([wanted], abs=1e-5)
+    expected = float(alone(model, model.network.tokenizer("ask yes")["input_ids"])[0])
+    assert scores_of(model, ["yes"], "ask ") == pytest.approx([expected], abs=1e-5)
     chat = float(alone(model, model.network.tokenizer("ask\nyes")["input_ids"])[0])
-    assert say(model, ["yes"], CHAT) == pytest.approx([chat], abs=1e-5)
-    assert outcome(chat=False)(prompts=["ask "], completions=["yes"]) == pytest.approx([wanted], abs=1e-5)
+    assert scores_of(model, ["yes"], CHAT) == pytest.approx([chat], abs=1e-5)
+    assert outcome(chat=False)(prompts=["ask "], completions=["yes"]) == pytest.approx([expected], abs=1e-5)
 
 
 @pytest.mark.silent_bug(10)
@@ -92,12 +92,12 @@ def test_batches_padding_and_order_change_no_score(pads, side):
     pad = {"end": tokenizer.eos_token_id, "own": tokenizer.convert_tokens_to_ids("<|system|>"), "none": None}[pads]
     module = classifier("SequenceClassification", pad_token_id=pad)
     model = outcome(model=module, tokenizer=tokenizer, batch_tokens=4096)
-    wanted = [float(alone(model, model.encode("ask ", text))[0]) for text in TEXTS]
-    assert say(model, TEXTS) == pytest.approx(wanted, abs=2e-5)
-    assert max(wanted) - min(wanted) > 1
+    expected = [float(alone(model, model.encode("ask ", text))[0]) for text in TEXTS]
+    assert scores_of(model, TEXTS) == pytest.approx(expected, abs=2e-5)
+    assert max(expected) - min(expected) > 1
     for budget in (1, 40, 100):
         model.network.batch_tokens = budget
-        assert say(model, TEXTS[::-1])[::-1] == pytest.approx(wanted, abs=2e-5)
+        assert scores_of(model, TEXTS[::-1])[::-1] == pytest.approx(expected, abs=2e-5)
     assert module.config.pad_token_id == pad
 
 
@@ -109,13 +109,13 @@ def test_rows_of_similar_length_share_a_batch_of_at_most_batch_tokens_padding_in
     network, seen = outcome(batch_tokens=budget).network, []
     forward = network.module.forward
     monkeypatch.setattr(network.module, "forward", lambda **x: seen.append((*x["input_ids"].shape,)) or forward(**x))
-    network.logits([[5] * length for length in (4, 2, 9, 3)])
+    network.scores([[5] * length for length in (4, 2, 9, 3)])
     assert seen == shapes
 
 
 def test_where_memory_runs_out_a_batch_is_halved_and_so_are_all_later_ones(monkeypatch, caplog):
     model = outcome()
-    wanted, forward, sizes = say(model, TEXTS), model.network.module.forward, []
+    expected, forward, sizes = scores_of(model, TEXTS), model.network.module.forward, []
 
     def short(input_ids, **rest):
         sizes.append(len(input_ids))
@@ -125,7 +125,7 @@ def test_where_memory_runs_out_a_batch_is_halved_and_so_are_all_later_ones(monke
 
     monkeypatch.setattr(model.network.module, "forward", short)
     with caplog.at_level(logging.WARNING):
-        assert say(model, TEXTS) == pytest.approx(wanted, abs=2e-5)
+        assert scores_of(model, TEXTS) == pytest.approx(expected, abs=2e-5)
     assert sizes[0] == 6 and max(sizes[1:]) == 3 and model.network.batch_tokens < 4096
     assert "out of memory" in caplog.text
 
@@ -136,31 +136,31 @@ def test_where_memory_runs_out_a_batch_is_halved_and_so_are_all_later_ones(monke
 def test_one_label_is_its_logit_and_two_are_the_log_odds_of_the_second():
     one, two = outcome(1), outcome(2)
     logit = float(alone(one, one.encode("ask", "yes"))[0])
-    assert say(one, ["yes"], "ask") == pytest.approx([logit], abs=1e-5)
-    assert say(outcome(1, output="probability"), ["yes"], "ask") == pytest.approx(
+    assert scores_of(one, ["yes"], "ask") == pytest.approx([logit], abs=1e-5)
+    assert scores_of(outcome(1, output="probability"), ["yes"], "ask") == pytest.approx(
         [1 / (1 + math.exp(-logit))], abs=1e-5
     )
     bad, good = alone(two, two.encode("ask", "yes")).tolist()
-    assert say(two, ["yes"], "ask") == pytest.approx([good - bad], abs=1e-5)
+    assert scores_of(two, ["yes"], "ask") == pytest.approx([good - bad], abs=1e-5)
     for label in (0, "0", "LABEL_0"):
-        assert say(outcome(2, label=label), ["yes"], "ask") == pytest.approx([bad - good], abs=1e-5)
+        assert scores_of(outcome(2, label=label), ["yes"], "ask") == pytest.approx([bad - good], abs=1e-5)
 
 
 def test_of_several_labels_the_odds_are_those_against_all_others():
     model = outcome(3, label=1, output="probability")
     logits = alone(model, model.encode("ask", "yes"))
-    assert say(model, ["yes"], "ask") == pytest.approx([float(logits.softmax(-1)[1])], abs=1e-5)
+    assert scores_of(model, ["yes"], "ask") == pytest.approx([float(logits.softmax(-1)[1])], abs=1e-5)
     model.network.output = "logit"
     p = float(logits.double().softmax(-1)[1])
-    assert say(model, ["yes"], "ask") == pytest.approx([math.log(p / (1 - p))], abs=1e-4)
-    with pytest.raises(GruppoError, match=r"has 3 labels, LABEL_0, LABEL_1, LABEL_2; it needs.*label=2"):
+    assert scores_of(model, ["yes"], "ask") == pytest.approx([math.log(p / (1 - p))], abs=1e-4)
+    with pytest.raises(GruppoError, match=r"it has LABEL_0, LABEL_1, LABEL_2.*label=2"):
         outcome(3)
 
 
 @pytest.mark.silent_bug(27)
 def test_a_model_does_not_learn_and_drops_nothing_out():
     model = outcome(model=classifier("SequenceClassification", attention_dropout=0.5).train())
-    assert say(model, TEXTS) == say(model, TEXTS)
+    assert scores_of(model, TEXTS) == scores_of(model, TEXTS)
     assert not any(p.requires_grad for p in model.network.module.parameters())
 
 
@@ -197,12 +197,12 @@ def test_each_step_is_scored_at_the_last_token_of_its_mark_in_trls_convention():
     ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in ("ask ", "yes", "x", "tes", "x")]
     assert sum(map(len, ids)) > len(tokenizer("ask yesxtesx")["input_ids"])
     flat, ends = [i for part in ids for i in part], [sum(map(len, ids[:3])) - 1, sum(map(len, ids)) - 1]
-    wanted = alone(model, flat).softmax(-1)[ends, 1].tolist()
-    (scores,) = say(model, ["yesxtes"])
-    assert scores == pytest.approx(wanted, abs=1e-5)
-    (alike,) = say(model, ["yesx xtesx"])
+    expected = alone(model, flat).softmax(-1)[ends, 1].tolist()
+    (scores,) = scores_of(model, ["yesxtes"])
+    assert scores == pytest.approx(expected, abs=1e-5)
+    (alike,) = scores_of(model, ["yesx xtesx"])
     assert alike == scores  # blank parts are no steps
-    (first,) = say(model, ["yes"])
+    (first,) = scores_of(model, ["yes"])
     assert first[0] == pytest.approx(scores[0], abs=1e-6)  # which has read nothing that came later
 
 
@@ -211,7 +211,7 @@ def test_a_process_model_reads_a_conversation_by_its_template_and_may_have_a_mar
     text = "<|user|>ask<|end|><|assistant|>yes<|system|>12<|system|>"
     ids = tokenizer(text)["input_ids"]
     ends = [n for n, i in enumerate(ids) if i == tokenizer.convert_tokens_to_ids("<|system|>")]
-    (scores,) = say(model, [[{"role": "assistant", "content": "yes. 12"}]], CHAT)
+    (scores,) = scores_of(model, [[{"role": "assistant", "content": "yes. 12"}]], CHAT)
     assert scores == pytest.approx(alone(model, ids).softmax(-1)[ends, 1].tolist(), abs=1e-5)
 
 
@@ -220,11 +220,11 @@ def test_steps_of_a_process_model_are_placed_on_the_policys_tokens():
     rewards = RewardSet([model])
     rewards.set_decoder(read)
     scores = rewards.score(written("yes\nno", "12"))
-    said = [row for text in ("yes\nno", "12") for row in say(model, [text], "ask")]
+    alone_scores = [row for text in ("yes\nno", "12") for row in scores_of(model, [text], "ask")]
     placed = scores.steps["process_reward"]
     assert placed.isfinite().nonzero().tolist() == [[0, 3], [0, 6], [1, 2]]
-    assert placed[0, [3, 6]].tolist() == pytest.approx(said[0], abs=2e-5)
-    assert placed[1, 2].item() == pytest.approx(said[1][0], abs=2e-5)
+    assert placed[0, [3, 6]].tolist() == pytest.approx(alone_scores[0], abs=2e-5)
+    assert placed[1, 2].item() == pytest.approx(alone_scores[1][0], abs=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -232,17 +232,17 @@ def test_steps_of_a_process_model_are_placed_on_the_policys_tokens():
     [("mean", lambda s: sum(s) / len(s)), ("min", min), ("last", lambda s: s[-1]), ("product", math.prod)],
 )
 def test_a_process_model_may_give_one_score_of_its_steps_which_is_an_outcome(score, summary):
-    (steps,) = say(process(), ["yes\ntes\n12"])
+    (steps,) = scores_of(process(), ["yes\ntes\n12"])
     model = process(score=score)
-    assert say(model, ["yes\ntes\n12"]) == pytest.approx([summary(steps)], rel=1e-5)
+    assert scores_of(model, ["yes\ntes\n12"]) == pytest.approx([summary(steps)], rel=1e-5)
     assert RewardSet([model]).step_names == ()
 
 
 def test_steps_that_a_cut_text_has_lost_are_unscored():
     model = process(max_length=6)
-    (scores,) = say(model, ["yes\ntes\n12 12 12"])
+    (scores,) = scores_of(model, ["yes\ntes\n12 12 12"])
     assert scores[:2] == [None, None] and scores[2] is not None
-    (worst,) = say(process(max_length=6, score="min"), ["yes\ntes\n12 12 12"])
+    (worst,) = scores_of(process(max_length=6, score="min"), ["yes\ntes\n12 12 12"])
     assert worst == scores[2]
     rewards = RewardSet([model])
     rewards.set_decoder(read)
@@ -262,7 +262,7 @@ def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkey
     assert (network.device, network.work_device) == (torch.device("cpu"), work)
     monkeypatch.setattr(network.module, "to", lambda device: moves.append(device) or move(device))
     monkeypatch.setattr(network.module, "forward", lambda **rest: moves.append("forward") or forward(**rest))
-    assert say(model, TEXTS) == say(outcome(), TEXTS)
+    assert scores_of(model, TEXTS) == scores_of(outcome(), TEXTS)
     assert moves == [work, "forward", torch.device("cpu")]
 
     def fails(**_):
@@ -271,7 +271,7 @@ def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkey
     moves.clear()
     monkeypatch.setattr(network.module, "forward", fails)
     with pytest.raises(ValueError, match="boom"):
-        say(model, TEXTS)
+        scores_of(model, TEXTS)
     assert moves == [work, torch.device("cpu")]
 
 
@@ -306,7 +306,7 @@ def test_a_folder_is_named_with_its_options_and_keeps_the_contract(tmp_path):
     )
     assert RewardSet([model]).names == ("kind",)
     plain = outcome(2, label=0, output="probability", chat=False)
-    assert say(model, TEXTS) == pytest.approx(say(plain, TEXTS), abs=1e-6)
+    assert scores_of(model, TEXTS) == pytest.approx(scores_of(plain, TEXTS), abs=1e-6)
     check_reward(f"reward_model:{path},max_length=999")
 
 
@@ -323,8 +323,8 @@ def test_a_process_model_is_named_with_its_separator_and_keeps_the_contract(tmp_
     [
         ("reward_model", "it needs a path"),
         ("reward_model:{rm},lable=1", r"no option 'lable'; did you mean label\? It has output, chat, name, label"),
-        ("reward_model:{rm},label=good", "has no label 'good'; it has LABEL_0, LABEL_1"),
-        ("reward_model:{rm},label=2", "has no label '2'"),
+        ("reward_model:{rm},label=good", "got label='good'; it has LABEL_0, LABEL_1"),
+        ("reward_model:{rm},label=2", "got label='2'"),
         ("reward_model:{rm},batch_tokens=many", "batch_tokens=many is no int"),
         ("reward_model:{rm},batch_tokens=0", "batch_tokens=0 is not a whole number of at least 1"),
         ("reward_model:{rm},offload=perhaps", "offload=perhaps is no bool"),
@@ -373,10 +373,10 @@ def test_a_tokenizer_of_another_model_is_refused():
 
 
 def test_a_module_of_the_other_kind_is_found_out_when_it_speaks():
-    with pytest.raises(GruppoError, match="For a model that scores steps use process_reward"):
-        say(RewardModel(classifier("TokenClassification", 2), tokenizer_of()), ["yes"])
-    with pytest.raises(GruppoError, match="For a model of whole texts use reward_model"):
-        say(ProcessRewardModel(classifier("SequenceClassification", 2), tokenizer_of()), ["yes"])
+    with pytest.raises(GruppoError, match="or the reward process_reward"):
+        scores_of(RewardModel(classifier("TokenClassification", 2), tokenizer_of()), ["yes"])
+    with pytest.raises(GruppoError, match="or the reward reward_model"):
+        scores_of(ProcessRewardModel(classifier("SequenceClassification", 2), tokenizer_of()), ["yes"])
 
 
 def test_a_mark_that_the_tokenizer_does_not_know_is_refused():

@@ -1,4 +1,4 @@
-"""Models of what people prefer: a tiny CLIP, the calls to the other packages, and what is said without them."""
+"""Models of what people prefer: a tiny CLIP, the calls to the other packages, and the errors without them."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_clip_score_is_the_cosine_of_each_image_and_its_caption(clip):
     inputs = processor(text=captions, images=pictures, return_tensors="pt", padding=True)
     with torch.no_grad():
         cosines = module(**inputs).logits_per_image.diagonal() / module.logit_scale.exp()
-    given = clip_score(clip)(images=images, prompts=captions)
-    assert given == pytest.approx(cosines.tolist(), abs=1e-5) and len(set(given)) == 3
-    assert clip_score(clip, batch=1)(images=images, prompts=captions) == pytest.approx(given, abs=1e-6)
+    scores = clip_score(clip)(images=images, prompts=captions)
+    assert scores == pytest.approx(cosines.tolist(), abs=1e-5) and len(set(scores)) == 3
+    assert clip_score(clip, batch=1)(images=images, prompts=captions) == pytest.approx(scores, abs=1e-6)
 
 
 def test_pick_score_is_the_cosine_times_the_models_scale(clip):
@@ -72,8 +72,8 @@ def test_pick_score_is_the_cosine_times_the_models_scale(clip):
 def test_long_captions_are_cut_grey_images_are_read_and_nan_is_unscored(clip):
     broken = noise(0)
     broken[0, 0, 0] = math.nan
-    given = clip_score(clip)(images=[noise(0, 1), broken], prompts=["word " * 40] * 2)
-    assert math.isfinite(given[0]) and math.isnan(given[1])
+    scores = clip_score(clip)(images=[noise(0, 1), broken], prompts=["word " * 40] * 2)
+    assert math.isfinite(scores[0]) and math.isnan(scores[1])
 
 
 def test_messages_are_captions_and_classes_are_refused(clip):
@@ -94,27 +94,27 @@ def levels(file: str) -> float:
     return float(sum(PIL.open(file).tobytes()))
 
 
-def test_hps_is_asked_once_a_caption_with_the_files_of_its_images(monkeypatch):
-    asked = []
+def test_hps_is_called_once_per_caption_with_the_files_of_its_images(monkeypatch):
+    calls = []
 
     def score(files, caption, hps_version):
-        asked.append((caption, len(files), hps_version))
+        calls.append((caption, len(files), hps_version))
         return [levels(file) for file in files]
 
     monkeypatch.setitem(sys.modules, "hpsv2", SimpleNamespace(score=score))
     images = [noise(0), noise(1), noise(2)]
-    given = hps_score("v2.1")(images=images, prompts=["cat", "dog", "cat"])
-    assert asked == [("cat", 2, "v2.1"), ("dog", 1, "v2.1")]
-    assert given == [float(to_bytes(image).double().sum()) for image in images]
+    scores = hps_score("v2.1")(images=images, prompts=["cat", "dog", "cat"])
+    assert calls == [("cat", 2, "v2.1"), ("dog", 1, "v2.1")]
+    assert scores == [float(to_bytes(image).double().sum()) for image in images]
 
 
-def test_image_reward_is_asked_for_each_image_and_its_caption(monkeypatch):
+def test_image_reward_is_called_for_each_image_and_its_caption(monkeypatch):
     model = SimpleNamespace(score=lambda caption, file: len(caption) + levels(file))
     loaded = []
     package = SimpleNamespace(load=lambda version, device: loaded.append((version, device)) or model)
     monkeypatch.setitem(sys.modules, "ImageReward", package)
-    given = image_reward()(images=[noise(0), noise(1)], prompts=["cat", "bird"])
-    assert given == [3 + float(to_bytes(noise(0)).double().sum()), 4 + float(to_bytes(noise(1)).double().sum())]
+    scores = image_reward()(images=[noise(0), noise(1)], prompts=["cat", "bird"])
+    assert scores == [3 + float(to_bytes(noise(0)).double().sum()), 4 + float(to_bytes(noise(1)).double().sum())]
     assert loaded == [("ImageReward-v1.0", "cpu")]
 
 

@@ -108,7 +108,7 @@ def test_a_missing_file_names_the_nearest_and_a_missing_folder_is_said(file):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("x = 1\ny = x / 0\n", r"line 2, raised ZeroDivisionError on import: division by zero"),
         ("x = 1\ndef f(:\n", r"line 2, raised SyntaxError on import: invalid syntax"),
@@ -117,11 +117,11 @@ def test_a_missing_file_names_the_nearest_and_a_missing_folder_is_said(file):
         ("import json\njson.loads('{')\n", r"line 2, raised JSONDecodeError on import: Expecting property name"),
     ],
 )
-def test_a_file_that_raises_on_import_is_one_line_with_the_line_number(tmp_path, text, said):
+def test_a_file_that_raises_on_import_is_one_line_with_the_line_number(tmp_path, text, message):
     path = tmp_path / "broken.py"
     path.write_text(text)
     before = set(sys.modules)
-    with pytest.raises(GruppoError, match=said) as caught:
+    with pytest.raises(GruppoError, match=message) as caught:
         load_object(f"{path}:f")
     assert "\n" not in str(caught.value) and not [name for name in set(sys.modules) - before if "broken" in name]
 

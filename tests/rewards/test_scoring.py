@@ -21,9 +21,9 @@ def fixed(values, name):
     return FunctionReward(lambda completions: [values[text] for text in completions], name=name)
 
 
-def same(got, wanted):
-    return torch.equal(got.isnan(), torch.tensor(wanted).isnan()) and got.nan_to_num().tolist() == pytest.approx(
-        torch.tensor(wanted).nan_to_num().tolist(), rel=1e-6
+def same(got, expected):
+    return torch.equal(got.isnan(), torch.tensor(expected).isnan()) and got.nan_to_num().tolist() == pytest.approx(
+        torch.tensor(expected).nan_to_num().tolist(), rel=1e-6
     )
 
 

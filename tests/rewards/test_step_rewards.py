@@ -18,9 +18,9 @@ from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 NAN = math.nan
 
 
-def same(got, wanted):
-    wanted = torch.tensor(wanted)
-    return torch.equal(got.isnan(), wanted.isnan()) and torch.allclose(got.nan_to_num(), wanted.nan_to_num())
+def same(got, expected):
+    expected = torch.tensor(expected)
+    return torch.equal(got.isnan(), expected.isnan()) and torch.allclose(got.nan_to_num(), expected.nan_to_num())
 
 
 def written(*texts, end=0):
@@ -129,7 +129,7 @@ def test_an_output_that_its_tokens_do_not_say_has_no_step_ends():
 
 @step_reward()
 def lengths(steps, **_):
-    return [[float(len(step)) for step in own] for own in steps]
+    return [[float(len(step)) for step in row] for row in steps]
 
 
 def test_each_step_has_its_score_at_its_last_token_and_a_rows_part_is_their_sum():
@@ -211,21 +211,21 @@ class Each:
     name = "each"
     scores_steps = True
 
-    def __init__(self, said):
-        self.said = said
+    def __init__(self, score):
+        self.score = score
 
     def __call__(self, rollouts):
-        return self.said(rollouts)
+        return self.score(rollouts)
 
 
 def test_an_object_scores_actions_and_what_is_not_the_policys_own_is_nan_or_0():
     """Row i of the fake has i % 3 + 1 actions."""
-    said = torch.tensor([[0.5, 0.0, NAN], [NAN, 2.0, NAN], [1.0, NAN, 0.0]])
-    scores = RewardSet([Each(lambda rollouts: said[: len(rollouts)])]).score(rollouts_of("abc"))
+    score = torch.tensor([[0.5, 0.0, NAN], [NAN, 2.0, NAN], [1.0, NAN, 0.0]])
+    scores = RewardSet([Each(lambda rollouts: score[: len(rollouts)])]).score(rollouts_of("abc"))
     assert same(scores.steps["each"], [[0.5, NAN, NAN], [NAN, 2.0, NAN], [1.0, NAN, 0.0]])
     assert scores.rewards.tolist() == [0.5, 2.0, 1.0]
-    said[0, 1] = 4.0
-    scores = RewardSet([Each(lambda rollouts: said[: len(rollouts)])]).score(rollouts_of("abc"))
+    score[0, 1] = 4.0
+    scores = RewardSet([Each(lambda rollouts: score[: len(rollouts)])]).score(rollouts_of("abc"))
     assert same(scores.rewards, [NAN, 2.0, 1.0]) and "did not choose" in scores.failures[0].message
 
 

@@ -246,9 +246,9 @@ def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
     [
         ({"environment__turns": 0}, r"environment.turns=0 is out of range.*--environment.turns"),
         ({"environment__max_reply_tokens": 0}, "environment.max_reply_tokens=0 is out of range"),
-        ({"environment__timeout_s": 0.0}, r"timeout_s=0.0 leaves a reply no time.*--environment.timeout-s 60"),
-        ({"environment__reply": ""}, "nothing says who replies. Set --environment.reply"),
-        ({"model": "unet", "data": "digits"}, "replies to texts, and 'unet' is an image model"),
+        ({"environment__timeout_s": 0.0}, r"timeout_s=0.0 is out of range.*--environment.timeout-s 60"),
+        ({"environment__reply": ""}, "without a function that replies. Set --environment.reply"),
+        ({"model": "unet", "data": "digits"}, "replies to texts, but 'unet' is an image model"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path, changes, why):
@@ -266,7 +266,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path,
         ({"environment__reply": "nowhere.py:reply"}, "there is no file .*nowhere.py"),
         ({"environment__reply": f"{HERE}:replly"}, "has no 'replly'.*Did you mean .*:reply"),
         ({"environment__reply": "reply"}, "'reply' names no object; write path/to/file.py:name"),
-        ({"environment__reply": f"{HERE}:HERE"}, "the environment is .*which is no function to reply with"),
+        ({"environment__reply": f"{HERE}:HERE"}, "the environment is .*which is not a function"),
         ({"environment__reply": f"{HERE}:shadows"}, "asks for 'colour', which the data do not have"),
         ({"reward": [f"{HERE}:wordy"], "environment__reply": "", "environment__turns": 8}, "asks for 'state'"),
     ],

@@ -357,7 +357,7 @@ REFUSED = {
     "a cap below the mean": ({"rollout__max_group_size": 3}, r"max_group_size=3 is below rollout.group_size=4"),
     "a cap without growing": (
         {"rollout__first_samples": 0, "rollout__max_group_size": 9},
-        r"max_group_size=9 bounds nothing: .* --rollout.first-samples",
+        r"max_group_size=9 has no effect: .* --rollout.first-samples",
     ),
     "a group of one on a schedule": (
         {"rollout__first_samples": 0, "stage__group_size": "linear:4,1"},
@@ -371,7 +371,7 @@ REFUSED = {
     "a curriculum without a column": ({"stage__difficulty": 0.5}, r"no column says which.*--prompts.difficulty-column"),
     "a column without a curriculum": (
         {"prompts__difficulty_column": "number"},
-        r"difficulty_column='number' decides nothing .* --stage.difficulty",
+        r"difficulty_column='number' has no effect .* --stage.difficulty",
     ),
 }
 

@@ -216,7 +216,7 @@ def test_a_reference_on_disk_gives_the_weights_of_one_in_memory(tmp_path, run):
 def test_an_adapter_needs_layers_that_are_known_by_name(tmp_path):
     pytest.importorskip("peft")
     text = one_line(lambda: begun(tmp_path, lora__rank=2))
-    assert "LoRA needs a Hugging Face causal language model; a TinyGPT of your own is none" in text
+    assert "LoRA needs a Hugging Face causal language model, not a TinyGPT" in text
     run = begun(tmp_path, model=own("of_hugging_face"), lora__rank=2, steps=2)
     assert (run / "final/adapter_config.json").is_file()
 

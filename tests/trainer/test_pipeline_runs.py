@@ -113,7 +113,7 @@ def test_what_is_set_is_laid_over_the_settings_beside_the_pipeline(saved):
     policy = build(pictures.config(saved, **changes), Parts())[0].policy
     assert (policy.settings.size, policy.settings.caption_tokens) == ((8, 16), 6)
     assert policy.denoiser.codec.image_shape == (3, 8, 16)
-    assert api.change(Config(), changes).diffusion.size == (8, 16)
+    assert api.change(Config(), changes).modality.size == (8, 16)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

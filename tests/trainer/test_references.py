@@ -144,9 +144,12 @@ def test_on_a_cpu_the_place_cpu_says_that_it_saves_nothing(tmp_path, caplog):
     ("changes", "said"),
     [
         ({"reference__kind": "mixed"}, "no stage's kl_coef is above 0"),
-        (MIXED | {"reference__update_rate": 1.5}, r"update_rate=1.5 is out of range; it needs 0 to 1"),
+        (
+            MIXED | {"reference__update_rate": 1.5},
+            r"update_rate=1.5 is out of range; it needs to be at least 0 and at most 1",
+        ),
         (MIXED | {"reference__update_rate": float("nan")}, r"update_rate=nan is out of range"),
-        (MIXED | {"reference__update_every": 0}, r"update_every=0 is out of range; it needs at least 1"),
+        (MIXED | {"reference__update_every": 0}, r"update_every=0 is out of range; it needs to be at least 1"),
         (MIXED | {"reference__watch_prompts": -1}, r"watch_prompts=-1 is out of range"),
         (KL | {"reference__update_every": 5}, r"reference.update_every is of a reference that moves.*--reference.kind"),
         (KINDS["disk"] | LORA, r"place='disk' has nothing to place"),

@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "refilling groups of one": (
         {"objective": "ppo", "rollout__group_size": 1, "rollout__refill_rounds": 1},
-        r"refill_rounds=1 replaces groups without spread, and a group of one never has any",
+        r"refill_rounds=1 replaces groups of equal rewards, which a group of one always has",
     ),
     "an unknown reward to refill by": (
         {"rollout__refill_rounds": 1, "rollout__refill_by": "accuracy"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from gruppo.build import Parts
 from gruppo.cli.app import main
 from gruppo.config import serialization
 from gruppo.config.schema import Stage
+from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.restoration import LowResolution
+from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.trainer.collect import collect
 from gruppo.trainer.update import backward
 from gruppo.types import DataError, GruppoError, NumericalStop, Prompt
@@ -58,7 +61,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"restoration__action": "pixels", "restoration__patches": 3},
         r"none of the first 8 prompts .* can be restored: .* is 8 x 8, which 3 x 3 patches do not divide",
     ),
-    "no patch": ({"restoration__patches": 0}, r"patches=0 cuts nothing. Set --restoration.patches 1"),
+    "no patch": ({"restoration__patches": 0}, r"patches=0 is out of range.*Set --restoration.patches 1"),
     "an unknown consistency": (
         CONS | {"restoration__consistency": "equivarance"},
         r"consistency='equivarance' is not one of reference, equivariance, degradation or FILE.py:function",
@@ -107,7 +110,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"until='eval/psnr flat 0' is not understood",
     ),
     "a gate of no metric": ({"stages": (Stage(steps=2, until="flat x"), Stage())}, r"until='flat x' is not understood"),
-    "diffusion settings": ({"diffusion__steps": 7}, r"diffusion settings were given, and .* in one step"),
     "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 is of texts"),
     "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* are of tokens"),
     "epsilon of a mean": (
@@ -131,6 +133,13 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(tmp_pa
     assert re.search(why, said), said
     on_the_command_line(tmp_path, capsys, config, why)
     assert not (tmp_path / "runs").exists()
+
+
+def test_options_of_diffusion_models_are_refused(tmp_path, capsys):
+    config = replace(restoring.config(tmp_path), modality=DiffusionConfig(steps=7))
+    why = r"diffusion settings were given, and .* in one step"
+    assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
+    on_the_command_line(tmp_path, capsys, config, why)
 
 
 def on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], config: Any, why: str) -> None:
@@ -295,7 +304,10 @@ def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
     ("changes", "why"),
     [
         (CONS, r"cons_coef is above 0: consistency is of restored images, .*--stage.cons-coef 0"),
-        ({"restoration__patches": 2}, r"restoration settings were given, and .* restores no images. Leave"),
+        (
+            {"modality": RestorationConfig(patches=2)},
+            r"restoration settings were given, and .* restores no images. Leave",
+        ),
         ({"reward": ["psnr"]}, r"psnr"),
     ],
     ids=["consistency", "settings", "psnr"],
@@ -304,7 +316,10 @@ def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
 def test_models_that_restore_nothing_are_told_so(tmp_path, capsys, kind, changes, why):
     if kind == "denoiser" and "reward" in changes:
         return  # its pictures have clean ones beside them
+    changes = dict(changes)
+    section = changes.pop("modality", None)
     config = tiny.config(tmp_path, **changes) if kind == "text" else pictures.config(tmp_path, **changes)
+    config = config if section is None else replace(config, modality=section)
     parts = Parts() if kind == "text" else pictures.parts_of(config)
     assert re.search(why, said := said_in_one_line(lambda: api.start(config, parts), GruppoError)), said
     if kind == "text":

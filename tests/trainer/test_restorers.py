@@ -85,7 +85,7 @@ def losses_by_hand(run: Run, batch: Batch) -> dict[str, Tensor]:
 
 def held(run: Run, rollouts: Rollouts) -> Tensor:
     """The consistency, of each row alone, averaged."""
-    name, several = run.config.restoration.consistency, []
+    name, several = run.config.modality.consistency, []
     for row in range(len(rollouts)):
         prompt = rollouts.prompts[int(rollouts.group_ids[row])]
         x = rollouts.shared["degraded"][rollouts.group_ids[row]].double()
@@ -643,7 +643,7 @@ def test_a_name_means_the_same_from_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     said = serialization.load(tmp_path / "runs/again/config.json")
     assert said.model == f"restore:{tmp_path}/mine.py:TinyNetwork" and said.data.startswith(f"degrade:{tmp_path}/")
-    assert said.restoration.weights == str(path / "final")
+    assert said.modality.weights == str(path / "final")
     assert inference.evaluate_run(tmp_path / again, prompts=2)[0].scored == 2
     assert api.go_on(tmp_path / "runs/again").folder.name == "again"
     assert NETWORK.startswith("restore:/")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from gruppo.config.options import Option, as_text, flag, is_list, options
 from gruppo.config.schema import Config
+from gruppo.config.sections import sections
 from gruppo.config.stages import KINDS
 from gruppo.core.objective import PRESETS
 
@@ -28,6 +29,11 @@ EXPERT = {
 """Options that only ``--help-all`` lists, unless a recipe sets them."""
 OF_CRITICS = {"objective.gamma", "objective.lam", "objective.value_clip", "stage.value_coef"}
 """With ``critic.*``, listed where the objective has a critic."""
+OF_TEXT = {
+    *("rollout.max_new_tokens", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.stop"),
+    *("objective.overlong", "objective.mask_truncated", "stage.temperature", "stage.entropy_coef", "critic.model"),
+}
+"""With ``environment.*``, not listed for models of images."""
 
 
 def config_help(config: Config, command: str, *, is_complete: bool) -> str:
@@ -41,10 +47,12 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
     if command.startswith("explain"):
         lines.append("--names trl, verl, ddpo or sources shows the options under the names that they have there.")
     section: str | None = None
-    for name, option in options(config).items():
-        group = name.rpartition(".")[0]
+    table = options(config)
+    for name in sorted(table, key=lambda name: "." in name):  # the sort is stable: single options first
+        option, group = table[name], name.rpartition(".")[0]
         is_critic = name in OF_CRITICS or group == "critic"
         is_hidden = name in EXPERT or (is_critic and not config.objective.has_critic)
+        is_hidden |= config.modality is not None and (name in OF_TEXT or group == "environment")
         is_hidden |= group == "stage" and bool(config.stages)
         if is_hidden and not is_complete and option.value == option.usual:
             continue
@@ -71,7 +79,8 @@ def command_help(kind: type, name: str, positional: Sequence[str]) -> str:
 def _option_lines(option: Option, *, is_complete: bool) -> list[str]:
     left = f"  {flag(option.name)} {_metavar(option.hint)}"
     summary, _, details = option.help.partition("\n\n")
-    text = " ".join(f"{summary} (default: {as_text(option.value) or 'empty'})".split())
+    is_explained = option.value in (None, "", ()) and "efault: " in summary
+    text = " ".join((summary if is_explained else f"{summary} (default: {as_text(option.value) or 'empty'})").split())
     if len(left) < COLUMN - 1 and len(text) <= 2 * (WIDTH - COLUMN) - 12:
         lines = textwrap.wrap(text, WIDTH, initial_indent=f"{left:<{COLUMN}}", subsequent_indent=" " * COLUMN)
     else:
@@ -95,12 +104,20 @@ def _metavar(hint: Any) -> str:
 # --- completion -------------------------------------------------------------------------------------------------------
 
 
+def all_options() -> dict[str, Option]:
+    """The options of a config with the sections of all modalities."""
+    found = options(Config())
+    for name, kind in sections().items():
+        found |= options(kind(), f"{name}.")
+    return found
+
+
 def completion(shell: str, commands: Mapping[str, type | None], recipes: Sequence[str]) -> str:
     """A script that completes commands, recipes, options and their choices.
 
     ``commands``: each with the dataclass of its own options, or None where it takes a recipe and a config's options.
     """
-    tables = {name: options(kind() if kind else Config()) for name, kind in commands.items()}
+    tables = {name: options(kind()) if kind else all_options() for name, kind in commands.items()}
     if shell == "fish":
         lines = [f"complete -c gruppo -f -n __fish_use_subcommand -a '{' '.join(commands)}'"]
         for name, table in tables.items():
@@ -116,8 +133,8 @@ def completion(shell: str, commands: Mapping[str, type | None], recipes: Sequenc
     for name, table in tables.items():
         words = [flag(option.name) for option in table.values()] + (list(recipes) if commands[name] is None else [])
         cases.append(f'    {name}) words="{" ".join(words)}" ;;')
-    choices = {flag(o.name): _choices(o) for table in tables.values() for o in table.values() if _choices(o)}
-    choice_cases = "\n".join(f'    {name}) words="{" ".join(values)}" ;;' for name, values in choices.items())
+    choices_of = {flag(o.name): _choices(o) for table in tables.values() for o in table.values() if _choices(o)}
+    choice_cases = "\n".join(f'    {name}) words="{" ".join(values)}" ;;' for name, values in choices_of.items())
     return f"""{"autoload -U bashcompinit && bashcompinit" if shell == "zsh" else ""}
 _gruppo() {{
   local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" words=""

@@ -14,6 +14,7 @@ from gruppo.cli import help as help_text
 from gruppo.config import peer_options, serialization
 from gruppo.config.options import Option, convert, describe_type, flag, is_list, nearest, options
 from gruppo.config.schema import Config, CriticConfig
+from gruppo.config.sections import section_name, sections
 from gruppo.config.stages import planned
 from gruppo.loading import is_file_name, load_object
 from gruppo.recipes import RECIPES
@@ -148,6 +149,14 @@ def _split(
 
 
 def _change(config: Config, values: Mapping[str, list[str]], command: str) -> Config:
+    for name in {name.partition(".")[0] for name in values} & sections().keys():
+        if config.modality is None:
+            config = replace(config, modality=sections()[name]())
+        elif section_name(config.modality) != name:
+            raise GruppoError(
+                f"--{name} options were given, but gruppo {command} has --{section_name(config.modality)} options. "
+                f"Leave the --{name} options out, or use a recipe of another modality."
+            )
     table, changes = options(config), {}
     for name, words in values.items():
         if name not in table:

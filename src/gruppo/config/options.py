@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
 
+from gruppo.config.sections import section_name
 from gruppo.core.schedules import parse
 from gruppo.types import GruppoError
 
@@ -64,7 +65,7 @@ class Option:
 
 
 @cache
-def fields_of(kind: type) -> dict[str, tuple[Any, Range | None, str]]:
+def fields_of(kind: Any) -> dict[str, tuple[Any, Range | None, str]]:
     """Type, range and docstring of each field of a dataclass."""
     hints, docs = typing.get_type_hints(kind, include_extras=True), {}
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
@@ -83,10 +84,12 @@ def options(section: Any, prefix: str = "") -> dict[str, Option]:
     """All leaves below a dataclass instance, by dotted name; those of each stage as ``stages.0.lr``."""
     found: dict[str, Option] = {}
     usual = type(section)()
-    for name, (hint, range_, doc) in fields_of(type(section)).items():
+    for name, (hint, range_, doc) in fields_of(type(section)).items():  # type: ignore[arg-type]
         value, path = getattr(section, name), prefix + name
         if dataclasses.is_dataclass(value):
-            found |= options(value, f"{path}.")
+            found |= options(value, f"{section_name(value) if name == 'modality' else path}.")
+        elif name == "modality":
+            continue
         elif nested_type(hint) is not None:
             for index, item in enumerate(value):
                 found |= options(item, f"{path}.{index}.")

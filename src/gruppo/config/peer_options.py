@@ -14,6 +14,7 @@ from typing import Any
 
 from gruppo.config.options import as_text, flag
 from gruppo.config.schema import Config, Stage
+from gruppo.config.sections import sections
 from gruppo.config.stages import highest
 from gruppo.core.schedules import parse
 from gruppo.types import GruppoError
@@ -191,7 +192,8 @@ def _typed(config: Config, name: str) -> str:
         name, value = f"stages.{index}.{leaf}", getattr(config.stages[index], leaf)
     else:
         for field in name.split("."):
-            value = getattr(value, field)
+            kind = sections().get(field) if value is config else None
+            value = config.section(kind) if kind else getattr(value, field)
     if isinstance(value, tuple) and any(isinstance(item, Stage) for item in value):
         value = ",".join(f"{stage.name}:{stage.steps}" if stage.steps else stage.name for stage in value)
     return f"{flag(name)} {as_text(value)}".rstrip()

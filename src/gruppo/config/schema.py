@@ -6,12 +6,14 @@ The first line of a field's docstring is its help on the command line, the rest 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from gruppo.config.options import Count, Fraction, NonNegative, Positive, Range
 from gruppo.core.objective import Objective
 from gruppo.core.schedules import Decay
 from gruppo.types import Sampling
+
+T = TypeVar("T")
 
 IN_MEMORY = "<in memory>"
 """Written in place of a Python object that has no name to load it by."""
@@ -58,91 +60,6 @@ class RolloutConfig:
     @property
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, self.stop)
-
-
-@dataclass(frozen=True)
-class DiffusionConfig:
-    """Sampling and architecture options of diffusion models."""
-
-    steps: Annotated[int, Range(ge=2)] = 10
-    """Denoising steps per sample; the last one is deterministic and not trained on."""
-    transition: str = "ancestral"
-    """Sampler: ancestral, ddim, ddpm, ddpm_large, flow_sde, dance_sde or cps.
-
-    Flow models take ancestral, flow_sde, dance_sde or cps.
-    """
-    eta: float | None = None
-    """Scale of the noise added in a step; default: the sampler's own."""
-    guidance: NonNegative = 1.0
-    """Scale of classifier-free guidance, in sampling and scoring; 1 disables."""
-    noise: Literal["independent", "shared", "branched"] = "independent"
-    """Noise shared within a group.
-
-    shared: the initial latent. branched: all noise but that of one random step, the only one trained on.
-    """
-    train_from: Count = 0
-    """First denoising step to train on."""
-    train_to: Count = 0
-    """Denoising step at which training stops (exclusive); 0 for the last one."""
-    train_fraction: Annotated[float, Range(gt=0, le=1)] = 1.0
-    """Fraction of these steps to train on, sampled per group."""
-    eval_steps: Count = 0
-    """Denoising steps in evaluation, which follows the ODE; 0 for the training value."""
-    path: Literal["flow", "diffusion"] = "flow"
-    """Noise schedule of a new network.
-
-    flow: x = (1 - t) x0 + t e. diffusion: x = sqrt(a) x0 + sqrt(1 - a) e.
-    """
-    shift: Annotated[float, Range(gt=0)] = 1.0
-    """Timestep shift of a new flow model; above 1 gives noisy steps more weight."""
-    predicts: Literal["noise", "x0", "v", "velocity"] = "x0"
-    """Prediction type of a new network."""
-    weighting: Literal["uniform", "clean"] = "clean"
-    """Weighting of a new network's denoising loss; clean is 1 / (sigma^2 + 0.05)."""
-    dropped: Annotated[float, Range(ge=0, lt=1)] = 0.0
-    """Probability of training a new network without the class, for guidance."""
-    width: Annotated[int, Range(ge=8)] = 32
-    """Base channels of a new network."""
-    size: tuple[int, int] | None = None
-    """Height and width of a pipeline's images in pixels; default: the model's own."""
-    embedded_guidance: NonNegative = 3.5
-    """Guidance that FLUX receives as an input; unlike guidance, not classifier-free."""
-
-
-@dataclass(frozen=True)
-class RestorationConfig:
-    """Action and supervised loss of image restoration networks."""
-
-    action: str = "low_resolution"
-    """What a new policy samples: pixels, low_resolution, band_gains or controls.
-
-    With settings: pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15, controls:noise=0-50@25,mix=0-1@1.
-    """
-    weights: str = ""
-    """Initial weights of a new network: a .safetensors file or a policy folder."""
-    patches: Positive = 1
-    """Patches per side of a new policy; each has its own action and may be rewarded."""
-    trains: Literal["all", "action"] | None = None
-    """What is trained; action freezes the network. Default: all, or as saved."""
-    supervises: Literal["output", "base", "told"] | None = None
-    """Image that the supervised loss compares with the clean one.
-
-    Default: output, or as saved. output: at the mean action. base: of the network alone. told: of a network that
-    receives the true controls.
-    """
-    loss: Literal["charbonnier", "l1", "mse"] | None = None
-    """Pixel loss of supervision and consistency. Default: charbonnier, or as saved."""
-    consistency: str = "reference"
-    """Consistency term: reference, equivariance, degradation or file.py:degrade.
-
-    reference: distance to the reference's image. equivariance: under flips and rotations. degradation, or a function of
-    images and prompts: the output, degraded again, matches the input.
-    """
-    action_lr_factor: Annotated[float, Range(gt=0)] = 1.0
-    """Learning rate of the action head, relative to the network's.
-
-    Parameters initialized at 0 need 10 to 50.
-    """
 
 
 @dataclass(frozen=True)
@@ -416,8 +333,11 @@ class Config:
     """Steps between samples shown on screen; 0 disables."""
     objective: Objective = field(default_factory=Objective)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
-    restoration: RestorationConfig = field(default_factory=RestorationConfig)
+    modality: Any = None
+    """Options of the model's modality, such as DiffusionConfig; None for a language model.
+
+    In files and in the shell the section has the modality's name: [diffusion], --diffusion.steps.
+    """
     optim: OptimConfig = field(default_factory=OptimConfig)
     stage: Stage = field(default_factory=Stage)
     """The only stage of a run without stages."""
@@ -440,6 +360,10 @@ class Config:
     def plan(self) -> tuple[Stage, ...]:
         """The stages, in order."""
         return self.stages or (self.stage,)
+
+    def section(self, kind: type[T]) -> T:
+        """The options of a modality, given by their dataclass; its defaults if the run has others or none."""
+        return self.modality if isinstance(self.modality, kind) else kind()
 
     @property
     def updates_per_batch(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from gruppo.config.options import convert, describe_type, fields_of, nested_type
 from gruppo.config.schema import Config, CriticConfig
+from gruppo.config.sections import section_name, sections
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.types import GruppoError
 
@@ -33,7 +34,10 @@ class EntryError(GruppoError):
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    return dataclasses.asdict(config)
+    """Nested settings; the options of the modality under its name."""
+    data = dataclasses.asdict(config)
+    section = data.pop("modality")
+    return data if section is None else data | {section_name(config.modality): section}
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
@@ -66,6 +70,8 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
                 section = section.setdefault(part, {}) if isinstance(section, dict) else None
         if not isinstance(section, dict):
             raise GruppoError(f"{name}: {path[-1]} is a value, not a section of the config. Set {path[-1]} itself.")
+        if name == "modality" and value is not None:
+            leaf = section_name(value)
         section[leaf] = plain(value)
     return from_dict(data)
 
@@ -90,12 +96,21 @@ def preset(name: str) -> Objective:
 
 
 def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
-    fields, values = fields_of(kind), {}
+    fields, values = fields_of(kind), dict[str, Any]()
     for name, value in data.items():
         entry = f"{prefix}{name}"
+        if kind is Config and name in sections():
+            if "modality" in values:
+                other = section_name(values["modality"])
+                raise EntryError(entry, f"the config has sections of two modalities, {other} and {name}. Keep one.")
+            if not isinstance(value, Mapping):
+                raise EntryError(entry, f"config entry {entry} is {value!r}; it needs a section of settings.")
+            values["modality"] = _build(sections()[name], value, f"{entry}.")
+            continue
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1)
-            hint = f" Did you mean {prefix}{near[0]}?" if near else f" Known: {', '.join(sorted(fields))}."
+            known = [*fields, *(sections() if kind is Config else ())]
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" Did you mean {prefix}{near[0]}?" if near else f" Known: {', '.join(sorted(known))}."
             raise EntryError(entry, f"the config has an unknown entry {entry}.{hint}")
         hint = fields[name][0]
         if hint is Objective and isinstance(value, str):
@@ -177,12 +192,12 @@ def _line_of(text: str, entry: str) -> int | None:
 
 def to_toml(config: Config) -> str:
     """The config as TOML that ``load`` reads back, with the help of each option as a comment."""
-    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
-    is_section = {name: dataclasses.is_dataclass(value) for name, value in sections.items()}
-    lines = _toml_fields({name: value for name, value in sections.items() if not is_section[name]}, Config)
-    for name, value in sections.items():
-        if is_section[name] and not (name == "stage" and config.stages):
-            lines += ["", *_toml_section(f"[{name}]", value)]
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
+    is_section = {name: dataclasses.is_dataclass(value) or name == "modality" for name, value in fields.items()}
+    lines = _toml_fields({name: value for name, value in fields.items() if not is_section[name]}, Config)
+    for name, value in fields.items():
+        if is_section[name] and value is not None and not (name == "stage" and config.stages):
+            lines += ["", *_toml_section(f"[{section_name(value) if name == 'modality' else name}]", value)]
     for stage in config.stages:
         lines += ["", *_toml_section("[[stages]]", stage)]
     return "\n".join(lines) + "\n"

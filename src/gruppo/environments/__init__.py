@@ -1,6 +1,6 @@
-"""Environments: what answers the policy, so that it speaks again."""
+"""Environments: functions that reply to the policy, in conversations of several turns."""
 
-from gruppo.environments.conversation import Conversing, converse, failures_of, written
+from gruppo.environments.conversation import ConversationEngine, completion_lengths, converse, environment_failures
 from gruppo.environments.environment import PROVIDED, Environment
 
-__all__ = ["PROVIDED", "Conversing", "Environment", "converse", "failures_of", "written"]
+__all__ = ["PROVIDED", "ConversationEngine", "Environment", "completion_lengths", "converse", "environment_failures"]

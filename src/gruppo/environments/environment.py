@@ -1,4 +1,4 @@
-"""A function that replies to what the policy wrote, and what is held of each conversation between its calls."""
+"""An environment: a function that replies to what the policy wrote, called with a deadline."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from gruppo.timeouts import Unanswered, keywords_of, missing_column, name_of, start, wait_for, within
 from gruppo.types import DataError, GruppoError, Prompt
 
 PROVIDED = ("text", "messages", "state", "turn", "seed", "prompt")
-"""Keywords that every environment can ask for, beside the columns of the data."""
-SAME_TIMEOUTS = 4
-"""Replies that came too late in one turn before the other conversations of the turn count as failed too."""
+"""Keywords that every environment can ask for, besides the columns of the data."""
+MAX_LATE_REPLIES = 4
+"""Late replies in one turn after which the remaining conversations of the turn fail too."""
 
 Reply = list[dict[str, str]] | str
-"""Messages for a conversation; a text for a prompt that is a text."""
+"""Messages in a conversation; a text where the prompt is a text."""
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """One conversation at the point where the environment is to reply."""
+class ReplyRequest:
+    """One conversation at the point where the environment has to reply."""
 
     prompt: Prompt
-    said: Any
-    """Of the policy and the environment so far, in the form of the prompt: messages, or a text."""
+    completion: Any
+    """Everything after the prompt, of the policy and the environment, in the form of the prompt: messages or a text."""
     text: str
     """What the policy has just written."""
     turn: int
@@ -39,17 +38,17 @@ class Asked:
 
 
 class Environment:
-    """Replies by a function, called for one conversation at a time with keywords, and only those in its signature.
+    """Replies by a function that is called for one conversation at a time, with the keywords in its signature.
 
-    ``text`` is what the policy has just written, ``messages`` the whole conversation with its prompt (of a prompt that
-    is a text, the text so far), ``turn`` 1 after the first answer, ``state`` a dict of this conversation's own, empty
-    at first, which rewards can ask for, ``seed`` a number that is the same whenever the run is repeated; and every
-    column of the data, ``Prompt.target`` as ``answer`` and ``target``.
+    ``text`` is what the policy has just written, ``messages`` the whole conversation with its prompt (the text so far,
+    where the prompt is a text), ``turn`` 1 after the first answer, ``state`` a dict of this conversation, empty at
+    first, which rewards can ask for, and ``seed`` a number that is the same whenever the run is repeated; further
+    keywords are the columns of the data, with ``Prompt.target`` as ``answer`` and ``target``.
 
-    It returns None where the conversation is over; or a text, which becomes a user's message; or a message with a role
-    and a content; or a list of messages. An ``async`` function is asked for all conversations of a turn at the same
-    time, any other for one after another. What it raises, and what comes later than ``timeout_s`` seconds, costs this
-    conversation alone.
+    The function returns None where the conversation is over; or a text, which becomes a user's message; or a message
+    with a role and a content; or a list of messages. An ``async`` function is called for all conversations of a turn at
+    the same time, any other for one after another. An exception, or a reply that takes longer than ``timeout_s``
+    seconds, costs only its own conversation.
     """
 
     def __init__(
@@ -62,61 +61,64 @@ class Environment:
     ) -> None:
         if not callable(fn) or isinstance(fn, type | Environment):
             raise GruppoError(
-                f"the environment is {fn!r:.80} ({type(fn).__name__}), which is no function to reply with; it needs "
-                "one such as def reply(text, state) that returns what is said next, or None at the end. Of a class, "
-                "give an instance with __call__."
+                f"the environment is {fn!r:.80} ({type(fn).__name__}), which is not a function; it needs one such as "
+                "def reply(text, state) that returns the reply, or None at the end. For a class, give an instance with "
+                "__call__."
             )
         self.fn, self.turns, self.max_reply_tokens, self.timeout_s = fn, turns, max_reply_tokens, timeout_s
         self.name = name_of(fn)
         self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
         self._parameters, self._takes_all = keywords_of(fn, f"environment {self.name!r}")
-        self._seconds = 0.0
+        self.elapsed_s = 0.0
+        """Seconds spent in ``replies`` so far."""
 
     def check(self, columns: Collection[str]) -> None:
-        """Refuse a function that asks for a column which the data do not have."""
+        """Refuse a function that asks for a column that the data do not have."""
         known = {*PROVIDED, *columns}
         for name, required in self._parameters.items():
             if required and name not in known:
                 raise DataError(missing_column(f"environment {self.name!r}", name, columns, PROVIDED))
 
-    def replies(self, asked: Mapping[int, Asked]) -> dict[int, Reply | Unanswered | None]:
-        """By the same key: what is said next, None at the end of the conversation, or why there is no reply."""
+    def replies(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Reply | Unanswered | None]:
+        """By the same key: the reply, None at the end of the conversation, or why there is no reply."""
         began = time.perf_counter()
         try:
-            return self._at_once(asked) if self.is_async else self._in_turn(asked)
+            return self._concurrent(requests) if self.is_async else self._sequential(requests)
         finally:
-            self._seconds += time.perf_counter() - began
+            self.elapsed_s += time.perf_counter() - began
 
-    def taken_s(self) -> float:
-        """Seconds that replies took since this was last asked."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _in_turn(self, asked: Mapping[int, Asked]) -> dict[int, Any]:
-        """One after another in one thread; in a new one after each reply that comes too late."""
+    def _sequential(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Any]:
+        """One after another in one thread; in a new one after each late reply."""
         answers: dict[int, Any] = {}
-        waiting, late = list(asked), 0
+        waiting, late = list(requests), 0
         while waiting:
-            if late == SAME_TIMEOUTS:
-                problem = Unanswered("timeout", f"not asked: {late} replies of this turn came too late")
+            if late == MAX_LATE_REPLIES:
+                problem = Unanswered("timeout", f"skipped: {late} replies of this turn were late")
                 return answers | dict.fromkeys(waiting, problem)
-            given = self._until_late([asked[key] for key in waiting])
-            answers |= dict(zip(waiting, given, strict=False))
-            waiting = waiting[len(given) :]
+            finished = self._until_late([requests[key] for key in waiting])
+            answers |= dict(zip(waiting, finished, strict=False))
+            waiting = waiting[len(finished) :]
             late += 1
         return answers
 
-    def _until_late(self, asked: Sequence[Asked]) -> list[Any]:
-        """Of the first conversations, up to one whose reply is late."""
+    def _until_late(self, requests: Sequence[ReplyRequest]) -> list[Any]:
+        """Replies of the first conversations, up to one that is late."""
         answers: list[Any] = []
-        begun, is_over = [time.monotonic()], threading.Event()
+        began, is_over = [time.monotonic()], threading.Event()
 
         def work() -> None:
-            for one in asked:
+            for request in requests:
                 if is_over.is_set():
                     return
-                begun[0] = time.monotonic()
-                answer = _caught(partial(self._reply, one))
+                began[0] = time.monotonic()
+                try:
+                    raw = self.fn(**self._keywords(request))
+                    raw = wait_for(raw) if inspect.isawaitable(raw) else raw
+                    answer: Reply | Unanswered | None = parse_reply(raw, request.prompt.inputs)
+                except Unanswered as problem:
+                    answer = problem
+                except (Exception, SystemExit) as error:
+                    answer = Unanswered.of(error)
                 if not is_over.is_set():
                     answers.append(answer)
 
@@ -124,119 +126,89 @@ class Environment:
             within(work, None)
             return answers
         call = start(work)
-        while not call.done.wait(max(begun[0] + self.timeout_s - time.monotonic(), 0.001)):
-            if time.monotonic() - begun[0] >= self.timeout_s:
+        while not call.done.wait(max(began[0] + self.timeout_s - time.monotonic(), 0.001)):
+            if time.monotonic() - began[0] >= self.timeout_s:
                 is_over.set()
                 call.abandon()
                 return [*answers, Unanswered("timeout", f"no answer within {self.timeout_s:.3g} s")]
         call.result()
         return answers
 
-    def _reply(self, asked: Asked) -> Reply | None:
-        try:
-            raw = self._call(asked)
-            raw = wait_for(raw) if inspect.isawaitable(raw) else raw
-        except (Exception, SystemExit) as error:
-            raise Unanswered.of(error) from error
-        return reply_of(raw, asked.prompt.inputs)
-
-    def _at_once(self, asked: Mapping[int, Asked]) -> dict[int, Any]:
-        async def kept(key: int) -> Any:
+    def _concurrent(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Any]:
+        async def call(request: ReplyRequest) -> Any:
             try:
-                return await self._call(asked[key])
+                return await self.fn(**self._keywords(request))
             except SystemExit as error:  # it would end the event loop
-                return error
+                return Unanswered.of(error)
 
-        async def one(key: int) -> Any:
+        async def reply(request: ReplyRequest) -> Any:
             began = time.monotonic()
             try:
-                return await asyncio.wait_for(kept(key), self.timeout_s)
+                raw = await asyncio.wait_for(call(request), self.timeout_s)
+                return raw if isinstance(raw, Unanswered) else parse_reply(raw, request.prompt.inputs)
+            except Unanswered as problem:
+                return problem
             except Exception as error:
+                # a TimeoutError of the function itself is an ordinary exception
                 is_late = self.timeout_s is not None and time.monotonic() - began >= self.timeout_s
                 if isinstance(error, TimeoutError) and is_late:
                     return Unanswered("timeout", f"no answer within {self.timeout_s:.3g} s")
-                return error
+                return Unanswered.of(error)
 
-        async def every() -> list[Any]:
-            return list(await asyncio.gather(*(one(key) for key in asked)))
+        async def reply_all() -> list[Any]:
+            return await asyncio.gather(*map(reply, requests.values()))
 
-        longest = None if self.timeout_s is None else self.timeout_s + 1.0  # a coroutine that blocks is no good waiter
+        # wait_for cannot interrupt a coroutine that blocks the event loop
+        deadline = None if self.timeout_s is None else self.timeout_s + 1.0
         try:
-            raw = within(lambda: wait_for(every()), longest)
+            answers = within(lambda: wait_for(reply_all()), deadline)
         except Unanswered as problem:
             if problem.kind == "timeout":
-                said = f"no answer within {self.timeout_s:.3g} s: a coroutine blocks, and all others with it"
-                problem = Unanswered("timeout", f"{said}. Await what takes time, or write def in place of async def.")
-            return dict.fromkeys(asked, problem)
-        return {key: _caught(partial(_answered, entry, asked[key])) for key, entry in zip(asked, raw, strict=True)}
+                text = f"no answer within {self.timeout_s:.3g} s: a coroutine blocks, and all others with it"
+                problem = Unanswered("timeout", f"{text}. Await what takes time, or write def instead of async def.")
+            return dict.fromkeys(requests, problem)
+        return dict(zip(requests, answers, strict=True))
 
-    def _call(self, asked: Asked) -> Any:
-        prompt = asked.prompt
-        keywords: dict[str, Any] = {name: _own(value) for name, value in prompt.meta.items()}
-        if prompt.target is not None:
-            keywords = {"answer": _own(prompt.target), "target": _own(prompt.target)} | keywords
-        keywords |= dict.fromkeys(
-            name for name, required in self._parameters.items() if required and name not in keywords
-        )
-        keywords |= {
-            "text": asked.text,
-            "messages": messages_of(prompt.inputs, asked.said),
-            "state": asked.state,
-            "turn": asked.turn,
-            "seed": asked.seed,
-            "prompt": _own(prompt.inputs),
+    def _keywords(self, request: ReplyRequest) -> dict[str, Any]:
+        """Arguments of the function: copies, apart from the state, so that it cannot change the data."""
+        prompt, completion = request.prompt, request.completion
+        targets = {} if prompt.target is None else {"answer": prompt.target, "target": prompt.target}
+        values = {
+            **targets,
+            **prompt.meta,
+            "text": request.text,
+            "messages": prompt.inputs + completion if isinstance(prompt.inputs, str) else [*prompt.inputs, *completion],
+            "state": request.state,
+            "turn": request.turn,
+            "seed": request.seed,
+            "prompt": prompt.inputs,
         }
-        return self.fn(**{k: v for k, v in keywords.items() if self._takes_all or k in self._parameters})
+        values |= dict.fromkeys(name for name, required in self._parameters.items() if required and name not in values)
+        return {
+            name: copy.deepcopy(value) if isinstance(value, list | dict) and name != "state" else value
+            for name, value in values.items()
+            if self._takes_all or name in self._parameters
+        }
 
 
-def _own(value: Any) -> Any:
-    """A copy of what can be changed: a function that changes it changes no data."""
-    return copy.deepcopy(value) if isinstance(value, list | dict) else value
-
-
-def messages_of(inputs: Any, said: Any) -> Any:
-    """The prompt and what was said after it, as one: messages of one's own, or a text."""
-    if isinstance(inputs, str):
-        return inputs + said
-    return [dict(message) for message in (*inputs, *said)]
-
-
-def reply_of(raw: Any, inputs: Any) -> Reply | None:
-    """What an environment returned, as messages or as a text; Unanswered where it is neither."""
-    if raw is None:
-        return None
-    if isinstance(inputs, str):
-        if isinstance(raw, str):
-            return raw
-        raise _not_understood(raw, "the prompt is a text, so a reply is a text, or None at the end")
+def parse_reply(raw: Any, inputs: Any) -> Reply | None:
+    """What an environment returned, as messages, or as a text where the prompt is one. Raises Unanswered for others."""
+    if raw is None or (isinstance(raw, str) and isinstance(inputs, str)):
+        return raw
     if isinstance(raw, str):
         return [{"role": "user", "content": raw}]
     messages = [raw] if isinstance(raw, Mapping) else raw
-    wanted = "a reply is a text, a message with a role and a content, a list of messages, or None at the end"
-    if not isinstance(messages, Sequence) or not messages:
-        raise _not_understood(raw, wanted)
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
-            raise _not_understood(raw, wanted)
-        if message["role"] == "assistant":
-            raise _not_understood(raw, "the assistant is the policy, for whom nobody else speaks")
+    need = ""
+    if isinstance(inputs, str):
+        need = "the prompt is a text, so a reply is a text, or None at the end"
+    elif (
+        not isinstance(messages, Sequence)
+        or not messages
+        or not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in messages)
+    ):
+        need = "a reply is a text, a message with a role and a content, a list of messages, or None at the end"
+    elif any(message["role"] == "assistant" for message in messages):
+        need = "the assistant is the policy, and only the policy writes its messages"
+    if need:
+        raise Unanswered("exception", f"returned {raw!r:.80} ({type(raw).__name__}); {need}", type(raw).__name__)
     return [dict(message) for message in messages]
-
-
-def _not_understood(raw: Any, wanted: str) -> Unanswered:
-    return Unanswered("exception", f"returned {raw!r:.80} ({type(raw).__name__}); {wanted}", type(raw).__name__)
-
-
-def _answered(entry: Any, asked: Asked) -> Reply | None:
-    if isinstance(entry, Unanswered):
-        raise entry
-    if isinstance(entry, BaseException):
-        raise Unanswered.of(entry)
-    return reply_of(entry, asked.prompt.inputs)
-
-
-def _caught(answer: Callable[[], Any]) -> Any:
-    try:
-        return answer()
-    except Unanswered as problem:
-        return problem

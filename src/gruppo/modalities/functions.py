@@ -7,10 +7,9 @@ from typing import Any
 from gruppo import distributed as dist
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.text.custom import is_made, names_function
-from gruppo.modalities.text.load import placed
+from gruppo.modalities.text.custom import is_custom, names_function, open_custom, open_saved
+from gruppo.modalities.text.load import place
 from gruppo.modalities.text.modality import found_model
-from gruppo.modalities.text.modules import open_made, open_saved
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.protocols import Modality, Policy, PromptSource, digest
 from gruppo.types import GruppoError
@@ -22,7 +21,7 @@ class FunctionModality(Modality):
     name = "function"
 
     def matches(self, model: str) -> bool:
-        return bool(model) and model != IN_MEMORY and (names_function(model) or is_made(model_of(model)))
+        return bool(model) and model != IN_MEMORY and (names_function(model) or is_custom(model_of(model)))
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
         policy = self.load(config.model, compute=config.compute, seed=config.seed)
@@ -44,8 +43,8 @@ class FunctionModality(Modality):
         seed: int = 0,
     ) -> Policy:
         path = model_of(model)
-        policy = open_saved(path, seed=seed) if is_made(path) else open_made(path, seed=seed)
-        return placed(policy, compute) if isinstance(policy, TextPolicy) else policy
+        policy = open_saved(path, seed=seed) if is_custom(path) else open_custom(path, seed=seed)
+        return place(policy, compute) if isinstance(policy, TextPolicy) else policy
 
 
 FUNCTION = FunctionModality()

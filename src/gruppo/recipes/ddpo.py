@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gruppo.config.schema import (
     Config,
-    DiffusionConfig,
     EvaluationConfig,
     OptimConfig,
     ReferenceConfig,
@@ -13,6 +12,7 @@ from gruppo.config.schema import (
     Stage,
 )
 from gruppo.core.objective import Objective
+from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.recipes.digits import PRETRAINED
 
 
@@ -36,7 +36,7 @@ def ddpo() -> Config:
         steps=200,
         objective=Objective(kl="exact", clip_unit="nats", clip_low=0.2, clip_high=0.2),
         rollout=RolloutConfig(prompts=16, group_size=8),
-        diffusion=DiffusionConfig(eta=1.0),
+        modality=DiffusionConfig(eta=1.0),
         optim=OptimConfig(lr=5e-5, minibatches=2),
         stage=Stage(kl_coef=0.04),
         reference=ReferenceConfig(kind="mixed", update_rate=0.6, update_every=50),

@@ -12,7 +12,6 @@ from typing import Any
 
 from gruppo.config.schema import (
     Config,
-    DiffusionConfig,
     EvaluationConfig,
     OptimConfig,
     RolloutConfig,
@@ -21,6 +20,7 @@ from gruppo.config.schema import (
     Stage,
     SupervisedConfig,
 )
+from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.recipes.pictures import CLOSE
 
 PRETRAINED = "runs/digits-pretrain"
@@ -42,7 +42,7 @@ def digits_pretrain() -> Config:
         reward=("gruppo.recipes.digits:reads_as_asked",),
         name="digits-pretrain",
         steps=4500,
-        diffusion=DiffusionConfig(shift=3.0),
+        modality=DiffusionConfig(shift=3.0),
         optim=OptimConfig(lr=2e-3, warmup_steps=50, decay="cosine"),
         stage=Stage(rl_coef=0.0, sup_coef=1.0),
         supervised=SupervisedConfig(batch=128),
@@ -67,7 +67,7 @@ def digits_compress() -> Config:
         steps=170,
         objective=replace(CLOSE, scale="batch"),
         rollout=RolloutConfig(prompts=40, group_size=8),
-        diffusion=DiffusionConfig(noise="branched"),
+        modality=DiffusionConfig(noise="branched"),
         optim=OptimConfig(lr=5e-5, decay="linear", final_lr_frac=0.2),
         stage=Stage(kl_coef=0.005),
         scoring=ScoringConfig(weights=(5.0, 1.0)),
@@ -89,7 +89,7 @@ def digits_sevens() -> Config:
         steps=100,
         objective=CLOSE,
         scoring=ScoringConfig(),
-        diffusion=DiffusionConfig(noise="branched", train_to=6),
+        modality=DiffusionConfig(noise="branched", train_to=6),
         optim=OptimConfig(lr=1.5e-4),
         stage=Stage(kl_coef=0.02),
     )

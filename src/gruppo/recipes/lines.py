@@ -7,13 +7,13 @@ from gruppo.config.schema import (
     EvaluationConfig,
     OptimConfig,
     PromptsConfig,
-    RestorationConfig,
     RolloutConfig,
     SavingConfig,
     Stage,
     SupervisedConfig,
 )
 from gruppo.core.objective import Objective
+from gruppo.modalities.restoration.config import RestorationConfig
 
 
 def restore_text() -> Config:
@@ -30,7 +30,7 @@ def restore_text() -> Config:
         data="lines:blur=0.8-1.8,noise=5-40,count=5000,clean=no",
         reward=("ocr_accuracy",),
         steps=1060,
-        restoration=RestorationConfig(
+        modality=RestorationConfig(
             action="controls:blur=0-2.5@2,noise=0-60@30,mix=0-1@1,std=0.15,unit=true", supervises="told"
         ),
         objective=Objective(),

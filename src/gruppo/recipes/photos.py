@@ -6,7 +6,6 @@ from gruppo.config.schema import (
     Config,
     EvaluationConfig,
     OptimConfig,
-    RestorationConfig,
     RolloutConfig,
     SavingConfig,
     ScoringConfig,
@@ -14,6 +13,7 @@ from gruppo.config.schema import (
     SupervisedConfig,
 )
 from gruppo.core.objective import Objective
+from gruppo.modalities.restoration.config import RestorationConfig
 
 
 def denoise_photos() -> Config:
@@ -29,7 +29,7 @@ def denoise_photos() -> Config:
         data="photos:noise=25",
         reward=("psnr", "jpeg_compressibility:quality=90,without_header=true"),
         steps=6170,
-        restoration=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0),
+        modality=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0),
         objective=Objective(),
         rollout=RolloutConfig(prompts=8, group_size=8),
         optim=OptimConfig(lr=2e-3),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gruppo.config.schema import (
     Config,
-    DiffusionConfig,
     EvaluationConfig,
     OptimConfig,
     RolloutConfig,
@@ -12,6 +11,7 @@ from gruppo.config.schema import (
     Stage,
 )
 from gruppo.core.objective import Objective
+from gruppo.modalities.diffusion.config import DiffusionConfig
 
 CLOSE = Objective(kl="exact", clip_unit="nats", clip_low=1.0, clip_high=1.0)
 """GRPO with a KL in closed form and a clip in nats of a step's joint density."""
@@ -28,7 +28,7 @@ def pictures() -> Config:
         steps=200,
         objective=CLOSE,
         rollout=RolloutConfig(prompts=4, group_size=8),
-        diffusion=DiffusionConfig(noise="branched"),
+        modality=DiffusionConfig(noise="branched"),
         optim=OptimConfig(lr=1e-5, warmup_steps=5),
         stage=Stage(kl_coef=0.01),
         evaluation=EvaluationConfig(prompts=16, every=50),

@@ -9,7 +9,6 @@ from gruppo.config.schema import (
     Config,
     EvaluationConfig,
     OptimConfig,
-    RestorationConfig,
     RolloutConfig,
     SavingConfig,
     ScoringConfig,
@@ -17,6 +16,7 @@ from gruppo.config.schema import (
     SupervisedConfig,
 )
 from gruppo.core.objective import Objective
+from gruppo.modalities.restoration.config import RestorationConfig
 
 PLAIN = Objective(kl="exact")
 """GRPO with the KL in closed form; the clip is of an action's joint density, which has few dimensions."""
@@ -35,7 +35,7 @@ def restore() -> Config:
         data="photos:noise=25",
         reward=("psnr",),
         steps=3000,
-        restoration=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=2.0),
+        modality=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=2.0),
         objective=PLAIN,
         rollout=RolloutConfig(prompts=16, group_size=8),
         optim=OptimConfig(lr=1e-3),
@@ -64,7 +64,7 @@ def restore_progressive() -> Config:
         data="photos:noise=25",
         reward=("psnr", "ssim"),
         steps=1000,
-        restoration=RestorationConfig(action="low_resolution:grid=8,std=0.02", action_lr_factor=20.0),
+        modality=RestorationConfig(action="low_resolution:grid=8,std=0.02", action_lr_factor=20.0),
         objective=replace(PLAIN, adv_clip=3.0),
         rollout=RolloutConfig(prompts=8, group_size=8),
         optim=OptimConfig(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0, terms_every=50),
@@ -102,7 +102,7 @@ def restore_quick() -> Config:
         staged,
         model="",
         steps=200,
-        restoration=RestorationConfig(action_lr_factor=20.0),
+        modality=RestorationConfig(action_lr_factor=20.0),
         optim=replace(staged.optim, lr=5e-5, warmup_steps=10),
         stages=(),
         stage=Stage(sup_coef=0.5, cons_coef=0.1, kl_coef=0.01),

@@ -126,52 +126,45 @@ class FunctionReward:
         self._data_columns.update(columns)
 
     def prepare(self, rollouts: Rollouts, step: int, max_steps: int) -> RowCall:
-        columns, per_row = columns_of(rollouts.prompts), rollouts.per_row
-        is_image = any(isinstance(output, Tensor) for output in rollouts.completions)
-        extra = ["images"] * is_image + ["state"] * ("state" in per_row)
+        columns, per_row, outputs = columns_of(rollouts.prompts), rollouts.per_row, rollouts.completions
+        prompts = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
+        if "policy_text" in per_row:  # of a text with an environment's replies, show only what the policy wrote
+            pairs = zip(outputs, per_row["policy_text"], strict=True)
+            outputs = [text if isinstance(output, str) else output for output, text in pairs]
+        cells: dict[str, Sequence[Any]] = {"prompts": [prompt.inputs for prompt in prompts], "completions": outputs}
+        if any(isinstance(output, Tensor) for output in outputs):
+            cells["images"] = outputs
+        if "state" in per_row:
+            cells["state"] = per_row["state"]
+        copied = {*cells}
         # A batch may lack a column that other prompts of the data have: it is then None in all rows.
-        self.check({*self._data_columns, *columns, *extra})
+        self.check({*self._data_columns, *columns, *cells})
         if self.scores_steps and self.decode is None:
             raise GruppoError(
                 f"reward {self.name!r} scores steps and needs the policy's decoder to find the token that ends each. "
                 "Call RewardSet.set_decoder(policy.chat.text) first."
             )
-        required = [name for name, is_required in self._parameters.items() if is_required]
-        requested = dict.fromkeys([*self._provided, *extra, *columns, *required])
-        requested = {name: None for name in requested if self._takes_all or name in self._parameters}
-        if rollouts.actions.ndim != 2 and "completion_ids" not in self._parameters:
-            requested.pop("completion_ids", None)  # actions that are not tokens: slow to list, read by nobody
-        prompt_of = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
+        if "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2):
+            actions = zip(rollouts.actions, rollouts.mask, strict=True)
+            cells["completion_ids"] = [ids[mask].tolist() for ids, mask in actions]
+        for name in {*columns, *(name for name, is_required in self._parameters.items() if is_required)}:
+            if name not in cells and name not in self._provided:
+                target_names = ("answer", "target")
+                cells[name] = [x.meta.get(name, x.target if name in target_names else None) for x in prompts]
+        cells = {name: values for name, values in cells.items() if self._takes_all or name in self._parameters}
 
         def call(rows: Sequence[int]) -> Answer:
-            answer, prompts = Answer(len(rows)), [prompt_of[row] for row in rows]
-            steps = [split_steps(text_of(rollouts.completions[row]), self.separator) for row in rows if self.separator]
-            arguments: dict[str, Any] = {}
-            for name in requested:
-                if name == "prompts":
-                    arguments[name] = [_copied(prompt.inputs) for prompt in prompts]
-                elif name == "completions" or (name == "images" and is_image):
-                    outputs = [(rollouts.completions[row], row) for row in rows]
-                    # In a text with an environment's replies, only what the policy wrote is shown.
-                    arguments[name] = [
-                        _copied(per_row["words"][row] if isinstance(x, str) and "words" in per_row else x)
-                        for x, row in outputs
-                    ]
-                elif name == "completion_ids":
-                    arguments[name] = [rollouts.actions[row][rollouts.mask[row]].tolist() for row in rows]
-                elif name == "trainer_state":
-                    arguments[name] = TrainerState(step, max_steps)
-                elif name in ("log_metric", "log_extra"):
-                    arguments[name] = getattr(answer, name)
-                elif name == "steps" and self.scores_steps:
-                    arguments[name] = [[step.text for step in row] for row in steps]
-                elif name == "state" and "state" in per_row:
-                    arguments[name] = [dict(per_row["state"][row]) for row in rows]
-                else:
-                    arguments[name] = [
-                        prompt.meta.get(name, prompt.target if name in ("answer", "target") else None)
-                        for prompt in prompts
-                    ]
+            answer = Answer(len(rows))
+            arguments: dict[str, Any] = {
+                name: [_copied(values[row]) if name in copied else values[row] for row in rows]
+                for name, values in cells.items()
+            }
+            once = {"trainer_state": TrainerState(step, max_steps)}
+            once |= {"log_metric": answer.log_metric, "log_extra": answer.log_extra}
+            if self.scores_steps:
+                steps = [split_steps(text_of(rollouts.completions[row]), self.separator) for row in rows]
+                once["steps"] = [[step.text for step in row] for row in steps]
+            arguments |= {name: value for name, value in once.items() if self._takes_all or name in self._parameters}
             returned = self.fn(**arguments)
             returned = wait_for(returned) if inspect.isawaitable(returned) else returned
             answer.values = _as_list(returned, len(rows))
@@ -278,12 +271,12 @@ def _as_list(returned: Any, size: int) -> list[Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of messages and images, so that a function that edits them in place does not edit the rollouts."""
+    """A copy of messages, images and state, so that a function that edits them in place does not edit the rollouts."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, list):
-        return [dict(part) if isinstance(part, dict) else part for part in value]
-    return value
+        return [_copied(part) if isinstance(part, dict) else part for part in value]
+    return dict(value) if isinstance(value, dict) else value
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from gruppo.core.images import as_saved
-from gruppo.rewards.images import NAN, Image, ImageReward, is_finite, without_deadline
+from gruppo.rewards.images import NAN, Image, ImageReward
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError
 
@@ -41,26 +42,23 @@ def classifier(
         raise GruppoError(f"{name} got output={output!r}; it needs probability or log_probability.")
     module.requires_grad_(False).eval()
 
-    def score(images: Sequence[Image], labels: Sequence[Any]) -> list[float | None]:
+    def by_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
         scores: list[float | None] = []
-        for image, nats, own in zip(images, log_probabilities(module, images, batch), labels, strict=True):
-            if own is None:
+        for image, nats, index in zip(images, log_probabilities(module, images, batch), label, strict=True):
+            if index is None:
                 scores.append(None)
                 continue
-            nats = nats[int(own)] if is_finite(image) else nats[int(own)] * NAN
+            nats = nats[int(index)] if image.isfinite().all() else nats[int(index)] * NAN
             value = nats if output == "log_probability" else nats.exp()
             scores.append(float(value if floor is None else value.clamp(min=floor)))
         return scores
 
-    def by_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
-        return score(images, label)
-
     def by_constant(images: Sequence[Image], **_: Any) -> list[float | None]:
-        return score(images, [label] * len(images))
+        return by_column(images, [label] * len(images))
 
     reward = by_column if label is None else by_constant
-    reward.__name__ = name
-    return without_deadline(reward)
+    reward.__name__, reward.timeout_s = name, None  # type: ignore[attr-defined]  # see per_image
+    return reward
 
 
 @torch.no_grad()
@@ -80,18 +78,10 @@ class ImageClassifier(nn.Module):
 
     def __init__(self, channels: int = 1, classes: int = 10, width: int = 16) -> None:
         super().__init__()
-        self.trunk = nn.Sequential(
-            nn.Conv2d(channels, width, 3, padding=1),
-            nn.GELU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(width, 2 * width, 3, padding=1),
-            nn.GELU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(2 * width, 4 * width, 3, padding=1),
-            nn.GELU(),
-            nn.AdaptiveMaxPool2d(3),
-            nn.Flatten(),
-        )
+        layers: list[nn.Module] = []
+        for before, after in pairwise((channels, width, 2 * width, 4 * width)):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.GELU(), nn.MaxPool2d(2)]
+        self.trunk = nn.Sequential(*layers[:-1], nn.AdaptiveMaxPool2d(3), nn.Flatten())
         self.head = nn.Linear(36 * width, classes)
 
     def forward(self, images: Float[Tensor, "b C H W"]) -> Float[Tensor, "b classes"]:

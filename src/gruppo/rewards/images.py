@@ -171,17 +171,15 @@ def ocr_accuracy(read: OcrReader | None = None, *, line: bool = True, ignore_cas
 def _ocr_reward(name: str, read: OcrReader | None, line: bool, ignore_case: bool) -> ImageReward:
     reader = read or rapidocr(line=line)
 
-    def letters(text: Any) -> str:
-        joined = "".join(str(text).split())
-        return joined.casefold() if ignore_case else joined
+    normalise: Callable[[str], str] = str.casefold if ignore_case else str
 
     def score(image: Image, text: Any) -> float | None:
-        if not (expected := letters(text)):
+        if not (expected := normalise("".join(str(text).split()))):
             return None
-        found = letters(reader(np.asarray(to_pillow(image).convert("RGB"))))
+        found = normalise("".join(reader(np.asarray(to_pillow(image).convert("RGB"))).split()))
         return max(0.0, 1 - edit_distance(found, expected) / len(expected))
 
-    return without_deadline(per_image(name, score, "text"))
+    return per_image(name, score, "text", is_network=True)
 
 
 def edit_distance(a: str, b: str) -> int:
@@ -285,8 +283,11 @@ def _saved_like(image: Image, other: Any, what: str) -> Float[Tensor, "1 C H W"]
 # --- shared -----------------------------------------------------------------------------------------------------------
 
 
-def per_image(name: str, score: Callable[..., float | None], *columns: str) -> ImageReward:
-    """Reward function ``name(images, **columns)`` that scores one image at a time, with its cells of the columns."""
+def per_image(name: str, score: Callable[..., float | None], *columns: str, is_network: bool = False) -> ImageReward:
+    """Reward function ``name(images, **columns)`` that scores one image at a time, with its cells of the columns.
+
+    ``is_network``: without a deadline, since a retry after it would start a second forward pass beside the first.
+    """
 
     def reward(images: Sequence[Image], **data: Sequence[Any]) -> list[float | None]:
         rows = zip(images, *(data[column] for column in columns), strict=True)
@@ -296,6 +297,8 @@ def per_image(name: str, score: Callable[..., float | None], *columns: str) -> I
     # The signature is what tells FunctionReward which columns of the data to pass.
     arguments = [inspect.Parameter(argument, inspect.Parameter.KEYWORD_ONLY) for argument in ("images", *columns)]
     reward.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
+    if is_network:
+        reward.timeout_s = None  # type: ignore[attr-defined]
     return reward
 
 
@@ -303,18 +306,7 @@ def score_or_nothing(score: Callable[..., Any], image: Image, *cells: Any) -> An
     """The score of an image; None where a cell is missing, NaN where a pixel is not finite."""
     if any(cell is None for cell in cells):
         return None
-    return score(image, *cells) if is_finite(image) else NAN
-
-
-def is_finite(image: Image) -> bool:
-    """Whether every pixel is a finite number."""
-    return bool(image.isfinite().all())
-
-
-def without_deadline(reward: ImageReward) -> ImageReward:
-    """A forward pass is waited for: a retry after a deadline would start a second one beside it."""
-    reward.timeout_s = None  # type: ignore[attr-defined]
-    return reward
+    return score(image, *cells) if image.isfinite().all() else NAN
 
 
 def jpeg_bytes(image: Image, quality: int = 95) -> int:

@@ -73,13 +73,7 @@ class RewardModel:
     ) -> list[float]:
         texts = [self.encode(*pair) for pair in zip(prompts, completions, strict=True)]
         texts = self.network.truncate(texts, self.__name__, log_metric)
-        logits = self.network.logits(texts)
-        if any(x.ndim != 1 for x in logits):
-            raise GruppoError(
-                f"reward model {self.network.name} gave logits of shape {list(logits[0].shape)} for one text; an "
-                "outcome model gives one number per label. For a model that scores steps use process_reward."
-            )
-        return [float(self.network.scores(x)) for x in logits]
+        return [float(score) for score in self.network.scores(texts)]
 
     def encode(self, prompt: Any, completion: Any) -> list[int]:
         """Token ids of one text. An assistant message that the prompt begins is continued."""
@@ -147,17 +141,12 @@ class ProcessRewardModel:
             texts.append(ids)
             ends.append(positions)
         truncated = self.network.truncate(texts, self.__name__, log_metric)
-        logits = self.network.logits(truncated)
-        if any(x.ndim != 2 for x in logits):
-            raise GruppoError(
-                f"reward model {self.network.name} gave logits of shape {list(logits[0].shape)} for one text; a "
-                "process model gives numbers for each token. For a model of whole texts use reward_model."
-            )
         scores = []
-        for before, after, positions, x in zip(texts, truncated, ends, logits, strict=True):
-            of_token, lost = self.network.scores(x).tolist(), len(before) - len(after)
-            # Of a truncated text, the first id may be the kept opening token rather than the end of a step.
-            scores.append([of_token[end - lost] if end - lost >= (lost > 0) else None for end in positions])
+        of_token = self.network.scores(truncated)
+        for before, after, positions, x in zip(texts, truncated, ends, of_token, strict=True):
+            values, lost = x.tolist(), len(before) - len(after)
+            # The first id of a truncated text may be its opening token, which is not the end of a step.
+            scores.append([values[end - lost] if end - lost >= (lost > 0) else None for end in positions])
         if self.score == "steps":
             return scores
         known = [[score for score in row if score is not None] for row in scores]
@@ -233,9 +222,21 @@ class ScoringNetwork:
                 f"reward model {self.name} knows {vocabulary} token ids, and its tokenizer writes "
                 f"{len(self.tokenizer)}: they do not fit. Use the tokenizer that the model was trained with."
             )
-        self.output, self.label = output, self._label_index(label)
+        config = self.module.config
+        count = int(getattr(config, "num_labels", 1))
+        names = {str(name): int(n) for n, name in (getattr(config, "id2label", None) or {}).items()}
+        default = count - 1 if count <= 2 else None  # of more than two labels, nobody knows which is good
+        index = default if label is None else names.get(str(label), label)
+        index = int(index) if str(index).isdecimal() else index
+        if not isinstance(index, int) or not 0 <= index < count:
+            raise GruppoError(
+                f"reward model {self.name} got label={label!r}; it has {', '.join(names) or f'0 to {count - 1}'}. Set "
+                f"label to the good one's name or number, such as label={count - 1}."
+            )
+        self.head, self.output, self.label = head, output, index
         self.memory_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
         self.batch_tokens, self._has_warned = batch_tokens, False
+        self._config = config.get_text_config() if hasattr(config, "get_text_config") else config
         limits = (getattr(self._config, "max_position_embeddings", None), self.tokenizer.model_max_length)
         longest = min((int(n) for n in limits if n and 0 < n < NO_LIMIT), default=NO_LIMIT)
         self.max_length = max_length or longest
@@ -244,30 +245,6 @@ class ScoringNetwork:
             log.info("reward model %s: offload=True changes nothing, there is no accelerator here.", self.name)
         self.device = torch.device("cpu") if offload else self.device
         self.module.to(self.device)
-
-    @property
-    def _config(self) -> Any:
-        config = self.module.config
-        return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-    def _label_index(self, label: int | str | None) -> int:
-        count = int(getattr(self.module.config, "num_labels", 1))
-        names = {str(name): int(n) for n, name in (getattr(self.module.config, "id2label", None) or {}).items()}
-        if label is None:
-            if count > 2:
-                raise GruppoError(
-                    f"reward model {self.name} has {count} labels, {', '.join(names)}; it needs to know which is good. "
-                    f"Set label={count - 1}, or its name."
-                )
-            return count - 1
-        index = names.get(str(label), label)
-        index = int(index) if str(index).isdecimal() else index
-        if not isinstance(index, int) or not 0 <= index < count:
-            raise GruppoError(
-                f"reward model {self.name} has no label {label!r}; it has {', '.join(names) or f'0 to {count - 1}'}. "
-                "Set label to one of them or its number."
-            )
-        return index
 
     def truncate(self, texts: Sequence[list[int]], name: str, log_metric: LogMetric | None = None) -> list[list[int]]:
         """The last ``max_length`` ids of each text, after the opening token where texts have one."""
@@ -291,8 +268,11 @@ class ScoringNetwork:
         return result
 
     @torch.no_grad()
-    def logits(self, rows: Sequence[list[int]]) -> list[Tensor]:
-        """[labels] or [length, labels] of each row; float32 on the CPU."""
+    def scores(self, rows: Sequence[list[int]]) -> list[Tensor]:
+        """Score of each text [] or of each of its tokens [length], float32 on the CPU.
+
+        Of a single label its logit, else the log-odds of ``label``; or the probability.
+        """
         # Rows of similar length share a batch of at most batch_tokens, padding included; a longer row is alone.
         batches: list[list[int]] = []
         for n in sorted(range(len(rows)), key=lambda n: (len(rows[n]), n)):
@@ -300,21 +280,27 @@ class ScoringNetwork:
                 batches[-1].append(n)
             else:
                 batches.append([n])
-        logits: dict[int, Tensor] = {}
+        scores: dict[int, Tensor] = {}
         try:
             if self.work_device != self.device:
                 self.module.to(self.work_device)
             for batch in batches:
-                logits.update(zip(batch, self._forward([rows[n] for n in batch]), strict=True))
+                for n, logits in zip(batch, self._forward([rows[n] for n in batch]), strict=True):
+                    others = [k for k in range(logits.shape[-1]) if k != self.label]
+                    odds = logits[..., self.label] - logits[..., others].logsumexp(-1) if others else logits[..., 0]
+                    scores[n] = odds.sigmoid() if self.output == "probability" else odds
         finally:
             if self.work_device != self.device:
                 self.module.to(self.device)
                 if self.work_device.type == "cuda":
                     torch.cuda.empty_cache()
-        return [logits[n] for n in range(len(rows))]
+        return [scores[n] for n in range(len(rows))]
 
     def _forward(self, rows: list[list[int]]) -> list[Tensor]:
-        """Logits of one batch, in halves if memory runs out. Padded on the right, which shifts no position."""
+        """[labels] or [length, labels] of each row of a batch, in halves if memory runs out.
+
+        Padded on the right, whatever the tokenizer does, so that positions are those of a row alone.
+        """
         config = self._config
         own_pad = pad = config.pad_token_id
         if pad is None:  # transformers finds the last token by the padding: use an id that no row holds
@@ -339,19 +325,15 @@ class ScoringNetwork:
             log.warning("reward model %s: out of memory; using batches of %d tokens.", self.name, self.batch_tokens)
             half = len(rows) // 2
             return self._forward(rows[:half]) + self._forward(rows[half:])
-        if output.shape[0] != len(rows):
-            raise GruppoError(f"reward model {self.name}: {len(rows)} texts gave logits of shape {list(output.shape)}.")
-        output = output.float().cpu()
-        return [x if output.ndim == 2 else x[:length] for x, length in zip(output, lengths.tolist(), strict=True)]
-
-    def scores(self, logits: Tensor) -> Tensor:
-        """[..., labels] to [...]: the logit of a single label, else the log-odds of ``label``; or the probability."""
-        if logits.shape[-1] == 1:
-            odds = logits[..., 0]
-        else:
-            others = [n for n in range(logits.shape[-1]) if n != self.label]
-            odds = logits[..., self.label] - logits[..., others].logsumexp(-1)
-        return odds.sigmoid() if self.output == "probability" else odds
+        is_outcome = self.head == "ForSequenceClassification"
+        if output.shape[0] != len(rows) or output.ndim != (2 if is_outcome else 3):
+            raise GruppoError(
+                f"reward model {self.name} gave logits of shape {list(output.shape)} for {len(rows)} texts; it needs "
+                f"{'one number' if is_outcome else 'numbers for each token'} per label. Use a model ...{self.head}, or "
+                f"the reward {'process_reward' if is_outcome else 'reward_model'}."
+            )
+        rows_of = zip(output.float().cpu(), lengths.tolist(), strict=True)
+        return [x if is_outcome else x[:length] for x, length in rows_of]
 
 
 def accelerator() -> torch.device:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gruppo.rewards.images import NAN, ImageReward, is_finite, to_pillow, without_deadline
+from gruppo.rewards.images import NAN, ImageReward, to_pillow
 from gruppo.rewards.models import plain_text
 from gruppo.types import GruppoError
 
@@ -46,22 +46,17 @@ def pick_score(
 def hps_score(version: str = "v2.1") -> ImageReward:
     """Human Preference Score v2 by the package hpsv2, about 0.2 to 0.35 (arXiv 2306.09341)."""
     package = _package("hpsv2", "hps_score", "hpsv2")
-
-    def score(caption: str, files: list[str]) -> Sequence[float]:
-        return package.score(files, caption, hps_version=version)
-
-    return _per_caption("hps_score", score, reads_files=True)
+    return _per_caption(
+        "hps_score", lambda caption, files: package.score(files, caption, hps_version=version), reads_files=True
+    )
 
 
 def image_reward(version: str = "ImageReward-v1.0", *, device: str = "cpu") -> ImageReward:
     """ImageReward by the package image-reward: standardised, so about -2 to 2 (arXiv 2304.05977)."""
     model = _package("ImageReward", "image_reward", "image-reward").load(version, device=device)
-
-    @torch.no_grad()
-    def score(caption: str, files: list[str]) -> Sequence[float]:
-        return [float(model.score(caption, file)) for file in files]
-
-    return _per_caption("image_reward", score, reads_files=True)
+    return _per_caption(
+        "image_reward", lambda caption, files: [float(model.score(caption, file)) for file in files], reads_files=True
+    )
 
 
 def _package(module: str, reward: str, install: str) -> ModuleType:
@@ -90,7 +85,6 @@ def _clip_reward(name: str, model: str, processor: str, scale: float | None, bat
     module.requires_grad_(False).eval().to(device)
     factor = float(module.logit_scale.exp()) if scale is None else scale
 
-    @torch.no_grad()
     def score(caption: str, images: list[Any]) -> list[float]:
         scores: list[float] = []
         for start in range(0, len(images), batch):
@@ -109,6 +103,7 @@ def _per_caption(
 ) -> ImageReward:
     """Reward function that scores the images of one caption in one call. ``reads_files``: of paths to PNG files."""
 
+    @torch.no_grad()
     def reward(images: Sequence[Tensor], prompts: Sequence[Any], **_: Any) -> list[float | None]:
         captions = []
         for prompt in prompts:
@@ -120,7 +115,7 @@ def _per_caption(
             captions.append(prompt if isinstance(prompt, str) else plain_text(prompt).strip())
         scores: list[float | None] = [NAN] * len(images)
         for caption in dict.fromkeys(captions):
-            rows = [n for n, own in enumerate(captions) if own == caption and is_finite(images[n])]
+            rows = [n for n, text in enumerate(captions) if text == caption and images[n].isfinite().all()]
             inputs: list[Any] = [to_pillow(images[n]).convert("RGB") for n in rows]
             with tempfile.TemporaryDirectory(prefix="gruppo-images-") as folder:
                 if reads_files:
@@ -133,5 +128,5 @@ def _per_caption(
                 scores[n] = float(value)
         return scores
 
-    reward.__name__ = name
-    return without_deadline(reward)
+    reward.__name__, reward.timeout_s = name, None  # type: ignore[attr-defined]  # see per_image
+    return reward

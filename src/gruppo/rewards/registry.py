@@ -27,65 +27,30 @@ class BuiltIn:
     """none: the factory is the reward. text: one string. values: separated by commas. options: NAME=VALUE. path: a
     path, then options."""
     usage: str = ""
-    requires: str = ""
-    """What has to follow the colon."""
 
 
 BUILT_INS = {
-    "exact_match": BuiltIn(text.exact_match, "none"),
-    "numeric_match": BuiltIn(text.numeric_match, "none"),
-    "regex_format": BuiltIn(text.regex_format, "text", "regex_format:PATTERN", "a pattern"),
-    "length_target": BuiltIn(
-        lambda target, *unit: text.length_target(int(target), *unit),
-        "values",
-        "length_target:50 or length_target:50,characters",
-        "a length",
-    ),
-    "keywords": BuiltIn(
-        lambda *words: text.keywords(words) if words else text.keywords(),
-        "values",
-        "keywords:because,so or keywords for 因为, 所以, 然而, 但是",
-    ),
-    "repetition_penalty": BuiltIn(
-        lambda n=3, *penalty: text.repetition_penalty(int(n), *map(float, penalty)),
-        "values",
-        "repetition_penalty or repetition_penalty:3,-1.0",
-    ),
-    "reasoning_gym_score": BuiltIn(text.reasoning_gym_score, "none"),
-    "code_tests": BuiltIn(code.code_tests, usage="code_tests or code_tests:all_or_nothing=true,column=test_list"),
-    "reward_model": BuiltIn(
-        RewardModel, "path", "reward_model:PATH or reward_model:PATH,label=1,offload=True", "a path"
-    ),
-    "process_reward": BuiltIn(
-        ProcessRewardModel, "path", "process_reward:PATH or process_reward:PATH,separator=\\n", "a path"
-    ),
-    "jpeg_compressibility": BuiltIn(
-        images.jpeg_compressibility, usage="jpeg_compressibility or jpeg_compressibility:quality=80,without_header=true"
-    ),
-    "jpeg_incompressibility": BuiltIn(
-        images.jpeg_incompressibility, usage="jpeg_incompressibility or jpeg_incompressibility:quality=80"
-    ),
-    "brightness": BuiltIn(images.brightness, usage="brightness or brightness:target=0.5"),
-    "symmetry": BuiltIn(images.symmetry, usage="symmetry or symmetry:axis=horizontal"),
-    "ocr_match": BuiltIn(images.ocr_match, usage="ocr_match or ocr_match:line=true"),
-    "clip_score": BuiltIn(preference.clip_score, usage="clip_score or clip_score:model=PATH"),
-    "pick_score": BuiltIn(preference.pick_score, usage="pick_score or pick_score:model=PATH"),
-    "hps_score": BuiltIn(preference.hps_score, usage="hps_score or hps_score:version=v2.1"),
-    "image_reward": BuiltIn(preference.image_reward),
-    "psnr": BuiltIn(images.psnr, usage="psnr or psnr:delta=input,patch=16"),
-    "ssim": BuiltIn(images.ssim, usage="ssim or ssim:patch=16"),
-    "jpeg_saving": BuiltIn(images.jpeg_saving, usage="jpeg_saving or jpeg_saving:quality=90,against=reference"),
-    "brisque": BuiltIn(images.brisque),
-    "ocr_accuracy": BuiltIn(images.ocr_accuracy, usage="ocr_accuracy or ocr_accuracy:line=true"),
+    "exact_match": BuiltIn(text.exact_match, "none", "exact_match"),
+    "numeric_match": BuiltIn(text.numeric_match, "none", "numeric_match"),
+    "reasoning_gym_score": BuiltIn(text.reasoning_gym_score, "none", "reasoning_gym_score"),
+    "regex_format": BuiltIn(text.regex_format, "text", "regex_format:PATTERN"),
+    "length_target": BuiltIn(text.length_target, "values", "length_target:50 or length_target:50,characters"),
+    "keywords": BuiltIn(text.keywords, "values", "keywords:because,so or keywords for 因为, 所以, 然而, 但是"),
+    "repetition_penalty": BuiltIn(text.repetition_penalty, "values", "repetition_penalty or repetition_penalty:3,-1.0"),
+    "reward_model": BuiltIn(RewardModel, "path", "reward_model:PATH or reward_model:PATH,label=1,offload=True"),
+    "process_reward": BuiltIn(ProcessRewardModel, "path", "process_reward:PATH or process_reward:PATH,separator=\\n"),
+}
+BUILT_INS |= {
+    factory.__name__: BuiltIn(factory)
+    for factory in (
+        *(code.code_tests, images.brightness, images.symmetry, images.jpeg_compressibility),
+        *(images.jpeg_incompressibility, images.jpeg_saving, images.psnr, images.ssim, images.brisque),
+        *(images.ocr_match, images.ocr_accuracy, preference.clip_score, preference.pick_score),
+        *(preference.hps_score, preference.image_reward),
+    )
 }
 _OPTION = r",(?=\s*[A-Za-z_]+=)"
 """The comma before an option; others belong to the path or to the value before."""
-_PARSERS: dict[Any, Callable[[str], Any]] = {
-    int: int,
-    float: float,
-    bool: {"true": True, "false": False}.__getitem__,
-    str: lambda value: value.replace("\\n", "\n").replace("\\t", "\t"),
-}
 
 
 def resolve_reward(spec: Any) -> Callable[..., Any]:
@@ -100,9 +65,11 @@ def resolve_reward(spec: Any) -> Callable[..., Any]:
     name, colon, arguments = spec.strip().partition(":")
     if name in BUILT_INS:
         try:
-            return _build(BUILT_INS[name], arguments if colon else None)
+            entry = BUILT_INS[name]
+            return _build(entry.factory, entry.arguments, arguments if colon else None)
         except (TypeError, ValueError) as error:
-            usage = BUILT_INS[name].usage or name
+            options = ",".join(f"{option}=VALUE" for option in inspect.signature(entry.factory).parameters)
+            usage = entry.usage or f"{name} or {name}:{options}"
             raise GruppoError(f"reward {name}:{arguments} is not understood ({error}); write {usage}.") from None
     try:
         is_module = importlib.util.find_spec(name) is not None
@@ -121,51 +88,58 @@ def resolve_reward(spec: Any) -> Callable[..., Any]:
     return reward
 
 
-def _build(entry: BuiltIn, arguments: str | None) -> Callable[..., Any]:
-    factory = entry.factory
-    if entry.arguments == "none":
+def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Callable[..., Any]:
+    """The reward of a factory, given what follows the colon; None where there is no colon."""
+    hints = {**get_type_hints(factory.__init__ if isinstance(factory, type) else factory)}  # type: ignore[misc]
+    parameters = [*inspect.signature(factory).parameters.values()]
+    if style == "none":
         if arguments is not None:
             raise ValueError("it takes no arguments")
         if factory is text.reasoning_gym_score:  # before the run, not at the first answer
             import_extra("reasoning_gym", "tasks", "reasoning_gym_score")
         return factory
-    if entry.requires and not (arguments or "").strip():
-        raise ValueError(f"it needs {entry.requires}")
-    if entry.arguments == "text":
+    if style in ("text", "path") and not arguments:
+        raise ValueError(f"it needs a {'pattern' if style == 'text' else 'path'}")
+    if style == "text":
         return factory(arguments)
-    if entry.arguments == "values":
+    if style == "values":
         values = [] if arguments is None else [v.strip() for v in re.split(r"[,\uff0c\u3001]", arguments)]
         if not all(values):
             raise ValueError("an argument is missing")
-        return factory(*values)
+        if factory is text.keywords:  # any number of words
+            return text.keywords(values or text.COHERENCE_WORDS)
+        if len(values) > len(parameters):
+            raise ValueError(f"it takes at most {len(parameters)} values")
+        return factory(*(_parse(p.name, value, hints[p.name]) for p, value in zip(parameters, values, strict=False)))
     path, *options = re.split(_OPTION, (arguments or "").strip())
-    if entry.arguments == "options":
+    if style == "options":
         path, options = "", [path, *options] if path else []
-    if any("=" not in option for option in options):
-        raise ValueError("its options are written name=value")
-    hints = {**get_type_hints(factory.__init__ if isinstance(factory, type) else factory)}  # type: ignore[misc]
-    parameters = list(inspect.signature(factory).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):  # **options of a reward model
         hints |= get_type_hints(ScoringNetwork.__init__)
         parameters += inspect.signature(ScoringNetwork).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or entry.arguments == "options"]
-    keywords = dict(_parse_option(option, known, hints) for option in options)
-    return factory(path, **keywords) if path else factory(**keywords)
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or style == "options"]
+    keywords = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        name = name.strip()
+        if not equals:
+            raise ValueError("its options are written name=value")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            guess = f"; did you mean {nearest[0]}?" if nearest else "."
+            raise ValueError(f"there is no option {name!r}{guess} It has {', '.join(known)}")
+        keywords[name] = _parse(name, value, hints[name])
+    return factory(*[path] * bool(path), **keywords)
 
 
-def _parse_option(option: str, known: list[str], hints: dict[str, Any]) -> tuple[str, Any]:
-    """``name=value`` with the value in the type of the parameter; text where that may be a string."""
-    name, value = option.split("=", 1)
-    name = name.strip()
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1)
-        guess = f"; did you mean {nearest[0]}?" if nearest else "."
-        raise ValueError(f"there is no option {name!r}{guess} It has {', '.join(known)}")
-    types = [part for part in get_args(hints[name]) or (hints[name],) if part in _PARSERS]
+def _parse(name: str, value: str, hint: Any) -> Any:
+    """A value in the type of its parameter; text where that may be a string."""
+    types = [part for part in get_args(hint) or (hint,) if part in (int, float, bool, str)]
     if not types or str in types:
-        return name, _PARSERS[str](value)
+        return value.replace("\\n", "\n").replace("\\t", "\t")
+    plain = value.strip().lower()
     try:
-        return name, _PARSERS[types[0]](value.strip().lower())
+        return {"true": True, "false": False}[plain] if types[0] is bool else types[0](plain)
     except (KeyError, ValueError):
         raise ValueError(f"{name}={value} is no {types[0].__name__}") from None
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gruppo.protocols import Reward
 from gruppo.rewards.functions import Answer, Decode, FunctionReward, ObjectReward, RowCall, StepScores
@@ -81,16 +82,12 @@ class Scores:
         sizes = [len(scores.rewards) for scores in several]
         first = several[0]
         columns = sorted({name for scores in several for name in scores.extras})
-        steps = {name: [scores.steps[name] for scores in several] for name in first.steps}
-        wide = {name: max(x.shape[1] for x in parts) for name, parts in steps.items()}
-        padded = {
-            name: [torch.nn.functional.pad(x, (0, wide[name] - x.shape[1]), value=NAN) for x in parts]
-            for name, parts in steps.items()
-        }
+        width = max((x.shape[1] for scores in several for x in scores.steps.values()), default=0)
+        padded = [{k: pad(x, (0, width - x.shape[1]), value=NAN) for k, x in s.steps.items()} for s in several]
         return Scores(
             rewards=torch.cat([scores.rewards for scores in several]),
             parts={name: torch.cat([scores.parts[name] for scores in several]) for name in first.parts},
-            steps={name: torch.cat(parts) for name, parts in padded.items()},
+            steps={name: torch.cat([steps[name] for steps in padded]) for name in first.steps},
             failures=tuple(
                 replace(f, row=f.row + begin)
                 for scores, begin in zip(several, accumulate([0, *sizes[:-1]]), strict=True)
@@ -281,66 +278,46 @@ def score_rows(call: RowCall, rows: Sequence[int], result: RewardResult, timeout
     except Unanswered as error:
         if len(rows) == 1 or error.kind == "count":
             result.fail(rows, error)
-        elif error.kind == "timeout" and timeout_s is not None:
-            _retry_in_pool(call, rows, result, timeout_s)
+        elif error.kind == "timeout" and abandoned_count() >= MAX_ABANDONED:
+            result.fail(rows, Unanswered("timeout", f"not retried: {abandoned_count()} calls are still hanging"))
         else:
-            _retry_in_order(call, rows, result, timeout_s, error)
+            _retry(call, rows, result, timeout_s, error)
 
 
-def _retry_in_order(
+def _retry(
     call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float | None, first: Unanswered
 ) -> None:
-    """Each row alone, in order, all within one further timeout; one row gets at most half of the time left.
+    """Each row alone, all within one further timeout: one at a time after an exception, several after a timeout.
 
-    A function that is simply broken fails with the same error on every row: after ``SAME_ERRORS`` it is believed.
+    A call that runs for more than a quarter of the timeout gives its place to the next row, so that hung rows starve no
+    others. A function that is simply broken fails with the same error on every row: after ``SAME_ERRORS`` rows the
+    others are not tried.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    repeated = 0
-    for n, row in enumerate(rows):
-        if repeated == SAME_ERRORS:
-            return result.fail(rows[n:], first)
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            return result.fail(rows[n:], _not_reached(timeout_s))
-        try:
-            result.record([row], within(partial(call, [row]), None if left is None else left / 2))
-        except Unanswered as error:
-            result.fail([row], error)
-            repeated += error.identity == first.identity and repeated == n
-
-
-def _retry_in_pool(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float) -> None:
-    """Each row alone, a few at a time, all within one further timeout.
-
-    A call that runs for more than a quarter of it gives its place to the next row, so that hung rows starve no others.
-    """
-    if abandoned_count() >= MAX_ABANDONED:
-        error = Unanswered("timeout", f"not retried: {abandoned_count()} calls are still hanging")
-        return result.fail(rows, error)
-    deadline, patience = time.monotonic() + timeout_s, timeout_s / 4
+    deadline, patience = (math.inf, math.inf) if timeout_s is None else (time.monotonic() + timeout_s, timeout_s / 4)
+    places = POOL_THREADS if first.kind == "timeout" else 1
     waiting, running, finished = deque(rows), dict[int, Call](), queue.SimpleQueue[int]()
-    while (waiting or running) and (now := time.monotonic()) < deadline:
+    tried = repeated = 0
+    while (waiting or running) and repeated < SAME_ERRORS and (now := time.monotonic()) < deadline:
         busy = sum(now - thread.started < patience for thread in running.values())
-        while waiting and busy < POOL_THREADS:
+        while waiting and busy < places:
             row = waiting.popleft()
-            running[row] = start(partial(call, [row]), on_done=partial(finished.put, row))
+            running[row] = start(partial(call, [row]), partial(finished.put, row), here=timeout_s is None)
             busy += 1
         try:
-            row = finished.get(timeout=min(deadline - now, patience / 4))
+            row = finished.get(timeout=min(deadline - now, patience / 4, 1.0))
         except queue.Empty:
             continue
         try:
             result.record([row], running.pop(row).result())
         except Unanswered as error:
             result.fail([row], error)
+            repeated += error.identity == first.identity and repeated == tried
+        tried += 1
     for row, thread in running.items():
         thread.abandon()
         result.fail([row], Unanswered("timeout", f"no answer within {timeout_s:.3g} s, alone or in the batch"))
-    result.fail(list(waiting), _not_reached(timeout_s))
-
-
-def _not_reached(timeout_s: float | None) -> Unanswered:
-    return Unanswered("timeout", f"not reached: other rows used up the further {timeout_s:.3g} s")
+    late = Unanswered("timeout", f"not reached: other rows used up the further {timeout_s or 0:.3g} s")
+    result.fail(list(waiting), first if repeated == SAME_ERRORS else late)
 
 
 # --- sums and statistics ----------------------------------------------------------------------------------------------

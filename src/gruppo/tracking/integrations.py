@@ -6,7 +6,6 @@ it, and the files in its folder hold everything.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib.util
 import inspect
@@ -21,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from gruppo.config.schema import Config
+from gruppo.config.serialization import to_dict
 from gruppo.loading import import_extra, is_file_name, load_object
 from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import is_array, shown
@@ -87,7 +88,7 @@ def settings(config: Any) -> dict[str, Any]:
         else:
             leaves[name] = value if isinstance(value, bool | int | float | str) else _as_text(value)
 
-    collect(dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config, "")  # type: ignore[arg-type]
+    collect(to_dict(config) if isinstance(config, Config) else config, "")
     return leaves
 
 

@@ -16,7 +16,7 @@ from gruppo import distributed as dist
 from gruppo.core.advantages import group_advantages, position_advantages, step_advantages
 from gruppo.core.credit import gae, of_own_step, place_score, returns_to_go, whiten
 from gruppo.core.shaping import normalized_sum, overlong_penalty
-from gruppo.environments import written
+from gruppo.environments import completion_lengths
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer.minibatches import asks_before_updates, evaluated, has_kl_in_reward
 from gruppo.trainer.run import Run
@@ -178,7 +178,11 @@ def _of_steps(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B T"], name:
 
 def overlong(run: Run, rollouts: Rollouts) -> Float[Tensor, "B"]:
     cache, longest = run.config.objective.overlong, run.config.rollout.max_new_tokens
-    return overlong_penalty(written(rollouts), max_length=longest, cache=cache) if cache else torch.zeros(len(rollouts))
+    return (
+        overlong_penalty(completion_lengths(rollouts), max_length=longest, cache=cache)
+        if cache
+        else torch.zeros(len(rollouts))
+    )
 
 
 def kl_penalty(run: Run, step_params: StepParams, batch: Batch) -> Float[Tensor, "B T"]:

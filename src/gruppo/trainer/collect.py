@@ -11,7 +11,7 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.data.curriculum import Curriculum
-from gruppo.environments import failures_of
+from gruppo.environments import environment_failures
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer import growth
 from gruppo.trainer.advantages import assemble
@@ -47,8 +47,7 @@ def collect(run: Run, step_params: StepParams) -> Collected:
         so_far = {f"progress/{name}": total for name, total in run.totals.items()}
         return Collected(unsampled(demos), None, None, metrics_of_demos | so_far)
     passed_over = set_difficulty(run, step_params)
-    if run.environment is not None:
-        run.environment.taken_s()  # that of an evaluation is not this step's
+    environment_began = 0.0 if run.environment is None else run.environment.elapsed_s  # evaluations add to it too
     began = time.perf_counter()
     rounds, grown = sample(run, step_params)
     sampled_at, reward_s = time.perf_counter(), sum(one.reward_s for one in (*rounds, grown) if one is not None)
@@ -71,7 +70,7 @@ def collect(run: Run, step_params: StepParams) -> Collected:
     metrics |= {f"progress/{name}": total for name, total in run.totals.items()}
     metrics |= {"time/rollout_s": sampled_at - began - reward_s}  # drawing prompts and waiting for ranks too
     if run.environment is not None:
-        metrics["time/environment_s"] = run.environment.taken_s()
+        metrics["time/environment_s"] = run.environment.elapsed_s - environment_began
     metrics |= {"time/reward_s": reward_s, "time/credit_s": time.perf_counter() - sampled_at}
     return Collected(replace(batch, demos=demos), sampled.rollouts, sampled.scores, metrics | metrics_of_demos)
 
@@ -153,7 +152,7 @@ def take_prompts(run: Run, slots: Sequence[int]) -> dict[int, Prompt]:
 def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
     scored = int(scores.rewards.isfinite().sum())
     run.unscored_steps = 0 if dist.all_max(scored) else run.unscored_steps + 1
-    refused = failures_of(rollouts)
+    refused = environment_failures(rollouts)
     for row, why in list(refused.items())[:3]:
         log.warning("step %d row %d: the environment gave no reply: %s", run.step, row, why)
     is_hopeless = run.unscored_steps and (run.step == 0 or run.unscored_steps >= MAX_UNSCORED_STEPS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.environments import failures_of, written
+from gruppo.environments import completion_lengths, environment_failures
 from gruppo.protocols import Policy
 from gruppo.rewards.scoring import Scores
 from gruppo.tracking.report import Z_95, wilson_interval
@@ -75,7 +75,7 @@ def evaluate_rows(
     elif mine:
         rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
         scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps, is_evaluation=True)
-        if refused := failures_of(rollouts):
+        if refused := environment_failures(rollouts):
             why = next(iter(refused.values()))
             log.warning("held out: the environment failed in %d of %d conversations: %s", len(refused), len(mine), why)
         rows = sample_rows(run.policy, rollouts, scores, range(len(rollouts)), is_held_out=True)
@@ -134,7 +134,7 @@ def sample_rows(
     """
     shown = {row: policy.render(rollouts, row) for row in rows}
     has_pictures = any(isinstance(sample, Tensor) for sample in shown.values())
-    tokens = written(rollouts)
+    tokens = completion_lengths(rollouts)
     return [
         {
             **({"group": int(rollouts.group_ids[row]), "held_out": is_held_out} if has_pictures else {}),

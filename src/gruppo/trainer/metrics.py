@@ -14,7 +14,7 @@ from gruppo import distributed as dist
 from gruppo.core.advantages import group_std, has_no_spread
 from gruppo.core.groups import deviations, normalised, per_group
 from gruppo.core.running import Ema
-from gruppo.environments import written
+from gruppo.environments import completion_lengths
 from gruppo.rewards.scoring import Scores, reward_stats
 from gruppo.trainer.advantages import overlong
 from gruppo.trainer.run import Run, flatten, reduced
@@ -228,7 +228,7 @@ def _of_samples(rollouts: Rollouts) -> dict[str, Stat]:
     finish = rollouts.finish
     return {
         "size": Stat.of(rollouts.group_ids.bincount()),
-        "len": Stat.of(written(rollouts)),
+        "len": Stat.of(completion_lengths(rollouts)),
         "truncated": Stat.of(torch.tensor([f == "length" for f in finish]).double()),
         "error": Stat.of(torch.tensor([f == "error" for f in finish]).double()),
     }
@@ -242,7 +242,7 @@ def _of_turns(rollouts: Rollouts) -> dict[str, Stat]:
     return {
         "turns": Stat.of(own["turns"]),
         "ended": Stat.of(own["ended"].double()),
-        "replies": Stat.of(rollouts.lengths - written(rollouts)),
+        "replies": Stat.of(rollouts.lengths - completion_lengths(rollouts)),
         "environment_failed": Stat.of(torch.tensor([why is not None for why in own["environment_failure"]]).double()),
     }
 

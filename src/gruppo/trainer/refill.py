@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.core.advantages import has_no_spread
-from gruppo.environments import written
+from gruppo.environments import completion_lengths
 from gruppo.rewards.scoring import Scores
 from gruppo.types import Rollouts
 
@@ -82,7 +82,7 @@ class Sampled:
         is_thrown = torch.ones(len(self.rollouts), dtype=torch.bool)
         is_thrown[torch.tensor(self.rows)[self.is_filled]] = False
         groups = len(self.rollouts.group_ids[is_thrown].unique())
-        total = dist.all_sum(torch.tensor([groups, int(written(self.rollouts)[is_thrown].sum())]))
+        total = dist.all_sum(torch.tensor([groups, int(completion_lengths(self.rollouts)[is_thrown].sum())]))
         return {"refill/thrown_groups_count": float(total[0]), "refill/thrown_tokens_count": float(total[1])}
 
 

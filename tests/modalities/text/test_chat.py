@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.fakes import CHAT_TEMPLATE, END, ByteTokenizer, bpe_tokenizer, render
 
-from gruppo.modalities.text.chat import PlainChat, TransformersChat, output_of
+from gruppo.modalities.text.chat import PlainChat, TransformersChat, as_completion
 from gruppo.types import DataError
 
 USER = {"role": "user", "content": "abc"}
@@ -84,6 +84,6 @@ def test_a_plain_tokenizer_renders_conversations_by_its_own_function():
         PlainChat(ByteTokenizer(), [END]).encode([USER])
 
 
-def test_an_output_has_the_form_of_its_prompt():
-    assert output_of("yes", "question") == "yes"
-    assert output_of("yes", [USER]) == [{"role": "assistant", "content": "yes"}]
+def test_a_completion_has_the_form_of_its_prompt():
+    assert as_completion("yes", "question") == "yes"
+    assert as_completion("yes", [USER]) == [{"role": "assistant", "content": "yes"}]

@@ -10,11 +10,11 @@ from tests.fakes import biased_llama, llama, qwen2, qwen3
 from torch import nn
 
 from gruppo.modalities.text import blocks
-from gruppo.modalities.text.backbones import CachedDecoding, RereadDecoding, TransformersBackbone, whole
+from gruppo.modalities.text.backbones import CachedDecoding, RereadDecoding, TransformersBackbone, join_prefixes
+from gruppo.modalities.text.decoder import read_decoder
 from gruppo.modalities.text.decoding import COLUMNS, LayeredDecoding
-from gruppo.modalities.text.generation import write
-from gruppo.modalities.text.layers import read_decoder
-from gruppo.modalities.text.stream import stream
+from gruppo.modalities.text.generation import generate
+from gruppo.modalities.text.layouts import stream
 from gruppo.types import Sampling
 
 
@@ -113,7 +113,7 @@ def test_rows_that_have_begun_go_on_as_from_a_prompt_of_their_own(make, at_once,
     monkeypatch.setattr("gruppo.modalities.text.decoding.READ_AT_ONCE", at_once)
     module = make().module.double()
     parts = (read_decoder(module), module.get_output_embeddings())
-    begun, owners = whole(PROMPTS, OWNERS, BEHIND)
+    begun, owners = join_prefixes(PROMPTS, OWNERS, BEHIND)
     made = LayeredDecoding(*parts, PROMPTS, OWNERS, BEHIND)
     needed = LayeredDecoding(*parts, begun, owners)
     assert torch.equal(made.lengths, needed.lengths)
@@ -152,12 +152,12 @@ def test_what_rows_that_left_held_is_given_back():
 def test_a_row_writes_the_same_tokens_alone_as_among_others():
     module = qwen3().module
     uniforms = torch.rand(7, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    choices = {"sampling": Sampling(max_actions=20), "eos_ids": range(20), "text": str}
-    together = write(layered(module), uniforms, **choices)
+    choices = {"sampling": Sampling(max_actions=20), "eos_ids": range(20), "decode": str}
+    together = generate(layered(module), uniforms, **choices)
     assert together.lengths.min() < 20, "some rows leave"
     for row in range(7):
         prompt = PROMPTS[int(OWNERS[row])]
-        alone = write(layered(module, [prompt], torch.tensor([0])), uniforms[row : row + 1], **choices)
+        alone = generate(layered(module, [prompt], torch.tensor([0])), uniforms[row : row + 1], **choices)
         length = int(alone.lengths[0])
         assert int(together.lengths[row]) == length and together.finish[row] == alone.finish[0]
         assert torch.equal(together.tokens[row, :length], alone.tokens[0, :length])

@@ -13,7 +13,7 @@ from tests.fakes import HUGGING_FACE, ByteTokenizer, Says, bpe_tokenizer, llama,
 from gruppo.core.weights import loss_weights
 from gruppo.modalities.text import from_module
 from gruppo.modalities.text.chat import PlainChat, TransformersChat
-from gruppo.modalities.text.demonstrations import answer_ids, answer_of
+from gruppo.modalities.text.demonstrations import answer_ids, target_text
 from gruppo.types import GruppoError, Prompt, Request, Sampling
 
 USER = {"role": "user", "content": "abc"}
@@ -97,7 +97,7 @@ def test_a_tokenizer_of_ones_own_writes_text_and_the_end():
     ],
 )
 def test_the_text_of_a_target(target, text):
-    assert answer_of(target) == text
+    assert target_text(target) == text
 
 
 @pytest.mark.parametrize(

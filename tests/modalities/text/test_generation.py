@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gruppo.modalities.text.generation import cut_at_stop, write
+from gruppo.modalities.text.generation import cut_at_stop, generate
 from gruppo.types import Sampling
 
 SIZE = 5
@@ -41,7 +41,7 @@ class Scripted:
 def written(*scripts, columns=4, eos_ids=(0,), stop=(), text=lambda ids: "".join("abcde"[i] for i in ids)):
     decoding = Scripted(*scripts)
     uniforms = torch.full((len(scripts), columns), 0.5, dtype=torch.float64)
-    return decoding, write(decoding, uniforms, Sampling(stop=stop), eos_ids=eos_ids, text=text)
+    return decoding, generate(decoding, uniforms, Sampling(stop=stop), eos_ids=eos_ids, decode=text)
 
 
 @pytest.mark.silent_bug(14)

@@ -10,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes import STREAMING, doubled, llama, requests
-from tests.modalities.text.test_probing import read_as
+from tests.modalities.text.test_backbones import read_as
 
-from gruppo.modalities.text import stream as streams
+from gruppo.modalities.text import layouts as streams
 from gruppo.modalities.text.attention import attend
-from gruppo.modalities.text.layers import read_decoder
-from gruppo.modalities.text.stream import stream
-from gruppo.modalities.text.trunk import stream_features
+from gruppo.modalities.text.decoder import read_decoder, stream_features
+from gruppo.modalities.text.layouts import stream
 from gruppo.types import Sampling
 
 named = {"ids": lambda make: make.__name__}

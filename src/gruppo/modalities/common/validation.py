@@ -7,13 +7,19 @@ from gruppo.config.stages import highest
 from gruppo.types import GruppoError
 
 
-def refuse_restoration_options(config: Config) -> None:
-    """Refuse options that only networks that restore images use."""
-    if config.restoration != type(config.restoration)():
+def refuse_other_options(config: Config, section: type | None) -> None:
+    """Refuse options of other modalities than the one whose section is given, and a consistency term without one."""
+    options = config.modality
+    if options is not None and not isinstance(options, section or ()) and options != type(options)():
+        name = type(options).__name__.removesuffix("Config").lower()
         raise GruppoError(
-            f"restoration settings were given, and {config.model!r} restores no images. Leave the --restoration "
-            "options out, or set --model restore:unet or a folder with a network that does."
+            f"{name} settings were given, and {config.model!r} is no {name} model. Leave the --{name} options out, or "
+            f"set --model to one."
         )
+
+
+def refuse_consistency(config: Config) -> None:
+    """Refuse a consistency term, which only networks that restore images have."""
     if highest(config, "cons_coef"):
         raise GruppoError(
             f"a stage's cons_coef is above 0: consistency is of restored images, and {config.model!r} restores none. "

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig
+from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, values_of
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.validation import refuse_restoration_options, refuse_text_options
+from gruppo.modalities.common.validation import refuse_consistency, refuse_other_options, refuse_text_options
+from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.diffusion.diffusers_policy import DiffusersPolicy, add_adapter, load_diffusers
 from gruppo.modalities.diffusion.encoders import ClassLabels
 from gruppo.modalities.diffusion.load import SETTINGS
@@ -29,7 +30,7 @@ log = logging.getLogger("gruppo")
 NEW, HUB, INDEX = "unet", "diffusers:", "model_index.json"
 NEW_OPTIONS = ("path", "shift", "predicts", "weighting", "dropped", "width")
 PIPELINE_OPTIONS = ("size", "embedded_guidance")
-"""Options of ``Config.diffusion`` that are read for a new network, and for a pipeline of diffusers, alone."""
+"""Options of ``DiffusionConfig`` that are read for a new network, and for a pipeline of diffusers, alone."""
 
 
 class DiffusionModality(Modality):
@@ -48,7 +49,8 @@ class DiffusionModality(Modality):
     def validate(self, config: Config) -> None:
         self.sampling(config)  # its own refusals
         refuse_text_options(config)
-        refuse_restoration_options(config)
+        refuse_other_options(config, DiffusionConfig)
+        refuse_consistency(config)
         if odd := [t for t in values_of(config, "temperature") if t != 1]:
             raise GruppoError(
                 f"a stage's temperature of {odd[0]:g}: a denoising step has none beside eta. Leave temperature out of "
@@ -59,7 +61,7 @@ class DiffusionModality(Modality):
                 "a stage's entropy_coef is above 0, and the noise of a denoising step is fixed: its entropy is the "
                 "same whatever is learned. Set --stage.entropy-coef 0, and --diffusion.eta for more noise."
             )
-        chosen, default, model = config.diffusion, DiffusionConfig(), config.model
+        chosen, default, model = config.section(DiffusionConfig), DiffusionConfig(), config.model
         if chosen.path == "diffusion" and chosen.shift != 1:
             raise GruppoError(
                 f"diffusion.shift={chosen.shift:g} moves the times of a flow, and --diffusion.path is diffusion. Leave "
@@ -101,7 +103,11 @@ class DiffusionModality(Modality):
             policy = load_denoiser(path)
         else:
             dtype = torch.bfloat16 if config.compute == "bfloat16" else torch.float32
-            pipeline, chosen, default = load_diffusers(path, dtype=dtype), config.diffusion, DiffusionConfig()
+            pipeline, chosen, default = (
+                load_diffusers(path, dtype=dtype),
+                config.section(DiffusionConfig),
+                DiffusionConfig(),
+            )
             changed = {n: getattr(chosen, n) for n in PIPELINE_OPTIONS if getattr(chosen, n) != getattr(default, n)}
             policy = pipeline
             if changed:  # what lies beside the pipeline holds the others
@@ -130,7 +136,7 @@ class DiffusionModality(Modality):
         return replace(sampling, temperature=float(temperature), noise="independent", train_from=0, train_to=0)
 
     def sampling(self, config: Config, policy: Policy | None = None) -> DiffusionSampling:
-        rollout, chosen = config.rollout, config.diffusion
+        rollout, chosen = config.rollout, config.section(DiffusionConfig)
         return DiffusionSampling(
             temperature=rollout.temperature,
             top_k=rollout.top_k,
@@ -198,7 +204,7 @@ def is_pipeline(model: str) -> bool:
 
 def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
     """Return an untrained UNet for the data's images: of their size, conditioned on their classes if they have any."""
-    first, chosen = peek(data)[0], config.diffusion
+    first, chosen = peek(data)[0], config.section(DiffusionConfig)
     if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
         raise DataError(
             f"--model {NEW} is made for the data's pictures, and the data {config.data!r} have none: a target is a "

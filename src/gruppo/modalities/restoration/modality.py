@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig, RestorationConfig
+from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples
 from gruppo.loading import load_object
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.validation import refuse_text_options
+from gruppo.modalities.common.validation import refuse_other_options, refuse_text_options
 from gruppo.modalities.diffusion.trust_region import check_trust_region
+from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency, ToDegraded
 from gruppo.modalities.restoration.files import SETTINGS
 from gruppo.modalities.restoration.load import load_restorer, open_restorer
@@ -25,7 +26,7 @@ from gruppo.types import DataError, GruppoError, Sampling
 NEW = "restore:"
 """Prefix of a network's name: a new policy over it."""
 NEW_OPTIONS = ("action", "weights", "patches")
-"""Options of ``Config.restoration`` that a saved policy has of its own."""
+"""Options of ``RestorationConfig`` that a saved policy has of its own."""
 CHOICES = ("trains", "supervises", "loss")
 """Options that may be chosen again for a saved policy."""
 
@@ -45,12 +46,8 @@ class RestorationModality(Modality):
 
     def validate(self, config: Config) -> None:
         refuse_text_options(config)
-        chosen, default, model = config.restoration, RestorationConfig(), config.model
-        if config.diffusion != DiffusionConfig():
-            raise GruppoError(
-                f"diffusion settings were given, and {config.model!r} restores images in one step. Leave the "
-                "--diffusion options out; --restoration.action says what is drawn."
-            )
+        chosen, default, model = config.section(RestorationConfig), RestorationConfig(), config.model
+        refuse_other_options(config, RestorationConfig)
         if model.startswith(NEW) and not model.removeprefix(NEW):
             raise GruppoError(
                 f"--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class."
@@ -99,7 +96,7 @@ class RestorationModality(Modality):
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
         if not config.model.startswith(NEW):
             return self.adapt(config, load_restorer(model_of(config.model)), data), {"name": config.model}
-        chosen, first = config.restoration, peek(data)[0].inputs
+        chosen, first = config.section(RestorationConfig), peek(data)[0].inputs
         if not isinstance(first, torch.Tensor) or first.ndim != 3:
             raise DataError(
                 f"--model {config.model} restores images, and the data {config.data!r} have none: a prompt is a "
@@ -121,7 +118,10 @@ class RestorationModality(Modality):
         assert isinstance(policy, RestorationPolicy)
         if choices := _choices(config):
             policy = chosen_again(policy, choices)
-        if config.model != IN_MEMORY or config.restoration.consistency != RestorationConfig().consistency:
+        if (
+            config.model != IN_MEMORY
+            or config.section(RestorationConfig).consistency != RestorationConfig().consistency
+        ):
             self._set_consistency(config, policy, data)
         return policy
 
@@ -132,7 +132,7 @@ class RestorationModality(Modality):
 
     def _set_consistency(self, config: Config, policy: RestorationPolicy, data: Any) -> None:
         if highest(config, "cons_coef"):
-            policy.consistency = consistency_of(config.restoration.consistency, policy, data)
+            policy.consistency = consistency_of(config.section(RestorationConfig).consistency, policy, data)
         policy.reads_reference_output = self.consistency_reads_reference(config)
 
     def sampling(self, config: Config, policy: Policy | None = None) -> Sampling:
@@ -172,20 +172,20 @@ class RestorationModality(Modality):
         action = tuple(name for name in names if name.startswith("action."))
         groups = [
             ParameterGroup(network),
-            ParameterGroup(action, lr_factor=config.restoration.action_lr_factor, norm="action_norm"),
+            ParameterGroup(action, lr_factor=config.section(RestorationConfig).action_lr_factor, norm="action_norm"),
         ]
         return [group for group in groups if group.names]
 
     def consistency_reads_reference(self, config: Config) -> bool:
-        return highest(config, "cons_coef") > 0 and config.restoration.consistency == "reference"
+        return highest(config, "cons_coef") > 0 and config.section(RestorationConfig).consistency == "reference"
 
     def absolute_paths(self, config: Config, absolute: Callable[[str], str]) -> Config:
-        chosen, model = config.restoration, config.model
+        chosen, model = config.section(RestorationConfig), config.model
         if model.startswith(NEW):
             file, colon, name = model.removeprefix(NEW).partition(":")
             model = f"{NEW}{absolute(file) if file.endswith('.py') else file}{colon}{name}"
         restoration = replace(chosen, weights=absolute(chosen.weights), consistency=absolute(chosen.consistency))
-        return replace(config, model=model, restoration=restoration)
+        return replace(config, model=model, modality=restoration)
 
 
 RESTORATION = RestorationModality()
@@ -193,7 +193,7 @@ RestorationPolicy.modality = RESTORATION
 
 
 def _choices(config: Config) -> dict[str, Any]:
-    return {name: value for name in CHOICES if (value := getattr(config.restoration, name)) is not None}
+    return {name: value for name in CHOICES if (value := getattr(config.section(RestorationConfig), name)) is not None}
 
 
 def chosen_again(policy: RestorationPolicy, choices: Mapping[str, Any]) -> RestorationPolicy:

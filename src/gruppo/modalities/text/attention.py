@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gruppo.modalities.text.stream import Block
+from gruppo.modalities.text.layouts import Block
 
 
 def attend(

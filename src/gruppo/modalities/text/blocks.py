@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from gruppo.core.linear_head import has_hooks
 from gruppo.modalities.common.lora import LowRank, low_rank
-from gruppo.modalities.text.layers import Decoder, Layer
+from gruppo.modalities.text.decoder import Decoder, Layer
 
 Map = Callable[[Tensor], Tensor]
 

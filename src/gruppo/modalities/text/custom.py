@@ -1,81 +1,93 @@
-"""Functions that make a language model, by name: ``path/to/file.py:function`` or ``package.module:function``.
+"""Language models that a function returns, by name: ``path/to/file.py:function`` or ``package.module:function``.
 
-Beside its weights lies ``module.json``, which names the function: weights do not say what computes with them.
+Saved weights do not say what computes with them, so ``module.json`` beside them names the function.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import logging
 import os
 import sys
+import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from gruppo.loading import is_file_name, load_object
-from gruppo.types import GruppoError
+from gruppo.modalities.text.backbones import PlainBackbone
+from gruppo.modalities.text.policy import TextPolicy
+from gruppo.protocols import Policy
+from gruppo.seeds import seed_at
+from gruppo.types import GruppoError, NumericalStop
+
+log = logging.getLogger("gruppo")
 
 WEIGHTS, SETTINGS = "model.safetensors", "module.json"
+HINT = "Return gruppo.from_module(module, tokenizer, eos_ids=[...])."
 
 
 def names_function(name: str) -> bool:
-    """Whether a model's name means a function. A folder of that very name comes first; a bare ``file.py`` lacks one."""
+    """Return whether a model name means a function. A folder of that name comes first; a bare ``file.py`` lacks one."""
     if Path(name).expanduser().is_dir():
         return False
     place, colon, function = name.rpartition(":")
     if not colon or name.endswith(".py"):
         return name.endswith(".py")
-    return is_file_name(place) or (function.isidentifier() and _is_package(place))
-
-
-def _is_package(place: str) -> bool:
+    if is_file_name(place):
+        return True
     parts = place.split(".")
     try:
-        return all(part.isidentifier() for part in parts) and find_spec(parts[0]) is not None
-    except (ImportError, ValueError):  # of a module that was made by hand
+        return all(map(str.isidentifier, (function, *parts))) and find_spec(parts[0]) is not None
+    except (ImportError, ValueError):  # find_spec fails on modules without a spec
         return False
 
 
-def from_root(name: str) -> str:
-    """The function with its file named from the root, so that it means the same in any folder."""
+def absolute_name(name: str) -> str:
+    """Return the function's name with an absolute file path, so that it means the same from any folder."""
     place, colon, function = name.rpartition(":")
     return f"{os.path.abspath(Path(place).expanduser())}{colon}{function}" if colon and is_file_name(place) else name
 
 
-def is_made(folder: str | Path) -> bool:
-    """Whether a folder holds the weights of such a model."""
+def is_custom(folder: str | Path) -> bool:
+    """Return whether a folder holds the weights of such a model."""
     return (Path(folder).expanduser() / SETTINGS).is_file()
 
 
 @dataclass(frozen=True)
-class MadeBy:
-    """The function that made a model, and the file that it was in."""
+class ModelFunction:
+    """The function that makes a model, and the hash of its file."""
 
     made_by: str
     """``/path/to/file.py:function``, the same from any folder, or ``package.module:function``."""
     sha256: str
-    """Of the file; "" of a module without one."""
+    """Of the file; "" for a module without one."""
 
     @classmethod
-    def named(cls, name: str) -> MadeBy:
-        """What is known by the name; one that means nothing is refused."""
+    def from_name(cls, name: str) -> ModelFunction:
         if not name.rpartition(":")[1] or name.endswith(".py"):
             raise GruppoError(
                 f"the model {name!r} is a Python file; a function in it makes the model. Name it too, as {name}:model."
             )
-        load_object(name)
-        place = from_root(name).rpartition(":")[0]
-        if is_file_name(place):
-            return cls(from_root(name), _sha256(Path(place)))
-        origin = getattr(sys.modules[place], "__file__", None)
-        return cls(name, _sha256(Path(origin)) if origin else "")
+        load_object(name)  # refuses a name that cannot be imported
+        place = absolute_name(name).rpartition(":")[0]
+        file = place if is_file_name(place) else getattr(sys.modules[place], "__file__", None)
+        return cls(absolute_name(name), hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "")
 
     @classmethod
-    def read(cls, folder: Path) -> MadeBy:
+    def read(cls, folder: Path) -> ModelFunction:
         try:
-            said = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-            return cls(str(said["made_by"]), str(said["sha256"]))
+            entry = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            return cls(str(entry["made_by"]), str(entry["sha256"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise GruppoError(
                 f"{folder / SETTINGS} cannot be read ({type(error).__name__}: {error}). It needs the entries made_by "
@@ -86,5 +98,135 @@ class MadeBy:
         (folder / SETTINGS).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def open_custom(name: str, *, seed: int = 0, folder: Path | None = None) -> Policy:
+    """Return the policy that ``file.py:function`` makes; random weights depend on the seed only.
+
+    The function takes no argument, or ``folder``: the folder whose weights will be loaded into the result, or None for
+    a new model. The global generator of torch is left unchanged.
+    """
+    source, make = ModelFunction.from_name(name), load_object(name)
+    if not callable(make):
+        raise GruppoError(f"{name} is a {type(make).__name__}; it needs a function that returns a policy. {HINT}")
+    try:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(make).parameters
+    except (TypeError, ValueError):  # not written in Python
+        parameters = {}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variadic and n != "folder"]
+    if required:
+        raise GruppoError(
+            f"{name} needs the arguments {', '.join(required)}, but it is called with none, or with folder. Give them "
+            "defaults."
+        )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_at(seed, "module"))
+            policy = make(folder=folder) if "folder" in parameters else make()
+            if isinstance(policy, TextPolicy) and isinstance(policy.backbone, PlainBackbone):
+                _check_logits(policy, name)
+                policy.backbone.source = source
+    except GruppoError:
+        raise
+    except (Exception, SystemExit) as error:
+        file = Path(source.made_by.rpartition(":")[0]).resolve()
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+        raise GruppoError(
+            f"{name} raised {type(error).__name__}{f' in line {lines[-1]}' if lines else ''}: {_first_line(error)}. "
+            "Fix the function and try again."
+        ) from error
+    if not isinstance(policy, Policy):
+        raise GruppoError(f"{name} returned a {type(policy).__name__}; it needs a policy. {HINT}")
+    if not isinstance(policy, TextPolicy):
+        policy.origin = source
+    return policy
+
+
+def open_saved(folder: str | Path, *, seed: int = 0) -> Policy:
+    """Return the policy in a folder that ``policy.save`` wrote: made by its function, with the folder's weights."""
+    folder = Path(folder).expanduser()
+    source = ModelFunction.read(folder)
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise GruppoError(
+            f"the weights {folder / WEIGHTS} cannot be read: {reason}. It needs {WEIGHTS}, as policy.save(folder) "
+            "writes it."
+        ) from None
+    try:
+        policy = open_custom(source.made_by, seed=seed, folder=folder)
+    except GruppoError as error:
+        text = f"the model {folder} is made by {source.made_by}, which cannot be used: {error}"
+        raise type(error)(text) from error
+    current = ModelFunction.from_name(source.made_by)
+    if current.sha256 != source.sha256:
+        log.warning(
+            "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...): the same weights "
+            "may compute something else.",
+            source.made_by.rpartition(":")[0],
+            folder,
+            source.sha256 or "none",
+            current.sha256 or "none",
+        )
+    if not isinstance(policy, TextPolicy):
+        policy.load(folder)
+        return policy
+    load_strictly(policy.module, weights, str(folder))
+    policy.refresh(force=True)
+    return policy
+
+
+def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], origin: str) -> None:
+    """Load all weights, or change nothing and raise. Tied weights are in a file once, under any of their names."""
+    state = module.state_dict()
+    tied: dict[Any, list[str]] = {}  # names by memory
+    keys = {n: (t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else n for n, t in state.items()}
+    for name, key in keys.items():
+        tied.setdefault(key, []).append(name)
+    full = {name: weights[twin] for name in state for twin in tied[keys[name]] if twin in weights}
+    full |= {name: weights[name] for name in state.keys() & weights.keys()}
+    parts = {
+        "missing": sorted(state.keys() - full.keys()),
+        "unknown": sorted(weights.keys() - state.keys()),
+        "of another shape": sorted(name for name, value in full.items() if state[name].shape != value.shape),
+    }
+    problems = [
+        f"{len(names)} {kind}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+        for kind, names in parts.items()
+        if names
+    ]
+    if problems:
+        raise GruppoError(
+            f"the weights in {origin} do not fit this {type(module).__name__}: {'; '.join(problems)} (of {len(state)})."
+            " Restore the function as it was when they were saved, or give other weights."
+        )
+    module.load_state_dict(full)
+
+
+@torch.no_grad()
+def _check_logits(policy: TextPolicy, name: str) -> None:
+    """Refuse a module that does not map ids to logits, and one whose logits of a token depend on later tokens."""
+    what, end = f"the module of {name}, a {type(policy.module).__name__},", next(iter(policy.chat.eos_ids), 0) or 1
+    ids = torch.tensor([[0, end, 0], [0, end, end]], device=policy.device)
+    try:
+        logits: Any = policy.backbone.module.eval()(ids)
+    except Exception as error:
+        raise GruppoError(
+            f"{what} raised {type(error).__name__} when called with ids of shape [2, 3]: {_first_line(error)}. It "
+            "needs to map ids [B, T] to logits [B, T, V]."
+        ) from error
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
+        got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise GruppoError(f"{what} gave {got} for ids of shape [2, 3]; it needs to return only logits [2, 3, V].")
+    if not logits.isfinite().all():
+        raise NumericalStop(f"{what} gives logits that are not finite, so nothing can be sampled from it. Fix it.")
+    first, second = logits[:, :2].float()
+    if float((first - second).abs().max()) > 1e-3 * (1 + float(first.abs().max())):
+        raise GruppoError(
+            f"{what} is not causal: its logits of a token change with the token after it, which does not exist yet "
+            "during sampling. Mask its attention."
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

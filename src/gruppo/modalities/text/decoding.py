@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gruppo.modalities.text.attention import attend
 from gruppo.modalities.text.blocks import FusedLayer, fused, lean_norm
-from gruppo.modalities.text.layers import Decoder
-from gruppo.modalities.text.stream import Stream, stream
+from gruppo.modalities.text.decoder import Decoder
+from gruppo.modalities.text.layouts import Stream, stream
 
 COLUMNS = 32
 """Tokens by which the buffers of the rows' own keys and values grow."""

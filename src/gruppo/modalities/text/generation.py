@@ -1,9 +1,10 @@
-"""Writing rows token by token."""
+"""Sampling completions token by token, and continuing them after an environment's reply."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -11,12 +12,17 @@ from torch import Tensor
 
 from gruppo.core.distributions import draw
 from gruppo.modalities.text.backbones import Decoding
-from gruppo.types import Finish, Sampling
+from gruppo.seeds import uniforms_at
+from gruppo.timeouts import describe
+from gruppo.types import DataError, Finish, Rollouts, Sampling
+
+if TYPE_CHECKING:
+    from gruppo.modalities.text.policy import TextPolicy
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
-    """What was sampled for N rows."""
+class Generated:
+    """The sampled tokens of N rows."""
 
     tokens: Int[Tensor, "N T"]
     logprobs: Float[Tensor, "N T"]
@@ -25,23 +31,21 @@ class Written:
 
 
 @torch.no_grad()
-def write(
+def generate(
     decoding: Decoding,
     uniforms: Float[Tensor, "N T"],
     sampling: Sampling,
     *,
     eos_ids: Sequence[int],
-    text: Callable[[Sequence[int]], str],
+    decode: Callable[[Sequence[int]], str],
     limits: Int[Tensor, "N"] | None = None,
-) -> Written:
-    """Sample until each row has drawn an end token, written a stop text, or used up its uniforms.
+) -> Generated:
+    """Sample until each row has an end token, a stop text, or as many tokens as uniforms.
 
-    ``limits``: tokens of each row at most, 1 or more; without them, all columns. No row is then read beyond its own
-    limit, where the model's context may end: what is finished leaves at once.
-
-    A row whose logits are not finite ends as "error", with what it had. Finished rows leave the batch once they are an
-    eighth of it: each leave copies the cache, so a few wait for company. ``text`` shows special tokens, which a stop
-    text may name.
+    ``limits``: maximum tokens of each row, 1 or more. A row is never read beyond its own limit, where the model's
+    context may end, so that finished rows leave the batch at once. Without limits they leave once they are an eighth of
+    it, since each removal copies the cache. A row whose logits are not finite ends as "error", with the tokens before.
+    ``decode`` shows special tokens, which a stop text may name.
     """
     rows, columns = uniforms.shape
     tokens = torch.zeros(rows, columns, dtype=torch.long)
@@ -49,55 +53,184 @@ def write(
     lengths = torch.zeros(rows, dtype=torch.long)
     finish: list[Finish] = ["length"] * rows
     ends = torch.tensor(list(eos_ids), dtype=torch.long)
-    slots = torch.arange(rows)  # which row each decoding slot writes
-    open_slots = torch.ones(rows, dtype=torch.bool)
+    slots = torch.arange(rows)  # the row of each decoding slot
+    is_open = torch.ones(rows, dtype=torch.bool)
 
     for t in range(columns):
-        drawn, logprob = draw(
+        sampled, logprob = draw(
             decoding.logits,
             uniforms[slots, t],
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
         )
-        drawn, logprob = drawn.cpu(), logprob.float().cpu()
-        broken = open_slots & ~logprob.isfinite()
-        good = open_slots & ~broken
-        tokens[slots[good], t], logprobs[slots[good], t] = drawn[good], logprob[good]
+        sampled, logprob = sampled.cpu(), logprob.float().cpu()
+        broken = is_open & ~logprob.isfinite()
+        good = is_open & ~broken
+        tokens[slots[good], t], logprobs[slots[good], t] = sampled[good], logprob[good]
         lengths[slots[good]] += 1
-        stopped = good & torch.isin(drawn, ends)
-        stopped |= _wrote_stop(tokens, lengths, slots, good & ~stopped, sampling.stop, text)
+        stopped = good & torch.isin(sampled, ends)
+        if sampling.stop:
+            for slot in (good & ~stopped).nonzero()[:, 0].tolist():
+                row = int(slots[slot])
+                text = decode(tokens[row, : int(lengths[row])].tolist())
+                stopped[slot] = any(stop in text for stop in sampling.stop)
         for row in slots[stopped].tolist():
             finish[row] = "stop"
         for row in slots[broken].tolist():
             finish[row] = "error"
-        open_slots = good & ~stopped
+        is_open = good & ~stopped
         if limits is not None:
-            open_slots &= lengths[slots] < limits[slots]
-        still = int(open_slots.sum())
-        if still == 0 or t + 1 == columns:
+            is_open &= lengths[slots] < limits[slots]
+        remaining = int(is_open.sum())
+        if remaining == 0 or t + 1 == columns:
             break
-        if len(slots) - still >= (max(1, len(slots) // 8) if limits is None else 1):
-            kept = open_slots.nonzero()[:, 0]
+        if len(slots) - remaining >= (max(1, len(slots) // 8) if limits is None else 1):
+            kept = is_open.nonzero()[:, 0]
             decoding.select(kept.to(decoding.logits.device))
-            slots, open_slots, drawn = slots[kept], open_slots[kept], drawn[kept]
-        decoding.advance(torch.where(open_slots, drawn, 0).to(decoding.logits.device))
-    return Written(tokens, logprobs, lengths, tuple(finish))
+            slots, is_open, sampled = slots[kept], is_open[kept], sampled[kept]
+        decoding.advance(torch.where(is_open, sampled, 0).to(decoding.logits.device))
+    return Generated(tokens, logprobs, lengths, tuple(finish))
 
 
-def _wrote_stop(
-    tokens: Tensor, lengths: Tensor, slots: Tensor, good: Tensor, stop: Sequence[str], text: Callable
-) -> Tensor:
-    wrote = torch.zeros_like(good)
-    if stop:
-        for slot in good.nonzero()[:, 0].tolist():
-            row = int(slots[slot])
-            written = text(tokens[row, : int(lengths[row])].tolist())
-            wrote[slot] = any(s in written for s in stop)
-    return wrote
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the text up to the first stop text."""
+    ends = [at for s in stop if (at := text.find(s)) >= 0]
+    return text[: min(ends)] if ends else text
 
 
-def cut_at_stop(written: str, stop: Sequence[str]) -> str:
-    """The text up to the first stop text."""
-    ends = [at for s in stop if (at := written.find(s)) >= 0]
-    return written[: min(ends)] if ends else written
+# --- further turns of a conversation ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """The next turn of one row."""
+
+    row: int
+    reply: Any
+    prefix: Int[Tensor, "T"]
+    """Tokens of the row so far."""
+    added: Int[Tensor, "R"]
+    """Tokens of the reply and of the template around it."""
+    limit: int
+    """Tokens that the policy may still sample."""
+
+
+def continue_rollouts(
+    policy: TextPolicy,
+    rollouts: Rollouts,
+    replies: Mapping[int, Any],
+    sampling: Sampling,
+    *,
+    seed: int,
+    max_reply_tokens: int,
+    max_rows: int,
+) -> Rollouts:
+    """Append to each row in ``replies`` its reply, with mask False, and a sampled turn of the policy.
+
+    A row without space for another token ends as "length", one whose reply cannot be encoded as "error"; both stay as
+    they are. Histories are read again each turn, the prompt of a group once.
+    """
+    turns: list[_Turn] = []
+    finish, failures = list(rollouts.finish), list(rollouts.per_row["environment_failure"])
+    for row, reply in sorted(replies.items()):
+        group = int(rollouts.group_ids[row])
+        prefix = rollouts.actions[row, : int(rollouts.lengths[row])]
+        is_closed = len(prefix) > 0 and int(prefix[-1]) in policy.chat.eos_ids
+        try:
+            reply = _truncate(policy, reply, max_reply_tokens)
+            inputs, completion = rollouts.prompts[group].inputs, rollouts.completions[row]
+            added = torch.tensor(policy.chat.encode_reply(inputs, completion, reply, is_closed=is_closed)).long()
+        except Exception as problem:  # a role unknown to the template, a character unknown to the tokenizer
+            why = str(problem) if isinstance(problem, DataError) else describe(problem)
+            finish[row], failures[row] = "error", f"its reply cannot be written: {why}"
+            continue
+        limit = sampling.max_actions - int(rollouts.mask[row].sum())
+        if policy.context is not None:
+            before = len(rollouts.shared["prompt_ids"][group]) + len(prefix) + len(added)
+            limit = min(limit, policy.context - before)
+        if limit > 0:
+            turns.append(_Turn(row, reply, prefix, added, limit))
+        else:
+            finish[row] = "length"
+    per_row = {**rollouts.per_row, "environment_failure": tuple(failures)}
+    rollouts = replace(rollouts, finish=tuple(finish), per_row=per_row)
+    for start in range(0, len(turns), max_rows):
+        part = turns[start : start + max_rows]
+        rollouts = _append(policy, rollouts, part, _generate_turns(policy, rollouts, part, sampling, seed), sampling)
+    return rollouts
+
+
+def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
+    """Cut a reply to ``max_tokens`` tokens of text; messages beyond them become empty."""
+    if isinstance(reply, str):
+        ids = policy.chat.encode_text(reply)
+        if len(ids) <= max_tokens:
+            return reply
+        return policy.chat.text(ids[:max_tokens]).rstrip("\ufffd")  # the last token may end within a character
+    messages = []
+    for message in reply:
+        content = _truncate(policy, message["content"], max_tokens)
+        max_tokens -= min(max_tokens, len(policy.chat.encode_text(content)))
+        messages.append({**message, "content": content})
+    return messages
+
+
+def _generate_turns(
+    policy: TextPolicy, rollouts: Rollouts, turns: Sequence[_Turn], sampling: Sampling, seed: int
+) -> Generated:
+    """Sample; randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before."""
+    limits = torch.tensor([turn.limit for turn in turns])
+    uniforms = torch.zeros(len(turns), int(limits.max()), dtype=torch.float64)
+    for place, turn in enumerate(turns):
+        start = int(rollouts.mask[turn.row].sum())
+        prompt_draw = rollouts.prompts[int(rollouts.group_ids[turn.row])].draw
+        sample = int(rollouts.per_row["sample"][turn.row])
+        uniforms[place, : turn.limit] = uniforms_at(seed, prompt_draw, sample, start + turn.limit)[start:]
+    groups, owners = rollouts.group_ids[torch.tensor([turn.row for turn in turns])].unique(return_inverse=True)
+    prompts = [rollouts.shared["prompt_ids"][group].to(policy.device) for group in groups.tolist()]
+    prefixes = [torch.cat([turn.prefix, turn.added]).to(policy.device) for turn in turns]
+    chat = policy.chat
+    with torch.no_grad():
+        decoding = policy.backbone.start(prompts, owners.to(policy.device), prefixes)
+        return generate(
+            decoding, uniforms, sampling, eos_ids=chat.eos_ids, decode=chat.text_with_specials, limits=limits
+        )
+
+
+def _append(
+    policy: TextPolicy, rollouts: Rollouts, turns: Sequence[_Turn], generated: Generated, sampling: Sampling
+) -> Rollouts:
+    lengths, finish, completions = rollouts.lengths.clone(), list(rollouts.finish), list(rollouts.completions)
+    texts = list(rollouts.per_row["text"])
+    counts = generated.lengths.tolist()
+    ends = [int(lengths[turn.row]) + len(turn.added) + n for turn, n in zip(turns, counts, strict=True)]
+    columns = max(rollouts.actions.shape[1], *ends)
+    actions, mask, logprobs, versions = (
+        torch.nn.functional.pad(x, (0, columns - x.shape[1]))
+        for x in (rollouts.actions, rollouts.mask, rollouts.sampler_logprobs, rollouts.policy_version)
+    )
+    for place, (turn, end) in enumerate(zip(turns, ends, strict=True)):
+        row, count = turn.row, counts[place]
+        begin, own = int(lengths[row]), slice(end - count, end)
+        ids = generated.tokens[place, :count]
+        actions[row, begin : own.start], actions[row, own] = turn.added, ids
+        mask[row, own] = True
+        logprobs[row, own] = generated.logprobs[place, :count]
+        lengths[row], finish[row] = end, generated.finish[place]
+        texts[row] = cut_at_stop(policy.chat.text(ids.tolist()), sampling.stop)
+        if isinstance(completions[row], str):
+            completions[row] += turn.reply + texts[row]
+        else:
+            completions[row] = [*completions[row], *turn.reply, {"role": "assistant", "content": texts[row]}]
+    return replace(
+        rollouts,
+        actions=actions,
+        mask=mask,
+        lengths=lengths,
+        completions=tuple(completions),
+        sampler_logprobs=logprobs,
+        policy_version=versions,
+        finish=tuple(finish),
+        per_row={**rollouts.per_row, "text": tuple(texts)},
+    )

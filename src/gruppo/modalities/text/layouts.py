@@ -1,41 +1,216 @@
-"""How rows are laid out for the network that scores them (a stream, packed rows, or padded), and cut into pieces."""
+"""How rows are laid out for scoring, and split into micro-batches.
+
+stream: groups one after another without padding, each prompt once and its completions behind it. P + G (R - 1) tokens
+    instead of G (P + R), since a completion's last token predicts nothing. Attention runs over blocks of queries.
+packed: a group as one row of P + G R tokens, under a block mask.
+padded: each prompt with its completion as a row of its own.
+
+In the first two, positions restart at the prompt's end, as if each completion were alone, and completions do not see
+each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
-from gruppo.modalities.text.backbones import Backbone, pad_right
-from gruppo.modalities.text.packing import pack
-from gruppo.modalities.text.stream import stream
+Layout = Literal["stream", "packed", "padded"]
+
+MULTIPLE = 16
+"""Streams are padded to a multiple with tokens that nothing sees: a CPU's bfloat16 products of odd sizes are a quarter
+slower."""
+BLOCK_QUERIES = 128
+"""Columns of one block: later columns are not multiplied and then masked."""
+BLOCK_SCORES = 2**16
+"""Scores of one head in one block: few enough for a processor's cache, enough for a full matrix product."""
+WASTE = 1.25
+"""Completions share a block if the longest is at most this much longer than the shortest."""
 
 
-def features_before(
-    backbone: Backbone,
-    prompts: Sequence[Int[Tensor, "P"]],
-    completions: Sequence[Int[Tensor, "R"]],
-    owners: Int[Tensor, "b"],
-    row: Int[Tensor, "n"],
-    column: Int[Tensor, "n"],
-) -> Float[Tensor, "n F"]:
-    """Features at the token before each action, the one that predicts it; an action is a completion and its column."""
-    device = next(backbone.module.parameters()).device
-    layout = backbone.layout
-    if layout == "stream":
-        tokens = stream(prompts, completions, owners)
-        return backbone.stream_features(tokens)[tokens.before(row, column).to(device)]
-    if layout == "packed":
-        packed = pack(prompts, completions, owners)
-        features = backbone.packed_features(
-            packed.ids.to(device), packed.positions.to(device), packed.visible.to(device)
+def pad_right(rows: Sequence[Int[Tensor, "L"]]) -> tuple[Int[Tensor, "b L"], Int[Tensor, "b"]]:
+    """Return rows of ids as one tensor, and their lengths."""
+    lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True), lengths
+
+
+# --- stream -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """c texts of like length: some columns of each as queries, and all columns up to their end as keys."""
+
+    shared: slice
+    """Tokens that all queries see: the prompt's. Empty in blocks of the prompt itself."""
+    own: Int[Tensor, "c s"]
+    """Tokens of the texts; behind the end of a short one its first is repeated, unseen by real tokens."""
+    first: int
+    """The queries are ``own[:, first:]``."""
+    bias: Float[Tensor, "r S"]
+    """0 where a query sees a key, -inf elsewhere; the keys are the shared tokens, then the own ones."""
+    real: Int[Tensor, "n"] | None
+    """Indices over [c, r] of the queries that are tokens and not repetitions; None if all are."""
+
+    @property
+    def queries(self) -> Int[Tensor, "c r"]:
+        return self.own[:, self.first :]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """N tokens of several groups."""
+
+    ids: Int[Tensor, "N"]
+    positions: Int[Tensor, "N"]
+    blocks: tuple[Block, ...]
+    start: Int[Tensor, "b"]
+    """Index of the first token of each completion."""
+    prompt_end: Int[Tensor, "b"]
+    """Index of the last token of each completion's prompt."""
+
+    def before(self, completion: Int[Tensor, "n"], column: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
+        """Index of the token whose features predict the action: the one before it, at first the prompt's last."""
+        return torch.where(column == 0, self.prompt_end[completion], self.start[completion] + column - 1)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Stream:
+        """Move to the device, with the biases in the dtype of the softmax."""
+        blocks = tuple(
+            Block(
+                block.shared,
+                block.own.to(device),
+                block.first,
+                block.bias.to(device, dtype),
+                None if block.real is None else block.real.to(device),
+            )
+            for block in self.blocks
         )
-        return features[packed.row[row].to(device), packed.before(row, column).to(device)]
-    ids, _ = pad_right([torch.cat([prompts[o], c]) for o, c in zip(owners.tolist(), completions, strict=True)])
-    before = torch.tensor([len(prompt) - 1 for prompt in prompts])[owners][row] + column
-    return backbone.features(ids.to(device))[row.to(device), before.to(device)]
+        return Stream(self.ids.to(device), self.positions.to(device), blocks, self.start, self.prompt_end)
+
+
+def stream(
+    prompts: Sequence[Int[Tensor, "P"]], completions: Sequence[Int[Tensor, "R"]], owners: Int[Tensor, "b"]
+) -> Stream:
+    """Lay out completions, without their last tokens, behind the prompts that own them (``owners``, indices)."""
+    ids: list[Tensor] = []
+    positions: list[Tensor] = []
+    blocks: list[Block] = []
+    start, prompt_end = torch.zeros(len(completions), dtype=torch.long), torch.zeros(len(completions), dtype=torch.long)
+    members: list[list[int]] = [[] for _ in prompts]
+    for c, owner in enumerate(owners.tolist()):
+        members[owner].append(c)
+    end = 0
+    for prompt, own in zip(prompts, members, strict=True):
+        prompt_tokens = slice(end, end + len(prompt))
+        ids.append(prompt)
+        positions.append(torch.arange(len(prompt)))
+        blocks += _blocks(slice(end, end), [prompt_tokens])
+        end = prompt_tokens.stop
+        texts = []
+        for c in own:
+            length = max(len(completions[c]) - 1, 0)
+            start[c], prompt_end[c] = end, prompt_tokens.stop - 1
+            ids.append(completions[c][:length])
+            positions.append(len(prompt) + torch.arange(length))
+            texts.append(slice(end, end + length))
+            end += length
+        blocks += _blocks(prompt_tokens, texts)
+    padding = torch.zeros(-end % MULTIPLE, dtype=torch.long)
+    ids.append(padding)
+    positions.append(padding)
+    blocks += _blocks(slice(end, end), [slice(end, end + len(padding))])
+    return Stream(torch.cat(ids), torch.cat(positions), tuple(blocks), start, prompt_end)
+
+
+def _blocks(shared: slice, texts: Sequence[slice]) -> Iterator[Block]:
+    """Group texts of like length, and cut each group into runs of columns."""
+    prefix = shared.stop - shared.start
+    groups: list[list[slice]] = []
+    for text in sorted((t for t in texts if t.stop > t.start), key=lambda t: t.start - t.stop):
+        length = text.stop - text.start
+        longest = groups[-1][0].stop - groups[-1][0].start if groups else 0
+        scores = (len(groups[-1]) + 1) * min(longest, BLOCK_QUERIES) * (prefix + longest) if groups else 0
+        if not groups or longest > WASTE * length or scores > BLOCK_SCORES:
+            groups.append([])
+        groups[-1].append(text)
+    for group in groups:
+        starts = torch.tensor([text.start for text in group])[:, None]
+        lengths = torch.tensor([text.stop - text.start for text in group])[:, None]
+        longest = int(lengths.max())
+        for first in range(0, longest, BLOCK_QUERIES):
+            columns = torch.arange(min(first + BLOCK_QUERIES, longest))
+            is_real = columns < lengths  # [c, s]
+            visible = columns <= columns[first:, None]  # [r, s]
+            visible = nn.functional.pad(visible, (prefix, 0), value=True)
+            bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+            real = is_real[:, first:].flatten().nonzero()[:, 0]
+            own = starts + torch.where(is_real, columns, 0)
+            is_full = len(real) == len(group) * (len(columns) - first)
+            yield Block(shared, own, first, bias, None if is_full else real)
+
+
+# --- packed -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """g packed rows of L tokens."""
+
+    ids: Int[Tensor, "g L"]
+    positions: Int[Tensor, "g L"]
+    visible: Bool[Tensor, "g L L"]
+    """[query, key]: which tokens each token attends to."""
+    row: Int[Tensor, "b"]
+    """The packed row of each completion."""
+    start: Int[Tensor, "b"]
+    """Column of the first token of each completion."""
+    prompt_length: Int[Tensor, "b"]
+
+    def before(self, completion: Int[Tensor, "N"], column: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+        """Column of the token whose features predict the action: the one before it, at first the prompt's last."""
+        return torch.where(column == 0, self.prompt_length[completion] - 1, self.start[completion] + column - 1)
+
+
+def pack(
+    prompts: Sequence[Int[Tensor, "P"]], completions: Sequence[Int[Tensor, "R"]], owners: Int[Tensor, "b"]
+) -> Packed:
+    """Lay out completions behind the prompt that owns them; ``owners`` are indices into ``prompts``."""
+    texts = [[prompt] for prompt in prompts]
+    positions = [[torch.arange(len(prompt))] for prompt in prompts]
+    segments = [[torch.zeros(len(prompt), dtype=torch.long)] for prompt in prompts]
+    ends = [len(prompt) for prompt in prompts]
+    start = []
+    for completion, owner in zip(completions, owners.tolist(), strict=True):
+        start.append(ends[owner])
+        ends[owner] += len(completion)
+        texts[owner].append(completion)
+        positions[owner].append(len(prompts[owner]) + torch.arange(len(completion)))
+        segments[owner].append(torch.full((len(completion),), len(segments[owner])))
+    ids, lengths = pad_right([torch.cat(parts) for parts in texts])
+    padded_positions, _ = pad_right([torch.cat(parts) for parts in positions])
+    segment, _ = pad_right([torch.cat(parts) for parts in segments])
+    # causal, within the same segment or the prompt (segment 0); padding is seen by itself only
+    column = torch.arange(ids.shape[1])
+    causal = column[:, None] >= column[None, :]
+    own = segment[:, :, None] == segment[:, None, :]
+    shared = (segment == 0)[:, None, :]
+    real = column < lengths[:, None]
+    visible = causal & (own | shared) & real[:, None, :]
+    return Packed(
+        ids=ids,
+        positions=padded_positions,
+        visible=visible | (column[:, None] == column[None, :]),
+        row=owners,
+        start=torch.tensor(start),
+        prompt_length=torch.tensor([len(prompt) for prompt in prompts])[owners],
+    )
+
+
+# --- micro-batches ----------------------------------------------------------------------------------------------------
 
 
 def micro_batches_by_group(
@@ -47,17 +222,29 @@ def micro_batches_by_group(
     *,
     padded: bool,
 ) -> list[list[int]]:
-    """Rows cut into pieces of at most ``budget`` tokens, group-mates together where they fit.
+    """Split rows into micro-batches of at most ``budget`` tokens, rows of a group together where they fit.
 
-    A group over the budget is cut into parts of like size, each of which reads the prompt again. ``padded``: the parts
-    of a piece are rows of one tensor, as long as the longest of them; otherwise they follow each other.
+    A group over the budget is cut into as few parts of like size as possible, each of which reads the prompt again.
+    ``padded``: the parts of a micro-batch are rows of one tensor, as long as the longest; otherwise they follow each
+    other.
     """
     by_group: dict[int, list[int]] = {}
     for row in rows:
         by_group.setdefault(int(group_ids[row]), []).append(row)
     parts: list[tuple[int, list[int]]] = []  # tokens, rows
-    for members in by_group.values():
-        parts += _parts(int(prompt_lengths[members[0]]), {row: int(lengths[row]) for row in members}, budget)
+    for group in by_group.values():
+        prompt, row_lengths = int(prompt_lengths[group[0]]), [int(lengths[row]) for row in group]
+        total = sum(row_lengths)
+        count = -(-total // max(budget - prompt, 1)) or 1
+        limit = min(budget - prompt, -(-total // count) + max(row_lengths) - 1)
+        tokens, members = 0, list[int]()
+        for row, length in zip(group, row_lengths, strict=True):
+            if members and tokens + length > limit:
+                parts.append((prompt + tokens, members))
+                tokens, members = 0, []
+            tokens += length
+            members.append(row)
+        parts.append((prompt + tokens, members))
     parts.sort(key=lambda part: -part[0])
     micro_batches: list[list[int]] = []
     sizes: list[int] = []
@@ -70,27 +257,10 @@ def micro_batches_by_group(
     return micro_batches
 
 
-def _parts(prompt: int, lengths: dict[int, int], budget: int) -> list[tuple[int, list[int]]]:
-    """One group's rows in as few parts of like size as the budget allows, and the tokens of each."""
-    total, longest = sum(lengths.values()), max(lengths.values())
-    count = -(-total // max(budget - prompt, 1)) or 1
-    limit = min(budget - prompt, -(-total // count) + longest - 1)
-    parts: list[tuple[int, list[int]]] = []
-    tokens: int = 0
-    members: list[int] = []
-    for row, length in lengths.items():
-        if members and tokens + length > limit:
-            parts.append((prompt + tokens, members))
-            tokens, members = 0, []
-        tokens += length
-        members.append(row)
-    return [*parts, (prompt + tokens, members)]
-
-
-def micro_batches_by_length(totals: Int[Tensor, "B"], wanted: Int[Tensor, "n"], budget: int) -> list[list[int]]:
-    """Rows of like length together, so that little is padding."""
+def micro_batches_by_length(totals: Int[Tensor, "B"], rows: Int[Tensor, "n"], budget: int) -> list[list[int]]:
+    """Split rows into micro-batches of like length, so that there is little padding."""
     micro_batches: list[list[int]] = []
-    for row in wanted[totals[wanted].argsort(descending=True, stable=True)].tolist():
+    for row in rows[totals[rows].argsort(descending=True, stable=True)].tolist():
         if not micro_batches or (len(micro_batches[-1]) + 1) * int(totals[micro_batches[-1][0]]) > budget:
             micro_batches.append([])
         micro_batches[-1].append(row)

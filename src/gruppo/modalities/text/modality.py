@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gruppo.config.schema import IN_MEMORY, Config, DiffusionConfig
+from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.loading import program
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
 from gruppo.modalities.common.lora import inject
-from gruppo.modalities.common.validation import refuse_restoration_options
+from gruppo.modalities.common.validation import refuse_consistency, refuse_other_options
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
 from gruppo.modalities.text.critic import SeparateCritic
-from gruppo.modalities.text.custom import MadeBy, is_made, names_function
+from gruppo.modalities.text.custom import ModelFunction, is_custom, names_function
 from gruppo.modalities.text.load import Adapt, from_pretrained, give_adapter
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.protocols import Critic, Modality, Policy, PromptSource
@@ -39,17 +39,13 @@ class TextModality(Modality):
 
     def validate(self, config: Config) -> None:
         is_here = config.model in BUNDLED or names_function(config.model) or Path(config.model).exists()
-        if config.diffusion != DiffusionConfig() and not is_here:
+        if config.modality is not None and config.modality != type(config.modality)() and not is_here:
             raise GruppoError(
                 f"there is no folder {config.model!r} with an image model. Train one first, as with {program()} train "
                 "digits-pretrain, or set --model unet or diffusers:OWNER/NAME."
             )
-        if config.diffusion != DiffusionConfig():
-            raise GruppoError(
-                f"diffusion settings were given, and {config.model!r} is a text model. Leave the --diffusion options "
-                "out, or set --model unet or a folder with an image model."
-            )
-        refuse_restoration_options(config)
+        refuse_other_options(config, None)
+        refuse_consistency(config)
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
         path, origin = found_model(config.model)
@@ -127,8 +123,12 @@ def found_model(name: str) -> tuple[str, dict[str, Any]]:
     if name in BUNDLED:
         found = bundled_model(name)
         return str(found.path), {"name": name, "source": found.source, "sha256": found.sha256}
-    if names_function(name) or is_made(model_of(name)):
-        made = MadeBy.named(name) if names_function(name) else MadeBy.read(Path(model_of(name)).expanduser())
+    if names_function(name) or is_custom(model_of(name)):
+        made = (
+            ModelFunction.from_name(name)
+            if names_function(name)
+            else ModelFunction.read(Path(model_of(name)).expanduser())
+        )
         return name, {"name": name, "made_by": made.made_by, "sha256": made.sha256}
     if "/" not in name and not Path(name).exists() and (near := difflib.get_close_matches(name, [*BUNDLED, "unet"], 1)):
         raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")

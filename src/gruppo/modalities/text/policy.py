@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
 from gruppo.modalities.common.lora import base_of, base_weights, has_adapter
+from gruppo.modalities.text import generation
 from gruppo.modalities.text.backbones import Backbone
-from gruppo.modalities.text.chat import Chat, output_of
-from gruppo.modalities.text.demonstrations import demonstrated, refusal
-from gruppo.modalities.text.generation import cut_at_stop, write
-from gruppo.modalities.text.layouts import features_before, micro_batches_by_group, micro_batches_by_length
+from gruppo.modalities.text.chat import Chat, as_completion
+from gruppo.modalities.text.demonstrations import check_demonstration, demonstration_rollouts
+from gruppo.modalities.text.generation import cut_at_stop, generate
+from gruppo.modalities.text.layouts import micro_batches_by_group, micro_batches_by_length
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, bytes_per_token, working_memory
 from gruppo.modalities.text.precision import ComputeCopy
-from gruppo.modalities.text.turns import written_on
 from gruppo.protocols import Outputs, Policy
 from gruppo.seeds import uniforms_at
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
@@ -29,15 +29,16 @@ BATCH_ROWS = 128
 
 
 class TextPolicy(Policy):
-    """Samples completions and evaluates them under the same distribution: temperature, top-k and top-p included.
+    """Samples completions and evaluates them under the same distribution, temperature, top-k and top-p included.
 
-    ``module`` holds the master weights that an optimiser trains. Arithmetic runs on ``compute``, the module itself or a
-    bfloat16 copy that follows it. Dropout is off in both: sampled and scored rows must come from one network.
+    ``module`` holds the master weights that an optimizer trains; ``compute_module`` is the module itself or a bfloat16
+    copy that follows it. Dropout is off in both, since sampled and scored rows must come from one network.
     """
 
     supports = frozenset({"conversations", "demonstrations", "lora", "separate_critic", "shared_critic"})
     likelihood_outputs = frozenset({"entropy", "entropy_value", "values"})
     action_name, budget_name = "token", "tokens"
+    compute_dtype: torch.dtype = torch.float32
 
     def __init__(
         self,
@@ -50,27 +51,28 @@ class TextPolicy(Policy):
         chunk: int = 256,
     ) -> None:
         self.module = module.eval()
-        self.chat = chat
-        self.context = context
-        self.chunk = chunk
-        self._compute_dtype = compute_dtype
-        own = {parameter.dtype for parameter in module.parameters()}
-        self.copy = None if own == {compute_dtype} else ComputeCopy(module, compute_dtype)
-        self.backbone = backbone.on(module if self.copy is None else self.copy.module)
+        self.backbone, self.chat, self.context, self.chunk = backbone, chat, context, chunk
+        self.compute_in(compute_dtype)
         self.value_head: nn.Module | None = None
-        """Features [N, F] to values [N]; beside ``module``, so that saves, copies and references are without it."""
+        """Features [N, F] to values [N]; not part of ``module``, so that saves, copies and references lack it."""
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self._compute_dtype
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Set the compute dtype, in place; the copy is made anew if one is needed."""
+        self.compute_dtype = dtype
+        is_needed = {parameter.dtype for parameter in self.module.parameters()} != {dtype}
+        self.copy = ComputeCopy(self.module, dtype) if is_needed else None
+        self.backbone = self.backbone.on(self.module if self.copy is None else self.copy.module)
+
+    def to(self, device: torch.device) -> None:
+        self.module.to(device)
+        self.compute_in(self.compute_dtype)
 
     @property
     def compute_module(self) -> nn.Module:
-        """The module that computes: the master itself or its bfloat16 copy."""
         return self.backbone.module
 
     def at(self, module: nn.Module) -> TextPolicy:
-        """This policy over other weights of the same kind, without a copy of its own: a reference."""
+        """Return this policy over other weights of the same kind, without a copy or value head: a reference."""
         other = object.__new__(TextPolicy)
         parts = {"module": module.eval(), "copy": None, "backbone": self.backbone.on(module), "value_head": None}
         other.__dict__.update(self.__dict__, **parts)
@@ -82,28 +84,23 @@ class TextPolicy(Policy):
 
     @torch.no_grad()
     def feature_width(self) -> int:
-        """Numbers at each position that ``value_head`` reads; those of a model that cannot be split are its logits."""
+        """Features at each position that a value head reads; the logits of a model that cannot be split."""
         return self.backbone.features(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
 
     def refresh(self, *, force: bool = False) -> None:
-        """Bring the compute copy, if there is one, up to the master weights."""
         if self.copy is not None:
             self.copy.refresh(force=force)
 
     def _prepare(self) -> None:
-        """Whatever was done to the module since the last call: no dropout, and the weights as they are now."""
+        """Turn dropout off and refresh the copy, whatever was done to the module since the last call."""
         self.module.eval()
         self.backbone.module.eval()
         self.refresh()
 
     def save(self, folder: Path) -> None:
-        """The master weights and the tokenizer; of a Hugging Face model, a folder that ``from_pretrained`` opens."""
+        """Write the master weights and the tokenizer: of a Hugging Face model, a folder for ``from_pretrained``."""
         self.backbone.on(self.module).save(folder)
         self.chat.save(folder)
-
-    def to(self, device: torch.device) -> None:
-        if device != self.device:
-            raise GruppoError(f"this policy is on {self.device}; open the model on {device} with --device instead.")
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         """Of a module with adapters, the trained adapter alone."""
@@ -164,7 +161,7 @@ class TextPolicy(Policy):
     def longest_prompt(self, rollouts: Rollouts) -> int:
         return max((len(ids) for ids in rollouts.shared["prompt_ids"]), default=0)
 
-    def longest_row(self, rollouts: Rollouts, rows: Int[Tensor, "b"]) -> int:
+    def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
         prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids[rows]]
         return int((rollouts.lengths[rows] + prompts).max())
 
@@ -178,7 +175,6 @@ class TextPolicy(Policy):
     # --- sampling ---
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
-        """Why this prompt cannot be sampled from, or None."""
         if self.context is None:
             return None
         tokens = len(self.chat.encode(prompt.inputs))
@@ -191,15 +187,25 @@ class TextPolicy(Policy):
         )
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
-        """``request.size`` completions of each prompt. A token's randomness hangs on (seed, draw, sample, position)."""
+        """Sample ``request.size`` completions of each prompt; randomness depends on (seed, draw, sample, position)."""
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
+        prompts: dict[tuple[str, int], Prompt] = {}
+        batches: list[list[Request]] = [[]]
         for request in requests:
-            if why := self.check_prompt(request.prompt, sampling):
+            prompt = request.prompt
+            if why := self.check_prompt(prompt, sampling):
                 raise GruppoError(why)
-        _refuse_namesakes(requests)
+            if prompts.setdefault((prompt.id, prompt.draw), prompt).inputs != prompt.inputs:
+                raise GruppoError(
+                    f"two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows would "
+                    "become one group. Give each prompt an id of its own."
+                )
+            if batches[-1] and sum(r.size for r in batches[-1]) + request.size > BATCH_ROWS:
+                batches.append([])
+            batches[-1].append(request)
         self._prepare()
-        return Rollouts.cat([self._sample(part, sampling, seed) for part in _batches(requests)])
+        return Rollouts.cat([self._sample(batch, sampling, seed) for batch in batches])
 
     def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
         prompts = [torch.tensor(self.chat.encode(r.prompt.inputs), device=self.device) for r in requests]
@@ -208,24 +214,28 @@ class TextPolicy(Policy):
         uniforms = torch.stack([uniforms_at(seed, draw, i, sampling.max_actions) for draw, i in addresses])
         with torch.no_grad():
             decoding = self.backbone.start(prompts, owners.to(self.device))
-            written = write(decoding, uniforms, sampling, eos_ids=self.chat.eos_ids, text=self.chat.text_with_specials)
-        columns = max(int(written.lengths.max()), 1)
-        mask = torch.arange(columns) < written.lengths[:, None]
+            decode = self.chat.text_with_specials
+            generated = generate(decoding, uniforms, sampling, eos_ids=self.chat.eos_ids, decode=decode)
+        columns = max(int(generated.lengths.max()), 1)
+        mask = torch.arange(columns) < generated.lengths[:, None]
         rows = len(owners)
+        completions = []
+        for row, owner in enumerate(owners.tolist()):
+            ids = generated.tokens[row, mask[row].nonzero()[:, 0]].tolist()
+            completions.append(
+                as_completion(cut_at_stop(self.chat.text(ids), sampling.stop), requests[owner].prompt.inputs)
+            )
         return Rollouts(
             prompts=tuple(r.prompt for r in requests),
             group_ids=owners,
-            actions=written.tokens[:, :columns],
+            actions=generated.tokens[:, :columns],
             mask=mask,
-            lengths=written.lengths,
-            completions=tuple(
-                self._output(written.tokens[i, mask[i].nonzero()[:, 0]], requests[int(owners[i])].prompt, sampling)
-                for i in range(rows)
-            ),
-            sampler_logprobs=torch.where(mask, written.logprobs[:, :columns], 0),
+            lengths=generated.lengths,
+            completions=tuple(completions),
+            sampler_logprobs=torch.where(mask, generated.logprobs[:, :columns], 0),
             policy_version=torch.zeros(rows, columns, dtype=torch.long),
             temperature=torch.full((rows,), float(sampling.temperature)),
-            finish=written.finish,
+            finish=generated.finish,
             shared={"prompt_ids": tuple(prompt.cpu() for prompt in prompts)},
             per_row={
                 "top_k": torch.full((rows,), sampling.top_k),
@@ -242,132 +252,102 @@ class TextPolicy(Policy):
         seed: int,
         max_reply_tokens: int = 256,
     ) -> Rollouts:
-        """Rows that got a reply (a text, or messages, by row), written on with a further turn; the others as they are.
+        """Append replies (a text or messages, by row) and a further turn of the policy; other rows stay as they are.
 
-        A reply's tokens are columns whose mask is False. ``sampling.max_actions`` is of all that the policy writes in a
-        row. ``rollouts.per_row`` needs what ``gruppo.environments.converse`` holds of each row: its number in the
-        group, its last words, and whether its environment failed.
+        A reply's tokens are columns whose mask is False. ``sampling.max_actions`` counts all tokens that the policy
+        samples in a row. ``rollouts.per_row`` needs the entries that ``gruppo.environments.converse`` adds: "sample",
+        the row's number in its group, "text", its last turn, and "environment_failure".
         """
         self._prepare()
-        limits = {"max_reply_tokens": max_reply_tokens, "at_once": BATCH_ROWS}
-        return written_on(self, rollouts, replies, sampling, seed=seed, **limits)
+        limits = {"max_reply_tokens": max_reply_tokens, "max_rows": BATCH_ROWS}
+        return generation.continue_rollouts(self, rollouts, replies, sampling, seed=seed, **limits)
 
-    def _output(self, ids: Tensor, prompt: Prompt, sampling: Sampling) -> Any:
-        return output_of(cut_at_stop(self.chat.text(ids.tolist()), sampling.stop), prompt.inputs)
-
-    # --- evaluating ---
+    # --- likelihood ---
 
     def micro_batches(self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int) -> list[MicroBatch]:
-        """Pieces of at most ``budget`` tokens, padding included; what is longer alone is a piece of its own.
+        """Split into micro-batches of at most ``budget`` tokens, prompts and padding included.
 
-        Where a prompt is read once for its group, group-mates stay together; otherwise rows of like length do.
+        Where a prompt is read once for its group, rows of a group stay together; otherwise rows of like length do.
         """
         prompt_lengths = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
-        wanted = loss_mask.any(dim=1).nonzero()[:, 0]
+        rows = loss_mask.any(dim=1).nonzero()[:, 0]
         if self.backbone.layout == "padded":
-            micro_batches = micro_batches_by_length(prompt_lengths + rollouts.lengths, wanted, budget)
+            parts = micro_batches_by_length(prompt_lengths + rollouts.lengths, rows, budget)
         else:
-            padded = self.backbone.layout == "packed"
-            of = (prompt_lengths, rollouts.lengths, rollouts.group_ids)
-            micro_batches = micro_batches_by_group(*of, wanted.tolist(), budget, padded=padded)
-        return [MicroBatch(torch.tensor(rows), slice(0, int(rollouts.lengths[rows].max()))) for rows in micro_batches]
+            is_packed, groups = self.backbone.layout == "packed", rollouts.group_ids
+            parts = micro_batches_by_group(
+                prompt_lengths, rollouts.lengths, groups, rows.tolist(), budget, padded=is_packed
+            )
+        return [MicroBatch(torch.tensor(part), slice(0, int(rollouts.lengths[part].max()))) for part in parts]
 
     def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
         """Log-probabilities at the sampling temperature, top-k and top-p of the rollouts; 0 where mask is False.
 
-        "values" come from ``value_head`` and the same forward.
+        "values" come from ``value_head`` in the same forward.
         """
-        self._prepare()
         rows = micro_batch.rows
-        mask = micro_batch.of(rollouts.mask)  # [b, t]
-        actions = micro_batch.of(rollouts.actions)
-        top_k, top_p = self._distribution(rollouts, rows)
-        row, column = mask.nonzero(as_tuple=True)
-        features = self._action_features(rollouts, rows, row, column)  # [N, F]
-        logprobs, entropy = chunked_categorical(
-            features,
-            self.backbone.head,
-            actions[row, column].to(self.device),
-            rollouts.temperature[rows][row].to(self.device),
-            chunk=self.chunk,
-            top_k=top_k,
-            top_p=top_p,
-            entropy="gradient" if "entropy" in outputs else "value" if "entropy_value" in outputs else "none",
-        )
-        values = self._values(features) if "values" in outputs else None
-        place = (row.to(self.device), column.to(self.device))
-        return Likelihood(
-            _spread(logprobs, place, mask.shape),
-            None if entropy is None else _spread(entropy, place, mask.shape),
-            values=None if values is None else _spread(values, place, mask.shape),
-        )
-
-    def check_demonstration(self, prompt: Prompt) -> str | None:
-        """Why this prompt's target cannot be learned from, or None."""
-        return refusal(self.chat, prompt, self.context)
-
-    def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
-        """Each prompt answered with its target, as the policy would write and end it. Nothing is drawn."""
-        for prompt in prompts:
-            if why := self.check_demonstration(prompt):
-                raise GruppoError(why)
-        return demonstrated(self.chat, prompts)
-
-    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
-        """-log p of each token of the answers: cross-entropy, in nats."""
-        return -likelihood.logprobs
-
-    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-        """What ``value_head`` says before each action, 0 where mask is False; no logits are computed."""
-        self._prepare()
-        mask = micro_batch.of(rollouts.mask)
-        row, column = mask.nonzero(as_tuple=True)
-        values = self._values(self._action_features(rollouts, micro_batch.rows, row, column))
-        return _spread(values, (row.to(self.device), column.to(self.device)), mask.shape)
-
-    def _values(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N"]:
-        if self.value_head is None:
-            raise GruppoError("values are wanted of a policy without a value head. Set policy.value_head first.")
-        return self.value_head(features)
-
-    def _action_features(self, rollouts: Rollouts, rows: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        """Features at the position before each action: the one that predicts it."""
-        groups, owners = rollouts.group_ids[rows].unique(return_inverse=True)
-        prompts = [rollouts.shared["prompt_ids"][g] for g in groups.tolist()]
-        completions = [rollouts.actions[r, : int(rollouts.lengths[r])] for r in rows.tolist()]
-        return features_before(self.backbone, prompts, completions, owners, row, column)
-
-    def _distribution(self, rollouts: Rollouts, rows: Int[Tensor, "b"]) -> tuple[int, float]:
         if (rollouts.temperature[rows] <= 0).any():
             raise GruppoError(
                 "these rollouts are greedy (temperature 0), which has no density to learn from. Sample at 1.0."
             )
         top_k, top_p = rollouts.per_row["top_k"][rows].unique(), rollouts.per_row["top_p"][rows].unique()
         if len(top_k) > 1 or len(top_p) > 1:
-            raise GruppoError("these rollouts mix several top_k or top_p; evaluate each kind apart.")
-        return (int(top_k[0]), float(top_p[0])) if len(top_k) else (0, 1.0)
+            raise GruppoError("these rollouts mix several top_k or top_p; evaluate each kind separately.")
+        actions = micro_batch.of(rollouts.actions)
+        features, row, column = self._action_features(rollouts, micro_batch)  # [N, F]
+        logprobs, entropy = chunked_categorical(
+            features,
+            self.backbone.head,
+            actions[row, column].to(self.device),
+            rollouts.temperature[rows][row].to(self.device),
+            chunk=self.chunk,
+            top_k=int(top_k[0]) if len(top_k) else 0,
+            top_p=float(top_p[0]) if len(top_p) else 1.0,
+            entropy="gradient" if "entropy" in outputs else "value" if "entropy_value" in outputs else "none",
+        )
+        place = (row.to(self.device), column.to(self.device))
+        values = self._values(features) if "values" in outputs else None
+        return Likelihood(
+            _scatter(logprobs, place, actions.shape),
+            None if entropy is None else _scatter(entropy, place, actions.shape),
+            values=None if values is None else _scatter(values, place, actions.shape),
+        )
+
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
+        """Values before each action, 0 where mask is False; no logits are computed."""
+        features, row, column = self._action_features(rollouts, micro_batch)
+        place = (row.to(self.device), column.to(self.device))
+        return _scatter(self._values(features), place, micro_batch.of(rollouts.mask).shape)
+
+    def _values(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N"]:
+        if self.value_head is None:
+            raise GruppoError("values are requested of a policy without a value head. Set policy.value_head first.")
+        return self.value_head(features)
+
+    def _action_features(self, rollouts: Rollouts, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Features [N, F] at the position before each action, and the row and column of each action."""
+        self._prepare()
+        rows = micro_batch.rows
+        mask = micro_batch.of(rollouts.mask)  # [b, t]
+        row, column = mask.nonzero(as_tuple=True)
+        groups, owners = rollouts.group_ids[rows].unique(return_inverse=True)
+        prompts = [rollouts.shared["prompt_ids"][g] for g in groups.tolist()]
+        completions = [rollouts.actions[r, : int(rollouts.lengths[r])] for r in rows.tolist()]
+        return self.backbone.features_before(prompts, completions, owners, row, column), row, column
+
+    # --- demonstrations ---
+
+    def check_demonstration(self, prompt: Prompt) -> str | None:
+        return check_demonstration(self.chat, prompt, self.context)
+
+    def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
+        """Each prompt with its target as completion, as the policy would write and end it; nothing is sampled."""
+        for prompt in prompts:
+            if why := self.check_demonstration(prompt):
+                raise GruppoError(why)
+        return demonstration_rollouts(self.chat, prompts)
 
 
-def _spread(numbers: Float[Tensor, "N"], place: tuple[Tensor, Tensor], shape: Sequence[int]) -> Float[Tensor, "b t"]:
-    """One number of each action at its row and column, 0 elsewhere. Finding the place on a GPU would wait for it."""
-    return torch.zeros(shape, dtype=numbers.dtype, device=numbers.device).index_put(place, numbers)
-
-
-def _refuse_namesakes(requests: Sequence[Request]) -> None:
-    """Rows of equal prompt id and draw become one group, so one id and draw must mean one prompt."""
-    asked: dict[tuple[str, int], Prompt] = {}
-    for prompt in (request.prompt for request in requests):
-        if asked.setdefault((prompt.id, prompt.draw), prompt).inputs != prompt.inputs:
-            raise GruppoError(
-                f"two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows would become "
-                "one group. Give each prompt an id of its own."
-            )
-
-
-def _batches(requests: Sequence[Request]) -> list[list[Request]]:
-    batches: list[list[Request]] = [[]]
-    for request in requests:
-        if batches[-1] and sum(r.size for r in batches[-1]) + request.size > BATCH_ROWS:
-            batches.append([])
-        batches[-1].append(request)
-    return batches
+def _scatter(values: Float[Tensor, "N"], place: tuple[Tensor, Tensor], shape: Sequence[int]) -> Float[Tensor, "b t"]:
+    """Put one value per action at its row and column, 0 elsewhere. A boolean mask would wait for the GPU."""
+    return torch.zeros(shape, dtype=values.dtype, device=values.device).index_put(place, values)

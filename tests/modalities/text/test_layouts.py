@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gruppo.modalities.text.layouts import micro_batches_by_group, micro_batches_by_length
-from gruppo.modalities.text.packing import pack
+from gruppo.modalities.text.layouts import micro_batches_by_group, micro_batches_by_length, pack
 
 
 def packed_example():

@@ -21,8 +21,7 @@ from tests.fakes import (
 from torch import nn
 
 from gruppo.modalities.text import from_transformers
-from gruppo.modalities.text.backbones import CachedDecoding, RereadDecoding
-from gruppo.modalities.text.probing import probe
+from gruppo.modalities.text.backbones import CachedDecoding, RereadDecoding, probe
 from gruppo.types import Request, Sampling
 
 named = {"ids": lambda make: make.__name__}
@@ -179,7 +178,7 @@ def has_no_cache(forward, *, past_key_values, **rest):
 @pytest.mark.parametrize("wrong", [forgets_positions, forgets_the_cache, forgets_the_mask, has_no_cache])
 def test_a_model_whose_cache_is_wrong_is_read_again_at_every_token(wrong, caplog, monkeypatch):
     """Where its layers cannot be run one by one either, which needs no cache of its own."""
-    monkeypatch.setattr("gruppo.modalities.text.probing.read_decoder", lambda module: None)
+    monkeypatch.setattr("gruppo.modalities.text.backbones.read_decoder", lambda module: None)
     with caplog.at_level(logging.WARNING, logger="gruppo"):
         policy = from_transformers(broken(wrong), bpe_tokenizer(), compute="float32")
     assert not policy.backbone.caches and "cached decoding" in caplog.text

@@ -1,28 +1,130 @@
-"""A decoder's layers over a stream of tokens, with few passes over memory and little kept for the backward pass."""
+"""The layers of a common decoder, read from a Hugging Face model and run over a stream of tokens.
+
+Running them ourselves takes few passes over memory and keeps little for the backward pass.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gruppo.core.linear_head import has_hooks
 from gruppo.modalities.common.lora import LowRank, low_rank
 from gruppo.modalities.text.attention import attend
-from gruppo.modalities.text.layers import Decoder, Layer
-from gruppo.modalities.text.stream import Stream
+from gruppo.modalities.text.layouts import Stream
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One block: x + attention(norm(x)), then x + down(act(gate) * up) of norm(x)."""
+
+    attention_norm: nn.Module
+    q: nn.Module
+    k: nn.Module
+    v: nn.Module
+    o: nn.Module
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    """On each head, before the rotation."""
+    mlp_norm: nn.Module
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+    act: Callable[[Tensor], Tensor]
+    is_silu: bool
+    """Whether ``act`` is x sigmoid(x), judged by its values: it has several names."""
+    scale: float
+    """Of the scores q k."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """A decoder of the common architecture (Llama, Mistral, Qwen2, Qwen3): rotary positions, RMS norms, a gated MLP."""
+
+    embed: nn.Module
+    layers: tuple[Layer, ...]
+    norm: nn.Module
+    rotary: nn.Module
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def rotations(self, like: Tensor, positions: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+        """Return cosines and sines at the positions, in the dtype of ``like``."""
+        cos, sin = self.rotary(like, positions[None])
+        return cos[0], sin[0]
+
+
+_PROBE = torch.tensor([-9.0, -1.0, -0.1, 0.0, 0.3, 2.0, 7.0])
+"""Inputs that tell SiLU from other activations."""
+
+
+def read_decoder(module: Any) -> Decoder | None:
+    """Return the layers of a Hugging Face causal LM; None if its architecture is another.
+
+    Names do not prove what a model computes: whoever runs the layers compares with the model's own forward first
+    (``backbones.probe``). A model with a hook in one of these parts needs its own forward, which calls the hook.
+    """
+    try:
+        trunk = module.base_model
+        attention = trunk.layers[0].self_attn
+        head_dim = int(attention.head_dim)
+        query, key = attention.q_proj.out_features, attention.k_proj.out_features
+        if query % head_dim or key % head_dim or query % key:
+            return None
+        layers = []
+        hookable = [trunk, trunk.norm]
+        for block in trunk.layers:
+            attention, mlp = block.self_attn, block.mlp
+            layer = Layer(
+                attention_norm=block.input_layernorm,
+                q=attention.q_proj,
+                k=attention.k_proj,
+                v=attention.v_proj,
+                o=attention.o_proj,
+                q_norm=getattr(attention, "q_norm", None),
+                k_norm=getattr(attention, "k_norm", None),
+                mlp_norm=block.post_attention_layernorm,
+                gate=mlp.gate_proj,
+                up=mlp.up_proj,
+                down=mlp.down_proj,
+                act=mlp.act_fn,
+                is_silu=torch.equal(mlp.act_fn(_PROBE), nn.functional.silu(_PROBE)),
+                scale=float(attention.scaling),
+            )
+            layers.append(layer)
+            hookable += [block, attention, mlp, layer.attention_norm, layer.mlp_norm]
+            hookable += [part for part in (layer.q_norm, layer.k_norm, layer.act) if isinstance(part, nn.Module)]
+        if any(map(has_hooks, hookable)):
+            return None
+        return Decoder(
+            embed=trunk.embed_tokens,
+            layers=tuple(layers),
+            norm=trunk.norm,
+            rotary=trunk.rotary_emb,
+            heads=query // head_dim,
+            kv_heads=key // head_dim,
+            head_dim=head_dim,
+        )
+    except (AttributeError, TypeError, ValueError):
+        return None
 
 
 def stream_features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
-    """What the model's head reads at each token of the stream, as its own forward would compute it."""
+    """Return the input of the model's head at each token of the stream, as its own forward would compute it."""
     weight = next(decoder.embed.parameters())
     wide = torch.promote_types(weight.dtype, torch.float32)
     stream = stream.to(weight.device, wide)
     x = decoder.embed(stream.ids)
     cos, sin = (half.contiguous() for half in decoder.rotations(x.to(wide), stream.positions))
     for layer in decoder.layers:
+        # functions, so that the tensors of one half are freed before the other
         x = x + _attention(decoder, layer, norm(layer.attention_norm, x), stream, cos, sin)
         x = x + _mlp(layer, norm(layer.mlp_norm, x))
     return norm(decoder.norm, x)
@@ -47,7 +149,7 @@ def _mlp(layer: Layer, x: Tensor) -> Tensor:
 
 
 def norm(module: Any, x: Float[Tensor, "*b F"]) -> Float[Tensor, "*b F"]:
-    """The module's RMS norm in few passes where its parts are named as usual, else the module itself."""
+    """The RMS norm of a module in few passes if its parts have the usual names, else the module itself."""
     eps = getattr(module, "variance_epsilon", None)
     return module(x) if eps is None else _RmsNorm.apply(x, module.weight, eps)
 

@@ -14,8 +14,7 @@ from tests.fakes import TinyGPT, requests
 from tests.own_models import own
 
 from gruppo.modalities.text import from_pretrained
-from gruppo.modalities.text.custom import MadeBy, from_root, names_function
-from gruppo.modalities.text.modules import load_strictly
+from gruppo.modalities.text.custom import ModelFunction, absolute_name, load_strictly, names_function
 from gruppo.types import GruppoError, NumericalStop, Sampling
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -63,8 +62,8 @@ def test_a_folder_of_that_very_name_comes_first(tmp_path, monkeypatch):
 
 def test_a_function_is_named_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert from_root("a/b.py:f") == f"{tmp_path}/a/b.py:f"
-    assert from_root("tests.own_models:model") == "tests.own_models:model"
+    assert absolute_name("a/b.py:f") == f"{tmp_path}/a/b.py:f"
+    assert absolute_name("tests.own_models:model") == "tests.own_models:model"
 
 
 def test_weights_hang_on_the_seed_alone_and_the_global_generator_rests():
@@ -165,7 +164,7 @@ def test_another_file_than_when_it_was_saved_is_said(tmp_path, caplog):
         assert not caplog.messages
         file.write_text(f"{text}\n\nLATER = 1\n")
         from_pretrained(tmp_path / "saved")
-    assert len(caplog.messages) == 1 and f"its file {file} was another" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and f"the file {file} has changed since" in caplog.messages[0]
 
 
 # --- weights that do not fit ------------------------------------------------------------------------------------------
@@ -179,9 +178,7 @@ def test_weights_that_do_not_fit_are_refused_with_names_and_change_nothing():
     weights["extra"] = torch.zeros(1)
     weights["tokens.weight"] = torch.zeros(2, 2)
     text = said(lambda: load_strictly(module, weights, "there"))
-    assert (
-        "the weights in there are of another module than this TinyGPT: 1 missing: head.bias; 1 unknown: extra; " in text
-    )
+    assert "the weights in there do not fit this TinyGPT: 1 missing: head.bias; 1 unknown: extra; " in text
     assert f"1 of another shape: tokens.weight (of {len(before)})" in text
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
@@ -221,13 +218,13 @@ def test_a_folder_whose_file_is_gone_says_which(tmp_path):
 
 REFUSED = {
     "modle": r"has no 'modle'; it has: .*Did you mean .*own_models.py:model\?",
-    "number": r"number is a int; it needs a function that makes a model\. Return gruppo\.from_module",
+    "number": r"number is a int; it needs a function that returns a policy\. Return gruppo\.from_module",
     "bare": r"bare returned a TinyGPT; it needs a TextPolicy\. Return gruppo\.from_module\(module, tokenizer",
-    "wants_more": r"wants_more needs the arguments width, and is called with none, or with folder\. Give them defaults",
-    "raises": r"raises raised ValueError in line \d+: no such checkpoint\. Mend the function and try again",
+    "wants_more": r"needs the arguments width, but it is called with none, or with folder\. Give them defaults",
+    "raises": r"raises raised ValueError in line \d+: no such checkpoint\. Fix the function and try again",
     "ends": r"ends raised SystemExit in line \d+: I end here",
     "has_no_decode": r"the tokenizer, a object, has no method encode",
-    "gives_loss": r"a GivesLoss, gave a tuple for ids of shape \[2, 3\]; it needs logits \[2, 3, V\]",
+    "gives_loss": r"a GivesLoss, gave a tuple for ids of shape \[2, 3\]; it needs to return only logits \[2, 3, V\]",
     "last_only": r"a LastOnly, gave shape \[2, 257\] for ids of shape \[2, 3\]",
     "looks_ahead": r"a LooksAhead, is not causal: its logits of a token change with the token after it",
     "takes_few": r"a TinyGPT, raised RuntimeError when called with ids of shape \[2, 3\]: The size of tensor",
@@ -253,5 +250,5 @@ def test_a_file_without_a_function_and_a_file_that_is_not_there_are_refused():
 
 
 def test_a_package_is_named_by_its_parts_and_hashed_by_its_file():
-    assert MadeBy.named("tests.own_models:model").sha256 == MadeBy.named(own("model")).sha256
+    assert ModelFunction.from_name("tests.own_models:model").sha256 == ModelFunction.from_name(own("model")).sha256
     assert from_pretrained("tests.own_models:model").module.head.bias.shape == (257,)

@@ -1,0 +1,44 @@
+"""Options of image restoration networks: ``--restoration.*``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from gruppo.config.options import Positive, Range
+
+
+@dataclass(frozen=True)
+class RestorationConfig:
+    """Action and supervised loss of image restoration networks."""
+
+    action: str = "low_resolution"
+    """What a new policy samples: pixels, low_resolution, band_gains or controls.
+
+    With settings: pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15, controls:noise=0-50@25,mix=0-1@1.
+    """
+    weights: str = ""
+    """Initial weights of a new network: a .safetensors file or a policy folder."""
+    patches: Positive = 1
+    """Patches per side of a new policy; each has its own action and may be rewarded."""
+    trains: Literal["all", "action"] | None = None
+    """What is trained; action freezes the network. Default: all, or as saved."""
+    supervises: Literal["output", "base", "told"] | None = None
+    """Image that the supervised loss compares with the clean one.
+
+    Default: output, or as saved. output: at the mean action. base: of the network alone. told: of a network that
+    receives the true controls.
+    """
+    loss: Literal["charbonnier", "l1", "mse"] | None = None
+    """Pixel loss of supervision and consistency. Default: charbonnier, or as saved."""
+    consistency: str = "reference"
+    """Consistency term: reference, equivariance, degradation or file.py:degrade.
+
+    reference: distance to the reference's image. equivariance: under flips and rotations. degradation, or a function of
+    images and prompts: the output, degraded again, matches the input.
+    """
+    action_lr_factor: Annotated[float, Range(gt=0)] = 1.0
+    """Learning rate of the action head, relative to the network's.
+
+    Parameters initialized at 0 need 10 to 50.
+    """
