@@ -194,7 +194,7 @@ def taught(
     """A copy whose head begins anew over the frozen network, and goes down the gradient of a loss of its pictures."""
     policy = policy.at(copy.deepcopy(policy.module))
     policy.module.requires_grad_(False)
-    head: Any = policy.module.acts
+    head: Any = policy.module.action
     torch.manual_seed(seed)
     for layer in head.head.children():
         layer.reset_parameters()
@@ -278,7 +278,7 @@ def shown(policy: RestorationPolicy, noisy: Pictures) -> tuple[Pictures, Picture
     """What the network makes of each without any action, and the deterministic picture."""
     parts = noisy.split(PART)
     return (
-        torch.cat([policy.module.plain(part) for part in parts]),
+        torch.cat([policy.module.baseline(part) for part in parts]),
         torch.cat([policy.output_of(part) for part in parts]),
     )
 

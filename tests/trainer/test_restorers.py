@@ -53,7 +53,7 @@ def charbonnier(x: Tensor, y: Tensor) -> Tensor:
 def normal(run: Run, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [K, h, w] and std [K, 1, 1] of one picture's action, and its deterministic picture: one forward each."""
     meant = module(x[None].double())
-    std = module.acts.scale()[:, None, None]
+    std = module.action.scale()[:, None, None]
     up = meant.mean[0].repeat_interleave(4, -1).repeat_interleave(4, -2)  # 2 x 2 flat squares of 8 x 8 pixels
     return meant.mean[0], std, meant.base[0] + up
 

@@ -56,7 +56,8 @@ def _restoring(run: Run) -> list[str]:
     config, policy = run.config, run.policy
     chosen = config.section(RestorationConfig)
     picture = peeked(run.source)[0].inputs
-    settings = ", ".join(f"{name} {value}" for name, value in policy.module.acts.settings.items() if name != "controls")
+    options = policy.module.action.settings.items()
+    settings = ", ".join(f"{name} {value}" for name, value in options if name != "controls")
     weights = {name: sum(p.numel() for p in part.parameters()) for name, part in policy.module.named_children()}
     parts = "" if policy.patches == 1 else f"; one of each of {policy.patches} x {policy.patches} patches"
     lines = [

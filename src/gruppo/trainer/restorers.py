@@ -19,7 +19,7 @@ from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.restoration import RestorationPolicy, ToDegraded, load_restorer, open_restorer
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency
-from gruppo.modalities.restoration.files import SETTINGS
+from gruppo.modalities.restoration.policy import SETTINGS
 from gruppo.protocols import Reference
 from gruppo.trainer import checkpoint
 from gruppo.trainer.demonstrations import peeked
@@ -101,7 +101,7 @@ def check_data(config: Config, policy: RestorationPolicy, sampling: Sampling, so
             f"nothing is to be trained: neither the network of {config.model!r} nor its action has weights that are "
             "free. Give the network some, or set --restoration.action low_resolution."
         )
-    if highest(config, "entropy_coef") and not policy.module.acts.scale.learned:
+    if highest(config, "entropy_coef") and not policy.module.action.scale.learned:
         raise GruppoError(
             "a stage's entropy_coef is above 0, and the action's std is fixed: its entropy is the same whatever is "
             "learned. Set --restoration.action with learned=true, or --stage.entropy-coef 0."
