@@ -29,7 +29,7 @@ from gruppo.modalities.text.custom import absolute_name, names_function
 from gruppo.protocols import Critic
 from gruppo.rewards.registry import absolute_spec, resolve_reward
 from gruppo.rewards.scoring import RewardSet
-from gruppo.tracking import integrations
+from gruppo.tracking import trackers
 from gruppo.trainer import restorers
 from gruppo.trainer.demonstrations import check_demos, open_demos, peeked
 from gruppo.trainer.evaluate import held_out, mode_of
@@ -130,7 +130,7 @@ def with_absolute_paths(config: Config) -> Config:
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute(config.lora.adapter)),
         modality=section,
-        track=tuple(map(integrations.absolute, config.track)),
+        track=tuple(map(trackers.absolute, config.track)),
         environment=replace(config.environment, reply=absolute_spec(config.environment.reply)),
     )
 

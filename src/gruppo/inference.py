@@ -24,8 +24,8 @@ from gruppo.modalities.text import from_pretrained
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
 from gruppo.modalities.text.custom import names_function
 from gruppo.rewards.images import to_pillow
-from gruppo.tracking.images import Cell, Line, draw, picture_of
-from gruppo.tracking.sheets import FOLDER, write_sheet
+from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
+from gruppo.tracking.samples import FOLDER, write_sheet
 from gruppo.trainer import checkpoint, restorers
 from gruppo.trainer.evaluate import Evaluated, evaluate_rows, held_out
 from gruppo.trainer.models import kind_of, open_images
@@ -125,7 +125,7 @@ def pictures(
         for number, picture in enumerate(drawn):
             files.append(folder / f"{place}-{stem}-{number}.png")
             to_pillow(picture).save(files[-1])
-        lines.append(Line(text, [Cell(picture_of(picture)) for picture in drawn]))
+        lines.append(SheetRow(text, [Cell(to_pil(picture)) for picture in drawn]))
     sheet, _ = draw(lines, title=f"{model}")
     files.append(folder / "sheet.png")
     sheet.save(files[-1])
@@ -151,8 +151,8 @@ def _restored(
         for number, picture in enumerate(drawn):
             written.append(folder / f"{place}-{stem}-{number}.png")
             to_pillow(picture).save(written[-1])
-        cells = [Cell(picture_of(prompt.inputs), ("", "given")), *(Cell(picture_of(one)) for one in drawn)]
-        lines.append(Line("", cells))
+        cells = [Cell(to_pil(prompt.inputs), note="input"), *(Cell(to_pil(one)) for one in drawn)]
+        lines.append(SheetRow("", cells))
     sheet, _ = draw(lines, title=f"{model}")
     written.append(folder / "sheet.png")
     sheet.save(written[-1])

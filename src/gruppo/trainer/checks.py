@@ -6,7 +6,7 @@ from gruppo.config.checks import check_config, smallest_group
 from gruppo.config.options import check_ranges
 from gruppo.config.schema import Config
 from gruppo.config.stages import highest
-from gruppo.tracking import integrations
+from gruppo.tracking import trackers
 from gruppo.trainer.demonstrations import Answers
 from gruppo.trainer.models import Kind, check_kind
 from gruppo.trainer.references import check_reference
@@ -19,7 +19,7 @@ def check(config: Config, kind: Kind = "text") -> None:
     check_ranges(config)
     StageSchedule(config)  # parses schedules, controllers and gates
     check_config(config)
-    integrations.check(config.track)
+    trackers.check(config.track)
     check_kind(config, kind)
     config.objective.check(
         group_size=smallest_group(config),

@@ -18,8 +18,9 @@ from gruppo.config.schema import Config
 from gruppo.loading import program
 from gruppo.platforms import FileLock
 from gruppo.seeds import seed_at
-from gruppo.tracking import integrations
-from gruppo.tracking.files import MetricsFile, SamplesFile
+from gruppo.tracking import trackers
+from gruppo.tracking.files import MetricsFile
+from gruppo.tracking.samples import SamplesFile
 from gruppo.trainer import checkpoint
 from gruppo.trainer.hardware import hardware, versions
 from gruppo.trainer.memory import token_budget
@@ -151,7 +152,7 @@ class RunFolder:
         for file in files:
             file.cut(-1 if from_step is None else from_step)
         config = serialization.load(self.path / "config.json")
-        return [*files, *integrations.open_trackers(config.track, self.path, config, from_step=from_step)]
+        return [*files, *trackers.open_trackers(config.track, self.path, config, from_step=from_step)]
 
     # --- saving and restoring ---
 
