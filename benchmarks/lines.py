@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gruppo.core.images import as_saved
+from gruppo.core.images import quantize
 from gruppo.data.open import open_source
 from gruppo.modalities.restoration import Controls, RestorationPolicy, load_restorer
 from gruppo.modalities.restoration.actions import MIX
@@ -100,7 +100,7 @@ def restored(policy: RestorationPolicy, prompts: Sequence[Prompt], values: Tenso
                 mix = own[:, k, None, None, None]
                 picture = mix * picture + (1 - mix) * part
         parts.append(picture)
-    return as_saved(torch.cat(parts))
+    return quantize(torch.cat(parts))
 
 
 def nominal(policy: RestorationPolicy) -> Tensor:

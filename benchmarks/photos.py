@@ -23,9 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.core.filters import bands
-from gruppo.core.images import LUMA, as_saved, psnr
-from gruppo.core.pixel_losses import charbonnier
+from gruppo.core.images import LUMA, charbonnier, detail_bands, psnr, quantize
 from gruppo.core.schedules import warmup_decay
 from gruppo.data.restoration import open_pairs
 from gruppo.data.source import IndexedSource
@@ -84,7 +82,7 @@ HEAD = (
 
 def measured(pictures: Pictures, clean: Pictures) -> Measures:
     """As files of 8 bits would hold them."""
-    saved = as_saved(pictures)
+    saved = quantize(pictures)
     return Measures(psnr(saved, clean), sizes(saved))
 
 
@@ -130,7 +128,7 @@ def best_filter(base: Pictures, clean: Pictures, least_psnr: float) -> tuple[flo
 
     An oracle: the pictures that it is judged by choose it. Searched on a grid of 0.2, and of 0.05 around its best.
     """
-    details = bands(base)
+    details = detail_bands(base)
     best = (0.0,) * details.shape[1]
     fewest = float(sizes(base).sum())
     for around in (COARSE, FINE):
@@ -315,7 +313,7 @@ def compared(
 
 
 def _by(gains: Sequence[float], base: Pictures, clean: Pictures) -> Measures:
-    return measured(filtered(base, bands(base), torch.tensor(gains)), clean)
+    return measured(filtered(base, detail_bands(base), torch.tensor(gains)), clean)
 
 
 def held_out(data: str = DATA) -> tuple[Pictures, Pictures]:
@@ -345,7 +343,7 @@ def sheet(path: Path, policy: RestorationPolicy, noisy: Pictures, clean: Picture
     for n in range(count):
         said = [f"{float(m.psnr[n]):.1f} dB, {int(m.bytes[n])} bytes" for m in found[:3]]
         words = [*said, f"{int(found[3].bytes[n])} bytes"]
-        cells = [Cell(to_pil(as_saved(c[n : n + 1])[0]), w) for c, w in zip(columns, words, strict=True)]
+        cells = [Cell(to_pil(quantize(c[n : n + 1])[0]), w) for c, w in zip(columns, words, strict=True)]
         lines.append(SheetRow("", cells))
     heads = {0: "degraded", 1: "network alone", 2: "after GRPO", 3: "clean"}
     draw(lines, title="held-out photographs", heads=heads)[0].save(path)

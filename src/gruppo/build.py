@@ -137,10 +137,10 @@ def with_absolute_paths(config: Config) -> Config:
 
 def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     """All parts of a run, the cheap checks first; and where the model came from."""
-    if config.rollout.prompts < dist.world():
+    if config.rollout.prompts < dist.world_size():
         raise GruppoError(
-            f"rollout.prompts={config.rollout.prompts} leaves some of the {dist.world()} ranks without a prompt. Set "
-            f"--rollout.prompts {dist.world()} or more, or start fewer ranks."
+            f"rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()} ranks without a prompt. "
+            f"Set --rollout.prompts {dist.world_size()} or more, or start fewer ranks."
         )
     source = open_data(config, parts)
     environment = open_environment(config, parts, source)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gruppo.core.images import to_bytes
+from gruppo.core.images import to_uint8
 from gruppo.tracking import images
 from gruppo.tracking.images import MAX_SIDE, Cell, SheetRow, _Font, draw, is_image, to_pil
 
@@ -23,7 +23,7 @@ def flat(colour, width=40, height=30):
 def test_each_pixel_is_a_square_of_its_8_bit_level(side, factor):
     image = torch.rand(1, side, side - 1, generator=torch.Generator().manual_seed(side)) * 1.2 - 0.1
     drawn = np.asarray(to_pil(image))
-    levels = to_bytes(image)[0].numpy()
+    levels = to_uint8(image)[0].numpy()
     assert drawn.shape == (side * factor, (side - 1) * factor, 3)
     assert (drawn == np.kron(levels, np.ones((factor, factor), dtype=np.uint8))[..., None]).all()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gruppo.core.images import to_bytes
+from gruppo.core.images import to_uint8
 from gruppo.tracking import samples
 from gruppo.tracking.samples import MAX_ROWS, MAX_SAMPLES, SamplesFile, has_sheet, sheet_name
 from gruppo.types import GruppoError
@@ -51,7 +51,7 @@ def test_the_place_of_each_row_holds_its_own_pixels(tmp_path):
     assert places(written) == [(n % 3 + 1, n // 3 + 1) for n in range(9)]
     for given, line in zip(rows, written, strict=True):
         assert line["completion"]["file"] == "images/step_000012.png" == sheet_name(12)
-        outputs = to_bytes(given["completion"]).permute(1, 2, 0).expand(-1, -1, 3).numpy()
+        outputs = to_uint8(given["completion"]).permute(1, 2, 0).expand(-1, -1, 3).numpy()
         assert (levels_at(tmp_path, line["completion"]) == outputs).all()
 
 
@@ -97,7 +97,7 @@ def test_what_was_given_and_wanted_stands_at_both_ends_of_its_samples(tmp_path):
         of_line = [(line[name]["line"], line[name]["column"]) for name in ("prompt", "completion", "target")]
         assert of_line == [(k // 3 + 1, 1), (k // 3 + 1, k % 3 + 2), (k // 3 + 1, 5)]
         for name, image in (("prompt", given[k // 3]), ("target", wanted[k // 3])):
-            assert (levels_at(tmp_path, line[name]) == to_bytes(image).permute(1, 2, 0).numpy()).all()
+            assert (levels_at(tmp_path, line[name]) == to_uint8(image).permute(1, 2, 0).numpy()).all()
 
 
 def test_a_target_of_a_class_is_another_picture_of_it_and_is_not_drawn(tmp_path):
@@ -226,7 +226,7 @@ def seen(cell):
 
 
 def wanted(given):
-    return (to_bytes(given["completion"])[0].tolist(), samples.number(given["reward"]))
+    return (to_uint8(given["completion"])[0].tolist(), samples.number(given["reward"]))
 
 
 @pytest.mark.silent_bug(24)
@@ -253,7 +253,7 @@ def test_degraded_pictures_are_paired_by_their_pixels(tmp_path, monkeypatch):
     lines, options = compared(tmp_path, monkeypatch, file, 1, last)
     assert options["heads"] == {0: "input", 1: "before: step 0", 2: "after: step 1", 3: "target"}
     for n, line in enumerate(lines):
-        ends = [to_bytes(image)[0].tolist() for image in (given[n], picture(5))]
+        ends = [to_uint8(image)[0].tolist() for image in (given[n], picture(5))]
         middle = [wanted(first[n])[0], wanted(last[1 - n])[0]]
         assert [np.asarray(c.image)[::4, ::4, 0].tolist() for c in line.cells] == [ends[0], *middle, ends[1]]
 

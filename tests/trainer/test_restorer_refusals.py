@@ -284,7 +284,9 @@ def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
     with pytest.raises(GruppoError, match=r"demonstrations cannot be drawn from as well. Set --supervised.data"):
         api.start(restoring.config(tmp_path, data="<in memory>", name="own", **SUP), parts)
     demos = tiny.write_rows(tmp_path / "demos.jsonl")
-    with pytest.raises(DataError, match=r"none of the first 8 demonstrations can be learned from: .* it needs an image"):
+    with pytest.raises(
+        DataError, match=r"none of the first 8 demonstrations can be learned from: .* it needs an image"
+    ):
         api.start(restoring.config(tmp_path, supervised__data=demos, name="texts", **SUP))
 
 

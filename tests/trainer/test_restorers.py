@@ -22,7 +22,7 @@ from gruppo.cli.app import main
 from gruppo.config import serialization
 from gruppo.config.schema import Stage
 from gruppo.core.advantages import position_advantages
-from gruppo.core.images import flip
+from gruppo.core.images import apply_symmetry
 from gruppo.data.restoration import WithReference
 from gruppo.modalities.restoration import ToReference, load_restorer
 from gruppo.trainer import checkpoint, restorers
@@ -96,7 +96,9 @@ def held(run: Run, rollouts: Rollouts) -> Tensor:
             loss = charbonnier(picture, other)
         elif name == "equivariance":
             choice = run.policy.consistency.choice(prompt, is_square=True)
-            loss = charbonnier(normal(run, run.policy.module, flip(x, choice))[2], flip(picture, choice))
+            loss = charbonnier(
+                normal(run, run.policy.module, apply_symmetry(x, choice))[2], apply_symmetry(picture, choice)
+            )
         elif name == "degradation":
             loss = charbonnier(run.source.degradation.expected(picture[None], [prompt.meta])[0], x)
         else:

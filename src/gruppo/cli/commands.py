@@ -57,7 +57,7 @@ def _run(go: Callable[[Any], Any], path: Path) -> int:
             print(f"gruppo: {how_to_continue(path)}", file=sys.stderr)
         return EXIT_STOPPED
     finally:
-        dist.stop()
+        dist.shutdown()
     return 0
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from gruppo.core.images import as_saved
+from gruppo.core.images import quantize
 from gruppo.rewards.images import NAN, Image, ImageReward
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError
@@ -68,7 +68,7 @@ def log_probabilities(module: nn.Module, images: Sequence[Image], batch: int = 2
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     nats: list[Tensor] = []
     for start in range(0, len(images), batch):
-        stack = torch.stack([as_saved(image) for image in images[start : start + batch]]).to(device)
+        stack = torch.stack([quantize(image) for image in images[start : start + batch]]).to(device)
         nats += module(stack).double().log_softmax(dim=-1).cpu()
     return nats
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gruppo.core.images import to_bytes
+from gruppo.core.images import to_uint8
 
 MIN_SIDE, MAX_SIDE = 112, 256
 """Pixels: small images are enlarged to about the first, and none exceeds the second."""
@@ -72,7 +72,7 @@ def to_pil(image: Any) -> Any:
 
     if isinstance(image, Tensor):
         image = image.detach().float().cpu()
-        levels = to_bytes(image.nan_to_num()).permute(1, 2, 0).expand(-1, -1, 3).numpy().copy()  # [H, W, 3]
+        levels = to_uint8(image.nan_to_num()).permute(1, 2, 0).expand(-1, -1, 3).numpy().copy()  # [H, W, 3]
         levels[~image.isfinite().all(dim=0).numpy()] = NOT_FINITE
         factor = max(1, round(MIN_SIDE / max(levels.shape[:2])))
         picture = Image.fromarray(np.ascontiguousarray(levels.repeat(factor, axis=0).repeat(factor, axis=1)))

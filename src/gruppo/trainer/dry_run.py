@@ -11,9 +11,9 @@ from gruppo.config.checks import group_sizes
 from gruppo.config.options import flag
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, where_of
-from gruppo.core.describe import cautions, describe
+from gruppo.core.describe import describe_objective, objective_warnings
 from gruppo.core.linear_head import tile_bytes
-from gruppo.core.schedules import parse
+from gruppo.core.schedules import parse_schedule
 from gruppo.environments import completion_lengths
 from gruppo.modalities.common.critic import SeparateCritic
 from gruppo.modalities.common.lora import POLICY, base_weights, has_adapter
@@ -44,12 +44,12 @@ def explain(config: Config) -> list[str]:
 def _objective(run: Run) -> list[str]:
     config = run.config
     rollout, optim = config.rollout, config.optim
-    lines = describe(
+    lines = describe_objective(
         config.objective,
         kl_coef=highest(config, "kl_coef"),
         group_size=max(group_sizes(config)),
         max_length=run.sampling.max_actions,
-        of="action" if run.restores else "step" if run.is_gaussian else "token",
+        action="action" if run.restores else "step" if run.is_gaussian else "token",
     )
     passes = f"{optim.epochs} epochs of {optim.minibatches} minibatches"
     stop = f", fewer where the KL to the old policy exceeds {optim.stop_kl:g}" if optim.stop_kl else ""
@@ -59,7 +59,7 @@ def _objective(run: Run) -> list[str]:
     if rollout.first_samples:
         largest = growth.cap_of(rollout, max(group_sizes(config)))
         lines.append(f"grown       groups with spread in {rollout.first_samples} first samples, to {largest} at most")
-    said = cautions(
+    said = objective_warnings(
         config.objective,
         kl_coef=highest(config, "kl_coef"),
         updates_per_batch=config.updates_per_batch,
@@ -98,7 +98,9 @@ def samples(config: Config, index: int) -> bool:
 
 def _reaches(config: Config, index: int, name: str) -> bool:
     """Whether a coefficient of a stage is above 0 in some step."""
-    return any(v > 0 for v in parse(getattr(config.plan[index], name), f"{where_of(config, index)}.{name}").values)
+    return any(
+        v > 0 for v in parse_schedule(getattr(config.plan[index], name), f"{where_of(config, index)}.{name}").values
+    )
 
 
 def _beside(run: Run) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.core.images import as_saved, psnr
+from gruppo.core.images import psnr, quantize
 from gruppo.environments import completion_lengths, environment_failures
 from gruppo.rewards.images import MAX_PSNR
 from gruppo.rewards.scoring import Scores
@@ -63,7 +63,7 @@ def evaluate_rows(
 ) -> tuple[Evaluated, list[dict[str, Any]]]:
     """The evaluation, and this rank's answers: those of the run's engine, or of ``generate``."""
     generate = generate or run.engine.generate
-    mine = list(prompts)[dist.rank() :: dist.world()]
+    mine = list(prompts)[dist.rank() :: dist.world_size()]
     sampling = mode_of(run.sampling)
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
     if has_psnr := run.restores and PSNR not in stats:  # what gates and ways back are set by, whatever is rewarded
@@ -102,7 +102,7 @@ def _psnr_of(rollouts: Rollouts) -> Stat:
     """Of restored pictures to their clean ones, where there are any."""
     targets = [rollouts.prompts[group].target for group in rollouts.group_ids.tolist()]
     pairs = [(x, y) for x, y in zip(rollouts.completions, targets, strict=True) if isinstance(y, Tensor)]
-    found = [float(psnr(x[None], as_saved(y)[None])[0].clamp(max=MAX_PSNR)) for x, y in pairs]
+    found = [float(psnr(x[None], quantize(y)[None])[0].clamp(max=MAX_PSNR)) for x, y in pairs]
     return Stat.of(torch.tensor(found, dtype=torch.float64))
 
 

@@ -343,10 +343,10 @@ def _open_text(config: Config, given: Any) -> tuple[TextPolicy, dict[str, Any]]:
 def _check_ranks_agree(policy: TextPolicy, name: str) -> None:
     """Refuse a function that makes other weights on each rank: they would be trained as if they were the same."""
     weights = {name: parameter.detach() for name, parameter in policy.module.named_parameters()}
-    if dist.world() > 1 and len(set(dist.gather(digest(weights).encode()))) > 1:
+    if dist.world_size() > 1 and len(set(dist.all_gather(digest(weights).encode()))) > 1:
         raise GruppoError(
-            f"{name} made other weights on each of the {dist.world()} ranks. Draw them from torch's generator, which "
-            "--seed seeds, or read them from a file."
+            f"{name} made other weights on each of the {dist.world_size()} ranks. Draw them from torch's generator, "
+            "which --seed seeds, or read them from a file."
         )
 
 
@@ -366,7 +366,11 @@ def found_model(name: str) -> tuple[str, dict[str, Any]]:
         found = bundled_model(name)
         return str(found.path), {"name": name, "source": found.source, "sha256": found.sha256}
     if names_function(name) or is_custom(model_of(name)):
-        made = ModelFunction.from_name(name) if names_function(name) else ModelFunction.read(Path(model_of(name)).expanduser())
+        made = (
+            ModelFunction.from_name(name)
+            if names_function(name)
+            else ModelFunction.read(Path(model_of(name)).expanduser())
+        )
         return name, {"name": name, "made_by": made.made_by, "sha256": made.sha256}
     if "/" not in name and not Path(name).exists() and (near := difflib.get_close_matches(name, [*BUNDLED, NEW], 1)):
         raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")

@@ -57,7 +57,9 @@ class Boundary:
             "evaluations": list(run.evaluations),
         }
         mine = json.dumps(checkpoint.random_state()).encode()
-        return cls(run.step, run.version, run.source.state_dict(), list(map(json.loads, dist.gather(mine))), counters)
+        return cls(
+            run.step, run.version, run.source.state_dict(), list(map(json.loads, dist.all_gather(mine))), counters
+        )
 
 
 class _LogFile(logging.FileHandler):
@@ -82,7 +84,7 @@ class RunFolder:
     def create(cls, path: Path, config: Config) -> RunFolder:
         """A new folder; one that is there already is left alone."""
         folder = cls(path)
-        with dist.together():
+        with dist.fail_together():
             if dist.is_main():
                 folder._fill(config)
         return folder
@@ -259,7 +261,7 @@ class RunFolder:
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
             "versions": versions(),
             "hardware": hardware(),
-            "world": dist.world(),
+            "world": dist.world_size(),
             "first_weights_sha256": first_weights(run),
             "base_sha256": base_sha256(run),
             "reference_sha256": remember(run),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.core.advantages import group_std
-from gruppo.core.loss import LossInputs, exact_kl
+from gruppo.core.groups import group_std
+from gruppo.core.kl import masked_gaussian_kl
+from gruppo.core.loss import LossInputs
 from gruppo.modalities.diffusion import DiffusionSampling
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer.memory import budget_for
@@ -51,7 +52,7 @@ def of_micro_batch(micro_batch: MicroBatch, likelihood: Likelihood, inputs: Loss
     ref = None if inputs.ref is None else inputs.ref.gaussian
     if ref is not None and likelihood.gaussian is not None:
         with torch.no_grad():
-            numbers["ref"] = exact_kl(likelihood.gaussian, ref, loss_mask)
+            numbers["ref"] = masked_gaussian_kl(likelihood.gaussian, ref, loss_mask)
     first = micro_batch.cols.start or 0
     return {
         f"timestep/{name}/{first + column}": Stat.of(x[:, column], loss_mask[:, column])
@@ -91,7 +92,7 @@ def rewards_along(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
     most = run.config.evaluation.along_steps
     if not isinstance(sampling, DiffusionSampling) or not run.rewards.names or not most:
         return {}
-    mine = list(prompts)[:most][dist.rank() :: dist.world()]
+    mine = list(prompts)[:most][dist.rank() :: dist.world_size()]
     stats = {f"timestep/reward/{step}": Stat() for step in range(sampling.steps)}
     if mine:
         every = replace(sampling, noise="independent", train_from=0, train_to=0, train_fraction=1.0)

@@ -32,8 +32,7 @@ from tests.modalities.updates import Case, Variant, batch_of, distance, farthest
 from gruppo.build import adamw
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
 from gruppo.core.advantages import position_advantages
-from gruppo.core.filters import gaussian_blur
-from gruppo.core.images import flip
+from gruppo.core.images import apply_symmetry, gaussian_blur
 from gruppo.core.objective import GRPO, PRESETS
 from gruppo.engines import LocalEngine
 from gruppo.modalities.common.critic import SharedCritic
@@ -172,11 +171,11 @@ def test_equivariance_compares_the_picture_of_a_turned_one_with_the_turned_pictu
     assert {policy.consistency.choice(Prompt("", None, draw=n), is_square=False) for n in range(40)} == {2, 4, 6}
     with torch.no_grad():
         for row, choice in enumerate(choices):
-            of_turned = policy.module.network(flip(x[row], choice)[None])[0]
+            of_turned = policy.module.network(apply_symmetry(x[row], choice)[None])[0]
             back = next(
-                flip(of_turned, inverse)
+                apply_symmetry(of_turned, inverse)
                 for inverse in range(8)
-                if torch.equal(flip(flip(x[row], choice), inverse), x[row])
+                if torch.equal(apply_symmetry(apply_symmetry(x[row], choice), inverse), x[row])
             )
             apart = (back - policy.module.network(x[row][None])[0]).abs()
             torch.testing.assert_close(loss[row], patch_means(apart[None], 2)[0], rtol=1e-9, atol=1e-12)

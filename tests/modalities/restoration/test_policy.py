@@ -28,8 +28,8 @@ from tests.modalities.restoration.fakes import (
 )
 from torch import nn
 
-from gruppo.core.divergence import gaussian_kl
-from gruppo.core.images import as_saved
+from gruppo.core.images import quantize
+from gruppo.core.kl import gaussian_kl
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.restoration import BandGains, LowResolution, PixelNoise, RestorationPolicy
@@ -168,7 +168,7 @@ def test_pixels_are_shown_as_they_are_drawn_and_saved():
     policy = pixel_patches()
     rollouts = sampled(policy)
     for row, action in zip(rollouts.completions, from_columns(rollouts.actions, 2), strict=True):
-        assert torch.equal(row, as_saved(action))
+        assert torch.equal(row, quantize(action))
     assert rollouts.actions.min() < 0 or rollouts.actions.max() > 1, "the action itself is not clamped"
 
 
@@ -180,8 +180,8 @@ def test_a_coarse_residual_is_added_to_the_network_s_picture():
         base = policy.module.network(rollouts.shared["degraded"])[0]
     z = rollouts.actions[:, 0]
     by_hand = base + z.repeat_interleave(4, dim=-1).repeat_interleave(4, dim=-2)
-    torch.testing.assert_close(torch.stack(rollouts.completions), as_saved(by_hand), rtol=0, atol=1 / 255 + 1e-6)
-    assert (torch.stack(rollouts.completions) - as_saved(by_hand)).abs().gt(1e-6).float().mean() < 0.01
+    torch.testing.assert_close(torch.stack(rollouts.completions), quantize(by_hand), rtol=0, atol=1 / 255 + 1e-6)
+    assert (torch.stack(rollouts.completions) - quantize(by_hand)).abs().gt(1e-6).float().mean() < 0.01
 
 
 def blurred_by_hand(image, std):
@@ -235,7 +235,7 @@ def test_a_new_head_changes_nothing_at_temperature_0(action):
     policy = RestorationPolicy(TinyNetwork(), action)
     x = torch.stack([picture(0), picture(1)])
     with torch.no_grad():
-        torch.testing.assert_close(policy.restore(x), as_saved(policy.module.network(x)), rtol=0, atol=1e-6)
+        torch.testing.assert_close(policy.restore(x), quantize(policy.module.network(x)), rtol=0, atol=1e-6)
 
 
 def test_at_temperature_0_the_picture_is_the_mean_s_and_no_seed_changes_it(make):

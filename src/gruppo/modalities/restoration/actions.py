@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, silu
 
-from gruppo.core.filters import bands, spread_to
+from gruppo.core.images import detail_bands, upsample
 from gruppo.types import GruppoError
 
 Images = Float[Tensor, "N C H W"]
@@ -164,7 +164,7 @@ class LowResolution(Action):
 
     def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         assert base is not None
-        return base + spread_to(action.to(base), *base.shape[-2:], smooth=self.smooth)
+        return base + upsample(action.to(base), *base.shape[-2:], smooth=self.smooth)
 
 
 class BandGains(Action):
@@ -188,7 +188,9 @@ class BandGains(Action):
         detached: bool = True,
     ) -> None:
         if channels not in (1, 3):
-            raise GruppoError(f"channels={channels} has no bands; they are of 1 channel (grey) or 3 (colour). Set one.")
+            raise GruppoError(
+                f"channels={channels} has no detail_bands; they are of 1 channel (grey) or 3 (colour). Set one."
+            )
         count = 2 if channels == 1 else 4
         super().__init__(channels, count, std, learned=learned, grid=grid, smooth=smooth, detached=detached)
         self.grid, self.smooth, self.detached = grid, smooth, detached
@@ -197,13 +199,13 @@ class BandGains(Action):
     def forward(self, network: NetworkCall, x: Images) -> ActionMean:
         base = network(x)
         features = base.detach() if self.detached else base
-        details = bands(features).flatten(1, 2) * DETAIL_SCALE  # [N, K C, H, W]
+        details = detail_bands(features).flatten(1, 2) * DETAIL_SCALE  # [N, K C, H, W]
         return ActionMean(self.head(torch.cat([features, details], dim=1)), base)
 
     def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         assert base is not None
-        gains = spread_to(action.to(base), *base.shape[-2:], smooth=self.smooth)[:, :, None]  # [N, K, 1, H, W]
-        return base + (gains * bands(base)).sum(dim=1)
+        gains = upsample(action.to(base), *base.shape[-2:], smooth=self.smooth)[:, :, None]  # [N, K, 1, H, W]
+        return base + (gains * detail_bands(base)).sum(dim=1)
 
 
 # --- the network's own conditions -------------------------------------------------------------------------------------

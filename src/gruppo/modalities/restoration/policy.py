@@ -13,9 +13,8 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gruppo.core.gaussian import gaussian_entropy, gaussian_logprob
-from gruppo.core.images import as_saved
-from gruppo.core.pixel_losses import PIXEL_LOSSES, PixelLoss
+from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
+from gruppo.core.images import PIXEL_LOSSES, PixelLoss, quantize
 from gruppo.modalities.common.images import RowBatch, image_error, row_batches
 from gruppo.modalities.restoration.actions import Action, ActionMean, Controls, Images
 from gruppo.modalities.restoration.consistency import Consistency, ToReference
@@ -216,7 +215,7 @@ class RestorationPolicy(Policy):
             actions=actions.cpu(),
             mask=mask,
             lengths=torch.full((count,), self.columns),
-            completions=tuple(as_saved(images.nan_to_num()).cpu()),
+            completions=tuple(quantize(images.nan_to_num()).cpu()),
             sampler_logprobs=logprobs.float().cpu(),
             policy_version=torch.zeros(mask.shape, dtype=torch.long),
             temperature=torch.full((count,), temperature),
@@ -392,7 +391,7 @@ class RestorationPolicy(Policy):
             if error := image_error(image, "input", self.channels):
                 raise GruppoError(f"an image to restore {error}")
         parts = [self.output_of(part.float().to(self.device)).float().cpu() for part in images.split(self.batch_rows)]
-        return as_saved(torch.cat(parts))
+        return quantize(torch.cat(parts))
 
 
 def stack_images(images: Sequence[Tensor]) -> Images:
