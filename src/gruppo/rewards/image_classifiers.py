@@ -56,8 +56,8 @@ def classifier(
     def by_constant(images: Sequence[Image], **_: Any) -> list[float | None]:
         return by_column(images, [label] * len(images))
 
-    reward = by_column if label is None else by_constant
-    reward.__name__, reward.timeout_s = name, None  # type: ignore[attr-defined]  # see per_image
+    reward: Any = by_column if label is None else by_constant
+    reward.__name__, reward.timeout_s = name, None  # as of per_image(is_network=True)
     return reward
 
 
