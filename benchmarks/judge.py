@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, grid_sample
 
-from gruppo.core.images import as_saved, brightness, diversity, flip, frechet_distance
+from gruppo.core.images import apply_symmetry, diversity, frechet_distance, mean_luma, quantize
 from gruppo.data.digits import split_digits
 from gruppo.rewards.image_classifiers import accuracy
 from gruppo.rewards.images import jpeg_bytes
@@ -67,13 +67,13 @@ def verdict(
     judge: Judge, images: Float[Tensor, "n 1 28 28"], asked: Int[Tensor, "n"], real: Float[Tensor, "m 1 28 28"]
 ) -> Verdict:
     """Compare Frechet distances at equal numbers of images only."""
-    images = as_saved(images)
+    images = quantize(images)
     found = judge.eval()(images).argmax(dim=-1)
     return Verdict(
         asked_frac=float((found == asked).double().mean()),
         no_digit_frac=float((found == NO_DIGIT).double().mean()),
         jpeg_bytes=sum(map(jpeg_bytes, images)) / len(images),
-        ink=float(brightness(images).mean()),
+        ink=float(mean_luma(images).mean()),
         diversity=float(diversity(images, asked)),
         frechet=float(frechet_distance(judge.features(images), judge.features(real))),
     )
@@ -117,9 +117,9 @@ def no_digits(images: Float[Tensor, "N 1 H W"], labels: Int[Tensor, "N"], genera
     some = torch.randperm(len(images), generator=generator)[: len(images) // 5]
     scraps, halves, blanks = images[some].clone().tensor_split([len(some) // 2, len(some) * 4 // 5])
     for n, image in enumerate(scraps):
-        turned = flip(image, n % 4)  # what is kept is the top, the left, the bottom or the right
+        turned = apply_symmetry(image, n % 4)  # what is kept is the top, the left, the bottom or the right
         turned[:, 11:] = 0
-        scraps[n] = flip(turned, -n % 4)
+        scraps[n] = apply_symmetry(turned, -n % 4)
     others = torch.randperm(len(images), generator=generator)[: len(halves)]
     own = labels[some[len(scraps) :][: len(halves)]]
     halves[:, :, 14:] = torch.where((labels[others] == own)[:, None, None, None], 0, images[others][:, :, 14:])

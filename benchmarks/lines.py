@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gruppo.core.images import as_saved
+from gruppo.core.images import quantize
 from gruppo.data.open import open_source
 from gruppo.modalities.restoration import Controls, RestorationPolicy, load_restorer
-from gruppo.modalities.restoration.controls import MIX
+from gruppo.modalities.restoration.actions import MIX
 from gruppo.rewards.images import ocr_accuracy
 from gruppo.seeds import generator_at
 from gruppo.types import MicroBatch, Prompt
@@ -94,13 +94,13 @@ def restored(policy: RestorationPolicy, prompts: Sequence[Prompt], values: Tenso
     values = values.float().expand(len(x), -1)
     parts = []
     for part, own in zip(x.split(64), values.split(64), strict=True):
-        picture = action.told(policy.module.trunk, part, own)
+        picture = action.restored(policy.module.call_network, part, own)
         for k, control in enumerate(action.controls):
             if control.name == MIX:
                 mix = own[:, k, None, None, None]
                 picture = mix * picture + (1 - mix) * part
         parts.append(picture)
-    return as_saved(torch.cat(parts))
+    return quantize(torch.cat(parts))
 
 
 def nominal(policy: RestorationPolicy) -> Tensor:
@@ -132,7 +132,7 @@ def best_constant(policy: RestorationPolicy, prompts: Sequence[Prompt], score: S
 
 def taught(policy: RestorationPolicy, source: Any, *, by: str, steps: int, lr: float = 5e-3) -> RestorationPolicy:
     """A new head on the same network, which rests: taught ``by`` clean "pictures", or by the true "parameters"."""
-    settings = dict(policy.module.acts.settings)
+    settings = dict(policy.module.action.settings)
     settings.pop("kind")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

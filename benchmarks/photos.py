@@ -23,9 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.core.filters import bands
-from gruppo.core.images import LUMA, as_saved, psnr
-from gruppo.core.pixel_losses import charbonnier
+from gruppo.core.images import LUMA, charbonnier, detail_bands, psnr, quantize
 from gruppo.core.schedules import warmup_decay
 from gruppo.data.restoration import open_pairs
 from gruppo.data.source import IndexedSource
@@ -84,7 +82,7 @@ HEAD = (
 
 def measured(pictures: Pictures, clean: Pictures) -> Measures:
     """As files of 8 bits would hold them."""
-    saved = as_saved(pictures)
+    saved = quantize(pictures)
     return Measures(psnr(saved, clean), sizes(saved))
 
 
@@ -130,7 +128,7 @@ def best_filter(base: Pictures, clean: Pictures, least_psnr: float) -> tuple[flo
 
     An oracle: the pictures that it is judged by choose it. Searched on a grid of 0.2, and of 0.05 around its best.
     """
-    details = bands(base)
+    details = detail_bands(base)
     best = (0.0,) * details.shape[1]
     fewest = float(sizes(base).sum())
     for around in (COARSE, FINE):
@@ -194,7 +192,7 @@ def taught(
     """A copy whose head begins anew over the frozen network, and goes down the gradient of a loss of its pictures."""
     policy = policy.at(copy.deepcopy(policy.module))
     policy.module.requires_grad_(False)
-    head: Any = policy.module.acts
+    head: Any = policy.module.action
     torch.manual_seed(seed)
     for layer in head.head.children():
         layer.reset_parameters()
@@ -278,7 +276,7 @@ def shown(policy: RestorationPolicy, noisy: Pictures) -> tuple[Pictures, Picture
     """What the network makes of each without any action, and the deterministic picture."""
     parts = noisy.split(PART)
     return (
-        torch.cat([policy.module.plain(part) for part in parts]),
+        torch.cat([policy.module.baseline(part) for part in parts]),
         torch.cat([policy.output_of(part) for part in parts]),
     )
 
@@ -315,7 +313,7 @@ def compared(
 
 
 def _by(gains: Sequence[float], base: Pictures, clean: Pictures) -> Measures:
-    return measured(filtered(base, bands(base), torch.tensor(gains)), clean)
+    return measured(filtered(base, detail_bands(base), torch.tensor(gains)), clean)
 
 
 def held_out(data: str = DATA) -> tuple[Pictures, Pictures]:
@@ -336,7 +334,7 @@ def opened(data: str, seed: int) -> IndexedSource:
 
 def sheet(path: Path, policy: RestorationPolicy, noisy: Pictures, clean: Pictures, *, count: int = 8) -> None:
     """Some crops side by side: degraded, the network alone, restored, clean; with PSNR and bytes."""
-    from gruppo.tracking.images import Cell, Line, draw, picture_of
+    from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
 
     chosen = torch.linspace(0, len(noisy) - 1, count).long()
     columns = noisy[chosen], *shown(policy, noisy[chosen]), clean[chosen]
@@ -345,8 +343,8 @@ def sheet(path: Path, policy: RestorationPolicy, noisy: Pictures, clean: Picture
     for n in range(count):
         said = [f"{float(m.psnr[n]):.1f} dB, {int(m.bytes[n])} bytes" for m in found[:3]]
         words = [*said, f"{int(found[3].bytes[n])} bytes"]
-        cells = [Cell(picture_of(as_saved(c[n : n + 1])[0]), (w,)) for c, w in zip(columns, words, strict=True)]
-        lines.append(Line("", cells))
+        cells = [Cell(to_pil(quantize(c[n : n + 1])[0]), w) for c, w in zip(columns, words, strict=True)]
+        lines.append(SheetRow("", cells))
     heads = {0: "degraded", 1: "network alone", 2: "after GRPO", 3: "clean"}
     draw(lines, title="held-out photographs", heads=heads)[0].save(path)
 

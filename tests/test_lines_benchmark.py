@@ -11,7 +11,7 @@ import torch
 from benchmarks import lines
 from torch import nn
 
-from gruppo.core.images import as_saved
+from gruppo.core.images import quantize
 from gruppo.data.open import open_source
 from gruppo.modalities.restoration import Control, Controls, RestorationPolicy, open_restorer
 from gruppo.types import Prompt
@@ -59,9 +59,9 @@ def test_a_paired_difference_has_the_interval_of_its_mean():
 def test_pictures_of_values_are_the_network_s_mixed_with_what_was_given():
     policy = policy_of(Control("blur", 0, 2, 1), Control("mix", 0, 1, 1))
     shown = lines.restored(policy, prompts(0.2, 0.4), torch.tensor([2.0, 0.5]))
-    torch.testing.assert_close(shown.mean(dim=(1, 2, 3)), as_saved(torch.tensor([0.3, 0.5])[:, None])[:, 0])
+    torch.testing.assert_close(shown.mean(dim=(1, 2, 3)), quantize(torch.tensor([0.3, 0.5])[:, None])[:, 0])
     each = lines.restored(policy, prompts(0.2, 0.4), torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
-    torch.testing.assert_close(each.mean(dim=(1, 2, 3)), as_saved(torch.tensor([0.2, 0.5])[:, None])[:, 0])
+    torch.testing.assert_close(each.mean(dim=(1, 2, 3)), quantize(torch.tensor([0.2, 0.5])[:, None])[:, 0])
     assert lines.nominal(policy).tolist() == [1, 1]
 
 

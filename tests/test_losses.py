@@ -13,9 +13,9 @@ from torch import Tensor
 
 import gruppo
 from gruppo import losses
-from gruppo.core.credit import returns_to_go, whiten
 from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import GRPO, PRESETS, REINFORCE_PP, Objective
+from gruppo.core.returns import returns_to_go, whiten
 from gruppo.core.weights import loss_total, loss_weights
 from gruppo.losses import GRPOLoss, PPOLoss, compute_gae
 from gruppo.types import GruppoError, Likelihood
@@ -332,14 +332,14 @@ ONES = torch.ones(2, 3)
     [
         ({"clip_epsilon": 1.5}, r"clip_low=1\.5.*needs clip_low <= 1.*--objective\.clip-low 0\.2"),
         ({"clip_epsilon": -0.1}, r"clip_low=-0\.1 is out of range"),
-        ({"kl_beta": -0.1}, r"kl_beta=-0\.1 .*from 0 on\. Use 0"),
-        ({"kl_beta": NAN}, "kl_beta=nan .*from 0 on"),
+        ({"kl_beta": -0.1}, r"kl_beta=-0\.1 .*from 0\. Use 0"),
+        ({"kl_beta": NAN}, "kl_beta=nan .*from 0"),
         ({"objective": "grpo2"}, "objective='grpo2' is none of grpo, dr_grpo.*Use one"),
         ({"objective": "ppo"}, "baseline='critic' needs values. Use PPOLoss"),
-        ({"objective": "dr_grpo"}, "average='constant'.*max_length=None. Give"),
+        ({"objective": "dr_grpo"}, "average='constant'.*max_length=None. Set"),
         ({"objective": replace(GRPO, scale="running")}, "moving statistics need memory.*scale='group'"),
         ({"objective": replace(GRPO, correction="mask")}, "a correction needs the sampler's log-probs. Set"),
-        ({"objective": replace(GRPO, overlong=3)}, "which rows were cut. Leave"),
+        ({"objective": replace(GRPO, overlong=3)}, "which rows were truncated. Apply"),
         ({"objective": replace(GRPO, kl="exact")}, "kl='exact' is the closed form.*--objective.kl k3"),
         ({"objective": replace(GRPO, credit="position")}, "credit='position' needs a reward for each action"),
         ({"objective": replace(GRPO, kl="k1", kl_gradient="naive")}, "gradient of zero in expectation"),
@@ -357,13 +357,13 @@ def test_a_grpo_loss_that_cannot_learn_is_refused_when_it_is_made(choices, says)
         ((PAIR.T, PAIR.T, f64([[1.0], [0.0]]), PAIR.T), "every group has one row.*at least 2.*'reinforce'"),
         ((PAIR, PAIR[0], f64([[1.0, 0.0]]), PAIR), r"old_policy_logprobs is \[2\] beside \[1, 2\]"),
         ((PAIR, PAIR, f64([[1.0, 0.0]]), PAIR.T), r"reference_logprobs is \[2, 1\] beside \[1, 2\]"),
-        ((ONES, ONES, f64([[1.0, 0.0]]), ONES), r"policy_logprobs are \[2, 3\] and rewards \[1, 2\].*give mask"),
+        ((ONES, ONES, f64([[1.0, 0.0]]), ONES), r"policy_logprobs are \[2, 3\] and rewards \[1, 2\].*pass mask"),
         ((ONES, ONES, f64([[1.0, 0.0]]), ONES, ONES), "mask is torch.float32.*mask.bool()"),
         ((ONES, ONES, f64([[1.0, 0.0]]), ONES, ONES[:1].bool()), r"mask is \[1, 3\] beside \[2, 3\]"),
         ((ONES, ONES, f64([[1.0, 0.0, 2.0]]), ONES, ONES.bool()), r"rewards are \[1, 3\] for 2 rows"),
         (
             (ONES, ONES, f64([1.0, 0.0]), ONES, ONES.bool()),
-            r"rewards are \[2\] for 2 rows.*give rewards \[2\] and group_",
+            r"rewards are \[2\] for 2 rows.*pass rewards \[2\] and group_",
         ),
         ((ONES, ONES, f64([1.0, 0.0]), ONES, ONES.bool(), torch.zeros(3)), r"group_ids is \[3\] beside \[2\]"),
     ],

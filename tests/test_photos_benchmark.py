@@ -10,8 +10,7 @@ from benchmarks import photos
 from benchmarks.photos import Measures, best_filter, filtered, measured, rate, row_of, sizes, taught
 from torch import Tensor
 
-from gruppo.core.filters import bands
-from gruppo.core.images import psnr
+from gruppo.core.images import detail_bands, psnr
 from gruppo.data.pairs import ImagePair, image_pairs
 from gruppo.data.source import IndexedSource
 from gruppo.modalities.restoration import open_restorer
@@ -27,7 +26,7 @@ def scenes(n: int, seed: int = 0) -> Tensor:
     coarse = torch.rand(n, 3, 4, 4, generator=generator)
     smooth = torch.nn.functional.interpolate(coarse, size=(32, 32), mode="bicubic").clamp(0.1, 0.9)
     smooth[..., 16:] = smooth[..., 16:] * 0.6
-    return photos.as_saved(smooth)
+    return photos.quantize(smooth)
 
 
 def noisy(clean: Tensor, levels: float = 8.0) -> Tensor:
@@ -64,14 +63,14 @@ def test_the_best_filter_keeps_the_psnr_and_no_point_beside_it_is_smaller():
     base = noisy(clean)
     floor = float(measured(base, clean).psnr.mean())
     gains = torch.tensor(best_filter(base, clean, floor))
-    own = measured(filtered(base, bands(base), gains), clean)
+    own = measured(filtered(base, detail_bands(base), gains), clean)
     assert float(own.psnr.mean()) >= floor
     assert float(own.bytes.sum()) < 0.7 * float(sizes(base).sum())  # noise is detail, and nothing of it is worth bytes
     for band in range(4):
         for step in (-0.1, 0.1):
             beside = gains.clone()
             beside[band] += step
-            other = measured(filtered(base, bands(base), beside), clean)
+            other = measured(filtered(base, detail_bands(base), beside), clean)
             assert float(other.psnr.mean()) < floor or float(other.bytes.sum()) > 0.98 * float(own.bytes.sum())
 
 
@@ -82,8 +81,13 @@ def test_no_filter_is_better_where_every_gain_costs_psnr():
 
 def test_the_stand_in_for_bytes_ranks_blurs_and_noise_as_files_do():
     clean = scenes(6)
-    kinds = [clean, noisy(clean, 4), noisy(clean, 12), filtered(clean, bands(clean), torch.tensor([-1.0, 0, 0, 0]))]
-    kinds = [photos.as_saved(kind) for kind in kinds]
+    kinds = [
+        clean,
+        noisy(clean, 4),
+        noisy(clean, 12),
+        filtered(clean, detail_bands(clean), torch.tensor([-1.0, 0, 0, 0])),
+    ]
+    kinds = [photos.quantize(kind) for kind in kinds]
     told = torch.stack([rate(kind).sum() for kind in kinds])
     real = torch.stack([sizes(kind).sum() for kind in kinds])
     assert told.argsort().tolist() == real.argsort().tolist()

@@ -117,20 +117,20 @@ def start(config: Config, parts: Parts | None = None, *, watch: Watch | None = N
     """Train from the beginning."""
     if is_loading():
         raise RunWhileLoading
-    dist.start()
+    dist.init()
     parts = parts or Parts()
     checks.check(config, modality_of(config, parts))
     require_named(config, parts)
     config = with_absolute_paths(replace(config, name=config.name or new_name("run", config.runs_dir)))
     path = Path(config.runs_dir) / config.name
-    with dist.together():
+    with dist.fail_together():
         if dist.is_main():
             RunFolder(path).check_is_new()
     run, model_source = build(config, parts)
     folder = RunFolder.create(path, run.config)
     with ExitStack() as stack:
         stack.callback(folder.close)
-        with dist.together():
+        with dist.fail_together():
             folder.write_manifest(run, model_source)
         return _go(run, folder, watch, stack, from_step=None)
 
@@ -139,7 +139,7 @@ def go_on(path: str | Path, parts: Parts | None = None, *, watch: Watch | None =
     """Continue a run; see ``resume``."""
     if is_loading():
         raise RunWhileLoading
-    dist.start()
+    dist.init()
     path, parts = Path(path), parts or Parts()
     if not (path / "config.json").is_file():
         what = "has no config.json" if path.exists() else "does not exist"
@@ -151,12 +151,12 @@ def go_on(path: str | Path, parts: Parts | None = None, *, watch: Watch | None =
             f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
         )
     folder = RunFolder(path)
-    with dist.together():
+    with dist.fail_together():
         folder.open()
     with ExitStack() as stack:
         stack.callback(folder.close)
         run, model_source = build(config, parts)
-        with dist.together():
+        with dist.fail_together():
             folder.check_first_weights(run)
             folder.warn_of_other_source(model_source)
             is_going_on = folder.restore(run)
@@ -169,7 +169,7 @@ def _go(run: Run, folder: RunFolder, watch: Watch | None, stack: ExitStack, *, f
     began = time.perf_counter()
     stack.enter_context(run.stopper.listening())
     stack.callback(run.engine.close)
-    with dist.together():
+    with dist.fail_together():
         files = folder.trackers(from_step=from_step)
     for tracker in files:
         run.trackers.append(tracker)
@@ -180,7 +180,7 @@ def _go(run: Run, folder: RunFolder, watch: Watch | None, stack: ExitStack, *, f
     if from_step is None:
         checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
     loop.train(run, folder)
-    with dist.together():
+    with dist.fail_together():
         model = folder.write_final(run)
     ends, seconds = loop.summary(run), time.perf_counter() - began
     return Result(folder.path, model, ends["before"], ends["after"], int(run.totals["tokens"]), seconds, _question(run))

@@ -32,7 +32,7 @@ from gruppo.modalities.text.custom import absolute_name, names_function
 from gruppo.protocols import Critic, Engine, Modality, Policy, Reference
 from gruppo.rewards.registry import absolute_spec, resolve_reward
 from gruppo.rewards.scoring import RewardSet
-from gruppo.tracking import integrations
+from gruppo.tracking import trackers
 from gruppo.trainer import checks
 from gruppo.trainer.demonstrations import check_demos, open_demos
 from gruppo.trainer.evaluate import held_out
@@ -139,7 +139,7 @@ def with_absolute_paths(config: Config) -> Config:
         reward=tuple(map(absolute_spec, config.reward)),
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute(config.lora.adapter)),
-        track=tuple(map(integrations.absolute, config.track)),
+        track=tuple(map(trackers.absolute, config.track)),
         environment=replace(config.environment, reply=absolute_spec(config.environment.reply)),
         engine=absolute_spec(config.engine),
     )
@@ -149,10 +149,10 @@ def with_absolute_paths(config: Config) -> Config:
 
 def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     """Build all parts of a run, the cheap checks first; return it and the model's origin."""
-    if config.rollout.prompts < dist.world():
+    if config.rollout.prompts < dist.world_size():
         raise GruppoError(
-            f"rollout.prompts={config.rollout.prompts} leaves some of the {dist.world()} ranks without a prompt. Set "
-            f"--rollout.prompts {dist.world()} or more, or start fewer ranks."
+            f"rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()} ranks without a prompt. "
+            f"Set --rollout.prompts {dist.world_size()} or more, or start fewer ranks."
         )
     source = open_data(config, parts)
     environment = open_environment(config, parts, source)

@@ -25,8 +25,8 @@ from gruppo.modalities.text.bundled import BUNDLED, bundled_model
 from gruppo.modalities.text.custom import names_function
 from gruppo.protocols import Policy
 from gruppo.rewards.images import to_pillow
-from gruppo.tracking.images import Cell, Line, draw, picture_of
-from gruppo.tracking.sheets import FOLDER, write_sheet
+from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
+from gruppo.tracking.samples import FOLDER, write_sheet
 from gruppo.trainer import checkpoint
 from gruppo.trainer.evaluate import Evaluated, evaluate_rows, held_out
 from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
@@ -159,10 +159,10 @@ def _written(
         for number, image in enumerate(row):
             files.append(folder / f"{place}-{stem}-{number}.png")
             to_pillow(image).save(files[-1])
-        cells = [Cell(picture_of(image)) for image in row]
+        cells = [Cell(to_pil(image)) for image in row]
         if isinstance(inputs, Tensor):
-            cells, text = [Cell(picture_of(inputs), ("", "given")), *cells], ""
-        lines.append(Line(text, cells))
+            cells, text = [Cell(to_pil(inputs), note="input"), *cells], ""
+        lines.append(SheetRow(text, cells))
     sheet, _ = draw(lines, title=title)
     files.append(folder / "sheet.png")
     sheet.save(files[-1])

@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 def on_ranks(*functions: Callable[..., Any]) -> list[Any]:
-    """What each function returns, given an ``all_sum`` and a ``share`` over all of them."""
+    """What each function returns, given an ``all_sum`` and an ``all_gather`` over all of them."""
     barrier, table = Barrier(len(functions), timeout=10), [None] * len(functions)
 
     def run(rank: int) -> Any:
-        def share(mine: Any) -> list[Any]:
+        def all_gather(mine: Any) -> list[Any]:
             table[rank] = mine
             barrier.wait()
             every = list(table)
@@ -23,9 +23,9 @@ def on_ranks(*functions: Callable[..., Any]) -> list[Any]:
             return every
 
         def all_sum(mine: Tensor) -> Tensor:
-            return sum(share(mine))
+            return sum(all_gather(mine))
 
-        return functions[rank](all_sum=all_sum, share=share)
+        return functions[rank](all_sum=all_sum, all_gather=all_gather)
 
     with ThreadPoolExecutor(len(functions)) as pool:
         return list(pool.map(run, range(len(functions))))

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gruppo.core.advantages import Baseline, Scale, group_advantages, group_std, has_no_spread
+from gruppo.core.advantages import Baseline, Scale, group_advantages
+from gruppo.core.groups import group_std, has_no_spread
 from gruppo.core.objective import PRESETS
 
 BASELINES_OF_REWARDS = [name for name in get_args(Baseline) if name != "critic"]

@@ -7,14 +7,14 @@ from itertools import product
 import pytest
 import torch
 
-from gruppo.core.advantages import group_advantages, has_no_spread
-from gruppo.core.allocation import allocate
+from gruppo.core.advantages import group_advantages
+from gruppo.core.groups import allocate_samples, has_no_spread
 
 NAN = float("nan")
 
 
 def shares(spread: list[float], sizes: list[int], *, budget: int, cap: int) -> list[int]:
-    return allocate(torch.tensor(spread), torch.tensor(sizes), budget=budget, cap=cap).tolist()
+    return allocate_samples(torch.tensor(spread), torch.tensor(sizes), budget=budget, cap=cap).tolist()
 
 
 def test_a_trace_by_hand_with_ties_and_a_cap():
@@ -56,7 +56,7 @@ def test_the_greedy_shares_have_the_least_variance_of_all():
     for budget in (1, 4, 7):
         spread = torch.rand(4, generator=generator, dtype=torch.float64)
         sizes = torch.randint(2, 5, (4,), generator=generator)
-        given = allocate(spread, sizes, budget=budget, cap=7)
+        given = allocate_samples(spread, sizes, budget=budget, cap=7)
         every = [torch.tensor(more) for more in product(range(budget + 1), repeat=4) if sum(more) == budget]
         allowed = [more for more in every if bool((sizes + more <= 7).all())]
         best = min(float((spread**2 / (sizes + more)).sum()) for more in allowed)

@@ -7,12 +7,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from gruppo.core.describe import cautions, describe
+from gruppo.core.describe import describe_objective, objective_warnings
 from gruppo.core.objective import GRPO, PRESETS, RLOO, Objective
 
 
 def described(objective: Objective, kl_coef: float = 0.04) -> str:
-    return "\n".join(describe(objective, kl_coef=kl_coef, group_size=8, max_length=64))
+    return "\n".join(describe_objective(objective, kl_coef=kl_coef, group_size=8, max_length=64))
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def described(objective: Objective, kl_coef: float = 0.04) -> str:
             [
                 "(reward - mean of the group) / (std of the group + 0.0001)",
                 "clip(r, 0.8, 1.2) A",
-                "8 rows a group",
+                "8 rows per group",
                 "mean over the tokens of a row, then over the rows",
             ],
         ),
@@ -55,7 +55,10 @@ def test_describe_says_what_the_objective_is(name, says):
     [
         (
             "ppo",
-            ["GAE(rewards, critic), gamma 1, lambda 0.95, whitened over all tokens", "V moving at most 0.2 a batch"],
+            [
+                "GAE(rewards, critic), gamma 1, lambda 0.95, whitened over all tokens",
+                "V changing by at most 0.2 per batch",
+            ],
         ),
         ("reinforce_pp", ["A = (reward - mean of the batch), whitened", "each token for what came after it"]),
     ],
@@ -107,28 +110,31 @@ def test_no_choice_goes_unmentioned(name, value):
 @pytest.mark.parametrize(
     ("objective", "run", "says"),
     [
-        (Objective(baseline="running"), {}, "how hard a prompt is"),
-        (Objective(), {"updates_per_batch": 1}, "the ratio is 1, so the clip rests"),
+        (Objective(baseline="running"), {}, "measure prompt difficulty"),
+        (Objective(), {"updates_per_batch": 1}, "the ratio is 1, so the clip has no effect"),
         (Objective(whiten=True), {}, "no longer get exactly 0"),
         (Objective(kl_gradient="naive"), {"kl_coef": 0.1}, "wrong gradient in expectation"),
     ],
 )
-def test_cautions_name_what_works_and_may_not_be_meant(objective, run, says):
-    said = cautions(objective, **{"kl_coef": 0.0, "updates_per_batch": 2} | run)
-    assert len(said) == 1 and says in said[0]
+def test_warnings_name_valid_choices_that_are_likely_mistakes(objective, run, says):
+    warnings = objective_warnings(objective, **{"kl_coef": 0.0, "updates_per_batch": 2} | run)
+    assert len(warnings) == 1 and says in warnings[0]
 
 
-def test_nothing_is_said_of_a_plain_objective():
-    assert cautions(Objective(), kl_coef=0.1, updates_per_batch=2) == []
+def test_a_plain_objective_has_no_warnings():
+    assert objective_warnings(Objective(), kl_coef=0.1, updates_per_batch=2) == []
 
 
-def test_settings_that_nothing_reads_are_named():
-    said = cautions(replace(RLOO, clip_high=0.3, lam=0.5, correction_high=2.0), kl_coef=0.0, updates_per_batch=1)
-    assert [line.split()[0] for line in said] == ["clip_high", "lam", "correction_high"]
-    assert not any("reads" in line for o in PRESETS.values() for line in cautions(o, kl_coef=0, updates_per_batch=2))
+def test_settings_without_effect_are_named():
+    warnings = objective_warnings(
+        replace(RLOO, clip_high=0.3, lam=0.5, correction_high=2.0), kl_coef=0.0, updates_per_batch=1
+    )
+    assert [line.split()[0] for line in warnings] == ["clip_high", "lam", "correction_high"]
+    of_presets = [objective_warnings(preset, kl_coef=0, updates_per_batch=2) for preset in PRESETS.values()]
+    assert not any("has no effect here" in line for lines in of_presets for line in lines)
 
 
 def test_a_kl_of_cut_distributions_is_called_an_estimate():
     for truncates in (True, False):
-        said = cautions(GRPO, kl_coef=0.1, updates_per_batch=2, truncates=truncates)
-        assert any("top-k" in line for line in said) == truncates
+        warnings = objective_warnings(GRPO, kl_coef=0.1, updates_per_batch=2, truncates=truncates)
+        assert any("top-k" in line for line in warnings) == truncates

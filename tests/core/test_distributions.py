@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gruppo.core.distributions import BLOCK, categorical, draw, temper, truncate
+from gruppo.core.distributions import CDF_BLOCK, apply_temperature, apply_top_k_top_p, categorical, sample_categorical
 
 INF = float("inf")
-WIDE = 2 * BLOCK + 77
+WIDE = 2 * CDF_BLOCK + 77
 """A vocabulary of two whole blocks and a part."""
 KINDS = [
     {"temperature": 1.0},
@@ -61,7 +61,7 @@ def by_definition(logits: Tensor, *, temperature: float, top_k: int = 0, top_p: 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_drawing_and_scoring_give_the_same_log_probability_and_it_is_the_defined_one(kind, dtype):
     logits = random_logits(32, dtype=dtype)
-    actions, logprobs = draw(logits, grid(32), **kind)
+    actions, logprobs = sample_categorical(logits, grid(32), **kind)
     tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-6, "atol": 5e-6}
     torch.testing.assert_close(logprobs, score(logits, actions, **kind), **tolerance)
     if dtype == torch.bfloat16:
@@ -78,7 +78,7 @@ def test_a_grid_of_uniforms_draws_each_action_as_often_as_its_probability_says(k
     """The actions partition [0, 1): of n grid points, each action gets n p of them, give or take the one at an edge."""
     count = 4000
     logits = random_logits(1)
-    actions, _ = draw(logits.expand(count, -1), grid(count), **kind)
+    actions, _ = sample_categorical(logits.expand(count, -1), grid(count), **kind)
     frequencies = actions.bincount(minlength=WIDE)
     defined = by_definition(logits[0], **kind)
     assert (frequencies - count * defined).abs().max() <= 1 + 1e-9
@@ -89,7 +89,7 @@ def test_the_draw_is_the_inverse_of_the_plain_cumulative_sum():
     logits = random_logits(200, seed=3)
     uniforms = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     plain = torch.searchsorted(logits.softmax(-1).cumsum(-1), uniforms[:, None], right=True)[:, 0]
-    assert torch.equal(draw(logits, uniforms, temperature=1.0)[0], plain)
+    assert torch.equal(sample_categorical(logits, uniforms, temperature=1.0)[0], plain)
 
 
 @pytest.mark.silent_bug(6)
@@ -116,19 +116,22 @@ def test_each_row_has_its_own_temperature():
 
 def test_temperature_zero_is_the_argmax_with_its_log_probability_at_one():
     logits = random_logits(5)
-    actions, logprobs = draw(logits, grid(5), temperature=0, top_k=3, top_p=0.5)
+    actions, logprobs = sample_categorical(logits, grid(5), temperature=0, top_k=3, top_p=0.5)
     assert torch.equal(actions, logits.argmax(-1))
     torch.testing.assert_close(logprobs, score(logits, actions, temperature=1.0), rtol=1e-12, atol=0)
 
 
 def test_bf16_logits_are_drawn_and_scored_in_float32():
     logits = random_logits(16, dtype=torch.bfloat16)
-    narrow, wide = draw(logits, grid(16), temperature=0.7), draw(logits.float(), grid(16), temperature=0.7)
+    narrow, wide = (
+        sample_categorical(logits, grid(16), temperature=0.7),
+        sample_categorical(logits.float(), grid(16), temperature=0.7),
+    )
     assert narrow[1].dtype == torch.float32
     assert torch.equal(narrow[0], wide[0])
     assert torch.equal(narrow[1], wide[1])
     assert torch.equal(score(logits, wide[0], temperature=0.7), score(logits.float(), wide[0], temperature=0.7))
-    assert temper(logits, 1.0).dtype == torch.float32
+    assert apply_temperature(logits, 1.0).dtype == torch.float32
 
 
 @pytest.mark.silent_bug(7)
@@ -147,18 +150,18 @@ def test_a_truncated_draw_is_that_of_the_whole_truncation_however_many_actions_a
     logits[4:8] = logits[4:8].round()
     logits[8:12, ::3] = -INF
     choices = {name: value for name, value in kind.items() if name != "temperature"}
-    whole = truncate(temper(logits, kind["temperature"]), **choices)
-    plain = draw(whole, grid(40), temperature=1.0)
-    actions, logprobs = draw(logits, grid(40), **kind)
+    whole = apply_top_k_top_p(apply_temperature(logits, kind["temperature"]), **choices)
+    plain = sample_categorical(whole, grid(40), temperature=1.0)
+    actions, logprobs = sample_categorical(logits, grid(40), **kind)
     assert torch.equal(actions, plain[0])
     torch.testing.assert_close(logprobs, plain[1], rtol=1e-6, atol=2e-6)
 
 
 def test_rows_are_drawn_from_alike_however_many_are_worked_on_at_a_time(monkeypatch):
     logits, choices = random_logits(40, dtype=torch.float32), {"temperature": 0.7, "top_p": 0.9}
-    together = draw(logits, grid(40), **choices)
-    monkeypatch.setattr("gruppo.core.distributions.AT_ONCE", 3 * WIDE)
-    for got, needed in zip(draw(logits, grid(40), **choices), together, strict=True):
+    together = sample_categorical(logits, grid(40), **choices)
+    monkeypatch.setattr("gruppo.core.distributions.LOGITS_PER_PASS", 3 * WIDE)
+    for got, needed in zip(sample_categorical(logits, grid(40), **choices), together, strict=True):
         assert torch.equal(got, needed)
 
 
@@ -167,23 +170,27 @@ def test_rows_are_drawn_from_alike_however_many_are_worked_on_at_a_time(monkeypa
 
 @pytest.mark.silent_bug(7)
 @every_kind
-@pytest.mark.parametrize("width", [1, 5, BLOCK, BLOCK + 1, WIDE])
+@pytest.mark.parametrize("width", [1, 5, CDF_BLOCK, CDF_BLOCK + 1, WIDE])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_the_smallest_uniform_draws_the_first_possible_action_and_the_largest_the_last(kind, width, dtype):
     logits = random_logits(1, width, dtype)
     logits[:, : width // 3] = logits[:, width - width // 3 :] = -INF
     possible = by_definition(logits[0], **kind).nonzero()[:, 0]
     below_one = torch.nextafter(torch.ones(()).double(), torch.zeros(()).double())
-    actions, logprobs = draw(logits.expand(2, -1), torch.stack([torch.zeros(()).double(), below_one]), **kind)
+    actions, logprobs = sample_categorical(
+        logits.expand(2, -1), torch.stack([torch.zeros(()).double(), below_one]), **kind
+    )
     assert actions.tolist() == [possible[0], possible[-1]]
     assert logprobs.isfinite().all()
 
 
-@pytest.mark.parametrize("action", [0, 3, BLOCK - 1, BLOCK, WIDE - 1])
+@pytest.mark.parametrize("action", [0, 3, CDF_BLOCK - 1, CDF_BLOCK, WIDE - 1])
 def test_a_one_hot_row_draws_its_action_with_log_probability_zero(action):
     logits = torch.full((9, WIDE), -INF)
     logits[:, action] = -12.5
-    actions, logprobs = draw(logits, torch.linspace(0, 1 - 1e-16, 9, dtype=torch.float64), temperature=0.7)
+    actions, logprobs = sample_categorical(
+        logits, torch.linspace(0, 1 - 1e-16, 9, dtype=torch.float64), temperature=0.7
+    )
     assert actions.tolist() == [action] * 9
     assert logprobs.tolist() == [0] * 9
     leaf = logits.clone().requires_grad_()
@@ -195,13 +202,13 @@ def test_a_one_hot_row_draws_its_action_with_log_probability_zero(action):
 @settings(max_examples=50)
 @given(data=st.data())
 def test_an_impossible_action_is_never_drawn(data):
-    width = data.draw(st.integers(2, 2 * BLOCK + 3))
+    width = data.draw(st.integers(2, 2 * CDF_BLOCK + 3))
     possible = data.draw(st.sets(st.integers(0, width - 1), min_size=1, max_size=4))
     uniforms = data.draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=4))
     logits = torch.full((len(uniforms), width), -INF)
     for action in possible:
         logits[:, action] = data.draw(st.floats(-60, 60, width=32))
-    actions, logprobs = draw(logits, torch.tensor(uniforms, dtype=torch.float64), temperature=1.0)
+    actions, logprobs = sample_categorical(logits, torch.tensor(uniforms, dtype=torch.float64), temperature=1.0)
     assert set(actions.tolist()) <= possible
     assert logprobs.isfinite().all()
 
@@ -210,8 +217,8 @@ def test_a_row_of_nan_has_a_log_probability_that_says_so_and_leaves_its_neighbou
     logits = random_logits(3)
     broken = logits.clone()
     broken[1] = float("nan")
-    actions, logprobs = draw(broken, grid(3), temperature=1.0)
-    whole = draw(logits, grid(3), temperature=1.0)
+    actions, logprobs = sample_categorical(broken, grid(3), temperature=1.0)
+    whole = sample_categorical(logits, grid(3), temperature=1.0)
     assert logprobs.isfinite().tolist() == [True, False, True]
     assert torch.equal(actions[[0, 2]], whole[0][[0, 2]])
 
@@ -220,14 +227,14 @@ def test_a_row_of_nan_has_a_log_probability_that_says_so_and_leaves_its_neighbou
 
 
 def kept_by(logits: list[float], **choices) -> list[bool]:
-    return truncate(torch.tensor([logits], dtype=torch.float64), **choices)[0].isfinite().tolist()
+    return apply_top_k_top_p(torch.tensor([logits], dtype=torch.float64), **choices)[0].isfinite().tolist()
 
 
 @pytest.mark.silent_bug(7)
 def test_ties_at_the_kth_logit_are_all_kept_and_shared_out_evenly():
     assert kept_by([1, 2, 2, 2, 0], top_k=2) == [False, True, True, True, False]
     logits = torch.tensor([[1.0, 2, 2, 2, 0]]).expand(300, -1)
-    actions, logprobs = draw(logits, grid(300), temperature=1.0, top_k=2)
+    actions, logprobs = sample_categorical(logits, grid(300), temperature=1.0, top_k=2)
     assert actions.bincount(minlength=5).tolist() == [0, 100, 100, 100, 0]
     torch.testing.assert_close(logprobs, torch.full((300,), 1 / 3).log())
     torch.testing.assert_close(logprobs, score(logits, actions, temperature=1.0, top_k=2))
@@ -238,7 +245,7 @@ def test_ties_at_the_edge_of_the_nucleus_are_cut_at_the_lower_index():
     assert kept_by([0, 0, 0, 0], top_p=0.5) == [True, True, False, False]
     assert kept_by([0, 0, 0, 0], top_p=0.51) == [True, True, True, False]
     logits = torch.zeros(100, 4)
-    actions, logprobs = draw(logits, grid(100), temperature=1.0, top_p=0.5)
+    actions, logprobs = sample_categorical(logits, grid(100), temperature=1.0, top_p=0.5)
     assert actions.bincount(minlength=4).tolist() == [50, 50, 0, 0]
     torch.testing.assert_close(logprobs, score(logits, actions, temperature=1.0, top_p=0.5))
 
@@ -262,7 +269,7 @@ def test_top_p_is_taken_of_what_top_k_left():
 @pytest.mark.parametrize("top_k", [0, 4, 100])
 def test_a_top_k_of_zero_or_of_everything_cuts_nothing(top_k):
     logits = torch.randn(2, 4)
-    assert truncate(logits, top_k=top_k) is logits
+    assert apply_top_k_top_p(logits, top_k=top_k) is logits
 
 
 @pytest.mark.silent_bug(7)
@@ -281,7 +288,7 @@ def test_the_action_that_was_drawn_stays_when_an_update_has_moved_it_across_the_
 def test_entropy_is_that_of_the_truncated_distribution_in_value_and_gradient(kind):
     """The gradient of an entropy with impossible actions was NaN: 0 times minus infinity."""
     logits = random_logits(4, 30).requires_grad_()
-    actions, _ = draw(logits.detach(), grid(4), **kind)
+    actions, _ = sample_categorical(logits.detach(), grid(4), **kind)
     choices = {name: value for name, value in kind.items() if name != "temperature"}
     temperature = torch.full((4,), kind["temperature"], dtype=torch.float64)
     logprobs, entropy = categorical(logits, actions, temperature, **choices, entropy="gradient")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributions import Independent, Normal, kl_divergence
 
-from gruppo.core.divergence import gaussian_kl
-from gruppo.core.gaussian import gaussian_entropy, gaussian_logprob
+from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
+from gruppo.core.kl import gaussian_kl
 
 SHAPES = pytest.mark.parametrize("shape", [(3, 2), (3, 2, 5), (2, 3, 1, 4, 4)], ids=str)
 

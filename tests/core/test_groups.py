@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from gruppo.core.groups import deviations, normalised, per_group
+from gruppo.core.advantages import normalized_rewards
+from gruppo.core.groups import group_deviations, group_reduce
 
 NAN = float("nan")
 REWARDS = torch.tensor([2.0, 1.0, 0.35, NAN, 4.0, 0.35, NAN, 0.35, math.inf, 3.0])
@@ -22,14 +23,14 @@ def close(got: torch.Tensor, expected: list[float]) -> None:
 @pytest.mark.silent_bug(22)
 @pytest.mark.silent_bug(41)
 def test_mean_best_and_worst_are_of_the_scored_rows_of_each_group():
-    close(per_group(REWARDS, GROUP_IDS, "mean"), [7 / 3, 0.35, 3.0, NAN])
-    close(per_group(REWARDS, GROUP_IDS, "amax"), [4.0, 0.35, 3.0, NAN])
-    close(per_group(REWARDS, GROUP_IDS, "amin"), [1.0, 0.35, 3.0, NAN])
+    close(group_reduce(REWARDS, GROUP_IDS, "mean"), [7 / 3, 0.35, 3.0, NAN])
+    close(group_reduce(REWARDS, GROUP_IDS, "amax"), [4.0, 0.35, 3.0, NAN])
+    close(group_reduce(REWARDS, GROUP_IDS, "amin"), [1.0, 0.35, 3.0, NAN])
 
 
 @pytest.mark.silent_bug(20)
 def test_deviations_are_from_the_groups_mean_and_exactly_zero_without_spread():
-    got = deviations(REWARDS, GROUP_IDS)
+    got = group_deviations(REWARDS, GROUP_IDS)
     close(got, [2 - 7 / 3, 1 - 7 / 3, 0.0, NAN, 4 - 7 / 3, 0.0, NAN, 0.0, NAN, 0.0])
     assert (got[GROUP_IDS == 1] == 0).all()
 
@@ -38,7 +39,7 @@ def test_deviations_are_from_the_groups_mean_and_exactly_zero_without_spread():
 @pytest.mark.silent_bug(41)
 def test_normalised_is_the_deviation_over_the_groups_standard_deviation():
     std = math.sqrt(((2 - 7 / 3) ** 2 + (1 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2) / 2)
-    got = normalised(REWARDS, GROUP_IDS).double()
+    got = normalized_rewards(REWARDS, GROUP_IDS).double()
     expected = [(2 - 7 / 3) / std, (1 - 7 / 3) / std, 0.0, NAN, (4 - 7 / 3) / std, 0.0, NAN, 0.0, NAN, 0.0]
     torch.testing.assert_close(got, torch.tensor(expected).double(), rtol=1e-6, atol=0, equal_nan=True)
 
@@ -48,20 +49,21 @@ def test_rewards_that_are_equal_up_to_rounding_do_not_stand_out():
     rewards = torch.tensor([0.3, 0.3, 0.3, 1.0])
     rewards[1] = torch.nextafter(rewards[1], torch.tensor(1.0))
     group_ids = torch.tensor([0, 0, 0, 1])
-    for said in (deviations(rewards, group_ids), normalised(rewards, group_ids)):
+    for said in (group_deviations(rewards, group_ids), normalized_rewards(rewards, group_ids)):
         assert said.tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64])
 def test_one_row_apart_from_equal_ones_is_at_g_minus_1_over_the_root_of_g(size):
     rewards = torch.tensor([7.5] + [0.1] * (size - 1))
-    got = normalised(rewards, torch.zeros(size, dtype=torch.long))
+    got = normalized_rewards(rewards, torch.zeros(size, dtype=torch.long))
     assert float(got[0]) == pytest.approx((size - 1) / math.sqrt(size), rel=1e-6)
     assert float(got[1:].sum()) == pytest.approx(-float(got[0]), rel=1e-5)
 
 
 def test_no_rows_are_no_groups():
     nothing, ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
-    assert [len(x) for x in (per_group(nothing, ids, "mean"), deviations(nothing, ids), normalised(nothing, ids))] == [
-        0
-    ] * 3
+    assert [
+        len(x)
+        for x in (group_reduce(nothing, ids, "mean"), group_deviations(nothing, ids), normalized_rewards(nothing, ids))
+    ] == [0] * 3

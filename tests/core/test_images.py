@@ -8,17 +8,22 @@ import pytest
 import torch
 
 from gruppo.core.images import (
-    as_saved,
-    brightness,
+    PIXEL_LOSSES,
+    apply_symmetry,
+    charbonnier,
+    detail_bands,
     diversity,
-    flip,
     frechet_distance,
+    gaussian_blur,
+    mean_luma,
     psnr,
+    quantize,
     random_crop,
-    random_flip,
+    random_symmetry,
     ssim,
     ssim_map,
-    to_bytes,
+    to_uint8,
+    upsample,
 )
 
 F64 = torch.float64
@@ -39,24 +44,24 @@ def ramp(height: int, width: int) -> torch.Tensor:
 @pytest.mark.silent_bug(38)
 def test_a_saved_image_has_the_nearest_of_256_levels_and_nothing_outside_0_to_1():
     image = torch.tensor([[-0.3, 0.0, 0.4 / 255, 0.6 / 255, 100.49 / 255, 254.6 / 255, 1.0, 7.0]])
-    assert to_bytes(image).tolist() == [[0, 0, 0, 1, 100, 255, 255, 255]]
-    assert (as_saved(image) * 255).round().tolist() == to_bytes(image).tolist()
+    assert to_uint8(image).tolist() == [[0, 0, 0, 1, 100, 255, 255, 255]]
+    assert (quantize(image) * 255).round().tolist() == to_uint8(image).tolist()
 
 
 @pytest.mark.silent_bug(38)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, F64])
 def test_saving_what_was_saved_changes_nothing_and_moves_a_pixel_by_half_a_level_at_most(dtype):
     image = noise(3, 16, 16).to(dtype)
-    saved = as_saved(image)
-    assert as_saved(saved).equal(saved) and saved.dtype == torch.float32
-    assert to_bytes(saved).equal(to_bytes(image))
+    saved = quantize(image)
+    assert quantize(saved).equal(saved) and saved.dtype == torch.float32
+    assert to_uint8(saved).equal(to_uint8(image))
     assert (saved - image.float()).abs().max() <= 0.5 / 255 + 1e-7
     levels = torch.arange(256)
-    assert to_bytes(levels / 255).equal(levels.to(torch.uint8))
+    assert to_uint8(levels / 255).equal(levels.to(torch.uint8))
 
 
 def test_nan_stays_nan():
-    assert as_saved(torch.tensor([[math.nan, 0.5]])).isnan().tolist() == [[True, False]]
+    assert quantize(torch.tensor([[math.nan, 0.5]])).isnan().tolist() == [[True, False]]
 
 
 # --- fidelity ---------------------------------------------------------------------------------------------------------
@@ -153,7 +158,7 @@ def places(height: int, width: int, k: int = 1) -> torch.Tensor:
 def test_a_pair_is_cropped_and_turned_alike_at_one_size_and_at_a_multiple(seed):
     generator = torch.Generator().manual_seed(seed)
     small, same, large = random_crop([places(9, 7), places(9, 7), places(9, 7, 3)], 4, generator)
-    small, same, large = random_flip([small, same, large], generator)
+    small, same, large = random_symmetry([small, same, large], generator)
     assert small.shape == (2, 4, 4) and large.shape == (2, 12, 12)
     assert small.equal(same)
     assert large.equal(small.repeat_interleave(3, -1).repeat_interleave(3, -2))
@@ -165,13 +170,17 @@ def test_every_place_and_every_flip_is_drawn_and_the_generator_decides():
     assert {(int(crop[0, 0, 0]), int(crop[1, 0, 0])) for crop in draw} == {(r, c) for r in (0, 1) for c in (0, 1, 2)}
     assert draw[7].equal(random_crop([image], 2, torch.Generator().manual_seed(7))[0])
     square = noise(1, 3, 3)
-    drawn = {tuple(random_flip([square], torch.Generator().manual_seed(s))[0].flatten().tolist()) for s in range(100)}
-    assert drawn == {tuple(flip(square, choice).flatten().tolist()) for choice in range(8)} and len(drawn) == 8
+    drawn = {
+        tuple(random_symmetry([square], torch.Generator().manual_seed(s))[0].flatten().tolist()) for s in range(100)
+    }
+    assert (
+        drawn == {tuple(apply_symmetry(square, choice).flatten().tolist()) for choice in range(8)} and len(drawn) == 8
+    )
 
 
 def test_crops_that_cannot_be_aligned_are_refused():
     generator = torch.Generator().manual_seed(0)
-    with pytest.raises(ValueError, match=r"\(17, 8\) is no whole multiple of \(8, 8\)"):
+    with pytest.raises(ValueError, match=r"\(17, 8\) is no integer multiple of \(8, 8\)"):
         random_crop([torch.zeros(1, 8, 8), torch.zeros(1, 17, 8)], 4, generator)
     with pytest.raises(ValueError, match=r"a square of 9 pixels does not fit into \(8, 12\)"):
         random_crop([torch.zeros(1, 8, 12)], 9, generator)
@@ -183,8 +192,8 @@ def test_crops_that_cannot_be_aligned_are_refused():
 def test_brightness_is_the_mean_of_grey_and_the_luma_of_colour():
     grey = torch.tensor([0.25, 0.75]).expand(1, 1, 2, 2)
     colours = torch.eye(3)[:, :, None, None].expand(3, 3, 2, 2)  # red, green, blue
-    assert brightness(grey).tolist() == [0.5]
-    assert brightness(colours).tolist() == pytest.approx([0.299, 0.587, 0.114])
+    assert mean_luma(grey).tolist() == [0.5]
+    assert mean_luma(colours).tolist() == pytest.approx([0.299, 0.587, 0.114])
 
 
 def test_diversity_is_the_spread_within_a_class_and_not_that_between_classes():
@@ -208,3 +217,55 @@ def test_the_frechet_distance_of_diagonal_covariances_is_the_squared_difference_
     corners = torch.tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]], dtype=F64)
     x, y = corners * torch.tensor([1.0, 2.0]), corners * torch.tensor([3.0, 0.5])
     assert frechet_distance(x, y).item() == pytest.approx((2**2 + 1.5**2) * 4 / 3, rel=1e-9)  # ddof 1: 4 / 3
+
+
+# --- filters and pixel losses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("std", [0.5, 1.5, 3.0])
+def test_a_blur_is_that_of_scikit_image_s_gaussian(std):
+    filters = pytest.importorskip("skimage.filters")
+    image = noise(1, 1, 20, 17)
+    theirs = filters.gaussian(image[0, 0].numpy(), sigma=std, mode="nearest", truncate=math.ceil(3 * std) / std)
+    assert gaussian_blur(image, std)[0, 0].numpy() == pytest.approx(theirs, abs=1e-6)
+    assert gaussian_blur(image, 0) is image
+
+
+def test_a_blur_keeps_a_flat_image_and_spreads_a_point_as_a_normal():
+    flat = torch.full((2, 3, 5, 9), 0.3, dtype=F64)
+    torch.testing.assert_close(gaussian_blur(flat, 2.0), flat)
+    point = torch.zeros(1, 1, 15, 15, dtype=F64)
+    point[..., 7, 7] = 1
+    spread = gaussian_blur(point, 1.0)[0, 0]
+    assert spread[7, 8] / spread[7, 7] == pytest.approx(math.exp(-0.5))
+    assert spread[9, 8] / spread[7, 7] == pytest.approx(math.exp(-2.5))
+    assert spread.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_bands_and_what_is_left_add_up_to_the_image_and_chroma_has_no_luma(channels):
+    image = noise(2, channels, 12, 10)
+    found = detail_bands(image)
+    assert found.shape == (2, 2 if channels == 1 else 4, channels, 12, 10)
+    torch.testing.assert_close(found.sum(dim=1) + gaussian_blur(image, 2.0), image)
+    if channels == 3:
+        weights = torch.tensor([0.299, 0.587, 0.114], dtype=F64).reshape(3, 1, 1)
+        assert (found[:, 2:] * weights).sum(dim=2).abs().max() <= 1e-12
+        assert found[:, :2].std(dim=2).max() <= 1e-12, "luma is the same in all channels"
+
+
+def test_grids_are_spread_smoothly_between_centres_or_as_squares():
+    grid = torch.tensor([[[[0.0, 1.0]]]], dtype=F64)
+    assert upsample(grid, 1, 4)[0, 0, 0].tolist() == [0.0, 0.25, 0.75, 1.0]
+    assert upsample(grid, 2, 4, smooth=False)[0, 0].tolist() == [[0, 0, 1, 1]] * 2
+
+
+def test_distances_of_pixels_are_their_formulas():
+    x, y = noise(2, 3, 4, 4), noise(2, 3, 4, 4, seed=1)
+    d = x - y
+    assert torch.equal(PIXEL_LOSSES["l1"](x, y), d.abs()) and torch.equal(PIXEL_LOSSES["mse"](x, y), d**2)
+    torch.testing.assert_close(PIXEL_LOSSES["charbonnier"](x, y), (d**2 + 1e-6).sqrt())
+    torch.testing.assert_close(-10 * PIXEL_LOSSES["mse"](x, y).mean(dim=(1, 2, 3)).log10(), psnr(x, y))
+    equal = x.clone().requires_grad_()
+    charbonnier(equal, x).sum().backward()
+    assert equal.grad.eq(0).all(), "finite where the images are equal"

@@ -29,7 +29,6 @@ from tests.core.four_rows import (
 from torch import Tensor
 
 from gruppo.core.advantages import group_advantages
-from gruppo.core.divergence import ESTIMATORS
 from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import GRPO, GSPO, PRESETS, Objective
 from gruppo.core.weights import Average, loss_total, loss_weights
@@ -101,7 +100,7 @@ def test_kl_and_entropy_terms_by_hand():
     loss_mask = torch.ones(1, 2, dtype=torch.bool)
     logprobs, entropy = torch.tensor([[[-1.0, -2.0]], [[0.7, 0.1]]], dtype=torch.float64)
     ref = logprobs + math.log(2) * torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    choices = {"keep": loss_mask, "advantages": torch.zeros(1, 2), "old": None}
+    choices = {"loss_mask": loss_mask, "advantages": torch.zeros(1, 2), "old": None}
     terms, stats = loss_of(PRESETS["grpo"], logprobs, ref=ref, entropy=entropy, **choices)
     assert terms["kl"].item() == pytest.approx((1 - math.log(2)) / 2, rel=1e-12)
     assert terms["entropy"].item() == pytest.approx(0.4, rel=1e-12)
@@ -195,6 +194,7 @@ def constructed(base: Objective, **choices: Any) -> Objective | None:
         return None
 
 
+ESTIMATORS = ("k1", "k2", "k3")
 GRID = {
     (name, average, kl): constructed(objective, average=average, kl=kl)
     for (name, objective), average, kl in product(VARIANTS.items(), AVERAGES, ESTIMATORS)
@@ -358,7 +358,7 @@ def test_the_value_term_by_hand_has_the_weights_of_the_actions_and_the_stored_va
     loss_mask = torch.ones(1, 2, dtype=torch.bool)
     one = torch.ones(1, 2, dtype=torch.float64)
     rest = {
-        "keep": loss_mask,
+        "loss_mask": loss_mask,
         "advantages": one,
         "old": None,
         "values": 3 * one,
@@ -384,7 +384,7 @@ def test_the_same_change_of_each_dimension_gives_one_ratio_under_dims_mean_and_i
     loss_mask, old = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.float64)
     for dims in (1, 4, 256):
         moved = old + dims * math.log(1.01)  # a density 1.01 times as high in each dimension
-        rest = {"keep": loss_mask, "advantages": torch.ones(1, 1), "old": old, "dims": dims}
+        rest = {"loss_mask": loss_mask, "advantages": torch.ones(1, 1), "old": old, "dims": dims}
         _, mean = loss_of(Objective(dims="mean"), moved, **rest)
         _, joint = loss_of(Objective(), moved, **rest)
         assert mean["ratio"].mean == pytest.approx(1.01, rel=1e-12)

@@ -23,8 +23,8 @@ from tests.core.enumeration import (
 from torch import Tensor
 
 from gruppo.core.advantages import group_advantages
-from gruppo.core.credit import gae, place_score, returns_to_go
 from gruppo.core.objective import DR_GRPO, GRPO, NANOCHAT, PPO, REINFORCE, REINFORCE_PP, RLOO, Objective
+from gruppo.core.returns import gae, place_score, returns_to_go
 
 
 def expected_gradient(objective: Objective, *, rows: int, drawn_by: Tensor = LOGITS, one_group: bool = True) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gruppo.core.weights import TOTALS, Average, loss_total, loss_weights
+from gruppo.core.weights import Average, loss_total, loss_weights
 
 AVERAGES = get_args(Average)
 MAX_LENGTH = 8
@@ -23,10 +23,6 @@ def keep_of(lengths: list[int], columns: int | None = None) -> Tensor:
 def weights_of(loss_mask: Tensor, average: str, total: Tensor | None = None) -> Tensor:
     total = loss_total(loss_mask, average=average, max_length=MAX_LENGTH) if total is None else total
     return loss_weights(loss_mask, average=average, total=total)
-
-
-def test_every_average_has_a_total():
-    assert set(TOTALS) == set(AVERAGES)
 
 
 @pytest.mark.silent_bug(29)

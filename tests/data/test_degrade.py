@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gruppo.core.filters import gaussian_blur
-from gruppo.core.images import as_saved
+from gruppo.core.images import gaussian_blur, quantize
 from gruppo.data.degrade import Degradation
 from gruppo.types import DataError
 
@@ -22,7 +21,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def picture(channels: int = 3, height: int = 24, width: int = 20) -> torch.Tensor:
     ramp = torch.linspace(0.2, 0.8, height * width).reshape(1, height, width)
-    return as_saved(ramp + 0.15 * torch.rand(channels, height, width, generator=generator(9)))
+    return quantize(ramp + 0.15 * torch.rand(channels, height, width, generator=generator(9)))
 
 
 def spoiled(text: str, image: torch.Tensor | None = None, seed: int = 0):
@@ -40,20 +39,20 @@ def test_noise_has_its_standard_deviation_in_levels():
 @pytest.mark.silent_bug(38)
 def test_what_comes_out_is_as_a_file_would_hold_it():
     image, _ = spoiled("noise=120")
-    assert image.min() == 0 and image.max() == 1 and torch.equal(image, as_saved(image))
+    assert image.min() == 0 and image.max() == 1 and torch.equal(image, quantize(image))
 
 
 def test_blur_low_light_and_downscaling_by_their_definitions():
     x = picture()
-    assert torch.equal(spoiled("blur=1.5")[0], as_saved(gaussian_blur(x[None], 1.5)[0]))
-    assert torch.equal(spoiled("dark=0.25")[0], as_saved(x * 0.25))
+    assert torch.equal(spoiled("blur=1.5")[0], quantize(gaussian_blur(x[None], 1.5)[0]))
+    assert torch.equal(spoiled("dark=0.25")[0], quantize(x * 0.25))
     coarse, strengths = spoiled("downscale=4", x[:, :23, :18])
     assert coarse.shape == (3, 23, 18) and strengths == {"downscale": 4.0}
     flat = torch.full((3, 9, 7), 0.4)
-    assert torch.equal(spoiled("downscale=3", flat)[0], as_saved(flat))
+    assert torch.equal(spoiled("downscale=3", flat)[0], quantize(flat))
     small = x.reshape(3, 6, 4, 5, 4).mean(dim=(2, 4))[None]
     back = torch.nn.functional.interpolate(small, size=(24, 20), mode="bicubic", align_corners=False)[0]
-    torch.testing.assert_close(spoiled("downscale=4", x)[0], as_saved(back), rtol=0, atol=1 / 255 + 1e-6)
+    torch.testing.assert_close(spoiled("downscale=4", x)[0], quantize(back), rtol=0, atol=1 / 255 + 1e-6)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gruppo.core.filters import gaussian_blur
-from gruppo.core.images import as_saved
+from gruppo.core.images import gaussian_blur, quantize
 from gruppo.data import lines as module
 from gruppo.data.degrade import Degradation
 from gruppo.data.lines import LONGEST, MARGIN, SIGNS, line_font, line_image, line_text, open_lines, text_lines
@@ -36,7 +35,7 @@ def test_a_line_is_dark_text_on_light_paper_and_leaves_a_margin():
         paper, ink = p.target.max(), p.target.min()
         assert 0.8 <= paper <= 1 and ink < 0.5
         sides = torch.cat([p.target[..., : MARGIN - 1], p.target[..., 1 - MARGIN :]], dim=-1)
-        assert (sides == paper).all() and torch.equal(p.target, as_saved(p.target))
+        assert (sides == paper).all() and torch.equal(p.target, quantize(p.target))
 
 
 def test_a_transcript_is_of_random_signs_and_two_lines_differ():
@@ -69,7 +68,7 @@ def test_the_ink_is_that_of_the_transcript_in_the_line_s_own_font():
 def test_what_is_spoiled_is_the_clean_line_under_the_strengths_that_are_said():
     """Without noise, by hand; noise has the standard deviation that is said."""
     for p in source("blur=0.5-2").take(5):
-        assert torch.equal(p.inputs, as_saved(gaussian_blur(p.target[None], p.meta["blur"])[0]))
+        assert torch.equal(p.inputs, quantize(gaussian_blur(p.target[None], p.meta["blur"])[0]))
         assert 0.5 <= p.meta["blur"] <= 2 and set(p.meta) == {"text", "blur"}
     (p,) = source("noise=10").take(1)
     middle = (p.target > 0.2) & (p.target < 0.8)

@@ -48,6 +48,6 @@ def everything(rank: int) -> dict[str, tuple[Tensor, dict[str, Stat]]]:
 
 
 def main(out: str) -> None:
-    dist.start()
+    dist.init()
     torch.save(everything(dist.rank()), Path(out) / f"{dist.rank()}.pt")
-    dist.stop()
+    dist.shutdown()

@@ -91,12 +91,12 @@ def primitives() -> dict[str, Any]:
     dist.barrier()
     return {
         "rank": dist.rank(),
-        "world": dist.world(),
+        "world": dist.world_size(),
         "is main": dist.is_main(),
         "sum": total.tolist(),
         "mine after": mine.tolist(),
         "max": dist.all_max(10 + 3 * dist.rank()),
-        "gathered": [part.decode() for part in dist.gather(b"x" * (3 * dist.rank()) + b"end")],
+        "gathered": [part.decode() for part in dist.all_gather(b"x" * (3 * dist.rank()) + b"end")],
         "together": agreed(),
         "merged": {n: [s.count, s.sum, s.sum_sq, s.min, s.max] for n, s in dist.merge_stats(names).items()},
     }
@@ -107,7 +107,7 @@ def agreed() -> list[str]:
     said = []
     for failing in ((), (0,), (1,), (0, 1)):
         try:
-            with dist.together():
+            with dist.fail_together():
                 if dist.rank() in failing:
                     raise ValueError(f"rank {dist.rank()}")
             said.append("")
@@ -118,11 +118,11 @@ def agreed() -> list[str]:
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)
-    dist.start()
+    dist.init()
     results = {name: everything(deal) for name, deal in SPLITS.items()}
     results["primitives"] = primitives()
     (out / f"{dist.rank()}.json").write_text(json.dumps(results))
-    dist.stop()
+    dist.shutdown()
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_the_collectives_by_hand(two):
         assert primitives["mine after"] == [10**rank, 2 * 10**rank]
         assert primitives["max"] == 13
         assert primitives["gathered"] == ["end", "xxxend"]
-        other = "another rank could not go on; its message says why and what to do."
+        other = "another rank failed; its message says why and what to do."
         assert (
             primitives["together"]
             == [
@@ -111,16 +111,16 @@ def test_the_collectives_by_hand(two):
 
 def test_a_world_of_one_changes_nothing(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    dist.start()
+    dist.init()
     dist.barrier()
     x, parameter, stats = torch.ones(2), torch.nn.Parameter(torch.ones(2)), {"b": Stat(1, 2, 4, 2, 2), "a": Stat()}
     dist.sum_gradients([parameter])
-    assert (dist.rank(), dist.world(), dist.is_main()) == (0, 1, True)
+    assert (dist.rank(), dist.world_size(), dist.is_main()) == (0, 1, True)
     assert dist.all_sum(x) is x
     assert dist.all_max(7) == 7
-    assert dist.gather(b"mine") == [b"mine"]
-    with pytest.raises(ValueError, match="mine"), dist.together():
+    assert dist.all_gather(b"mine") == [b"mine"]
+    with pytest.raises(ValueError, match="mine"), dist.fail_together():
         raise ValueError("mine")
     assert parameter.grad is None
     assert dist.merge_stats(stats) == stats
-    dist.stop()
+    dist.shutdown()

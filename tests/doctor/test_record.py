@@ -116,7 +116,7 @@ UNREADABLE = {
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "has logged no step"),
     "empty metrics": (damaged("metrics.jsonl", ""), "metrics.jsonl is empty. Wait until a step is complete"),
     "an evaluation alone": (damaged("metrics.jsonl", '{"step": 0, "eval/reward_mean": 1}\n'), "ends at step 0"),
-    "a damaged line": (damaged("metrics.jsonl", ROW + "{oops\n" + ROW), "metrics.jsonl, line 2 is no JSON object"),
+    "a damaged line": (damaged("metrics.jsonl", ROW + "{oops\n" + ROW), "metrics.jsonl, line 2 is not a JSON object"),
     "a text": (damaged("metrics.jsonl", ROW + '{"step": 2, "a": "b"}\n'), "has a value that is not a number"),
     "a list": (
         damaged("metrics.jsonl", ROW + '{"step": 2, "a": [1]}\n'),

@@ -12,11 +12,10 @@ from tests.parity.batch import GROUPS, MASK, MAX_LENGTH, Given, rollouts
 from tests.parity.trl_side import Rewards, scored, scored_by_engine, throughout, trainer_of
 from torch import Tensor
 
-from gruppo.core.advantages import group_advantages
-from gruppo.core.correction import correction_weights
-from gruppo.core.credit import whiten
+from gruppo.core.advantages import group_advantages, normalized_sum
 from gruppo.core.objective import RLOO
-from gruppo.core.shaping import normalized_sum
+from gruppo.core.returns import whiten
+from gruppo.core.weights import correction_weights
 from gruppo.rewards.scoring import RewardSet, Scores
 from gruppo.trainer.advantages import with_advantages
 from gruppo.types import Batch, Likelihood

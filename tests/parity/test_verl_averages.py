@@ -13,16 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gruppo.core.advantages import group_advantages
-from gruppo.core.correction import correction_weights
-from gruppo.core.credit import gae, place_score, returns_to_go, whiten
-from gruppo.core.divergence import kl
+from gruppo.core.advantages import group_advantages, normalized_sum
+from gruppo.core.kl import kl_penalty
 from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import CISPO, GRPO, RLOO, Objective
-from gruppo.core.schedules import adaptive_coef
-from gruppo.core.shaping import normalized_sum
+from gruppo.core.returns import gae, place_score, returns_to_go, whiten
+from gruppo.core.schedules import AdaptiveKl
 from gruppo.core.surrogates import clip_surrogate, value_loss
-from gruppo.core.weights import loss_total, loss_weights
+from gruppo.core.weights import correction_weights, loss_total, loss_weights
 from gruppo.types import Likelihood
 
 X = 1e9
@@ -189,7 +187,9 @@ def test_kl_loss_type_is_our_estimator_with_the_naive_gradient(verl: str, estima
     value = {"k1": -log2, "k2": log2**2 / 2, "k3": 1 - log2}[estimator]
     slope = {"k1": 1.0, "k2": -log2, "k3": -1.0}[estimator]
     logprobs, loss_mask = f64([-2.0]).requires_grad_(), torch.ones(1, 1, dtype=torch.bool)
-    estimate = kl(logprobs, logprobs.detach() + log2, logprobs - 5.0, loss_mask, estimator=estimator, gradient="naive")
+    estimate = kl_penalty(
+        logprobs, logprobs.detach() + log2, logprobs - 5.0, loss_mask, estimator=estimator, gradient="naive"
+    )
     estimate.sum().backward()
     assert logprobs.grad is not None
     assert close(estimate.detach(), f64([value])) and close(logprobs.grad, f64([slope]))
@@ -197,8 +197,10 @@ def test_kl_loss_type_is_our_estimator_with_the_naive_gradient(verl: str, estima
 
 def test_the_adaptive_coefficient_grows_by_at_most_a_fifth_in_a_horizon():
     """kl_ctrl: target_kl 0.1, horizon 10000, 256 rows."""
-    assert adaptive_coef(0.001, 0.3, target=0.1, horizon=10000, n=256) == pytest.approx(0.001 * 1.00512, rel=1e-12)
-    assert adaptive_coef(0.001, 0.09, target=0.1, horizon=10000, n=256) == pytest.approx(0.001 * 0.99744, rel=1e-12)
+    for kl, expected in ((0.3, 0.001 * 1.00512), (0.09, 0.001 * 0.99744)):
+        controller = AdaptiveKl(0.001, target=0.1, horizon=10000)
+        controller.update(kl, rows=256)
+        assert controller.value == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(

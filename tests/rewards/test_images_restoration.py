@@ -12,7 +12,7 @@ import torch
 from tests.rewards.fakes import rollouts_of
 from torch import Tensor
 
-from gruppo.core.images import as_saved, to_bytes
+from gruppo.core.images import quantize, to_uint8
 from gruppo.rewards import RewardSet, images, reward_stats
 from gruppo.rewards.images import PatchReward, jpeg_bytes, jpeg_saving, ocr_accuracy, psnr, ssim
 from gruppo.rewards.registry import resolve_reward
@@ -22,11 +22,11 @@ pytest.importorskip("PIL.Image")
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    return as_saved(torch.rand(*shape, generator=torch.Generator().manual_seed(seed)))
+    return quantize(torch.rand(*shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def near(image: Tensor, by: float, seed: int = 5) -> Tensor:
-    return as_saved(image + by * torch.randn(image.shape, generator=torch.Generator().manual_seed(seed)))
+    return quantize(image + by * torch.randn(image.shape, generator=torch.Generator().manual_seed(seed)))
 
 
 CLEAN = [noise(3, 24, 20, seed=n) for n in range(3)]
@@ -35,7 +35,7 @@ DEGRADED = [near(image, 0.1) for image in CLEAN]
 
 
 def levels(image: Tensor) -> np.ndarray:
-    return to_bytes(image).permute(1, 2, 0).numpy()
+    return to_uint8(image).permute(1, 2, 0).numpy()
 
 
 # --- fidelity ---------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_options_that_there_are_not_are_refused(make):
 def test_no_cheap_picture_scores_above_a_restored_one(make):
     """Blank, mean, blurred, noisy, shifted, inverted, and out of range; the degraded one itself."""
     rows = torch.linspace(0, 6, 24).sin().reshape(1, 24, 1) * torch.linspace(0, 9, 20).cos().reshape(1, 1, 20)
-    clean = as_saved(0.5 + 0.3 * rows.expand(3, 24, 20) + 0.1 * (CLEAN[0] - 0.5))
+    clean = quantize(0.5 + 0.3 * rows.expand(3, 24, 20) + 0.1 * (CLEAN[0] - 0.5))
     honest, degraded = near(clean, 0.02), near(clean, 0.1)
     mean = clean.mean(dim=(1, 2), keepdim=True).expand_as(clean)
     blurred = torch.nn.functional.avg_pool2d(clean[None], 5, stride=1, padding=2, count_include_pad=False)[0]
@@ -163,7 +163,7 @@ def test_patches_by_hand_row_by_row_and_their_sum_is_their_mean():
         image[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 2.0 ** -(n + 2)
     rollouts = patched([image], 6, prompts=(Prompt("a", image, clean),), group_ids=torch.zeros(1, dtype=torch.long))
     found = psnr(patch=4)(rollouts)
-    saved = [(as_saved(torch.tensor([0.5 + 2.0 ** -(n + 2)])) - as_saved(torch.tensor([0.5]))).item() for n in range(6)]
+    saved = [(quantize(torch.tensor([0.5 + 2.0 ** -(n + 2)])) - quantize(torch.tensor([0.5]))).item() for n in range(6)]
     assert (6 * found[0]).tolist() == pytest.approx([-20 * math.log10(apart) for apart in saved], rel=1e-5)
     scores = RewardSet([psnr(patch=4)]).score(rollouts)
     assert scores.rewards[0].item() == pytest.approx(float(found.sum()), rel=1e-6)
@@ -267,7 +267,7 @@ def test_brisque_prefers_a_photograph_to_the_same_with_noise_or_blur_and_has_no_
     pytest.importorskip("brisque")
     from skimage import data
 
-    from gruppo.core.filters import gaussian_blur
+    from gruppo.core.images import gaussian_blur
 
     photo = torch.from_numpy(data.chelsea().copy()).permute(2, 0, 1).float() / 255
     noise = torch.randn(photo.shape, generator=torch.Generator().manual_seed(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import json
 import os
@@ -492,6 +493,21 @@ def test_a_machine_without_a_jail_is_refused_in_one_line_with_what_to_do(monkeyp
 def test_another_system_than_linux_has_no_jail(monkeypatch):
     monkeypatch.setattr(jail_module.sys, "platform", "darwin")
     assert probe.__wrapped__() == "it needs Linux, and this is darwin"
+    with pytest.raises(GruppoError, match="it needs Linux"):
+        Jail()
+
+
+def test_the_sandbox_imports_the_standard_library_alone_and_the_trainers_end_of_it_runs_on_any_system():
+    folder, outside = Path(jail_module.__file__).parent, {}
+    for file in folder.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+        outside[file.stem] = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+        if file.stem in ("jail", "plain_data"):
+            assert not names & {"fcntl", "resource", "pwd", "termios"}
+    assert outside.pop("jail") == {"gruppo.types", "gruppo.rewards.sandbox.plain_data"}
+    assert not any(outside.values())
 
 
 @jailed

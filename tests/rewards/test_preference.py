@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gruppo.core.images import to_bytes
+from gruppo.core.images import to_uint8
 from gruppo.rewards.preference import clip_score, hps_score, image_reward, pick_score
 from gruppo.types import GruppoError
 
@@ -55,7 +55,7 @@ def test_clip_score_is_the_cosine_of_each_image_and_its_caption(clip):
     images, captions = [noise(0), noise(1), noise(2)], ["a cat", "a dog", "a cat"]
     module = transformers.CLIPModel.from_pretrained(clip).eval()
     processor = transformers.CLIPProcessor.from_pretrained(clip)
-    pictures = [PIL.fromarray(to_bytes(image).permute(1, 2, 0).numpy()) for image in images]
+    pictures = [PIL.fromarray(to_uint8(image).permute(1, 2, 0).numpy()) for image in images]
     inputs = processor(text=captions, images=pictures, return_tensors="pt", padding=True)
     with torch.no_grad():
         cosines = module(**inputs).logits_per_image.diagonal() / module.logit_scale.exp()
@@ -105,7 +105,7 @@ def test_hps_is_called_once_per_caption_with_the_files_of_its_images(monkeypatch
     images = [noise(0), noise(1), noise(2)]
     scores = hps_score("v2.1")(images=images, prompts=["cat", "dog", "cat"])
     assert calls == [("cat", 2, "v2.1"), ("dog", 1, "v2.1")]
-    assert scores == [float(to_bytes(image).double().sum()) for image in images]
+    assert scores == [float(to_uint8(image).double().sum()) for image in images]
 
 
 def test_image_reward_is_called_for_each_image_and_its_caption(monkeypatch):
@@ -114,7 +114,7 @@ def test_image_reward_is_called_for_each_image_and_its_caption(monkeypatch):
     package = SimpleNamespace(load=lambda version, device: loaded.append((version, device)) or model)
     monkeypatch.setitem(sys.modules, "ImageReward", package)
     scores = image_reward()(images=[noise(0), noise(1)], prompts=["cat", "bird"])
-    assert scores == [3 + float(to_bytes(noise(0)).double().sum()), 4 + float(to_bytes(noise(1)).double().sum())]
+    assert scores == [3 + float(to_uint8(noise(0)).double().sum()), 4 + float(to_uint8(noise(1)).double().sum())]
     assert loaded == [("ImageReward-v1.0", "cpu")]
 
 

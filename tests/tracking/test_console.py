@@ -10,9 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from gruppo.tracking.console import ConsoleTracker, _words
-from gruppo.tracking.formatting import number, shorten, shown, span, trend, visible
-from gruppo.tracking.screen import best_and_worst, time_split
+from gruppo.tracking.console import ConsoleTracker, best_and_worst, time_bar
+from gruppo.tracking.formatting import as_text, duration, number, shorten, trend, visible
 
 STEP = {
     "reward/mean": 0.4125,
@@ -49,7 +48,7 @@ def said(console_tracker):
 def final_screen(console_tracker):
     console_tracker.close()
     console = Console(file=io.StringIO(), width=console_tracker.console.width, color_system=None)
-    console.print(console_tracker._screen())
+    console.print(console_tracker.screen())
     return console.file.getvalue()
 
 
@@ -104,8 +103,8 @@ def test_of_pictures_a_plain_line_says_prompt_reward_and_where_they_are():
     assert said(plain).splitlines() == [
         '  reward 1  "4"',
         '  reward 0  "0"',
-        "  pictures: runs/a/images/step_000001.png",
-        "  held-out pictures: runs/a/images/eval_000001.png",
+        "  images: runs/a/images/step_000001.png",
+        "  held-out images: runs/a/images/eval_000001.png",
     ]
 
 
@@ -126,7 +125,7 @@ def test_the_live_screen_names_the_sheet_and_no_numbers_of_a_tensor(width):
     screen = final_screen(live)
     assert "runs/a/images/step_000002.png" in "".join(line.strip("│ ") for line in screen.splitlines())
     assert "tensor" not in screen and "completion" not in screen and "0.75" in screen
-    assert "held-out pictures: runs/a/images/eval_000002.png" in said(live)
+    assert "held-out images: runs/a/images/eval_000002.png" in said(live)
 
 
 def test_a_terminal_without_unicode_gets_escapes():
@@ -200,9 +199,9 @@ def test_time_left_counts_down_while_a_step_runs():
 
 
 def test_the_time_bar_is_shared_out_like_the_time():
-    bar = time_split({"time/rollout_s": 3.0, "time/update_s": 1.0}, 93)
-    assert bar.plain == "time of a step   " + "━" * 40 + "  rollout 75%  reward 0%  update 25%"
-    assert [(part.end - part.start, part.style) for part in bar.spans[:2]] == [(30, "cyan"), (10, "magenta")]
+    bar = time_bar({"time/rollout_s": 3.0, "time/update_s": 1.0}, 93)
+    assert bar.plain == "time per step     " + "━" * 39 + "  rollout 75%  reward 0%  update 25%"
+    assert [(part.end - part.start, part.style) for part in bar.spans[:2]] == [(29, "cyan"), (10, "magenta")]
 
 
 @pytest.mark.silent_bug(24)
@@ -220,7 +219,7 @@ def test_numbers_take_few_characters():
 
 
 def test_spans_of_time():
-    assert [span(seconds) for seconds in (0, 59.6, 102, 7509)] == ["0:00", "1:00", "1:42", "2:05:09"]
+    assert [duration(seconds) for seconds in (0, 59.6, 102, 7509)] == ["0:00", "1:00", "1:42", "2:05:09"]
 
 
 def test_a_trend_is_scaled_to_the_values_that_it_shows():
@@ -234,12 +233,34 @@ def test_texts_stay_on_one_line_and_show_what_cannot_be_seen():
     assert shorten("abcdefghij", 10) == "abcdefghij"
     assert shorten("abcdefghijk", 10) == "abcdef…ijk"
     assert shorten("中文中文中文", 7) == "中文…文"
-    assert shown([{"role": "system", "content": "s"}, {"role": "user", "content": "hi\n"}]) == r"hi\n"
+    assert as_text([{"role": "system", "content": "s"}, {"role": "user", "content": "hi\n"}]) == r"hi\n"
     talk = [("assistant", "8"), ("user", "Higher."), ("assistant", "12\n")]
-    assert shown([{"role": role, "content": text} for role, text in talk]) == r"8 [Higher.] 12\n"
+    assert as_text([{"role": role, "content": text} for role, text in talk]) == r"8 [Higher.] 12\n"
 
 
-def test_a_plain_line_of_an_image_model_counts_denoising_steps_and_leaves_out_what_says_nothing():
+@pytest.mark.parametrize(("unit", "line"), [("image", "reward 0.5  80 images/s"), ("step", "len 10  800 steps/s")])
+def test_the_rate_is_in_the_units_of_the_policy_and_images_have_no_length(unit, line):
     metrics = {"reward/mean": 0.5, "entropy/mean_nats": 300.0, "len/mean_actions": 10.0, "rate/tokens_per_s": 800.0}
-    assert _words(metrics) == ["reward 0.5", "entropy 300", "len 10", "800 tok/s"]
-    assert _words(metrics | {"timestep/trained_count/3": 8.0}) == ["reward 0.5", "800 denoising steps/s"]
+    plain = tracker(9, is_terminal=False, unit=unit)
+    plain.log(1, metrics)
+    assert said(plain).endswith(f"  {line}\n")
+    live = tracker(9, is_terminal=True, unit=unit)
+    live.log(1, metrics)
+    assert f"{unit}s per second" in final_screen(live) and ("length" in final_screen(live)) == (unit != "image")
+
+
+def test_any_object_is_shown_by_its_text_and_image_bytes_are_not(capsys):
+    class Tour:
+        def __repr__(self):
+            return "Tour(0 2 1)"
+
+    plain = tracker(9, is_terminal=False)
+    png = b"\x89PNG\r\n\x1a\n..."
+    plain.log_samples(1, [{"prompt": "20 cities", "completion": Tour(), "reward": -3.5, "image": png}])
+    plain.log_samples(9, [{"prompt": "20 cities", "completion": png, "reward": 1.0}])
+    assert said(plain).splitlines() == [
+        '  reward -3.5  "20 cities" -> "Tour(0 2 1)"',
+        "  images: images/step_000001.png",
+        '  reward 1  "20 cities"',
+        "  images: images/step_000009.png",
+    ]

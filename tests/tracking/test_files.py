@@ -9,7 +9,8 @@ import math
 import pytest
 import torch
 
-from gruppo.tracking.files import MetricsFile, SamplesFile, read_metrics
+from gruppo.tracking.files import MetricsFile, read_metrics
+from gruppo.tracking.samples import SamplesFile
 from gruppo.types import GruppoError, Stat
 
 
@@ -94,7 +95,7 @@ def test_a_torn_last_line_is_dropped_and_the_next_step_is_whole(tmp_path, torn):
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = log_three(tmp_path) / "metrics.jsonl"
     path.write_text(path.read_text().replace('{"step": 2', '{"step" 2'))
-    with pytest.raises(GruppoError, match="line 2 is no JSON object"):
+    with pytest.raises(GruppoError, match="line 2 is not a JSON object"):
         MetricsFile(tmp_path)
 
 

@@ -12,8 +12,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from gruppo.tracking.files import MetricsFile, read_metrics
-from gruppo.tracking.panels import Curve, curves_of
-from gruppo.tracking.plots import _draw, _scale, cells, plot_run, shares, smooth, stage_starts
+from gruppo.tracking.panels import Panel, panels_of
+from gruppo.tracking.plots import colour_scale, draw_panel, heatmap_cells, plot_run, smooth, stage_starts
 
 
 @pytest.fixture
@@ -76,10 +76,10 @@ def test_smoothing_weighs_neighbours_by_a_bell():
 # --- what is in a panel -----------------------------------------------------------------------------------------------
 
 
-def drawn(curve: Curve, metrics: list[dict[str, float]], starts: dict[int, str] | None = None) -> Any:
+def drawn(curve: Panel, metrics: list[dict[str, float]], starts: dict[int, str] | None = None) -> Any:
     """The axes of one panel."""
     axes = Figure().subplots()
-    _draw(axes, curve, metrics, starts or {})
+    draw_panel(axes, curve, metrics, starts or {})
     return axes
 
 
@@ -89,7 +89,7 @@ def legend(axes: Any) -> list[str]:
 
 def test_every_line_of_a_panel_is_what_was_logged_and_a_band_is_around_the_first():
     metrics = [{"step": n, "a": 1.0, "b": 5.0 * n, "std": 0.25} for n in range(1, 9)]
-    axes = drawn(Curve("p", "P", "u", (("a", "first"), ("b", "second")), band="std"), metrics)
+    axes = drawn(Panel("p", "P", "u", {"a": "first", "b": "second"}, band="std"), metrics)
     thin = [line for line in axes.lines if line.get_linewidth() < 1]
     assert [list(line.get_ydata()) for line in thin] == [[1.0] * 8, [5.0 * n for n in range(1, 9)]]
     [band] = axes.collections
@@ -100,13 +100,13 @@ def test_every_line_of_a_panel_is_what_was_logged_and_a_band_is_around_the_first
 
 def test_a_value_that_is_set_is_drawn_as_it_is_and_not_smoothed():
     metrics = [{"step": n, "lr": float(n > 3)} for n in range(1, 7)]
-    [line] = drawn(Curve("lr", "", "", (("lr", "lr"),), style="as it is"), metrics).lines
+    [line] = drawn(Panel("lr", "", "", {"lr": "lr"}, style="steps"), metrics).lines
     assert list(line.get_ydata()) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_more_lines_than_colours_are_all_drawn():
     names = [f"m{n}" for n in range(11)]
-    axes = drawn(Curve("p", "", "", tuple((n, n) for n in names)), [{"step": 1} | dict.fromkeys(names, 1.0)])
+    axes = drawn(Panel("p", "", "", {n: n for n in names}), [{"step": 1} | dict.fromkeys(names, 1.0)])
     assert legend(axes) == names
 
 
@@ -119,7 +119,7 @@ def test_each_stage_begins_at_a_line_with_its_name_on_every_panel(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"stages": [{"name": "sup"}, {"name": "ramp"}, {"name": ""}]}))
     starts = stage_starts(tmp_path, metrics)
     assert starts == {3: "ramp", 5: "3"}
-    axes = drawn(Curve("p", "", "", (("reward/mean", "mean"),)), metrics, starts)
+    axes = drawn(Panel("p", "", "", {"reward/mean": "mean"}), metrics, starts)
     vertical = [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1]
     assert vertical == [2.5, 4.5]
     assert [text.get_text() for text in axes.texts] == ["ramp", "3"]
@@ -131,14 +131,13 @@ def test_a_histogram_shows_each_steps_share_of_each_size(tmp_path):
         {"step": 1, "group/size_2_count": 1.0, "group/size_4_count": 3.0},
         {"step": 2, "group/size_4_count": 4.0},
     ]
-    [curve] = [curve for curve in curves_of(rows) if curve.name == "group_sizes"]
-    assert shares(curve, rows) == ([1, 2], range(2, 5), [[0.25, 0.0], [0.0, 0.0], [0.75, 1.0]])
+    [curve] = [curve for curve in panels_of(rows) if curve.name == "group_sizes"]
     [mesh, *_] = drawn(curve, rows).collections
     assert mesh.get_array().filled(0).tolist() == [[0.25, 0.0], [0.0, 0.0], [0.75, 1.0]]
 
 
-def heat(rows: list[dict[str, float]], name: str = "timestep_kl_ref_nats") -> Curve:
-    [curve] = [curve for curve in curves_of(rows) if curve.name == name]
+def heat(rows: list[dict[str, float]], name: str = "timestep_kl_ref_nats") -> Panel:
+    [curve] = [curve for curve in panels_of(rows) if curve.name == name]
     return curve
 
 
@@ -153,7 +152,7 @@ def test_heat_shows_each_denoising_steps_value_at_each_step_and_grey_where_there
         timesteps(5, 5.0, 6.0),
         {"step": 7, "reward/mean": 1.0},
     ]
-    ends, values = cells(heat(rows), rows)
+    ends, values = heatmap_cells(heat(rows), rows)
     assert ends.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]  # the run went on without steps 3 and 4
     nan = math.nan
     assert np.array_equal(values, [[1, 3, nan, nan, 5], [2, nan, nan, nan, 6]], equal_nan=True)
@@ -166,29 +165,29 @@ def test_heat_shows_each_denoising_steps_value_at_each_step_and_grey_where_there
 
 def test_denoising_steps_are_in_the_order_of_their_numbers():
     curve = heat([timesteps(1, *range(1, 12))])
-    assert [label for _, label in curve.metrics] == [str(k) for k in range(11)]
-    assert curve.metrics[10] == ("timestep/kl_ref_nats/10", "10")
+    assert list(curve.metrics.values()) == [str(k) for k in range(11)]
+    assert curve.metrics["timestep/kl_ref_nats/10"] == "10"
 
 
 def test_of_many_steps_neighbours_are_one_column_with_their_mean_or_largest():
     rows = [timesteps(10 * n, float(n), 0.0) | timesteps(10 * n, float(n), name="ratio_max") for n in range(1, 8)]
-    ends, values = cells(heat(rows), rows, most=3)
+    ends, values = heatmap_cells(heat(rows), rows, max_columns=3)
     assert ends.tolist() == [5.0, 35.0, 65.0, 95.0]
     assert values.tolist() == [[2.0, 5.0, 7.0], [0.0, 0.0, 0.0]]
-    of_max = Curve("", "", "", (("timestep/ratio_max/0", "0"),), style="heat")
-    assert cells(of_max, rows, most=3)[1].tolist() == [[3.0, 6.0, 7.0]]
+    of_max = Panel("", "", "", {"timestep/ratio_max/0": "0"}, style="heatmap")
+    assert heatmap_cells(of_max, rows, max_columns=3)[1].tolist() == [[3.0, 6.0, 7.0]]
 
 
 def test_a_cell_of_rare_steps_is_seen_whole_also_at_the_end_of_the_run():
     rows = [timesteps(step, step, step + 1.0) for step in (0, 25, 50)]
-    assert cells(heat(rows), rows)[0].tolist() == [-12.5, 12.5, 37.5, 62.5]
+    assert heatmap_cells(heat(rows), rows)[0].tolist() == [-12.5, 12.5, 37.5, 62.5]
     assert drawn(heat(rows), rows).get_xlim() == (-12.5, 62.5)
 
 
 def test_rewards_along_the_denoising_are_a_line_for_the_first_and_the_last_evaluation_and_some_between():
     rows = [timesteps(5 * n, n, math.nan, 2.0 * n, name="reward") | {"reward/mean": 0.5} for n in range(9)]
     rows += [{"step": 41, "reward/mean": 0.5}]
-    [curve] = [curve for curve in curves_of(rows) if curve.name.startswith("timestep")]
+    [curve] = [curve for curve in panels_of(rows) if curve.name.startswith("timestep")]
     axes = drawn(curve, rows, {3: "a stage"})
     assert curve.name == "timestep_reward" and [line.get_label() for line in axes.lines] == [
         f"step {step}" for step in (0, 10, 15, 25, 30, 40)
@@ -200,7 +199,7 @@ def test_rewards_along_the_denoising_are_a_line_for_the_first_and_the_last_evalu
 
 def test_colours_are_of_both_signs_of_decades_or_plain():
     def scale(*values: float) -> tuple[Any, ...]:
-        norm, colours = _scale(np.array([values]))
+        norm, colours = colour_scale(np.array([values]))
         return type(norm).__name__, norm.vmin, norm.vmax, colours
 
     assert scale(-1.0, 3.0, math.nan) == ("Normalize", -3.0, 3.0, "RdBu_r")
@@ -218,7 +217,7 @@ def test_colours_are_of_both_signs_of_decades_or_plain():
 
 
 def names_of(*rows: dict[str, float]) -> list[str]:
-    return [curve.name for curve in curves_of([{"step": n, **row} for n, row in enumerate(rows, start=1)])]
+    return [curve.name for curve in panels_of([{"step": n, **row} for n, row in enumerate(rows, start=1)])]
 
 
 def test_what_has_nothing_to_show_has_no_panel():
@@ -261,11 +260,11 @@ def test_several_reward_functions_have_a_panel_together_and_a_picture_each():
     one = {f"reward/{name}": 1.0 for name in ("f/mean", "f/best_of_group_mean", "f/worst_of_group_mean")}
     other = {name.replace("/f/", "/a b:c/"): 2.0 for name in one}
     assert names_of(one) == []  # the panels of the sum show it
-    curves = {curve.name: curve for curve in curves_of([{"step": 1, **one, **other}])}
+    curves = {curve.name: curve for curve in panels_of([{"step": 1, **one, **other}])}
     assert list(curves) == ["rewards", "reward_f", "reward_a_b_c"]
-    assert curves["rewards"].metrics == (("reward/f/mean", "f"), ("reward/a b:c/mean", "a b:c"))
-    assert [name for name, _ in curves["reward_f"].metrics] == list(one)
-    assert [curve.is_on_overview for curve in curves.values()] == [True, False, False]
+    assert curves["rewards"].metrics == {"reward/f/mean": "f", "reward/a b:c/mean": "a b:c"}
+    assert list(curves["reward_f"].metrics) == list(one)
+    assert [curve.in_overview for curve in curves.values()] == [True, False, False]
 
 
 def test_any_metric_by_denoising_step_has_a_panel_where_it_differs():
@@ -274,20 +273,20 @@ def test_any_metric_by_denoising_step_has_a_panel_where_it_differs():
     assert names_of(timesteps(1, 0.1), timesteps(2, 0.2)) == []  # one denoising step is a curve, and has one
     assert names_of(timesteps(1, math.nan, math.nan)) == []
     rows = [{"step": 1, "timestep/a b/c/0": 1.0, "timestep/a b/c/1": 2.0} | timesteps(1, 1.0, 2.0)]
-    titles = {curve.name: (curve.title, curve.value) for curve in curves_of(rows)}
+    titles = {curve.name: (curve.title, curve.value) for curve in panels_of(rows)}
     assert titles == {
-        "timestep_a_b_c": ("a b/c, by denoising step", "a b/c"),
-        "timestep_kl_ref_nats": ("Divergence, by denoising step", "KL to reference, nats"),
+        "timestep_a_b_c": ("a b/c by denoising step", "a b/c"),
+        "timestep_kl_ref_nats": ("KL divergence by denoising step", "KL to the reference, nats"),
     }
 
 
 def test_the_rewards_of_prompts_are_a_line_of_colour_each_classes_by_number():
     metrics = {f"prompt/reward_mean/{name}": n for n, name in enumerate(["10", "cat", "9", "an owl"])}
-    [curve] = curves_of([{"step": 1, **metrics}])
-    assert [label for _, label in curve.metrics] == ["9", "10", "cat", "an owl"] and curve.style == "heat"
+    [curve] = panels_of([{"step": 1, **metrics}])
+    assert list(curve.metrics.values()) == ["9", "10", "cat", "an owl"] and curve.style == "heatmap"
 
 
 def test_of_many_pairs_of_rewards_the_strongest_are_drawn():
     pairs = {f"reward_corr_within_group/a{n}/b": (-1) ** n * n / 20 for n in range(12)}
-    [curve] = curves_of([{"step": 1, **pairs}])
-    assert [label for _, label in curve.metrics] == [f"a{n}, b" for n in range(11, 3, -1)]
+    [curve] = panels_of([{"step": 1, **pairs}])
+    assert list(curve.metrics.values()) == [f"a{n}, b" for n in range(11, 3, -1)]

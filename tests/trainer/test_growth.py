@@ -310,7 +310,7 @@ def test_a_curriculum_asks_what_is_easy_first(tmp_path):
 
 def collected_rows(config: dict[str, Any], out: str) -> None:
     """What each rank has of the first step's batch, the rows of each of its minibatches, and the metrics."""
-    dist.start()
+    dist.init()
     run, _ = build(serialization.from_dict(config), Parts())
     collected = collected_by(run)
     rollouts = collected.batch.rollouts
@@ -318,7 +318,7 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
     names = [f"{n} {tiny.said(o)}" for n, o in zip(numbers(rollouts), rollouts.completions, strict=True)]
     cuts = [[names[row] for row in rows] for rows in minibatch_rows(run, rollouts, 0)]
     said = {name: value for name, value in collected.metrics.items() if not name.startswith("time/")}
-    Path(out, f"{dist.world()}-{dist.rank()}.json").write_text(json.dumps([names, cuts, said]))
+    Path(out, f"{dist.world_size()}-{dist.rank()}.json").write_text(json.dumps([names, cuts, said]))
 
 
 @pytest.mark.silent_bug(12)

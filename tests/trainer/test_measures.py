@@ -208,10 +208,10 @@ def test_the_statistics_of_ranks_add_up_to_those_of_all_rows(deal):
 
 
 def sizes_said() -> None:
-    dist.start()
+    dist.init()
     group_ids = torch.tensor([[0, 1, 1], [0, 0, 0, 1, 2, 2, 2, 2, 1]][dist.rank()])
     print(json.dumps(sizes_of_groups(group_ids)), flush=True)
-    dist.stop()
+    dist.shutdown()
 
 
 def test_the_histogram_of_group_sizes_is_that_of_all_ranks(tmp_path):

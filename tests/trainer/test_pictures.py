@@ -14,7 +14,7 @@ from tests.trainer.pictures import DIMS, built, stepped, stopped_and_resumed, tr
 from tests.trainer.runs import metrics, newest, tensors
 
 from gruppo import api
-from gruppo.core.divergence import gaussian_kl
+from gruppo.core.kl import gaussian_kl
 from gruppo.modalities.diffusion import load_denoiser
 from gruppo.trainer.collect import collect
 from gruppo.trainer.update import learn

@@ -348,7 +348,7 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
     from gruppo import distributed as dist
     from gruppo.trainer.minibatches import minibatch_rows
 
-    dist.start()
+    dist.init()
     run, _ = build(serialization.from_dict(config), Parts())
     step_params = step_params_at(run.config, 0)
     collected = collect(run, step_params)
@@ -357,7 +357,7 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
     kept = batch.loss_mask.any(dim=1).tolist()
     cuts = [[names[row] for row in rows] for rows in minibatch_rows(run, batch.rollouts, 0)]
     said = {name: value for name, value in collected.metrics.items() if not name.startswith("time/")}
-    Path(out, f"{dist.world()}-{dist.rank()}.json").write_text(json.dumps([names, kept, cuts, said]))
+    Path(out, f"{dist.world_size()}-{dist.rank()}.json").write_text(json.dumps([names, kept, cuts, said]))
 
 
 def test_batch_and_minibatches_do_not_depend_on_the_number_of_ranks(tmp_path):

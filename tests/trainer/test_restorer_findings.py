@@ -17,7 +17,7 @@ from torch import nn
 from gruppo.cli.options import parse_config
 from gruppo.config.schema import Stage
 from gruppo.config.stages import planned
-from gruppo.core.images import as_saved, psnr
+from gruppo.core.images import psnr, quantize
 from gruppo.modalities.restoration import Equivariance, load_restorer
 from gruppo.trainer.evaluate import held_out
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Prompt
@@ -66,7 +66,7 @@ def test_psnr_is_evaluated_whatever_is_rewarded(tmp_path):
     source = built(tmp_path / "again", evaluation__prompts=3, data=restoring.degraded(tmp_path))
     prompts = held_out(source, 3)
     shown = source.policy.restore(torch.stack([p.inputs for p in prompts]))
-    wanted = float(psnr(shown, as_saved(torch.stack([p.target for p in prompts]))).mean())
+    wanted = float(psnr(shown, quantize(torch.stack([p.target for p in prompts]))).mean())
     assert first["eval/psnr"] == pytest.approx(wanted, rel=1e-5)
     assert first["eval/reward_mean"] == pytest.approx(first["eval/bright"])
 

@@ -44,8 +44,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no network": ({"model": "restore:"}, r"'restore:' names no network. Set --model restore:unet"),
     "an unknown network": ({"model": "restore:dncn"}, r"there is no network 'dncn'.*Did you mean 'dncnn'"),
     "an unknown option of a network": ({"model": "restore:unet:depth=3"}, r"unet:depth=3 is not understood; it has"),
-    "a network of another size": (network("Halves"), r"Halves made \[1, 3, 32, 32\] of pictures \[1, 3, 64, 64\]"),
-    "a network that raises": (network("Raises"), r"Raises cannot restore pictures \[1, 3, 64, 64\]: no such picture"),
+    "a network of another size": (network("Halves"), r"Halves returned \[1, 3, 32, 32\] for images \[1, 3, 64, 64\]"),
+    "a network that raises": (network("Raises"), r"Raises cannot restore images \[1, 3, 64, 64\]: no such picture"),
     "a network without weights": (
         network("Weightless") | {"restoration__action": "pixels"},
         r"nothing is to be trained",
@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no module": (network("NO_FUNCTION"), r"NO_FUNCTION is a int|NO_FUNCTION is an int"),
     "an unknown action": ({"restoration__action": "band_gain"}, r"no action 'band_gain'.*Did you mean 'band_gains'"),
     "an unknown option of an action": ({"restoration__action": "pixels:size=3"}, r"'pixels:size=3' is not understood"),
-    "a std of 0": ({"restoration__action": "pixels:std=0"}, r"std=0 gives no scale"),
+    "a std of 0": ({"restoration__action": "pixels:std=0"}, r"std=0 is no scale"),
     "patches of a grid": (PATCHES | {"restoration__patches": 3}, r"grid of 2 x 2 cannot be cut into 3 x 3"),
     "patches of a picture": (
         {"restoration__action": "pixels", "restoration__patches": 3},
@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a base that rests": (
         {"restoration__trains": "action", "restoration__supervises": "base"},
-        r"supervises='base' teaches the network alone, and trains='action' lets it rest",
+        r"supervises='base' trains the network alone, and trains='action' freezes it",
     ),
     "nothing that trains": (
         {"restoration__trains": "action", "restoration__action": "pixels"},
@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a gate of no metric": ({"stages": (Stage(steps=2, until="flat x"), Stage())}, r"until='flat x' is not understood"),
     "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 is of texts"),
-    "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* are of tokens"),
+    "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* apply to tokens"),
     "epsilon of a mean": (
         {"objective": {"dims": "mean", "kl": "exact"}, "restoration__action": "pixels"},
         r"clip_high=0.2 of a mean over 192 dimensions",
@@ -193,7 +193,7 @@ def test_a_grey_network_for_colour_data_is_refused_and_so_are_its_weights(tmp_pa
     grey = restoring.degraded(tmp_path, "noise=25,crop=8,channels=1")
     path = trained(tmp_path, model="restore:dncnn:width=4,depth=2", data=grey, steps=1)
     colour = restoring.config(tmp_path, model=str(path), name="colour")
-    why = r"none of the first 8 prompts of .* can be restored: .* has input of 3 channels, and the network is for 1"
+    why = r"none of the first 8 prompts of .* can be restored: .* has 3 channels in its input, and the network reads 1"
     assert re.search(why, said_in_one_line(lambda: api.start(colour), GruppoError))
     on_the_command_line(tmp_path, capsys, colour, why)
     weights = {"model": "restore:dncnn:width=4,depth=2", "restoration__weights": str(path), "name": "weights"}
@@ -208,7 +208,7 @@ def test_weights_of_another_network_are_refused(tmp_path, capsys):
     path = trained(tmp_path, model="restore:dncnn:width=4,depth=2", steps=1)
     other = {"model": "restore:unet:width=4", "restoration__weights": str(path / "final"), "name": "other"}
     config = restoring.config(tmp_path, **other)
-    why = r"the weights in .* are of another network than UNet: .* missing: .* unknown: .* Give the network that"
+    why = r"the weights in .* are of another network than RestorationUNet: .* missing: .* unknown: .* Give the network that"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
     nothing = restoring.config(tmp_path, **(other | {"restoration__weights": str(tmp_path / "none")}))
@@ -254,10 +254,10 @@ def given(*changes: Any, count: int = 8) -> Parts:
 @pytest.mark.parametrize(
     ("inputs", "why"),
     [
-        (fakes.picture(0) * 255, r"has input with numbers from .* to 2\d\d.*from 0 to 1. Divide by its largest"),
-        (fakes.picture(0) - 0.5, r"has input with numbers from -0"),
-        (fakes.picture(0) * float("nan"), r"has input with numbers from nan to nan"),
-        ((fakes.picture(0) * 255).byte(), r"torch.uint8; it needs floats \[3, H, W\]"),
+        (fakes.picture(0) * 255, r"has values from .* to 2\d\d.*in its input.*Divide by the largest"),
+        (fakes.picture(0) - 0.5, r"has values from -0"),
+        (fakes.picture(0) * float("nan"), r"has values from nan to nan"),
+        ((fakes.picture(0) * 255).byte(), r"torch.uint8 as its input; it needs floats \[3, H, W\]"),
         (fakes.picture(0)[0], r"it needs floats \[3, H, W\]|have none"),
     ],
     ids=["bytes as floats", "below 0", "NaN", "bytes", "two dimensions"],
@@ -271,7 +271,7 @@ def test_prompts_outside_the_range_are_refused_with_what_to_do(tmp_path, inputs,
 def test_one_prompt_outside_the_range_is_passed_over_and_named(tmp_path, caplog):
     parts = given(lambda p: Prompt(p.id, p.inputs * (3 if p.id == "p3" else 1), p.target, draw=p.draw))
     path = api.start(restoring.config(tmp_path, data="<in memory>"), parts).folder
-    assert "left out: prompt 'p3' has input with numbers" in caplog.text
+    assert "left out: prompt 'p3' has values from" in caplog.text
     assert len([row for row in metrics(path) if "optim/lr" in row]) == 4
 
 
@@ -284,7 +284,9 @@ def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
     with pytest.raises(GruppoError, match=r"demonstrations cannot be drawn from as well. Set --supervised.data"):
         api.start(restoring.config(tmp_path, data="<in memory>", name="own", **SUP), parts)
     demos = tiny.write_rows(tmp_path / "demos.jsonl")
-    with pytest.raises(DataError, match=r"none of the first 8 demonstrations can be learned from: .* it needs floats"):
+    with pytest.raises(
+        DataError, match=r"none of the first 8 demonstrations can be learned from: .* it needs an image"
+    ):
         api.start(restoring.config(tmp_path, supervised__data=demos, name="texts", **SUP))
 
 
@@ -407,5 +409,5 @@ def test_a_policy_from_python_of_another_size_of_data_is_refused(tmp_path):
     policy = fakes.policy_of(LowResolution(channels=1, grid=2), module={"channels": 1}, channels=1)
     config = restoring.config(tmp_path, model="<in memory>")
     said = said_in_one_line(lambda: api.start(config, Parts(policy)), GruppoError)
-    assert "has input of 3 channels, and the network is for 1" in said
+    assert "has 3 channels in its input, and the network reads 1" in said
     assert ACTION.startswith("low_resolution")

@@ -22,7 +22,7 @@ from gruppo.cli.app import main
 from gruppo.config import serialization
 from gruppo.config.schema import Stage
 from gruppo.core.advantages import position_advantages
-from gruppo.core.images import flip
+from gruppo.core.images import apply_symmetry
 from gruppo.data.restoration import WithReference
 from gruppo.modalities.restoration import ToReference, load_restorer
 from gruppo.trainer import checkpoint, restorers
@@ -53,7 +53,7 @@ def charbonnier(x: Tensor, y: Tensor) -> Tensor:
 def normal(run: Run, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [K, h, w] and std [K, 1, 1] of one picture's action, and its deterministic picture: one forward each."""
     meant = module(x[None].double())
-    std = module.acts.scale()[:, None, None]
+    std = module.action.scale()[:, None, None]
     up = meant.mean[0].repeat_interleave(4, -1).repeat_interleave(4, -2)  # 2 x 2 flat squares of 8 x 8 pixels
     return meant.mean[0], std, meant.base[0] + up
 
@@ -96,7 +96,9 @@ def held(run: Run, rollouts: Rollouts) -> Tensor:
             loss = charbonnier(picture, other)
         elif name == "equivariance":
             choice = run.policy.consistency.choice(prompt, is_square=True)
-            loss = charbonnier(normal(run, run.policy.module, flip(x, choice))[2], flip(picture, choice))
+            loss = charbonnier(
+                normal(run, run.policy.module, apply_symmetry(x, choice))[2], apply_symmetry(picture, choice)
+            )
         elif name == "degradation":
             loss = charbonnier(run.source.degradation.expected(picture[None], [prompt.meta])[0], x)
         else:

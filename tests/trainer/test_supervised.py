@@ -335,7 +335,7 @@ def test_the_console_names_the_stage_and_shows_the_loss_where_there_is_no_reward
         tracker.close()
         console = Console(file=io.StringIO(), width=100, color_system=None)
         if is_terminal:
-            console.print(tracker._screen())
+            console.print(tracker.screen())
             return console.file.getvalue()
         return file.getvalue()
 
@@ -344,7 +344,7 @@ def test_the_console_names_the_stage_and_shows_the_loss_where_there_is_no_reward
     assert shown(["warm", "full"], {"stage/number": 2.0, "reward/mean": 0.5}) == "step 1/6  full  reward 0.5\n"
     assert shown(["all"], {"reward/mean": 0.5}) == "step 1/6  reward 0.5\n"
     screen = shown(["warm", "full"], first, is_terminal=True).splitlines()
-    assert "step 1/6  mine  warm" in screen[0] and any("NLL of demos" in line and "1.25" in line for line in screen)
+    assert "step 1/6  mine  warm" in screen[0] and any("demo loss, nats" in line and "1.25" in line for line in screen)
 
 
 # --- what to answer ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.loading import program
 from gruppo.recipes import RECIPES
-from gruppo.tracking.formatting import is_array, shown
+from gruppo.tracking.formatting import as_text, is_array
 from gruppo.types import GruppoError
 
 
@@ -57,7 +57,7 @@ def _run(go: Callable[[Any], Any], path: Path) -> int:
             print(f"gruppo: {how_to_continue(path)}", file=sys.stderr)
         return EXIT_STOPPED
     finally:
-        dist.stop()
+        dist.shutdown()
     return 0
 
 
@@ -81,8 +81,8 @@ def evaluate(args: list[str]) -> int:
     result, rows = inference.evaluate_run(path, prompts=options.prompts)
     for row in (row for row in rows[: options.show] if not is_array(row["prompt"])):
         is_image = "group" in row  # shown on the sheet of images instead
-        answer = "" if is_image else f" -> '{shown(row['completion'])}'   target {row['target']!r}"
-        print(f"  '{shown(row['prompt'])}'{answer}   reward {row['reward']:g}")
+        answer = "" if is_image else f" -> '{as_text(row['completion'])}'   target {row['target']!r}"
+        print(f"  '{as_text(row['prompt'])}'{answer}   reward {row['reward']:g}")
     if (sheet := inference.evaluation_sheet(path, rows)) is not None:
         print(f"  pictures: {sheet}")
     unscored = f", {result.prompts - result.scored} not scored" if result.scored < result.prompts else ""

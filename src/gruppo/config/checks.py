@@ -13,7 +13,7 @@ from gruppo.config.schema import (
     SupervisedConfig,
 )
 from gruppo.config.stages import highest, learns_from_samples, peak_lr, values_of, where_of
-from gruppo.core.schedules import parse
+from gruppo.core.schedules import parse_schedule
 from gruppo.types import GruppoError
 
 
@@ -77,7 +77,9 @@ def _check_stages(config: Config) -> None:
                 f"{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after "
                 "training. Set --evaluation.every to the steps between evaluations."
             )
-        coefs = [parse(getattr(stage, f"{name}_coef"), where).values for name in ("rl", "sup", "kl", "entropy")]
+        coefs = [
+            parse_schedule(getattr(stage, f"{name}_coef"), where).values for name in ("rl", "sup", "kl", "entropy")
+        ]
         if not any(value > 0 for values in coefs for value in values):
             cons = "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
             raise GruppoError(

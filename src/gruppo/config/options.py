@@ -17,7 +17,7 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 from gruppo.config.sections import section_name
-from gruppo.core.schedules import parse
+from gruppo.core.schedules import parse_schedule
 from gruppo.types import GruppoError
 
 
@@ -111,7 +111,7 @@ def check_ranges(section: Any) -> None:
         if option.range is None or option.value is None:
             continue
         value = option.value
-        numbers = value if isinstance(value, tuple) else parse(value, option.name).values
+        numbers = value if isinstance(value, tuple) else parse_schedule(value, option.name).values
         for number in numbers:
             if not option.range.contains(number):
                 reached = f" reaches {number:g}, which" if isinstance(value, str) else ""

@@ -16,7 +16,7 @@ from gruppo.config.options import as_text, flag
 from gruppo.config.schema import Config, Stage
 from gruppo.config.sections import sections
 from gruppo.config.stages import highest
-from gruppo.core.schedules import parse
+from gruppo.core.schedules import parse_schedule
 from gruppo.types import GruppoError
 
 SYSTEMS = ("trl", "verl", "ddpo", "sources")
@@ -186,7 +186,7 @@ def _typed(config: Config, name: str) -> str:
 
         def largest(index: int) -> float:
             scheduled = getattr(config.stages[index], leaf)
-            return max(parse(scheduled, leaf).values) if isinstance(scheduled, str) else float(scheduled or 0)
+            return max(parse_schedule(scheduled, leaf).values) if isinstance(scheduled, str) else float(scheduled or 0)
 
         index = max(range(len(config.stages)), key=largest)
         name, value = f"stages.{index}.{leaf}", getattr(config.stages[index], leaf)

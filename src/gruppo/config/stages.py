@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gruppo.config.schema import Config, Stage, SupervisedConfig
-from gruppo.core.schedules import parse
+from gruppo.core.schedules import parse_schedule
 from gruppo.types import GruppoError
 
 SCHEDULED = (
@@ -38,7 +38,7 @@ def values_of(config: Config, field: str) -> list[float]:
         value
         for index, given in found
         if given is not None
-        for value in parse(given, f"{where_of(config, index)}.{field}").values
+        for value in parse_schedule(given, f"{where_of(config, index)}.{field}").values
     ]
 
 
@@ -55,7 +55,7 @@ def learns_from_samples(config: Config) -> bool:
 def peak_lr(config: Config, index: int) -> float:
     """The largest learning rate of a stage's policy."""
     own = config.plan[index].lr
-    return config.optim.lr if own is None else max(parse(own, f"{where_of(config, index)}.lr").values)
+    return config.optim.lr if own is None else max(parse_schedule(own, f"{where_of(config, index)}.lr").values)
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------

@@ -1,63 +1,40 @@
-"""Rewards to advantages: what a reward is compared with, and what the difference is divided by."""
+"""Rewards to advantages: baselines, scales, and the statistics that outlive a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.core.running import Ema, prompt_mean, prompt_std, remembered
-from gruppo.core.weights import AllSum, identity
+from gruppo.core.groups import AllGather, AllSum, group_max, group_std, group_sum, has_no_spread, rounding_error
 
 Baseline = Literal["none", "mean", "leave_one_out", "batch_mean", "running", "prompt", "critic"]
 Scale = Literal["none", "group", "batch", "running", "prompt"]
-Share = Callable[[Any], list[Any]]
+PROMPT_HISTORY = 32
+"""Rewards of one prompt that its mean and standard deviation are taken over, the newest last."""
 
 
-def alone(x: Any) -> list[Any]:
-    """What each rank gives, over one process."""
-    return [x]
+class Ema(NamedTuple):
+    """Exponential moving average, corrected for its start at 0: sum / (1 - decay^n), as in Adam (arXiv 1412.6980)."""
 
+    sum: float = 0.0
+    weight: float = 0.0
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """The rewards of one batch, with what every baseline and scale asks of them."""
+    def update(self, x: float, decay: float) -> Ema:
+        return Ema(decay * self.sum + (1 - decay) * x, decay * self.weight + (1 - decay))
 
-    rewards: Float[Tensor, "B"]
-    scored: Bool[Tensor, "B"]
-    r: Float[Tensor, "B"]
-    """float64; 0 where not scored."""
-    group_ids: Int[Tensor, "B"]
-    count: Float[Tensor, "groups"]
-    """Scored rows of each group."""
-    all_sum: AllSum
-    owners: Int[Tensor, "B"]
-    """Which of them are one sample's; without steps, each is of its own."""
-
-    @classmethod
-    def of(cls, rewards: Tensor, group_ids: Tensor, all_sum: AllSum, owners: Tensor | None = None) -> _Rows:
-        scored = rewards.isfinite()
-        count = _per_group(scored.double(), group_ids, _groups(group_ids))
-        owners = torch.arange(len(rewards), device=rewards.device) if owners is None else owners
-        return cls(rewards, scored, torch.where(scored, rewards, 0).double(), group_ids, count, all_sum, owners)
-
-    def batch_mean(self) -> tuple[Tensor, Tensor]:
-        """Over the scored rows of all ranks, and how many they are."""
-        total = self.all_sum(torch.stack([self.r.sum(), self.scored.sum().double()]))
-        return total[0] / total[1].clamp(min=1), total[1]
-
-    def deviation(self, mean: Tensor) -> Tensor:
-        return torch.where(self.scored, self.r - mean, 0.0)
+    @property
+    def value(self) -> float:
+        return self.sum / self.weight if self.weight else 0.0
 
 
 def group_advantages(
     rewards: Float[Tensor, "B"],
     group_ids: Int[Tensor, "B"],
-    mask: Bool[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"] | None = None,
     *,
     baseline: Baseline,
     scale: Scale,
@@ -66,179 +43,169 @@ def group_advantages(
     state: Mapping[str, Any] | None = None,
     prompt_ids: Sequence[str] | None = None,
     owners: Int[Tensor, "B"] | None = None,
-    all_sum: AllSum = identity,
-    share: Share = alone,
-) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
-    """One advantage a row, spread over its actions; and the running statistics after this batch.
+    all_sum: AllSum = lambda x: x,
+    all_gather: AllGather = lambda x: [x],
+) -> tuple[Float[Tensor, "B *T"], dict[str, Any]]:
+    """Advantage of each row, and the running statistics after this batch.
 
     A = (r - baseline) / (scale + eps); without a scale, A = r - baseline.
 
-    Baselines: the group's mean; ``leave_one_out``, the mean of the group's *other* rows, G / (G - 1) (r - mean)
-    (RLOO, arXiv 2402.14740); ``batch_mean``, over the rows of all ranks; ``running``, its moving average over steps,
-    which turns the advantage of a group into the difficulty of its prompt; ``prompt``, the mean of the last rewards of
-    the same prompt; ``none``.
+    Baselines:
+        mean           mean of the group
+        leave_one_out  mean of the group's *other* rows, so that A = G / (G - 1) (r - mean) (RLOO, arXiv 2402.14740)
+        batch_mean     mean of the rows of all ranks
+        running        moving average of ``batch_mean`` over steps. The advantages of a group then carry the
+                       difficulty of its prompt
+        prompt         mean of the last rewards of the same prompt
+        none           0
 
-    Scales: standard deviation with ddof 1 of the group's rewards (GRPO, arXiv 2402.03300); ``batch``, of all raw
-    rewards on all ranks; ``running``, of the rewards *within* groups, as a moving average of the pooled variance,
-    bias-corrected; ``prompt``, of the last rewards of the same prompt over all its draws, found by ``prompt_ids``,
-    one for each group. Baseline and scale ``prompt`` together are DDPO's (arXiv 2305.13301).
+    Scales, standard deviations with ddof 1:
+        group          of the group's rewards (GRPO, arXiv 2402.03300)
+        batch          of the raw rewards of all ranks
+        running        of the rewards *within* groups: the root of a bias-corrected moving average of the pooled
+                       variance, sum (r - mean)^2 / sum (G - 1)
+        prompt         of the last rewards of the same prompt, found by ``prompt_ids``, one for each group. With
+                       baseline ``prompt``, this is DDPO's per-prompt tracker (arXiv 2305.13301)
 
     Rewards that are not finite are not scored: they enter no statistic and get 0. A group with fewer than two scored
-    rows has nothing to compare and gets 0 under the group baselines. So does, exactly, a group without spread; under
-    the batch scale a batch without; and under a mean of batches a row equal to it. A difference counts as none when it
-    is rounding residue, which no eps tells apart from signal. ``eps`` 1e-4 is TRL's.
-    Computed in float64, returned in float32. ``state`` is JSON; the same on all ranks.
+    rows, or without spread, gets exactly 0 under the group baselines and scale; so does a batch without spread under
+    the batch scale. Differences within ``rounding_error`` count as none. ``eps`` 1e-4 is TRL's.
+
+    With a ``mask``, each row's advantage is spread over its actions [B, T]; without one the result is [B]. ``owners``
+    names the sample that a reward belongs to, where a sample has several; the default is one for each reward.
+    Computed in float64, returned in float32. ``state`` is JSON and the same on all ranks.
     """
-    rows, state = _Rows.of(rewards, group_ids, all_sum, owners), dict(state or {})
+    state = dict(state or {})
+    scored = rewards.isfinite()
+    r = torch.where(scored, rewards, 0).double()
+    owners = torch.arange(len(rewards), device=rewards.device) if owners is None else owners
+    count = group_sum(scored.double(), group_ids)
+    group_mean = (group_sum(r, group_ids) / count.clamp(min=1))[group_ids]
+    if baseline in ("batch_mean", "running") or scale == "batch":
+        total = all_sum(torch.stack([r.sum(), scored.sum().double()]))
+        batch_mean, batch_count = total[0] / total[1].clamp(min=1), total[1]
     if "prompt" in (baseline, scale):
         if prompt_ids is None:
             raise ValueError("baseline='prompt' and scale='prompt' need prompt_ids, one for each group.")
-        state["prompts"] = remembered(rewards, group_ids, prompt_ids, state.get("prompts", {}), share)
-    base = _baseline(rows, baseline, decay, state, prompt_ids)
-    advantages, silent = rows.r - base, ~rows.scored
-    if baseline in ("batch_mean", "running", "prompt"):  # row by row, so every rank decides alone
-        silent = silent | (advantages.abs() <= _residue(rewards, base))
-    if baseline in ("mean", "leave_one_out") or scale == "group":
-        silent = silent | has_no_spread(rewards, group_ids)[group_ids] | is_alone(group_ids, rows.owners)
+        state["prompts"] = update_prompt_history(state.get("prompts", {}), rewards, group_ids, prompt_ids, all_gather)
+        history = [torch.tensor(state["prompts"][prompt], dtype=torch.float64) for prompt in prompt_ids]
+
+    if baseline == "none":
+        base = torch.zeros_like(r)
+    elif baseline == "mean":
+        base = group_mean
+    elif baseline == "leave_one_out":
+        others = group_sum(r, group_ids)[group_ids] - group_sum(r, owners)[owners]
+        base = others / (count[group_ids] - group_sum(scored.double(), owners)[owners]).clamp(min=1)
+    elif baseline == "batch_mean":
+        base = batch_mean
+    elif baseline == "running":
+        mean = Ema(*state.get("mean", ()))
+        mean = mean.update(float(batch_mean), decay) if batch_count > 0 else mean
+        state["mean"] = list(mean)
+        base = torch.full_like(r, mean.value)
+    else:
+        base = torch.where(scored, torch.stack([past.mean() for past in history])[group_ids], 0)
+    advantages, silent = r - base, ~scored
+
+    if baseline in ("batch_mean", "running", "prompt"):  # a row equal to the mean of batches has nothing to learn
+        silent = silent | (advantages.abs() <= rounding_error(rewards, base))
+    if baseline in ("mean", "leave_one_out") or scale == "group":  # a group needs two samples that differ
+        is_one_sample = group_max(owners, group_ids) == -group_max(-owners, group_ids)
+        silent = silent | (has_no_spread(rewards, group_ids) | is_one_sample)[group_ids]
+
     if scale != "none":
-        std, size = _scale(rows, scale, decay, state, prompt_ids)
+        if scale == "group":
+            std, magnitude = group_std(rewards, group_ids)[group_ids], torch.zeros_like(r)  # has_no_spread decides
+        elif scale == "batch":
+            square = all_sum(torch.where(scored, r - batch_mean, 0.0).square().sum())
+            std, magnitude = (square / (batch_count - 1).clamp(min=1)).sqrt(), batch_mean
+        elif scale == "running":
+            square = torch.where(scored, r - group_mean, 0.0).square() * (count > 1)[group_ids]
+            freedom = torch.where(count > 1, count - 1, 0).sum()
+            pooled = all_sum(torch.stack([square.sum(), freedom]))
+            variance = Ema(*state.get("within_var", ()))
+            variance = variance.update(float(pooled[0] / pooled[1]), decay) if pooled[1] > 0 else variance
+            state["within_var"] = list(variance)
+            std, magnitude = torch.full_like(r, variance.value**0.5), r.abs()
+        else:
+            stds = [past.std() if len(past) > 1 else past.new_tensor(torch.nan) for past in history]
+            std, magnitude = torch.stack(stds)[group_ids], r.abs()
         advantages = advantages / (std + eps)
-        silent = silent | ~(std > _residue(rewards, size))
+        silent = silent | ~(std > rounding_error(rewards, magnitude))
     advantages = torch.where(silent, 0.0, advantages).to(torch.float32)
-    return torch.where(mask, advantages[:, None], 0.0), state
+    return advantages if mask is None else torch.where(mask, advantages[:, None], 0.0), state
 
 
 def step_advantages(
     rewards: Float[Tensor, "B T"], group_ids: Int[Tensor, "B"], **choices: Any
 ) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
-    """``group_advantages`` of the steps of rows, wherever they stand: all steps of a group's rows are compared.
+    """``group_advantages`` of step rewards: all steps of a group's rows are compared, wherever they end.
 
-    A = (r - mean R) / (std R + eps), R = every step reward of the group: process supervision of DeepSeekMath
-    (arXiv 2402.03300), section 4.1.3. ``leave_one_out`` leaves out all steps of the own row. What is not finite is no
-    step, and gets 0; so do the steps of a group of which one row alone has any.
+    A = (r - mean R) / (std R + eps), R = every step reward of the group. Process supervision of DeepSeekMath (arXiv
+    2402.03300), section 4.1.3. ``leave_one_out`` leaves out all steps of the row itself. Entries that are not finite
+    are no steps and get 0; so do the steps of a group in which only one row has any.
     """
     row, column = rewards.isfinite().nonzero(as_tuple=True)
-    once = torch.ones(len(row), 1, dtype=torch.bool, device=rewards.device)
-    steps, state = group_advantages(rewards[row, column], group_ids[row], once, owners=row, **choices)
-    return torch.zeros_like(rewards, dtype=torch.float32).index_put((row, column), steps[:, 0]), state
+    advantages, state = group_advantages(rewards[row, column], group_ids[row], owners=row, **choices)
+    return torch.zeros_like(rewards, dtype=torch.float32).index_put((row, column), advantages), state
 
 
 def position_advantages(
     rewards: Float[Tensor, "B T"], group_ids: Int[Tensor, "B"], mask: Bool[Tensor, "B T"], **choices: Any
 ) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
-    """``group_advantages`` of rewards that each belong to one action (patches): a column of a group is a group."""
+    """``group_advantages`` of one reward for each action (patches): each column of a group is compared by itself."""
     rows, columns = mask.shape
     ids = group_ids[:, None] * columns + torch.arange(columns, device=group_ids.device)
     flat = torch.where(mask, rewards, torch.nan).flatten()
-    advantages, state = group_advantages(flat, ids.flatten(), mask.reshape(-1, 1), **choices)
+    advantages, state = group_advantages(flat, ids.flatten(), **choices)
     return advantages.reshape(rows, columns), state
 
 
-# --- baselines -------------------------------------------------------------------------------------------------------
+def normalized_rewards(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """(r - mean) / std of its group (ddof 1): GRPO's advantage without eps. 0 without spread, NaN where not scored.
+
+    At most (G - 1) / sqrt(G), the value of one row that differs from G - 1 equal ones.
+    """
+    advantages, _ = group_advantages(rewards, group_ids, baseline="mean", scale="group", eps=0.0)
+    return torch.where(rewards.isfinite(), advantages, torch.nan)
 
 
-def _baseline(
-    rows: _Rows, baseline: str, decay: float, state: dict[str, Any], prompt_ids: Sequence[str] | None
-) -> Tensor:
-    if baseline == "prompt":
-        assert prompt_ids is not None
-        return torch.where(rows.scored, prompt_mean(state["prompts"], prompt_ids)[rows.group_ids], 0)
-    if baseline == "running":
-        mean, count = rows.batch_mean()
-        moving = Ema.of(state.get("mean")).after(float(mean), decay) if count > 0 else Ema.of(state.get("mean"))
-        state["mean"] = moving.to_list()
-        return torch.full_like(rows.r, moving.value)
-    return BASELINES[baseline](rows)
+def normalized_sum(
+    advantages: Sequence[Float[Tensor, "B"]],
+    weights: Sequence[float],
+    scored: Bool[Tensor, "B"],
+    *,
+    eps: float = 1e-4,
+    all_sum: AllSum = lambda x: x,
+) -> Float[Tensor, "B"]:
+    """Weighted sum of rewards that were each normalized by themselves, normalized over the batch.
+
+    A = (S - mean S) / (std S + eps),  S = sum_k w_k A_k, with ddof 1 over the scored rows of all ranks: GDPO (arXiv
+    2601.05242). The spread of a reward then does not decide its weight. Rows that are not scored get 0, and so do rows
+    that differ from the mean by rounding alone.
+    """
+    total = torch.stack([w * a.double() for w, a in zip(weights, advantages, strict=True)]).sum(0)
+    total = torch.where(scored, total, 0.0)
+    sums = all_sum(torch.stack([scored.sum().double(), total.sum(), total.abs().sum()]))
+    count = sums[0].clamp(min=1)
+    deviation = torch.where(scored, total - sums[1] / count, 0.0)
+    std = (all_sum(deviation.square().sum()) / (sums[0] - 1).clamp(min=1)).sqrt()
+    is_residue = deviation.abs() <= 4 * torch.finfo(torch.float32).eps * sums[2] / count
+    return torch.where(is_residue, 0.0, deviation / (std + eps)).float()
 
 
-def _group_mean(rows: _Rows) -> Tensor:
-    total = _per_group(rows.r, rows.group_ids, len(rows.count))
-    return (total / rows.count.clamp(min=1))[rows.group_ids]
-
-
-def _leave_one_out(rows: _Rows) -> Tensor:
-    owners, scored = _groups(rows.owners), rows.scored.double()
-    others = _per_group(rows.r, rows.group_ids, len(rows.count))[rows.group_ids]
-    others = others - _per_group(rows.r, rows.owners, owners)[rows.owners]
-    count = rows.count[rows.group_ids] - _per_group(scored, rows.owners, owners)[rows.owners]
-    return others / count.clamp(min=1)
-
-
-BASELINES: dict[str, Callable[[_Rows], Tensor]] = {
-    "none": lambda rows: torch.zeros_like(rows.r),
-    "mean": _group_mean,
-    "leave_one_out": _leave_one_out,
-    "batch_mean": lambda rows: rows.batch_mean()[0],
-}
-
-
-# --- scales: the standard deviation, and the size of the numbers it was made of ---------------------------------------
-
-
-def _scale(
-    rows: _Rows, scale: str, decay: float, state: dict[str, Any], prompt_ids: Sequence[str] | None
-) -> tuple[Tensor, Tensor]:
-    largest = torch.where(rows.scored, rows.r, 0).abs()
-    if scale == "group":
-        return group_std(rows.rewards, rows.group_ids)[rows.group_ids], torch.zeros_like(rows.r)  # has_no_spread rules
-    if scale == "batch":
-        mean, count = rows.batch_mean()
-        square = rows.all_sum(rows.deviation(mean).square().sum())
-        return (square / (count - 1).clamp(min=1)).sqrt(), mean
-    if scale == "running":
-        return _running_within(rows, decay, state), largest
-    assert prompt_ids is not None
-    return prompt_std(state["prompts"], prompt_ids)[rows.group_ids], largest
-
-
-def _running_within(rows: _Rows, decay: float, state: dict[str, Any]) -> Tensor:
-    """Square root of the moving average of the pooled within-group variance, sum (r - mean)^2 / sum (G - 1)."""
-    has_two = rows.count > 1
-    square = rows.deviation(_group_mean(rows)).square() * has_two[rows.group_ids]
-    freedom = torch.where(has_two, rows.count - 1, 0).sum()
-    total = rows.all_sum(torch.stack([square.sum(), freedom]))
-    moving = Ema.of(state.get("within_var"))
-    if total[1] > 0:
-        moving = moving.after(float(total[0] / total[1]), decay)
-    state["within_var"] = moving.to_list()
-    return torch.full_like(rows.r, moving.value**0.5)
-
-
-def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "groups"]:
-    """Standard deviation (ddof 1) of each group's scored rewards, float64; NaN for a group with fewer than two."""
-    rows = _Rows.of(rewards, group_ids, identity)
-    square = _per_group(rows.deviation(_group_mean(rows)).square(), group_ids, len(rows.count))
-    return (square / (rows.count - 1).where(rows.count > 1, torch.nan)).sqrt()
-
-
-def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "groups"]:
-    """Groups with fewer than two scored rewards, or whose rewards are equal up to 4 rounding errors of their dtype."""
-    scored, groups = rewards.isfinite(), _groups(group_ids)
-    high = _reduce(torch.where(scored, rewards, -torch.inf), group_ids, groups, "amax")
-    low = _reduce(torch.where(scored, rewards, torch.inf), group_ids, groups, "amin")
-    count = _per_group(scored.double(), group_ids, groups)
-    return (count < 2) | (high - low <= _residue(rewards, torch.maximum(high.abs(), low.abs())))
-
-
-def is_alone(group_ids: Int[Tensor, "B"], owners: Int[Tensor, "B"]) -> Bool[Tensor, "B"]:
-    """Rewards in whose group all are of one sample: there is none to compare it with."""
-    groups = _groups(group_ids)
-    first, last = (_reduce(owners, group_ids, groups, how) for how in ("amin", "amax"))
-    return (first == last)[group_ids]
-
-
-def _residue(rewards: Tensor, size: Tensor) -> Tensor:
-    """What rounding alone can make of equal rewards of that size."""
-    return 4 * torch.finfo(rewards.dtype).eps * size.abs()
-
-
-def _groups(group_ids: Tensor) -> int:
-    return int(group_ids.max()) + 1 if group_ids.numel() else 0
-
-
-def _per_group(x: Tensor, group_ids: Tensor, groups: int) -> Tensor:
-    return x.new_zeros(groups).index_add(0, group_ids, x)
-
-
-def _reduce(x: Tensor, group_ids: Tensor, groups: int, how: str) -> Tensor:
-    return x.new_zeros(groups).scatter_reduce(0, group_ids, x, how, include_self=False)
+def update_prompt_history(
+    history: Mapping[str, Sequence[float]],
+    rewards: Float[Tensor, "B"],
+    group_ids: Int[Tensor, "B"],
+    prompt_ids: Sequence[str],
+    all_gather: AllGather,
+) -> dict[str, Sequence[float]]:
+    """Last ``PROMPT_HISTORY`` scored rewards of every prompt, those of this batch included. The same on all ranks."""
+    local = [[prompt, rewards[(group_ids == g) & rewards.isfinite()].tolist()] for g, prompt in enumerate(prompt_ids)]
+    updated = dict(history)  # lists are replaced, never changed: a checkpoint may hold the old ones
+    for rank in all_gather(local):
+        for prompt, new in rank:
+            updated[prompt] = [*updated.get(prompt, ()), *new][-PROMPT_HISTORY:]
+    return updated

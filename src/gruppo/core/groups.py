@@ -1,38 +1,104 @@
-"""What is said of the rewards in each group. Rewards that are not finite are not scored, and enter nothing."""
+"""Statistics of the rewards of each group, and the allocation of further samples to groups.
+
+Rewards that are not finite are not scored: they enter no statistic. ``group_ids`` numbers the groups from 0.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import heapq
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.core.advantages import group_advantages, has_no_spread
+AllSum = Callable[[Tensor], Tensor]
+"""Sum of a tensor over ranks. The identity in one process."""
+AllGather = Callable[[Any], list[Any]]
+"""Objects of all ranks, in order of rank. A list of one in one process."""
 
 
-def per_group(
+def group_sum(x: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "P"]:
+    """Sum of each group's entries."""
+    return x.new_zeros(_num_groups(group_ids)).index_add(0, group_ids, x)
+
+
+def group_max(x: Tensor, group_ids: Int[Tensor, "B"]) -> Tensor:
+    """Largest of each group's entries: [P]."""
+    return x.new_zeros(_num_groups(group_ids)).scatter_reduce(0, group_ids, x, "amax", include_self=False)
+
+
+def group_reduce(
     rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"], how: Literal["mean", "amax", "amin"]
-) -> Float[Tensor, "groups"]:
-    """Mean, best or worst of each group's scored rewards, float64; NaN for a group without any."""
-    scored, groups = rewards.isfinite(), int(group_ids.max()) + 1 if len(group_ids) else 0
-    nothing = torch.full((groups,), torch.nan, dtype=torch.float64, device=rewards.device)
-    return nothing.scatter_reduce(0, group_ids[scored], rewards[scored].double(), how, include_self=False)
+) -> Float[Tensor, "P"]:
+    """Mean, maximum or minimum of each group's scored rewards, float64. NaN for a group without any."""
+    scored = rewards.isfinite()
+    empty = torch.full((_num_groups(group_ids),), torch.nan, dtype=torch.float64, device=rewards.device)
+    return empty.scatter_reduce(0, group_ids[scored], rewards[scored].double(), how, include_self=False)
 
 
-def deviations(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """r - mean of its group, float64: exactly 0 in a group without spread; NaN where not scored."""
-    from_mean = rewards.double() - per_group(rewards, group_ids, "mean")[group_ids]
-    is_silent = has_no_spread(rewards, group_ids)[group_ids] & rewards.isfinite()
-    return torch.where(is_silent, 0.0, torch.where(rewards.isfinite(), from_mean, torch.nan))
+def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "P"]:
+    """Standard deviation (ddof 1) of each group's scored rewards, float64. NaN for a group with fewer than two."""
+    scored = rewards.isfinite()
+    r, count = torch.where(scored, rewards, 0).double(), group_sum(scored.double(), group_ids)
+    mean = (group_sum(r, group_ids) / count.clamp(min=1))[group_ids]
+    square = group_sum(torch.where(scored, r - mean, 0.0).square(), group_ids)
+    return (square / (count - 1).where(count > 1, torch.nan)).sqrt()
 
 
-def normalised(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """(r - mean of its group) / standard deviation of its group (ddof 1): GRPO's advantage without an eps.
+def group_deviations(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """r - mean of its group, float64. Exactly 0 in a group without spread; NaN where not scored."""
+    deviation = rewards.double() - group_reduce(rewards, group_ids, "mean")[group_ids]
+    deviation = torch.where(has_no_spread(rewards, group_ids)[group_ids], 0.0, deviation)
+    return torch.where(rewards.isfinite(), deviation, torch.nan)
 
-    Exactly 0 in a group without spread; NaN where not scored. Its mean over a group is 0, so the extremes tell: one
-    row apart from G - 1 equal ones is at (G - 1) / sqrt(G).
+
+def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "P"]:
+    """Groups with fewer than two scored rewards, or whose rewards are equal up to 4 rounding errors of their dtype."""
+    scored = rewards.isfinite()
+    high = group_max(torch.where(scored, rewards, -torch.inf), group_ids)
+    low = -group_max(torch.where(scored, -rewards, -torch.inf), group_ids)
+    count = group_sum(scored.double(), group_ids)
+    return (count < 2) | (high - low <= rounding_error(rewards, torch.maximum(high.abs(), low.abs())))
+
+
+def rounding_error(rewards: Tensor, magnitude: Tensor) -> Tensor:
+    """Largest difference that rounding alone makes between equal rewards of this magnitude.
+
+    Differences below it count as zero. No eps separates them from signal: 0.1 + 0.2 and 0.3 would get advantages of
+    about 1 under a scale of the group.
     """
-    each = torch.ones(len(rewards), 1, dtype=torch.bool, device=rewards.device)
-    score, _ = group_advantages(rewards, group_ids, each, baseline="mean", scale="group", eps=0.0)
-    return torch.where(rewards.isfinite(), score[:, 0], torch.nan)
+    return 4 * torch.finfo(rewards.dtype).eps * magnitude.abs()
+
+
+def allocate_samples(std: Float[Tensor, "P"], sizes: Int[Tensor, "P"], *, budget: int, cap: int) -> Int[Tensor, "P"]:
+    """Number of further samples of each group, ``budget`` in all, so that group means are estimated best.
+
+    Minimizes sum_g s_g^2 / n_g, the variance of the groups' mean rewards, where s_g is the standard deviation of the
+    group's rewards and n_g <= ``cap`` its size. Each sample goes to the group where it lowers the sum the most, by
+    s_g^2 / (n_g (n_g + 1)); ties go to the first. For a sum of convex terms this greedy choice is optimal (Fox 1966,
+    "Discrete optimization via marginal analysis"); without a cap, sizes tend to be proportional to s_g (Neyman 1934).
+    Groups without spread get nothing. The budget is not used up once all others have reached the cap.
+    """
+
+    def priority(s: float, n: int) -> float:
+        return -(s**2 / (n * (n + 1)))  # heapq pops the smallest
+
+    groups = enumerate(zip(std.double().tolist(), sizes.tolist(), strict=True))
+    heap = [(priority(s, n), group, s, n) for group, (s, n) in groups if s > 0 and n < cap]
+    heapq.heapify(heap)
+    added = torch.zeros_like(sizes)
+    while heap and budget > 0:
+        _, group, s, n = heap[0]
+        added[group] += 1
+        budget -= 1
+        if n + 1 < cap:
+            heapq.heapreplace(heap, (priority(s, n + 1), group, s, n + 1))
+        else:
+            heapq.heappop(heap)
+    return added
+
+
+def _num_groups(group_ids: Tensor) -> int:
+    return int(group_ids.max()) + 1 if group_ids.numel() else 0

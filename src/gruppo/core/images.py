@@ -1,34 +1,41 @@
-"""Images in [0, 1]: what a saved file holds of them, PSNR and SSIM with maps, aligned crops, measures of many."""
+"""Images in [0, 1]: 8-bit rounding, PSNR and SSIM, pixel losses, filters, aligned augmentation, set measures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, conv2d
+from torch.nn.functional import avg_pool2d, conv2d, interpolate, pad
 
+PixelLoss = Literal["charbonnier", "l1", "mse"]
 LUMA = (0.299, 0.587, 0.114)
 """ITU-R BT.601, as JPEG and Pillow convert to grey."""
 SSIM_RADIUS, SSIM_STD = 5, 1.5
 SSIM_C1, SSIM_C2 = 0.01**2, 0.03**2
+CHARBONNIER_EPS = 1e-3
+"""In units of the image's range: below it the loss is quadratic. Lai et al. 2018 (arXiv 1710.01992)."""
+BAND_STDS = (1.0, 2.0)
+"""Standard deviations, in pixels, of the blurs that separate fine from mid detail, and mid detail from the rest."""
 
 
-# --- what a file holds ------------------------------------------------------------------------------------------------
+# --- 8 bits -----------------------------------------------------------------------------------------------------------
 
 
-def as_saved(images: Float[Tensor, "... H W"]) -> Float[Tensor, "... H W"]:
-    """The images as they come back from a file of 8 bits: clamped to [0, 1], rounded to 1/255. NaN stays NaN.
+def quantize(images: Float[Tensor, "... H W"]) -> Float[Tensor, "... H W"]:
+    """Images as read back from an 8-bit file: clamped to [0, 1] and rounded to 1/255, float32. NaN stays NaN.
 
-    The one place of rounding: what a reward reads is what the file shows. float32.
+    The one place of rounding, so that rewards read what files show.
     """
     return (images.float().clamp(0, 1) * 255).round() / 255
 
 
-def to_bytes(images: Float[Tensor, "... H W"]) -> UInt8[Tensor, "... H W"]:
-    """The levels 0 to 255 that a file is written from. NaN has none: look for it before."""
-    return (as_saved(images) * 255).round().to(torch.uint8)
+def to_uint8(images: Float[Tensor, "... H W"]) -> UInt8[Tensor, "... H W"]:
+    """Levels 0 to 255 that a file is written from. NaN has none: check for it first."""
+    return (quantize(images) * 255).round().to(torch.uint8)
 
 
 # --- fidelity ---------------------------------------------------------------------------------------------------------
@@ -37,68 +44,111 @@ def to_bytes(images: Float[Tensor, "... H W"]) -> UInt8[Tensor, "... H W"]:
 def psnr(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0) -> Float[Tensor, "B ..."]:
     """-10 log10(mean squared error), in dB, of images in [0, 1]; inf where they are equal. float64.
 
-    [B]; with ``patch`` [B, H / patch, W / patch], each square by itself (what is left over at the end is in none).
+    [B]; with ``patch`` [B, H / patch, W / patch], one for each square. Incomplete squares at the end are left out.
     """
     error = (x.double() - y.double()).square()
-    return -10 * _pooled(error, patch).log10()
+    return -10 * _mean_or_patches(error, patch).log10()
 
 
 def ssim(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0) -> Float[Tensor, "B ..."]:
-    """Mean of ``ssim_map``: [B], without the border of 5 pixels whose surroundings are mirrored; or of each square."""
-    map_ = ssim_map(x, y)
-    r = SSIM_RADIUS
-    return _pooled(map_ if patch else map_[..., r:-r, r:-r], patch)
+    """Mean of ``ssim_map``: [B], without the border of 5 pixels whose windows are mirrored; or of each square."""
+    map_, r = ssim_map(x, y), SSIM_RADIUS
+    return _mean_or_patches(map_ if patch else map_[..., r:-r, r:-r], patch)
 
 
 def ssim_map(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
     """(2 mx my + C1)(2 cov + C2) / ((mx^2 + my^2 + C1)(vx + vy + C2)) at each pixel. float64; images in [0, 1].
 
-    Moments under an 11 x 11 Gaussian of standard deviation 1.5; covariances of the population; each channel by itself;
-    mirrored at the border, the edge twice. Wang et al. 2004, as scikit-image with gaussian_weights=True and
-    use_sample_covariance=False. Images have at least 11 pixels a side.
+    Moments under an 11 x 11 Gaussian of standard deviation 1.5; population covariances; each channel by itself;
+    mirrored at the border, the edge repeated. Wang et al. 2004, as scikit-image with gaussian_weights=True and
+    use_sample_covariance=False. Images need at least 11 pixels per side.
     """
     if min(x.shape[-2:]) <= 2 * SSIM_RADIUS:
         raise ValueError(f"SSIM of images of {tuple(x.shape[-2:])} pixels; it needs at least 11 a side.")
     x, y = x.double(), y.double()
-    mx, my, xx, yy, xy = _blurred(torch.stack([x, y, x * x, y * y, x * y]))
+    stack = torch.stack([x, y, x * x, y * y, x * y])
+    flat, r = stack.flatten(0, 2)[:, None], SSIM_RADIUS  # [5 B C, 1, H, W]
+    for dim in (-2, -1):  # b a | a b c ... y z | z y, a padding that torch does not have
+        size = flat.shape[dim]
+        flat = torch.cat([flat.narrow(dim, 0, r).flip(dim), flat, flat.narrow(dim, size - r, r).flip(dim)], dim)
+    mx, my, xx, yy, xy = _gaussian_filter(flat, SSIM_STD, r).reshape(stack.shape)
     vx, vy, cov = xx - mx * mx, yy - my * my, xy - mx * my
     return (2 * mx * my + SSIM_C1) * (2 * cov + SSIM_C2) / ((mx * mx + my * my + SSIM_C1) * (vx + vy + SSIM_C2))
 
 
-def _pooled(map_: Float[Tensor, "B C H W"], patch: int) -> Float[Tensor, "B ..."]:
+def _mean_or_patches(map_: Float[Tensor, "B C H W"], patch: int) -> Float[Tensor, "B ..."]:
     return avg_pool2d(map_, patch).mean(dim=1) if patch else map_.mean(dim=(1, 2, 3))
 
 
-def _blurred(stack: Float[Tensor, "N B C H W"]) -> Float[Tensor, "N B C H W"]:
-    """Under the Gaussian window, rows and columns apart."""
-    r = SSIM_RADIUS
-    steps = torch.arange(-r, r + 1, dtype=stack.dtype, device=stack.device)
-    kernel = (-(steps**2) / (2 * SSIM_STD**2)).exp()
-    kernel = (kernel / kernel.sum())[None, None]  # [1, 1, 11]
-    flat = stack.flatten(0, 2)[:, None]  # [N B C, 1, H, W]
-    flat = flat[..., _mirrored(flat.shape[-2], r), :][..., _mirrored(flat.shape[-1], r)]
-    return conv2d(conv2d(flat, kernel[..., None]), kernel[:, :, None]).reshape(stack.shape)
+# --- pixel losses: unreduced, for supervised and consistency terms ----------------------------------------------------
 
 
-def _mirrored(size: int, r: int) -> Int[Tensor, "size+2r"]:
-    """Places of a line continued by r at both ends: b a | a b c ... y z | z y."""
-    line = torch.arange(size)
-    return torch.cat([line[:r].flip(0), line, line[-r:].flip(0)])
+def charbonnier(x: Float[Tensor, "..."], y: Float[Tensor, "..."], *, eps: float = CHARBONNIER_EPS) -> Tensor:
+    """sqrt((x - y)^2 + eps^2): |x - y| with a gradient everywhere. eps, not 0, for equal images."""
+    return ((x - y).square() + eps * eps).sqrt()
 
 
-# --- crops and flips that stay aligned --------------------------------------------------------------------------------
+PIXEL_LOSSES: Mapping[PixelLoss, Callable[[Tensor, Tensor], Tensor]] = {
+    "charbonnier": charbonnier,
+    "l1": lambda x, y: (x - y).abs(),
+    "mse": lambda x, y: (x - y).square(),  # its mean is 10^(-PSNR / 10)
+}
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+
+def gaussian_blur(images: Float[Tensor, "B C H W"], std: float) -> Float[Tensor, "B C H W"]:
+    """Gaussian blur of this standard deviation in pixels, cut at 3 std, with replicated edges. 0 changes nothing."""
+    if std == 0:
+        return images
+    r = math.ceil(3 * std)
+    flat = pad(images.flatten(0, 1)[:, None], (r, r, r, r), mode="replicate")  # [B C, 1, H+2r, W+2r]
+    return _gaussian_filter(flat, std, r).reshape(images.shape)
+
+
+def _gaussian_filter(padded: Float[Tensor, "N 1 H+2r W+2r"], std: float, r: int) -> Float[Tensor, "N 1 H W"]:
+    """Separable Gaussian filter, sampled at pixel centers and normalized to sum 1."""
+    steps = torch.arange(-r, r + 1, dtype=padded.dtype, device=padded.device)
+    kernel = (-(steps**2) / (2 * std**2)).exp()
+    kernel = (kernel / kernel.sum())[None, None]  # [1, 1, 2r+1]
+    return conv2d(conv2d(padded, kernel[..., None]), kernel[:, :, None])
+
+
+def detail_bands(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B K C H W"]:
+    """Fine and mid detail. K = 2 for one channel; K = 4 for three, where each is split into luma and chroma.
+
+    fine = y - blur(y, 1), mid = blur(y, 1) - blur(y, 2). Luma is repeated in all three channels; chroma is the rest.
+    """
+    first, second = (gaussian_blur(images, std) for std in BAND_STDS)
+    details = torch.stack([images - first, first - second], dim=1)  # [B, 2, C, H, W]
+    if images.shape[1] == 1:
+        return details
+    weights = torch.tensor(LUMA, dtype=images.dtype, device=images.device).reshape(3, 1, 1)
+    luma = (details * weights).sum(dim=2, keepdim=True).expand_as(details)
+    return torch.cat([luma, details - luma], dim=1)
+
+
+def upsample(grid: Float[Tensor, "B K h w"], height: int, width: int, *, smooth: bool = True) -> Tensor:
+    """Coarse grid at every pixel: bilinear between the centers of its cells, or constant within each cell."""
+    if smooth:
+        return interpolate(grid, size=(height, width), mode="bilinear", align_corners=False)
+    return interpolate(grid, size=(height, width), mode="nearest")
+
+
+# --- augmentation that keeps pairs aligned ----------------------------------------------------------------------------
 
 
 def random_crop(images: Sequence[Float[Tensor, "... H W"]], size: int, generator: torch.Generator) -> list[Tensor]:
     """The same random square of each image, ``size`` pixels wide in the smallest of them.
 
-    The others may be larger by a whole factor, as a target is beside its low-resolution input; so is their square.
+    Other images may be larger by an integer factor, as a target is than its low-resolution input; so is their square.
     """
     height, width = (min(image.shape[side] for image in images) for side in (-2, -1))
     factors = [image.shape[-2] // height for image in images]
     for image, k in zip(images, factors, strict=True):
         if tuple(image.shape[-2:]) != (k * height, k * width):
-            raise ValueError(f"{tuple(image.shape[-2:])} is no whole multiple of {(height, width)} pixels.")
+            raise ValueError(f"{tuple(image.shape[-2:])} is no integer multiple of {(height, width)} pixels.")
     if size > min(height, width):
         raise ValueError(f"a square of {size} pixels does not fit into {(height, width)}.")
     top, left = (int(torch.randint(side - size + 1, (), generator=generator)) for side in (height, width))
@@ -108,42 +158,43 @@ def random_crop(images: Sequence[Float[Tensor, "... H W"]], size: int, generator
     ]
 
 
-def random_flip(images: Sequence[Float[Tensor, "... H W"]], generator: torch.Generator) -> list[Tensor]:
-    """The same of the eight flips and quarter turns of each image."""
-    return [flip(image, choice) for choice in [int(torch.randint(8, (), generator=generator))] for image in images]
+def random_symmetry(images: Sequence[Float[Tensor, "... H W"]], generator: torch.Generator) -> list[Tensor]:
+    """The same random one of the eight flips and quarter turns of each image."""
+    index = int(torch.randint(8, (), generator=generator))
+    return [apply_symmetry(image, index) for image in images]
 
 
-def flip(image: Float[Tensor, "... H W"], choice: int) -> Float[Tensor, "... H W"]:
-    """Number 0 (none) to 7: ``choice % 4`` quarter turns, from 4 on mirrored left to right before them."""
-    image = image.flip(-1) if choice >= 4 else image
-    return image.rot90(choice % 4, dims=(-2, -1))
+def apply_symmetry(image: Float[Tensor, "... H W"], index: int) -> Float[Tensor, "... H W"]:
+    """Symmetry 0 (none) to 7 of the square: mirrored left to right from 4 on, then ``index % 4`` quarter turns."""
+    image = image.flip(-1) if index >= 4 else image
+    return image.rot90(index % 4, dims=(-2, -1))
 
 
-# --- measures of one and of many --------------------------------------------------------------------------------------
+# --- measures of an image and of sets ---------------------------------------------------------------------------------
 
 
-def brightness(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B"]:
-    """Mean luma of one or three channels; of white strokes on black, their ink. float64."""
+def mean_luma(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B"]:
+    """Mean luma of one or three channels, float64."""
     if images.shape[1] == 1:
         return images.double().mean(dim=(1, 2, 3))
     return images.double().mean(dim=(2, 3)) @ images.new_tensor(LUMA, dtype=torch.float64)
 
 
 def diversity(images: Float[Tensor, "B C H W"], labels: Int[Tensor, "B"]) -> Float[Tensor, ""]:
-    """Standard deviation of each pixel (ddof 1) over the images of a class; its mean over pixels, then over classes.
+    """Standard deviation of each pixel (ddof 1) over the images of a class; mean over pixels, then over classes.
 
-    Classes with a single image are left out; NaN where there is no other. float64.
+    Classes with a single image are left out; NaN where there are no others. float64.
     """
-    of_class = [images[labels == label].double() for label in labels.unique()]
-    each = [own.std(dim=0).mean() for own in of_class if len(own) > 1]
-    return torch.stack(each).mean() if each else torch.tensor(torch.nan, dtype=torch.float64)
+    classes = [images[labels == label].double() for label in labels.unique()]
+    spreads = [members.std(dim=0).mean() for members in classes if len(members) > 1]
+    return torch.stack(spreads).mean() if spreads else torch.tensor(torch.nan, dtype=torch.float64)
 
 
 def frechet_distance(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor, ""]:
     """|mx - my|^2 + tr(Cx + Cy - 2 (Cx Cy)^(1/2)) of two sets of features, covariances with ddof 1. float64.
 
-    Of two normals the squared 2-Wasserstein distance; of Inception's features it is called FID (arXiv 1706.08500).
-    Few samples raise it: compare at equal counts.
+    The squared 2-Wasserstein distance of two normals; of Inception features it is FID (arXiv 1706.08500). It grows
+    with few samples: compare at equal counts.
     """
     x, y = x.double(), y.double()
     cx, cy = torch.cov(x.T).reshape(x.shape[1], -1), torch.cov(y.T).reshape(y.shape[1], -1)

@@ -1,4 +1,4 @@
-"""An algorithm is a bundle of choices. The trainer is blind to its name."""
+"""Objectives: an algorithm is a bundle of choices, and a preset is an instance."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
 from gruppo.core.advantages import Baseline, Scale
-from gruppo.core.correction import Correction, CorrectionLevel
-from gruppo.core.divergence import Estimator, KlGradient
-from gruppo.core.surrogates import FARTHEST
-from gruppo.core.weights import Average
+from gruppo.core.kl import Estimator, KlGradient
+from gruppo.core.surrogates import MAX_LOG_RATIO
+from gruppo.core.weights import Average, Correction, CorrectionLevel
 from gruppo.types import GruppoError
+
+GROUP_BASELINES = ("mean", "leave_one_out")
+RANGES: Mapping[str, tuple[float, float]] = {
+    "running_decay": (0, 1 - 1e-9),
+    "gamma": (0, 1),
+    "lam": (0, 1),
+    "tau_pos": (1e-6, math.inf),
+    "tau_neg": (1e-6, math.inf),
+}
+"""Smallest and largest value of a number; of those not listed, 0 and any finite one."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is maximised. Presets are instances; any field can be changed with ``dataclasses.replace``."""
+    """What is maximized. Presets are instances; change any field with ``dataclasses.replace``."""
 
     credit: Literal["outcome", "return_to_go", "position"] = "outcome"
     """Rewards that an action is credited with: all, later ones, or its own.
@@ -96,32 +105,97 @@ class Objective:
     """
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_ranges()
-        for refusal in REFUSALS:
-            if why := refusal(self):
-                raise GruppoError(why)
-
-    def _check_choices(self) -> None:
+        """Refuse values that no field takes, and combinations that the fields alone rule out."""
         hints = get_type_hints(type(self))
         for field in fields(self):
-            choices = get_args(hints[field.name])
-            value = getattr(self, field.name)
+            name, value, option = field.name, getattr(self, field.name), f"--objective.{field.name.replace('_', '-')}"
+            choices = get_args(hints[name])
             if choices and value not in choices:
                 raise GruppoError(
-                    f"objective.{field.name}={value!r} is not one of {', '.join(map(repr, choices))}. Set "
-                    f"--objective.{field.name.replace('_', '-')} {field.default}."
+                    f"objective.{name}={value!r} is not one of {', '.join(map(repr, choices))}. Set {option} "
+                    f"{field.default}."
                 )
-
-    def _check_ranges(self) -> None:
-        for name, (low, high, usual) in RANGES.items():
-            value = getattr(self, name)
-            if not low <= value <= high or math.isinf(value):
-                most = f"at most {high:g}" if high < math.inf else "finite"
+            low, high = RANGES.get(name, (0, math.inf))
+            if hints[name] in (int, float) and (not low <= value <= high or math.isinf(value)):
+                at_most = f"at most {high:g}" if high < math.inf else "finite"
                 raise GruppoError(
-                    f"objective.{name}={value} is out of range; it needs to be at least {low:g} and {most}. Set "
-                    f"--objective.{name.replace('_', '-')} {usual:g}."
+                    f"objective.{name}={value} is out of range; it needs to be at least {low:g} and {at_most}. Set "
+                    f"{option} {field.default:g}."
                 )
+        if conflict := self._conflict():
+            raise GruppoError(conflict)
+
+    def _conflict(self) -> str | None:
+        """First pair of choices that rule each other out, with the nearest valid choice."""
+        clips_nats = self.clip_unit == "nats"
+        if not clips_nats and self.clip_low > 1:
+            return (
+                f"objective.clip_low={self.clip_low}: the ratio is clipped below 1 - clip_low, which needs "
+                "clip_low <= 1. Set --objective.clip-low 0.2."
+            )
+        if clips_nats and self.clip_high > MAX_LOG_RATIO:
+            return (
+                f"objective.clip_high={self.clip_high:g} nats never clips: ratios are bounded at e^{MAX_LOG_RATIO:g}. "
+                "Set --objective.clip-high 1."
+            )
+        if self.dual_clip and self.surrogate != "clip":
+            return (
+                f"dual_clip={self.dual_clip:g} belongs to surrogate='clip', not {self.surrogate!r}. Set "
+                "--objective.dual-clip 0."
+            )
+        highest = math.exp(self.clip_high) if clips_nats else 1 + self.clip_high
+        if self.dual_clip and self.dual_clip <= highest:
+            return (
+                f"dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}; it needs to be "
+                "larger. Set --objective.dual-clip 3."
+            )
+        low, high = self.correction_low, self.correction_high
+        if self.correction != "none" and not (low <= 1 <= high and low < high):
+            return (
+                f"correction_low={low:g}, correction_high={high:g}: the weight of an action on which sampler and "
+                "trainer agree is 1, which needs to lie between them. Set --objective.correction-low 0 "
+                "--objective.correction-high 3."
+            )
+        if self.has_critic and self.credit != "return_to_go":
+            return (
+                f"baseline='critic' gives each action its own advantage, not credit={self.credit!r}. Set "
+                "--objective.credit return_to_go."
+            )
+        if self.has_critic and self.scale != "none":
+            return (
+                f"baseline='critic' compares returns with values, which scale={self.scale!r} of rewards does not fit. "
+                "Set --objective.scale none --objective.whiten True."
+            )
+        if self.has_critic and self.combine != "sum_then_normalize":
+            return (
+                "combine='normalize_then_sum' normalizes rewards before a critic can learn them. Set "
+                "--objective.combine sum_then_normalize."
+            )
+        if self.gamma != 1 and self.credit != "return_to_go":
+            return (
+                f"gamma={self.gamma:g} discounts nothing under credit={self.credit!r}. Set --objective.credit "
+                "return_to_go, or --objective.gamma 1."
+            )
+        has_prompt = "prompt" in (self.baseline, self.scale)
+        if self.credit == "position" and (has_prompt or self.combine != "sum_then_normalize"):
+            return (
+                "credit='position' has no combine='normalize_then_sum' and no scale='prompt'. Set --objective.credit "
+                "outcome."
+            )
+        if self.ratio == "sequence" and self.surrogate in ("reinforce", "vespo"):
+            uses = "uses no ratio" if self.surrogate == "reinforce" else "has a sequence weight of its own"
+            return f"ratio='sequence' has no effect: surrogate={self.surrogate!r} {uses}. Set --objective.ratio token."
+        if self.kl_in == "reward" and self.combine == "normalize_then_sum" and self.credit == "outcome":
+            return (
+                "kl_in='reward' with combine='normalize_then_sum' would normalize the KL, and kl_coef with it, away. "
+                "Set --objective.credit return_to_go or --objective.kl-in loss."
+            )
+        if self.kl_in == "reward" and self.kl != "k1":
+            return (
+                f"kl_in='reward' needs kl='k1': the gradient of kl={self.kl!r} in the reward is 37 to 125% off. Set "
+                "--objective.kl k1."
+            )
+        return None
 
     def check(
         self,
@@ -133,10 +207,10 @@ class Objective:
         has_positions: bool = False,
         is_gaussian: bool | None = False,
     ) -> None:
-        """Refuse what cannot learn, with the reason and the nearest valid choice.
+        """Refuse what cannot learn in this run, with the reason and the nearest valid choice.
 
-        ``updates_per_row``: in how many optimiser steps a rollout's data is used after others have moved the weights.
-        ``has_positions``: rewards come per action. ``is_gaussian``: actions are continuous; None if unknown.
+        ``updates_per_row``: optimizer steps of a batch, all but the first on data of older weights.
+        ``has_positions``: rewards come per action. ``is_gaussian``: the policy's actions are continuous.
         """
         if group_size < 2 and self.needs_groups:
             why = "baseline" if self.baseline in GROUP_BASELINES else "spread to scale by"
@@ -151,8 +225,8 @@ class Objective:
             )
         if kl_coef > 0 and self.kl_in == "loss" and self.kl == "k1" and self.kl_gradient == "naive":
             raise GruppoError(
-                f"kl='k1' with kl_gradient='naive' has a gradient of zero in expectation, so kl_coef={kl_coef:g} holds "
-                "nothing. Set --objective.kl-gradient unbiased, or --objective.kl k2 or k3."
+                f"kl='k1' with kl_gradient='naive' has a gradient of zero in expectation, so kl_coef={kl_coef:g} has "
+                "no effect. Set --objective.kl-gradient unbiased, or --objective.kl k2 or k3."
             )
         if kl_coef > 0 and self.kl == "exact" and is_gaussian is False:
             raise GruppoError(
@@ -161,19 +235,18 @@ class Objective:
             )
         if kl_coef > 0 and self.kl == "k3" and is_gaussian:
             raise GruppoError(
-                "kl='k3' of a Gaussian policy is the exponential of a log-ratio that adds up over all dimensions of an "
-                "action: tens of nats are usual, and their exponential is no number. Its KL has a closed form. Set "
-                "--objective.kl exact."
+                "kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed over the dimensions of an "
+                "action, often tens of nats, and overflows. Its KL has a closed form. Set --objective.kl exact."
             )
         self.check_rewards(of_steps=has_positions, of_rows=not has_positions)
         if max_length is not None and self.overlong >= max_length:
             raise GruppoError(
-                f"overlong={self.overlong} penalises every length up to the longest, {max_length}; it needs to be "
-                f"below. Set --objective.overlong {max_length // 5}."
+                f"overlong={self.overlong} penalizes every length up to the longest, {max_length}; it needs to be "
+                f"smaller. Set --objective.overlong {max_length // 5}."
             )
 
     def check_rewards(self, *, of_steps: bool, of_rows: bool) -> None:
-        """Refuse a credit that the rewards cannot give: some score single steps, some whole rows, or both."""
+        """Refuse a credit that the rewards cannot give. Rewards score single steps, whole rows, or both."""
         if self.credit == "position" and not of_steps:
             raise GruppoError(
                 "credit='position' needs a reward for each action; these rewards score whole rows. Set "
@@ -183,14 +256,14 @@ class Objective:
             return
         if "prompt" in (self.baseline, self.scale):
             raise GruppoError(
-                "baseline='prompt' and scale='prompt' remember the scores of rows, and the steps of a row are compared "
-                "with steps. Set --objective.baseline mean --objective.scale group, or --objective.credit outcome."
+                "baseline='prompt' and scale='prompt' keep the scores of rows, but steps are compared with steps. Set "
+                " --objective.baseline mean --objective.scale group, or --objective.credit outcome."
             )
         if of_rows and self.scale != "none" and self.combine == "sum_then_normalize":
-            way = "combine normalize_then_sum" if self.credit == "return_to_go" else "scale none"
+            remedy = "combine normalize_then_sum" if self.credit == "return_to_go" else "scale none"
             raise GruppoError(
-                f"rewards of rows and of steps are compared apart, and scale={self.scale!r} would divide out what "
-                f"each weighs in their sum. Set --objective.{way}, or --objective.credit outcome."
+                f"rewards of rows and of steps are normalized separately, and scale={self.scale!r} would divide out "
+                f"their weights in the sum. Set --objective.{remedy}, or --objective.credit outcome."
             )
 
     @property
@@ -209,150 +282,30 @@ class Objective:
     @property
     def needs_whole_rows(self) -> bool:
         """Whether a row's loss cannot be computed from some of its columns."""
-        return self.ratio == "sequence" or self.surrogate == "vespo" or self._corrects_sequences
-
-    @property
-    def _corrects_sequences(self) -> bool:
-        return self.correction != "none" and self.correction_level == "sequence"
-
-
-GROUP_BASELINES = ("mean", "leave_one_out")
-
-RANGES: Mapping[str, tuple[float, float, float]] = {
-    "scale_eps": (0, math.inf, 1e-4),
-    "running_decay": (0, 1 - 1e-9, 0.99),
-    "adv_clip": (0, math.inf, 0),
-    "gamma": (0, 1, 1),
-    "lam": (0, 1, 0.95),
-    "clip_low": (0, math.inf, 0.2),
-    "clip_high": (0, math.inf, 0.2),
-    "dual_clip": (0, math.inf, 3),
-    "kl_mask": (0, math.inf, 0),
-    "tau_pos": (1e-6, math.inf, 1),
-    "tau_neg": (1e-6, math.inf, 1.05),
-    "correction_low": (0, math.inf, 0),
-    "correction_high": (0, math.inf, 3),
-    "value_clip": (0, math.inf, 0.2),
-    "overlong": (0, math.inf, 0),
-}
-
-
-# --- what the fields alone rule out ----------------------------------------------------------------------------------
-
-
-def _clip_crosses(o: Objective) -> str | None:
-    if o.clip_unit == "ratio" and o.clip_low > 1:
-        return (
-            f"objective.clip_low={o.clip_low}: the ratio is kept above 1 - clip_low, which needs clip_low <= 1. Set "
-            "--objective.clip-low 0.2."
-        )
-    if o.clip_unit == "nats" and o.clip_high > FARTHEST:
-        return (
-            f"objective.clip_high={o.clip_high:g} nats: a ratio of e^{FARTHEST:g} is the largest that is told apart, "
-            "so it never clips. Set --objective.clip-high 1."
-        )
-    if o.dual_clip and o.surrogate != "clip":
-        return (
-            f"dual_clip={o.dual_clip:g} belongs to surrogate='clip', not {o.surrogate!r}. Set --objective.dual-clip 0."
-        )
-    highest = math.exp(o.clip_high) if o.clip_unit == "nats" else 1 + o.clip_high
-    if o.dual_clip and o.dual_clip <= highest:
-        return (
-            f"dual_clip={o.dual_clip:g} crosses the clip range, which ends at {highest:g}; it needs to be larger. Set "
-            "--objective.dual-clip 3."
-        )
-    return None
-
-
-def _correction_crosses(o: Objective) -> str | None:
-    low, high = o.correction_low, o.correction_high
-    if o.correction == "none" or (low <= 1 <= high and low < high):
-        return None
-    return (
-        f"correction_low={low:g}, correction_high={high:g}: the weight of an action on which sampler and trainer agree "
-        "is 1, which needs to lie between them. Set --objective.correction-low 0 --objective.correction-high 3."
-    )
-
-
-def _critic_misfits(o: Objective) -> str | None:
-    if not o.has_critic:
-        return None
-    if o.credit != "return_to_go":
-        return (
-            f"baseline='critic' gives each action its own advantage, not credit={o.credit!r}. Set --objective.credit "
-            "return_to_go."
-        )
-    if o.scale != "none":
-        return (
-            f"baseline='critic' compares returns with values, which scale={o.scale!r} of rewards does not fit. Set "
-            "--objective.scale none --objective.whiten True."
-        )
-    if o.combine != "sum_then_normalize":
-        return (
-            "combine='normalize_then_sum' normalises rewards before a critic could learn them. Set --objective.combine "
-            "sum_then_normalize."
-        )
-    return None
-
-
-def _credit_misfits(o: Objective) -> str | None:
-    if o.gamma != 1 and o.credit != "return_to_go":
-        return (
-            f"gamma={o.gamma:g} discounts nothing under credit={o.credit!r}. Set --objective.credit return_to_go, or "
-            "--objective.gamma 1."
-        )
-    if o.credit == "position" and (o.combine != "sum_then_normalize" or "prompt" in (o.baseline, o.scale)):
-        return (
-            "credit='position' has no combine='normalize_then_sum' and no scale='prompt'. Set --objective.credit "
-            "outcome."
-        )
-    return None
-
-
-def _ratio_misfits(o: Objective) -> str | None:
-    if o.ratio == "sequence" and o.surrogate in ("reinforce", "vespo"):
-        uses = "uses no ratio" if o.surrogate == "reinforce" else "has a sequence weight of its own"
-        return f"ratio='sequence' does nothing here: surrogate={o.surrogate!r} {uses}. Set --objective.ratio token."
-    return None
-
-
-def _kl_misfits(o: Objective) -> str | None:
-    if o.kl_in == "reward" and o.combine == "normalize_then_sum" and o.credit == "outcome":
-        return (
-            "kl_in='reward' with combine='normalize_then_sum' would normalise the KL, and kl_coef with it, away. Set "
-            "--objective.credit return_to_go or --objective.kl-in loss."
-        )
-    if o.kl_in == "reward" and o.kl != "k1":
-        return (
-            f"kl_in='reward' needs kl='k1': the gradient of kl={o.kl!r} in the reward is 37 to 125% off. Set "
-            "--objective.kl k1."
-        )
-    return None
-
-
-REFUSALS = (_clip_crosses, _correction_crosses, _critic_misfits, _credit_misfits, _ratio_misfits, _kl_misfits)
+        corrects_sequences = self.correction != "none" and self.correction_level == "sequence"
+        return self.ratio == "sequence" or self.surrogate == "vespo" or corrects_sequences
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------
 
 GRPO = Objective()
-"""DeepSeekMath, arXiv 2402.03300: (r - mean) / std in the group, clip, mean over tokens then over sequences."""
+"""DeepSeekMath, arXiv 2402.03300: (r - mean) / std of the group, clip, mean over tokens and then over sequences."""
 DR_GRPO = Objective(scale="none", average="constant")
-"""arXiv 2503.20783: no division by the spread nor by the length; one constant denominator."""
+"""arXiv 2503.20783: no division by the standard deviation or the length; one constant denominator."""
 DAPO = Objective(clip_high=0.28, average="token")
-"""arXiv 2503.14476: clip-higher and the token average. Its two other parts are --rollout.refill-rounds and overlong."""
+"""arXiv 2503.14476: clip-higher and the token average. Its other two parts are --rollout.refill-rounds and overlong."""
 GSPO = Objective(ratio="sequence", clip_low=3e-4, clip_high=4e-4)
-"""arXiv 2507.18071: one ratio a row, the geometric mean of its tokens', and a clip to match."""
+"""arXiv 2507.18071: one ratio per sequence, the geometric mean over its tokens, with a clip to match."""
 CISPO = Objective(surrogate="cispo", clip_low=1.0, clip_high=4.0, average="token")
-"""MiniMax-M1, arXiv 2506.13585: REINFORCE with a ratio that is bounded, here at 5, and carries no gradient."""
+"""MiniMax-M1, arXiv 2506.13585: REINFORCE weighted by a detached ratio, clipped at 5."""
 SAPO = Objective(surrogate="sapo")
-"""arXiv 2511.20347: a soft gate on the ratio in place of the clip."""
+"""arXiv 2511.20347: a soft gate on the ratio instead of the clip."""
 RLOO = Objective(baseline="leave_one_out", scale="none", surrogate="reinforce", average="sequence_sum")
-"""arXiv 2402.14740: each rollout against the mean of its group-mates, the whole sequence as one action.
+"""arXiv 2402.14740: each rollout against the mean of the others in its group, the whole sequence as one action.
 
-Where there is a kl_coef, the paper has the KL in the reward: replace(RLOO, kl="k1", kl_in="reward")."""
+With a kl_coef, the paper puts the KL in the reward: replace(RLOO, kl="k1", kl_in="reward")."""
 REINFORCE = Objective(baseline="batch_mean", scale="none", surrogate="reinforce", average="sequence_sum")
-"""Williams 1992, with the batch's mean reward as the baseline; works with a group of one."""
+"""Williams 1992, with the mean reward of the batch as the baseline; works with groups of one."""
 REINFORCE_PP = Objective(
     credit="return_to_go", baseline="batch_mean", scale="none", whiten=True, average="token", kl="k1", kl_in="reward"
 )
@@ -360,9 +313,9 @@ REINFORCE_PP = Objective(
 PPO = Objective(
     credit="return_to_go", baseline="critic", scale="none", whiten=True, average="token", kl="k1", kl_in="reward"
 )
-"""arXiv 1707.06347, as for text (arXiv 2203.02155): a critic, GAE, and the KL in the reward of each token."""
+"""arXiv 1707.06347, as used for text (arXiv 2203.02155): a critic, GAE, and the KL in the reward of each token."""
 NANOCHAT = Objective(scale="none", surrogate="reinforce", average="token")
-"""nanochat's simplified "GRPO": reward minus the group's mean, on-policy, no clip, no KL, the token average."""
+"""nanochat's simplified GRPO: reward minus the group mean, on-policy, no clip, no KL, the token average."""
 
 PRESETS: Mapping[str, Objective] = {
     "grpo": GRPO,

@@ -1,131 +1,240 @@
-"""Step to value: schedules, and controllers that read what a step measured."""
+"""Values that change from step to step: schedules, and controllers that follow a metric."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from gruppo.types import GruppoError
 
 Decay = Literal["constant", "linear", "cosine"]
-Kind = Literal["constant", "linear", "cosine", "steps"]
 
-FORMS = "a number, linear:FROM,TO or linear:FROM,TO,STEPS, cosine:... alike, or steps:FROM,50=X,100=Y"
+SYNTAX = "a number, linear:FROM,TO or linear:FROM,TO,STEPS, cosine:... alike, or steps:FROM,50=X,100=Y"
 
 
 def warmup_decay(step: int, *, peak: float, warmup: int, total: int, decay: Decay, final_frac: float = 0.0) -> float:
-    """The value at step 0, 1, ..., total - 1.
+    """Value at step 0, 1, ..., total - 1: linear warm-up, then constant, linear or cosine decay.
 
-    Rises linearly over ``warmup`` steps, peak (step + 1) / warmup, so that the first step already learns; then stays,
-    or falls to ``final_frac * peak`` along a line or a half cosine, which the step after the last would reach.
+    Warm-up is peak (step + 1) / warmup, so the first step already learns. Decay goes to ``final_frac * peak``, which
+    the step after the last would reach.
     """
     if step < warmup:
         return peak * (step + 1) / warmup
     if decay == "constant":
         return peak
-    return peak * (final_frac + (1 - final_frac) * _left(step - warmup, total - warmup, decay))
+    return peak * (final_frac + (1 - final_frac) * _remaining(step - warmup, total - warmup, decay))
 
 
-def _left(step: int, over: int, kind: Literal["linear", "cosine"]) -> float:
-    """From 1 at step 0 to 0 at step ``over`` and after."""
-    done = min(step / max(over, 1), 1.0)
+def _remaining(step: int, steps: int, kind: Decay | Literal["steps"]) -> float:
+    """Remaining fraction of a decay: 1 at step 0, 0 from step ``steps`` on."""
+    done = min(step / max(steps, 1), 1.0)
     return 1 - done if kind == "linear" else (1 + math.cos(math.pi * done)) / 2
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A value that changes with the step alone."""
+    """A value that is a function of the step."""
 
-    kind: Kind
-    first: float
-    last: float
-    over: int = 0
-    """Steps from first to last; 0 for those of the stage."""
-    changes: tuple[tuple[int, float], ...] = ()
-    """Of "steps": from this step on, this value."""
+    kind: Decay | Literal["steps"]
+    initial: float
+    final: float
+    steps: int = 0
+    """Steps from initial to final; 0 for the length of the stage."""
+    milestones: tuple[tuple[int, float], ...] = ()
+    """For kind "steps": from this step on, this value."""
 
     def at(self, step: int, *, length: int) -> float:
-        """The value at step 0, 1, ... of a stage of ``length`` steps. Step ``over`` would be the first at ``last``."""
+        """Value at step 0, 1, ... of a stage of ``length`` steps. Step ``steps`` is the first at ``final``."""
         if self.kind == "constant":
-            return self.first
+            return self.initial
         if self.kind == "steps":
-            return next((value for start, value in reversed(self.changes) if step >= start), self.first)
-        left = _left(step, self.over or length, self.kind)
-        return self.first if left == 1 else self.last if left == 0 else self.last + (self.first - self.last) * left
+            return next((value for start, value in reversed(self.milestones) if step >= start), self.initial)
+        left = _remaining(step, self.steps or length, self.kind)
+        if left in (0, 1):  # the ends exactly: final + (initial - final) is rounded
+            return self.initial if left == 1 else self.final
+        return self.final + (self.initial - self.final) * left
 
     @property
     def values(self) -> tuple[float, ...]:
-        """What it begins with, ends with, and changes to: all others are between them."""
-        return (self.first, self.last, *(value for _, value in self.changes))
+        """Initial, final and milestone values. All others lie between them."""
+        return (self.initial, self.final, *(value for _, value in self.milestones))
 
 
 @dataclass(frozen=True)
-class Adaptive:
-    """What a controller was set to: where it begins, and its settings by name."""
+class AdaptiveSpec:
+    """Initial value and settings of a controller, as parsed."""
 
-    first: float
+    initial: float
     settings: tuple[tuple[str, float], ...]
 
     @property
     def values(self) -> tuple[float, ...]:
-        return (self.first,)
+        return (self.initial,)
 
 
-def parse(given: float | str, name: str) -> Schedule | Adaptive:
-    """What a number or a text means: ``0.1``, ``linear:1,0``, ``steps:1,50=0.5``, ``adaptive:0.1,target=6``.
+def parse_schedule(value: float | str, name: str) -> Schedule | AdaptiveSpec:
+    """Parse a number or a text: ``0.1``, ``linear:1,0``, ``steps:1,50=0.5``, ``adaptive:0.1,target=6``.
 
-    ``name``: of the field, for the refusal of what is not understood.
+    ``name`` is the field that errors refer to.
     """
-    if not isinstance(given, str):
-        return Schedule("constant", float(given), float(given))
-    kind, _, rest = given.strip().partition(":")
+    if not isinstance(value, str):
+        return Schedule("constant", float(value), float(value))
+    kind, _, rest = value.strip().partition(":")
     words = [word.strip() for word in rest.split(",")] if rest else []
     try:
         if kind in ("linear", "cosine"):
-            return _between("linear" if kind == "linear" else "cosine", words)
-        if kind == "steps":
-            return _in_steps(words)
+            if len(words) not in (2, 3):
+                raise ValueError(f"{kind} has {len(words)} numbers")
+            if len(words) == 3 and int(words[2]) < 1:
+                raise ValueError(f"{int(words[2])} steps")
+            steps = int(words[2]) if len(words) == 3 else 0
+            return Schedule("linear" if kind == "linear" else "cosine", float(words[0]), float(words[1]), steps)
+        settings = []
+        for word in words[1:]:
+            key, equals, number = word.partition("=")
+            if not equals:
+                raise ValueError(f"{word!r} has no =")
+            settings.append((key.strip(), float(number)))
         if kind == "adaptive":
-            return Adaptive(float(words[0]), tuple(map(_setting, words[1:])))
-        value = float(given)
-        return Schedule("constant", value, value)
+            return AdaptiveSpec(float(words[0]), tuple(settings))
+        if kind == "steps":
+            milestones = tuple((int(step), number) for step, number in settings)
+            starts = [start for start, _ in milestones]
+            if not starts or starts != sorted(set(starts)) or starts[0] < 1:
+                raise ValueError("the steps need to rise from 1")
+            return Schedule("steps", float(words[0]), milestones[-1][1], milestones=milestones)
+        return Schedule("constant", float(value), float(value))
     except (ValueError, IndexError) as error:
-        raise GruppoError(f"{name}={given!r} is not understood ({error}); it needs {FORMS}.") from None
+        raise GruppoError(f"{name}={value!r} is not understood ({error}); it needs {SYNTAX}.") from None
 
 
-def _between(kind: Literal["linear", "cosine"], words: list[str]) -> Schedule:
-    if len(words) not in (2, 3):
-        raise ValueError(f"{kind} has {len(words)} numbers")
-    over = int(words[2]) if len(words) == 3 else 0
-    if len(words) == 3 and over < 1:
-        raise ValueError(f"{over} steps")
-    return Schedule(kind, float(words[0]), float(words[1]), over)
+class Controller:
+    """A value that follows a metric. Its numbers are its fields, which a checkpoint holds."""
+
+    metric: ClassVar[str]
+    """Name of the metric that ``update`` is called with."""
+
+    @property
+    def value(self) -> float:
+        raise NotImplementedError
+
+    def update(self, measured: float, *, rows: float) -> None:
+        """Follow the metric of a step of ``rows`` samples. A metric that is not finite leaves the value."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        vars(self).update({name: float(state[name]) for name in vars(self)})
 
 
-def _in_steps(words: list[str]) -> Schedule:
-    changes = tuple((int(step), value) for step, value in map(_setting, words[1:]))
-    if not changes or [step for step, _ in changes] != sorted({step for step, _ in changes}) or changes[0][0] < 1:
-        raise ValueError("the steps need to rise from 1")
-    return Schedule("steps", float(words[0]), changes[-1][1], changes=changes)
+@dataclass
+class AdaptiveKl(Controller):
+    """KL coefficient that holds the KL to the reference, in nats per action, near a target.
 
-
-def _setting(word: str) -> tuple[str, float]:
-    name, equals, value = word.partition("=")
-    if not equals:
-        raise ValueError(f"{word!r} has no =")
-    return name.strip(), float(value)
-
-
-def adaptive_coef(coef: float, kl: float, *, target: float, horizon: float, n: float) -> float:
-    """The KL coefficient after a step that drew ``n`` samples at a KL of ``kl`` nats.
-
-    coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon): it grows while the KL is above its target, by at most a
-    fifth in ``horizon`` samples. Ziegler et al. 2019 (arXiv 1909.08593), section 2.2. A step of more samples than the
-    horizon counts as one horizon: beyond five the coefficient would turn negative. A KL that is not finite, as of a
-    step that learned from nothing, leaves it.
+    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) rows / horizon). Ziegler et al. 2019 (arXiv 1909.08593), section
+    2.2. A step of more rows than the horizon counts as one horizon: beyond five, the coefficient would turn negative.
     """
-    if not math.isfinite(kl):
-        return coef
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * min(n / horizon, 1.0))
+
+    metric: ClassVar[str] = "kl/ref_nats"
+    coef: float
+    target: float
+    horizon: float = 10_000.0
+
+    @property
+    def value(self) -> float:
+        return self.coef
+
+    def update(self, measured: float, *, rows: float) -> None:
+        if math.isfinite(measured):
+            error = min(max(measured / self.target - 1, -0.2), 0.2)
+            self.coef = self.coef * (1 + error * min(rows / self.horizon, 1.0))
+
+
+@dataclass
+class AdaptiveEntropy(Controller):
+    """Entropy coefficient that grows while the entropy, in nats per action, is below a target.
+
+    c <- max(c + delta, 0) where the entropy is below the target, max(c - delta, 0) where it is not. The value is c
+    where the last entropy was at or below the target, else 0. He et al. 2025 (Skywork-OR1, arXiv 2505.22312),
+    section 4.3.
+    """
+
+    metric: ClassVar[str] = "entropy/mean_nats"
+    coef: float
+    target: float
+    delta: float = 0.005
+    measured: float = -math.inf
+    """Last entropy. Before the first step the coefficient acts."""
+
+    @property
+    def value(self) -> float:
+        return self.coef if self.measured <= self.target else 0.0
+
+    def update(self, measured: float, *, rows: float) -> None:
+        if math.isfinite(measured):
+            self.coef = max(self.coef + (self.delta if measured < self.target else -self.delta), 0.0)
+            self.measured = measured
+
+
+@dataclass
+class AdaptiveDifficulty(Controller):
+    """Fraction of the prompts that are sampled from, the easiest first, which grows while the reward is above a target.
+
+    level <- min(max(level + rate (reward - target), first), 1).
+    """
+
+    metric: ClassVar[str] = "reward/mean"
+    level: float
+    target: float
+    rate: float = 0.05
+    first: float = -1.0
+    """Lower bound. The initial level where negative."""
+
+    def __post_init__(self) -> None:
+        if self.first < 0:
+            self.first = self.level
+
+    @property
+    def value(self) -> float:
+        return self.level
+
+    def update(self, measured: float, *, rows: float) -> None:
+        if math.isfinite(measured):
+            self.level = min(max(self.level + self.rate * (measured - self.target), self.first), 1.0)
+
+
+CONTROLLERS = {
+    "kl_coef": (AdaptiveKl, "horizon"),
+    "entropy_coef": (AdaptiveEntropy, "delta"),
+    "difficulty": (AdaptiveDifficulty, "rate"),
+}
+"""Controller of each adaptive field of a stage, and its setting beside the target."""
+
+
+def make_controller(field: str, spec: AdaptiveSpec, name: str) -> Controller:
+    """New controller of a field of a stage. ``name`` is the field that errors refer to."""
+    if field not in CONTROLLERS:
+        raise GruppoError(
+            f"{name} cannot be adaptive; {', '.join(CONTROLLERS)} can. Give it a schedule, such as linear:FROM,TO."
+        )
+    (controller, option), settings = CONTROLLERS[field], dict(spec.settings)
+    if "target" not in settings or not set(settings) <= {"target", option}:
+        raise GruppoError(
+            f"{name}: adaptive takes target and {option}, and needs target; it has {', '.join(settings) or 'none'}. "
+            f"Write adaptive:{spec.initial:g},target=X,{option}=Y."
+        )
+    for setting, value in settings.items():
+        is_reward = field == "difficulty" and setting == "target"
+        if not (math.isfinite(value) if is_reward else 0 < value < math.inf):
+            needs = "a number" if is_reward else "a number above 0"
+            raise GruppoError(f"{name}: {setting}={value:g} is out of range; it needs {needs}. Set {setting}=X.")
+    if field == "kl_coef" and not spec.initial > 0:
+        raise GruppoError(
+            f"{name}: an adaptive coefficient is multiplied, and from {spec.initial:g} it never moves. Begin above 0:"
+            f" adaptive:0.05,target={settings['target']:g}."
+        )
+    return controller(spec.initial, **settings)

@@ -1,4 +1,4 @@
-"""What a policy-gradient step descends, per action and unreduced: multiply by ``loss_weights``."""
+"""Surrogate losses of policy gradients, and the value loss. Per action and unreduced: multiply by ``loss_weights``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Level = Literal["token", "sequence", "sequence_token"]
-FARTHEST = 20.0
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+MAX_LOG_RATIO = 20.0
 """Nats. exp of more than 88 is inf in float32, whose gradient is NaN even where the clip has chosen its other side."""
+VESPO_MIN_LOG_WEIGHT = -18.420680743952367
+"""log 1e-8, as in TRL."""
 
 
-def ratio_of(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """exp, without a gradient beyond e^20: an action that is half a billion times likelier is stopped, not followed."""
-    return log_ratio.clamp(max=FARTHEST).exp()
+def importance_ratio(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """exp(log_ratio), at most e^20 and without a gradient there: an action half a billion times likelier is stopped."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def log_ratio(
@@ -23,15 +25,15 @@ def log_ratio(
     old_logprobs: Float[Tensor, "B T"],
     loss_mask: Bool[Tensor, "B T"],
     *,
-    level: Level = "token",
+    level: RatioLevel = "token",
     dims: int = 1,
 ) -> Float[Tensor, "B T"]:
-    """``logprobs - old_logprobs`` where kept and 0 elsewhere, so that masked slots may hold anything, NaN included.
+    """``logprobs - old_logprobs`` where kept, 0 elsewhere. Masked entries may hold anything, NaN included.
 
-    ``sequence``: the mean over the row's kept actions, for each of them (GSPO, arXiv 2507.18071, eq. 7).
+    ``sequence``: mean over the row's kept actions, for each of them (GSPO, arXiv 2507.18071, eq. 7).
     ``sequence_token``: the same number, with the gradient of the action's own log-prob (GSPO-token, eq. 14), for
     advantages that differ from action to action.
-    ``dims``: the dimensions of one continuous action, by which its log-ratio is divided; 1 leaves the joint density.
+    ``dims``: dimensions of a continuous action, by which its log-ratio is divided; 1 leaves the joint density.
     """
     ratio = (torch.where(loss_mask, logprobs, 0) - torch.where(loss_mask, old_logprobs, 0)) / dims
     if level == "token":
@@ -54,9 +56,9 @@ def clip_surrogate(
 
     L = -min(r A, clip(r, 1 - low, 1 + high) A),  r = exp(log_ratio).
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7; ``high`` above ``low`` is DAPO's clip-higher (arXiv 2503.14476).
-    ``dual`` bounds it from the other side where A < 0: L = min(L, -dual A) (Ye et al. 2019, arXiv 1912.09729, dual 3).
+    ``dual`` bounds the loss where A < 0: L = min(L, -dual A) (dual clip, Ye et al. 2019, arXiv 1912.09729, dual 3).
     """
-    ratio = ratio_of(log_ratio)
+    ratio = importance_ratio(log_ratio)
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     if dual is None:
         return loss
@@ -76,7 +78,7 @@ def cispo_surrogate(
 
     MiniMax-M1 (arXiv 2506.13585), eq. 4, which leaves the lower side open (low 1). TRL's epsilon_high is 1 + high.
     """
-    weight = ratio_of(log_ratio.detach()).clamp(1 - low, 1 + high)
+    weight = importance_ratio(log_ratio.detach()).clamp(1 - low, 1 + high)
     return -weight * advantages * torch.where(loss_mask, logprobs, 0)
 
 
@@ -88,7 +90,7 @@ def sapo_surrogate(
     SAPO (arXiv 2511.20347).
     """
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(log_ratio.dtype)
-    return -torch.sigmoid(tau * (ratio_of(log_ratio) - 1)) * 4 / tau * advantages
+    return -torch.sigmoid(tau * (importance_ratio(log_ratio) - 1)) * 4 / tau * advantages
 
 
 def vespo_surrogate(
@@ -102,18 +104,15 @@ def vespo_surrogate(
 ) -> Float[Tensor, "B T"]:
     """L = -stopgrad(phi(w)) A logprobs,  phi(w) = w^k exp(lam (1 - w)),  w = exp(sum of the row's log-ratios).
 
-    (k, lam) is ``pos`` where A >= 0 and ``neg`` elsewhere; phi(1) = 1. VESPO (arXiv 2602.10693); numbers, and the
-    bounds of the sums, as in TRL 1.16. ``log_ratio`` is the token's.
+    (k, lam) is ``pos`` where A >= 0 and ``neg`` elsewhere; phi(1) = 1. ``log_ratio`` is at token level.
+    VESPO (arXiv 2602.10693), with the constants and bounds of TRL 1.16.
     """
-    log_w = log_ratio.detach().clamp(-FARTHEST, FARTHEST).sum(dim=1, keepdim=True).clamp(VESPO_LOWEST, FARTHEST)
+    log_w = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(dim=1, keepdim=True)
+    log_w = log_w.clamp(VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
     is_pos = advantages >= 0
     k, lam = (torch.where(is_pos, p, n).to(log_w.dtype) for p, n in zip(pos, neg, strict=True))
     phi = (lam + k * log_w - lam * log_w.exp()).exp()
     return -phi * advantages * torch.where(loss_mask, logprobs, 0)
-
-
-VESPO_LOWEST = -18.420680743952367
-"""log 1e-8."""
 
 
 def reinforce_surrogate(
@@ -133,8 +132,8 @@ def value_loss(
 ) -> Float[Tensor, "B T"]:
     """L = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), with 0 where not kept.
 
-    ``old_values`` are those stored when the batch was collected; ``clip`` 0 leaves the plain squared error.
-    The clip is of the first PPO implementation (Huang et al. 2022, "The 37 implementation details of PPO", 9).
+    ``old_values`` are those stored when the batch was collected; ``clip`` 0 gives the plain squared error. The clip is
+    that of OpenAI Baselines (Huang et al. 2022, "The 37 implementation details of PPO", 9).
     """
     target = torch.where(loss_mask, returns, 0)
     values = torch.where(loss_mask, values, 0)

@@ -1,8 +1,7 @@
-"""Every denominator of the library."""
+"""Weights of actions in the loss: its denominators, and corrections for a sampler that differs from the trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -10,27 +9,29 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 Average = Literal["sequence", "token", "constant", "sequence_sum", "sum"]
-AllSum = Callable[[Tensor], Tensor]
-
-
-def identity(x: Tensor) -> Tensor:
-    """The sum over one process."""
-    return x
+Correction = Literal["none", "truncate", "mask"]
+CorrectionLevel = Literal["token", "sequence"]
 
 
 def loss_total(loss_mask: Bool[Tensor, "B T"], *, average: Average, max_length: int) -> Float[Tensor, ""]:
-    """The denominator of one update, to be summed over all ranks: float64.
+    """Denominator of one update, to be summed over all ranks. float64.
 
     ``token``: kept actions. ``sequence``, ``sequence_sum``: non-empty rows. ``constant``: non-empty rows times
-    ``max_length``, the longest rollout allowed. ``sum``: not used.
-    Rows without a kept action count nowhere, so that unscored and masked rows leave numerator and denominator together.
+    ``max_length``, the longest rollout allowed. ``sum``: 1, not used.
+    Rows without a kept action do not count, so unscored and masked rows leave numerator and denominator together.
     """
-    count = TOTALS[average](loss_mask, max_length)
-    return torch.as_tensor(count, dtype=torch.float64, device=loss_mask.device)
+    rows = loss_mask.any(dim=1).sum()
+    if average == "token":
+        total = loss_mask.sum()
+    elif average == "sum":
+        total = torch.ones_like(rows)
+    else:
+        total = rows * max_length if average == "constant" else rows
+    return total.double()
 
 
 def loss_weights(loss_mask: Bool[Tensor, "B T"], *, average: Average, total: Tensor | float) -> Float[Tensor, "B T"]:
-    """The weight of each action, so that ``loss = (weights * per_action).sum()``.
+    """Weight of each action, so that ``loss = (weights * per_action).sum()``. float64.
 
     sequence      1 / (length of the row * rows)       GRPO, arXiv 2402.03300
     token         1 / kept actions                     DAPO, arXiv 2503.14476
@@ -38,9 +39,8 @@ def loss_weights(loss_mask: Bool[Tensor, "B T"], *, average: Average, total: Ten
     sequence_sum  1 / rows                             RLOO, arXiv 2402.14740: a sequence is one action
     sum           1
 
-    ``total`` is ``loss_total`` of the whole update over all ranks; ``keep`` may be any rows of it. The weights of an
-    update's parts are those of the whole: pieces, padding and ranks cannot change a gradient. A total of 0 (nothing
-    kept anywhere) gives weights 0.
+    ``total`` is ``loss_total`` of the whole update over all ranks; ``loss_mask`` may be any rows of it. Micro-batches,
+    padding and ranks then cannot change a gradient. A total of 0 (nothing kept anywhere) gives weights of 0.
     """
     kept = loss_mask.double()
     if average == "sequence":
@@ -51,14 +51,29 @@ def loss_weights(loss_mask: Bool[Tensor, "B T"], *, average: Average, total: Ten
     return torch.where(total > 0, kept / total.clamp(min=1), 0.0)
 
 
-def _rows(loss_mask: Tensor, max_length: int) -> Tensor:
-    return loss_mask.any(dim=1).sum()
+def correction_weights(
+    old_logprobs: Float[Tensor, "B T"],
+    sampler_logprobs: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
+    *,
+    mode: Correction,
+    level: CorrectionLevel = "token",
+    low: float = 0.0,
+    high: float = 3.0,
+) -> Float[Tensor, "B T"]:
+    """Importance weights w = exp(old_logprobs - sampler_logprobs) of the policy term, detached; 0 where not kept.
 
-
-TOTALS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "sequence": _rows,
-    "token": lambda loss_mask, max_length: loss_mask.sum(),
-    "constant": lambda loss_mask, max_length: _rows(loss_mask, max_length) * max_length,
-    "sequence_sum": _rows,
-    "sum": lambda loss_mask, max_length: loss_mask.new_ones((), dtype=torch.long),
-}
+    ``truncate``: w clamped to [low, high] (truncated importance sampling). ``mask``: 0 outside [low, high] (IcePop,
+    arXiv 2510.18855, token level with 0.5 and 5). Masked actions stay in every denominator.
+    ``level="sequence"`` *sums* the differences of a row, for each of its actions: the weight of the joint
+    distribution. Their mean would be the weight of another one.
+    """
+    difference = torch.where(loss_mask, old_logprobs - sampler_logprobs, 0).detach()
+    if level == "sequence":
+        difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
+    weight = difference.exp()
+    if mode == "truncate":
+        weight = weight.clamp(low, high)
+    if mode == "mask":
+        weight = torch.where((weight >= low) & (weight <= high), weight, 0)
+    return torch.where(loss_mask, weight, 0)

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import interpolate, pad
+from torch.nn.functional import avg_pool2d, interpolate, pad
 
-from gruppo.core.filters import gaussian_blur, shrunk
-from gruppo.core.images import as_saved, to_bytes
+from gruppo.core.images import gaussian_blur, quantize, to_uint8
 from gruppo.data.source import nearest
 from gruppo.loading import import_extra
 from gruppo.types import DataError
@@ -31,14 +30,14 @@ def _downscale(images: Images, factor: float, generator: torch.Generator | None 
     height, width = images.shape[-2:]
     side = int(factor)
     padded = pad(images, (0, -width % side, 0, -height % side), mode="replicate")
-    resized = interpolate(shrunk(padded, side), size=padded.shape[-2:], mode="bicubic", align_corners=False)
+    resized = interpolate(avg_pool2d(padded, side), size=padded.shape[-2:], mode="bicubic", align_corners=False)
     return resized[..., :height, :width]
 
 
 def _compress(images: Images, quality: float, generator: torch.Generator) -> Images:
     """One image through JPEG."""
     pillow = import_extra("PIL.Image", "images", "degrading images to JPEG")
-    levels, file = to_bytes(images[0]).permute(1, 2, 0).numpy(), io.BytesIO()
+    levels, file = to_uint8(images[0]).permute(1, 2, 0).numpy(), io.BytesIO()
     is_grey = levels.shape[-1] == 1
     image = pillow.fromarray(levels[..., 0] if is_grey else levels, "L" if is_grey else "RGB")
     image.save(file, "JPEG", quality=int(quality))
@@ -133,7 +132,7 @@ class Degradation:
             strength = float(int(low + uniform * (high - low + 1))) if is_whole else low + uniform * (high - low)
             image = KINDS[name].apply(image[None], strength, generator)[0]
             strengths[name] = strength
-        return as_saved(image), strengths
+        return quantize(image), strengths
 
     def expected(self, images: Images, strengths: Sequence[Mapping[str, float]]) -> Images:
         """Each image under its own strengths, without steps that are random (noise) or have no gradient (JPEG).

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.core.images import to_bytes
+from gruppo.core.images import to_uint8
 from gruppo.data.source import nearest
 from gruppo.loading import import_extra
 from gruppo.types import DataError
@@ -96,7 +96,7 @@ class ImageCache:
         if isinstance(image, Tensor):
             return image
         if image not in self._images:
-            self._images[image] = to_bytes(read_image(image, channels=self.channels))
+            self._images[image] = to_uint8(read_image(image, channels=self.channels))
             self._bytes += self._images[image].numel()
         self._images.move_to_end(image)
         while self._bytes > CACHE_BYTES and len(self._images) > 1:

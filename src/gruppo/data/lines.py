@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.core.images import as_saved
+from gruppo.core.images import quantize
 from gruppo.data.degrade import Degradation, parse_data_options
 from gruppo.data.image_files import package_file
 from gruppo.data.source import IndexedSource, split_by_hash
@@ -114,7 +114,7 @@ def line_image(text: str, number: int, index: int, height: int, width: int) -> F
     draw.text((round(left), height / 2 + round(2 * y - 1)), text, fill=255, font=font, anchor="lm")
     cover = torch.from_numpy(np.array(canvas)).float() / 255
     ink, paper = 0.3 * ink, 0.8 + 0.2 * paper
-    return as_saved(paper + (ink - paper) * cover)[None]
+    return quantize(paper + (ink - paper) * cover)[None]
 
 
 @cache

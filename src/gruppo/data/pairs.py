@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gruppo.core.images import random_crop, random_flip, to_bytes
+from gruppo.core.images import random_crop, random_symmetry, to_uint8
 from gruppo.data.degrade import Degradation
 from gruppo.data.image_files import SUFFIXES, ImageCache, image_size
 from gruppo.data.source import IndexedSource, check_fraction, leave_out, split_by_hash
@@ -102,7 +102,7 @@ def image_pairs(
             return None
         generator = generator_at(seed, "crop", draw)
         images = random_crop(images, crop, generator) if crop else images
-        images = random_flip(images, generator) if flips else images
+        images = random_symmetry(images, generator) if flips else images
         return make_prompt(n, images, generator, draw)
 
     def held_out_prompt_at(place: tuple[str, int, int, int, int], draw: int) -> Prompt | None:
@@ -125,7 +125,7 @@ def image_pairs(
 
     # sizes of files show that an image was replaced under its old name; tensors are hashed
     contents = [
-        x.stat().st_size if isinstance(x, Path) else hashlib.sha256(to_bytes(x).numpy().tobytes()).hexdigest()
+        x.stat().st_size if isinstance(x, Path) else hashlib.sha256(to_uint8(x).numpy().tobytes()).hexdigest()
         for n in names
         for x in pairs[n].images
     ]

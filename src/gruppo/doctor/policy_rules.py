@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gruppo.core.loss import clip_range
-from gruppo.core.schedules import Adaptive, parse
+from gruppo.core.schedules import AdaptiveSpec, parse_schedule
 from gruppo.doctor import remedies
 from gruppo.doctor.findings import TREND_STEPS, Change, Finding, Rule, measured
 from gruppo.doctor.record import Record
@@ -97,8 +97,8 @@ def check_entropy(run: Record) -> Finding | None:
 def check_kl(run: Record) -> Finding | None:
     kl, reward = run["kl/ref_nats"], run.reward
     middle, last = kl.third(1).mean, kl.last_mean
-    coefficient = parse(run.stage.kl_coef, "kl_coef")
-    target = dict(coefficient.settings).get("target", 0.0) if isinstance(coefficient, Adaptive) else 0.0
+    coefficient = parse_schedule(run.stage.kl_coef, "kl_coef")
+    target = dict(coefficient.settings).get("target", 0.0) if isinstance(coefficient, AdaptiveSpec) else 0.0
     rises = len(reward) >= TREND_STEPS and reward.rises(1, 2)
     is_diverging = last > KL_GROWTH * middle and last > KL_MIN and not rises
     is_far = last > KL_MAX and not run.is_image_run

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gruppo.core.schedules import Adaptive, parse
+from gruppo.core.schedules import AdaptiveSpec, parse_schedule
 from gruppo.doctor.findings import Change
 from gruppo.doctor.record import Record
 from gruppo.types import GruppoError
@@ -43,11 +43,11 @@ def scale_lr(run: Record, factor: float) -> Change:
 def more_kl(run: Record, *, target: float) -> Change:
     """Hold the policy closer to its reference: twice the coefficient, or a controller's target in nats per action."""
     kl_coef, option = run.stage.kl_coef, run.option("kl_coef")
-    schedule = parse(kl_coef, "kl_coef")
-    if isinstance(schedule, Adaptive):
+    schedule = parse_schedule(kl_coef, "kl_coef")
+    if isinstance(schedule, AdaptiveSpec):
         settings = {name: f"{value:g}" for name, value in schedule.settings} | {"target": number(target)}
         words = ",".join(f"{name}={value}" for name, value in settings.items())
-        return Change({option: f"adaptive:{number(schedule.first)},{words}"}, f"lower target than {kl_coef}")
+        return Change({option: f"adaptive:{number(schedule.initial)},{words}"}, f"lower target than {kl_coef}")
     if any(schedule.values):
         return Change({option: scaled(kl_coef, 2.0)}, f"twice {kl_coef}")
     return Change({option: number(FIRST_KL_COEF)}, "currently 0")

@@ -80,7 +80,10 @@ def render(report: Report) -> RenderableType:
     for i, finding in enumerate(report.findings, start=1):
         title = Text.assemble(f"{i}. ", (finding.title, "bold yellow"), (f"  {finding.rule}", "dim"))
         evidence = _grid([(Text(visible(name)), Text(", then ".join(map(_mean, s)))) for name, s in finding.measured])
-        rows = [(Text("   measured", "dim"), evidence), (Text("   meaning", "dim"), Text(visible(finding.meaning)))]
+        rows: list[Sequence[RenderableType]] = [
+            (Text("   measured", "dim"), evidence),
+            (Text("   meaning", "dim"), Text(visible(finding.meaning))),
+        ]
         if finding.changes:
             changes = [(Text(str(change), "bold"), Text(change.why, "dim")) for change in finding.changes]
             rows.append((Text("   try", "dim"), _grid(changes)))
@@ -110,7 +113,7 @@ def suggestion(report: Report) -> Text:
     return Text(f"{advice}. The run was started from Python: gruppo.train(..., {', '.join(arguments)})")
 
 
-def _grid(rows: Sequence[tuple[RenderableType, RenderableType]]) -> Table:
+def _grid(rows: Sequence[Sequence[RenderableType]]) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column()

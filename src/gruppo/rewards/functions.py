@@ -126,7 +126,7 @@ class FunctionReward:
         self._data_columns.update(columns)
 
     def prepare(self, rollouts: Rollouts, step: int, max_steps: int) -> RowCall:
-        columns, per_row, outputs = columns_of(rollouts.prompts), rollouts.per_row, rollouts.completions
+        columns, per_row, outputs = columns_of(rollouts.prompts), rollouts.per_row, list(rollouts.completions)
         prompts = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
         if "policy_text" in per_row:  # of a text with an environment's replies, show only what the policy wrote
             pairs = zip(outputs, per_row["policy_text"], strict=True)
@@ -159,9 +159,9 @@ class FunctionReward:
                 name: [_copied(values[row]) if name in copied else values[row] for row in rows]
                 for name, values in cells.items()
             }
-            once = {"trainer_state": TrainerState(step, max_steps)}
+            once: dict[str, Any] = {"trainer_state": TrainerState(step, max_steps)}
             once |= {"log_metric": answer.log_metric, "log_extra": answer.log_extra}
-            if self.scores_steps:
+            if self.separator is not None:
                 steps = [split_steps(text_of(rollouts.completions[row]), self.separator) for row in rows]
                 once["steps"] = [[step.text for step in row] for row in steps]
             arguments |= {name: value for name, value in once.items() if self._takes_all or name in self._parameters}

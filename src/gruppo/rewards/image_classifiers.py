@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from gruppo.core.images import as_saved
+from gruppo.core.images import quantize
 from gruppo.rewards.images import NAN, Image, ImageReward
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError
@@ -56,8 +56,8 @@ def classifier(
     def by_constant(images: Sequence[Image], **_: Any) -> list[float | None]:
         return by_column(images, [label] * len(images))
 
-    reward = by_column if label is None else by_constant
-    reward.__name__, reward.timeout_s = name, None  # type: ignore[attr-defined]  # see per_image
+    reward: Any = by_column if label is None else by_constant
+    reward.__name__, reward.timeout_s = name, None  # as of per_image(is_network=True)
     return reward
 
 
@@ -68,7 +68,7 @@ def log_probabilities(module: nn.Module, images: Sequence[Image], batch: int = 2
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     nats: list[Tensor] = []
     for start in range(0, len(images), batch):
-        stack = torch.stack([as_saved(image) for image in images[start : start + batch]]).to(device)
+        stack = torch.stack([quantize(image) for image in images[start : start + batch]]).to(device)
         nats += module(stack).double().log_softmax(dim=-1).cpu()
     return nats
 

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gruppo.core import images as measures
-from gruppo.core.images import as_saved, to_bytes
+from gruppo.core.images import quantize, to_uint8
 from gruppo.loading import import_extra
 from gruppo.types import GruppoError, Rollouts
 
@@ -91,7 +91,7 @@ def brightness(target: float | None = None) -> ImageReward:
         raise GruppoError(f"brightness got target={target!r}; it needs a number from 0 (black) to 1 (white).")
 
     def score(image: Image) -> float:
-        mean = float(measures.brightness(as_saved(image)[None]))
+        mean = float(measures.mean_luma(quantize(image)[None]))
         return mean if target is None else 1 - abs(mean - target)
 
     return per_image("brightness", score)
@@ -107,7 +107,7 @@ def symmetry(axis: Literal["vertical", "horizontal"] = "vertical") -> ImageRewar
     side = -1 if axis == "vertical" else -2
 
     def score(image: Image) -> float:
-        image = as_saved(image).double()
+        image = quantize(image).double()
         if image.amin() == image.amax():
             return 0.0
         from_mean = image - image.mean()
@@ -231,7 +231,7 @@ def _fidelity(name: str, measure: Callable[..., Tensor], delta: Delta, patch: in
     def score(image: Image, target: Any, *other: Any) -> Tensor:
         """[] or [patches]: the measure of the image, minus that of the other one."""
         clean = _saved_like(image, target, "target")
-        found = measure(as_saved(image)[None], clean, patch=patch)[0]
+        found = measure(quantize(image)[None], clean, patch=patch)[0]
         return found - measure(_saved_like(image, other[0], delta), clean, patch=patch)[0] if other else found
 
     columns = ("target",) if delta == "none" else ("target", _COLUMN_OF[delta])
@@ -277,7 +277,7 @@ def _saved_like(image: Image, other: Any, what: str) -> Float[Tensor, "1 C H W"]
     if not isinstance(other, Tensor) or other.shape != image.shape:
         got = f"{list(other.shape)}" if isinstance(other, Tensor) else f"a {type(other).__name__}"
         raise ValueError(f"the {what} is {got} and the image {list(image.shape)}; both need one shape")
-    return as_saved(other)[None]
+    return quantize(other)[None]
 
 
 # --- shared -----------------------------------------------------------------------------------------------------------
@@ -327,5 +327,5 @@ def to_pillow(image: Image) -> Any:
     pillow = import_extra("PIL.Image", "images", "turning a tensor into an image file")
     if image.ndim != 3 or image.shape[0] not in MODES:
         raise ValueError(f"an image of shape {tuple(image.shape)}; it needs [1, H, W] or [3, H, W]")
-    levels = to_bytes(image.detach().cpu()).permute(1, 2, 0).numpy()  # [H, W, C]
+    levels = to_uint8(image.detach().cpu()).permute(1, 2, 0).numpy()  # [H, W, C]
     return pillow.fromarray(levels[..., 0] if len(image) == 1 else levels, MODES[len(image)])

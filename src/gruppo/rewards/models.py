@@ -226,7 +226,7 @@ class ScoringNetwork:
         count = int(getattr(config, "num_labels", 1))
         names = {str(name): int(n) for n, name in (getattr(config, "id2label", None) or {}).items()}
         default = count - 1 if count <= 2 else None  # of more than two labels, nobody knows which is good
-        index = default if label is None else names.get(str(label), label)
+        index: Any = default if label is None else names.get(str(label), label)
         index = int(index) if str(index).isdecimal() else index
         if not isinstance(index, int) or not 0 <= index < count:
             raise GruppoError(

@@ -128,5 +128,5 @@ def _per_caption(
                 scores[n] = float(value)
         return scores
 
-    reward.__name__, reward.timeout_s = name, None  # type: ignore[attr-defined]  # see per_image
+    reward.__name__, reward.timeout_s = name, None  # type: ignore[attr-defined]  # as of per_image(is_network=True)
     return reward

@@ -1,7 +1,8 @@
-"""What a run shows while it trains: a live screen in a terminal, one line a step elsewhere."""
+"""A run in the terminal: a live screen, or one line per step where the output is not a terminal."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from gruppo.tracking.formatting import is_array, number, shorten, shown, span
-from gruppo.tracking.screen import TIMES, best_and_worst, header, metrics_panel, samples_panel
-from gruppo.tracking.sheets import has_sheet, sheet_name
+from gruppo.tracking.formatting import as_text, duration, is_array, number, percent, shorten, trend
+from gruppo.tracking.images import is_image
+from gruppo.tracking.samples import has_sheet, sheet_name
+
+Row = Mapping[str, Any]
 
 PLAIN = {
     "sup/loss_nats": "sup",
@@ -24,20 +32,45 @@ PLAIN = {
     "entropy/mean_nats": "entropy",
     "len/mean_actions": "len",
 }
-"""What a plain line says of a step, and by which word."""
-OF_TEXTS = ("entropy/mean_nats", "len/mean_actions")
-"""What is the same in every step of an image model, or hangs on which denoising steps were drawn."""
-REMEMBERED = 120
-"""Steps in a trend; as many are shown as fit."""
+"""Metrics of a plain line, with their names there."""
+LEARNING: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "sup/loss_nats": ("demo loss, nats", number),
+    "reward/std_within_group": ("spread in a group", number),
+    "group/zero_spread_frac": ("groups w/o spread", percent),
+    "kl/ref_nats": ("KL to reference", number),
+    "kl/old_nats": ("KL of the update", number),
+    "entropy/mean_nats": ("entropy, nats", number),
+    "len/mean_actions": ("length, actions", number),
+}
+"""Metrics in the left column of the live screen, with their names and formats there."""
+RUNNING: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "clip/high_frac": ("clipped above", percent),
+    "clip/low_frac": ("clipped below", percent),
+    "grad/norm": ("gradient norm", number),
+    "rate/tokens_per_s": ("{unit}s per second", number),
+    "time/step_s": ("seconds per step", number),
+    "mem/peak_gib": ("memory, GiB", number),
+}
+TEXT_ONLY = ("entropy/mean_nats", "len/mean_actions")
+"""Left out for images: constant, or dependent on which denoising steps were sampled."""
+PHASES = {"rollout": "cyan", "reward": "yellow", "update": "magenta"}
+"""Parts of a step, ``time/NAME_s``, with their colours."""
+HISTORY = 120
+"""Steps of a trend; as many are shown as fit."""
+LABEL, VALUE, BORDER = 18, 9, 4
+"""Widths of a label, of a value, and of a panel's border with its padding."""
+TWO_COLUMNS = 76
+"""Width from which on metrics are shown in two columns."""
+MAX_WIDTH = 120
 
 
 class ConsoleTracker:
-    """Shows a run from the moment it is made until :meth:`close`.
+    """Tracker that shows a run until :meth:`close`.
 
-    ``total_steps`` is the step that the run ends at and ``step`` the one it is at, which a resumed run does not begin
-    at 0. Samples change at most every ``samples_every`` steps, so that they can be read. ``stages``: the names of the
-    run's stages, of which a step's ``stage/number`` says in which it is; nothing is said of a single one.
-    ``run_dir``: where the sheets of pictures are, so that samples which are pictures are named by their sheet's path.
+    ``step`` and ``total_steps`` are the run's current and last step. Samples change at most every ``samples_every``
+    steps, so that they can be read. ``stages``: names of the stages, of which ``stage/number`` says which is running.
+    ``run_dir``: where sheets of images are. ``unit``: what ``rate/tokens_per_s`` counts, such as token; "image" for
+    policies that render images, whose actions are converted to images.
     """
 
     def __init__(
@@ -50,116 +83,173 @@ class ConsoleTracker:
         samples_every: int = 5,
         stages: Sequence[str] = (),
         run_dir: str | Path = "",
+        unit: str = "token",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console()
         self._total, self._title, self._samples_every, self._clock = total_steps, title, samples_every, clock
-        self._stages, self._stage = stages, ""
-        self._run_dir = Path(run_dir)
-        self._began = clock()
-        self._step = step
-        self._ends: deque[float] = deque(maxlen=20)
-        self._current: dict[str, float] = {}
+        self._stages, self._stage, self._unit, self._run_dir = stages, "", unit, Path(run_dir)
+        self._start, self._step = clock(), step
+        self._step_ends: deque[float] = deque(maxlen=20)
+        self._metrics: dict[str, float] = {}
         self._history: dict[str, deque[float]] = {}
         self._held_out = self._notice = ""
-        self._samples: tuple[int, Sequence[Mapping[str, Any]], str] | None = None
+        self._samples: tuple[int, Sequence[Row], str] | None = None
         self._body: RenderableType = Text()
-        self._live = self._start() if _can_move(self.console) else None
+        self._live: Live | None = None
+        if self.console.is_terminal and not self.console.is_dumb_terminal and self.console.encoding.startswith("utf"):
+            self._live = Live(get_renderable=self.screen, console=self.console, refresh_per_second=4)
+            self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; a second call for the same step adds to the first."""
-        metrics = _with_step_time(metrics)
-        held_out = _held_out(metrics)
+        metrics, held_out = self._derived(metrics), []
+        for name in metrics:
+            if name.startswith("eval/"):
+                held_out.append(f"{name.removeprefix('eval/').removesuffix('_mean')} {number(metrics[name])}")
         if held_out:
             self._held_out = f"held-out at step {step}: {', '.join(held_out)}"
-        self._stage = self._stage_of(metrics) or self._stage
-        self._remember(step, metrics)
+        index = int(metrics.get("stage/number", 0)) - 1
+        stage = self._stages[index] if 0 <= index < len(self._stages) else ""
+        self._stage = stage or self._stage
+        if step != self._step:
+            self._step, self._metrics = step, {}
+            self._step_ends.append(self._clock())
+        self._metrics.update(metrics)
+        for name, value in metrics.items():
+            self._history.setdefault(name, deque(maxlen=HISTORY)).append(float(value))
         if self._live:
-            return self._draw()
-        words = [stage] if (stage := self._stage_of(metrics)) else []
-        words += _words(metrics)
-        words += [f"{span(left)} left"] if words and (left := self._left_s()) is not None else []
+            return self._update_body()
+        words = [stage] if stage else []
+        words += [f"{label} {number(metrics[name])}" for name, label in PLAIN.items() if name in metrics]
+        if "rate/tokens_per_s" in metrics:
+            words.append(
+                f"{number(metrics['rate/tokens_per_s'])} {'tok' if self._unit == 'token' else self._unit + 's'}/s"
+            )
+        words += [f"{number(metrics['time/step_s'])} s"] if "time/step_s" in metrics else []
+        words += [f"{duration(left)} left"] if words and (left := self._seconds_left()) is not None else []
         words += [f"held-out {', '.join(held_out)}"] if held_out else []
         self._print(Text("  ".join([f"step {step}/{self._total}", *words])))
 
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show the best and the worst rows, unless the last ones are still to be read; of pictures, where they are.
+    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Show the best and the worst rows, unless the last ones are recent; for images also the file of their sheet.
 
-        Of an evaluation (``held_out``) nothing but the path of its sheet.
+        Of an evaluation (``held_out``) only the sheet is named.
         """
-        rows = [row for row in rows if "failures" not in row]  # those are for the file; the log warns of them
+        rows = [row for row in rows if "failures" not in row]  # the log warns of those
         if any(row.get("held_out") for row in rows):
             if has_sheet(rows):
-                self._print(Text(f"  held-out pictures: {self._run_dir / sheet_name(step, is_held_out=True)}"))
+                self._print(Text(f"  held-out images: {self._run_dir / sheet_name(step, is_held_out=True)}"))
             return
         if not rows or (self._samples and step < self._samples[0] + self._samples_every):
             return
         sheet = str(self._run_dir / sheet_name(step)) if has_sheet(rows) else ""
         self._samples = step, rows, sheet
         if self._live:
-            return self._draw()
+            return self._update_body()
         for row in best_and_worst(rows, 2):
-            self._print(_sample_line(row))
+            line = f"  reward {number(row.get('reward'))}"
+            if not _has_pixels(row.get("prompt")):
+                line += f'  "{shorten(as_text(row.get("prompt", "")), 120)}"'
+                if not _has_pixels(row.get("completion")):
+                    line += f' -> "{shorten(as_text(row.get("completion", "")), 120)}"'
+                    if row.get("target") is not None:
+                        line += f"  target {shorten(as_text(row['target']), 60)}"
+            self._print(Text(line))
         if sheet:
-            self._print(Text(f"  pictures: {sheet}"))
+            self._print(Text(f"  images: {sheet}"))
 
     def note(self, message: str) -> None:
-        """A line that stays, above the live screen."""
+        """Print a line above the live screen."""
         self._print(Text(message))
 
     def warn(self, message: str) -> None:
-        """A warning that stays, above the live screen."""
+        """Print a warning above the live screen."""
         self._print(Text.assemble(("warning: ", "bold yellow"), message))
 
     def announce(self, message: str) -> bool:
-        """Whether a live screen shows the message. Safe in a signal handler: the refreshing thread draws it."""
+        """Show a message on the live screen; False without one. Safe in a signal handler: another thread draws it."""
         self._notice = message
         return self._live is not None
 
     def close(self) -> None:
-        """Leave the last screen in place and give the terminal back. May be called twice."""
+        """Leave the last screen in place and release the terminal. May be called twice."""
         if self._live:
             self._live.stop()
 
-    def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step != self._step:
-            self._step, self._current = step, {}
-            self._ends.append(self._clock())
-        self._current.update(metrics)
-        for name, value in metrics.items():
-            self._history.setdefault(name, deque(maxlen=REMEMBERED)).append(float(value))
-
-    def _stage_of(self, metrics: Mapping[str, float]) -> str:
-        """The name of the stage that a step's metrics are of; "" where they do not say."""
-        place = int(metrics.get("stage/number", 0)) - 1
-        return self._stages[place] if 0 <= place < len(self._stages) else ""
-
-    def _left_s(self) -> float | None:
-        """Seconds to the last step at the pace of the last steps; None until two of them have ended."""
-        if len(self._ends) < 2 or self._step >= self._total:
-            return None
-        pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return max(pace * (self._total - self._step) - (self._clock() - self._ends[-1]), 0.0)
-
-    def _start(self) -> Live:
-        live = Live(get_renderable=self._screen, console=self.console, refresh_per_second=4)
-        live.start()
-        return live
-
-    def _draw(self) -> None:
-        """Draw what was logged once; the refreshing thread only draws the clock anew."""
-        width = min(self.console.width, 120)
-        parts = [metrics_panel(self._current, self._history, self._held_out, width)]
-        if self._samples:
-            parts.append(samples_panel(*self._samples, width))
-        self._body = Group(*parts)
-
-    def _screen(self) -> RenderableType:
-        elapsed = self._clock() - self._began
-        width = min(self.console.width, 120)
+    def screen(self) -> RenderableType:
+        """The live screen: title, clock and progress bar, metrics with trends, and samples."""
+        left = self._seconds_left()
+        clock = f"{duration(self._clock() - self._start)} elapsed"
+        clock += "" if left is None else f", about {duration(left)} left"
+        header = Table.grid(expand=True)
+        header.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        header.add_column(justify="right", no_wrap=True)
         title = f"{self._title}  {self._stage}".rstrip()
-        parts = [header(title, self._step, self._total, elapsed, self._left_s(), width), self._body]
-        return Group(*parts, *([Text(f" {self._notice}", "bold yellow")] if self._notice else []))
+        header.add_row(Text.assemble(f"step {self._step}/{self._total}  ", (title, "bold")), Text(clock, "dim"))
+        total = max(self._total, 1)
+        bar = ProgressBar(total=total, completed=self._step, complete_style="green", finished_style="green")
+        top = Constrain(Padding(Group(header, bar), (0, 1)), min(self.console.width, MAX_WIDTH))
+        return Group(top, self._body, *([Text(f" {self._notice}", "bold yellow")] if self._notice else []))
+
+    def _derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics with the time of the step; of a policy that renders images, the rate is of images."""
+        shown = dict(metrics)
+        phases = [metrics[f"time/{name}_s"] for name in PHASES if f"time/{name}_s" in metrics]
+        if phases:
+            shown.setdefault("time/step_s", sum(phases))
+        if self._unit == "image":
+            if "rate/tokens_per_s" in shown and shown.get("len/mean_actions", 0) > 0:
+                shown["rate/tokens_per_s"] /= shown["len/mean_actions"]
+            else:
+                shown.pop("rate/tokens_per_s", None)
+            shown = {name: value for name, value in shown.items() if name not in TEXT_ONLY}
+        return shown
+
+    def _seconds_left(self) -> float | None:
+        """Seconds to the last step at the pace of the last steps; None until two of them have ended."""
+        if len(self._step_ends) < 2 or self._step >= self._total:
+            return None
+        pace = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+        return max(pace * (self._total - self._step) - (self._clock() - self._step_ends[-1]), 0.0)
+
+    def _update_body(self) -> None:
+        """Draw what was logged; the refreshing thread only redraws the clock."""
+        width = min(self.console.width, MAX_WIDTH)
+        panels = [self._metrics_panel(width)]
+        if self._samples:
+            panels.append(_samples_panel(*self._samples, width))
+        self._body = Group(*panels)
+
+    def _metrics_panel(self, width: int) -> RenderableType:
+        """Current metrics with their trends; those that were not logged have no line."""
+        inner, metrics = width - BORDER, self._metrics
+        parts: list[RenderableType] = []
+
+        def grid(names: Mapping[str, tuple[str, Callable[[float], str]]], width: int, style: str = "cyan") -> Table:
+            table = Table.grid()
+            for name, (label, form) in names.items():
+                if name in metrics:
+                    value = Text(form(metrics[name]).rjust(VALUE - 1) + " ", "bold")
+                    blocks = trend(self._history.get(name, ()), width - LABEL - VALUE)
+                    table.add_row(Text(label.format(unit=self._unit).ljust(LABEL)), value, Text(blocks, style))
+            return table
+
+        if "reward/mean" in metrics:
+            parts.append(grid({"reward/mean": ("reward", number)}, inner, "bold green"))
+        is_wide = width >= TWO_COLUMNS
+        columns = [grid(names, inner // 2 - 1 if is_wide else inner) for names in (LEARNING, RUNNING)]
+        columns = [column for column in columns if column.row_count]
+        if len(columns) == 2 and is_wide:
+            both = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+            both.add_row(*columns)
+            columns = [both]
+        parts += columns
+        if any(f"time/{name}_s" in metrics for name in PHASES):
+            parts.append(time_bar(metrics, inner))
+        if self._held_out:
+            parts.append(Text(self._held_out, "bold", no_wrap=True, overflow="ellipsis"))
+        return Panel(Group(*parts), border_style="dim", width=width) if parts else Text()
 
     def _print(self, text: Text) -> None:
         encoding = self.console.encoding
@@ -167,34 +257,51 @@ class ConsoleTracker:
         self.console.print(text, soft_wrap=True, highlight=False)
 
 
-def _can_move(console: Console) -> bool:
-    return console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+def time_bar(metrics: Mapping[str, float], width: int) -> Text:
+    """A bar whose colours are the fractions of rollout, reward and update in the time of a step."""
+    logged = [metrics.get(f"time/{name}_s", 0.0) for name in PHASES]
+    seconds = [value if 0 < value < math.inf else 0.0 for value in logged]
+    total = sum(seconds) or 1.0
+    legend = Text()
+    for (name, style), value in zip(PHASES.items(), seconds, strict=True):
+        legend.append(f"  {name} {percent(round(100 * value / total) / 100)}", style)
+    bar = Text("time per step".ljust(LABEL))
+    space = width - LABEL - legend.cell_len
+    for style, value in zip(PHASES.values(), seconds, strict=True):
+        bar.append("━" * round(space * value / total), style)
+    return bar.append_text(legend)
 
 
-def _with_step_time(metrics: Mapping[str, float]) -> dict[str, float]:
-    parts = [metrics[name] for name, _, _ in TIMES if name in metrics]
-    return {**({"time/step_s": sum(parts)} if parts else {}), **metrics}
+def _samples_panel(step: int, rows: Sequence[Row], sheet: str, width: int) -> RenderableType:
+    """The best and the worst rows, each on at most two lines; for images their prompts, and their sheet."""
+    target = min(max([6, *(len(as_text(row.get("target", ""))) for row in rows)]), 14)
+    free = width - BORDER - 6 - target - 6
+    columns = {"reward": 6, "prompt": free * 2 // 5, "completion": free - free * 2 // 5, "target": target}
+    if any(_has_pixels(row.get("completion")) for row in rows):
+        columns = {"reward": 6, "prompt": width - BORDER - 8}
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name, size in columns.items():
+        table.add_column(name, width=size, overflow="fold", justify="right" if name == "reward" else "left")
+    for row in best_and_worst(rows):
+        rank, reward = _rank(row), row.get("reward")
+        style = "dim" if rank == -math.inf else "green" if rank > 0 else "red"
+        texts = [shorten(as_text(row.get(name, "")), 2 * size - 2) for name, size in list(columns.items())[1:]]
+        table.add_row(Text(number(reward), style), *map(Text, texts))
+    parts = [table, Text(f"images: {sheet}", "dim", overflow="fold")] if sheet else [table]
+    title = f"samples of step {step}"
+    return Panel(Group(*parts), title=Text(title), title_align="left", border_style="dim", width=width)
 
 
-def _held_out(metrics: Mapping[str, float]) -> list[str]:
-    names = [name for name in metrics if name.startswith("eval/")]
-    return [f"{name.removeprefix('eval/').removesuffix('_mean')} {number(metrics[name])}" for name in names]
+def best_and_worst(rows: Sequence[Row], count: int = 4) -> list[Row]:
+    """``count`` rows with the highest and the lowest rewards; rows without a reward are the lowest."""
+    ranked = sorted(rows, key=_rank, reverse=True)
+    return ranked if len(ranked) <= count else [*ranked[: count - count // 2], *ranked[-(count // 2) :]]
 
 
-def _words(metrics: Mapping[str, float]) -> list[str]:
-    has_steps = any(name.startswith("timestep/") for name in metrics)
-    told = [name for name in PLAIN if name in metrics and not (has_steps and name in OF_TEXTS)]
-    words = [f"{PLAIN[name]} {number(metrics[name])}" for name in told]
-    unit = "denoising steps/s" if has_steps else "tok/s"
-    words += [f"{number(metrics['rate/tokens_per_s'])} {unit}"] if "rate/tokens_per_s" in metrics else []
-    return words + ([f"{number(metrics['time/step_s'])} s"] if "time/step_s" in metrics else [])
+def _rank(row: Row) -> float:
+    reward = row.get("reward")
+    return -math.inf if reward is None or reward != reward else reward
 
 
-def _sample_line(row: Mapping[str, Any]) -> Text:
-    if is_array(row.get("prompt")):
-        return Text(f"  reward {number(row.get('reward'))}")
-    if is_array(row.get("completion")):
-        return Text(f'  reward {number(row.get("reward"))}  "{shorten(shown(row.get("prompt", "")), 120)}"')
-    prompt, completion = (shorten(shown(row.get(name, "")), 120) for name in ("prompt", "completion"))
-    line = f'  reward {number(row.get("reward"))}  "{prompt}" -> "{completion}"'
-    return Text(line + (f"  target {shorten(shown(row['target']), 60)}" if row.get("target") is not None else ""))
+def _has_pixels(value: Any) -> bool:
+    return is_array(value) or is_image(value)

@@ -1,4 +1,4 @@
-"""Numbers, spans of time, trends and foreign texts as a terminal can show them."""
+"""Numbers, durations, trends and arbitrary values as one line of text for a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None) -> str:
-    """At most eight characters for what a run logs: 0.236, 0.0038, 4.8e-05, 412, 18 300; "-" for NaN and None."""
+    """At most eight characters: 0.236, 0.0038, 4.8e-05, 412, 18 300; "-" for NaN and None."""
     if value is None or math.isnan(value):
         return "-"
     if 1000 <= abs(value) < 1e6:
@@ -24,11 +24,11 @@ def number(value: float | None) -> str:
     return f"{value:.2g}" if abs(value) < 0.1 else f"{value:.3g}"
 
 
-def percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{100 * share:.3g}%"
+def percent(fraction: float) -> str:
+    return "-" if math.isnan(fraction) else f"{100 * fraction:.3g}%"
 
 
-def span(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """1:42 or 2:05:09."""
     minutes, rest = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
@@ -36,7 +36,7 @@ def span(seconds: float) -> str:
 
 
 def trend(values: Sequence[float], width: int) -> str:
-    """The last ``width`` values as block characters, scaled to their own range; a gap where a value is not finite."""
+    """The last ``width`` values as block characters, scaled to their range; a gap where a value is not finite."""
     last = list(values)[-width:] if width > 0 else []
     finite = [value for value in last if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -45,12 +45,12 @@ def trend(values: Sequence[float], width: int) -> str:
 
 
 def visible(text: str) -> str:
-    """The text on one line: control and invisible characters are written as escapes such as ``\\n`` and ``\\x1b``."""
+    """The text on one line, with control and invisible characters as escapes such as ``\\n`` and ``\\x1b``."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(text: str, width: int) -> str:
-    """At most ``width`` columns; the middle gives way, because the ends of prompts and answers say most."""
+    """At most ``width`` columns. The middle is cut out: prompts and answers say most at their ends."""
     if cell_len(text) <= width:
         return text
     tail = (width - 1) // 3
@@ -61,18 +61,29 @@ def is_array(value: Any) -> bool:
     return isinstance(value, Tensor | np.ndarray)
 
 
-def described(value: Tensor | np.ndarray) -> str:
-    """Type and shape: float32 [3, 64, 64]."""
+def shape_text(value: Tensor | np.ndarray) -> str:
+    """Type and shape, such as float32 [3, 64, 64]."""
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def shown(value: Any) -> str:
-    """A prompt or an answer in words: the last message of a prompt, all that was said in answer to it, an environment's
-    words in brackets; the shape of an array, else its text."""
+def as_text(value: Any) -> str:
+    """A prompt, a completion or any other object on one line.
+
+    Of the messages of a prompt the last; of a conversation all, with those of the environment in brackets. Of an array
+    its shape, of bytes their number, of any other object its ``str``.
+    """
     if is_array(value):
-        return described(value)
+        return shape_text(value)
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
     if isinstance(value, list | tuple) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
-        is_answer = value[0].get("role") == "assistant"
-        said = [(message.get("role"), str(message.get("content"))) for message in (value if is_answer else value[-1:])]
-        value = " ".join(f"[{text}]" if is_answer and role != "assistant" else text for role, text in said)
+        is_completion = value[0].get("role") == "assistant"
+        messages = value if is_completion else value[-1:]
+        texts = [
+            f"[{message['content']}]"
+            if is_completion and message.get("role") != "assistant"
+            else str(message["content"])
+            for message in messages
+        ]
+        value = " ".join(texts)
     return visible(str(value))

@@ -1,221 +1,197 @@
-"""A sheet of pictures: a line for each prompt, with a few words beside it and below its pictures. Needs Pillow."""
+"""Images on a sheet: a row for each prompt, with its label beside and captions below the images. Needs Pillow."""
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.core.images import to_bytes
+from gruppo.core.images import to_uint8
 
-SIDE, LARGEST = 112, 256
-"""Pixels that the longer side of a small picture is brought near to, and that no picture on a sheet exceeds."""
+MIN_SIDE, MAX_SIDE = 112, 256
+"""Pixels: small images are enlarged to about the first, and none exceeds the second."""
 NOT_FINITE = (255, 0, 200)
-"""Colour of a pixel that is NaN or infinite, which no level stands for."""
+"""Magenta marks pixels that are NaN or infinite."""
 INK, FAINT, PAPER = "#222222", "#6f6f6f", "#ffffff"
-EDGE, GAP, NARROWEST, LABEL = 14, 8, 56, 180
-"""Pixels: around the sheet, between pictures, of the narrowest column, and of the widest words beside a line."""
-TITLE_SIZE, LABEL_SIZE, SIZE = 17, 15, 13
+MARGIN, GAP, MIN_COLUMN, MAX_LABEL = 14, 8, 56, 180
+"""Pixels: around the sheet, between images, the narrowest column, and the widest label."""
+TITLE_SIZE, LABEL_SIZE, CAPTION_SIZE = 17, 15, 13
 FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "msyh.ttc", "PingFang.ttc", "DejaVuSans.ttf", "Arial.ttf")
-"""Looked for on the machine where Pillow's own font lacks a character."""
-UNKNOWN = "\uffff"
-"""No font has it, so that what is drawn for it is what is drawn for any character that is lacking."""
+"""System fonts that are tried where Pillow's own lacks a character."""
+MISSING = "\uffff"
+"""In no font: how it is drawn is how any missing character is drawn."""
+PNG = b"\x89PNG\r\n\x1a\n"
 
 Box = tuple[int, int, int, int]
-"""Left, top, right and bottom, as Pillow crops."""
+"""Left, top, right and bottom, as ``PIL.Image.crop`` takes them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A picture as it stands on a sheet, and what is written below it; the first words in ink, the others faint."""
+    """A PIL image on a sheet, with a caption and a fainter note below it."""
 
-    picture: Any
-    words: Sequence[str] = ()
+    image: Any
+    caption: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
-    """Pictures beside each other; None leaves a place empty."""
+class SheetRow:
+    """Images side by side; None leaves a place empty."""
 
-    words: str
+    label: str
     cells: Sequence[Cell | None]
 
 
-def is_picture(value: Any) -> TypeGuard[Tensor]:
-    """Whether it can be drawn: floats [C, H, W] of one or three channels."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3 and _is_shape(*value.shape)
+def is_image(value: Any) -> bool:
+    """Whether a value can be drawn: a float tensor [C, H, W] of 1 or 3 channels, PNG bytes, a PIL image or a figure."""
+    if isinstance(value, Tensor):
+        is_shape = value.ndim == 3 and value.shape[0] in (1, 3) and value.shape[1] > 0 and value.shape[2] > 0
+        return is_shape and value.is_floating_point()
+    if isinstance(value, bytes):
+        return value.startswith(PNG)
+    # A value cannot be of a class whose module was never imported.
+    classes = (("matplotlib.figure", "Figure"), ("PIL.Image", "Image"))
+    return any(isinstance(value, getattr(sys.modules[m], name)) for m, name in classes if sys.modules.get(m))
 
 
-def picture_of(image: Float[Tensor, "C H W"]) -> Any:
-    """The picture in the 8 bits of a file. A small one is enlarged by a whole factor, each pixel a square.
+def to_pil(image: Any) -> Any:
+    """The image as an RGB PIL image of at most ``MAX_SIDE`` pixels a side.
 
-    A pixel that is not finite is magenta. One of more than ``LARGEST`` pixels a side is made smaller.
+    A tensor in [0, 1] is rounded to the 8 bits of a file; a small one is enlarged by an integer factor, so that each
+    pixel is a square. Pixels that are not finite become magenta.
     """
     from PIL import Image
 
-    image = image.detach().float().cpu()
-    levels = to_bytes(image.nan_to_num()).permute(1, 2, 0).expand(-1, -1, 3).numpy().copy()  # [H, W, 3]
-    levels[~image.isfinite().all(dim=0).numpy()] = NOT_FINITE
-    height, width = levels.shape[:2]
-    factor = max(1, round(SIDE / max(height, width)))
-    picture = Image.fromarray(np.ascontiguousarray(levels.repeat(factor, axis=0).repeat(factor, axis=1)))
-    picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
+    if isinstance(image, Tensor):
+        image = image.detach().float().cpu()
+        levels = to_uint8(image.nan_to_num()).permute(1, 2, 0).expand(-1, -1, 3).numpy().copy()  # [H, W, 3]
+        levels[~image.isfinite().all(dim=0).numpy()] = NOT_FINITE
+        factor = max(1, round(MIN_SIDE / max(levels.shape[:2])))
+        picture = Image.fromarray(np.ascontiguousarray(levels.repeat(factor, axis=0).repeat(factor, axis=1)))
+    elif isinstance(image, Image.Image):
+        picture = image.convert("RGB")
+    else:
+        file = io.BytesIO(image if isinstance(image, bytes) else b"")
+        if not isinstance(image, bytes):  # a matplotlib figure
+            image.savefig(file, format="png")
+        picture = Image.open(file).convert("RGB")
+    picture.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
     return picture
 
 
 def draw(
-    lines: Sequence[Line], *, title: str, heads: Mapping[int, str] | None = None
+    rows: Sequence[SheetRow], *, title: str, heads: Mapping[int, str] | None = None
 ) -> tuple[Any, list[list[Box | None]]]:
-    """The sheet, and the box of each picture by line and place.
+    """Draw a sheet; return it with the box of each image, by row and place.
 
-    ``heads``: words above the column of that number, which stands a little apart from the one before it.
+    ``heads``: text above columns, by their number. Such a column stands a little apart from the one before it.
     """
     from PIL import Image, ImageDraw
 
     heads = heads or {}
-    hand = _Hand([title, *heads.values(), *(words for line in lines for words in _said(line))])
-    beside = [hand.wrapped(line.words, LABEL_SIZE, LABEL, most=8) for line in lines]
-    label = max((hand.length(words, LABEL_SIZE) for wrapped in beside for words in wrapped), default=0)
-    lefts, widths, right = _columns(lines, heads, EDGE + label + (2 * GAP if label else 0))
-    below = [_below(line, widths, hand) for line in lines]
-    tops, bottom = _rows(lines, beside, below, EDGE + height(TITLE_SIZE) + GAP + (height(SIZE) if heads else 0))
-    right = max(right, EDGE + hand.length(title, TITLE_SIZE))
-    sheet = Image.new("RGB", (right + EDGE, bottom + EDGE), PAPER)
+    captions = (text for row in rows for cell in row.cells if cell for text in (cell.caption, cell.note))
+    font = _Font([title, *heads.values(), *(row.label for row in rows), *captions])
+    labels = [font.wrap(row.label, LABEL_SIZE, MAX_LABEL, max_lines=8) for row in rows]
+    label_width = max((font.width(line, LABEL_SIZE) for lines in labels for line in lines), default=0)
+    # Columns: each is as wide as its widest image.
+    x, columns = MARGIN + label_width + (2 * GAP if label_width else 0), []
+    for i in range(max((len(row.cells) for row in rows), default=0)):
+        images = [cell.image for row in rows for cell in row.cells[i : i + 1] if cell is not None]
+        width = max([MIN_COLUMN, *(image.width for image in images)])
+        x += 2 * GAP if i in heads and i else 0
+        columns.append((x, width))
+        x += width + GAP
+    right = max(x - GAP, MARGIN + font.width(title, TITLE_SIZE))
+    # Rows: images, then captions; the label is centred beside the images.
+    y = MARGIN + _leading(TITLE_SIZE) + GAP + (_leading(CAPTION_SIZE) if heads else 0)
+    texts = [(MARGIN, MARGIN, title, TITLE_SIZE, INK)]
+    texts += [(columns[i][0], y - _leading(CAPTION_SIZE), text, CAPTION_SIZE, FAINT) for i, text in heads.items()]
+    boxes: list[list[Box | None]] = []
+    for row, label in zip(rows, labels, strict=True):
+        height = max((cell.image.height for cell in row.cells if cell is not None), default=0)
+        label_height, caption_lines, row_boxes = len(label) * _leading(LABEL_SIZE), 0, list[Box | None]()
+        for n, line in enumerate(label):
+            label_y = y + max((height - label_height) // 2, 0) + n * _leading(LABEL_SIZE)
+            texts.append((MARGIN, label_y, line, LABEL_SIZE, INK))
+        for (left, width), cell in zip(columns, row.cells, strict=False):
+            if cell is None:
+                row_boxes.append(None)
+                continue
+            row_boxes.append((left, y, left + cell.image.width, y + cell.image.height))
+            lines = [(line, INK) for line in font.wrap(cell.caption, CAPTION_SIZE, width)]
+            lines += [(line, FAINT) for line in font.wrap(cell.note, CAPTION_SIZE, width)]
+            for n, (line, colour) in enumerate(lines):
+                texts.append((left, y + height + 2 + n * _leading(CAPTION_SIZE), line, CAPTION_SIZE, colour))
+            caption_lines = max(caption_lines, len(lines))
+        boxes.append(row_boxes)
+        y += max(height + caption_lines * _leading(CAPTION_SIZE), label_height) + GAP
+    sheet = Image.new("RGB", (right + MARGIN, y - GAP + MARGIN), PAPER)
     pen = ImageDraw.Draw(sheet)
-    hand.write(pen, (EDGE, EDGE), title, TITLE_SIZE)
-    for column, words in heads.items():
-        hand.write(pen, (lefts[column], tops[0] - height(SIZE)), words, SIZE, FAINT)
-    boxes = []
-    for line, top, labels, of_cells in zip(lines, tops, beside, below, strict=True):
-        from_top = max((_tallest(line) - len(labels) * height(LABEL_SIZE)) // 2, 0)
-        for n, words in enumerate(labels):
-            hand.write(pen, (EDGE, top + from_top + n * height(LABEL_SIZE)), words, LABEL_SIZE)
-        boxes.append([_paste(sheet, cell, (left, top)) for cell, left in zip(line.cells, lefts, strict=False)])
-        for left, of_cell in zip(lefts, of_cells, strict=False):
-            for n, (words, colour) in enumerate(of_cell):
-                hand.write(pen, (left, top + _tallest(line) + 2 + n * height(SIZE)), words, SIZE, colour)
+    for x, top, text, size, colour in texts:
+        pen.text((x, top), text, fill=colour, font=_load(font.name, size))
+    for row, row_boxes in zip(rows, boxes, strict=True):
+        for cell, box in zip(row.cells, row_boxes, strict=True):
+            if cell is not None and box is not None:
+                sheet.paste(cell.image, box[:2])
     return sheet, boxes
 
 
-def height(size: int) -> int:
-    """From one line of words to the next."""
+def _leading(size: int) -> int:
+    """Pixels from one line of text to the next."""
     return round(1.3 * size)
 
 
-def _paste(sheet: Any, cell: Cell | None, at: tuple[int, int]) -> Box | None:
-    if cell is None:
-        return None
-    sheet.paste(cell.picture, at)
-    return (*at, at[0] + cell.picture.width, at[1] + cell.picture.height)
-
-
-def _said(line: Line) -> list[str]:
-    return [line.words, *(words for cell in line.cells if cell is not None for words in cell.words)]
-
-
-def _is_shape(channels: int, height: int, width: int) -> bool:
-    return channels in (1, 3) and height > 0 and width > 0
-
-
-# --- where things stand -----------------------------------------------------------------------------------------------
-
-
-def _columns(lines: Sequence[Line], heads: Mapping[int, str], left: int) -> tuple[list[int], list[int], int]:
-    """Left end and width of each column, and the right end of the last."""
-    count = max((len(line.cells) for line in lines), default=0)
-    lefts, widths = [], []
-    for column in range(count):
-        in_it = [line.cells[column] for line in lines if column < len(line.cells)]
-        wide = max([NARROWEST, *(cell.picture.width for cell in in_it if cell is not None)])
-        left += 2 * GAP if column in heads and column else 0
-        lefts.append(left)
-        widths.append(wide)
-        left += wide + GAP
-    return lefts, widths, left - GAP
-
-
-def _rows(
-    lines: Sequence[Line], beside: Sequence[Sequence[str]], below: Sequence[Sequence[Sequence[Any]]], top: int
-) -> tuple[list[int], int]:
-    """Top of each line, and the bottom of the last."""
-    tops = []
-    for line, labels, words in zip(lines, beside, below, strict=True):
-        tops.append(top)
-        pictures = _tallest(line) + max((len(of_cell) for of_cell in words), default=0) * height(SIZE)
-        top += max(pictures, len(labels) * height(LABEL_SIZE)) + GAP
-    return tops, top - GAP
-
-
-def _tallest(line: Line) -> int:
-    return max((cell.picture.height for cell in line.cells if cell is not None), default=0)
-
-
-def _below(line: Line, widths: Sequence[int], hand: _Hand) -> list[list[tuple[str, str]]]:
-    """Of each cell the words below it as they are broken, with their colours."""
-    found = []
-    for cell, width in zip(line.cells, widths, strict=False):
-        said = enumerate(cell.words if cell is not None else ())
-        found.append([(part, FAINT if n else INK) for n, words in said for part in hand.wrapped(words, SIZE, width)])
-    return found
-
-
-# --- words ------------------------------------------------------------------------------------------------------------
-
-
-class _Hand:
-    """Writes all words of a sheet in one font: Pillow's own, or the first that lacks fewer of their characters."""
+class _Font:
+    """One font for all text of a sheet: Pillow's own, or the first that lacks fewer of its characters."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         letters = sorted({letter for text in texts for letter in text if not letter.isascii()})
-        there = [name for name in ("", *FONTS) if _opened(name, SIZE) is not None] if letters else [""]
-        self._name = min(there, key=lambda name: sum(_lacks(name, letter) for letter in letters))
+        names = [name for name in ("", *FONTS) if _load(name, CAPTION_SIZE) is not None] if letters else [""]
+        self.name = min(names, key=lambda name: sum(_lacks(name, letter) for letter in letters))
 
-    def write(self, pen: Any, at: tuple[int, int], text: str, size: int, colour: str = INK) -> None:
-        pen.text(at, text, fill=colour, font=_opened(self._name, size))
-
-    def length(self, text: str, size: int) -> int:
+    def width(self, text: str, size: int) -> int:
         """In pixels."""
-        return math.ceil(_opened(self._name, size).getlength(text))
+        return math.ceil(_load(self.name, size).getlength(text))
 
-    def wrapped(self, text: str, size: int, width: int, *, most: int = 2) -> list[str]:
-        """At most ``most`` lines of ``width`` pixels, broken between words where there are some."""
-        rest, found = text.strip(), list[str]()
+    def wrap(self, text: str, size: int, width: int, *, max_lines: int = 2) -> list[str]:
+        """Break a text into lines of at most ``width`` pixels, between words where possible."""
+        rest, lines = text.strip(), list[str]()
         while rest:
+            is_last = len(lines) == max_lines - 1
             count = self._fitting(rest, size, width)
-            if count == len(rest):
-                return [*found, rest]
-            if len(found) == most - 1:
-                return [*found, rest[: self._fitting(rest, size, width - self.length("...", size))].rstrip() + "..."]
-            space = rest.rfind(" ", 0, count + 1)
+            if count < len(rest) and is_last:
+                count = self._fitting(rest, size, width - self.width("...", size))
+                return [*lines, rest[:count].rstrip() + "..."]
+            space = rest.rfind(" ", 0, count + 1) if count < len(rest) else -1
             end = space if space > 0 else max(count, 1)
-            found.append(rest[:end].rstrip())
+            lines.append(rest[:end].rstrip())
             rest = rest[end:].lstrip()
-        return found
+        return lines
 
     def _fitting(self, text: str, size: int, width: int) -> int:
-        """How many of its first characters are at most so wide."""
-        low, high = 0, min(len(text), width)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.length(text[:middle], size) <= width else (low, middle - 1)
-        return low
+        count = 0
+        while count < len(text) and self.width(text[: count + 1], size) <= width:
+            count += 1
+        return count
 
 
 @cache
 def _lacks(name: str, letter: str) -> bool:
-    font = _opened(name, SIZE)
-    return bytes(font.getmask(letter)) == bytes(font.getmask(UNKNOWN))
+    font = _load(name, CAPTION_SIZE)
+    return bytes(font.getmask(letter)) == bytes(font.getmask(MISSING))
 
 
 @cache
-def _opened(name: str, size: int) -> Any:
-    """A font of the machine, or None where it is not there; "" is Pillow's own."""
+def _load(name: str, size: int) -> Any:
+    """A font of the system, or None if it is not installed; "" is Pillow's own."""
     from PIL import ImageFont
 
     try:

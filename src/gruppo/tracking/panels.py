@@ -1,80 +1,79 @@
-"""What the pictures of a run show: one panel each, of the metrics that the run logged."""
+"""Panels of a run's plots: each shows some of the metrics that were logged."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import Literal
 
 Metrics = Sequence[Mapping[str, float]]
 
-MOST_LINES = 8
-"""Lines that a panel can hold and still be read."""
-MOST_PROMPTS = 40
+MAX_LINES = 8
+"""Lines in a panel that can still be told apart."""
+MAX_PROMPTS = 40
 
 
-class Curve(NamedTuple):
-    """One picture: the file's name, its title and axis label, and the metrics in it with their legends."""
+@dataclass(frozen=True)
+class Panel:
+    """One plot: file name, title, axis label, and its metrics with their legends."""
 
     name: str
     title: str
     unit: str
-    metrics: tuple[tuple[str, str], ...]
-    points: tuple[tuple[str, str], ...] = ()
-    """Metrics of an evaluation, which are drawn as points. The first alone is reason enough for the panel."""
+    metrics: Mapping[str, str]
+    points: Mapping[str, str] = field(default_factory=dict)
+    """Metrics of evaluations, drawn as points. The first one alone is enough to show the panel."""
     band: str = ""
     """Standard deviation that is drawn on both sides of the first metric."""
-    when_zero: str = ""
-    """Said where the curve is zero up to rounding, which is right and looks wrong."""
-    drawn: Literal["always", "if it is not zero", "if it changes"] = "always"
-    style: Literal["smoothed", "as it is", "shades", "histogram", "heat", "along"] = "smoothed"
-    """Shades: one colour, darker with each line. Histogram: how often each size occurs, by step. Heat: a line of cells
-    for each metric, coloured by its value; ``unit`` is what the lines are. Along: a line for each step, over the
-    metrics; ``value`` is what they are."""
+    zero_note: str = ""
+    """Text where the curve is zero up to rounding, which is correct and looks wrong."""
+    shown: Literal["always", "if nonzero", "if it changes"] = "always"
+    style: Literal["smoothed", "steps", "shades", "histogram", "heatmap", "profile"] = "smoothed"
+    """Shades: one colour, darker with each line. Histogram: frequency of each size by step. Heatmap: a row for each
+    metric, coloured by its value; ``unit`` labels the rows. Profile: a line for some of the steps, over the metrics."""
     value: str = ""
-    """What the colours of heat say, and the places of along."""
-    is_on_overview: bool = True
+    """Label of a heatmap's colours, and of a profile's horizontal axis."""
+    in_overview: bool = True
 
 
 REWARD = (
-    Curve(
-        "reward", "Reward", "reward", (("reward/mean", "while training"),), points=(("eval/reward_mean", "held-out"),)
-    ),
-    Curve(
+    Panel("reward", "Reward", "reward", {"reward/mean": "training"}, {"eval/reward_mean": "held-out"}),
+    Panel(
         "groups",
-        "Rewards in a group",
+        "Reward in groups",
         "reward, mean over groups",
-        (("reward/mean", "mean"), ("reward/best_of_group_mean", "best"), ("reward/worst_of_group_mean", "worst")),
+        {"reward/mean": "mean", "reward/best_of_group_mean": "best", "reward/worst_of_group_mean": "worst"},
     ),
-    Curve(
+    Panel(
         "spread",
         "Spread of rewards",
         "standard deviation",
-        (
-            ("reward/std_within_group", "within a group"),
-            ("reward/std_between_groups", "between groups"),
-            ("reward/running_std_within_group", "within groups, moving"),
-        ),
+        {
+            "reward/std_within_group": "within groups",
+            "reward/std_between_groups": "between groups",
+            "reward/running_std_within_group": "within groups, moving",
+        },
     ),
-    Curve("zero_spread", "Groups that teach nothing", "share", (("group/zero_spread_frac", "all rewards alike"),)),
-    Curve(
+    Panel("zero_spread", "Groups without spread", "fraction", {"group/zero_spread_frac": "all rewards equal"}),
+    Panel(
         "normalised_reward",
-        "Normalised reward",
+        "Normalized reward",
         "standard deviations of the group",
-        (
-            ("reward/normalised_mean_abs", "mean size"),
-            ("reward/normalised_max", "highest"),
-            ("reward/normalised_min", "lowest"),
-        ),
-        is_on_overview=False,  # under GRPO it is the advantage
+        {
+            "reward/normalised_mean_abs": "mean absolute value",
+            "reward/normalised_max": "largest",
+            "reward/normalised_min": "smallest",
+        },
+        in_overview=False,  # equals the advantage under GRPO
     ),
-    Curve(
+    Panel(
         "advantage",
         "Advantage",
         "advantage",
-        (("advantage/mean", "mean ± deviation"), ("advantage/max", "highest"), ("advantage/min", "lowest")),
+        {"advantage/mean": "mean ± std", "advantage/max": "largest", "advantage/min": "smallest"},
         band="advantage/std",
     ),
 )
@@ -87,128 +86,146 @@ TERMS = {
     "value": "value",
 }
 """Terms of the loss, in the order in which pairs of them are named."""
+PAIRS = {f"grad_cosine/{a}/{b}": f"{TERMS[a]}, {TERMS[b]}" for a, b in combinations(TERMS, 2)}
 LEARNING = (
-    Curve(
+    Panel(
         "loss",
         "Loss",
         "loss",
-        (("loss/policy", "policy"), ("loss/kl", "KL term"), ("loss/cons", "consistency")),
-        when_zero="zero: each batch is used once, and advantages\nare centred in their group. Whether anything is\n"
-        "learned, the norm of the gradient says.",
+        {"loss/policy": "policy", "loss/kl": "KL term", "loss/cons": "consistency"},
+        zero_note="Zero, because each batch is used once and\nadvantages are centered in their group.\n"
+        "The gradient norm shows whether it learns.",
     ),
-    Curve("supervised", "Demonstrations", "nats per token, or loss of a pixel", (("sup/loss_nats", "mean"),)),
-    Curve(
+    Panel("supervised", "Demonstrations", "nats per token, or loss per pixel", {"sup/loss_nats": "mean"}),
+    Panel(
         "kl",
-        "Divergence",
-        "KL, nats per action",
-        (("kl/ref_nats", "to reference"), ("kl/old_nats", "of the step")),
-        when_zero="zero: each batch is used once, and nothing has\nmoved away from a reference, if there is one.",
+        "KL divergence",
+        "nats per action",
+        {"kl/ref_nats": "to the reference", "kl/old_nats": "of the update"},
+        zero_note="Zero: each batch is used once, and the policy\nstill equals its reference, if there is one.",
     ),
-    Curve("entropy", "Entropy", "nats per action", (("entropy/mean_nats", "mean"),)),
-    Curve("length", "Length", "actions per rollout", (("len/mean_actions", "mean"),)),
-    Curve("turns", "Turns", "answers in a conversation", (("turns/mean", "mean"), ("turns/max", "most"))),
-    Curve(
+    Panel("entropy", "Entropy", "nats per action", {"entropy/mean_nats": "mean"}),
+    Panel("length", "Length", "actions per rollout", {"len/mean_actions": "mean"}),
+    Panel("turns", "Turns", "replies per conversation", {"turns/mean": "mean", "turns/max": "largest"}),
+    Panel(
         "clip",
-        "Clipped",
-        "share of actions",
-        (("clip/high_frac", "above"), ("clip/low_frac", "below")),
-        drawn="if it is not zero",
+        "Clipped actions",
+        "fraction",
+        {"clip/high_frac": "above", "clip/low_frac": "below"},
+        shown="if nonzero",
     ),
-    Curve(
-        "term_norms",
-        "Gradients of the terms",
-        "norm",
-        tuple((f"grad_norm/{term}", said) for term, said in TERMS.items()),
-    ),
-    Curve(
-        "term_cosines",
-        "Where the gradients of the terms point",
-        "cosine",
-        tuple((f"grad_cosine/{a}/{b}", f"{TERMS[a]}, {TERMS[b]}") for a, b in combinations(TERMS, 2)),
-    ),
-    Curve("value", "Value", "reward to come", (("value/mean", "critic's mean"), ("return/mean", "mean return"))),
-    Curve("critic", "Critic", "share of the returns' variance", (("value/explained_variance_frac", "explained"),)),
+    Panel("term_norms", "Gradient norm by loss term", "norm", {f"grad_norm/{t}": label for t, label in TERMS.items()}),
+    Panel("term_cosines", "Cosine between gradients of loss terms", "cosine", PAIRS),
+    Panel("value", "Value", "expected reward", {"value/mean": "critic", "return/mean": "return"}),
+    Panel("critic", "Critic", "fraction of the returns' variance", {"value/explained_variance_frac": "explained"}),
 )
-COURSE = (
-    Curve(
+STAGES = (
+    Panel(
         "reference",
-        "Reference",
+        "Policy and reference",
         "reward",
-        (),
-        points=(("reference/eval_reward_mean", "reference, held-out"), ("eval/reward_mean", "policy, held-out")),
+        {},
+        {"reference/eval_reward_mean": "reference, held-out", "eval/reward_mean": "policy, held-out"},
     ),
-    Curve(
-        "distance",
-        "Distance to the reference",
-        "share of its weights' norm",
-        (),
-        points=(("reference/distance_frac", ""),),
+    Panel(
+        "distance", "Distance to the reference", "fraction of the weights' norm", {}, {"reference/distance_frac": ""}
     ),
-    Curve(
-        "coefficients",
-        "KL and entropy coefficients",
-        "coefficient",
-        (("stage/kl_coef", "KL"), ("stage/entropy_coef", "entropy")),
-        drawn="if it changes",
-        style="as it is",
+    *(
+        Panel(name, title, unit, metrics, shown="if it changes", style="steps")
+        for name, title, unit, metrics in (
+            (
+                "coefficients",
+                "KL and entropy coefficients",
+                "coefficient",
+                {"stage/kl_coef": "KL", "stage/entropy_coef": "entropy"},
+            ),
+            (
+                "terms",
+                "Coefficients of the loss terms",
+                "coefficient",
+                {
+                    "stage/rl_coef": "policy",
+                    "stage/sup_coef": "demonstrations",
+                    "stage/cons_coef": "consistency",
+                    "stage/value_coef": "value",
+                },
+            ),
+            ("temperature", "Temperature", "", {"stage/temperature": "sampling"}),
+            ("difficulty", "Difficulty", "fraction of the prompts", {"stage/difficulty": "easiest"}),
+            ("lr", "Learning rate", "", {"optim/lr": "learning rate"}),
+        )
     ),
-    Curve(
-        "terms",
-        "Coefficients of the terms",
-        "coefficient",
-        (
-            ("stage/rl_coef", "policy"),
-            ("stage/sup_coef", "demonstrations"),
-            ("stage/cons_coef", "consistency"),
-            ("stage/value_coef", "value"),
-        ),
-        drawn="if it changes",
-        style="as it is",
-    ),
-    Curve(
-        "temperature", "Temperature", "", (("stage/temperature", "sampling"),), drawn="if it changes", style="as it is"
-    ),
-    Curve(
-        "difficulty",
-        "Difficulty",
-        "share of the prompts",
-        (("stage/difficulty", "the easiest"),),
-        drawn="if it changes",
-        style="as it is",
-    ),
-    Curve("lr", "Learning rate", "", (("optim/lr", "learning rate"),), drawn="if it changes", style="as it is"),
 )
-EPOCHS = (
-    ("epoch_ratio", "Largest ratio", "new / old probability", "ratio_max"),
-    ("epoch_clip", "Clipped", "share of actions", "clip_frac"),
-    ("epoch_kl", "Divergence of the step", "KL, nats per action", "kl_old_k3_nats"),
-)
-EPOCHS_TAKEN = Curve(
-    "epochs",
-    "Epochs before the KL ended the batch",
-    "epochs",
-    (("update/epochs_count", "taken"),),
-    drawn="if it changes",
-    style="as it is",
-)
+EPOCHS = {
+    "ratio_max": ("epoch_ratio", "Largest ratio", "new / old probability"),
+    "clip_frac": ("epoch_clip", "Clipped actions", "fraction"),
+    "kl_old_k3_nats": ("epoch_kl", "KL of the update", "nats per action"),
+}
+"""Metrics ``epoch/N/NAME``: file, title and unit."""
 TIMESTEPS = {
-    "kl_ref_nats": ("Divergence", "KL to reference, nats"),
+    "kl_ref_nats": ("KL divergence", "KL to the reference, nats"),
     "ratio_abs_nats": ("Size of the log-ratio", "mean |log ratio|, nats"),
     "advantage_abs_mean": ("Size of the advantage", "mean |advantage|"),
     "trained_count": ("Trained states", "states"),
-    "reward_std_within_group": ("Spread of rewards", "standard deviation in a group"),
+    "reward_std_within_group": ("Spread of rewards", "standard deviation within groups"),
 }
-"""Titles and units of the metrics ``timestep/NAME/K`` that are known; any other goes by its name."""
-ALONG = "timestep/reward"
-"""Of what the network expects at each denoising step; measured at evaluations."""
+"""Metrics ``timestep/NAME/K`` with a title and a unit; others are shown under their names."""
 
 
-def curves_of(metrics: Metrics) -> list[Curve]:
+def panels_of(metrics: Metrics) -> list[Panel]:
     """All panels that have something to show, in the order of the overview."""
     names = list(dict.fromkeys(name for row in metrics for name in row))
-    panels = [*REWARD, *_of_functions(names), *_correlations(names, metrics), *_sizes(names)]
-    panels += [*LEARNING, *_of_epochs(names), EPOCHS_TAKEN, *_of_timesteps(names), *_of_prompts(names), *COURSE]
-    return [panel for panel in panels if _shows(panel, metrics)]
+
+    def matches(pattern: str) -> list[str]:
+        return [match[1] for name in names if (match := re.fullmatch(pattern, name))]
+
+    panels = list(REWARD)
+    # Several reward functions: their means together, and a plot of each.
+    if len(functions := matches(r"reward/(.+)/best_of_group_mean")) > 1:
+        means = {f"reward/{name}/mean": name for name in functions[:MAX_LINES]}
+        panels.append(Panel("rewards", "Reward functions", "mean before weighting", means))
+        for name in functions:
+            lines = {"mean": "mean", "best_of_group_mean": "best", "worst_of_group_mean": "worst"}
+            own = {f"reward/{name}/{metric}": label for metric, label in lines.items()}
+            file = f"reward_{_file_name(name)}"
+            panels.append(Panel(file, f"Reward {name}", "reward, mean over groups", own, in_overview=False))
+    # The strongest correlations within groups, which are what learning sees.
+    prefix = "reward_corr_within_group/"
+    strength = {}
+    for name in names:
+        if name.startswith(prefix):
+            values = series(metrics, name)[1]
+            strength[name] = abs(sum(values)) / len(values) if values else -1.0
+    strongest = sorted(strength, key=strength.__getitem__, reverse=True)[:MAX_LINES]
+    pairs = {name: name.removeprefix(prefix).replace("/", ", ") for name in strongest}
+    unit = f"correlation of {next(iter(pairs.values()))}" if len(pairs) == 1 else "correlation"
+    panels.append(Panel("correlations", "Correlation of rewards within groups", unit, pairs))
+    sizes = sorted(map(int, matches(r"group/size_(\d+)_count")))
+    counts = {f"group/size_{size}_count": str(size) for size in sizes}
+    panels.append(Panel("group_sizes", "Group sizes", "rollouts per prompt", counts, style="histogram"))
+    panels += LEARNING
+    epochs = sorted(map(int, matches(r"epoch/(\d+)/updates_count")))
+    for metric, (name, title, unit) in EPOCHS.items():
+        lines = {f"epoch/{epoch}/{metric}": f"epoch {epoch}" for epoch in epochs}
+        panels.append(Panel(name, f"{title} by epoch", unit, lines, style="shades"))
+    taken, title = {"update/epochs_count": "epochs"}, "Epochs before the KL limit"
+    panels.append(Panel("epochs", title, "epochs", taken, shown="if it changes", style="steps"))
+    # Metrics by denoising step K; K = 0 is the first, whose state is almost noise.
+    step_axis, rewards = "denoising step (0 = first)", sorted(map(int, matches(r"timestep/reward/(\d+)")))
+    profile = {f"timestep/reward/{step}": str(step) for step in rewards}
+    title, unit = "Reward by denoising step", "reward of the predicted image"
+    panels.append(Panel("timestep_reward", title, unit, profile, style="profile", value=step_axis))
+    for family in dict.fromkeys(matches(r"timestep/(.+)/\d+")):
+        if family != "reward":
+            steps = sorted(map(int, matches(rf"timestep/{re.escape(family)}/(\d+)")))
+            title, value = TIMESTEPS.get(family, (family.replace("_", " "), family))
+            rows = {f"timestep/{family}/{step}": str(step) for step in steps}
+            name, title = f"timestep_{_file_name(family)}", f"{title} by denoising step"
+            panels.append(Panel(name, title, step_axis, rows, style="heatmap", value=value))
+    ids = sorted(matches(r"prompt/reward_mean/(.+)"), key=lambda name: (not name.isdecimal(), len(name), name))
+    prompts = {f"prompt/reward_mean/{name}": name for name in ids[:MAX_PROMPTS]}
+    panels.append(Panel("prompts", "Reward by prompt", "prompt", prompts, style="heatmap", value="mean reward"))
+    return [panel for panel in (*panels, *STAGES) if _has_content(panel, metrics)]
 
 
 def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
@@ -217,110 +234,23 @@ def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def is_zero(metrics: Metrics, curve: Curve) -> bool:
-    """Up to rounding."""
-    return all(abs(value) < 1e-6 for name, _ in curve.metrics for value in series(metrics, name)[1])
+def is_zero(metrics: Metrics, panel: Panel) -> bool:
+    """Whether all values are zero up to rounding."""
+    return all(abs(value) < 1e-6 for name in panel.metrics for value in series(metrics, name)[1])
 
 
-def _shows(curve: Curve, metrics: Metrics) -> bool:
-    drawn = [series(metrics, name)[1] for name, _ in (*curve.metrics, *curve.points[:1])]
-    if curve.style == "histogram":
-        return sum(any(values) for values in drawn) > 1
-    if curve.style in ("heat", "along"):  # where all is one colour there is nothing to see
-        return sum(map(bool, drawn)) > 1 and len({value for values in drawn for value in values}) > 1
-    if curve.drawn == "if it is not zero":
-        return not is_zero(metrics, curve)
-    if curve.drawn == "if it changes":
-        return any(len(set(values)) > 1 for values in drawn)
-    return any(drawn)
+def _has_content(panel: Panel, metrics: Metrics) -> bool:
+    lines = [series(metrics, name)[1] for name in (*panel.metrics, *list(panel.points)[:1])]
+    if panel.style == "histogram":
+        return sum(any(values) for values in lines) > 1
+    if panel.style in ("heatmap", "profile"):  # a single colour shows nothing
+        return sum(map(bool, lines)) > 1 and len({value for values in lines for value in values}) > 1
+    if panel.shown == "if nonzero":
+        return not is_zero(metrics, panel)
+    if panel.shown == "if it changes":
+        return any(len(set(values)) > 1 for values in lines)
+    return any(lines)
 
 
-# --- panels of what a run alone has: its reward functions, its epochs, its groups' sizes ------------------------------
-
-
-def _of_functions(names: Sequence[str]) -> list[Curve]:
-    """The mean of each reward function on one panel, where there are several; and a picture of each of them."""
-    functions = _named(names, r"reward/(.+)/best_of_group_mean")
-    if len(functions) < 2:
-        return []
-    means = tuple((f"reward/{name}/mean", name) for name in functions)
-    alone = [
-        Curve(
-            f"reward_{_as_file_name(name)}",
-            f"Reward {name}",
-            "reward, mean over groups",
-            tuple(
-                (f"reward/{name}/{metric}", label)
-                for metric, label in (
-                    ("mean", "mean"),
-                    ("best_of_group_mean", "best"),
-                    ("worst_of_group_mean", "worst"),
-                )
-            ),
-            is_on_overview=False,
-        )
-        for name in functions
-    ]
-    return [Curve("rewards", "Reward functions", "mean before its weight", means[:MOST_LINES]), *alone]
-
-
-def _correlations(names: Sequence[str], metrics: Metrics) -> list[Curve]:
-    """The strongest pairs, within groups: what learning sees."""
-    area = "reward_corr_within_group"
-
-    def strength(name: str) -> float:
-        values = series(metrics, name)[1]
-        return abs(sum(values)) / len(values) if values else -1.0
-
-    pairs = sorted((name for name in names if name.startswith(f"{area}/")), key=strength, reverse=True)
-    said = tuple((name, name.removeprefix(f"{area}/").replace("/", ", ")) for name in pairs[:MOST_LINES])
-    unit = "correlation" if len(said) > 1 else f"correlation of {said[0][1]}" if said else ""
-    return [Curve("correlations", "Rewards together, within groups", unit, said)] if said else []
-
-
-def _sizes(names: Sequence[str]) -> list[Curve]:
-    sizes = sorted(map(int, _named(names, r"group/size_(\d+)_count")))
-    said = tuple((f"group/size_{size}_count", str(size)) for size in sizes)
-    return [Curve("group_sizes", "Group sizes", "rollouts of a prompt", said, style="histogram")]
-
-
-def _of_epochs(names: Sequence[str]) -> Iterable[Curve]:
-    epochs = sorted(map(int, _named(names, r"epoch/(\d+)/updates_count")))
-    for name, title, unit, metric in EPOCHS:
-        said = tuple((f"epoch/{epoch}/{metric}", f"epoch {epoch}") for epoch in epochs)
-        yield Curve(name, f"{title}, by epoch", unit, said, style="shades")
-
-
-def _of_timesteps(names: Sequence[str]) -> Iterable[Curve]:
-    """A picture of each ``timestep/NAME/K``, K = 0 the first denoising step, whose state is almost noise."""
-    yield Curve(
-        "timestep_reward",
-        "Reward, by denoising step",
-        "reward of the expected picture",
-        tuple((f"{ALONG}/{step}", str(step)) for step in sorted(map(int, _named(names, rf"{ALONG}/(\d+)")))),
-        style="along",
-        value="denoising step, 0 the first",
-    )
-    for family in dict.fromkeys(_named(names, r"timestep/(.+)/\d+")):
-        if family == ALONG.removeprefix("timestep/"):
-            continue
-        steps = sorted(map(int, _named(names, rf"timestep/{re.escape(family)}/(\d+)")))
-        title, value = TIMESTEPS.get(family, (family.replace("_", " "), family))
-        said = tuple((f"timestep/{family}/{step}", str(step)) for step in steps)
-        name = f"timestep_{_as_file_name(family)}"
-        yield Curve(name, f"{title}, by denoising step", "denoising step, 0 the first", said, style="heat", value=value)
-
-
-def _of_prompts(names: Sequence[str]) -> Iterable[Curve]:
-    """The mean reward of each prompt ``prompt/reward_mean/ID``: of classes, as many as can be told apart."""
-    ids = sorted(_named(names, r"prompt/reward_mean/(.+)"), key=lambda name: (not name.isdecimal(), len(name), name))
-    said = tuple((f"prompt/reward_mean/{name}", name) for name in ids[:MOST_PROMPTS])
-    yield Curve("prompts", "Reward, by prompt", "prompt", said, style="heat", value="mean reward")
-
-
-def _as_file_name(name: str) -> str:
+def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "_", name)
-
-
-def _named(names: Sequence[str], pattern: str) -> list[str]:
-    return [found[1] for name in names if (found := re.fullmatch(pattern, name))]

@@ -1,12 +1,15 @@
-"""What is said when a run ends: before and after, where the files are, what to type next."""
+"""The end of a run: a summary for the terminal, and ``report.html`` with evaluations, images, samples and plots."""
 
 from __future__ import annotations
 
+import html
+import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -15,27 +18,45 @@ from rich.table import Table
 from rich.text import Text
 
 from gruppo.loading import program
-from gruppo.tracking.files import read_metrics
-from gruppo.tracking.formatting import span
+from gruppo.tracking.files import read_lines, read_metrics, replace_file
+from gruppo.tracking.formatting import as_text, duration, number
+from gruppo.tracking.samples import BEFORE_AFTER, FOLDER
 
 Z_95 = 1.959963984540054
-"""97.5% of a standard normal lies below it."""
-LAST = 10
-"""Steps that the final training reward is averaged over; one step alone is noise."""
-LONGEST_QUESTION = 120
-"""Characters of a prompt that are put into a command to try."""
+"""97.5% quantile of the standard normal distribution."""
+LAST_STEPS = 10
+"""Steps over which the final training reward is averaged; a single step is noisy."""
+MAX_PROMPT = 120
+"""Characters of a prompt that is put into a command."""
+MAX_TEXT, MAX_SAMPLES = 2000, 12
 FILES = {
     "final": "the trained model",
-    "metrics.csv": "every metric of every step",
-    "samples.jsonl": "prompts, completions and their rewards",
-    "plots/overview.png": "the curves",
+    "metrics.csv": "all metrics of all steps",
+    "samples.jsonl": "prompts, completions and rewards",
+    "plots/overview.png": "plots of the metrics",
     "images/before_after.png": "the same prompts before and after",
-    "report.html": "curves and samples on one page",
+    "report.html": "plots and samples on one page",
 }
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 1180px; margin: 2em auto;
+       padding: 0 1em }}
+h1 {{ font-size: 1.5em }} h2 {{ font-size: 1.15em; margin: 2em 0 .5em }}
+table {{ border-collapse: collapse }} th {{ text-align: left; font-weight: normal; color: #6f6f6f }}
+td, th {{ padding: .25em 1.2em .25em 0; vertical-align: top; border-bottom: 1px solid #ddd; white-space: pre-wrap;
+         overflow-wrap: anywhere }}
+td.number {{ text-align: right; white-space: nowrap }}
+figure {{ margin: 1em 0 }} figcaption {{ color: #6f6f6f }} img {{ max-width: 100%; height: auto }}
+</style></head><body>
+<h1>{title}</h1>
+{body}
+</body></html>
+"""
 
 
 def wilson_interval(successes: float, n: float) -> tuple[float, float]:
-    """95% interval of a share, which stays inside [0, 1] also for 0 or n successes; NaN for n = 0.
+    """95% interval of a fraction, within [0, 1] also for 0 or n successes; NaN for n = 0.
 
     (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n). Wilson 1927.
     """
@@ -45,7 +66,10 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     centre = p + z_sq / (2 * n)
     half = Z_95 * math.sqrt(p * (1 - p) / n + z_sq / (4 * n * n))
     low, high = (centre - half) / (1 + z_sq / n), (centre + half) / (1 + z_sq / n)
-    return low if successes > 0 else 0.0, high if successes < n else 1.0  # the ends are exact; rounding is not
+    return low if successes > 0 else 0.0, high if successes < n else 1.0  # exact, which the formula is only to rounding
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
 
 
 def closing_lines(
@@ -56,82 +80,139 @@ def closing_lines(
     question: str = "What is 3 + 4?",
     longer: str = "",
 ) -> RenderableType:
-    """The end of a run, for a terminal or a log.
+    """Summary of a finished run: evaluations, files, and commands to type next.
 
     ``before`` and ``after`` are held-out evaluations: ``step``, ``prompts``, ``mean``, ``low`` and ``high`` (a 95%
-    interval), and ``parts``, the mean of each reward by name. ``longer``: the options that train the run's config for
-    longer. Steps, reward and time are read from the run's metrics.
+    interval), and ``parts``, the mean of each reward by name. ``question`` is an example of a prompt; ``longer`` are
+    options that train the run's config for longer. Steps, reward and time are read from the run's metrics.
     """
     run_dir = Path(run_dir)
     steps = [row for row in read_metrics(run_dir) if "time/step_s" in row]  # also those that sampled nothing
-    evaluations = [_evaluations(before, after)] if before or after else []
-    longer = longer or f"--steps {2 * len(steps) or 300}"
-    return Group(_summary(run_dir, steps), *evaluations, *_files(run_dir), _commands(run_dir, question, longer))
-
-
-def _summary(run_dir: Path, steps: Sequence[Mapping[str, float]]) -> Text:
-    rewards = [row["reward/mean"] for row in steps if math.isfinite(row.get("reward/mean", math.nan))][-LAST:]
-    seconds = sum(row.get("time/step_s", 0.0) for row in steps)
-    text = Text.assemble((str(run_dir), "bold"), f": {len(steps)} steps in {span(seconds)}")
+    rewards = [row["reward/mean"] for row in steps if math.isfinite(row.get("reward/mean", math.nan))][-LAST_STEPS:]
+    seconds = sum(row["time/step_s"] for row in steps)
+    summary = Text.assemble((str(run_dir), "bold"), f": {len(steps)} steps in {duration(seconds)}")
     if rewards:
-        text.append(f"; reward {sum(rewards) / len(rewards):.3f} over the last {len(rewards)} steps")
-    return text
+        summary.append(f"; reward {sum(rewards) / len(rewards):.3f} over the last {len(rewards)} steps")
+    parts: list[RenderableType] = [summary]
+    if before or after:
+        parts.append(Padding(_evaluation_table(before, after), (1, 0, 0, 0)))
+    if files := [(str(run_dir / name), text) for name, text in FILES.items() if (run_dir / name).exists()]:
+        parts.append(_aligned("Files", files, "  "))
+    run, gruppo = shlex.quote(str(run_dir)), shlex.quote(program())
+    prompt = question if question and question.isprintable() and len(question) <= MAX_PROMPT else "..."
+    config = shlex.quote(str(run_dir / "config.json"))
+    commands = [
+        (f"{gruppo} sample {run} {shlex.quote(prompt)}", "sample from the model"),
+        (f"{gruppo} eval {run}", "evaluate it again"),
+        (f"{gruppo} resume {run}", "continue, if it was stopped"),
+        (f"{gruppo} train {config} {longer or f'--steps {2 * len(steps) or 300}'}", "train again, for longer"),
+    ]
+    return Group(*parts, _aligned("Next", commands, "  # "))
 
 
-def _evaluations(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> RenderableType:
-    some = after or before or {}
+def _evaluation_table(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Table:
+    sides = (before or {}, after or {})
+    evaluation = after or before or {}
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(f"held-out, {some.get('prompts', '?')} prompts")
+    table.add_column(f"held-out, {evaluation.get('prompts', '?')} prompts")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_row(Text("reward [95% interval]"), _interval(before), _interval(after), _change(before, after, "bold"))
-    names = some.get("parts", {})
-    for name in names if len(names) > 1 else ():
-        old, new = ({"mean": e["parts"][name]} if e and name in e["parts"] else None for e in (before, after))
-        table.add_row(Text(f"  {name}"), _mean(old), _mean(new), _change(old, new, ""))
-    return Padding(table, (1, 0, 0, 0))
+    means = {"reward [95% interval]": [side.get("mean") for side in sides]}
+    if len(evaluation.get("parts", {})) > 1:
+        means |= {f"  {name}": [side.get("parts", {}).get(name) for side in sides] for name in evaluation["parts"]}
+    for i, (name, (old, new)) in enumerate(means.items()):
+        cells = ["-" if mean is None else f"{mean:.3f}" for mean in (old, new)]
+        if i == 0:
+            cells = [
+                f"{cell} [{side['low']:.3f}, {side['high']:.3f}]" if side else cell
+                for cell, side in zip(cells, sides, strict=True)
+            ]
+        change = Text("-")
+        if old is not None and new is not None:
+            colour = "green" if new > old else "red" if new < old else ""
+            change = Text(f"{new - old:+.3f}", f"{'' if i else 'bold '}{colour}")
+        table.add_row(Text(name), *map(Text, cells), change)
+    return table
 
 
-def _interval(evaluation: Mapping[str, Any] | None) -> Text:
-    if not evaluation:
-        return Text("-")
-    return Text(f"{_mean(evaluation)} [{evaluation['low']:.3f}, {evaluation['high']:.3f}]")
-
-
-def _mean(evaluation: Mapping[str, Any] | None) -> str:
-    return f"{evaluation['mean']:.3f}" if evaluation else "-"
-
-
-def _change(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, style: str) -> Text:
-    if not before or not after:
-        return Text("-")
-    change = after["mean"] - before["mean"]
-    return Text(f"{change:+.3f}", f"{style} {'green' if change > 0 else 'red' if change < 0 else ''}")
-
-
-def _files(run_dir: Path) -> list[Text]:
-    present = [(str(run_dir / name), what) for name, what in FILES.items() if (run_dir / name).exists()]
-    return [_aligned("Files", present, "  ")] if present else []
-
-
-def _commands(run_dir: Path, question: str, longer: str) -> Text:
-    run, gruppo = shlex.quote(str(run_dir)), shlex.quote(program())
-    asked = question if question and question.isprintable() and len(question) <= LONGEST_QUESTION else "..."
-    again = f"train {shlex.quote(str(run_dir / 'config.json'))} {longer}"
-    commands = [
-        (f"{gruppo} sample {run} {shlex.quote(asked)}", "ask it something"),
-        (f"{gruppo} eval {run}", "measure it again"),
-        (f"{gruppo} resume {run}", "if it was stopped"),
-        (f"{gruppo} {again}", "train again, for longer"),
-    ]
-    return _aligned("Next", commands, "  # ")
-
-
-def _aligned(title: str, rows: list[tuple[str, str]], between: str) -> Text:
+def _aligned(title: str, rows: Sequence[tuple[str, str]], separator: str) -> Text:
     width = max(len(left) for left, _ in rows)
     text = Text(f"\n{title}\n", "bold")
     for left, right in rows:
         text.append(f"  {left.ljust(width)}", "not bold")
-        text.append(f"{between}{right}\n", "not bold dim")
+        text.append(f"{separator}{right}\n", "not bold dim")
     text.rstrip()
     return text
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def write_page(run_dir: str | Path) -> Path | None:
+    """Write ``report.html``, which links only to files of the run's folder; None if there is nothing to show.
+
+    Call it after ``plot_run``: it shows the plots that are there.
+    """
+    run_dir = Path(run_dir)
+    parts: list[str] = []
+
+    def figure(path: Path) -> str:
+        name = path.relative_to(run_dir).as_posix()
+        image = f'<a href="{quote(name)}"><img src="{quote(name)}" alt=""></a>'
+        return f"<figure>{image}<figcaption>{html.escape(name)}</figcaption></figure>"
+
+    try:
+        evaluations = json.loads((run_dir / "evaluations.json").read_text(encoding="utf-8"))
+        names = list(dict.fromkeys(name for each in evaluations for name in each["parts"])) if evaluations else []
+        names = names if len(names) > 1 else []
+        rows = [
+            [str(each["step"]), number(each["mean"]), f"{number(each['low'])} to {number(each['high'])}"]
+            + [number(each["parts"].get(name)) for name in names]
+            for each in evaluations
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not an evaluation of ours
+        rows = []
+    if rows:
+        parts += [
+            "<h2>Held-out prompts</h2>",
+            _table(["step", "mean reward", "95% interval", *names], rows, numbers=99),
+        ]
+    compared = run_dir / FOLDER / BEFORE_AFTER
+    if compared.exists():
+        parts += ["<h2>Before and after</h2>", figure(compared)]
+    # The first, the middle and the last sheet of training.
+    sheets = sorted((run_dir / FOLDER).glob("step_*.png"), key=lambda path: (len(path.name), path.name))
+    chosen = list(dict.fromkeys(sheets[i] for i in (0, len(sheets) // 2, -1))) if sheets else []
+    if chosen:
+        parts.append("<h2>Samples during training</h2>")
+        if len(chosen) < len(sheets):
+            parts.append(f"<p>{len(chosen)} of {len(sheets)} sheets; all are in {FOLDER}/.</p>")
+        parts += map(figure, chosen)
+    samples = [row for row in read_lines(run_dir / "samples.jsonl") if "failures" not in row]
+    samples = [row for row in samples if isinstance(row.get("completion"), str | list)]
+    samples = [row for row in samples if row["step"] == samples[-1]["step"]][:MAX_SAMPLES]
+    if samples:
+        parts.append(f"<h2>Samples of step {samples[0]['step']}</h2>")
+        columns, cells = ("prompt", "completion", "target"), []
+        for row in samples:
+            reward = row.get("reward")  # infinities are text
+            texts = [as_text(row.get(name, ""))[:MAX_TEXT] for name in columns]
+            cells.append([reward if isinstance(reward, str) else number(reward), *texts])
+        parts.append(_table(["reward", *columns], cells, numbers=1))
+    overview = run_dir / "plots" / "overview.png"
+    if overview.exists():
+        parts += ["<h2>Plots</h2>", figure(overview)]
+    if not parts:
+        return None
+    path = run_dir / "report.html"
+    replace_file(path, PAGE.format(title=html.escape(run_dir.absolute().name), body="\n".join(parts)))
+    return path
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int) -> str:
+    """An HTML table whose first ``numbers`` columns are aligned as numbers."""
+    lines = [f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in names)}</tr>"]
+    for row in rows:
+        cells = (f"<td{' class=number' if n < numbers else ''}>{html.escape(text)}</td>" for n, text in enumerate(row))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return "\n".join([*lines, "</table>"])

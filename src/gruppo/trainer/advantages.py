@@ -13,9 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.core.advantages import group_advantages, position_advantages, step_advantages
-from gruppo.core.credit import gae, of_own_step, place_score, returns_to_go, whiten
-from gruppo.core.shaping import normalized_sum, overlong_penalty
+from gruppo.core.advantages import group_advantages, normalized_sum, position_advantages, step_advantages
+from gruppo.core.returns import broadcast_step_values, gae, overlong_penalty, place_score, returns_to_go, whiten
 from gruppo.environments import completion_lengths
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer.minibatches import asks_before_updates, evaluated, has_kl_in_reward
@@ -106,7 +105,7 @@ def credit_of_steps(
     if objective.credit == "return_to_go":
         advantages, penalty = later(place_score(row, loss_mask) + steps), later(penalty)
     else:
-        advantages = of_own_step(steps, is_step, loss_mask) + torch.where(loss_mask, row[:, None], 0)
+        advantages = broadcast_step_values(steps, is_step, loss_mask) + torch.where(loss_mask, row[:, None], 0)
     if each_apart:
         advantages = whiten(advantages, loss_mask, all_sum=dist.all_sum)
     return advantages - penalty
@@ -223,7 +222,7 @@ def _choices(run: Run, name: str) -> dict[str, Any]:
         "decay": objective.running_decay,
         "state": run.running.get(name),
         "all_sum": dist.all_sum,
-        "share": _share,
+        "all_gather": _share,
     }
 
 
@@ -233,7 +232,7 @@ def _remember(run: Run, name: str, state: Mapping[str, Any]) -> None:
 
 
 def _share(data: Any) -> list[Any]:
-    return [json.loads(part) for part in dist.gather(json.dumps(data).encode())]
+    return [json.loads(part) for part in dist.all_gather(json.dumps(data).encode())]
 
 
 def _check_sampler(run: Run, rollouts: Rollouts, loss_mask: Tensor) -> None:

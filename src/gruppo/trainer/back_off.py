@@ -24,7 +24,7 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
         return
     if run.best is None or value > run.best["value"]:
         run.best = {"step": run.step, "value": value}
-        with dist.together():
+        with dist.fail_together():
             folder.keep_best(run)
     elif value < run.best["value"] - config.drop:
         _return(run, folder, value)
@@ -34,7 +34,7 @@ def _return(run: Run, folder: RunFolder, value: float) -> None:
     assert run.best is not None
     config, best = run.config.back_off, run.best
     try:
-        with dist.together():
+        with dist.fail_together():
             saved = folder.best_weights(run)
     except GruppoError as error:
         log.warning("step %d: %s is %.4g and was %.4g, but %s", run.step, config.metric, value, best["value"], error)

@@ -6,7 +6,7 @@ from gruppo.config.checks import check_config, smallest_group
 from gruppo.config.schema import Config
 from gruppo.config.stages import highest
 from gruppo.protocols import Modality
-from gruppo.tracking import integrations
+from gruppo.tracking import trackers
 from gruppo.trainer.demonstrations import Answers
 from gruppo.trainer.references import check_reference
 from gruppo.trainer.stages import StageSchedule
@@ -18,7 +18,7 @@ NEUTRAL = Modality()
 def check(config: Config, modality: Modality = NEUTRAL) -> None:
     """Refuse what cannot run, before anything is loaded."""
     check_config(config)
-    integrations.check(config.track)
+    trackers.check(config.track)
     StageSchedule(config)  # parses schedules, controllers and gates
     modality.validate(config)
     config.objective.check(

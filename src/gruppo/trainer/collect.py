@@ -144,7 +144,7 @@ def take_prompts(run: Run, slots: Sequence[int]) -> dict[int, Prompt]:
             log.warning("left out: %s", refused)
         else:
             raise DataError(f"100 prompts in a row cannot be used; the last: {refused}")
-        if slot % dist.world() == dist.rank():
+        if slot % dist.world_size() == dist.rank():
             mine[slot] = prompt
     return mine
 

@@ -123,10 +123,10 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
     """
     if not highest(config, "sup_coef"):
         return None
-    if config.supervised.batch < dist.world():
+    if config.supervised.batch < dist.world_size():
         raise GruppoError(
-            f"supervised.batch={config.supervised.batch} leaves some of the {dist.world()} ranks without a "
-            f"demonstration. Set --supervised.batch {dist.world()} or more, or start fewer ranks."
+            f"supervised.batch={config.supervised.batch} leaves some of the {dist.world_size()} ranks without a "
+            f"demonstration. Set --supervised.batch {dist.world_size()} or more, or start fewer ranks."
         )
     own = not config.supervised.data
     if own and isinstance(data, CustomSource):
@@ -174,7 +174,7 @@ def drawn(run: Run) -> tuple[list[Prompt], int]:
             skipped, why = skipped + 1, refused
         else:
             raise DataError(f"{ATTEMPTS} demonstrations in a row cannot be learned from; the last: {why}")
-        if slot % dist.world() == dist.rank():
+        if slot % dist.world_size() == dist.rank():
             mine.append(prompt)
     if skipped:
         log.warning("step %d: %d demonstrations were skipped; the last: %s", run.step, skipped, why)
@@ -210,7 +210,7 @@ def demo_parts(run: Run, demos: Rollouts | None, epoch: int) -> list[Rollouts | 
     count = run.config.optim.minibatches
     if demos is None or count == 1:
         return [demos] * count
-    slots = torch.arange(len(demos)) * dist.world() + dist.rank()
+    slots = torch.arange(len(demos)) * dist.world_size() + dist.rank()
     generator = generator_at(run.config.seed, "demonstrations", run.step, epoch)
     order = torch.randperm(run.config.supervised.batch, generator=generator)
     return [demos.take(torch.isin(slots, part).nonzero()[:, 0]) for part in order.tensor_split(count)]

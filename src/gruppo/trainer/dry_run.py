@@ -10,8 +10,8 @@ from gruppo.config.checks import group_sizes
 from gruppo.config.options import flag
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, where_of
-from gruppo.core.describe import cautions, describe
-from gruppo.core.schedules import parse
+from gruppo.core.describe import describe_objective, objective_warnings
+from gruppo.core.schedules import parse_schedule
 from gruppo.protocols import peek
 from gruppo.trainer import growth, references
 from gruppo.trainer.demonstrations import drawn
@@ -32,12 +32,12 @@ def _objective(run: Run) -> list[str]:
     config, rollout, optim = run.config, run.config.rollout, run.config.optim
     if not learns_from_samples(config):
         return []
-    lines = describe(
+    lines = describe_objective(
         config.objective,
         kl_coef=highest(config, "kl_coef"),
         group_size=max(group_sizes(config)),
         max_length=run.sampling.max_actions,
-        of=run.policy.action_name,
+        action=run.policy.action_name,
     )
     passes = f"{optim.epochs} epochs of {optim.minibatches} minibatches"
     stop = f", fewer where the KL to the old policy exceeds {optim.stop_kl:g}" if optim.stop_kl else ""
@@ -47,7 +47,7 @@ def _objective(run: Run) -> list[str]:
     if rollout.first_samples:
         largest = growth.cap_of(rollout, max(group_sizes(config)))
         lines.append(f"growth      groups with spread in {rollout.first_samples} first samples, to {largest} at most")
-    notes = cautions(
+    notes = objective_warnings(
         config.objective,
         kl_coef=highest(config, "kl_coef"),
         updates_per_batch=config.updates_per_batch,
@@ -81,7 +81,9 @@ def _stages(config: Config) -> list[str]:
 
 def _reaches(config: Config, index: int, name: str) -> bool:
     """Whether a coefficient of a stage is above 0 in some step."""
-    return any(v > 0 for v in parse(getattr(config.plan[index], name), f"{where_of(config, index)}.{name}").values)
+    return any(
+        v > 0 for v in parse_schedule(getattr(config.plan[index], name), f"{where_of(config, index)}.{name}").values
+    )
 
 
 def _work(run: Run) -> list[str]:

@@ -63,7 +63,7 @@ def evaluate_rows(
 ) -> tuple[Evaluated, list[dict[str, Any]]]:
     """The evaluation, and this rank's answers: those of the run's engine, or of ``generate``."""
     generate = generate or run.engine.generate
-    mine = list(prompts)[dist.rank() :: dist.world()]
+    mine = list(prompts)[dist.rank() :: dist.world_size()]
     sampling = mode_of(run.sampling)
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
     own: dict[str, Stat] = {}
@@ -97,7 +97,7 @@ def mode_of(sampling: Sampling) -> Sampling:
 
 def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
     """The policy's metrics of samples of their own, such as rewards along denoising steps."""
-    mine = list(prompts)[: run.config.evaluation.along_steps][dist.rank() :: dist.world()]
+    mine = list(prompts)[: run.config.evaluation.along_steps][dist.rank() :: dist.world_size()]
     if not run.rewards.names or not run.config.evaluation.along_steps:
         return {}
     stats: dict[str, Stat] = {}

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.config.schema import RolloutConfig
-from gruppo.core.advantages import group_std
-from gruppo.core.allocation import allocate
+from gruppo.core.groups import allocate_samples, group_std
 from gruppo.rewards.scoring import Scores, applies_to_group
 from gruppo.trainer.refill import Round, alike, decisive
 from gruppo.trainer.stages import StepParams
@@ -56,7 +55,9 @@ def further(
         prompts |= dict(zip(one.slots, one.rollouts.prompts, strict=True))
     sizes = torch.full((rollout.prompts,), rollout.first_samples)
     budget = max(rollout.prompts * step_params.group_size - sampled, 0)
-    more = allocate(dist.all_sum(spread), sizes, budget=budget, cap=cap_of(rollout, step_params.group_size)).tolist()
+    more = allocate_samples(
+        dist.all_sum(spread), sizes, budget=budget, cap=cap_of(rollout, step_params.group_size)
+    ).tolist()
     first = rollout.first_samples
     return {slot: Request(prompt, more[slot], first=first) for slot, prompt in prompts.items() if more[slot]}
 

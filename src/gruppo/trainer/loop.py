@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.core.advantages import has_no_spread
+from gruppo.core.groups import has_no_spread
 from gruppo.loading import program
 from gruppo.platforms import peak_memory_gib
 from gruppo.protocols import Policy
@@ -104,7 +104,7 @@ def stop_if_asked(run: Run, folder: RunFolder) -> None:
 def save(run: Run, folder: RunFolder) -> None:
     """A checkpoint after a whole step. Where it fails, no rank waits for the one that writes."""
     boundary = Boundary.of(run)
-    with dist.together():
+    with dist.fail_together():
         references.check_unchanged(run)
         folder.save(run, boundary)
 
@@ -126,7 +126,7 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         del metrics["rollouts"]
     metrics["mem/peak_gib"] = peak_gib()
     run.stage_schedule.measure(run.step - 1, metrics, rows=rows)
-    with dist.together():
+    with dist.fail_together():
         run.log(metrics)
         show_samples(run, collected)
     settle(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without it
@@ -209,7 +209,7 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
         prompts = held_out(run, wanted)
         done, rows = evaluate_rows(run, prompts)
         watched = references.watch(run) | evaluate_steps(run, prompts)
-    with dist.together():
+    with dist.fail_together():
         if run.rewards.names:
             run.evaluations.append(done.to_dict())
             folder.write_evaluations(run)

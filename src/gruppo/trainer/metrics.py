@@ -11,9 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.core.advantages import group_std, has_no_spread
-from gruppo.core.groups import deviations, normalised, per_group
-from gruppo.core.running import Ema
+from gruppo.core.advantages import Ema, normalized_rewards
+from gruppo.core.groups import group_deviations, group_reduce, group_std, has_no_spread
 from gruppo.environments import completion_lengths
 from gruppo.rewards.scoring import Scores, reward_stats
 from gruppo.trainer.advantages import overlong
@@ -84,9 +83,9 @@ def of_running(run: Run) -> dict[str, float]:
     for name, state in run.running.items():
         area = "reward" if is_sum and name == "sum" else f"reward/{name}"
         if "mean" in state:
-            metrics[f"{area}/running_mean"] = Ema.of(state["mean"]).value
+            metrics[f"{area}/running_mean"] = Ema(*state["mean"]).value
         if "within_var" in state:
-            metrics[f"{area}/running_std_within_group"] = Ema.of(state["within_var"]).value ** 0.5
+            metrics[f"{area}/running_std_within_group"] = Ema(*state["within_var"]).value ** 0.5
     return metrics
 
 
@@ -110,7 +109,7 @@ def of_classes(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
 def _logged(own: Mapping[str, float]) -> dict[str, float]:
     """What reward functions logged: the mean over the ranks that logged it."""
     said: dict[str, list[float]] = {}
-    for rank in map(json.loads, dist.gather(json.dumps(dict(own)).encode())):
+    for rank in map(json.loads, dist.all_gather(json.dumps(dict(own)).encode())):
         for name, value in rank.items():
             said.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in said.items()}
@@ -150,7 +149,7 @@ def of_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, Stat]:
     is_group = group_ids.bincount() > 1  # one row has no spread to lack
     stats = _of_reward("reward", scores.rewards, group_ids, is_group)
     for name, part in parts.items():
-        applies = ~per_group(part, group_ids, "mean").isnan()
+        applies = ~group_reduce(part, group_ids, "mean").isnan()
         stats |= _of_reward(f"reward/{name}", part, group_ids, is_group & applies)
     stats |= {f"reward/{name}:steps": _scored(steps) for name, steps in scores.steps.items()}
     for one, other in combinations(parts, 2):
@@ -161,13 +160,13 @@ def of_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, Stat]:
 def _of_reward(
     area: str, rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"], is_group: Tensor
 ) -> dict[str, Stat]:
-    score = normalised(rewards, group_ids)
+    score = normalized_rewards(rewards, group_ids)
     stats = {
         "rows": _scored(rewards),
         "within": _scored(spread := group_std(rewards, group_ids)),
-        "between": _scored(per_group(rewards, group_ids, "mean")),
-        "best": _scored(per_group(rewards, group_ids, "amax")),
-        "worst": _scored(per_group(rewards, group_ids, "amin")),
+        "between": _scored(group_reduce(rewards, group_ids, "mean")),
+        "best": _scored(group_reduce(rewards, group_ids, "amax")),
+        "worst": _scored(group_reduce(rewards, group_ids, "amin")),
         "normalised": _scored(score),
         "normalised_abs": _scored(score.abs()),
         "alike": Stat.of(has_no_spread(rewards, group_ids).double(), is_group),
@@ -183,7 +182,7 @@ def _of_pair(pair: str, x: Float[Tensor, "B"], y: Float[Tensor, "B"], group_ids:
     stats = {}
     for area, a, b in (
         ("reward_corr", x, y),
-        ("reward_corr_within_group", deviations(x, group_ids), deviations(y, group_ids)),
+        ("reward_corr_within_group", group_deviations(x, group_ids), group_deviations(y, group_ids)),
     ):
         for name, values in (("x", a), ("y", b), ("xy", a * b)):
             stats[f"{area}/{pair}:{name}"] = _scored(values)

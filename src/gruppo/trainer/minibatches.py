@@ -53,7 +53,7 @@ def numbered(rollouts: Rollouts, slots: int) -> tuple[Int[Tensor, "B"], int]:
     The rows of a slot's group follow each other, slots in order, of which a rank has every ``world``-th.
     """
     sizes = rollouts.group_ids.unique_consecutive(return_counts=True)[1]
-    held = torch.arange(len(sizes)) * dist.world() + dist.rank()
+    held = torch.arange(len(sizes)) * dist.world_size() + dist.rank()
     of_slots = torch.zeros(slots, dtype=torch.long)
     of_slots[held] = sizes
     of_slots = dist.all_sum(of_slots)
@@ -128,7 +128,10 @@ def evaluated(run: Run, batch: Batch, step_params: StepParams) -> Batch:
     log-prob of many dimensions is in the thousands.
     """
     needed, stored = _needed(run, step_params), dict[str, Tensor]()
-    with dist.together(), run.reference.on_device() if "ref" in needed and run.reference is not None else nullcontext():
+    with (
+        dist.fail_together(),
+        run.reference.on_device() if "ref" in needed and run.reference is not None else nullcontext(),
+    ):
         assert batch.rollouts is not None
         for rows in minibatch_rows(run, batch.rollouts, epoch=0):
             part = _part(batch, rows)

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.core.advantages import has_no_spread
+from gruppo.core.groups import has_no_spread
 from gruppo.environments import completion_lengths
 from gruppo.rewards.scoring import Scores
 from gruppo.types import Rollouts

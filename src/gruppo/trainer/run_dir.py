@@ -18,8 +18,9 @@ from gruppo.config.schema import Config
 from gruppo.loading import program
 from gruppo.platforms import FileLock
 from gruppo.seeds import seed_at
-from gruppo.tracking import integrations
-from gruppo.tracking.files import MetricsFile, SamplesFile
+from gruppo.tracking import trackers
+from gruppo.tracking.files import MetricsFile
+from gruppo.tracking.samples import SamplesFile
 from gruppo.trainer import checkpoint
 from gruppo.trainer.hardware import hardware, versions
 from gruppo.trainer.memory import token_budget
@@ -56,7 +57,9 @@ class Boundary:
             "evaluations": list(run.evaluations),
         }
         mine = json.dumps(checkpoint.random_state()).encode()
-        return cls(run.step, run.version, run.source.state_dict(), list(map(json.loads, dist.gather(mine))), counters)
+        return cls(
+            run.step, run.version, run.source.state_dict(), list(map(json.loads, dist.all_gather(mine))), counters
+        )
 
 
 class _LogFile(logging.FileHandler):
@@ -81,7 +84,7 @@ class RunFolder:
     def create(cls, path: Path, config: Config) -> RunFolder:
         """A new folder; one that is there already is left alone."""
         folder = cls(path)
-        with dist.together():
+        with dist.fail_together():
             if dist.is_main():
                 folder._fill(config)
         return folder
@@ -151,7 +154,7 @@ class RunFolder:
         for file in files:
             file.cut(-1 if from_step is None else from_step)
         config = serialization.load(self.path / "config.json")
-        return [*files, *integrations.open_trackers(config.track, self.path, config, from_step=from_step)]
+        return [*files, *trackers.open_trackers(config.track, self.path, config, from_step=from_step)]
 
     # --- saving and restoring ---
 
@@ -258,7 +261,7 @@ class RunFolder:
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
             "versions": versions(),
             "hardware": hardware(),
-            "world": dist.world(),
+            "world": dist.world_size(),
             "first_weights_sha256": first_weights(run),
             "base_sha256": run.policy.base_sha256,
             "reference_sha256": remember(run),

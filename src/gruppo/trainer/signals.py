@@ -51,7 +51,7 @@ class Stopper:
 
         One that code within has swallowed raises it at the end. Where there are other ranks, none leaves on its own.
         """
-        if dist.world() > 1:
+        if dist.world_size() > 1:
             yield
             return
         if self.requested:

@@ -16,8 +16,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, peak_lr, where_of
-from gruppo.core.controllers import Controller, controller
-from gruppo.core.schedules import Adaptive, Schedule, parse, warmup_decay
+from gruppo.core.schedules import AdaptiveSpec, Controller, Schedule, make_controller, parse_schedule, warmup_decay
 from gruppo.types import GruppoError, Sampling
 
 log = logging.getLogger("gruppo")
@@ -186,8 +185,8 @@ class StageSchedule:
         if rows and self._sampled_since is None:
             self._sampled_since = step
         for said in self._said[self.index].values():
-            if not isinstance(said, Schedule) and said.reads in metrics:
-                said.update(metrics[said.reads], rows=rows)
+            if not isinstance(said, Schedule) and said.metric in metrics:
+                said.update(metrics[said.metric], rows=rows)
         gate = self._gates[self.index]
         if gate is not None and (value := agreed(metrics, gate.metric)) is not None:
             self._seen.append(value)
@@ -276,8 +275,8 @@ def _parsed(stage: Stage, where: str) -> dict[str, Schedule | Controller]:
     said: dict[str, Schedule | Controller] = {}
     for name in (field.name for field in fields(stage) if field.name in SCHEDULED):
         if (given := getattr(stage, name)) is not None:
-            meant = parse(given, f"{where}.{name}")
-            said[name] = controller(name, meant, f"{where}.{name}") if isinstance(meant, Adaptive) else meant
+            meant = parse_schedule(given, f"{where}.{name}")
+            said[name] = make_controller(name, meant, f"{where}.{name}") if isinstance(meant, AdaptiveSpec) else meant
     return said
 
 

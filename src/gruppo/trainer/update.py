@@ -174,7 +174,7 @@ def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]
     def attempt(cuts: list[list[MicroBatch]]) -> dict[str, Stat]:
         return added(work(micro_batches) for work, micro_batches in zip(works, cuts, strict=True))
 
-    with dist.together():
+    with dist.fail_together():
         return in_micro_batches_of(run, parts, attempt)
 
 

@@ -16,9 +16,8 @@ from gruppo.config.schema import Config
 from gruppo.config.stages import where_of
 from gruppo.protocols import Tracker
 from gruppo.tracking.console import ConsoleTracker
-from gruppo.tracking.html import write_page
 from gruppo.tracking.plots import plot_run
-from gruppo.tracking.report import closing_lines
+from gruppo.tracking.report import closing_lines, write_page
 from gruppo.trainer.run import Run
 from gruppo.trainer.signals import say
 
@@ -30,7 +29,13 @@ def on_screen(run: Run, folder: Path) -> list[Tracker]:
     every = max(run.config.show_samples_every, 1)
     stages = run.stage_schedule.names
     console = ConsoleTracker(
-        run.config.steps, title=folder.name, step=run.step, samples_every=every, stages=stages, run_dir=folder
+        run.config.steps,
+        title=folder.name,
+        step=run.step,
+        samples_every=every,
+        stages=stages,
+        run_dir=folder,
+        unit="image" if run.policy.renders_images else run.policy.action_name,
     )
     run.stopper.say = lambda message: None if console.announce(message) else say(message)
     return [Screen(console)]

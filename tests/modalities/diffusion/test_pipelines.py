@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from gruppo.core.divergence import gaussian_kl
-from gruppo.core.gaussian import gaussian_logprob
+from gruppo.core.distributions import gaussian_logprob
+from gruppo.core.kl import gaussian_kl
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import adapter, adapter_weights
 from gruppo.modalities.common.reference import ReferenceModel

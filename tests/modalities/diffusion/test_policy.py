@@ -24,8 +24,8 @@ from tests.fakes_diffusion import (
     whole,
 )
 
-from gruppo.core.divergence import gaussian_kl
-from gruppo.core.images import to_bytes
+from gruppo.core.images import to_uint8
+from gruppo.core.kl import gaussian_kl
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import (
@@ -383,14 +383,14 @@ def test_a_picture_is_the_last_state_as_a_saved_file_gives_it_back(fake):
     for row, picture in enumerate(rollouts.completions):
         by_hand = ((rollouts.actions[row, -1] + 1) / 2 * 255).clamp(0, 255).round() / 255
         assert picture.shape == SHAPE and torch.equal(picture, by_hand)
-        assert torch.equal(to_bytes(picture).float() / 255, picture)
+        assert torch.equal(to_uint8(picture).float() / 255, picture)
 
 
 @pytest.mark.silent_bug(38)
 def test_a_reward_of_the_saved_png_is_that_of_the_picture_in_memory(tmp_path):
     image = pytest.importorskip("PIL.Image")
     picture = sampled(ancestral(), 1).completions[0][:1]
-    image.fromarray(to_bytes(picture)[0].numpy()).save(tmp_path / "x.png")
+    image.fromarray(to_uint8(picture)[0].numpy()).save(tmp_path / "x.png")
     again = torch.tensor(list(image.open(tmp_path / "x.png").tobytes())).reshape(picture.shape) / 255
     assert abs(float(again.mean() - picture.mean())) <= 1e-6
 

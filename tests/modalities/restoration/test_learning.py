@@ -32,8 +32,7 @@ from tests.modalities.updates import Case, Variant, batch_of, distance, farthest
 from gruppo.build import adamw
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
 from gruppo.core.advantages import position_advantages
-from gruppo.core.filters import gaussian_blur
-from gruppo.core.images import flip
+from gruppo.core.images import apply_symmetry, gaussian_blur
 from gruppo.core.objective import GRPO, PRESETS
 from gruppo.engines import LocalEngine
 from gruppo.modalities.common.critic import SharedCritic
@@ -110,7 +109,7 @@ def test_rollouts_of_prompts_with_clean_pictures_have_the_same_supervised_loss()
     demos = policy.demonstrations(prompts(3), seed=0)
     of_demos = policy.supervised_loss(demos, policy.likelihood(demos, whole(demos)))
     torch.testing.assert_close(policy.supervised_loss(rollouts, said), of_demos[rollouts.group_ids])
-    with pytest.raises(GruppoError, match=r'reads the deterministic picture.*want=\("output",\)'):
+    with pytest.raises(GruppoError, match=r'needs the deterministic image.*outputs=\("output",\)'):
         policy.supervised_loss(rollouts, policy.likelihood(rollouts, whole(rollouts)))
 
 
@@ -155,7 +154,7 @@ def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
     torch.testing.assert_close(loss.detach(), patch_means(apart, 2), rtol=1e-9, atol=1e-12)
     loss.sum().backward()
     assert any(p.grad.abs().sum() > 0 for p in policy.module.network.parameters())
-    with pytest.raises(GruppoError, match="consistency to a reference reads its picture"):
+    with pytest.raises(GruppoError, match="consistency to a reference needs its image"):
         consistency_of(policy, rollouts)
 
 
@@ -172,11 +171,11 @@ def test_equivariance_compares_the_picture_of_a_turned_one_with_the_turned_pictu
     assert {policy.consistency.choice(Prompt("", None, draw=n), is_square=False) for n in range(40)} == {2, 4, 6}
     with torch.no_grad():
         for row, choice in enumerate(choices):
-            of_turned = policy.module.network(flip(x[row], choice)[None])[0]
+            of_turned = policy.module.network(apply_symmetry(x[row], choice)[None])[0]
             back = next(
-                flip(of_turned, inverse)
+                apply_symmetry(of_turned, inverse)
                 for inverse in range(8)
-                if torch.equal(flip(flip(x[row], choice), inverse), x[row])
+                if torch.equal(apply_symmetry(apply_symmetry(x[row], choice), inverse), x[row])
             )
             apart = (back - policy.module.network(x[row][None])[0]).abs()
             torch.testing.assert_close(loss[row], patch_means(apart[None], 2)[0], rtol=1e-9, atol=1e-12)
@@ -428,14 +427,14 @@ def test_in_units_the_network_is_told_shares_of_the_ranges():
     shares = torch.stack([values[:, 0] / 2, (values[:, 2] + 1) / 2], dim=1)
     mix = values[:, 1, None, None, None]
     by_hand = mix * network(x, shares) + (1 - mix) * x
-    torch.testing.assert_close(unit.module.shown(x, None, action), by_hand)
-    assert (unit.module.shown(x, None, action) - plain.module.shown(x, None, action)).abs().max() > 0.01
+    torch.testing.assert_close(unit.module.render(x, None, action), by_hand)
+    assert (unit.module.render(x, None, action) - plain.module.render(x, None, action)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ({"blur": 0.5}, "prompt 'p0' has no column 'noise'; supervises='told' tells the network that number"),
+        ({"blur": 0.5}, "prompt 'p0' has no column 'noise'; supervises='told' gives the network that number"),
         ({"noise": "much", "blur": 0.5}, "has 'much' as 'noise'; supervises='told'"),
         ({"noise": 0.5, "blur": 1.5}, "has blur=1.5, and the control has the range -1 to 1. Widen the range"),
         ({"noise": -0.1, "blur": 0.5}, "has noise=-0.1, and the control has the range 0 to 2"),
@@ -452,9 +451,9 @@ def test_told_refuses_data_that_do_not_say_it(meta, message):
 
 
 def test_told_refuses_an_action_that_tells_nothing_and_a_network_that_rests():
-    with pytest.raises(GruppoError, match=r"'low_resolution' tells it none\. Set the action controls"):
+    with pytest.raises(GruppoError, match=r"'low_resolution' has none\. Set the action controls"):
         low_resolution(supervises="told")
-    with pytest.raises(GruppoError, match="'controls' tells it none"):
+    with pytest.raises(GruppoError, match="'controls' has none"):
         policy_of(Controls([Control("mix", 0, 1, 0.5)]), supervises="told")
-    with pytest.raises(GruppoError, match="supervises='told' teaches the network alone, and trains='action'"):
+    with pytest.raises(GruppoError, match="supervises='told' trains the network alone, and trains='action'"):
         controls(supervises="told", trains="action")

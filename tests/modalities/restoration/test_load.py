@@ -17,7 +17,7 @@ from gruppo.modalities.restoration import (
     DnCNN,
     LowResolution,
     PixelNoise,
-    UNet,
+    RestorationUNet,
     load_network,
     load_restorer,
     open_action,
@@ -46,9 +46,9 @@ def test_what_is_saved_and_loaded_draws_the_same(tmp_path, network, action):
 def test_a_network_that_is_not_ours_is_given_and_gets_the_weights(tmp_path, make):
     policy = make()
     policy.save(tmp_path)
-    with pytest.raises(GruppoError, match=r"of a module that is not ours. Give load_restorer its module"):
+    with pytest.raises(GruppoError, match=r"of a module of your own. Give load_restorer that module"):
         load_restorer(tmp_path)
-    loaded = load_restorer(tmp_path, TinyNetwork(conditions=policy.module.acts.conditions))
+    loaded = load_restorer(tmp_path, TinyNetwork(conditions=policy.module.action.conditions))
     a, b = (one.sample(requests(2), SAMPLING, seed=1) for one in (policy, loaded))
     assert torch.equal(a.actions, b.actions)
 
@@ -86,8 +86,8 @@ def test_an_own_network_in_a_file_is_found_again_by_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("needs", "cannot be called without arguments of its own"),
-        ("none", "made a int; it needs a torch.nn.Module"),
+        ("needs", "cannot be called without further arguments"),
+        ("none", "returned a int; it needs a torch.nn.Module"),
         ("number", "is a int; it needs to be a module"),
         ("Mime", "has no 'Mime'.*Did you mean .*Mine"),
     ],
@@ -181,11 +181,11 @@ def test_an_action_is_written_as_a_name_with_options(text, made):
         ("band_gain", "Did you mean 'band_gains'"),
         ("band_gains:grid=many", "is not understood"),
         ("band_gains:size=3", "it has no option 'size'"),
-        ("controls:noise=5", "noise=5 is no low-high@start"),
+        ("controls:noise=5", "noise=5 is not of the form low-high@start"),
         ("controls", "there needs to be one at least"),
         ("controls:noise=0-1@2", "starts at 2 and has the range 0 to 1"),
         ("band_gains:grid=0", "grid=0 has no cell"),
-        ("pixels:std=-1", "std=-1 gives no scale"),
+        ("pixels:std=-1", "std=-1 is no scale"),
     ],
 )
 def test_an_action_that_there_is_not_is_refused(text, why):
@@ -207,7 +207,7 @@ def test_a_network_that_there_is_not_is_refused(spec, why):
         open_network(spec)
 
 
-@pytest.mark.parametrize("make", [DnCNN, UNet])
+@pytest.mark.parametrize("make", [DnCNN, RestorationUNet])
 @pytest.mark.parametrize("conditions", [0, 2])
 def test_networks_are_the_identity_at_first_of_any_size_and_see_their_conditions(make, conditions):
     torch.manual_seed(0)
@@ -223,13 +223,13 @@ def test_networks_are_the_identity_at_first_of_any_size_and_see_their_conditions
     torch.testing.assert_close(alone, said[1:], rtol=1e-10, atol=1e-10)
     if conditions:
         assert not torch.allclose(network(x, told + 0.5), said, atol=1e-3)
-        with pytest.raises(GruppoError, match=r"reads 2 conditions of each picture and got none for 2 pictures"):
+        with pytest.raises(GruppoError, match=r"reads 2 conditions of each image and got none for 2 images"):
             network(x)
 
 
 def test_our_networks_have_the_weights_that_their_docs_say():
     assert sum(p.numel() for p in DnCNN().parameters()) == 38_755
-    assert sum(p.numel() for p in UNet().parameters()) == 150_838
+    assert sum(p.numel() for p in RestorationUNet().parameters()) == 150_838
 
 
 def test_a_consistency_by_a_name_that_there_is_not_is_refused():

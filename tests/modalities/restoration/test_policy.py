@@ -28,8 +28,8 @@ from tests.modalities.restoration.fakes import (
 )
 from torch import nn
 
-from gruppo.core.divergence import gaussian_kl
-from gruppo.core.images import as_saved
+from gruppo.core.images import quantize
+from gruppo.core.kl import gaussian_kl
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.restoration import BandGains, LowResolution, PixelNoise, RestorationPolicy
@@ -147,7 +147,7 @@ def test_a_learned_std_has_the_gradient_of_the_density_and_decays_to_where_it_be
     said.logprobs.sum().backward()
     z = (rollouts.actions - said.gaussian.mean) / said.gaussian.std
     by_hand = (z.square() - 1).sum(dim=(0, 1, 3, 4))
-    scale = policy.module.acts.scale
+    scale = policy.module.action.scale
     torch.testing.assert_close(scale.log_ratio.grad.double(), by_hand.detach(), rtol=1e-5, atol=1e-4)
     with torch.no_grad():
         scale.log_ratio.fill_(0.7)
@@ -157,7 +157,7 @@ def test_a_learned_std_has_the_gradient_of_the_density_and_decays_to_where_it_be
     for _ in range(30):
         optimizer.step()
     torch.testing.assert_close(scale().float(), torch.tensor([0.1, 0.2, 0.3]))
-    assert not pixels().module.acts.scale.log_ratio.requires_grad
+    assert not pixels().module.action.scale.log_ratio.requires_grad
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_pixels_are_shown_as_they_are_drawn_and_saved():
     policy = pixel_patches()
     rollouts = sampled(policy)
     for row, action in zip(rollouts.completions, from_columns(rollouts.actions, 2), strict=True):
-        assert torch.equal(row, as_saved(action))
+        assert torch.equal(row, quantize(action))
     assert rollouts.actions.min() < 0 or rollouts.actions.max() > 1, "the action itself is not clamped"
 
 
@@ -180,8 +180,8 @@ def test_a_coarse_residual_is_added_to_the_network_s_picture():
         base = policy.module.network(rollouts.shared["degraded"])[0]
     z = rollouts.actions[:, 0]
     by_hand = base + z.repeat_interleave(4, dim=-1).repeat_interleave(4, dim=-2)
-    torch.testing.assert_close(torch.stack(rollouts.completions), as_saved(by_hand), rtol=0, atol=1 / 255 + 1e-6)
-    assert (torch.stack(rollouts.completions) - as_saved(by_hand)).abs().gt(1e-6).float().mean() < 0.01
+    torch.testing.assert_close(torch.stack(rollouts.completions), quantize(by_hand), rtol=0, atol=1 / 255 + 1e-6)
+    assert (torch.stack(rollouts.completions) - quantize(by_hand)).abs().gt(1e-6).float().mean() < 0.01
 
 
 def blurred_by_hand(image, std):
@@ -212,8 +212,8 @@ def test_gains_multiply_bands_of_luma_and_chroma():
     for k, band in enumerate(by_hand):
         gains = torch.zeros(1, 4, 1, 1, dtype=torch.float64)
         gains[0, k] = 0.5
-        torch.testing.assert_close(policy.module.shown(x, base, gains), base + 0.5 * band, rtol=0, atol=1e-6)
-    off = policy.module.shown(x, base, torch.full((1, 4, 1, 1), -1.0, dtype=torch.float64))
+        torch.testing.assert_close(policy.module.render(x, base, gains), base + 0.5 * band, rtol=0, atol=1e-6)
+    off = policy.module.render(x, base, torch.full((1, 4, 1, 1), -1.0, dtype=torch.float64))
     torch.testing.assert_close(off, second, rtol=0, atol=1e-6)
 
 
@@ -222,11 +222,11 @@ def test_controls_are_told_in_their_range_and_mix_with_what_was_given():
     x = picture(0)[None].double()
     action = torch.tensor([0.25, -0.5, 3.0], dtype=torch.float64).reshape(1, 3, 1, 1)
     told = torch.tensor([[0.5 + 0.25 * 2, 1.0]], dtype=torch.float64)  # noise, and blur kept below 1
-    torch.testing.assert_close(policy.module.acts.values(action)[0].tolist(), [1.0, 0.25, 1.0])
+    torch.testing.assert_close(policy.module.action.values(action)[0].tolist(), [1.0, 0.25, 1.0])
     by_hand = 0.25 * policy.module.network(x, told) + 0.75 * x
-    torch.testing.assert_close(policy.module.shown(x, None, action), by_hand)
+    torch.testing.assert_close(policy.module.render(x, None, action), by_hand)
     start = torch.tensor([[0.5, 0.0]], dtype=torch.float64)
-    torch.testing.assert_close(policy.module.plain(x), 0.75 * policy.module.network(x, start) + 0.25 * x)
+    torch.testing.assert_close(policy.module.baseline(x), 0.75 * policy.module.network(x, start) + 0.25 * x)
 
 
 @pytest.mark.parametrize("action", [LowResolution(grid=2), BandGains(grid=2)], ids=lambda a: type(a).__name__)
@@ -235,7 +235,7 @@ def test_a_new_head_changes_nothing_at_temperature_0(action):
     policy = RestorationPolicy(TinyNetwork(), action)
     x = torch.stack([picture(0), picture(1)])
     with torch.no_grad():
-        torch.testing.assert_close(policy.restore(x), as_saved(policy.module.network(x)), rtol=0, atol=1e-6)
+        torch.testing.assert_close(policy.restore(x), quantize(policy.module.network(x)), rtol=0, atol=1e-6)
 
 
 def test_at_temperature_0_the_picture_is_the_mean_s_and_no_seed_changes_it(make):
@@ -343,7 +343,7 @@ def test_the_network_is_asked_once_for_the_rows_of_a_group(policy):
     rollouts = sampled(policy)
     policy.module.network.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
     said_of(policy, rollouts)
-    assert sum(seen) == (0 if policy.module.acts.conditions else 3)
+    assert sum(seen) == (0 if policy.module.action.conditions else 3)
 
 
 @pytest.mark.silent_bug(25)
@@ -368,7 +368,7 @@ def test_noise_hangs_on_seed_draw_and_sample_alone(policy, monkeypatch):
     assert len({tuple(row.flatten().tolist()) for row in rollouts.actions}) == 8
     other = policy.sample(twice, SAMPLING, seed=4)
     assert (rollouts.actions != other.actions).float().mean() > 0.9
-    monkeypatch.setattr("gruppo.modalities.restoration.policy.BATCH_ROWS", 3)
+    monkeypatch.setattr(RestorationPolicy, "batch_rows", 3)
     again = policy.sample(twice, SAMPLING, seed=3)
     torch.testing.assert_close(again.actions, rollouts.actions, rtol=0, atol=1e-6)
     assert [p.draw for p in again.prompts] == [10, 11] and again.group_ids.tolist() == [0] * 4 + [1] * 4
@@ -418,7 +418,7 @@ def test_a_critic_reads_means_and_mean_squares_of_each_patch(policy):
     disturb(critic.module, 0.3)
     rollouts = sampled(policy)
     x = rollouts.shared["degraded"].double()
-    seen = x if policy.module.acts.conditions else torch.cat([x, policy.module.network(x)], dim=1)
+    seen = x if policy.module.action.conditions else torch.cat([x, policy.module.network(x)], dim=1)
     side = policy.patches
     parts = to_columns(torch.cat([seen, seen**2], dim=1), side).mean(dim=(-1, -2))
     by_hand = (parts @ critic.module.weight[0].double() + critic.module.bias)[rollouts.group_ids]
@@ -466,7 +466,7 @@ def test_an_action_of_a_patch_changes_its_own_pixels_alone():
         meant = policy.module(x)
         moved = rollouts.actions.clone()
         moved[:, 2] += 0.5
-        before, after = (policy.module.shown(x, meant.base, from_columns(a, 2)) for a in (rollouts.actions, moved))
+        before, after = (policy.module.render(x, meant.base, from_columns(a, 2)) for a in (rollouts.actions, moved))
         changed = (after - before).abs().amax(dim=1)[0] > 0
         assert changed[4:, :4].any() and not changed[:4].any() and not changed[:, 4:].any()
 
@@ -486,9 +486,9 @@ class Doubles(nn.Module):
 
 
 def test_a_network_that_changes_the_size_or_reads_other_channels_is_refused_when_it_is_given():
-    with pytest.raises(GruppoError, match=r"Doubles made \[1, 3, 128, 128\] of pictures \[1, 3, 64, 64\]; it needs"):
+    with pytest.raises(GruppoError, match=r"Doubles returned \[1, 3, 128, 128\] for images \[1, 3, 64, 64\]; it needs"):
         RestorationPolicy(Doubles(), PixelNoise())
-    with pytest.raises(GruppoError, match=r"TinyNetwork cannot restore pictures \[1, 3, 64, 64\]: .*channels"):
+    with pytest.raises(GruppoError, match=r"TinyNetwork cannot restore images \[1, 3, 64, 64\]: .*channels"):
         RestorationPolicy(TinyNetwork(1), PixelNoise())
     with pytest.raises(GruppoError, match="action is for 1 channels and the network for 3"):
         RestorationPolicy(TinyNetwork(), PixelNoise(1))
@@ -498,10 +498,10 @@ def test_a_network_that_changes_the_size_or_reads_other_channels_is_refused_when
     ("inputs", "why"),
     [
         (None, "has no input"),
-        ("a cat", "has an input that is str"),
-        (torch.zeros(3, 8, 8, dtype=torch.uint8), r"\[3, 8, 8\] of torch.uint8; it needs floats"),
-        (torch.zeros(1, 8, 8), "has input of 1 channels, and the network is for 3"),
-        (torch.full((3, 8, 8), 255.0), "numbers from 255 to 255; they need to be from 0 to 1"),
+        ("a cat", "has a str as its input"),
+        (torch.zeros(3, 8, 8, dtype=torch.uint8), r"\[3, 8, 8\] of torch.uint8 as its input; it needs floats"),
+        (torch.zeros(1, 8, 8), "has 1 channels in its input, and the network reads 3"),
+        (torch.full((3, 8, 8), 255.0), "values from 255 to 255 in its input; they need to be in"),
         (torch.full((3, 8, 8), math.nan), "from nan to nan"),
         (torch.zeros(3, 7, 8), "is 7 x 8, which 2 x 2 patches do not divide"),
     ],
@@ -521,21 +521,21 @@ def test_targets_are_refused_in_one_line():
     assert "has no target" in policy.check_demonstration(Prompt("x", picture(0)))
     small = policy.check_demonstration(Prompt("x", picture(0), picture(1, 4)))
     assert "is [3, 8, 8] and its target [3, 4, 4]; both need one size" in small
-    with pytest.raises(GruppoError, match="target that is str"):
+    with pytest.raises(GruppoError, match="has a str as its target"):
         policy.demonstrations([Prompt("x", picture(0), "clean")], seed=0)
 
 
 def test_pictures_of_two_sizes_or_two_under_one_name_are_refused():
     policy = pixels()
-    with pytest.raises(GruppoError, match=r"pictures of 2 sizes \(4 x 4, 8 x 8\)"):
+    with pytest.raises(GruppoError, match=r"images of 2 sizes \(4 x 4, 8 x 8\)"):
         policy.sample(requests(1, 1, of=[Prompt("a", picture(0)), Prompt("b", picture(1, 4))]), SAMPLING, seed=0)
-    with pytest.raises(GruppoError, match="two different pictures have the id 'a'"):
+    with pytest.raises(GruppoError, match="two different prompts have the id 'a'"):
         policy.sample(requests(1, 1, of=[Prompt("a", picture(0)), Prompt("a", picture(1))]), SAMPLING, seed=0)
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.5}, {"stop": ("x",)}])
 def test_what_is_of_tokens_is_refused(changes):
-    with pytest.raises(GruppoError, match="are of tokens"):
+    with pytest.raises(GruppoError, match="apply to tokens"):
         sampled_with(pixels(), replace(SAMPLING, **changes))
     with pytest.raises(GruppoError, match="max_actions=3 is less than the 4 patches"):
         sampled_with(pixel_patches(), Sampling(max_actions=3))
@@ -548,7 +548,7 @@ def sampled_with(policy, sampling):
 @pytest.mark.parametrize(
     ("choices", "why"),
     [
-        ({"patches": 0}, "patches=0 cuts nothing"),
+        ({"patches": 0}, "patches=0 is out of range"),
         ({"loss": "l2"}, "loss='l2' is not one of 'charbonnier', 'l1', 'mse'"),
         ({"trains": "head"}, "trains='head'"),
         ({"supervises": "x"}, "supervises='x'"),
@@ -563,7 +563,7 @@ def test_choices_that_there_are_not_are_refused(choices, why):
 def test_choices_that_leave_nothing_to_learn_are_refused():
     with pytest.raises(GruppoError, match="trains='action' leaves nothing to train: the action 'pixels'"):
         pixels(trains="action")
-    with pytest.raises(GruppoError, match="supervises='base' teaches the network alone"):
+    with pytest.raises(GruppoError, match="supervises='base' trains the network alone"):
         band_gains(supervises="base")
     learned = policy_of(PixelNoise(std=0.1, learned=True), trains="action")
     assert [name for name, p in learned.module.named_parameters() if p.requires_grad] == ["action.scale.log_ratio"]
@@ -572,7 +572,7 @@ def test_choices_that_leave_nothing_to_learn_are_refused():
 def test_a_grid_that_patches_do_not_divide_is_refused():
     with pytest.raises(GruppoError, match="the action's grid of 3 x 3 cannot be cut into 2 x 2"):
         policy_of(BandGains(grid=3), patches=2)
-    with pytest.raises(GruppoError, match=r"std=0 gives no scale to 3 numbers"):
+    with pytest.raises(GruppoError, match=r"std=0 is no scale of 3 numbers"):
         PixelNoise(std=0)
 
 

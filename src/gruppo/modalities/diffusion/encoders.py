@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.core.images import as_saved
+from gruppo.core.images import quantize
 from gruppo.types import GruppoError
 
 
@@ -73,4 +73,4 @@ class PixelCodec:
 
 def postprocess(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
     """From [-1, 1] to [0, 1], rounded to the 8 bits of a file."""
-    return as_saved((images + 1) / 2)
+    return quantize((images + 1) / 2)

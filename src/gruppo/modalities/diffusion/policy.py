@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from gruppo.core.gaussian import gaussian_entropy, gaussian_logprob
+from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
 from gruppo.modalities.common.critic import ValueHead, module_weights
 from gruppo.modalities.common.images import image_error, row_batches
 from gruppo.modalities.diffusion.demonstrations import Weighting, demonstration_likelihood, demonstration_rollouts

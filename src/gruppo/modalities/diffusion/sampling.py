@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.core.gaussian import gaussian_logprob
+from gruppo.core.distributions import gaussian_logprob
 from gruppo.modalities.common.images import RowBatch
 from gruppo.modalities.diffusion.denoiser import Denoiser, DenoiserInputs
 from gruppo.modalities.diffusion.transitions import TRANSITIONS, Ode, Transition, build_transition

@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.core.advantages import group_std
-from gruppo.core.loss import LossInputs, exact_kl
+from gruppo.core.groups import group_std
+from gruppo.core.kl import masked_gaussian_kl
+from gruppo.core.loss import LossInputs
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.protocols import Policy
 from gruppo.types import Likelihood, MicroBatch, Prompt, Request, Rollouts, Stat
@@ -33,7 +34,7 @@ def update_stats(
     ref = None if inputs.ref is None else inputs.ref.gaussian
     if ref is not None and likelihood.gaussian is not None:
         with torch.no_grad():
-            values["mean:timestep/kl_ref_nats"] = exact_kl(likelihood.gaussian, ref, mask)
+            values["mean:timestep/kl_ref_nats"] = masked_gaussian_kl(likelihood.gaussian, ref, mask)
     first = micro_batch.cols.start or 0
     return {
         f"{name}/{first + column}": Stat.of(x[:, column], mask[:, column])

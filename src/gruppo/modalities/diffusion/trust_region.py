@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gruppo.core.objective import Objective
-from gruppo.core.surrogates import FARTHEST
+from gruppo.core.surrogates import MAX_LOG_RATIO
 from gruppo.types import GruppoError
 
 ROUNDING_NATS = 3e-5
@@ -28,7 +28,7 @@ def check_trust_region(objective: Objective, dims: int) -> None:
         return
     nats, least = joint_clip_nats(objective, dims), 10 * ROUNDING_NATS * math.sqrt(dims)
     advice = "Set --objective.clip-unit nats --objective.dims sum --objective.clip-low 1 --objective.clip-high 1"
-    if objective.dims == "mean" and nats > FARTHEST:
+    if objective.dims == "mean" and nats > MAX_LOG_RATIO:
         unit = "" if objective.clip_unit == "ratio" else " nats"
         fitting = math.expm1(1 / dims) if objective.clip_unit == "ratio" else 1 / dims
         raise GruppoError(

@@ -1,64 +1,147 @@
-"""What a restoration policy draws: pixels, a coarse residual, or gains of detail; ``controls`` has one more.
+"""What a restoration policy samples: pixels, a coarse residual, gains of detail, or the network's own controls.
 
-Each is a normal N(m(x), s^2) over a grid of K numbers a cell, and a way to show a picture made of what was drawn.
+Each action is a normal N(m(x), s^2) over a grid of K numbers per cell, and a way to render an image from a sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, silu
 
-from gruppo.core.filters import bands, spread_to
-from gruppo.modalities.restoration.heads import DETAIL, Grid, Head, Meant, Picture, Scale, Trunk
+from gruppo.core.images import detail_bands, upsample
 from gruppo.types import GruppoError
 
+Images = Float[Tensor, "N C H W"]
+Grid = Float[Tensor, "N K h w"]
+NetworkCall = Callable[..., Images]
+"""The network: from images, and the conditions [N, K] that some actions set, to images."""
+DETAIL_SCALE = 10.0
+"""Detail is a tenth of an image's range or less; scaled by this, a head sees it as well as the image."""
 
-class PixelNoise(nn.Module):
-    """N(f(x), s^2) at each pixel: the action is the picture. ``std`` is in units of the range 0 to 1, of each channel.
 
-    White noise of 0.01 costs 0.41 dB at 30 dB in every sample, while the samples of a group differ by 0.011 dB: of few
-    rewards is there much to learn so.
+@dataclass(frozen=True, eq=False)
+class ActionMean:
+    """Result of a forward pass, before anything is sampled."""
+
+    mean: Grid
+    base: Images | None
+    """The network's image, where the action changes it; None where the action decides what the network reads."""
+
+
+class NoiseScale(nn.Module):
+    """Standard deviations s0 e^w of K numbers, w learned or 0. Weight decay pulls a learned one back to s0."""
+
+    def __init__(self, std: float | Sequence[float], count: int, *, learned: bool) -> None:
+        super().__init__()
+        values = [float(std)] * count if isinstance(std, int | float) else [float(one) for one in std]
+        if len(values) != count or not all(0 < one < math.inf for one in values):
+            raise GruppoError(
+                f"std={std} is no scale of {count} numbers; it needs one value above 0, or one for each. Set 0.1."
+            )
+        self.start, self.learned = values, bool(learned)
+        self.register_buffer("first", torch.tensor(values))
+        self.log_ratio = nn.Parameter(torch.zeros(count), requires_grad=bool(learned))
+
+    def forward(self) -> Float[Tensor, "K"]:
+        """Standard deviations in float64."""
+        return self.get_buffer("first").double() * self.log_ratio.double().exp()
+
+
+class MeanHead(nn.Module):
+    """From images to K numbers per cell of a grid, 0 at first. It reads the detail of a cell, averaged over it."""
+
+    def __init__(self, channels: int, count: int, grid: int, width: int = 24) -> None:
+        super().__init__()
+        if grid < 1:
+            raise GruppoError(f"grid={grid} has no cell; set 1 or more.")
+        self.grid = grid
+        self.look = nn.Conv2d(channels, width, 3, padding=1)
+        self.weigh = nn.Conv2d(width, width, 3, padding=1, stride=2)
+        self.mix = nn.Conv2d(width, width, 1)
+        self.say = nn.Conv2d(width, count, 1)
+        for parameter in self.say.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Images) -> Grid:
+        hidden = silu(self.weigh(silu(self.look(x.to(self.look.weight.dtype)))))
+        return self.say(silu(self.mix(adaptive_avg_pool2d(hidden, self.grid))))
+
+
+class Action(nn.Module):
+    """Base class: ``forward`` gives the mean, ``render`` the image of a sample, before it is clamped.
+
+    Its parameters are those of the mean's head and of the noise scale.
     """
 
+    kind: ClassVar[str]
     conditions = 0
+    """Numbers per image that the network reads beside it."""
+    grid: int | None = None
+    """Cells a side; None where the action has the size of the image."""
+
+    def __init__(
+        self, channels: int, count: int, std: float | Sequence[float], *, learned: bool, **options: Any
+    ) -> None:
+        super().__init__()
+        self.channels, self.count = channels, count
+        self.scale = NoiseScale(std, count, learned=learned)
+        noise = {"std": self.scale.start, "learned": self.scale.learned}
+        self.settings: dict[str, Any] = {"kind": self.kind, "channels": channels, **options, **noise}
+        """What it was built with, as JSON."""
+
+    def shape(self, image: Sequence[int]) -> tuple[int, int, int]:
+        """Shape [K, h, w] of an action, for an image [C, H, W]."""
+        height, width = image[1:] if self.grid is None else (self.grid, self.grid)
+        return self.count, height, width
+
+    def forward(self, network: NetworkCall, x: Images) -> ActionMean:
+        raise NotImplementedError
+
+    def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
+        raise NotImplementedError
+
+    def baseline(self, network: NetworkCall, x: Images) -> Images:
+        """The image without an action."""
+        return network(x)
+
+
+class PixelNoise(Action):
+    """N(f(x), s^2) at each pixel: the action is the image. ``std`` is in units of the range 0 to 1, for each channel.
+
+    White noise of 0.01 costs 0.41 dB at 30 dB in every sample, while the samples of a group differ by 0.011 dB: few
+    rewards can be learned from this action.
+    """
+
+    kind = "pixels"
 
     def __init__(self, channels: int = 3, *, std: float | Sequence[float] = 0.01, learned: bool = False) -> None:
-        super().__init__()
-        self.channels, self.scale = channels, Scale(std, channels, learned=learned)
+        super().__init__(channels, channels, std, learned=learned)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"kind": "pixels", "channels": self.channels, **self.scale.settings}
+    def forward(self, network: NetworkCall, x: Images) -> ActionMean:
+        base = network(x)
+        return ActionMean(base, base)
 
-    def shape(self, picture: Sequence[int]) -> tuple[int, int, int]:
-        channels, height, width = picture
-        return channels, height, width
-
-    def meant(self, trunk: Trunk, x: Picture) -> Meant:
-        base = trunk(x)
-        return Meant(base, base)
-
-    def forward(self, trunk: Trunk, x: Picture) -> Meant:
-        return self.meant(trunk, x)
-
-    def shown(self, trunk: Trunk, x: Picture, base: Picture | None, action: Grid) -> Picture:
+    def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         return action
 
-    def plain(self, trunk: Trunk, x: Picture) -> Picture:
-        return trunk(x)
 
-
-class LowResolution(nn.Module):
+class LowResolution(Action):
     """z ~ N(m(x), s^2) on a grid x grid of C numbers, y = f(x) + Up(z).
 
-    m reads x and f(x), and is 0 at first. ``smooth``: Up is bilinear; without it each cell is one flat square, and
-    changes nothing outside. A policy gradient reaches f through what m reads of it alone; ``detached`` stops that.
+    m reads x and f(x), and is 0 at first. ``smooth``: Up is bilinear; otherwise each cell is one flat square, and
+    changes nothing outside. A policy gradient reaches f only through what m reads of it; ``detached`` stops that.
     """
 
-    conditions = 0
+    kind = "low_resolution"
 
     def __init__(
         self,
@@ -70,43 +153,29 @@ class LowResolution(nn.Module):
         smooth: bool = True,
         detached: bool = True,
     ) -> None:
-        super().__init__()
-        self.channels, self.grid, self.smooth, self.detached = channels, grid, smooth, detached
-        self.scale, self.head = Scale(std, channels, learned=learned), Head(2 * channels, channels, grid)
+        super().__init__(channels, channels, std, learned=learned, grid=grid, smooth=smooth, detached=detached)
+        self.grid, self.smooth, self.detached = grid, smooth, detached
+        self.head = MeanHead(2 * channels, channels, grid)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        own = {"grid": self.grid, "smooth": self.smooth, "detached": self.detached}
-        return {"kind": "low_resolution", "channels": self.channels, **own, **self.scale.settings}
+    def forward(self, network: NetworkCall, x: Images) -> ActionMean:
+        base = network(x)
+        features = base.detach() if self.detached else base
+        return ActionMean(self.head(torch.cat([x.to(base), features], dim=1)), base)
 
-    def shape(self, picture: Sequence[int]) -> tuple[int, int, int]:
-        return self.channels, self.grid, self.grid
-
-    def meant(self, trunk: Trunk, x: Picture) -> Meant:
-        base = trunk(x)
-        seen = base.detach() if self.detached else base
-        return Meant(self.head(torch.cat([x.to(base), seen], dim=1)), base)
-
-    def forward(self, trunk: Trunk, x: Picture) -> Meant:
-        return self.meant(trunk, x)
-
-    def shown(self, trunk: Trunk, x: Picture, base: Picture | None, action: Grid) -> Picture:
+    def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         assert base is not None
-        return base + spread_to(action.to(base), *base.shape[-2:], smooth=self.smooth)
-
-    def plain(self, trunk: Trunk, x: Picture) -> Picture:
-        return trunk(x)
+        return base + upsample(action.to(base), *base.shape[-2:], smooth=self.smooth)
 
 
-class BandGains(nn.Module):
+class BandGains(Action):
     """Gains of bands of detail on a coarse grid: y = f(x) + sum_k Up(g_k) band_k(f(x)), g ~ N(m(x), s^2).
 
-    Bands are fine and mid detail, each as luma and as chroma (one channel: two bands); a gain of -1 takes a band away,
-    0 leaves it. Four numbers a cell in place of thousands of pixels: what is drawn is seen in the picture, and costs
-    0.03 dB at a std of 0.15. m reads f(x) and is 0 at first; it needs 10 to 50 times the rate of a trained network.
+    Bands are fine and medium detail, each as luma and as chroma (one channel: two bands); a gain of -1 removes a band,
+    0 keeps it. Four numbers per cell instead of thousands of pixels: a sample is visible in the image, and costs 0.03
+    dB at a std of 0.15. m reads f(x) and is 0 at first; it needs 10 to 50 times the learning rate of a trained network.
     """
 
-    conditions = 0
+    kind = "band_gains"
 
     def __init__(
         self,
@@ -118,35 +187,170 @@ class BandGains(nn.Module):
         smooth: bool = True,
         detached: bool = True,
     ) -> None:
-        super().__init__()
         if channels not in (1, 3):
-            raise GruppoError(f"channels={channels}: bands are of 1 channel (grey) or 3 (colour). Set one of them.")
+            raise GruppoError(
+                f"channels={channels} has no detail_bands; they are of 1 channel (grey) or 3 (colour). Set one."
+            )
         count = 2 if channels == 1 else 4
-        self.channels, self.grid, self.smooth, self.detached = channels, grid, smooth, detached
-        self.scale, self.head = Scale(std, count, learned=learned), Head(channels * (1 + count), count, grid)
-        self.count = count
+        super().__init__(channels, count, std, learned=learned, grid=grid, smooth=smooth, detached=detached)
+        self.grid, self.smooth, self.detached = grid, smooth, detached
+        self.head = MeanHead(channels * (1 + count), count, grid)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        own = {"grid": self.grid, "smooth": self.smooth, "detached": self.detached}
-        return {"kind": "band_gains", "channels": self.channels, **own, **self.scale.settings}
+    def forward(self, network: NetworkCall, x: Images) -> ActionMean:
+        base = network(x)
+        features = base.detach() if self.detached else base
+        details = detail_bands(features).flatten(1, 2) * DETAIL_SCALE  # [N, K C, H, W]
+        return ActionMean(self.head(torch.cat([features, details], dim=1)), base)
 
-    def shape(self, picture: Sequence[int]) -> tuple[int, int, int]:
-        return self.count, self.grid, self.grid
-
-    def meant(self, trunk: Trunk, x: Picture) -> Meant:
-        base = trunk(x)
-        seen = base.detach() if self.detached else base
-        details = bands(seen).flatten(1, 2) * DETAIL  # [N, K C, H, W]
-        return Meant(self.head(torch.cat([seen, details], dim=1)), base)
-
-    def forward(self, trunk: Trunk, x: Picture) -> Meant:
-        return self.meant(trunk, x)
-
-    def shown(self, trunk: Trunk, x: Picture, base: Picture | None, action: Grid) -> Picture:
+    def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         assert base is not None
-        gains = spread_to(action.to(base), *base.shape[-2:], smooth=self.smooth)[:, :, None]  # [N, K, 1, H, W]
-        return base + (gains * bands(base)).sum(dim=1)
+        gains = upsample(action.to(base), *base.shape[-2:], smooth=self.smooth)[:, :, None]  # [N, K, 1, H, W]
+        return base + (gains * detail_bands(base)).sum(dim=1)
 
-    def plain(self, trunk: Trunk, x: Picture) -> Picture:
-        return trunk(x)
+
+# --- the network's own conditions -------------------------------------------------------------------------------------
+
+MIX = "mix"
+
+
+@dataclass(frozen=True)
+class Control:
+    """One condition of the network, or ``mix``: y = mix f(x) + (1 - mix) x."""
+
+    name: str
+    low: float
+    high: float
+    start: float
+    """Its value without an action."""
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high or not self.low <= self.start <= self.high:
+            raise GruppoError(
+                f"the control {self.name!r} starts at {self.start:g} and has the range {self.low:g} to {self.high:g}; "
+                "low needs to be below high, and the start between them."
+            )
+
+
+class Controls(Action):
+    """The network's own conditions as the action: c ~ N(m(x), s^2), y = f(x, c).
+
+    Actions are in units of each control's range, from its start: value = start + a (high - low), clamped to the range.
+    The network reads the values, without ``mix``; with ``unit`` as shares of the range, 0 to 1, from which a network
+    learns better where a range is one of 50 levels and pixels are in [0, 1]. m reads x, and is 0 at first. Log-probs
+    need no gradient through the network, so that it may be one without any.
+    """
+
+    kind = "controls"
+    grid = 1
+
+    def __init__(
+        self,
+        controls: Sequence[Control | Mapping[str, Any]],
+        channels: int = 3,
+        *,
+        std: float | Sequence[float] = 0.15,
+        learned: bool = False,
+        unit: bool = False,
+    ) -> None:
+        parsed = [one if isinstance(one, Control) else Control(**one) for one in controls]
+        names = [control.name for control in parsed]
+        if not names or len(set(names)) != len(names):
+            raise GruppoError(f"the controls are {names}; there needs to be one at least, and each once.")
+        listed = [asdict(control) for control in parsed]
+        super().__init__(channels, len(names), std, learned=learned, controls=listed, unit=unit)
+        self.controls, self.unit = parsed, unit
+        self.head = MeanHead(2 * channels, len(names), 1)
+        for name in ("low", "high", "start"):
+            numbers = torch.tensor([float(getattr(control, name)) for control in parsed])
+            self.register_buffer(f"_{name}", numbers, persistent=False)
+        self._read = [n for n, name in enumerate(names) if name != MIX]
+        self._mix = names.index(MIX) if MIX in names else None
+        self.conditions = len(self._read)
+
+    def forward(self, network: NetworkCall, x: Images) -> ActionMean:
+        detail = x - avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
+        return ActionMean(self.head(torch.cat([x, detail * DETAIL_SCALE], dim=1)), None)
+
+    def values(self, action: Grid) -> Float[Tensor, "N K"]:
+        """Value of each control, ``mix`` included, clamped to its range."""
+        low, high, start = (self.get_buffer(f"_{name}").to(action) for name in ("low", "high", "start"))
+        return (start + action.flatten(1) * (high - low)).clamp(low, high)
+
+    def restored(self, network: NetworkCall, x: Images, values: Float[Tensor, "N K"]) -> Images:
+        """The network's image under these values of the controls; ``mix`` is not applied."""
+        if not self._read:
+            return network(x)
+        if self.unit:
+            low, high = (self.get_buffer(f"_{name}").to(values) for name in ("low", "high"))
+            values = (values - low) / (high - low)
+        return network(x, values[:, self._read])
+
+    def true_values(self, columns: Sequence[Mapping[str, Any]]) -> Float[Tensor, "N K"]:
+        """Values that the data have for each control, by name; 1 for ``mix``. See ``values_error``."""
+        names = [control.name for control in self.controls]
+        return torch.tensor([[1.0 if name == MIX else float(row[name]) for name in names] for row in columns])
+
+    def values_error(self, columns: Mapping[str, Any]) -> str | None:
+        """Why these columns of a prompt are no true values of the controls, or None."""
+        for control in (one for one in self.controls if one.name != MIX):
+            value = columns.get(control.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                got = f"{value!r} as {control.name!r}" if control.name in columns else f"no column {control.name!r}"
+                return (
+                    f"has {got}; supervises='told' gives the network that number. Use data that have it, such as "
+                    "lines:blur=0.5-2,noise=10-40, or name the control as the data do."
+                )
+            if not control.low <= value <= control.high:
+                return (
+                    f"has {control.name}={value:g}, and the control has the range {control.low:g} to "
+                    f"{control.high:g}. Widen the range, or degrade within it."
+                )
+        return None
+
+    def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
+        values = self.values(action)
+        image = self.restored(network, x, values)
+        if self._mix is None:
+            return image
+        mix = values[:, self._mix].reshape(-1, 1, 1, 1).to(image)
+        return mix * image + (1 - mix) * x.to(image)
+
+    def baseline(self, network: NetworkCall, x: Images) -> Images:
+        return self.render(network, x, None, torch.zeros(len(x), *self.shape(x.shape[1:]), device=x.device))
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------
+
+ACTIONS: dict[str, Callable[..., Action]] = {
+    action.kind: action for action in (PixelNoise, LowResolution, BandGains, Controls)
+}
+EXAMPLES = "pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15 or controls:noise=0-1@0.5,mix=0-1@1"
+
+
+def open_action(text: str, channels: int = 3) -> Action:
+    """The action of ``band_gains:grid=8,std=0.15`` or ``controls:noise=0-50@25,mix=0-1@1``."""
+    kind, _, rest = text.partition(":")
+    if kind not in ACTIONS:
+        near = difflib.get_close_matches(kind, ACTIONS, n=1)
+        advice = f" Did you mean {near[0]!r}?" if near else ""
+        raise GruppoError(f"there is no action {kind!r}; write {EXAMPLES}.{advice}")
+    known = inspect.signature(ACTIONS[kind]).parameters
+    options: dict[str, Any] = {}
+    controls: list[Control] = []
+    for part in filter(None, rest.split(",")):
+        name, _, value = (word.strip() for word in part.partition("="))
+        try:
+            if name in known and name not in ("channels", "controls"):
+                is_bool, is_int = value.lower() in ("true", "false"), value.lstrip("+-").isdigit()
+                options[name] = value.lower() == "true" if is_bool else int(value) if is_int else float(value)
+            elif kind == "controls":
+                span, at, start = value.partition("@")
+                low, dash, high = span.partition("-")
+                if not name or not at or not dash:
+                    raise ValueError(f"{name}={value} is not of the form low-high@start")
+                controls.append(Control(name, float(low), float(high), float(start)))
+            else:
+                raise ValueError(f"it has no option {name!r}")
+        except ValueError as error:
+            raise GruppoError(f"the action {text!r} is not understood ({error}); write {EXAMPLES}.") from None
+    return ACTIONS[kind](*([controls] if kind == "controls" else []), channels=channels, **options)

@@ -17,9 +17,8 @@ from gruppo.modalities.common.validation import refuse_other_options, refuse_tex
 from gruppo.modalities.diffusion.trust_region import check_trust_region
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency, ToDegraded
-from gruppo.modalities.restoration.files import SETTINGS
 from gruppo.modalities.restoration.load import load_restorer, open_restorer
-from gruppo.modalities.restoration.policy import RestorationPolicy
+from gruppo.modalities.restoration.policy import SETTINGS, RestorationPolicy
 from gruppo.protocols import Modality, ParameterGroup, Policy, PromptSource, peek
 from gruppo.types import DataError, GruppoError, Sampling
 
@@ -157,7 +156,7 @@ class RestorationModality(Modality):
                 f"nothing is to be trained: neither the network of {config.model!r} nor its action has weights that "
                 "are free. Give the network some, or set --restoration.action low_resolution."
             )
-        if highest(config, "entropy_coef") and not policy.module.acts.scale.learned:
+        if highest(config, "entropy_coef") and not policy.module.action.scale.learned:
             raise GruppoError(
                 "a stage's entropy_coef is above 0, and the action's std is fixed: its entropy is the same whatever is "
                 "learned. Set --restoration.action with learned=true, or --stage.entropy-coef 0."

@@ -1,4 +1,7 @@
-"""Small networks that restore images, quick on a CPU. Of any size, without statistics of a batch, identity at first."""
+"""Small restoration networks, fast on a CPU, and ``Restorer``: a network with its action.
+
+The networks take images of any size, have no batch statistics, and are the identity at first.
+"""
 
 from __future__ import annotations
 
@@ -9,65 +12,69 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle, relu
 
+from gruppo.modalities.restoration.actions import Action, ActionMean, Images
 from gruppo.types import GruppoError
+
+PROBE_SIDE = 64
+"""Pixels a side of the image that a new network is tried with."""
 
 
 class DnCNN(nn.Module):
-    """x + a stack of 3 x 3 convolutions at full resolution: 39 000 weights at its usual sizes.
+    """x + a stack of 3 x 3 convolutions at full resolution: 39 000 weights at its default sizes.
 
     Zhang et al. 2017 (arXiv 1608.03981) with fewer, narrower layers and without batch normalisation, whose moving
-    statistics would be another function in training.
+    statistics would make it another function in training.
     """
 
     def __init__(self, channels: int = 3, *, width: int = 32, depth: int = 6, conditions: int = 0) -> None:
         super().__init__()
-        _check(channels, width, conditions)
+        _check_sizes(channels, width, conditions)
         if depth < 2:
             raise GruppoError(f"depth={depth} leaves no layer between the first and the last; use 2 or more.")
         self.sizes = {"channels": channels, "width": width, "depth": depth, "conditions": conditions}
         layers: list[nn.Module] = [nn.Conv2d(channels + conditions, width, 3, padding=1), nn.ReLU()]
         for _ in range(depth - 2):
             layers += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU()]
-        self.body = nn.Sequential(*layers, _silent(nn.Conv2d(width, channels, 3, padding=1)))
+        self.body = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1))
+        for parameter in self.body[-1].parameters():
+            nn.init.zeros_(parameter)
 
-    def forward(
-        self, x: Float[Tensor, "N C H W"], conditions: Float[Tensor, "N K"] | None = None
-    ) -> Float[Tensor, "N C H W"]:
-        return x + self.body(_beside(x, conditions, self.sizes["conditions"]))
+    def forward(self, x: Images, conditions: Float[Tensor, "N K"] | None = None) -> Images:
+        return x + self.body(_with_conditions(x, conditions, self.sizes["conditions"]))
 
 
-class UNet(nn.Module):
-    """x + a UNet on its 2 x 2 squares, at a half and a quarter of the resolution: 151 000 weights at its usual sizes.
+class RestorationUNet(nn.Module):
+    """x + a UNet on its 2 x 2 patches, at a half and a quarter of the resolution: 151 000 weights by default.
 
     Plain residual blocks, without norms or gates.
     """
 
     def __init__(self, channels: int = 3, *, width: int = 26, conditions: int = 0) -> None:
         super().__init__()
-        _check(channels, width, conditions)
+        _check_sizes(channels, width, conditions)
         self.sizes = {"channels": channels, "width": width, "conditions": conditions}
         wide = 2 * width
         self.enter = nn.Conv2d(4 * (channels + conditions), width, 3, padding=1)
-        self.fine = Block(width)
+        self.fine = PlainResBlock(width)
         self.down = nn.Conv2d(width, wide, 2, stride=2)
-        self.coarse = nn.Sequential(Block(wide), Block(wide))
+        self.coarse = nn.Sequential(PlainResBlock(wide), PlainResBlock(wide))
         self.up = nn.Conv2d(wide, 4 * width, 1)
-        self.merge = nn.Sequential(Block(width), Block(width))
-        self.leave = _silent(nn.Conv2d(width, 4 * channels, 3, padding=1))
+        self.merge = nn.Sequential(PlainResBlock(width), PlainResBlock(width))
+        self.leave = nn.Conv2d(width, 4 * channels, 3, padding=1)
+        for parameter in self.leave.parameters():
+            nn.init.zeros_(parameter)
 
-    def forward(
-        self, x: Float[Tensor, "N C H W"], conditions: Float[Tensor, "N K"] | None = None
-    ) -> Float[Tensor, "N C H W"]:
+    def forward(self, x: Images, conditions: Float[Tensor, "N K"] | None = None) -> Images:
         height, width = x.shape[-2:]
-        asked = _beside(x, conditions, self.sizes["conditions"])
-        asked = pad(asked, (0, -width % 4, 0, -height % 4), mode="replicate")
-        fine = self.fine(self.enter(pixel_unshuffle(asked, 2)))  # [N, width, H/2, W/2]
+        inputs = _with_conditions(x, conditions, self.sizes["conditions"])
+        inputs = pad(inputs, (0, -width % 4, 0, -height % 4), mode="replicate")
+        fine = self.fine(self.enter(pixel_unshuffle(inputs, 2)))  # [N, width, H/2, W/2]
         coarse = self.coarse(self.down(fine))  # [N, 2 width, H/4, W/4]
-        said = self.leave(self.merge(fine + pixel_shuffle(self.up(coarse), 2)))
-        return x + pixel_shuffle(said, 2)[..., :height, :width]
+        residual = self.leave(self.merge(fine + pixel_shuffle(self.up(coarse), 2)))
+        return x + pixel_shuffle(residual, 2)[..., :height, :width]
 
 
-class Block(nn.Module):
+class PlainResBlock(nn.Module):
     """x + two convolutions of x."""
 
     def __init__(self, width: int) -> None:
@@ -78,36 +85,86 @@ class Block(nn.Module):
         return x + self.second(relu(self.first(x)))
 
 
-def _silent(layer: nn.Conv2d) -> nn.Conv2d:
-    """A layer that says 0 at first."""
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
-    return layer
-
-
-def _beside(x: Tensor, conditions: Tensor | None, count: int) -> Float[Tensor, "N C+K H W"]:
-    """Each condition as one more channel, the same at every pixel (Zhang et al. 2018, arXiv 1710.04026)."""
+def _with_conditions(x: Images, conditions: Tensor | None, count: int) -> Float[Tensor, "N C+K H W"]:
+    """Append each condition as a constant channel (Zhang et al. 2018, arXiv 1710.04026)."""
     if not count:
         return x
     if conditions is None or conditions.shape != (len(x), count):
         got = "none" if conditions is None else f"{list(conditions.shape)}"
         raise GruppoError(
-            f"the network reads {count} conditions of each picture and got {got} for {len(x)} pictures. Give "
+            f"the network reads {count} conditions of each image and got {got} for {len(x)} images. Give "
             f"[{len(x)}, {count}], or use the action 'controls'."
         )
-    maps = conditions.to(x)[:, :, None, None].expand(-1, -1, *x.shape[-2:])
-    return torch.cat([x, maps], dim=1)
+    return torch.cat([x, conditions.to(x)[:, :, None, None].expand(-1, -1, *x.shape[-2:])], dim=1)
 
 
-def _check(channels: int, width: int, conditions: int) -> None:
-    numbers: dict[str, tuple[Any, int]] = {
-        "channels": (channels, 1),
-        "width": (width, 1),
-        "conditions": (conditions, 0),
-    }
-    for name, (value, least) in numbers.items():
+def _check_sizes(channels: int, width: int, conditions: int) -> None:
+    for name, value, least in (("channels", channels, 1), ("width", width, 1), ("conditions", conditions, 0)):
         if not isinstance(value, int) or value < least:
             raise GruppoError(f"{name}={value!r} is out of range; it needs a whole number of at least {least}.")
 
 
-NETWORKS: dict[str, type[DnCNN] | type[UNet]] = {"dncnn": DnCNN, "unet": UNet}
+NETWORKS: dict[str, type[DnCNN] | type[RestorationUNet]] = {"dncnn": DnCNN, "unet": RestorationUNet}
+
+
+class Restorer(nn.Module):
+    """A network and its action: the module that is trained, copied for references and saved.
+
+    The network computes in its own dtype, and needs to keep the size of its input.
+    """
+
+    action: Action
+
+    def __init__(self, network: nn.Module, action: Action) -> None:
+        super().__init__()
+        self.network, self.action = network, action
+
+    def call_network(self, x: Images, *conditions: Tensor) -> Images:
+        dtype = next((p.dtype for p in self.network.parameters()), torch.float32)
+        y = self.network(x.to(dtype), *(one.to(dtype) for one in conditions))
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            got = f"{list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+            raise GruppoError(
+                f"the network {type(self.network).__name__} returned {got} for images {list(x.shape)}; it needs to "
+                "keep channels and size. Pad inside it, or upscale before it."
+            )
+        return y
+
+    def forward(self, x: Images) -> ActionMean:
+        return self.action(self.call_network, x)
+
+    def render(self, x: Images, base: Images | None, action: Tensor) -> Images:
+        """The image of an action, before it is clamped."""
+        return self.action.render(self.call_network, x, base, action)
+
+    def baseline(self, x: Images) -> Images:
+        """The network's image without an action."""
+        return self.action.baseline(self.call_network, x)
+
+    def output(self, x: Images, mean: ActionMean | None = None) -> Images:
+        """The deterministic image: that of the action's mean."""
+        mean = self(x) if mean is None else mean
+        return self.render(x, mean.base, mean.mean)
+
+    @torch.no_grad()
+    def probe(self, channels: int) -> None:
+        """Raise GruppoError for a network that cannot restore images of so many channels."""
+        x = torch.full((1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=next(self.parameters()).device)
+        name = type(self.network).__name__
+        try:
+            y = self.output(x)
+        except GruppoError:
+            raise
+        except Exception as error:
+            reason: Any = " ".join(str(error).split()) or type(error).__name__
+            count = self.action.conditions
+            inputs = f"[N, {channels}, H, W]" + (f" and conditions [N, {count}]" if count else "")
+            raise GruppoError(
+                f"the network {name} cannot restore images {list(x.shape)}: {reason:.300}. It needs to take {inputs} "
+                "and to return the same size. Set channels, or another network."
+            ) from error
+        if not bool(y.isfinite().all()):
+            raise GruppoError(
+                f"the network {name} returned values that are not finite for a grey image; its weights are not usable. "
+                "Load others."
+            )

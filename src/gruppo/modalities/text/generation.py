@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gruppo.core.distributions import draw
+from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding
 from gruppo.seeds import uniforms_at
 from gruppo.timeouts import describe
@@ -57,7 +57,7 @@ def generate(
     is_open = torch.ones(rows, dtype=torch.bool)
 
     for t in range(columns):
-        sampled, logprob = draw(
+        sampled, logprob = sample_categorical(
             decoding.logits,
             uniforms[slots, t],
             temperature=sampling.temperature,
@@ -179,7 +179,7 @@ def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
 def _generate_turns(
     policy: TextPolicy, rollouts: Rollouts, turns: Sequence[_Turn], sampling: Sampling, seed: int
 ) -> Generated:
-    """Sample; randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before."""
+    """Sample; randomness depends on (seed, sample_categorical, sample) and on the number of tokens sampled in the row before."""
     limits = torch.tensor([turn.limit for turn in turns])
     uniforms = torch.zeros(len(turns), int(limits.max()), dtype=torch.float64)
     for place, turn in enumerate(turns):

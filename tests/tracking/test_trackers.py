@@ -18,7 +18,7 @@ from tests.trainer.runs import metrics
 from gruppo import api
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
-from gruppo.tracking import integrations
+from gruppo.tracking import trackers
 from gruppo.trainer.run_dir import RunFolder
 from gruppo.types import GruppoError
 
@@ -59,7 +59,7 @@ def test_tensorboard_shows_every_metric_of_every_step_under_its_name(tmp_path: P
 def test_a_resume_goes_on_in_the_same_events_and_hides_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     for from_step, steps, value in ((None, range(1, 5), 1.0), (2, range(3, 6), 2.0)):
-        tracker = integrations.TensorBoard(tmp_path, {}, from_step)
+        tracker = trackers.TensorBoard(tmp_path, {}, from_step)
         for step in steps:
             tracker.log(step, {"reward/mean": value})
         tracker.close()
@@ -69,7 +69,7 @@ def test_a_resume_goes_on_in_the_same_events_and_hides_what_came_after_its_check
 def test_a_run_that_begins_again_hides_all_that_was_there(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     for value in (1.0, 2.0):
-        tracker = integrations.TensorBoard(tmp_path, {}, None)
+        tracker = trackers.TensorBoard(tmp_path, {}, None)
         for step in range(3):
             tracker.log(step, {"reward/mean": value})
         tracker.close()
@@ -83,7 +83,7 @@ def test_tensorboard_has_samples_as_a_table_the_sheet_and_the_settings(tmp_path:
 
     (tmp_path / "images").mkdir()
     image.new("RGB", (4, 2), (255, 0, 0)).save(tmp_path / "images/eval_000007.png")
-    tracker = integrations.TensorBoard(tmp_path, {"optim.lr": 0.5, "model": "tiny"}, None)
+    tracker = trackers.TensorBoard(tmp_path, {"optim.lr": 0.5, "model": "tiny"}, None)
     tracker.log_samples(3, ROWS)
     tracker.log_samples(7, [{"prompt": "7", "completion": torch.zeros(3, 2, 4), "reward": 1.0, "held_out": True}])
     tracker.close()
@@ -194,15 +194,15 @@ TABLE = (
 def test_wandb_is_told_all_and_knows_a_resumed_run_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, run_dir = fake_wandb(monkeypatch), tmp_path / "mine"
     run_dir.mkdir()
-    tracker = integrations.WandB(run_dir, {"optim.lr": 0.5}, None)
+    tracker = trackers.WandB(run_dir, {"optim.lr": 0.5}, None)
     tracker.log(3, {"reward/mean": 0.25})
     tracker.log_samples(3, ROWS)
     tracker.close()
-    integrations.WandB(run_dir, {"optim.lr": 0.5}, 3)
+    trackers.WandB(run_dir, {"optim.lr": 0.5}, 3)
     (given, run), (again, _) = opened
     assert (given["project"], given["name"], given["id"], given["mode"]) == ("gruppo", "mine", None, None)
     assert (given["config"], given["dir"], given["resume"]) == ({"optim.lr": 0.5}, str(run_dir), "allow")
-    assert given["settings"]["finish_timeout"] < integrations.CLOSE_S and given["settings"]["console"] == "off"
+    assert given["settings"]["finish_timeout"] < trackers.CLOSE_S and given["settings"]["console"] == "off"
     assert (again["id"], again["resume"]) == ("new1", "allow")
     assert run.axes == [("step", None), ("*", "step")]
     assert run.rows[0] == (None, {"step": 3, "reward/mean": 0.25})
@@ -218,7 +218,7 @@ def test_wandb_without_a_key_writes_offline_unless_the_environment_says_how(
     opened = fake_wandb(monkeypatch, has_key=has_key)
     if environment:
         monkeypatch.setenv("WANDB_MODE", environment)
-    integrations.WandB(tmp_path, {}, None)
+    trackers.WandB(tmp_path, {}, None)
     assert opened[0][0]["mode"] == mode
 
 
@@ -228,8 +228,8 @@ def test_trackio_is_told_all_and_a_resume_goes_on_under_the_name_it_was_given(
     opened = fake_trackio(monkeypatch)
     for place in ("a", "b"):
         (tmp_path / place / "mine").mkdir(parents=True)
-        integrations.Trackio(tmp_path / place / "mine", {"steps": 4}, None)
-    tracker = integrations.Trackio(tmp_path / "b/mine", {"steps": 4}, 2)
+        trackers.Trackio(tmp_path / place / "mine", {"steps": 4}, None)
+    tracker = trackers.Trackio(tmp_path / "b/mine", {"steps": 4}, 2)
     tracker.log(3, {"reward/mean": 0.25})
     tracker.log_samples(3, ROWS)
     tracker.close()
@@ -250,14 +250,14 @@ def test_pictures_are_the_sheet_that_the_run_has_drawn(tmp_path: Path, monkeypat
 
     opened, tracks = fake_wandb(monkeypatch), fake_trackio(monkeypatch)
     rows = [{"prompt": "7", "completion": torch.zeros(3, 2, 4), "reward": 1.0, "group": 0, "held_out": False}]
-    trackers = integrations.WandB(tmp_path, {}, None), integrations.Trackio(tmp_path, {}, None)
-    for tracker in trackers:
+    both = trackers.WandB(tmp_path, {}, None), trackers.Trackio(tmp_path, {}, None)
+    for tracker in both:
         tracker.log_samples(2, rows)
     assert opened[0][1].rows == tracks[0][1].rows == [], "no sheet was drawn"
     (tmp_path / "images").mkdir()
     file = tmp_path / "images/step_000002.png"
     image.new("RGB", (4, 2)).save(file)
-    for tracker in trackers:
+    for tracker in both:
         tracker.log_samples(2, rows)
     assert opened[0][1].rows == [(None, {"step": 2, "samples_sheet": ("image", str(file))})]
     assert tracks[0][1].rows == [(2, {"samples_sheet": ("image", str(file))})]
@@ -280,7 +280,7 @@ def test_a_whole_run_tells_wandb_and_trackio_what_its_metrics_file_says(
 
 def test_settings_are_leaves_under_dotted_names(tmp_path: Path) -> None:
     config = tiny.config(tmp_path, stages=(Stage("a", steps=2, lr=0.5), Stage("b")))
-    found = integrations.settings(config)
+    found = trackers.settings(config)
     assert found["optim.lr"] == 1e-2 and found["stages.0.name"] == "a" and found["stages.1.lr"] == "null"
     assert found["optim.betas"] == "[0.9, 0.999]" and found["track"] == "[]"
     assert {type(value) for value in found.values()} <= {bool, int, float, str}
@@ -335,7 +335,7 @@ def mine(name: str) -> str:
 
 def test_a_class_of_ones_own_is_told_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
-    run = api.start(tiny.config(tmp_path, track=("test_outside.py:Mine",), steps=2, evaluation__prompts=0)).folder
+    run = api.start(tiny.config(tmp_path, track=("test_trackers.py:Mine",), steps=2, evaluation__prompts=0)).folder
     assert (run / "mine.txt").read_text().split("\n") == ["log 1", "samples 1", "log 2", "close", ""]
     saved = json.loads((run / "config.json").read_text())
     assert saved["track"] == [mine("Mine")], "named from the root, for a resume from elsewhere"
@@ -350,7 +350,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_run_is_the_same(
     said = [record.getMessage() for record in caplog.records if "tracker" in record.getMessage()]
     assert len(said) == 2
     assert "CannotOpen could not be opened" in said[0] and "SystemExit: no" in said[0]
-    assert "Raises failed" in said[1] and "ConnectionError: no network. The run goes on" in said[1]
+    assert "Raises failed" in said[1] and "ConnectionError: no network. The run continues" in said[1]
     assert metrics(run) == metrics(plain)
     assert "log 3" in (run / "mine.txt").read_text(), "the next tracker is told of every step"
 
@@ -358,10 +358,10 @@ def test_a_tracker_that_fails_is_one_warning_and_the_run_is_the_same(
 def test_a_run_does_not_wait_for_a_tracker_that_does_not_finish(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(integrations, "CLOSE_S", 0.01)
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.01)
     for_ever = threading.Event()
     hanging = SimpleNamespace(log=None, log_samples=None, close=for_ever.wait)
-    tracker = integrations.Guarded("wandb")
+    tracker = trackers.GuardedTracker("wandb")
     tracker.open(lambda: hanging)  # type: ignore[arg-type, return-value]
     with caplog.at_level(logging.WARNING, logger="gruppo"):
         tracker.close()
@@ -376,15 +376,15 @@ def test_what_ends_a_run_passes_through_a_tracker() -> None:
     def interrupted(step: int, metrics: Any) -> None:
         raise KeyboardInterrupt
 
-    tracker = integrations.Guarded("mine")
+    tracker = trackers.GuardedTracker("mine")
     tracker.open(lambda: SimpleNamespace(log=interrupted, log_samples=None, close=lambda: None))  # type: ignore[arg-type, return-value]
     with pytest.raises(KeyboardInterrupt):
         tracker.log(1, {})
 
 
 REFUSED = {
-    "an unknown name": (("tensorbord",), r"no tracker 'tensorbord'. Did you mean tensorboard\?.*file.py:Class"),
-    "another unknown name": (("x",), r"no tracker 'x'. There are tensorboard, wandb, trackio"),
+    "an unknown name": (("tensorbord",), r"unknown tracker 'tensorbord'. Did you mean tensorboard\?.*file.py:Class"),
+    "another unknown name": (("x",), r"unknown tracker 'x'. Available: tensorboard, wandb, trackio"),
     "a class that is not there": ((mine("Mina"),), r"has no 'Mina'.*Did you mean"),
     "half a tracker": ((mine("NoClose"),), r"has no close; it needs log\(step, metrics\)"),
     "no class": ((mine("ROWS"),), r"name a class, as file.py:Class"),
@@ -400,7 +400,7 @@ def test_what_is_no_tracker_is_refused_in_one_line(tmp_path: Path, what: str) ->
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", integrations.TRACKERS)
+@pytest.mark.parametrize("name", trackers.TRACKERS)
 def test_a_missing_package_is_one_line_at_the_start_and_a_warning_in_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -409,7 +409,7 @@ def test_a_missing_package_is_one_line_at_the_start_and_a_warning_in_a_resume(
         api.start(tiny.config(tmp_path, track=(name,)))
     assert not (tmp_path / "runs").exists()
     with caplog.at_level(logging.WARNING, logger="gruppo"):
-        integrations.open_trackers([name], tmp_path, Config(), from_step=3)
+        trackers.open_trackers([name], tmp_path, Config(), from_step=3)
     assert len(caplog.records) == 1 and 'pip install "gruppo[track]"' in caplog.records[0].getMessage()
 
 
@@ -418,7 +418,7 @@ def test_only_the_main_rank_has_trackers(tmp_path: Path, monkeypatch: pytest.Mon
     assert [type(tracker).__name__ for tracker in folder.trackers(from_step=None)] == [
         "MetricsFile",
         "SamplesFile",
-        "Guarded",
+        "GuardedTracker",
     ]
     monkeypatch.setattr(dist, "is_main", lambda: False)
     assert folder.trackers(from_step=None) == []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from tests.core.ranks import on_ranks
 from torch import Tensor
 
-from gruppo.core.credit import gae, place_score, returns_to_go, whiten
+from gruppo.core.returns import gae, overlong_penalty, place_score, returns_to_go, whiten
 
 NAN = float("nan")
 
@@ -201,8 +201,8 @@ def test_two_ranks_whiten_as_one():
     """Three kept actions here, one there."""
     x, loss_mask = f64([1, 5, 2, 10]), where_true([1, 1, 1, 1])
     together = on_ranks(
-        lambda all_sum, share: whiten(x[:, :3], loss_mask[:, :3], all_sum=all_sum),
-        lambda all_sum, share: whiten(x[:, 3:], loss_mask[:, 3:], all_sum=all_sum),
+        lambda all_sum, all_gather: whiten(x[:, :3], loss_mask[:, :3], all_sum=all_sum),
+        lambda all_sum, all_gather: whiten(x[:, 3:], loss_mask[:, 3:], all_sum=all_sum),
     )
     torch.testing.assert_close(torch.cat(together, dim=1), whiten(x, loss_mask), rtol=1e-12, atol=0)
     assert not torch.allclose(whiten(x[:, :3], loss_mask[:, :3]), together[0])  # alone it would be another number
@@ -224,3 +224,16 @@ def test_whitening_hides_no_number_that_is_not_finite():
     """A batch turned to zeros would be an update without a word; NaN is skipped and counted."""
     loss_mask = torch.ones(2, 3, dtype=torch.bool)
     assert whiten(torch.tensor([[torch.nan, 1.0, 2.0], [3.0, 4.0, 5.0]]), loss_mask).isnan().all()
+
+
+@pytest.mark.silent_bug(15)
+def test_the_overlong_penalty_by_hand():
+    """Longest 20, cache 5: nothing up to 15, then a fifth more for each action, to -1 at 20 and beyond."""
+    lengths = torch.tensor([0, 14, 15, 16, 18, 20, 25])
+    got = overlong_penalty(lengths, max_length=20, cache=5)
+    torch.testing.assert_close(got, torch.tensor([0, 0, 0, -0.2, -0.6, -1, -1]))
+    assert not torch.signbit(got[:3]).any() or got[:3].tolist() == [0, 0, 0]
+
+
+def test_without_a_cache_only_what_is_longer_than_the_longest_is_penalised():
+    assert overlong_penalty(torch.tensor([19, 20, 21]), max_length=20, cache=0).tolist() == [0, 0, -1]

@@ -1,4 +1,4 @@
-"""Rewards before they become advantages, by hand."""
+"""The sum of normalized rewards (GDPO), by hand."""
 
 from __future__ import annotations
 
@@ -7,23 +7,9 @@ import torch
 from tests.core.ranks import on_ranks
 from torch import Tensor
 
-from gruppo.core.advantages import group_advantages
-from gruppo.core.shaping import normalized_sum, overlong_penalty
+from gruppo.core.advantages import group_advantages, normalized_sum
 
 NAN = float("nan")
-
-
-@pytest.mark.silent_bug(15)
-def test_the_overlong_penalty_by_hand():
-    """Longest 20, cache 5: nothing up to 15, then a fifth more for each action, to -1 at 20 and beyond."""
-    lengths = torch.tensor([0, 14, 15, 16, 18, 20, 25])
-    got = overlong_penalty(lengths, max_length=20, cache=5)
-    torch.testing.assert_close(got, torch.tensor([0, 0, 0, -0.2, -0.6, -1, -1]))
-    assert not torch.signbit(got[:3]).any() or got[:3].tolist() == [0, 0, 0]
-
-
-def test_without_a_cache_only_what_is_longer_than_the_longest_is_penalised():
-    assert overlong_penalty(torch.tensor([19, 20, 21]), max_length=20, cache=0).tolist() == [0, 0, -1]
 
 
 EVERY = torch.ones(4, dtype=torch.bool)
@@ -70,8 +56,8 @@ def test_equal_sums_have_advantages_of_exactly_zero(value, eps):
 def test_two_ranks_normalise_the_sum_as_one():
     parts, weights = [f64(1, 5, 2, 9), f64(0, 1, 1, 0)], [0.5, 2.0]
     together = on_ranks(
-        lambda all_sum, share: normalized_sum([p[:1] for p in parts], weights, EVERY[:1], all_sum=all_sum),
-        lambda all_sum, share: normalized_sum([p[1:] for p in parts], weights, EVERY[1:], all_sum=all_sum),
+        lambda all_sum, all_gather: normalized_sum([p[:1] for p in parts], weights, EVERY[:1], all_sum=all_sum),
+        lambda all_sum, all_gather: normalized_sum([p[1:] for p in parts], weights, EVERY[1:], all_sum=all_sum),
     )
     assert_close(torch.cat(together), normalized_sum(parts, weights, EVERY))
 

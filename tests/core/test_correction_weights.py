@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gruppo.core.correction import correction_weights
+from gruppo.core.weights import correction_weights
 
 NAN = float("nan")
 KEEP = torch.tensor([[True, True, False, True], [True, True, True, False]])

@@ -7,7 +7,7 @@ import torch
 from tests.core.ranks import on_ranks
 
 from gruppo.core.advantages import step_advantages
-from gruppo.core.credit import of_own_step, returns_to_go
+from gruppo.core.returns import broadcast_step_values, returns_to_go
 
 NAN = float("nan")
 ROWS = torch.tensor([[NAN, 1.0, NAN, NAN, 0.0], [1.0, NAN, 1.0, NAN, NAN], [NAN, NAN, NAN, NAN, NAN]])
@@ -72,7 +72,7 @@ def test_two_ranks_compare_steps_with_those_of_all():
     whole, _ = advantages(rewards, baseline="batch_mean", scale="batch")
 
     def of(part):
-        return lambda all_sum, share: advantages(*part, baseline="batch_mean", scale="batch", all_sum=all_sum)[0]
+        return lambda all_sum, all_gather: advantages(*part, baseline="batch_mean", scale="batch", all_sum=all_sum)[0]
 
     assert torch.allclose(torch.cat(on_ranks(*map(of, parts))), whole, rtol=1e-6)
 
@@ -85,12 +85,16 @@ def test_from_each_action_on_the_steps_that_end_are_summed():
 
 def test_each_action_gets_the_number_of_the_step_that_it_is_in():
     steps, _ = advantages()
-    got = of_own_step(steps, ~ROWS.isnan(), KEEP)
+    got = broadcast_step_values(steps, ~ROWS.isnan(), KEEP)
     assert close(got, [[0.5, 0.5, -1.5, -1.5, -1.5], [0.5] * 3 + [0, 0], [0] * 5])
 
 
 def test_actions_after_the_last_end_are_in_the_last_step_and_what_is_not_kept_is_in_none():
     is_step = torch.tensor([[False, True, False, False]])
     loss_mask = torch.tensor([[True, True, False, True]])
-    assert of_own_step(torch.tensor([[9.0, 2.0, 9.0, 9.0]]), is_step, loss_mask).tolist() == [[2.0, 2.0, 0.0, 2.0]]
-    assert of_own_step(torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.bool), loss_mask).tolist() == [[0.0] * 4]
+    assert broadcast_step_values(torch.tensor([[9.0, 2.0, 9.0, 9.0]]), is_step, loss_mask).tolist() == [
+        [2.0, 2.0, 0.0, 2.0]
+    ]
+    assert broadcast_step_values(torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.bool), loss_mask).tolist() == [
+        [0.0] * 4
+    ]

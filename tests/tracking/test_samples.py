@@ -12,10 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from gruppo.core.images import to_bytes
-from gruppo.tracking import sheets
-from gruppo.tracking.files import SamplesFile
-from gruppo.tracking.sheets import MOST_LINES, MOST_SAMPLES, has_sheet, sheet_name
+from gruppo.core.images import to_uint8
+from gruppo.tracking import samples
+from gruppo.tracking.samples import MAX_ROWS, MAX_SAMPLES, SamplesFile, has_sheet, sheet_name
 from gruppo.types import GruppoError
 
 
@@ -52,7 +51,7 @@ def test_the_place_of_each_row_holds_its_own_pixels(tmp_path):
     assert places(written) == [(n % 3 + 1, n // 3 + 1) for n in range(9)]
     for given, line in zip(rows, written, strict=True):
         assert line["completion"]["file"] == "images/step_000012.png" == sheet_name(12)
-        outputs = to_bytes(given["completion"]).permute(1, 2, 0).expand(-1, -1, 3).numpy()
+        outputs = to_uint8(given["completion"]).permute(1, 2, 0).expand(-1, -1, 3).numpy()
         assert (levels_at(tmp_path, line["completion"]) == outputs).all()
 
 
@@ -71,16 +70,16 @@ def test_an_evaluation_has_a_line_for_each_prompt_also_where_each_is_a_group(tmp
 def test_where_nothing_was_scored_nothing_is_said_of_rewards(tmp_path, monkeypatch):
     drawn = []
 
-    def draw(lines, title, draw=sheets.draw):
-        drawn.append((title, [cell.words[0] for line in lines for cell in line.cells]))
+    def draw(lines, title, draw=samples.draw):
+        drawn.append((title, [cell.caption for line in lines for cell in line.cells]))
         return draw(lines, title=title)
 
-    monkeypatch.setattr(sheets, "draw", draw)
+    monkeypatch.setattr(samples, "draw", draw)
     SamplesFile(tmp_path).log_samples(1, [row(1, 1, math.nan), row(1, 2, math.nan)])
     SamplesFile(tmp_path).log_samples(2, [row(1, 1, math.nan), row(1, 2, None), row(1, 3, -math.inf)])
     assert drawn == [
         ("samples of step 1", ["", ""]),
-        ("samples of step 2, and their rewards", ["not scored", "not scored", "-inf"]),
+        ("samples of step 2, with rewards", ["not scored", "not scored", "-inf"]),
     ]
 
 
@@ -98,7 +97,7 @@ def test_what_was_given_and_wanted_stands_at_both_ends_of_its_samples(tmp_path):
         of_line = [(line[name]["line"], line[name]["column"]) for name in ("prompt", "completion", "target")]
         assert of_line == [(k // 3 + 1, 1), (k // 3 + 1, k % 3 + 2), (k // 3 + 1, 5)]
         for name, image in (("prompt", given[k // 3]), ("target", wanted[k // 3])):
-            assert (levels_at(tmp_path, line[name]) == to_bytes(image).permute(1, 2, 0).numpy()).all()
+            assert (levels_at(tmp_path, line[name]) == to_uint8(image).permute(1, 2, 0).numpy()).all()
 
 
 def test_a_target_of_a_class_is_another_picture_of_it_and_is_not_drawn(tmp_path):
@@ -109,21 +108,36 @@ def test_a_target_of_a_class_is_another_picture_of_it_and_is_not_drawn(tmp_path)
 def test_a_sheet_has_its_limits_and_no_row_is_lost(tmp_path, monkeypatch):
     titles = []
     monkeypatch.setattr(
-        sheets, "draw", lambda lines, title, draw=sheets.draw: titles.append(title) or draw(lines, title=title)
+        samples, "draw", lambda lines, title, draw=samples.draw: titles.append(title) or draw(lines, title=title)
     )
-    rows = [row(prompt, 1) for prompt in range(MOST_LINES + 2) for _ in range(2)]
-    SamplesFile(tmp_path).log_samples(5, [*rows, *(row(0, 2) for _ in range(MOST_SAMPLES))])
+    rows = [row(prompt, 1) for prompt in range(MAX_ROWS + 2) for _ in range(2)]
+    SamplesFile(tmp_path).log_samples(5, [*rows, *(row(0, 2) for _ in range(MAX_SAMPLES))])
     written = lines_of(tmp_path)
-    assert len(written) == len(rows) + MOST_SAMPLES
+    assert len(written) == len(rows) + MAX_SAMPLES
     is_left_out = [line["completion"] == "float32 [1, 28, 28]" for line in written]
-    assert is_left_out == [False] * (2 * MOST_LINES) + [True] * 4 + [False] * (MOST_SAMPLES - 2) + [True] * 2
-    assert titles == ["samples of step 5, and their rewards (32 of 38 pictures)"]
+    assert is_left_out == [False] * (2 * MAX_ROWS) + [True] * 4 + [False] * (MAX_SAMPLES - 2) + [True] * 2
+    assert titles == ["samples of step 5, with rewards (32 of 38 images)"]
 
 
 def test_texts_leave_no_sheet(tmp_path):
     rows = [{"prompt": "2 + 2", "completion": "4", "reward": 1.0}]
     SamplesFile(tmp_path).log_samples(1, rows)
     assert not has_sheet(rows) and [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
+
+
+def test_an_image_beside_a_completion_is_drawn_and_the_completion_stays_text(tmp_path):
+    from matplotlib.figure import Figure
+
+    figures = [Figure(figsize=(1, 1), facecolor=colour) for colour in ("red", "blue")]
+    rows = [row("20 cities", 1, completion=[0, 2, 1], image=figure, held_out=True) for figure in figures]
+    file = SamplesFile(tmp_path)
+    file.log_samples(0, [{**rows[0], "completion": "0 2 1"}])
+    file.log_samples(5, [{**rows[1], "completion": "0 2 1"}])
+    first, last = lines_of(tmp_path)
+    assert first["completion"] == last["completion"] == "0 2 1"
+    with Image.open(tmp_path / last["image"]["file"]) as sheet:
+        assert sheet.crop(tuple(last["image"]["box"])).getpixel((3, 3)) == (0, 0, 255)
+    assert (tmp_path / "images" / "before_after.png").exists()
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -147,7 +161,7 @@ def test_what_is_no_picture_is_counted_once_and_its_row_is_kept(tmp_path, caplog
         for step in (1, 2):
             file.log_samples(step, [row(1, 1), {**row(1, 2), "completion": odd}, {**row(1, 3), "completion": odd}])
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1 and said[0].startswith("2 of 3 samples of step 1 are on no sheet: ")
+    assert len(said) == 1 and said[0].startswith("2 of 3 samples of step 1 are not drawn: ")
     first, second, third = lines_of(tmp_path)[:3]
     assert first["completion"]["column"] == 1 and second["completion"] == third["completion"]
     assert (tmp_path / "samples.jsonl").stat().st_size < 1500
@@ -160,7 +174,7 @@ def test_a_missing_pillow_is_said_once_and_rows_are_kept_without_pixels(tmp_path
         for step in (1, 2):
             file.log_samples(step, [row(1, 1), row(1, 2, held_out=True)])
     assert [record.getMessage() for record in caplog.records] == [
-        'No pictures are kept: Pillow is not installed. Run: pip install "gruppo[images]"'
+        'Images are not saved: Pillow is not installed. Run: pip install "gruppo[images]"'
     ]
     assert {line["completion"] for line in lines_of(tmp_path)} == {"float32 [1, 28, 28]"}
     assert not (tmp_path / "images").exists() and not has_sheet([row(1, 1)])
@@ -170,10 +184,10 @@ def test_a_sheet_that_cannot_be_drawn_costs_a_line_and_no_run(tmp_path, caplog, 
     def fails(*arguments, **options):
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(sheets, "draw", fails)
+    monkeypatch.setattr(samples, "draw", fails)
     with caplog.at_level(logging.WARNING, "gruppo"):
         SamplesFile(tmp_path).log_samples(3, [row(1, 1)])
-    assert "the sheet of step 3 cannot be drawn: ZeroDivisionError: oops" in caplog.text
+    assert "the images of step 3 cannot be drawn: ZeroDivisionError: oops" in caplog.text
     assert lines_of(tmp_path)[0]["completion"] == "float32 [1, 28, 28]"
 
 
@@ -196,11 +210,11 @@ def compared(run_dir, monkeypatch, file, step, rows):
     """The lines of the sheet that is drawn of before and after, when the rows of an evaluation are logged."""
     drawn = []
 
-    def draw(lines, draw=sheets.draw, **options):
+    def draw(lines, draw=samples.draw, **options):
         drawn.append((lines, options))
         return draw(lines, **options)
 
-    monkeypatch.setattr(sheets, "draw", draw)
+    monkeypatch.setattr(samples, "draw", draw)
     file.log_samples(step, rows)
     monkeypatch.undo()
     assert (run_dir / "images" / "before_after.png").exists()
@@ -208,11 +222,11 @@ def compared(run_dir, monkeypatch, file, step, rows):
 
 
 def seen(cell):
-    return None if cell is None else (np.asarray(cell.picture)[::4, ::4, 0].tolist(), cell.words[0])
+    return None if cell is None else (np.asarray(cell.image)[::4, ::4, 0].tolist(), cell.caption)
 
 
 def wanted(given):
-    return (to_bytes(given["completion"])[0].tolist(), sheets.number(given["reward"]))
+    return (to_uint8(given["completion"])[0].tolist(), samples.number(given["reward"]))
 
 
 @pytest.mark.silent_bug(24)
@@ -224,7 +238,7 @@ def test_before_and_after_are_the_same_prompts_at_the_first_and_the_last_evaluat
     file.log_samples(4, evaluation(4, prompts))
     lines, options = compared(tmp_path, monkeypatch, file, 9, last)
     assert options["heads"] == {0: "before: step 0", 3: "after: step 9"}
-    assert [line.words for line in lines] == ["0", "1", "2"]
+    assert [line.label for line in lines] == ["0", "1", "2"]
     of_zero = [first[n] for n in (0, 3, 5)], [last[n] for n in (1, 3, 5)]
     assert list(map(seen, lines[0].cells)) == [wanted(given) for side in of_zero for given in side]
     assert list(map(seen, lines[2].cells)) == [wanted(first[2]), None, None, wanted(last[2]), None, None]
@@ -237,11 +251,11 @@ def test_degraded_pictures_are_paired_by_their_pixels(tmp_path, monkeypatch):
     file.log_samples(0, first)
     last = evaluation(1, given[::-1], target=picture(5))
     lines, options = compared(tmp_path, monkeypatch, file, 1, last)
-    assert options["heads"] == {0: "given", 1: "before: step 0", 2: "after: step 1", 3: "target"}
+    assert options["heads"] == {0: "input", 1: "before: step 0", 2: "after: step 1", 3: "target"}
     for n, line in enumerate(lines):
-        ends = [to_bytes(image)[0].tolist() for image in (given[n], picture(5))]
+        ends = [to_uint8(image)[0].tolist() for image in (given[n], picture(5))]
         middle = [wanted(first[n])[0], wanted(last[1 - n])[0]]
-        assert [np.asarray(c.picture)[::4, ::4, 0].tolist() for c in line.cells] == [ends[0], *middle, ends[1]]
+        assert [np.asarray(c.image)[::4, ::4, 0].tolist() for c in line.cells] == [ends[0], *middle, ends[1]]
 
 
 def log(file, steps):
@@ -284,4 +298,4 @@ def test_a_sheet_that_somebody_deleted_costs_the_comparison_alone(tmp_path, capl
     (tmp_path / "images" / "eval_000000.png").unlink()
     with caplog.at_level(logging.WARNING, "gruppo"):
         file.log_samples(2, evaluation(2, [1]))
-    assert "before and after cannot be drawn: FileNotFoundError" in caplog.text and len(lines_of(tmp_path)) == 2
+    assert "before_after.png cannot be drawn: FileNotFoundError" in caplog.text and len(lines_of(tmp_path)) == 2

@@ -1,0 +1,270 @@
+"""The samples of a run: rows in ``samples.jsonl``, and their images as PNG sheets in ``images/``."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gruppo.tracking.files import MAX_ARRAY, JsonLines, replace_file, to_json
+from gruppo.tracking.formatting import as_text, is_array, number, shape_text
+from gruppo.tracking.images import Cell, SheetRow, draw, is_image, to_pil
+
+log = logging.getLogger("gruppo")
+
+Row = Mapping[str, Any]
+
+FOLDER, BEFORE_AFTER = "images", "before_after.png"
+MAX_ROWS, MAX_SAMPLES, MAX_PAIRS = 12, 10, 4
+"""Rows of a sheet, samples in a row, and samples of a prompt before and after."""
+FLOW = 8
+"""Images side by side where each has another prompt."""
+
+
+def sheet_name(step: int, is_held_out: bool = False) -> str:
+    """File of a step's samples, or of the evaluation at that step, relative to the run's folder."""
+    return f"{FOLDER}/{'eval' if is_held_out else 'step'}_{step:06d}.png"
+
+
+def image_field(row: Row) -> str:
+    """Field with the sample's image: ``image`` if the policy rendered one, else ``completion``."""
+    return "image" if row.get("image") is not None else "completion"
+
+
+def has_sheet(rows: Sequence[Row]) -> bool:
+    """Whether a sheet is drawn of these rows: some have images, and Pillow is installed."""
+    return any(is_image(row.get(image_field(row))) for row in rows) and can_draw()
+
+
+def can_draw() -> bool:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class SamplesFile:
+    """Tracker that writes ``samples.jsonl``: prompts, completions, rewards, and where their images are.
+
+    A row is a mapping with ``prompt``, ``completion``, ``reward`` and further fields; rows of an evaluation have
+    ``held_out``. Completions may be text, messages, images, or any object with a ``str``; ``image`` is an image to show
+    instead. An image becomes ``{"file", "line", "column", "box"}``: its sheet, its place there from 1, and the box for
+    Pillow's ``crop``. What cannot be drawn is warned of once for each kind; no row is lost.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.run_dir = Path(run_dir)
+        self._lines = JsonLines(self.run_dir / "samples.jsonl")
+        self._warned: set[str] = set()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics have a file of their own."""
+
+    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
+        placed = [dict(row) for row in rows]
+        values: list[Any] = [row.get(image_field(row)) for row in rows]
+        if odd := [value for value in values if is_array(value) and not is_image(value)]:
+            shape = shape_text(odd[0])
+            self._warn_once(
+                shape,
+                f"{len(odd)} of {len(rows)} samples of step {step} are not drawn: {shape} is not an image, which has "
+                "floats [C, H, W] with 1 or 3 channels.",
+            )
+        for is_held_out in (False, True):
+            images = [row for row in placed if is_image(row.get(image_field(row)))]
+            images = [row for row in images if bool(row.get("held_out")) == is_held_out]
+            if images and can_draw():
+                self._draw(step, images, is_held_out)
+            elif images:
+                self._warn_once(
+                    "Pillow", 'Images are not saved: Pillow is not installed. Run: pip install "gruppo[images]"'
+                )
+        self._lines.append([{"step": step} | {name: _plain(value) for name, value in row.items()} for row in placed])
+        if any(row.get("held_out") for row in rows):
+            self._compare_evaluations()
+
+    def cut(self, step: int) -> None:
+        """Keep the samples and sheets up to ``step``, before a resumed run continues."""
+        self._lines.cut(step)
+        for path in sorted((self.run_dir / FOLDER).glob("*")):
+            match = re.fullmatch(r"(?:step|eval)_(\d+)\.png", path.name)
+            if path.name.endswith(".png.new") or (match and int(match[1]) > step):  # or left half-written by a crash
+                path.unlink()
+        self._compare_evaluations()
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _draw(self, step: int, rows: Sequence[dict[str, Any]], is_held_out: bool) -> None:
+        """Write the sheet, and replace the images of the rows by their places on it."""
+        title = f"{'held-out prompts at' if is_held_out else 'samples of'} step {step}"
+        title += ", with rewards" if any(map(_is_scored, rows)) else ""
+        try:
+            layout = _layout(rows)
+            count = sum(image.field == image_field(row) for line in layout for image in line for row in image.rows[:1])
+            title += f" ({count} of {len(rows)} images)" if count < len(rows) else ""
+            sheet, boxes = draw(_sheet_rows(layout), title=title)
+        except Exception as error:  # a sheet is not worth a run
+            self._warn_once("draw", f"the images of step {step} cannot be drawn: {type(error).__name__}: {error}")
+            return
+        name = sheet_name(step, is_held_out)
+        save_sheet(self.run_dir / name, sheet)
+        for n, (line, line_boxes) in enumerate(zip(layout, boxes, strict=True), start=1):
+            for column, (image, box) in enumerate(zip(line, line_boxes, strict=True), start=1):
+                for row in image.rows:
+                    row[image.field] = {"file": name, "line": n, "column": column, "box": list(box or ())}
+
+    def _compare_evaluations(self) -> None:
+        """Draw the same prompts at the first and the last evaluation; with fewer than two, delete the sheet."""
+        path = self.run_dir / FOLDER / BEFORE_AFTER
+        rows = [row for row in self._lines.rows() if row.get("held_out") and _is_place(row.get(image_field(row)))]
+        steps = sorted({row["step"] for row in rows})
+        if len(steps) < 2 or not can_draw():
+            return path.unlink(missing_ok=True)
+        try:
+            sheet = _before_and_after(self.run_dir, rows, steps[0], steps[-1])
+        except Exception as error:
+            self._warn_once("compare", f"{BEFORE_AFTER} cannot be drawn: {type(error).__name__}: {error}")
+            return
+        save_sheet(path, sheet)
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning("%s", message)
+
+
+def _is_place(value: Any) -> bool:
+    """Whether a field of samples.jsonl is the place of an image on a sheet."""
+    return isinstance(value, Mapping) and value.keys() == {"file", "line", "column", "box"}
+
+
+def _plain(value: Any) -> Any:
+    """A field without pixels, as JSON."""
+    is_large = is_image(value) and not is_array(value)
+    is_large |= is_array(value) and (is_image(value) or math.prod(value.shape) > MAX_ARRAY)
+    if not is_large:
+        return to_json(value)
+    return shape_text(value) if is_array(value) else type(value).__name__
+
+
+def write_sheet(path: Path, rows: Sequence[Row], title: str) -> bool:
+    """Draw the images of rows like those of a run; return False, without a file, if there are none."""
+    images = [dict(row) for row in rows if is_image(row.get(image_field(row)))]
+    if not has_sheet(images):
+        return False
+    save_sheet(path, draw(_sheet_rows(_layout(images)), title=title)[0])
+    return True
+
+
+def save_sheet(path: Path, sheet: Any) -> None:
+    file = io.BytesIO()
+    sheet.save(file, "PNG")
+    replace_file(path, file.getvalue())
+
+
+# --- the sheet of a step ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Image:
+    """An image on a sheet, from a field of these rows. ``label``: of the sheet's row, if it is the first there."""
+
+    field: str
+    rows: Sequence[dict[str, Any]]
+    cell: Cell
+    label: str = ""
+
+
+def _sheet_rows(layout: Sequence[Sequence[_Image]]) -> list[SheetRow]:
+    return [SheetRow(line[0].label, [image.cell for image in line]) for line in layout]
+
+
+def _layout(rows: Sequence[dict[str, Any]]) -> list[list[_Image]]:
+    """A row of the sheet for each group; several groups share one where each has a single image and nothing else."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: "failures" in row):  # rows without a score come last, by themselves
+        prompt = row.get("prompt", "")
+        key = id(prompt) if is_image(prompt) or is_array(prompt) else as_text(prompt)
+        group = None if row.get("held_out") else row.get("group")
+        groups.setdefault(("failures" in row, group, key), []).append(row)
+    is_scored = any(map(_is_scored, rows))
+    is_flow = all(len(group) == 1 and not is_image(group[0].get("prompt")) for group in groups.values())
+    lines: list[list[_Image]] = []
+    for group in list(groups.values())[: MAX_ROWS * FLOW if is_flow else MAX_ROWS]:
+        prompt, target, line = group[0].get("prompt", ""), group[0].get("target"), list[_Image]()
+        text = "" if is_image(prompt) or prompt is None else as_text(prompt)
+        for row in group[:MAX_SAMPLES]:
+            field = image_field(row)
+            cell = Cell(to_pil(row[field]), _reward_text(row) if is_scored else "", text if is_flow else "")
+            line.append(_Image(field, [row], cell, "" if is_flow else text))
+        if is_image(prompt):
+            line.insert(0, _Image("prompt", group, Cell(to_pil(prompt), note="input")))
+            if is_image(target):
+                line.append(_Image("target", group, Cell(to_pil(target), note="target")))
+        lines.append(line)
+    if is_flow:
+        images = [image for line in lines for image in line]
+        lines = [images[n : n + FLOW] for n in range(0, len(images), FLOW)]
+    return lines
+
+
+def _is_scored(row: Row) -> bool:
+    reward = row.get("reward")
+    return reward is not None and reward == reward
+
+
+def _reward_text(row: Row) -> str:
+    if not _is_scored(row):
+        return "not scored"
+    return row["reward"] if isinstance(row["reward"], str) else number(row["reward"])
+
+
+# --- before and after -------------------------------------------------------------------------------------------------
+
+
+def _before_and_after(run_dir: Path, rows: Sequence[Row], first: int, last: int) -> Any:
+    from PIL import Image
+
+    sheets: dict[str, Any] = {}
+
+    def crop(place: Mapping[str, Any]) -> Any:
+        if place["file"] not in sheets:
+            with Image.open(run_dir / place["file"]) as file:
+                sheets[place["file"]] = file.convert("RGB")
+        return sheets[place["file"]].crop(tuple(place["box"]))
+
+    # Pair the samples of each prompt; image prompts are equal if their pixels are.
+    groups: dict[Any, tuple[list[Row], list[Row]]] = {}
+    for row in rows:
+        prompt = row.get("prompt", "")
+        key = crop(prompt).tobytes() if _is_place(prompt) else json.dumps(prompt, ensure_ascii=False)
+        if row["step"] in (first, last):
+            groups.setdefault(key, ([], []))[row["step"] == last].append(row)
+    pairs = [list(zip(*sides, strict=False))[:MAX_PAIRS] for sides in groups.values()]
+    pairs = [group for group in pairs if group][:MAX_ROWS]
+    width = max(map(len, pairs), default=0)
+    is_scored = any(_is_scored(row) for group in pairs for pair in group for row in pair)
+    has_prompts = any(_is_place(group[0][0].get("prompt")) for group in pairs)
+    lines = []
+    for group in pairs:
+        cells: list[Cell | None] = []
+        for side in zip(*group, strict=True):
+            cells += [Cell(crop(row[image_field(row)]), _reward_text(row) if is_scored else "") for row in side]
+            cells += [None] * (width - len(group))
+        first_row: dict[str, Any] = dict(group[0][0])
+        prompt, target = first_row.get("prompt", ""), first_row.get("target", "")
+        if _is_place(prompt):
+            cells = [Cell(crop(prompt)), *cells, Cell(crop(target)) if _is_place(target) else None]
+        lines.append(SheetRow("" if _is_place(prompt) else as_text(prompt), cells))
+    start = int(has_prompts)
+    heads = {start: f"before: step {first}", start + width: f"after: step {last}"}
+    heads |= {0: "input", 1 + 2 * width: "target"} if has_prompts else {}
+    return draw(lines, title="held-out prompts before and after training", heads=heads)[0]

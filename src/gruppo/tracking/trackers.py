@@ -1,0 +1,359 @@
+"""External trackers: TensorBoard, Weights & Biases, trackio, or a class from a file.
+
+Each is a thin adapter. If one fails (no network, no disk, a bug), that is one warning: the run continues without it,
+and the files in its folder hold everything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import io
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+from gruppo.config.schema import Config
+from gruppo.config.serialization import to_dict
+from gruppo.loading import import_extra, is_file_name, load_object
+from gruppo.protocols import Tracker
+from gruppo.tracking.formatting import as_text, is_array
+from gruppo.tracking.images import is_image
+from gruppo.tracking.samples import has_sheet, sheet_name
+from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
+
+PROJECT, STATE_FILE = "gruppo", "trackers.json"
+"""The project of all runs, and the file with the ids by which a resumed run is continued."""
+METHODS = ("log", "log_samples", "close")
+CLOSE_S = 60.0
+"""Seconds that a tracker may take to send what is pending."""
+COLUMNS = ("reward", "prompt", "completion", "target")
+FIELDS = (*COLUMNS, "parts", "extra", "failures")
+"""Columns of a table of text samples; the first four are always there."""
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse an unknown tracker, or one whose package is missing. No package is imported."""
+    for name in names:
+        if name in TRACKERS:
+            try:
+                is_installed = importlib.util.find_spec(name) is not None
+            except (ImportError, ValueError):
+                is_installed = False
+            if not is_installed:
+                raise GruppoError(
+                    f'--track {name} needs the package "{name}", which is not installed; run: pip install '
+                    '"gruppo[track]"'
+                )
+            continue
+        if ":" not in name:
+            close = difflib.get_close_matches(name, TRACKERS, 1)
+            hint = f"Did you mean {close[0]}?" if close else f"Available: {', '.join(TRACKERS)}."
+            raise GruppoError(f"unknown tracker {name!r}. {hint} For your own class write path/to/file.py:Class.")
+        factory = _load_factory(name)
+        missing = [method for method in METHODS if not callable(getattr(factory, method, None))]
+        if inspect.isclass(factory) and missing:
+            raise GruppoError(
+                f"the tracker {name} has no {' and no '.join(missing)}; it needs log(step, metrics), "
+                "log_samples(step, rows) and close()."
+            )
+    if repeated := sorted({name for name in names if list(names).count(name) > 1}):
+        raise GruppoError(f"--track names {repeated[0]} more than once; leave one of them out.")
+
+
+def absolute(name: str) -> str:
+    """The tracker with its file as an absolute path, so that it means the same in any folder."""
+    file, colon, member = name.rpartition(":")
+    if not colon or not is_file_name(file) or not Path(file).expanduser().exists():
+        return name
+    return f"{os.path.abspath(Path(file).expanduser())}:{member}"
+
+
+def open_trackers(names: Sequence[str], run_dir: Path, config: Any, *, from_step: int | None) -> list[Tracker]:
+    """Open trackers by name, each guarded. ``from_step``: the last step before a resume, None for a new run."""
+    opened: list[Tracker] = []
+    for name in names:
+        guarded = GuardedTracker(name)
+        if name in TRACKERS:
+            guarded.open(lambda name=name: TRACKERS[name](run_dir, settings(config), from_step))  # type: ignore[misc]
+        else:
+            guarded.open(lambda name=name: _load_factory(name)(run_dir, config))  # type: ignore[misc]
+        opened.append(guarded)
+    return opened
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """Leaves of a config by dotted name, as numbers, texts or booleans."""
+    leaves: dict[str, Any] = {}
+
+    def collect(value: Any, name: str) -> None:
+        if isinstance(value, Mapping):
+            for part, inner in value.items():
+                collect(inner, f"{name}.{part}" if name else part)
+        elif isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
+            for number, inner in enumerate(value):
+                collect(inner, f"{name}.{number}")
+        else:
+            leaves[name] = value if isinstance(value, bool | int | float | str) else _json(value)
+
+    collect(to_dict(config) if isinstance(config, Config) else config, "")
+    return leaves
+
+
+class GuardedTracker:
+    """A tracker whose first error becomes a warning, after which it is not called again."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._tracker: Tracker | None = None
+
+    def open(self, factory: Callable[[], Tracker]) -> None:
+        with self._guard("could not be opened"):
+            self._tracker = factory()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._tracker is not None:
+            with self._guard("failed"):
+                self._tracker.log(step, {name: float(value) for name, value in metrics.items()})
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._tracker is not None:
+            with self._guard("failed"):
+                self._tracker.log_samples(step, rows)
+
+    def close(self) -> None:
+        """Let it send what is pending, for at most ``CLOSE_S``. May be called twice."""
+        tracker, self._tracker = self._tracker, None
+        if tracker is None:
+            return
+        closing = threading.Thread(target=self._close, args=(tracker,), daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        if closing.is_alive():
+            log.warning(
+                "the tracker %s has not finished within %g s; the run does not wait for it.", self.name, CLOSE_S
+            )
+
+    def _close(self, tracker: Tracker) -> None:
+        with self._guard("could not be closed"):
+            tracker.close()
+
+    @contextmanager
+    def _guard(self, problem: str) -> Iterator[None]:
+        """Turn an exception within into one warning, and drop the tracker; KeyboardInterrupt passes."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            log.warning(
+                "the tracker %s %s and is not used any more: %s: %s. The run continues; metrics.jsonl and "
+                "samples.jsonl hold everything.",
+                self.name,
+                problem,
+                type(error).__name__,
+                (str(error).strip().splitlines() or [""])[0],
+            )
+            tracker, self._tracker = self._tracker, None
+            if tracker is not None:
+                threading.Thread(target=_close_quietly, args=(tracker,), daemon=True).start()
+
+
+def _close_quietly(tracker: Tracker) -> None:
+    with suppress(Exception):
+        tracker.close()
+
+
+# --- trackers by name -------------------------------------------------------------------------------------------------
+
+
+class TensorBoard:
+    """Event files in ``RUN/tensorboard``. A resumed run continues them, and hides what came after its checkpoint."""
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> None:
+        import_extra("tensorboard", "track", "--track tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._run_dir, folder = run_dir, run_dir / "tensorboard"
+        is_there = folder.is_dir()
+        purge = None if not is_there else 0 if from_step is None else from_step + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        if not is_there:
+            for summary in hparams(dict(settings), {}):
+                self._writer._get_file_writer().add_summary(summary)
+            self._writer.add_text("config", _markdown(("setting", "value"), settings.items()), 0)
+        self._writer.flush()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        for tag, texts, sheet in _samples(self._run_dir, step, rows):
+            if texts:
+                self._writer.add_text(tag, _markdown(*texts), step)
+            if sheet:
+                import numpy
+                from PIL import Image
+
+                with Image.open(sheet) as image:
+                    pixels = numpy.asarray(image.convert("RGB"))
+                self._writer.add_image(f"{tag}_sheet", pixels, step, dataformats="HWC")
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run of the project gruppo. ``WANDB_MODE``, ``WANDB_PROJECT`` and so on apply; without a key it is offline.
+
+    The step is a column of its own, so that rows which a resumed run repeats are drawn over the earlier ones.
+    """
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> None:
+        self._wandb = wandb = import_extra("wandb", "track", "--track wandb")
+        self._run_dir = run_dir
+        mode = None
+        if not os.environ.get("WANDB_MODE"):
+            try:
+                has_key = bool(wandb.login(prompt=False))
+            except TypeError:  # older versions, which prompt
+                has_key = True
+            mode = None if has_key else "offline"
+        if mode is not None:
+            log.info("wandb has no API key: it writes to %s; wandb sync uploads it.", run_dir / "wandb")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run_dir.name,
+            id=_tracker_ids(run_dir).get("wandb"),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(settings),
+            mode=mode,
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=30.0, login_timeout=10.0, finish_timeout=CLOSE_S - 10
+            ),
+        )
+        _save_tracker_id(run_dir, "wandb", self._run.id)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        for tag, texts, sheet in _samples(self._run_dir, step, rows):
+            table = {tag: self._wandb.Table(columns=texts[0], data=texts[1])} if texts else {}
+            image = {f"{tag}_sheet": self._wandb.Image(str(sheet))} if sheet else {}
+            if table or image:
+                self._run.log({"step": step, **table, **image})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run of the local project gruppo; ``trackio show --project gruppo`` opens it."""
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> None:
+        self._trackio = trackio = import_extra("trackio", "track", "--track trackio")
+        self._run_dir, name = run_dir, _tracker_ids(run_dir).get("trackio")
+        with redirect_stdout(io.StringIO()):  # it prints how to open its page, over the live screen
+            self._run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                name=name or run_dir.name,
+                config=dict(settings),
+                resume="allow" if name else "never",
+                embed=False,
+            )
+        _save_tracker_id(run_dir, "trackio", self._run.name)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        for tag, texts, sheet in _samples(self._run_dir, step, rows):
+            if texts:
+                self._run.log({tag: self._trackio.Table(columns=texts[0], data=texts[1])}, step=step)
+            if sheet:
+                self._run.log({f"{tag}_sheet": self._trackio.Image(str(sheet))}, step=step)
+
+    def close(self) -> None:
+        with redirect_stdout(io.StringIO()):
+            self._run.finish()
+
+
+TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], int | None], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": Trackio,
+}
+"""By the name that ``--track`` takes, which is also the package's name."""
+
+
+def _load_factory(name: str) -> Callable[[Path, Any], Tracker]:
+    """The class or function of a file, called with the run's folder and config."""
+    factory = load_object(name)
+    if not callable(factory):
+        raise GruppoError(
+            f"the tracker {name} is {factory!r:.80} ({type(factory).__name__}); name a class, as file.py:Class."
+        )
+    return factory
+
+
+# --- samples as tables ------------------------------------------------------------------------------------------------
+
+
+def _samples(
+    run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, tuple[list[str], list[list[Any]]] | None, Path | None]]:
+    """Training and held-out samples: a tag, columns and cells of those with text, and the sheet of images."""
+    for tag, is_held_out in {"samples": False, "held_out": True}.items():
+        tagged = [row for row in rows if bool(row.get("held_out")) == is_held_out]
+        if not tagged:
+            continue
+        texts = [r for r in tagged if not is_array(r.get("completion")) and not is_image(r.get("completion"))]
+        columns = [name for name in FIELDS if name in COLUMNS or any(name in row for row in texts)]
+        data = [[_cell(name, row.get(name)) for name in columns] for row in texts]
+        sheet = run_dir / sheet_name(step, is_held_out)
+        yield tag, (columns, data) if texts else None, sheet if has_sheet(tagged) and sheet.is_file() else None
+
+
+def _cell(name: str, value: Any) -> float | str:
+    """The reward as a number, everything else as text: a column has one type."""
+    if name == "reward":
+        return float("nan") if value is None else float(value)
+    if value is None or isinstance(value, str):
+        return value or ""
+    return _json(value) if isinstance(value, Mapping) or name == "failures" else as_text(value)
+
+
+def _markdown(columns: Sequence[str], rows: Any) -> str:
+    """A table in Markdown, which TensorBoard renders."""
+    lines = [[as_text(str(cell)).replace("|", "\\|") for cell in row] for row in (columns, *rows)]
+    lines.insert(1, ["---"] * len(columns))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _tracker_ids(run_dir: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((run_dir / STATE_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _save_tracker_id(run_dir: Path, name: str, run_id: str) -> None:
+    (run_dir / STATE_FILE).write_text(json.dumps({**_tracker_ids(run_dir), name: run_id}), encoding="utf-8")
