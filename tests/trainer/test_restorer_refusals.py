@@ -208,7 +208,7 @@ def test_weights_of_another_network_are_refused(tmp_path, capsys):
     path = trained(tmp_path, model="restore:dncnn:width=4,depth=2", steps=1)
     other = {"model": "restore:unet:width=4", "restoration__weights": str(path / "final"), "name": "other"}
     config = restoring.config(tmp_path, **other)
-    why = r"the weights in .* are of another network than RestorationUNet: .* missing: .* unknown: .* Give the network that"
+    why = r"the weights in .* are of another network than RestorationUNet: .* missing: .* unknown: .* Give the network"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
     nothing = restoring.config(tmp_path, **(other | {"restoration__weights": str(tmp_path / "none")}))
