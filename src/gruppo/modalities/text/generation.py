@@ -179,7 +179,7 @@ def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
 def _generate_turns(
     policy: TextPolicy, rollouts: Rollouts, turns: Sequence[_Turn], sampling: Sampling, seed: int
 ) -> Generated:
-    """Sample; randomness depends on (seed, sample_categorical, sample) and on the number of tokens sampled in the row before."""
+    """Sample; randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before."""
     limits = torch.tensor([turn.limit for turn in turns])
     uniforms = torch.zeros(len(turns), int(limits.max()), dtype=torch.float64)
     for place, turn in enumerate(turns):
