@@ -60,9 +60,7 @@ class Equivariance:
         flipped = torch.stack(list(map(apply_symmetry, likelihood.output, rows)))
         losses = []
         for pixels, choice in zip(PIXEL_LOSSES[self.loss](restored, flipped), rows, strict=True):
-            pixels = pixels.rot90(
-                -(choice % 4), dims=(-2, -1)
-            )  # undo T, so that a patch has the loss of its own pixels
+            pixels = pixels.rot90(-(choice % 4), dims=(-2, -1))  # undo T: a patch has the loss of its own pixels
             losses.append(pixels.flip(-1) if choice >= 4 else pixels)
         return torch.stack(losses)
 
