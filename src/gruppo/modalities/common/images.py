@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.types import GruppoError, Prompt, Request
+from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
 
 
 def image_error(image: Any, role: str, channels: int, size: tuple[int, ...] | None = None) -> str | None:
@@ -66,3 +66,37 @@ def row_batches(requests: Sequence[Request], inputs: Tensor | None, batch_rows: 
         prompts = tuple(requests[p].prompt for p in kept.tolist())
         addresses = [(prompts[p].draw, n) for p, n in zip(group_ids.tolist(), samples[rows], strict=True)]
         yield RowBatch(prompts, None if inputs is None else inputs[kept], group_ids, addresses)
+
+
+def image_rollouts(
+    prompts: Sequence[Prompt],
+    actions: Float[Tensor, "B T ..."],
+    completions: Sequence[Tensor],
+    *,
+    shared: dict[str, Any],
+    per_row: dict[str, Tensor],
+    group_ids: Int[Tensor, "B"] | None = None,
+    logprobs: Float[Tensor, "B T"] | None = None,
+    mask: Bool[Tensor, "B T"] | None = None,
+    is_finite: Bool[Tensor, "B"] | None = None,
+    temperature: float = 1.0,
+) -> Rollouts:
+    """Rollouts whose rows have T actions each; by default demonstrations: one row per prompt, with log-probs of 0."""
+    rows, columns = actions.shape[:2]
+    finish: list[Finish] = ["stop"] * rows
+    if is_finite is not None:
+        finish = ["stop" if finite else "error" for finite in is_finite.tolist()]
+    return Rollouts(
+        prompts=tuple(prompts),
+        group_ids=torch.arange(rows) if group_ids is None else group_ids,
+        actions=actions,
+        mask=torch.ones(rows, columns, dtype=torch.bool) if mask is None else mask,
+        lengths=torch.full((rows,), columns),
+        completions=tuple(completions),
+        sampler_logprobs=torch.zeros(rows, columns) if logprobs is None else logprobs,
+        policy_version=torch.zeros(rows, columns, dtype=torch.long),
+        temperature=torch.full((rows,), temperature),
+        finish=tuple(finish),
+        shared=shared,
+        per_row=per_row,
+    )

@@ -8,11 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gruppo.modalities.common.images import image_rollouts
 from gruppo.modalities.diffusion.denoiser import Denoiser, DenoiserInputs, StepSelection
 from gruppo.modalities.diffusion.transitions import StepLevels, broadcast, split_prediction
 from gruppo.protocols import Outputs
 from gruppo.seeds import generator_at
-from gruppo.types import Finish, Likelihood, Prompt, Rollouts
+from gruppo.types import Likelihood, Prompt, Rollouts
 
 Weighting = Literal["uniform", "clean"]
 
@@ -23,22 +24,14 @@ def demonstration_rollouts(denoiser: Denoiser, prompts: Sequence[Prompt], seed: 
     ``per_row``: the noise (``first``), the time that it is added at (``level``), and whether the condition is left out
     (``dropped``), all by (seed, draw).
     """
-    rows, conditions = len(prompts), denoiser.encode([prompt.inputs for prompt in prompts])
+    conditions = denoiser.encode([prompt.inputs for prompt in prompts])
     dropped = 0.0 if denoiser.condition is None else denoiser.condition.dropped
     generators = [generator_at(seed, "demonstration", prompt.draw) for prompt in prompts]
     uniforms = torch.stack([torch.rand(2, generator=generator, dtype=torch.float64) for generator in generators])
-    finish: Finish = "stop"
-    return Rollouts(
-        prompts=tuple(prompts),
-        group_ids=torch.arange(rows),
-        actions=torch.stack([denoiser.codec.encode(prompt.target) for prompt in prompts])[:, None],  # [B, 1, *E]
-        mask=torch.ones(rows, 1, dtype=torch.bool),
-        lengths=torch.ones(rows, dtype=torch.long),
-        completions=tuple(prompt.target for prompt in prompts),
-        sampler_logprobs=torch.zeros(rows, 1),
-        policy_version=torch.zeros(rows, 1, dtype=torch.long),
-        temperature=torch.ones(rows),
-        finish=(finish,) * rows,
+    return image_rollouts(
+        prompts,
+        torch.stack([denoiser.codec.encode(prompt.target) for prompt in prompts])[:, None],  # [B, 1, *E]
+        [prompt.target for prompt in prompts],
         shared={} if conditions is None else {"condition": conditions},
         per_row={
             "first": torch.stack([torch.randn(denoiser.shape, generator=generator) for generator in generators]),

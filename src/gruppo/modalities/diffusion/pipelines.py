@@ -105,6 +105,8 @@ class StableDiffusion3(StableDiffusion):
     targets = (*StableDiffusion.targets, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
     max_shift = 1.16
     has_even_sigmas = False
+    packing = 1
+    """Latents a side that the pipeline packs into one token."""
 
     def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
         self.pipeline, self.size = pipeline, size
@@ -112,17 +114,15 @@ class StableDiffusion3(StableDiffusion):
         self.middle = f"transformer_blocks.{len(transformer.transformer_blocks) // 2}"
         self._tokens = {"max_sequence_length": settings.caption_tokens} if settings.caption_tokens else {}
         self._per_sigma = float(config.num_train_timesteps)
-        self.patch, self.latent_channels = self._layout(transformer.config)
+        self._guidance = settings.embedded_guidance if transformer.config.get("guidance_embeds") else None
+        self.patch = pipeline.vae_scale_factor * transformer.config.patch_size * self.packing
+        self.latent_channels = transformer.config.in_channels // self.packing**2
         # mu, the scheduler's shift, is linear in the number of image tokens
         tokens = (size[0] // self.patch) * (size[1] // self.patch)
         few, many = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
         low, high = config.get("base_shift", 0.5), config.get("max_shift", self.max_shift)
         mu = low + (high - low) / (many - few) * (tokens - few)
         self.schedule = SchedulerFlow(pipeline.scheduler, mu=mu, is_even=self.has_even_sigmas)
-
-    def _layout(self, config: Any) -> tuple[int, int]:
-        """Pixels a side of an image token, and channels of latents."""
-        return self.pipeline.vae_scale_factor * config.patch_size, config.in_channels
 
     def encode(self, caption: str) -> Embeddings:
         device = self.pipeline.text_encoder.device
@@ -150,13 +150,7 @@ class Flux(StableDiffusion3):
     has_guidance = False
     max_shift = 1.15
     has_even_sigmas = True
-
-    def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
-        super().__init__(pipeline, settings, size)
-        self._guidance = settings.embedded_guidance if pipeline.transformer.config.guidance_embeds else None
-
-    def _layout(self, config: Any) -> tuple[int, int]:
-        return 2 * self.pipeline.vae_scale_factor, config.in_channels // 4
+    packing = 2
 
     def encode(self, caption: str) -> Embeddings:
         device = self.pipeline.text_encoder.device

@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gruppo.core.distributions import gaussian_logprob
-from gruppo.modalities.common.images import RowBatch
+from gruppo.modalities.common.images import RowBatch, image_rollouts
 from gruppo.modalities.diffusion.denoiser import Denoiser, DenoiserInputs
 from gruppo.modalities.diffusion.transitions import TRANSITIONS, Ode, Transition, build_transition
 from gruppo.seeds import generator_at
-from gruppo.types import Finish, GruppoError, Rollouts, Sampling
+from gruppo.types import GruppoError, Rollouts, Sampling
 
 NoiseSharing = Literal["independent", "shared", "branched"]
 
@@ -200,20 +200,17 @@ def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSamplin
     is_finite = actions.isfinite().flatten(1).all(dim=1)
     chosen = torch.stack([trained_steps(sampling, seed, prompt.draw) for prompt in batch.prompts])  # [P, T]
     mask = chosen[groups] & is_finite[:, None]
-    finish: list[Finish] = ["stop" if finite else "error" for finite in is_finite.tolist()]
-    return Rollouts(
-        prompts=batch.prompts,
-        group_ids=groups,
-        actions=actions,
-        mask=mask,
-        lengths=torch.full((count,), sampling.steps),
-        completions=tuple(denoiser.codec.decode(actions[:, -1].nan_to_num())),
-        sampler_logprobs=torch.where(mask, torch.stack(logprobs, dim=1), 0),
-        policy_version=torch.zeros(mask.shape, dtype=torch.long),
-        temperature=torch.full((count,), float(sampling.temperature)),
-        finish=tuple(finish),
+    return image_rollouts(
+        batch.prompts,
+        actions,
+        tuple(denoiser.codec.decode(actions[:, -1].nan_to_num())),
         shared={} if batch.inputs is None else {"condition": batch.inputs},
         per_row=per_row,
+        group_ids=groups,
+        logprobs=torch.where(mask, torch.stack(logprobs, dim=1), 0),
+        mask=mask,
+        is_finite=is_finite,
+        temperature=float(sampling.temperature),
     )
 
 

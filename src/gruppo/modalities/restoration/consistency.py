@@ -37,7 +37,7 @@ class ToReference:
 
 @dataclass(frozen=True)
 class Equivariance:
-    """rho(f(T x), T f(x)) for a random apply_symmetry or quarter turn T of each prompt, by its draw.
+    """rho(f(T x), T f(x)) for a random flip or quarter turn T of each prompt, by its draw.
 
     The gradient goes through both sides (Chen et al. 2021, arXiv 2103.14756). Images that are not square are mirrored
     or turned by a half.
@@ -51,22 +51,16 @@ class Equivariance:
         is_square = x.shape[-1] == x.shape[-2]
         choices = [self.choice(prompt, is_square=is_square) for prompt in rollouts.prompts]
         rows = [choices[group] for group in rollouts.group_ids.tolist()]
-        inputs = torch.stack([apply_symmetry(image, choice) for image, choice in zip(x, choices, strict=True)]).to(
-            policy.device
-        )
+        inputs = torch.stack(list(map(apply_symmetry, x, choices))).to(policy.device)
         if "demonstration" in rollouts.per_row:
             restored = policy.supervised_output(inputs, rollouts.prompts)
         else:
             restored = policy.output_of(inputs)
         restored = restored[rollouts.group_ids.to(policy.device)]
-        flipped = torch.stack(
-            [apply_symmetry(image, choice) for image, choice in zip(likelihood.output, rows, strict=True)]
-        )
+        flipped = torch.stack(list(map(apply_symmetry, likelihood.output, rows)))
         losses = []
         for pixels, choice in zip(PIXEL_LOSSES[self.loss](restored, flipped), rows, strict=True):
-            pixels = pixels.rot90(
-                -(choice % 4), dims=(-2, -1)
-            )  # undo T, so that a patch has the loss of its own pixels
+            pixels = pixels.rot90(-(choice % 4), dims=(-2, -1))  # undo T: a patch has the loss of its own pixels
             losses.append(pixels.flip(-1) if choice >= 4 else pixels)
         return torch.stack(losses)
 

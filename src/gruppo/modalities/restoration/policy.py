@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
 from gruppo.core.images import PIXEL_LOSSES, PixelLoss, psnr, quantize
-from gruppo.modalities.common.images import RowBatch, image_error, row_batches
+from gruppo.modalities.common.images import RowBatch, image_error, image_rollouts, row_batches
 from gruppo.modalities.restoration.actions import Action, ActionMean, Controls, Images
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import Consistency, ToReference
@@ -24,7 +24,6 @@ from gruppo.modalities.restoration.patches import from_columns, patch_means, to_
 from gruppo.protocols import Outputs, Policy
 from gruppo.seeds import generator_at
 from gruppo.types import (
-    Finish,
     Gaussian,
     GruppoError,
     Likelihood,
@@ -260,19 +259,17 @@ class RestorationPolicy(Policy):
         mask = is_finite[:, None].expand(-1, self.columns).contiguous()
         means = to_columns(forward.mean, self.patches)[groups]
         logprobs = self._logprobs(actions, means, std, mask.to(self.device))
-        finish: list[Finish] = ["stop" if finite else "error" for finite in is_finite.tolist()]
-        return Rollouts(
-            prompts=batch.prompts,
-            group_ids=batch.group_ids,
-            actions=actions.cpu(),
-            mask=mask,
-            lengths=torch.full((count,), self.columns),
-            completions=tuple(quantize(images.nan_to_num()).cpu()),
-            sampler_logprobs=logprobs.float().cpu(),
-            policy_version=torch.zeros(mask.shape, dtype=torch.long),
-            temperature=torch.full((count,), temperature),
-            finish=tuple(finish),
+        return image_rollouts(
+            batch.prompts,
+            actions.cpu(),
+            tuple(quantize(images.nan_to_num()).cpu()),
             shared={"degraded": batch.inputs},
+            per_row={},
+            group_ids=batch.group_ids,
+            logprobs=logprobs.float().cpu(),
+            mask=mask,
+            is_finite=is_finite,
+            temperature=temperature,
         )
 
     # --- scoring ------------------------------------------------------------------------------------------------------
@@ -381,21 +378,12 @@ class RestorationPolicy(Policy):
         for prompt in prompts:
             if error := self.check_demonstration(prompt):
                 raise GruppoError(error)
-        rows, columns = len(prompts), self.columns
-        finish: list[Finish] = ["stop"] * rows
-        return Rollouts(
-            prompts=tuple(prompts),
-            group_ids=torch.arange(rows),
-            actions=to_columns(stack_images([prompt.target for prompt in prompts]), self.patches),  # [B, T, C, h, w]
-            mask=torch.ones(rows, columns, dtype=torch.bool),
-            lengths=torch.full((rows,), columns),
-            completions=tuple(prompt.target for prompt in prompts),
-            sampler_logprobs=torch.zeros(rows, columns),
-            policy_version=torch.zeros(rows, columns, dtype=torch.long),
-            temperature=torch.ones(rows),
-            finish=tuple(finish),
+        return image_rollouts(
+            prompts,
+            to_columns(stack_images([prompt.target for prompt in prompts]), self.patches),  # [B, T, C, h, w]
+            [prompt.target for prompt in prompts],
             shared={"degraded": stack_images([prompt.inputs for prompt in prompts])},
-            per_row={"demonstration": torch.ones(rows, dtype=torch.bool)},
+            per_row={"demonstration": torch.ones(len(prompts), dtype=torch.bool)},
         )
 
     def supervised_output(self, x: Images, prompts: Sequence[Prompt]) -> Images:
