@@ -194,11 +194,11 @@ TABLE = (
 def test_wandb_is_told_all_and_knows_a_resumed_run_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, run_dir = fake_wandb(monkeypatch), tmp_path / "mine"
     run_dir.mkdir()
-    tracker = trackers.WandB(run_dir, {"optim.lr": 0.5}, None)
+    tracker = trackers.open_wandb(run_dir, {"optim.lr": 0.5}, None)
     tracker.log(3, {"reward/mean": 0.25})
     tracker.log_samples(3, ROWS)
     tracker.close()
-    trackers.WandB(run_dir, {"optim.lr": 0.5}, 3)
+    trackers.open_wandb(run_dir, {"optim.lr": 0.5}, 3)
     (given, run), (again, _) = opened
     assert (given["project"], given["name"], given["id"], given["mode"]) == ("gruppo", "mine", None, None)
     assert (given["config"], given["dir"], given["resume"]) == ({"optim.lr": 0.5}, str(run_dir), "allow")
@@ -218,7 +218,7 @@ def test_wandb_without_a_key_writes_offline_unless_the_environment_says_how(
     opened = fake_wandb(monkeypatch, has_key=has_key)
     if environment:
         monkeypatch.setenv("WANDB_MODE", environment)
-    trackers.WandB(tmp_path, {}, None)
+    trackers.open_wandb(tmp_path, {}, None)
     assert opened[0][0]["mode"] == mode
 
 
@@ -228,8 +228,8 @@ def test_trackio_is_told_all_and_a_resume_goes_on_under_the_name_it_was_given(
     opened = fake_trackio(monkeypatch)
     for place in ("a", "b"):
         (tmp_path / place / "mine").mkdir(parents=True)
-        trackers.Trackio(tmp_path / place / "mine", {"steps": 4}, None)
-    tracker = trackers.Trackio(tmp_path / "b/mine", {"steps": 4}, 2)
+        trackers.open_trackio(tmp_path / place / "mine", {"steps": 4}, None)
+    tracker = trackers.open_trackio(tmp_path / "b/mine", {"steps": 4}, 2)
     tracker.log(3, {"reward/mean": 0.25})
     tracker.log_samples(3, ROWS)
     tracker.close()
@@ -250,7 +250,7 @@ def test_pictures_are_the_sheet_that_the_run_has_drawn(tmp_path: Path, monkeypat
 
     opened, tracks = fake_wandb(monkeypatch), fake_trackio(monkeypatch)
     rows = [{"prompt": "7", "completion": torch.zeros(3, 2, 4), "reward": 1.0, "group": 0, "held_out": False}]
-    both = trackers.WandB(tmp_path, {}, None), trackers.Trackio(tmp_path, {}, None)
+    both = trackers.open_wandb(tmp_path, {}, None), trackers.open_trackio(tmp_path, {}, None)
     for tracker in both:
         tracker.log_samples(2, rows)
     assert opened[0][1].rows == tracks[0][1].rows == [], "no sheet was drawn"
@@ -361,14 +361,13 @@ def test_a_run_does_not_wait_for_a_tracker_that_does_not_finish(
     monkeypatch.setattr(trackers, "CLOSE_S", 0.01)
     for_ever = threading.Event()
     hanging = SimpleNamespace(log=None, log_samples=None, close=for_ever.wait)
-    tracker = trackers.GuardedTracker("wandb")
-    tracker.open(lambda: hanging)  # type: ignore[arg-type, return-value]
+    tracker = trackers.GuardedTracker("wandb", lambda: hanging)  # type: ignore[arg-type, return-value]
     with caplog.at_level(logging.WARNING, logger="gruppo"):
         tracker.close()
         tracker.close()
     for_ever.set()
     assert [record.getMessage() for record in caplog.records] == [
-        "the tracker wandb has not finished within 0.01 s; the run does not wait for it."
+        "the tracker wandb has not closed within 0.01 s; the run does not wait for it."
     ]
 
 
@@ -376,8 +375,8 @@ def test_what_ends_a_run_passes_through_a_tracker() -> None:
     def interrupted(step: int, metrics: Any) -> None:
         raise KeyboardInterrupt
 
-    tracker = trackers.GuardedTracker("mine")
-    tracker.open(lambda: SimpleNamespace(log=interrupted, log_samples=None, close=lambda: None))  # type: ignore[arg-type, return-value]
+    stub: Any = SimpleNamespace(log=interrupted, log_samples=None, close=lambda: None)
+    tracker = trackers.GuardedTracker("mine", lambda: stub)
     with pytest.raises(KeyboardInterrupt):
         tracker.log(1, {})
 

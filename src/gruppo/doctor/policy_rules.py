@@ -207,11 +207,7 @@ def check_truncation(run: Record) -> Finding | None:
 
 RULES = (
     Rule(
-        "ratio-not-1",
-        "The ratio is not 1 at the first update",
-        check_ratio,
-        ("ratio/max", "ratio/mean"),
-        is_first=True,
+        "ratio-not-1", "The ratio is not 1 at the first update", check_ratio, ("ratio/max", "ratio/mean"), is_first=True
     ),
     Rule("mismatch", "Sampler and trainer disagree", check_mismatch, ("mismatch/mean_nats",), 3, is_first=True),
     Rule("entropy-collapse", "The entropy has collapsed", check_entropy, ("entropy/mean_nats",), TREND_STEPS),

@@ -40,6 +40,8 @@ class Cell:
     image: Any
     caption: str = ""
     note: str = ""
+    source: Any = None
+    """Where the image is from; not drawn."""
 
 
 @dataclass(frozen=True, eq=False)

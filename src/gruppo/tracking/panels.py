@@ -108,11 +108,7 @@ LEARNING = (
     Panel("length", "Length", "actions per rollout", {"len/mean_actions": "mean"}),
     Panel("turns", "Turns", "replies per conversation", {"turns/mean": "mean", "turns/max": "largest"}),
     Panel(
-        "clip",
-        "Clipped actions",
-        "fraction",
-        {"clip/high_frac": "above", "clip/low_frac": "below"},
-        shown="if nonzero",
+        "clip", "Clipped actions", "fraction", {"clip/high_frac": "above", "clip/low_frac": "below"}, shown="if nonzero"
     ),
     Panel("term_norms", "Gradient norm by loss term", "norm", {f"grad_norm/{t}": label for t, label in TERMS.items()}),
     Panel("term_cosines", "Cosine between gradients of loss terms", "cosine", PAIRS),

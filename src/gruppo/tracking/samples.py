@@ -8,7 +8,6 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ MAX_ROWS, MAX_SAMPLES, MAX_PAIRS = 12, 10, 4
 """Rows of a sheet, samples in a row, and samples of a prompt before and after."""
 FLOW = 8
 """Images side by side where each has another prompt."""
+ENDS = ("prompt", "target")
+"""Fields at both ends of a row, where they are images."""
 
 
 def sheet_name(step: int, is_held_out: bool = False) -> str:
@@ -108,18 +109,21 @@ class SamplesFile:
         title += ", with rewards" if any(map(_is_scored, rows)) else ""
         try:
             layout = _layout(rows)
-            count = sum(image.field == image_field(row) for line in layout for image in line for row in image.rows[:1])
+            count = sum(cell.source[0] not in ENDS for line in layout for cell in line.cells if cell is not None)
             title += f" ({count} of {len(rows)} images)" if count < len(rows) else ""
-            sheet, boxes = draw(_sheet_rows(layout), title=title)
+            sheet, boxes = draw(layout, title=title)
         except Exception as error:  # a sheet is not worth a run
             self._warn_once("draw", f"the images of step {step} cannot be drawn: {type(error).__name__}: {error}")
             return
         name = sheet_name(step, is_held_out)
         save_sheet(self.run_dir / name, sheet)
         for n, (line, line_boxes) in enumerate(zip(layout, boxes, strict=True), start=1):
-            for column, (image, box) in enumerate(zip(line, line_boxes, strict=True), start=1):
-                for row in image.rows:
-                    row[image.field] = {"file": name, "line": n, "column": column, "box": list(box or ())}
+            for column, (cell, box) in enumerate(zip(line.cells, line_boxes, strict=True), start=1):
+                if cell is not None:
+                    field, sources = cell.source
+                    place = {"file": name, "line": n, "column": column, "box": list(box or ())}
+                    for row in sources:
+                        row[field] = place
 
     def _compare_evaluations(self) -> None:
         """Draw the same prompts at the first and the last evaluation; with fewer than two, delete the sheet."""
@@ -160,7 +164,7 @@ def write_sheet(path: Path, rows: Sequence[Row], title: str) -> bool:
     images = [dict(row) for row in rows if is_image(row.get(image_field(row)))]
     if not has_sheet(images):
         return False
-    save_sheet(path, draw(_sheet_rows(_layout(images)), title=title)[0])
+    save_sheet(path, draw(_layout(images), title=title)[0])
     return True
 
 
@@ -173,22 +177,11 @@ def save_sheet(path: Path, sheet: Any) -> None:
 # --- the sheet of a step ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Image:
-    """An image on a sheet, from a field of these rows. ``label``: of the sheet's row, if it is the first there."""
+def _layout(rows: Sequence[dict[str, Any]]) -> list[SheetRow]:
+    """A row of the sheet for each group; several groups share one where each has a single image and nothing else.
 
-    field: str
-    rows: Sequence[dict[str, Any]]
-    cell: Cell
-    label: str = ""
-
-
-def _sheet_rows(layout: Sequence[Sequence[_Image]]) -> list[SheetRow]:
-    return [SheetRow(line[0].label, [image.cell for image in line]) for line in layout]
-
-
-def _layout(rows: Sequence[dict[str, Any]]) -> list[list[_Image]]:
-    """A row of the sheet for each group; several groups share one where each has a single image and nothing else."""
+    The ``source`` of a cell is its field, and the rows that have the image there.
+    """
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: "failures" in row):  # rows without a score come last, by themselves
         prompt = row.get("prompt", "")
@@ -197,23 +190,22 @@ def _layout(rows: Sequence[dict[str, Any]]) -> list[list[_Image]]:
         groups.setdefault(("failures" in row, group, key), []).append(row)
     is_scored = any(map(_is_scored, rows))
     is_flow = all(len(group) == 1 and not is_image(group[0].get("prompt")) for group in groups.values())
-    lines: list[list[_Image]] = []
+    sheet: list[SheetRow] = []
     for group in list(groups.values())[: MAX_ROWS * FLOW if is_flow else MAX_ROWS]:
-        prompt, target, line = group[0].get("prompt", ""), group[0].get("target"), list[_Image]()
+        prompt, target, cells = group[0].get("prompt", ""), group[0].get("target"), list[Cell | None]()
         text = "" if is_image(prompt) or prompt is None else as_text(prompt)
         for row in group[:MAX_SAMPLES]:
-            field = image_field(row)
-            cell = Cell(to_pil(row[field]), _reward_text(row) if is_scored else "", text if is_flow else "")
-            line.append(_Image(field, [row], cell, "" if is_flow else text))
+            field, caption = image_field(row), _reward_text(row) if is_scored else ""
+            cells.append(Cell(to_pil(row[field]), caption, text if is_flow else "", (field, [row])))
         if is_image(prompt):
-            line.insert(0, _Image("prompt", group, Cell(to_pil(prompt), note="input")))
+            cells.insert(0, Cell(to_pil(prompt), note="input", source=("prompt", group)))
             if is_image(target):
-                line.append(_Image("target", group, Cell(to_pil(target), note="target")))
-        lines.append(line)
+                cells.append(Cell(to_pil(target), note="target", source=("target", group)))
+        sheet.append(SheetRow("" if is_flow else text, cells))
     if is_flow:
-        images = [image for line in lines for image in line]
-        lines = [images[n : n + FLOW] for n in range(0, len(images), FLOW)]
-    return lines
+        flow = [cell for row in sheet for cell in row.cells]
+        sheet = [SheetRow("", flow[n : n + FLOW]) for n in range(0, len(flow), FLOW)]
+    return sheet
 
 
 def _is_scored(row: Row) -> bool:

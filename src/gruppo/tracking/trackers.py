@@ -15,7 +15,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,11 @@ def open_trackers(names: Sequence[str], run_dir: Path, config: Any, *, from_step
     """Open trackers by name, each guarded. ``from_step``: the last step before a resume, None for a new run."""
     opened: list[Tracker] = []
     for name in names:
-        guarded = GuardedTracker(name)
         if name in TRACKERS:
-            guarded.open(lambda name=name: TRACKERS[name](run_dir, settings(config), from_step))  # type: ignore[misc]
+            factory = partial(TRACKERS[name], run_dir, settings(config), from_step)
         else:
-            guarded.open(lambda name=name: _load_factory(name)(run_dir, config))  # type: ignore[misc]
-        opened.append(guarded)
+            factory = partial(lambda name: _load_factory(name)(run_dir, config), name)
+        opened.append(GuardedTracker(name, factory))
     return opened
 
 
@@ -109,48 +109,35 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 class GuardedTracker:
-    """A tracker whose first error becomes a warning, after which it is not called again."""
+    """A tracker whose first error becomes a warning, after which it is not called again. Ctrl-C passes through."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, factory: Callable[[], Tracker]) -> None:
         self.name = name
         self._tracker: Tracker | None = None
-
-    def open(self, factory: Callable[[], Tracker]) -> None:
-        with self._guard("could not be opened"):
-            self._tracker = factory()
+        self._tracker = self._call("could not be opened", factory)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._tracker is not None:
-            with self._guard("failed"):
-                self._tracker.log(step, {name: float(value) for name, value in metrics.items()})
+        if (tracker := self._tracker) is not None:
+            self._call("failed", lambda: tracker.log(step, {name: float(value) for name, value in metrics.items()}))
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        if self._tracker is not None:
-            with self._guard("failed"):
-                self._tracker.log_samples(step, rows)
+        if (tracker := self._tracker) is not None:
+            self._call("failed", lambda: tracker.log_samples(step, rows))
 
     def close(self) -> None:
         """Let it send what is pending, for at most ``CLOSE_S``. May be called twice."""
         tracker, self._tracker = self._tracker, None
         if tracker is None:
             return
-        closing = threading.Thread(target=self._close, args=(tracker,), daemon=True)
+        closing = threading.Thread(target=self._call, args=("could not be closed", tracker.close), daemon=True)
         closing.start()
         closing.join(CLOSE_S)
         if closing.is_alive():
-            log.warning(
-                "the tracker %s has not finished within %g s; the run does not wait for it.", self.name, CLOSE_S
-            )
+            log.warning("the tracker %s has not closed within %g s; the run does not wait for it.", self.name, CLOSE_S)
 
-    def _close(self, tracker: Tracker) -> None:
-        with self._guard("could not be closed"):
-            tracker.close()
-
-    @contextmanager
-    def _guard(self, problem: str) -> Iterator[None]:
-        """Turn an exception within into one warning, and drop the tracker; KeyboardInterrupt passes."""
+    def _call(self, problem: str, function: Callable[[], Any]) -> Any:
         try:
-            yield
+            return function()
         except (Exception, SystemExit) as error:
             log.warning(
                 "the tracker %s %s and is not used any more: %s: %s. The run continues; metrics.jsonl and "
@@ -161,7 +148,7 @@ class GuardedTracker:
                 (str(error).strip().splitlines() or [""])[0],
             )
             tracker, self._tracker = self._tracker, None
-            if tracker is not None:
+            if tracker is not None:  # in the background: a tracker without a network may wait for it
                 threading.Thread(target=_close_quietly, args=(tracker,), daemon=True).start()
 
 
@@ -213,89 +200,76 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    """A run of the project gruppo. ``WANDB_MODE``, ``WANDB_PROJECT`` and so on apply; without a key it is offline.
+class HostedTracker:
+    """A run of wandb or trackio, which have tables and images in common."""
 
-    The step is a column of its own, so that rows which a resumed run repeats are drawn over the earlier ones.
-    """
-
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> None:
-        self._wandb = wandb = import_extra("wandb", "track", "--track wandb")
-        self._run_dir = run_dir
-        mode = None
-        if not os.environ.get("WANDB_MODE"):
-            try:
-                has_key = bool(wandb.login(prompt=False))
-            except TypeError:  # older versions, which prompt
-                has_key = True
-            mode = None if has_key else "offline"
-        if mode is not None:
-            log.info("wandb has no API key: it writes to %s; wandb sync uploads it.", run_dir / "wandb")
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run_dir.name,
-            id=_tracker_ids(run_dir).get("wandb"),
-            resume="allow",
-            dir=str(run_dir),
-            config=dict(settings),
-            mode=mode,
-            settings=wandb.Settings(
-                silent=True, console="off", init_timeout=30.0, login_timeout=10.0, finish_timeout=CLOSE_S - 10
-            ),
-        )
-        _save_tracker_id(run_dir, "wandb", self._run.id)
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+    def __init__(self, package: Any, run: Any, run_dir: Path, log: Callable[[int, dict[str, Any]], None]) -> None:
+        self._package, self._run, self._run_dir, self._log = package, run, run_dir, log
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        for tag, texts, sheet in _samples(self._run_dir, step, rows):
-            table = {tag: self._wandb.Table(columns=texts[0], data=texts[1])} if texts else {}
-            image = {f"{tag}_sheet": self._wandb.Image(str(sheet))} if sheet else {}
-            if table or image:
-                self._run.log({"step": step, **table, **image})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
-    """A run of the local project gruppo; ``trackio show --project gruppo`` opens it."""
-
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> None:
-        self._trackio = trackio = import_extra("trackio", "track", "--track trackio")
-        self._run_dir, name = run_dir, _tracker_ids(run_dir).get("trackio")
-        with redirect_stdout(io.StringIO()):  # it prints how to open its page, over the live screen
-            self._run = trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-                name=name or run_dir.name,
-                config=dict(settings),
-                resume="allow" if name else "never",
-                embed=False,
-            )
-        _save_tracker_id(run_dir, "trackio", self._run.name)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._log(step, dict(metrics))
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         for tag, texts, sheet in _samples(self._run_dir, step, rows):
             if texts:
-                self._run.log({tag: self._trackio.Table(columns=texts[0], data=texts[1])}, step=step)
+                self._log(step, {tag: self._package.Table(columns=texts[0], data=texts[1])})
             if sheet:
-                self._run.log({f"{tag}_sheet": self._trackio.Image(str(sheet))}, step=step)
+                self._log(step, {f"{tag}_sheet": self._package.Image(str(sheet))})
 
     def close(self) -> None:
-        with redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()):  # trackio prints
             self._run.finish()
+
+
+def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> Tracker:
+    """A run of the project gruppo. ``WANDB_MODE``, ``WANDB_PROJECT`` and so on apply; without a key it is offline."""
+    wandb, mode = import_extra("wandb", "track", "--track wandb"), None
+    if not os.environ.get("WANDB_MODE"):
+        try:
+            has_key = bool(wandb.login(prompt=False))
+        except TypeError:  # older versions, which prompt
+            has_key = True
+        mode = None if has_key else "offline"
+    if mode is not None:
+        log.info("wandb has no API key: it writes to %s; wandb sync uploads it.", run_dir / "wandb")
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=run_dir.name,
+        id=_tracker_ids(run_dir).get("wandb"),
+        resume="allow",
+        dir=str(run_dir),
+        config=dict(settings),
+        mode=mode,
+        settings=wandb.Settings(
+            silent=True, console="off", init_timeout=30.0, login_timeout=10.0, finish_timeout=CLOSE_S - 10
+        ),
+    )
+    _save_tracker_id(run_dir, "wandb", run.id)
+    # The step is a column of its own, so that rows which a resumed run repeats are drawn over the earlier ones.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return HostedTracker(wandb, run, run_dir, lambda step, row: run.log({"step": step, **row}))
+
+
+def open_trackio(run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> Tracker:
+    """A run of the local project gruppo; ``trackio show --project gruppo`` opens it."""
+    trackio, name = import_extra("trackio", "track", "--track trackio"), _tracker_ids(run_dir).get("trackio")
+    with redirect_stdout(io.StringIO()):  # it prints how to open its page, over the live screen
+        run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=name or run_dir.name,
+            config=dict(settings),
+            resume="allow" if name else "never",
+            embed=False,
+        )
+    _save_tracker_id(run_dir, "trackio", run.name)
+    return HostedTracker(trackio, run, run_dir, lambda step, row: run.log(row, step=step))
 
 
 TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], int | None], Tracker]] = {
     "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "trackio": Trackio,
+    "wandb": open_wandb,
+    "trackio": open_trackio,
 }
 """By the name that ``--track`` takes, which is also the package's name."""
 
