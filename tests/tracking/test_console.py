@@ -86,7 +86,7 @@ def test_a_held_out_evaluation_is_a_line_of_its_own():
 def test_plain_lines_are_not_wrapped_and_markup_is_text():
     plain = tracker(9, is_terminal=False, width=20)
     plain.log_samples(1, NASTY[:1])
-    plain.warn("[red]reward[/red] raised " + "x" * 80)
+    plain.note("[red]reward[/red] raised " + "x" * 80, is_warning=True)
     assert said(plain).splitlines() == [
         r'  reward 1  "[red]1 + 1[/red] [/oops]" -> "[bold\n\x1b[31m2\x07"  target 2',
         "warning: [red]reward[/red] raised " + "x" * 80,

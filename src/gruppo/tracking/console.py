@@ -18,9 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.tracking.formatting import as_text, duration, is_array, number, percent, shorten, trend
-from gruppo.tracking.images import is_image
-from gruppo.tracking.samples import has_sheet, sheet_name
+from gruppo.tracking.formatting import as_text, duration, number, percent, shorten, trend
+from gruppo.tracking.images import has_pixels
+from gruppo.tracking.samples import has_sheet, reward_of, sheet_name
 
 Row = Mapping[str, Any]
 
@@ -149,9 +149,9 @@ class ConsoleTracker:
             return self._update_body()
         for row in best_and_worst(rows, 2):
             line = f"  reward {number(row.get('reward'))}"
-            if not _has_pixels(row.get("prompt")):
+            if not has_pixels(row.get("prompt")):
                 line += f'  "{shorten(as_text(row.get("prompt", "")), 120)}"'
-                if not _has_pixels(row.get("completion")):
+                if not has_pixels(row.get("completion")):
                     line += f' -> "{shorten(as_text(row.get("completion", "")), 120)}"'
                     if row.get("target") is not None:
                         line += f"  target {shorten(as_text(row['target']), 60)}"
@@ -159,13 +159,9 @@ class ConsoleTracker:
         if sheet:
             self._print(Text(f"  images: {sheet}"))
 
-    def note(self, message: str) -> None:
-        """Print a line above the live screen."""
-        self._print(Text(message))
-
-    def warn(self, message: str) -> None:
-        """Print a warning above the live screen."""
-        self._print(Text.assemble(("warning: ", "bold yellow"), message))
+    def note(self, message: str, *, is_warning: bool = False) -> None:
+        """Print a message above the live screen."""
+        self._print(Text.assemble(("warning: " if is_warning else "", "bold yellow"), message))
 
     def announce(self, message: str) -> bool:
         """Show a message on the live screen; False without one. Safe in a signal handler: another thread draws it."""
@@ -277,14 +273,14 @@ def _samples_panel(step: int, rows: Sequence[Row], sheet: str, width: int) -> Re
     target = min(max([6, *(len(as_text(row.get("target", ""))) for row in rows)]), 14)
     free = width - BORDER - 6 - target - 6
     columns = {"reward": 6, "prompt": free * 2 // 5, "completion": free - free * 2 // 5, "target": target}
-    if any(_has_pixels(row.get("completion")) for row in rows):
+    if any(has_pixels(row.get("completion")) for row in rows):
         columns = {"reward": 6, "prompt": width - BORDER - 8}
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name, size in columns.items():
         table.add_column(name, width=size, overflow="fold", justify="right" if name == "reward" else "left")
     for row in best_and_worst(rows):
-        rank, reward = _rank(row), row.get("reward")
-        style = "dim" if rank == -math.inf else "green" if rank > 0 else "red"
+        reward = reward_of(row, math.nan)
+        style = "dim" if reward != reward else "green" if reward > 0 else "red"
         texts = [shorten(as_text(row.get(name, "")), 2 * size - 2) for name, size in list(columns.items())[1:]]
         table.add_row(Text(number(reward), style), *map(Text, texts))
     parts = [table, Text(f"images: {sheet}", "dim", overflow="fold")] if sheet else [table]
@@ -294,14 +290,5 @@ def _samples_panel(step: int, rows: Sequence[Row], sheet: str, width: int) -> Re
 
 def best_and_worst(rows: Sequence[Row], count: int = 4) -> list[Row]:
     """``count`` rows with the highest and the lowest rewards; rows without a reward are the lowest."""
-    ranked = sorted(rows, key=_rank, reverse=True)
+    ranked = sorted(rows, key=lambda row: reward_of(row, -math.inf), reverse=True)
     return ranked if len(ranked) <= count else [*ranked[: count - count // 2], *ranked[-(count // 2) :]]
-
-
-def _rank(row: Row) -> float:
-    reward = row.get("reward")
-    return -math.inf if reward is None or reward != reward else reward
-
-
-def _has_pixels(value: Any) -> bool:
-    return is_array(value) or is_image(value)

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from gruppo.core.images import to_uint8
+from gruppo.tracking.formatting import is_array
 
 MIN_SIDE, MAX_SIDE = 112, 256
 """Pixels: small images are enlarged to about the first, and none exceeds the second."""
@@ -62,6 +63,11 @@ def is_image(value: Any) -> bool:
     # A value cannot be of a class whose module was never imported.
     classes = (("matplotlib.figure", "Figure"), ("PIL.Image", "Image"))
     return any(isinstance(value, getattr(sys.modules[m], name)) for m, name in classes if sys.modules.get(m))
+
+
+def has_pixels(value: Any) -> bool:
+    """Whether a value is no text for a terminal: an image, or any other array."""
+    return is_image(value) or is_array(value)
 
 
 def to_pil(image: Any) -> Any:

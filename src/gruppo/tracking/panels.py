@@ -1,12 +1,13 @@
-"""Panels of a run's plots: each shows some of the metrics that were logged."""
+"""Panels of a run's plots: each shows some of the metrics that were logged. The fixed ones are in ``panels.toml``."""
 
 from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from pathlib import Path
 from typing import Literal
 
 Metrics = Sequence[Mapping[str, float]]
@@ -23,7 +24,7 @@ class Panel:
     name: str
     title: str
     unit: str
-    metrics: Mapping[str, str]
+    metrics: Mapping[str, str] = field(default_factory=dict)
     points: Mapping[str, str] = field(default_factory=dict)
     """Metrics of evaluations, drawn as points. The first one alone is enough to show the panel."""
     band: str = ""
@@ -39,119 +40,6 @@ class Panel:
     in_overview: bool = True
 
 
-REWARD = (
-    Panel("reward", "Reward", "reward", {"reward/mean": "training"}, {"eval/reward_mean": "held-out"}),
-    Panel(
-        "groups",
-        "Reward in groups",
-        "reward, mean over groups",
-        {"reward/mean": "mean", "reward/best_of_group_mean": "best", "reward/worst_of_group_mean": "worst"},
-    ),
-    Panel(
-        "spread",
-        "Spread of rewards",
-        "standard deviation",
-        {
-            "reward/std_within_group": "within groups",
-            "reward/std_between_groups": "between groups",
-            "reward/running_std_within_group": "within groups, moving",
-        },
-    ),
-    Panel("zero_spread", "Groups without spread", "fraction", {"group/zero_spread_frac": "all rewards equal"}),
-    Panel(
-        "normalised_reward",
-        "Normalized reward",
-        "standard deviations of the group",
-        {
-            "reward/normalised_mean_abs": "mean absolute value",
-            "reward/normalised_max": "largest",
-            "reward/normalised_min": "smallest",
-        },
-        in_overview=False,  # equals the advantage under GRPO
-    ),
-    Panel(
-        "advantage",
-        "Advantage",
-        "advantage",
-        {"advantage/mean": "mean ± std", "advantage/max": "largest", "advantage/min": "smallest"},
-        band="advantage/std",
-    ),
-)
-TERMS = {
-    "policy": "policy",
-    "sup": "demonstrations",
-    "cons": "consistency",
-    "kl": "KL",
-    "entropy": "entropy",
-    "value": "value",
-}
-"""Terms of the loss, in the order in which pairs of them are named."""
-PAIRS = {f"grad_cosine/{a}/{b}": f"{TERMS[a]}, {TERMS[b]}" for a, b in combinations(TERMS, 2)}
-LEARNING = (
-    Panel(
-        "loss",
-        "Loss",
-        "loss",
-        {"loss/policy": "policy", "loss/kl": "KL term", "loss/cons": "consistency"},
-        zero_note="Zero, because each batch is used once and\nadvantages are centered in their group.\n"
-        "The gradient norm shows whether it learns.",
-    ),
-    Panel("supervised", "Demonstrations", "nats per token, or loss per pixel", {"sup/loss_nats": "mean"}),
-    Panel(
-        "kl",
-        "KL divergence",
-        "nats per action",
-        {"kl/ref_nats": "to the reference", "kl/old_nats": "of the update"},
-        zero_note="Zero: each batch is used once, and the policy\nstill equals its reference, if there is one.",
-    ),
-    Panel("entropy", "Entropy", "nats per action", {"entropy/mean_nats": "mean"}),
-    Panel("length", "Length", "actions per rollout", {"len/mean_actions": "mean"}),
-    Panel("turns", "Turns", "replies per conversation", {"turns/mean": "mean", "turns/max": "largest"}),
-    Panel(
-        "clip", "Clipped actions", "fraction", {"clip/high_frac": "above", "clip/low_frac": "below"}, shown="if nonzero"
-    ),
-    Panel("term_norms", "Gradient norm by loss term", "norm", {f"grad_norm/{t}": label for t, label in TERMS.items()}),
-    Panel("term_cosines", "Cosine between gradients of loss terms", "cosine", PAIRS),
-    Panel("value", "Value", "expected reward", {"value/mean": "critic", "return/mean": "return"}),
-    Panel("critic", "Critic", "fraction of the returns' variance", {"value/explained_variance_frac": "explained"}),
-)
-STAGES = (
-    Panel(
-        "reference",
-        "Policy and reference",
-        "reward",
-        {},
-        {"reference/eval_reward_mean": "reference, held-out", "eval/reward_mean": "policy, held-out"},
-    ),
-    Panel(
-        "distance", "Distance to the reference", "fraction of the weights' norm", {}, {"reference/distance_frac": ""}
-    ),
-    *(
-        Panel(name, title, unit, metrics, shown="if it changes", style="steps")
-        for name, title, unit, metrics in (
-            (
-                "coefficients",
-                "KL and entropy coefficients",
-                "coefficient",
-                {"stage/kl_coef": "KL", "stage/entropy_coef": "entropy"},
-            ),
-            (
-                "terms",
-                "Coefficients of the loss terms",
-                "coefficient",
-                {
-                    "stage/rl_coef": "policy",
-                    "stage/sup_coef": "demonstrations",
-                    "stage/cons_coef": "consistency",
-                    "stage/value_coef": "value",
-                },
-            ),
-            ("temperature", "Temperature", "", {"stage/temperature": "sampling"}),
-            ("difficulty", "Difficulty", "fraction of the prompts", {"stage/difficulty": "easiest"}),
-            ("lr", "Learning rate", "", {"optim/lr": "learning rate"}),
-        )
-    ),
-)
 EPOCHS = {
     "ratio_max": ("epoch_ratio", "Largest ratio", "new / old probability"),
     "clip_frac": ("epoch_clip", "Clipped actions", "fraction"),
@@ -170,12 +58,14 @@ TIMESTEPS = {
 
 def panels_of(metrics: Metrics) -> list[Panel]:
     """All panels that have something to show, in the order of the overview."""
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    fixed = {key: [Panel(name, **fields) for name, fields in section.items()] for key, section in table.items()}
     names = list(dict.fromkeys(name for row in metrics for name in row))
 
     def matches(pattern: str) -> list[str]:
         return [match[1] for name in names if (match := re.fullmatch(pattern, name))]
 
-    panels = list(REWARD)
+    panels = list(fixed["reward"])
     # Several reward functions: their means together, and a plot of each.
     if len(functions := matches(r"reward/(.+)/best_of_group_mean")) > 1:
         means = {f"reward/{name}/mean": name for name in functions[:MAX_LINES]}
@@ -199,13 +89,12 @@ def panels_of(metrics: Metrics) -> list[Panel]:
     sizes = sorted(map(int, matches(r"group/size_(\d+)_count")))
     counts = {f"group/size_{size}_count": str(size) for size in sizes}
     panels.append(Panel("group_sizes", "Group sizes", "rollouts per prompt", counts, style="histogram"))
-    panels += LEARNING
+    panels += fixed["learning"]
     epochs = sorted(map(int, matches(r"epoch/(\d+)/updates_count")))
     for metric, (name, title, unit) in EPOCHS.items():
         lines = {f"epoch/{epoch}/{metric}": f"epoch {epoch}" for epoch in epochs}
         panels.append(Panel(name, f"{title} by epoch", unit, lines, style="shades"))
-    taken, title = {"update/epochs_count": "epochs"}, "Epochs before the KL limit"
-    panels.append(Panel("epochs", title, "epochs", taken, shown="if it changes", style="steps"))
+    panels += fixed["epochs"]
     # Metrics by denoising step K; K = 0 is the first, whose state is almost noise.
     step_axis, rewards = "denoising step (0 = first)", sorted(map(int, matches(r"timestep/reward/(\d+)")))
     profile = {f"timestep/reward/{step}": str(step) for step in rewards}
@@ -221,7 +110,7 @@ def panels_of(metrics: Metrics) -> list[Panel]:
     ids = sorted(matches(r"prompt/reward_mean/(.+)"), key=lambda name: (not name.isdecimal(), len(name), name))
     prompts = {f"prompt/reward_mean/{name}": name for name in ids[:MAX_PROMPTS]}
     panels.append(Panel("prompts", "Reward by prompt", "prompt", prompts, style="heatmap", value="mean reward"))
-    return [panel for panel in (*panels, *STAGES) if _has_content(panel, metrics)]
+    return [panel for panel in (*panels, *fixed["stages"]) if _has_content(panel, metrics)]
 
 
 def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gruppo.tracking.files import MAX_ARRAY, JsonLines, replace_file, to_json
 from gruppo.tracking.formatting import as_text, is_array, number, shape_text
-from gruppo.tracking.images import Cell, SheetRow, draw, is_image, to_pil
+from gruppo.tracking.images import Cell, SheetRow, draw, has_pixels, is_image, to_pil
 
 log = logging.getLogger("gruppo")
 
@@ -106,7 +106,7 @@ class SamplesFile:
     def _draw(self, step: int, rows: Sequence[dict[str, Any]], is_held_out: bool) -> None:
         """Write the sheet, and replace the images of the rows by their places on it."""
         title = f"{'held-out prompts at' if is_held_out else 'samples of'} step {step}"
-        title += ", with rewards" if any(map(_is_scored, rows)) else ""
+        title += ", with rewards" if any(_captions(rows)) else ""
         try:
             layout = _layout(rows)
             count = sum(cell.source[0] not in ENDS for line in layout for cell in line.cells if cell is not None)
@@ -185,18 +185,18 @@ def _layout(rows: Sequence[dict[str, Any]]) -> list[SheetRow]:
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: "failures" in row):  # rows without a score come last, by themselves
         prompt = row.get("prompt", "")
-        key = id(prompt) if is_image(prompt) or is_array(prompt) else as_text(prompt)
+        key = id(prompt) if has_pixels(prompt) else as_text(prompt)
         group = None if row.get("held_out") else row.get("group")
         groups.setdefault(("failures" in row, group, key), []).append(row)
-    is_scored = any(map(_is_scored, rows))
+    captions = {id(row): caption for row, caption in zip(rows, _captions(rows), strict=True)}
     is_flow = all(len(group) == 1 and not is_image(group[0].get("prompt")) for group in groups.values())
     sheet: list[SheetRow] = []
     for group in list(groups.values())[: MAX_ROWS * FLOW if is_flow else MAX_ROWS]:
         prompt, target, cells = group[0].get("prompt", ""), group[0].get("target"), list[Cell | None]()
         text = "" if is_image(prompt) or prompt is None else as_text(prompt)
         for row in group[:MAX_SAMPLES]:
-            field, caption = image_field(row), _reward_text(row) if is_scored else ""
-            cells.append(Cell(to_pil(row[field]), caption, text if is_flow else "", (field, [row])))
+            field, note = image_field(row), text if is_flow else ""
+            cells.append(Cell(to_pil(row[field]), captions[id(row)], note, (field, [row])))
         if is_image(prompt):
             cells.insert(0, Cell(to_pil(prompt), note="input", source=("prompt", group)))
             if is_image(target):
@@ -208,15 +208,18 @@ def _layout(rows: Sequence[dict[str, Any]]) -> list[SheetRow]:
     return sheet
 
 
-def _is_scored(row: Row) -> bool:
+def reward_of(row: Row, default: float) -> Any:
+    """The row's reward, or the default if it has none. In samples.jsonl an infinite one is text."""
     reward = row.get("reward")
-    return reward is not None and reward == reward
+    return default if reward is None or reward != reward else reward
 
 
-def _reward_text(row: Row) -> str:
-    if not _is_scored(row):
-        return "not scored"
-    return row["reward"] if isinstance(row["reward"], str) else number(row["reward"])
+def _captions(rows: Sequence[Row]) -> list[str]:
+    """The rewards of these rows; nothing if none has one."""
+    rewards = [reward_of(row, math.nan) for row in rows]
+    if all(reward != reward for reward in rewards):
+        return [""] * len(rows)
+    return [r if isinstance(r, str) else number(r) if r == r else "not scored" for r in rewards]
 
 
 # --- before and after -------------------------------------------------------------------------------------------------
@@ -243,13 +246,14 @@ def _before_and_after(run_dir: Path, rows: Sequence[Row], first: int, last: int)
     pairs = [list(zip(*sides, strict=False))[:MAX_PAIRS] for sides in groups.values()]
     pairs = [group for group in pairs if group][:MAX_ROWS]
     width = max(map(len, pairs), default=0)
-    is_scored = any(_is_scored(row) for group in pairs for pair in group for row in pair)
+    flat = [row for group in pairs for pair in group for row in pair]
+    captions = {id(row): caption for row, caption in zip(flat, _captions(flat), strict=True)}
     has_prompts = any(_is_place(group[0][0].get("prompt")) for group in pairs)
     lines = []
     for group in pairs:
         cells: list[Cell | None] = []
         for side in zip(*group, strict=True):
-            cells += [Cell(crop(row[image_field(row)]), _reward_text(row) if is_scored else "") for row in side]
+            cells += [Cell(crop(row[image_field(row)]), captions[id(row)]) for row in side]
             cells += [None] * (width - len(group))
         first_row: dict[str, Any] = dict(group[0][0])
         prompt, target = first_row.get("prompt", ""), first_row.get("target", "")

@@ -24,8 +24,8 @@ from gruppo.config.schema import Config
 from gruppo.config.serialization import to_dict
 from gruppo.loading import import_extra, is_file_name, load_object
 from gruppo.protocols import Tracker
-from gruppo.tracking.formatting import as_text, is_array
-from gruppo.tracking.images import is_image
+from gruppo.tracking.formatting import as_text
+from gruppo.tracking.images import has_pixels
 from gruppo.tracking.samples import has_sheet, sheet_name
 from gruppo.types import GruppoError
 
@@ -295,7 +295,7 @@ def _samples(
         tagged = [row for row in rows if bool(row.get("held_out")) == is_held_out]
         if not tagged:
             continue
-        texts = [r for r in tagged if not is_array(r.get("completion")) and not is_image(r.get("completion"))]
+        texts = [row for row in tagged if not has_pixels(row.get("completion"))]
         columns = [name for name in FIELDS if name in COLUMNS or any(name in row for row in texts)]
         data = [[_cell(name, row.get(name)) for name in columns] for row in texts]
         sheet = run_dir / sheet_name(step, is_held_out)

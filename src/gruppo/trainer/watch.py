@@ -115,5 +115,4 @@ class _ToConsole(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        say = self.console.warn if record.levelno >= logging.WARNING else self.console.note
-        say(record.getMessage())
+        self.console.note(record.getMessage(), is_warning=record.levelno >= logging.WARNING)
