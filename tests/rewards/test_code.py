@@ -346,8 +346,9 @@ def test_nothing_of_what_is_expected_can_be_told_from_the_request(monkeypatch):
         (lambda want: {"inputs": ["1"], "outputs": [want]}, {}),
     ]:
         sent.clear()
-        for want in ("YES", "NO", "True", "False", "", "a long answer" * 30):
-            scores([text], form(want), **columns)
+        answers = ("YES", "NO", "True", "False", "", "a long answer" * 30)
+        columns = {name: [value] * 6 for name, value in columns.items()}
+        code_tests(workers=1)([text] * 6, tests=[form(answer) for answer in answers], **columns)
         assert len(sent) == 6 and len(set(sent)) == 1
 
 
@@ -371,18 +372,15 @@ report(0, 'v', %r)
 
 @jailed
 @pytest.mark.silent_bug(42)
-@pytest.mark.parametrize(
-    "program",
-    [
+def test_no_program_can_leave_its_row_unscored():
+    programs = [
         "import os\ndef f(x): os.kill(os.getpid(), 40)",
         "def f(x): return 1j",
         *(FORGED % text for text in ('["l",[]]', '["l",[["i","2"],["i","2"]]]', '["i","2"]', "[" * 50_000)),
-    ],
-)
-def test_no_program_can_leave_its_row_unscored(program):
+    ]
     huge = [{"args": [1], "output": 10**400}]
     for tests in (huge, ["assert f(1) == 2"], [{"args": [1], "output": 2}]):
-        assert scores([f"```python\n{program}\n```"], tests, entry_point="f") == [0.0]
+        assert scores(programs, tests, entry_point="f") == [0.0] * len(programs)
 
 
 def test_an_answer_whose_comparison_raises_is_wrong():
@@ -425,8 +423,7 @@ def test_a_setup_that_is_broken_by_itself_is_no_fault_of_a_program():
         ("1 / 0", "ZeroDivisionError"),
         ("while True: pass", "over 0.2 s for the case"),
     ]:
-        for text in (RIGHT, bad):
-            (found,) = reward([text], tests=[DOUBLE], test_setup_code=[setup])
+        for found in reward([RIGHT, bad], tests=[DOUBLE] * 2, test_setup_code=[setup] * 2):
             assert isinstance(found, Unanswered) and why in found.message
     needs = "root = double(Node(1).value)"
     assert reward([RIGHT], tests=[DOUBLE], test_setup_code=[needs]) == [0.0]  # Node is the program's to define
