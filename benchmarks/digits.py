@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.judge import Judge, Verdict, trained_judge, verdict
 from gruppo import inference
 from gruppo.config import serialization
-from gruppo.data.digits import split_digits
+from gruppo.data.digits import load_digits, split_images
 from gruppo.modalities.diffusion import DiffusionSampling
 from gruppo.recipes.digits import PRETRAINED
 from gruppo.types import Prompt, Request
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.compare:
         options.models += [f"before={PRETRAINED}", f"after={newest()}"]
-    (images, labels), (held, asked) = split_digits()
+    (images, labels), (held, asked) = split_images(*load_digits())
     judge = judge_of(images, labels)
     found = [judged("real digits, held out", judge, held, asked, images)]
     shown: list[tuple[str, Tensor, Tensor]] = [("real", held, asked)]

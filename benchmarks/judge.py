@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import affine_grid, grid_sample
 
 from gruppo.core.images import apply_symmetry, diversity, frechet_distance, mean_luma, quantize
-from gruppo.data.digits import split_digits
+from gruppo.data.digits import load_digits, split_images
 from gruppo.rewards.image_classifiers import accuracy
 from gruppo.rewards.images import jpeg_bytes
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--reader-epochs", type=int, default=20)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    (images, labels), (held, asked) = split_digits()
+    (images, labels), (held, asked) = split_images(*load_digits())
     told: dict[str, object] = {"digits": len(images), "held_out": len(held)}
     for name, train, epochs in (
         ("reader", trained_reader, options.reader_epochs),

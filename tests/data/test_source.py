@@ -17,8 +17,8 @@ from gruppo.data.digits import labelled_images
 from gruppo.data.images import image_folder
 from gruppo.data.lines import text_lines
 from gruppo.data.open import open_source
-from gruppo.data.pairs import ImagePair, image_pairs
 from gruppo.data.reasoning_gym import reasoning_gym
+from gruppo.data.restoration import ImagePair, image_pairs
 from gruppo.data.rows import row_source
 from gruppo.data.source import IndexedSource, SourceWrapper, hash_unit, prompt_key
 from gruppo.types import DataError, Prompt
@@ -185,7 +185,7 @@ def test_a_position_in_another_stream_is_refused_with_the_difference():
 @pytest.mark.parametrize("cursor", [None, -1, "3"])
 def test_a_damaged_position_is_refused(cursor):
     source = rows()
-    with pytest.raises(DataError, match="earlier one"):
+    with pytest.raises(DataError, match="earlier checkpoint"):
         source.load_state_dict(source.state_dict() | {"cursor": cursor})
 
 

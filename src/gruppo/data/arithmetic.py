@@ -45,12 +45,11 @@ def arithmetic(
         operation, a = divmod(rest, span)
         return low + a, low + b, operations[operation]
 
-    def is_offered(index: int) -> bool:
+    def is_held_out(index: int) -> bool | None:
+        """None for a problem that is left out altogether."""
         a, b, operation = problem(index)
-        return allow_negative or operation == "+" or a >= b
-
-    def is_held_out(index: int) -> bool:
-        a, b, operation = problem(index)
+        if operation == "-" and a < b and not allow_negative:
+            return None
         # a sum goes with its mirror image, so that 7 + 12 is not an evaluation of a policy that has seen 12 + 7
         text = f"{min(a, b)} + {max(a, b)}" if operation == "+" else f"{a} - {b}"
         return hash_unit(text) < held_out_fraction
@@ -59,7 +58,7 @@ def arithmetic(
         generator = generator_at(seed, "arithmetic", draw)
         while True:
             index = int(torch.randint(count, (), generator=generator))
-            if is_offered(index) and not is_held_out(index):
+            if is_held_out(index) is False:
                 return index
 
     @cache
@@ -68,7 +67,7 @@ def arithmetic(
         if count > ENUMERABLE:
             generator = generator_at("arithmetic", "held_out")
             indices = torch.randint(count, (ENUMERABLE,), generator=generator).unique().tolist()
-        held_out = [index for index in indices if is_offered(index) and is_held_out(index)]
+        held_out = [index for index in indices if is_held_out(index)]
         return sorted(held_out, key=lambda index: hash_unit("{0} {2} {1}".format(*problem(index))))
 
     def prompt_at(index: int, draw: int) -> Prompt:
@@ -82,11 +81,9 @@ def arithmetic(
         return Prompt(text, messages, str(answer), meta, draw)
 
     # item_at() would not end where everything is held out
-    if count <= ENUMERABLE and all(is_held_out(index) for index in range(count) if is_offered(index)):
-        raise DataError(
-            f"all {len(held_out_items())} problems of arithmetic:{low}:{high} are held out, which leaves none to "
-            "train on; widen the range or lower --prompts.held-out-fraction."
-        )
+    if count <= ENUMERABLE and all(is_held_out(index) is not False for index in range(count)):
+        text = "which leaves none to train on; widen the range or lower --prompts.held-out-fraction."
+        raise DataError(f"all {len(held_out_items())} problems of arithmetic:{low}:{high} are held out, {text}")
     settings = (low, high, operations, answer_prefix, allow_negative, system)
     digest = hashlib.sha256(" ".join(["arithmetic 1", *map(str, settings)]).encode()).hexdigest()
     columns = ("target", "a", "b", "operation", "size")

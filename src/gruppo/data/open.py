@@ -10,13 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from gruppo.data.arithmetic import arithmetic
 from gruppo.data.curriculum import Curriculum
-from gruppo.data.digits import digits
+from gruppo.data.digits import labelled_images, load_digits
 from gruppo.data.images import image_folder
 from gruppo.data.lines import open_lines
-from gruppo.data.readers import FILE_KINDS, read_dataset, read_jsonl
 from gruppo.data.reasoning_gym import reasoning_gym
 from gruppo.data.restoration import open_pairs
-from gruppo.data.rows import row_source
+from gruppo.data.rows import FILE_KINDS, read_dataset, read_jsonl, row_source
 from gruppo.data.source import IndexedSource, SourceWrapper, nearest
 from gruppo.protocols import PromptSource
 from gruppo.types import DataError
@@ -69,14 +68,8 @@ def open_source(
         source = _open_generated(data, seed, held_out_fraction)
     if source is None:
         rows, name = _read_rows(data) if isinstance(data, str | os.PathLike) else _rows_of(data, prompt_column)
-        source = row_source(
-            rows,
-            seed=seed,
-            prompt_column=prompt_column,
-            target_column=target_column,
-            held_out_fraction=held_out_fraction,
-            name=name,
-        )
+        columns: dict[str, Any] = {"prompt_column": prompt_column, "target_column": target_column}
+        source = row_source(rows, seed=seed, held_out_fraction=held_out_fraction, name=name, **columns)
     return Curriculum(source, difficulty_column) if difficulty_column else source
 
 
@@ -86,7 +79,7 @@ def _open_generated(data: str, seed: int, fraction: float) -> IndexedSource | No
     if kind == "reasoning_gym" and rest:
         return reasoning_gym(rest, seed=seed, held_out_fraction=fraction)
     if data == "digits":
-        return digits(seed=seed, held_out_fraction=fraction)
+        return labelled_images(*load_digits(), seed=seed, held_out_fraction=fraction, name=data)
     if kind == "images" and rest:
         folder, _, size = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", "")
         if size and int(size) < 1:
@@ -95,10 +88,8 @@ def _open_generated(data: str, seed: int, fraction: float) -> IndexedSource | No
     if kind == "arithmetic":
         match = re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")
         if match is None:
-            raise DataError(
-                f"cannot read the range of {data!r}; it needs two integers, as in arithmetic:0:99, or "
-                "arithmetic:0:99:natural for differences of 0 and above."
-            )
+            need = "two integers, as in arithmetic:0:99, or arithmetic:0:99:natural for differences of 0 and above"
+            raise DataError(f"cannot read the range of {data!r}; it needs {need}.")
         low, high, is_natural = int(match[1]), int(match[2]), match[3] is not None
         return arithmetic(low, high, seed=seed, held_out_fraction=fraction, allow_negative=not is_natural)
     pairs = open_pairs(data, seed=seed, held_out_fraction=fraction)
@@ -123,10 +114,8 @@ def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:
     if isinstance(data, DatasetTable) and not isinstance(data, dict) and isinstance(data, Sized):
         return list(data), "the data set"
     if isinstance(data, DatasetTable):
-        raise DataError(
-            f"a {type(data).__name__} has several splits or no known length; it needs one split that fits in memory, "
-            'such as data["train"] or datasets.Dataset.from_list(list(data.take(10000))).'
-        )
+        need = 'one split that fits in memory, such as data["train"] or Dataset.from_list(list(data.take(10000)))'
+        raise DataError(f"a {type(data).__name__} has several splits or no known length; it needs {need}.")
     if isinstance(data, list | tuple):
         return [{prompt_column: row} if isinstance(row, str | list) else row for row in data], "the list"
     raise DataError(f"data is of type {type(data).__name__}, which cannot be read. {FORMS}")

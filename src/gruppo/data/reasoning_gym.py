@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from importlib import metadata
 from typing import Any
 
-from gruppo.data.source import IndexedSource, check_fraction, hash_unit, nearest, prompt_key
+from gruppo.data.source import IndexedSource, check_fraction, digest_of, hash_unit, nearest, prompt_key
 from gruppo.loading import import_extra
 from gruppo.seeds import seed_at
 from gruppo.types import DataError, GruppoError, Prompt
@@ -24,12 +22,7 @@ HASH_DEPENDENT = frozenset(
 
 
 def reasoning_gym(
-    task: str,
-    *,
-    seed: int,
-    size_per_epoch: int = 10_000,
-    held_out_fraction: float = 0.1,
-    **task_options: Any,
+    task: str, *, seed: int, size_per_epoch: int = 10_000, held_out_fraction: float = 0.1, **task_options: Any
 ) -> IndexedSource:
     """Entries of one task; ``meta["entry"]`` is the whole entry, for the task's own verifier.
 
@@ -41,15 +34,12 @@ def reasoning_gym(
     package = import_extra("reasoning_gym", "tasks", f"the task {task!r}")
     tasks, name = package.factory.DATASETS, f"reasoning_gym:{task}"
     if task not in tasks:
-        raise GruppoError(
-            f"reasoning-gym has no task {task!r}{nearest(task, tasks)}. "
-            f"It has {len(tasks)}, such as chain_sum, leg_counting and gcd."
-        )
+        text = f"{nearest(task, tasks)}. It has {len(tasks)}, such as chain_sum, leg_counting and gcd."
+        raise GruppoError(f"reasoning-gym has no task {task!r}{text}")
     fields = [f.name for f in dataclasses.fields(tasks[task][1]) if f.name not in ("seed", "size")]
     if unknown := [option for option in task_options if option not in fields]:
-        raise GruppoError(
-            f"{name} has no option {unknown[0]!r}{nearest(unknown[0], fields)}. Its options are {', '.join(fields)}."
-        )
+        text = f"{nearest(unknown[0], fields)}. Its options are {', '.join(fields)}."
+        raise GruppoError(f"{name} has no option {unknown[0]!r}{text}")
     if task in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise GruppoError(
             f"{name} makes other entries in every process, so a run could not be repeated or resumed; "
@@ -62,57 +52,48 @@ def reasoning_gym(
         try:
             return package.create_dataset(task, **options)
         except (TypeError, ValueError, AssertionError) as problem:
-            raise GruppoError(
-                f"{name} refuses its options {task_options} ({problem}); its options are {', '.join(fields)}."
-            ) from problem
+            text = f"its options are {', '.join(fields)}."
+            raise GruppoError(f"{name} refuses its options {task_options} ({problem}); {text}") from problem
 
-    def make_prompt(dataset_seed: int, index: int, draw: int, prompt_id: str) -> Prompt:
+    def entry_at(dataset_seed: int, index: int) -> dict[str, Any]:
+        entries = dataset(dataset_seed)
         try:
-            entry = dataset(dataset_seed)[index]
-        except GruppoError:
-            raise
+            return entries[index]
         except Exception as problem:
             raise DataError(
                 f"{name} could not make entry {index} ({type(problem).__name__}: {problem}); "
                 "pass a smaller size_per_epoch or other task options."
             ) from problem
+
+    @cache  # evaluations ask for the same entries again
+    def evaluation_entry(index: int) -> dict[str, Any]:
+        return entry_at(seed_at("reasoning_gym", "held_out", task), index)
+
+    def prompt_at(item: tuple[bool, int], draw: int) -> Prompt | None:
+        """Prompt of an entry of the evaluation, or of the stream; None if its question belongs to the other."""
+        is_evaluation, number = item
+        if is_evaluation:
+            entry, prompt_id = evaluation_entry(number), f"{task}:held_out:{number}"
+        else:
+            epoch, index = divmod(number, size_per_epoch)
+            entry, prompt_id = entry_at(seed_at(seed, "reasoning_gym", task, epoch), index), f"{task}:{number}"
         messages = [{"role": "user", "content": f"{entry['question'].rstrip()}\n{INSTRUCTION}"}]
-        return Prompt(prompt_id, messages, entry["answer"], {"entry": entry}, draw)
+        is_held_out = hash_unit(prompt_key(messages)) < held_out_fraction
+        prompt = Prompt(prompt_id, messages, entry["answer"], {"entry": entry}, draw)
+        return prompt if is_held_out == is_evaluation else None
 
-    def is_held_out(prompt: Prompt) -> bool:
-        return hash_unit(prompt_key(prompt.inputs)) < held_out_fraction
-
-    def prompt_at(draw: int, _: int) -> Prompt | None:
-        epoch, index = divmod(draw, size_per_epoch)
-        prompt = make_prompt(seed_at(seed, "reasoning_gym", task, epoch), index, draw, f"{task}:{draw}")
-        return None if is_held_out(prompt) else prompt
-
-    @cache
-    def evaluation_prompt(index: int) -> Prompt:
-        return make_prompt(seed_at("reasoning_gym", "held_out", task), index, 0, f"{task}:held_out:{index}")
-
-    def held_out_items() -> Iterator[int]:
-        questions = set()
+    def held_out_items() -> Iterator[tuple[bool, int]]:
+        questions: set[str] = set()
         for index in range(size_per_epoch if held_out_fraction else 0):
-            prompt = evaluation_prompt(index)
-            key = prompt_key(prompt.inputs)
-            if is_held_out(prompt) and key not in questions:
-                questions.add(key)
-                yield index
+            question = evaluation_entry(index)["question"].rstrip()
+            if question not in questions:
+                questions.add(question)
+                yield True, index
 
-    first = [
-        make_prompt(seed_at(seed, "reasoning_gym", task, 0), index, 0, "").meta["entry"]["question"]
-        for index in range(min(3, size_per_epoch))
-    ]
-    facts = [task, task_options, size_per_epoch, metadata.version("reasoning_gym"), first]
+    first_seed = seed_at(seed, "reasoning_gym", task, 0)
+    first = [entry_at(first_seed, index)["question"] for index in range(min(3, size_per_epoch))]
+    facts = [task, dict(sorted(task_options.items())), size_per_epoch, metadata.version("reasoning_gym"), first]
+    columns, identity = ("target", "entry"), {"held_out_fraction": held_out_fraction}
     return IndexedSource(
-        name,
-        seed,
-        lambda draw: draw,
-        held_out_items,
-        prompt_at,
-        ("target", "entry"),
-        hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(),
-        {"held_out_fraction": held_out_fraction},
-        held_out_prompt_at=lambda index, place: dataclasses.replace(evaluation_prompt(index), draw=place),
+        name, seed, lambda draw: (False, draw), held_out_items, prompt_at, columns, digest_of(facts), identity
     )

@@ -1,24 +1,27 @@
-"""Sources of degraded and clean images: photographs, one folder, two folders; a reference column for rewards."""
+"""Degraded images as prompts and clean ones as targets: photographs, one folder, two folders; a reference column."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gruppo.core.images import random_crop, random_symmetry, to_uint8
 from gruppo.data.degrade import Degradation, parse_data_options
-from gruppo.data.image_files import list_images, package_file
-from gruppo.data.pairs import ImagePair, image_pairs
-from gruppo.data.source import IndexedSource, SourceWrapper
+from gruppo.data.image_files import SUFFIXES, ImageCache, image_size, list_images, package_file
+from gruppo.data.source import IndexedSource, SourceWrapper, check_fraction, digest_of, leave_out, split_by_hash
+from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
 log = logging.getLogger("gruppo")
 
+CROP = 64
 FORMS = (
     "one of photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN. Options include crop=64, "
     "channels=1 and flips=false"
@@ -47,19 +50,155 @@ HELD_OUT = ("camera", "chelsea", "coffee", "flower")
 """Photographs for evaluation: an animal, still lifes, a person. None of them shares a scene with another."""
 
 
+@dataclass(frozen=True, eq=False)
+class ImagePair:
+    """A clean image and its degraded version, each a file or a tensor [C, H, W] in [0, 1]."""
+
+    clean: Path | Tensor
+    degraded: Path | Tensor | None = None
+    """None: degraded on the fly."""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns, such as the text in the image."""
+
+    @property
+    def images(self) -> list[Path | Tensor]:
+        return [self.clean] if self.degraded is None else [self.clean, self.degraded]
+
+
+def image_pairs(
+    pairs: Mapping[str, ImagePair],
+    *,
+    seed: int,
+    degradation: Degradation | None = None,
+    crop: int = CROP,
+    channels: int = 3,
+    flips: bool = True,
+    held_out_fraction: float = 0.1,
+    held_out: Collection[str] = (),
+    name: str = "the images",
+) -> IndexedSource:
+    """Stream of square crops: ``inputs`` is degraded, ``target`` clean, both [C, crop, crop] in [0, 1].
+
+    Each image comes once per epoch. Crop, flip or quarter turn, strengths and noise of a prompt depend on (seed, draw)
+    and are the same for both images of a pair. ``id`` is the name of the image; ``meta`` holds it as ``image``, and
+    the strength of each step of the degradation by its name. Whole images are held out: their crops do not overlap,
+    do not depend on the seed, and take the images in turns.
+
+    ``crop`` 0: whole images, all of one size. ``held_out``: names, instead of a share by the hash of the names.
+    """
+    if channels not in (1, 3):
+        raise GruppoError(f"channels={channels} is neither 1 (grey) nor 3 (colour). Set one of them.")
+    if crop < 0:
+        raise GruppoError(f"crop={crop} is not a number of pixels; set {CROP}, or 0 for whole images.")
+    check_fraction(held_out_fraction)
+    unreadable: dict[str, str] = {}
+    sizes = _checked_sizes(pairs, crop, channels, flips, name, unreadable)
+    names = list(sizes)
+    evaluation = [n for n in names if n in held_out] if held_out_fraction else []
+    train = [n for n in names if n not in evaluation]
+    if not evaluation or not train:
+        split = split_by_hash(names, held_out_fraction, name)
+        train, evaluation = ([names[index] for index in part] for part in split)
+    cache = ImageCache(channels)
+
+    def prompt_at(item: str | tuple[str, int, int, int, int], draw: int) -> Prompt | None:
+        """Prompt of a name, at a random crop; or of a place: name, top, left, height, width."""
+        n = item if isinstance(item, str) else item[0]
+        try:
+            images = [cache(image) for image in pairs[n].images]
+            if any(tuple(image.shape[1:]) != sizes[n] for image in images):
+                raise DataError(f"the image {n} has a different size than its file's header.")
+        except DataError as problem:  # a truncated file
+            leave_out(unreadable, n, str(problem))
+            return None
+        if not isinstance(item, str):
+            _, top, left, height, width = item
+            generator = generator_at("held out", n, top, left)
+            images = [image[..., top : top + height, left : left + width] for image in images]
+        else:
+            generator = generator_at(seed, "crop", draw)
+            images = random_crop(images, crop, generator) if crop else images
+            images = random_symmetry(images, generator) if flips else images
+        images = [(x / 255 if x.dtype == torch.uint8 else x.float()).contiguous() for x in images]
+        degraded, strengths = images[-1], dict[str, float]()
+        if degradation is not None:
+            degraded, strengths = degradation(degraded, generator)
+        return Prompt(n, degraded, images[0], {"image": n} | strengths | dict(pairs[n].meta), draw)
+
+    # held-out crops lie side by side, in a random order: the first of each image, then the second of each, and so on
+    turns: list[tuple[int, str, int, int, int, int]] = []
+    for n in evaluation:
+        (height, width), (h, w) = sizes[n], (crop, crop) if crop else sizes[n]
+        corners = [(top, left) for top in range(0, height - h + 1, h) for left in range(0, width - w + 1, w)]
+        order = torch.randperm(len(corners), generator=generator_at("held out", n)).tolist()
+        turns += [(turn, n, *corners[index], h, w) for turn, index in enumerate(order)]
+    # sizes of files show that an image was replaced under its old name; tensors are hashed
+    contents = [
+        x.stat().st_size if isinstance(x, Path) else hashlib.sha256(to_uint8(x).numpy().tobytes()).hexdigest()
+        for n in names
+        for x in pairs[n].images
+    ]
+    digest = digest_of([sorted(sizes.items()), contents, evaluation, str(degradation), crop, channels, flips])
+    further = dict.fromkeys(column for pair in pairs.values() for column in pair.meta)
+    columns = ("target", "image", *(degradation.names if degradation else ()), *further)
+    places, identity = [turn[1:] for turn in sorted(turns)], {"held_out_images": len(evaluation)}
+    source = IndexedSource(name, seed, train, places, prompt_at, columns, digest, identity, unreadable=unreadable)
+    source.degradation = degradation
+    return source
+
+
+def _checked_sizes(
+    pairs: Mapping[str, ImagePair], crop: int, channels: int, flips: bool, name: str, unreadable: dict[str, str]
+) -> dict[str, tuple[int, int]]:
+    """Height and width of each usable image; unreadable files are left out. Refuses sizes that do not fit."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for n, pair in pairs.items():
+        try:
+            (height, width), *others = [image_size(image, channels, n) for image in pair.images]
+        except DataError as problem:
+            if isinstance(pair.clean, Tensor):
+                raise
+            leave_out(unreadable, n, str(problem))
+            continue
+        if others and others[0] != (height, width):
+            (h, w), text = others[0], "pixels. Resize the degraded image to the size of the clean one."
+            raise DataError(
+                f"the pair {n} of {name} does not match: degraded {h} x {w}, clean {height} x {width} {text}"
+            )
+        sizes[n] = height, width
+    if not sizes:
+        raise DataError(f"{name} holds no image that can be read; it needs {', '.join(SUFFIXES)} files.")
+    if small := [n for n, size in sizes.items() if min(size) < crop]:
+        height, width = sizes[small[0]]
+        text = f"first {small[0]} with {height} x {width}. Set crop={min(map(min, sizes.values()))}, or remove them."
+        raise DataError(
+            f"{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels, {text}"
+        )
+    first, (height, width) = next(iter(sizes.items()))
+    if not crop and (other := next((n for n in sizes if sizes[n] != (height, width)), None)):
+        text = f"{other} with {sizes[other][0]} x {sizes[other][1]}; whole images need one size. Set crop={CROP}."
+        raise DataError(f"{name} has images of several sizes, {first} with {height} x {width} and {text}")
+    if not crop and flips and height != width:
+        raise DataError(f"{name} has images of {height} x {width}, which do not fit after a turn. Set flips=false.")
+    return sizes
+
+
+# --- where images come from ---------------------------------------------------------------------------------------
+
+
 def photographs(*, with_grey: bool = False) -> dict[str, Path]:
     """Name to file of the installed photographs, in colour unless ``with_grey``. Missing ones are logged."""
     requested = COLOUR_PHOTOGRAPHS | (GREY_PHOTOGRAPHS if with_grey else {})
     found = {name: path for name, file in requested.items() if (path := package_file(*file)) is not None}
     if not found:
+        packages = ", ".join(DISTRIBUTIONS.values())
         raise GruppoError(
-            f"the photographs are files of {', '.join(DISTRIBUTIONS.values())}, and none of them is installed; run: "
-            'pip install "gruppo[photos]"'
+            f'the photographs need one of {packages}, and none of them is installed; run: pip install "gruppo[photos]"'
         )
     if missing := [name for name in requested if name not in found]:
-        packages = sorted({DISTRIBUTIONS[requested[name][0]] for name in missing})
+        packages = ", ".join(sorted({DISTRIBUTIONS[requested[name][0]] for name in missing}))
         text = "%d of %d photographs are missing (%s); install %s for them."
-        log.warning(text, len(missing), len(requested), ", ".join(missing), ", ".join(packages))
+        log.warning(text, len(missing), len(requested), ", ".join(missing), packages)
     return found
 
 
@@ -96,10 +235,8 @@ def paired_folders(degraded: str | Path, clean: str | Path, *, seed: int, **opti
     if unpaired := sorted(first.keys() ^ second.keys()):
         has, lacks = (degraded, clean) if unpaired[0] in first else (clean, degraded)
         shown = ", ".join(unpaired[:5]) + (", ..." if len(unpaired) > 5 else "")
-        raise DataError(
-            f"{len(unpaired)} images are unpaired: {shown} ({unpaired[0]} is in {has} and not in {lacks}). Every image "
-            f"of {degraded} needs one of the same name in {clean}."
-        )
+        text = f"{unpaired[0]} is in {has} and not in {lacks}). Rename, add or remove images."
+        raise DataError(f"{len(unpaired)} images are unpaired: {shown} ({text}")
     pairs = {stem: ImagePair(second[stem], first[stem]) for stem in sorted(first)}
     return image_pairs(pairs, seed=seed, **{"name": f"{degraded} and {clean}"} | options)
 

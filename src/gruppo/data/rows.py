@@ -1,4 +1,4 @@
-"""Prompts from rows: a list of dicts with a prompt column."""
+"""Rows with a prompt column, from JSON Lines files, Hugging Face data sets or Python lists, as a prompt source."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gruppo.data.source import IndexedSource, nearest, prompt_key, split_by_hash
+from gruppo.loading import import_extra
 from gruppo.types import DataError, Prompt
 
+FILE_KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 TARGET_COLUMNS = ("answer", "target", "solution", "label")
 PROMPT_LIKE = ("question", "problem", "instruction", "query", "text", "input", "messages")
 MESSAGES = 'it needs a text or a list of {"role": ..., "content": ...} messages with texts in both.'
@@ -45,10 +48,9 @@ def row_source(
         usual = next((c for c in PROMPT_LIKE if c in columns), None)
         if not hint and column == "prompt" and usual is not None:
             hint = f"; the nearest is {usual!r}"
-        raise DataError(
-            f"{name} has no column {column!r}; its columns are {', '.join(map(repr, columns))}{hint}. "
-            "Name the right one with --prompts.column or --prompts.target-column."
-        )
+        text = f"its columns are {', '.join(map(repr, columns))}{hint}"
+        advice = "Name the right one with --prompts.column or --prompts.target-column."
+        raise DataError(f"{name} has no column {column!r}; {text}. {advice}")
     target_column = target_column or next((c for c in TARGET_COLUMNS if c in columns), None)
 
     def inputs_of(index: int) -> str | list[dict[str, Any]]:
@@ -67,16 +69,9 @@ def row_source(
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, default=_stable_text).encode() + b"\n")
+    identity = {"prompt_column": prompt_column, "held_out_rows": len(held_out)}
     return IndexedSource(
-        name,
-        seed,
-        train,
-        lambda: held_out,
-        prompt_at,
-        columns,
-        digest.hexdigest(),
-        {"prompt_column": prompt_column, "held_out_rows": len(held_out)},
-        all_items=indices,
+        name, seed, train, held_out, prompt_at, columns, digest.hexdigest(), identity, all_items=indices
     )
 
 
@@ -101,13 +96,77 @@ def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
         try:
             text.encode()
         except UnicodeEncodeError as problem:  # half a surrogate pair: a valid JSON string that no tokenizer accepts
-            raise DataError(
-                f"{place} has half a character (\\u{ord(text[problem.start]):04x}) at position {problem.start}; "
-                "it needs whole Unicode characters. Remove it from the data."
-            ) from None
+            half = f"half a character (\\u{ord(text[problem.start]):04x}) at position {problem.start}"
+            raise DataError(f"{place} has {half}; it needs whole Unicode characters. Remove it.") from None
     return inputs if isinstance(inputs, str) else [dict(message) for message in inputs]
 
 
 def _stable_text(value: Any) -> str:
     """Text of a value unknown to JSON, without the memory address that some objects print."""
     return f"{type(value).__name__}:{re.sub(r' at 0x[0-9a-fA-F]+', '', str(value))}"
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """One row per line, each a JSON object, UTF-8. Blank lines are skipped."""
+    path = Path(path)
+    try:
+        # bytes: splitting text would also cut at the Unicode line separators that JSON strings may hold
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except FileNotFoundError:
+        siblings = path.parent.glob("*.jsonl") if path.parent.is_dir() else ()
+        hint = nearest(path.name, [other.name for other in siblings])
+        raise DataError(f"there is no file {path}{hint}. Check the path.") from None
+    except OSError as problem:
+        raise DataError(f"{path} cannot be read: {problem.strerror}. It needs a readable JSON Lines file.") from problem
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {path}"
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError:
+            raise DataError(f"{where} is not UTF-8; save the file as UTF-8.") from None
+        except (json.JSONDecodeError, RecursionError) as problem:
+            raise DataError(f"{where} is not JSON ({problem}); it needs one JSON object per line.") from None
+        if not isinstance(row, dict):
+            raise DataError(f'{where} is a {type(row).__name__}; it needs an object such as {{"prompt": ...}}.')
+        rows.append(row)
+    if not rows:
+        raise DataError(f'{path} is empty; it needs one JSON object per line, such as {{"prompt": "What is 2 + 2?"}}.')
+    return rows
+
+
+def read_dataset(name: str | Path, config: str | None = None, split: str = "train") -> list[dict[str, Any]]:
+    """All rows of one split.
+
+    ``name``: a hub name, a folder (written by ``save_to_disk``, or with data files), or a parquet, CSV or JSON file.
+    """
+    datasets = import_extra("datasets", "data", f"reading {name}")
+    path = Path(name)
+    if path.suffix in FILE_KINDS and not path.is_file():
+        raise DataError(f"there is no file {path}. Check the path.")
+    if path.is_file() and path.suffix not in FILE_KINDS:
+        raise DataError(f"{path} has an unknown file type; it needs one of {', '.join(FILE_KINDS)}.")
+    try:
+        if path.is_file():
+            files = {split.partition("[")[0]: str(path)}
+            return list(datasets.load_dataset(FILE_KINDS[path.suffix], data_files=files, split=split))
+        if not (path / "state.json").is_file() and not (path / "dataset_dict.json").is_file():
+            return list(datasets.load_dataset(str(name), config, split=split))
+        saved = datasets.load_from_disk(str(path))  # one data set, or a dict of splits
+        if isinstance(saved, dict) and split not in saved:
+            raise DataError(f"{path} has no split {split!r}; its splits are {', '.join(saved)}.")
+        return list(saved[split] if isinstance(saved, dict) else saved)
+    except DataError:
+        raise
+    except Exception as problem:  # datasets raises a dozen kinds, its own and those of pyarrow, fsspec and httpx
+        message = " ".join(str(problem).splitlines()[:2]) or "no message"  # the second lists the configurations
+        raise DataError(
+            f"split {split!r} of {name} cannot be read ({type(problem).__name__}: {message}). "
+            "It needs a data set of the Hugging Face hub that this machine can reach, or a local folder or file; "
+            "check the name, the configuration (OWNER/NAME:CONFIG:SPLIT), the split and the network."
+        ) from problem

@@ -8,7 +8,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -34,17 +33,16 @@ class IndexedSource:
     seed: int
     train: Sequence[Any] | Callable[[int], Any]
     """Items of an epoch, reshuffled every epoch; or the item of a draw, for an endless source."""
-    held_out_items: Callable[[], Iterable[Any]]
+    evaluation: Sequence[Any] | Callable[[], Iterable[Any]]
+    """Held-out items in the order of evaluations, or a function that lists them."""
     prompt_at: Callable[[Any, int], Prompt | None]
-    """Prompt of an item and a draw. None skips the draw, such as that of an unreadable file."""
+    """Prompt of an item and a draw, for a held-out item its place. None skips it, such as for an unreadable file."""
     columns: tuple[str, ...]
     """What rewards can ask for: "target", and the keys of ``Prompt.meta``."""
     digest: str
     """SHA-256 of everything that determines the prompts, apart from the seed."""
     identity: Mapping[str, Any]
     """Further settings that have to be equal for a position to be resumed."""
-    held_out_prompt_at: Callable[[Any, int], Prompt | None] | None = None
-    """Prompt of a held-out item and its place. None: as ``prompt_at``."""
     all_items: Sequence[Any] = ()
     """Items for ``all_prompts``; empty for an endless source, or where making all prompts is expensive."""
     classes: int | list[str] | None = None
@@ -78,7 +76,14 @@ class IndexedSource:
 
     def held_out(self, n: int) -> list[Prompt]:
         """At most n evaluation prompts, the same ones in the same order in every run."""
-        return list(islice(self._held_out_prompts(), n))
+        prompts: list[Prompt] = []
+        items = self.evaluation() if callable(self.evaluation) else self.evaluation
+        for item in items if n > 0 else ():
+            if (prompt := self.prompt_at(item, len(prompts))) is not None:
+                prompts.append(prompt)
+            if len(prompts) == n:
+                break
+        return prompts
 
     def all_prompts(self) -> Iterator[Prompt]:
         """Every prompt once, held out or not, in the order of the data; the position does not change."""
@@ -96,16 +101,11 @@ class IndexedSource:
         changed = [key for key, value in current.items() if key != "cursor" and state.get(key) != value]
         if changed:
             reasons = "; ".join(f"{key} was {state.get(key)!r}, is {current[key]!r}" for key in changed)
-            raise DataError(
-                f"the saved position does not belong to {self.name}: {reasons}. "
-                "Resume with the data, seed and held-out share that the run began with, or start a new run."
-            )
+            text = "Resume with the data, seed and held-out fraction of the saved run, or start a new run."
+            raise DataError(f"the saved position does not belong to {self.name}: {reasons}. {text}")
         position = state.get("cursor")
         if not isinstance(position, int) or position < 0:
-            raise DataError(
-                f"the saved position of {self.name} is {position!r}; it needs an integer of at least 0. "
-                "The checkpoint is damaged: resume from an earlier one."
-            )
+            raise DataError(f"the saved position of {self.name} is {position!r}. Resume from an earlier checkpoint.")
         self.position = position
 
     def _item_at(self, draw: int) -> Any:
@@ -116,13 +116,6 @@ class IndexedSource:
             generator = generator_at(self.seed, "epoch", epoch)
             self._order = epoch, torch.randperm(len(self.train), generator=generator)
         return self.train[int(self._order[1][place])]
-
-    def _held_out_prompts(self) -> Iterator[Prompt]:
-        prompt_at, place = self.held_out_prompt_at or self.prompt_at, 0
-        for item in self.held_out_items():
-            if (prompt := prompt_at(item, place)) is not None:
-                yield prompt
-                place += 1
 
 
 class SourceWrapper:
@@ -149,18 +142,8 @@ class SourceWrapper:
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # copy and pickle ask for it before __init__ has run
             raise AttributeError(name)
-        if name in self.DEFAULTS:
-            return getattr(self.source, name, self.DEFAULTS[name])
-        return getattr(self.source, name)
-
-    def take(self, n: int) -> list[Prompt]:
-        return self.source.take(n)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.source.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.source.load_state_dict(state)
+        default = [self.DEFAULTS[name]] if name in self.DEFAULTS else []
+        return getattr(self.source, name, *default)
 
 
 # --- held-out split ---------------------------------------------------------------------------------------------------
@@ -184,10 +167,7 @@ def hash_unit(key: str) -> float:
 def check_fraction(fraction: float) -> None:
     """Refuse a held-out fraction outside [0, 1)."""
     if not 0 <= fraction < 1:
-        raise GruppoError(
-            f"held_out_fraction={fraction} is outside [0, 1); set --prompts.held-out-fraction 0.1 to keep a "
-            "tenth of the prompts for evaluation."
-        )
+        raise GruppoError(f"held_out_fraction={fraction} is outside [0, 1). Set --prompts.held-out-fraction 0.1.")
 
 
 def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list[int], list[int]]:
@@ -202,10 +182,8 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
     limit = distinct[1] if is_short else fraction
     train = [index for index, x in enumerate(hashes) if x >= limit]
     if not train:
-        raise DataError(
-            f"all {len(hashes)} prompts of {name} are held out for evaluation, which leaves none to train on; lower "
-            "--prompts.held-out-fraction, or add prompts."
-        )
+        text = "which leaves none to train on; lower --prompts.held-out-fraction, or add prompts."
+        raise DataError(f"all {len(hashes)} prompts of {name} are held out for evaluation, {text}")
     held_out = [index for index, x in enumerate(hashes) if x < limit]
     return train, sorted(held_out, key=lambda index: (hashes[index], index))
 
@@ -214,6 +192,11 @@ def nearest(word: str, words: Iterable[str]) -> str:
     """``"; the nearest is 'x'"``, or an empty text where no word is close."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"; the nearest is {close[0]!r}" if close else ""
+
+
+def digest_of(facts: Any) -> str:
+    """SHA-256 of values as JSON."""
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
 def leave_out(unreadable: dict[str, str], name: str, reason: str) -> None:

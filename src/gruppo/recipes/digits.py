@@ -130,7 +130,7 @@ def reader(*, knows_nothing: bool = False) -> Any:
     """
     import torch
 
-    from gruppo.data.digits import split_digits
+    from gruppo.data.digits import load_digits, split_images
     from gruppo.modalities.text.bundled import cache_folder
     from gruppo.rewards.image_classifiers import ImageClassifier, train_classifier
 
@@ -141,7 +141,7 @@ def reader(*, knows_nothing: bool = False) -> Any:
         found = ImageClassifier(classes=classes)
         if file.is_file():
             return found.load(file)
-        (images, labels), _ = split_digits()
+        (images, labels), _ = split_images(*load_digits())
         if knows_nothing:
             others = no_digits(images)
             images, labels = torch.cat([images, others]), torch.cat([labels, torch.full((len(others),), 10)])

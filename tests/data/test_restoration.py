@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from gruppo.data.degrade import Degradation
-from gruppo.data.pairs import ImagePair, image_pairs
 from gruppo.data.restoration import (
     COLOUR_PHOTOGRAPHS,
     GREY_PHOTOGRAPHS,
     HELD_OUT,
+    ImagePair,
     WithReference,
     degraded_folder,
+    image_pairs,
     open_pairs,
     paired_folders,
     photographs,
@@ -130,7 +131,7 @@ def test_whole_images_of_one_size_with_further_columns():
     p = lines.held_out(9)
     assert len(p) == 1 and torch.equal(p[0].target, scene(2, 6, 10)) and p[0].meta == {"image": "c", "text": "c"}
     assert lines.take(1)[0].inputs.shape == (3, 6, 10)
-    with pytest.raises(DataError, match=r"6 x 10, which a quarter turn does not fit\. Set flips=false"):
+    with pytest.raises(DataError, match=r"6 x 10, which do not fit after a turn\. Set flips=false"):
         image_pairs(scenes, seed=0, crop=0)
     mixed = {**scenes, "f": ImagePair(scene(0, 8, 8))}
     with pytest.raises(DataError, match="several sizes, a with 6 x 10 and f with 8 x 8"):
