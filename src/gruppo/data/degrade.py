@@ -25,6 +25,10 @@ def _add_noise(images: Images, levels: float, generator: torch.Generator) -> Ima
     return images + levels / 255 * torch.randn(images.shape, generator=generator)
 
 
+def _blur(images: Images, std: float, generator: torch.Generator | None = None) -> Images:
+    return gaussian_blur(images, std)
+
+
 def _downscale(images: Images, factor: float, generator: torch.Generator | None = None) -> Images:
     """Mean of each square, resized to the original size by bicubic interpolation."""
     height, width = images.shape[-2:]
@@ -63,9 +67,7 @@ class DegradationKind:
 
 KINDS: Mapping[str, DegradationKind] = {
     "noise": DegradationKind(_add_noise, "levels of 255, standard deviation", 0, 255, "25"),
-    "blur": DegradationKind(
-        lambda x, std, _=None: gaussian_blur(x, std), "pixels, standard deviation", 0, 20, "1.5", is_expected=True
-    ),
+    "blur": DegradationKind(_blur, "pixels, standard deviation", 0, 20, "1.5", is_expected=True),
     "downscale": DegradationKind(_downscale, "times smaller a side", 1, 16, "2", is_whole=True, is_expected=True),
     "dark": DegradationKind(lambda x, share, _=None: x * share, "share of the light", 0.01, 1, "0.3", is_expected=True),
     "jpeg": DegradationKind(_compress, "quality", 1, 100, "30", is_whole=True),
