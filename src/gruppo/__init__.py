@@ -11,7 +11,13 @@ _HOMES = {
     "train": "gruppo.api",
     "resume": "gruppo.api",
     "Stopped": "gruppo.trainer.loop",
-    "Config": "gruppo.config.schema",
+    "load_policy": "gruppo.inference",
+    **dict.fromkeys(
+        ("Config", "EvaluationConfig", "OptimConfig", "RolloutConfig", "SavingConfig", "Stage"), "gruppo.config.schema"
+    ),
+    "Policy": "gruppo.protocols",
+    "Modality": "gruppo.protocols",
+    "IndexedSource": "gruppo.data.source",
     "Objective": "gruppo.core.objective",
     "PRESETS": "gruppo.core.objective",
     "GRPOLoss": "gruppo.losses",
@@ -30,7 +36,7 @@ _HOMES = {
     "load_restorer": "gruppo.modalities.restoration",
     "Environment": "gruppo.environments",
     "converse": "gruppo.environments",
-    "Prompt": "gruppo.types",
+    **dict.fromkeys(("Gaussian", "Likelihood", "MicroBatch", "Prompt"), "gruppo.types"),
     "Request": "gruppo.types",
     "Rollouts": "gruppo.types",
     "Sampling": "gruppo.types",
@@ -44,16 +50,19 @@ __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
     from gruppo.api import resume, train
-    from gruppo.config.schema import Config
+    from gruppo.config.schema import Config, EvaluationConfig, OptimConfig, RolloutConfig, SavingConfig, Stage
     from gruppo.core.objective import PRESETS, Objective
+    from gruppo.data.source import IndexedSource
     from gruppo.environments import Environment, converse
+    from gruppo.inference import load_policy
     from gruppo.losses import GRPOLoss, PPOLoss, compute_gae
     from gruppo.modalities.diffusion import DenoiserPolicy, DiffusionSampling, load_denoiser, load_diffusers
     from gruppo.modalities.restoration import RestorationPolicy, load_restorer, open_restorer
     from gruppo.modalities.text import TextPolicy, from_module, from_pretrained, from_transformers
+    from gruppo.protocols import Modality, Policy
     from gruppo.testing import check_engine, check_policy, check_reward
     from gruppo.trainer.loop import Stopped
-    from gruppo.types import GruppoError, Prompt, Request, Rollouts, Sampling
+    from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
 
 
 def __getattr__(name: str) -> Any:

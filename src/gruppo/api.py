@@ -209,6 +209,6 @@ def change(config: Config, changes: dict[str, Any]) -> Config:
 def _question(run: Run) -> str:
     example = next(iter(held_out(run, 1)), run.example)
     inputs = "" if example is None else example.inputs
-    if not isinstance(inputs, list | tuple):
+    if not isinstance(inputs, list | tuple) or not all(isinstance(message, dict) for message in inputs):
         return str(inputs)
     return next((message["content"] for message in inputs if message["role"] == "user"), "")

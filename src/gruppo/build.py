@@ -18,7 +18,7 @@ from gruppo import distributed as dist
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import learns_from_samples, where_of
 from gruppo.data.curriculum import Curriculum
-from gruppo.data.open import open_source
+from gruppo.data.open import is_function_name, open_source
 from gruppo.data.restoration import WithReference
 from gruppo.engines import LocalEngine
 from gruppo.environments import PROVIDED, ConversationEngine, Environment
@@ -126,6 +126,8 @@ def with_absolute_paths(config: Config) -> Config:
         return name if name in (*BUNDLED, "unet") or name.startswith(("diffusers:", "restore:")) else absolute(name)
 
     def data(name: str) -> str:
+        if is_function_name(name):
+            return absolute_name(name)
         kind, *parts = name.split(":")
         if kind in ("images", "degrade", "pairs"):
             return ":".join([kind, *(part if part.isdecimal() else absolute(part) for part in parts)])

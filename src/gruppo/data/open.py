@@ -17,17 +17,23 @@ from gruppo.data.reasoning_gym import reasoning_gym
 from gruppo.data.restoration import open_pairs
 from gruppo.data.rows import FILE_KINDS, read_dataset, read_jsonl, row_source
 from gruppo.data.source import IndexedSource, SourceWrapper, nearest
+from gruppo.loading import is_file_name, load_object
 from gruppo.protocols import PromptSource
 from gruppo.types import DataError
 
 FORMS = (
-    "Data is one of: arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; digits; images:FOLDER or "
+    "Data is one of: file.py:function; arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; digits; images:FOLDER or "
     "images:FOLDER:SIZE; photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN; "
     "lines:blur=0.5-2,noise=10-40; the path of a .jsonl, .parquet, .csv or .json file or of a data set folder; a hub "
     "name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts or dicts, a Hugging "
     "Face Dataset, or an object with take, state_dict and load_state_dict."
 )
 KINDS = ("arithmetic", "reasoning_gym", "digits", "images", "photos", "degrade", "pairs", "lines")
+
+
+def is_function_name(data: str) -> bool:
+    """Whether data names a function, file.py:function, that returns a source or rows."""
+    return is_file_name(data.rpartition(":")[0])
 
 
 @runtime_checkable
@@ -60,6 +66,8 @@ def open_source(
     ``difficulty_column`` puts the source in a ``Curriculum``.
     """
     source: Any = None
+    if isinstance(data, str) and is_function_name(data):
+        data = load_object(data)()
     if isinstance(data, IndexedSource | SourceWrapper):
         source = data
     elif isinstance(data, CustomSource) and not isinstance(data, DatasetTable):
