@@ -159,12 +159,9 @@ class RewardSet:
         """Whether a reward that scores whole rows has a weight."""
         self.requested_columns = frozenset(name for reward in self._rewards for name in reward.requested_columns)
         """Columns that some reward reads, where the data have them."""
-
-    @property
-    def memory_bytes(self) -> dict[str, int]:
-        """Memory of the reward models' weights, by name."""
         sizes = {name: getattr(r.fn, "memory_bytes", 0) for name, r in zip(self.names, self._rewards, strict=True)}
-        return {name: size for name, size in sizes.items() if size}
+        self.memory_bytes = {name: size for name, size in sizes.items() if size}
+        """Memory of the reward models' weights, by name."""
 
     def set_decoder(self, decode: Decode) -> None:
         """Set the policy's decoder, which step rewards need: ``policy.chat.text``."""
