@@ -25,6 +25,7 @@ def test_only_the_row_that_raises_is_unscored_and_the_record_names_error_file_an
 
     outcome = RewardSet(reward).score(rollouts_of(["a", "", "bb", "c"]))
     assert outcome.rewards.isnan().tolist() == [False, True, False, False]
+    assert outcome.parts["reward"].isnan().tolist() == [False, True, False, False]
     assert outcome.rewards[[0, 2, 3]].tolist() == [1.0, 0.5, 1.0]
     assert kinds_of(outcome) == [(1, "exception")]
     line = reward.__code__.co_firstlineno + 1
