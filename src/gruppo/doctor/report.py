@@ -19,7 +19,7 @@ from gruppo.config.schema import IN_MEMORY
 from gruppo.doctor import optimizer_rules, policy_rules, reward_rules
 from gruppo.doctor.findings import Finding, Rule
 from gruppo.doctor.record import Record, read
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.tracking.formatting import number, visible
 
 _ALL = (*policy_rules.RULES, *reward_rules.RULES, *optimizer_rules.RULES)
@@ -103,7 +103,7 @@ def suggestion(report: Report) -> Text:
     config, advice = report.run.config, "\nTry one change at a time"
     if IN_MEMORY not in (config.model, config.data, *config.reward, config.environment.reply):
         path = shlex.quote(str(report.run.folder / "config.json"))
-        return Text(f"{advice}: {program()} train {path} {' '.join(map(shlex.quote, str(change).split()))}")
+        return Text(f"{advice}: {command_name()} train {path} {' '.join(map(shlex.quote, str(change).split()))}")
     # The run was started from Python, with objects that the command line cannot name.
     arguments = []
     for option, value in change.settings.items():

@@ -16,7 +16,7 @@ from gruppo.rewards.code_asserts import BadTest
 from gruppo.rewards.code_cases import ProgramTests, read_tests
 from gruppo.rewards.sandbox.jail import CaseResult, Jail, JailError, SandboxLimits, require_jail
 from gruppo.rewards.text import text_of
-from gruppo.timeouts import Unanswered
+from gruppo.timeouts import CallError
 from gruppo.types import DataError
 
 COLUMNS = ("tests", "test_list", "input_output")
@@ -78,7 +78,7 @@ class CodeTests:
         log_extra: Callable[[str, Iterable[Any]], None] | None = None,
         **columns: Any,
     ) -> list[Any]:
-        """One number for each completion; None without tests; ``Unanswered`` where none could be found."""
+        """One number for each completion; None without tests; ``CallError`` where none could be found."""
         programs = [program_in(text_of(completion)) for completion in completions]
         found = self._run(programs, self._read_tests(len(completions), columns))
         scores = [each if isinstance(each, ProgramScore) else None for each in found]
@@ -114,7 +114,7 @@ class CodeTests:
 
     def _run(
         self, programs: Sequence[str], tests: Sequence[ProgramTests | BadTest | None]
-    ) -> list[ProgramScore | Unanswered | None]:
+    ) -> list[ProgramScore | CallError | None]:
         """Score each row. A program that is written twice for one task, as by a policy that is sure, is run once."""
         keys = [(program, id(test)) for program, test in zip(programs, tests, strict=True)]
         tasks = dict(zip(keys, zip(programs, tests, strict=True), strict=True))
@@ -139,11 +139,11 @@ class _Jails:
         self._setup_problems = dict[str, str]()
         """By the text of a setup; empty where there is none."""
 
-    def score(self, program: str, tests: ProgramTests | BadTest | None) -> ProgramScore | Unanswered | None:
+    def score(self, program: str, tests: ProgramTests | BadTest | None) -> ProgramScore | CallError | None:
         if tests is None:
             return None
         if isinstance(tests, BadTest):
-            return Unanswered("exception", str(tests), str(tests))
+            return CallError("exception", str(tests), str(tests))
         if not program.strip():
             return ProgramScore(0, len(tests.cases), ("no_program",) * len(tests.cases), "there is no program")
         requests, caps = [case.request for case in tests.cases], [tests.cap] * len(tests.cases)
@@ -166,11 +166,11 @@ class _Jails:
                     self._setup_problems[tests.setup] = _printable(alone.message) if is_its_own else ""
                 problem = self._setup_problems[tests.setup]
         except JailError as error:  # the jail is not used again
-            return Unanswered("exception", f"the jail failed: {error}", "jail")
+            return CallError("exception", f"the jail failed: {error}", "jail")
         self._idle.put(jail)
         if problem:
             message = f"its tests cannot be used: its setup (test_imports, test_setup_code) fails: {problem}"
-            return Unanswered("exception", message, message)
+            return CallError("exception", message, message)
         return score_results(results, tests)
 
 
