@@ -135,7 +135,7 @@ def test_a_run_from_python_gets_python_arguments(tmp_path, capsys):
 )
 def test_a_value_of_the_shell_is_written_as_python(tmp_path, value, literal):
     run = read(write(tmp_path / "run", {}, {"data": "<in memory>"}))
-    finding = Finding((), "", [Change({"--scoring.weights": value}, "")])
+    finding = Finding("", "", (), "", [Change({"--scoring.weights": value}, "")])
     assert f"scoring__weights={literal})" in str(report.suggestion(report.Report(run, [finding], {})))
 
 
