@@ -42,6 +42,8 @@ def gave(values: list) -> CaseResult:
         ("assert f(2) == pytest.approx(1.41, abs=0.01)", ["f(2)"], [1.414], [1.45]),
         ("assert f(2) == approx([1.41, 2], rel=0.01)", ["f(2)"], [[1.414, 2]], [[1.414]]),
         ("assert {'a': pytest.approx(1.41)} == f(2)", ["f(2)"], [{"a": 1.41000001}], [{"a": 1.4101}]),
+        ("assert math.isnan(f(2))", ["f(2)"], [NAN], [1.0]),
+        ("assert math.floor(f(2)) == +1", ["f(2)"], [1.41], [2.5]),
         ("assert round(f(2), 2) == 1.41", ["round(f(2), 2)"], [1.41], [1.42]),
         ("assert set(f(2)) == set(('zebra', 'b'))", ["set(f(2))"], [{"b", "zebra"}], [{"b"}]),
         ("assert sorted(f(2), key=len) == ['b', 'zebra']", ["sorted(f(2), key=len)"], [["b", "zebra"]], [["zebra"]]),
@@ -116,6 +118,7 @@ def test_an_exception_is_one_of_the_expected_type_or_derived_from_it(expected, r
     ("text", "why"),
     [
         ("assert f(2) == g(2)", "both sides are the program's own"),
+        ("assert math.floor(f(2)) == g(2)", "both sides are the program's own"),
         ("assert math.isclose(f(2), g(2))", "both sides are the program's own"),
         ("assert abs(f(2) - g(2)) < 1", "both sides are the program's own"),
         ("assert is_close(f(2), 1.41)", "would be judged by the program itself; compare with =="),

@@ -62,7 +62,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_TYPES,
     **{f.__name__: f for f in (sorted, len, sum, min, max, abs, round, any, all, isinstance, range)},
     **{f.__name__: f for f in (map, filter, zip, enumerate, reversed)},
-    **{"math.isclose": math.isclose, "math.sqrt": math.sqrt, "pytest.approx": Approx, "approx": Approx},
+    **{f"math.{f.__name__}": f for f in (math.isclose, math.isnan, math.isinf, math.floor, math.ceil, math.sqrt)},
+    **{"pytest.approx": Approx, "approx": Approx},
 }
 """Functions that are not the program's. What is expected may call those that build plain data."""
 _EXCEPTIONS = {
@@ -148,6 +149,8 @@ class _Reader:
                     raise BadTest("isinstance is understood of the types of plain data")
                 part, types = self.inside(a), tuple(_TYPES[name] for name in names)
                 return lambda values: isinstance(part(values), types)
+            case ast.Call(func=ast.Attribute() as func, args=[_]) if _name(func) in ("math.isnan", "math.isinf"):
+                return self._side(node)
         if _mentions(node) and not _is_plain_call(node):
             raise BadTest(_judges_itself(node))
         return self._side(node)
@@ -184,6 +187,9 @@ class _Reader:
             case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=left, op=ast.Sub(), right=right)]):
                 a, b = self._sides([left, right])
                 return lambda values: abs(a(values) - b(values))
+            case ast.Call(func=ast.Attribute() as func, args=[arg]) if _name(func) in _FUNCTIONS and _mentions(arg):
+                part, function = self._side(arg), _FUNCTIONS[_name(func)]  # of math, which a program may not import
+                return lambda values: function(part(values))
             case ast.List(elts=items) | ast.Tuple(elts=items) if _mentions(node):
                 parts = list(map(self._side, items))
                 return lambda values: _DISPLAYS[type(node)](part(values) for part in parts)
@@ -253,8 +259,8 @@ def _evaluate(node: ast.expr) -> Any:
             return _DISPLAYS[type(node)](map(_evaluate, items))
         case ast.Dict(keys=keys, values=items) if None not in keys:
             return {_evaluate(key): _evaluate(item) for key, item in zip(keys, items, strict=True) if key is not None}
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluate(operand)
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as op, operand=operand):
+            return -_evaluate(operand) if isinstance(op, ast.USub) else +_evaluate(operand)
         case ast.Attribute() if _name(node) in _CONSTANTS:
             return _CONSTANTS[_name(node)]
         case ast.Call(func=func, args=args, keywords=keywords) if _name(func) in _FUNCTIONS:
