@@ -13,7 +13,7 @@ from gruppo import distributed as dist
 from gruppo.build import Parts, build, missing_parts, modality_of, name_of, require_named, with_absolute_paths
 from gruppo.config import serialization
 from gruppo.config.schema import Config
-from gruppo.loading import RunWhileLoading, is_loading
+from gruppo.loading import RunDuringImport, is_importing
 from gruppo.protocols import Tracker
 from gruppo.seeds import seed_at
 from gruppo.trainer import checkpoint, checks, dry_run, loop
@@ -115,8 +115,8 @@ def finished(result: Result, *, show: bool) -> Result:
 
 def start(config: Config, parts: Parts | None = None, *, watch: Watch | None = None) -> Result:
     """Train from the beginning."""
-    if is_loading():
-        raise RunWhileLoading
+    if is_importing():
+        raise RunDuringImport
     dist.init()
     parts = parts or Parts()
     checks.check(config, modality_of(config, parts))
@@ -137,8 +137,8 @@ def start(config: Config, parts: Parts | None = None, *, watch: Watch | None = N
 
 def go_on(path: str | Path, parts: Parts | None = None, *, watch: Watch | None = None) -> Result:
     """Continue a run; see ``resume``."""
-    if is_loading():
-        raise RunWhileLoading
+    if is_importing():
+        raise RunDuringImport
     dist.init()
     path, parts = Path(path), parts or Parts()
     if not (path / "config.json").is_file():

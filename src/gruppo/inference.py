@@ -18,7 +18,7 @@ from gruppo.config.schema import IN_MEMORY, Config, LoraConfig, Stage
 from gruppo.core.objective import Objective
 from gruppo.data.image_files import read_image
 from gruppo.data.restoration import WithReference
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.adapters import is_adapter, model_of
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
@@ -53,7 +53,7 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
     if not first.reward:
         raise GruppoError(
-            f"{path} was trained without a reward, so nothing is measured. Ask it: {program()} sample {path}"
+            f"{path} was trained without a reward, so nothing is measured. Ask it: {command_name()} sample {path}"
         )
     # nothing is trained, and all held-out prompts are read
     config = replace(

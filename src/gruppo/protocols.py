@@ -378,7 +378,11 @@ class Engine(Protocol):
 
 
 class Reward(Protocol):
-    """Scores rollouts; higher is better, NaN means unscored. Outcome rewards return [B], process rewards [B, T]."""
+    """Scores rollouts; higher is better, NaN means unscored. Returns [B], or [B, T] with ``scores_steps = True``.
+
+    Optional attributes: ``scores_steps`` (a score at each action that ends a step, NaN elsewhere), ``columns`` (data
+    columns that it needs), ``check(columns)`` (may refuse the data), ``memory_bytes`` (of its weights, for the dry run).
+    """
 
     name: str
 

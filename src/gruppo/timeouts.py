@@ -1,5 +1,6 @@
-"""Users' functions, called with a deadline: in threads, not by signals, which work off the main thread and never keep a
-process alive.
+"""Calls of user functions with a deadline.
+
+Deadlines use daemon threads, not signals: they work outside the main thread and never keep a process alive.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,40 +22,41 @@ import torch
 
 from gruppo.types import DataError, GruppoError
 
-Kind = Literal["exception", "timeout", "count", "not_finite"]
-_here = threading.local()
-_abandoned: list[Call] = []
+FailureKind = Literal["exception", "timeout", "count", "not_finite"]
+_current = threading.local()
+_abandoned: list[TimedCall] = []
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_thread: threading.Thread | None = None
+_loop_lock = threading.Lock()
 
 
-class Unanswered(Exception):
-    """A call gave no usable answer. Two errors with the same ``identity`` are the same error."""
+class CallError(Exception):
+    """A call without a usable answer. Two errors with the same ``identity`` are the same error."""
 
-    def __init__(self, kind: Kind, message: str, identity: Hashable = None) -> None:
+    def __init__(self, kind: FailureKind, message: str, identity: Hashable = None) -> None:
         super().__init__(message)
-        self.kind = kind
-        self.message = message
-        self.identity = (kind, identity)
+        self.kind, self.message, self.identity = kind, message, (kind, identity)
 
     @classmethod
-    def of(cls, error: BaseException) -> Unanswered:
-        """Of what a function raised."""
-        return cls("exception", describe(error), (type(error), str(error)))
+    def from_exception(cls, error: BaseException) -> CallError:
+        return cls("exception", describe_error(error), (type(error), str(error)))
 
 
-class Call:
-    """One function call, in a daemon thread or in the caller's own."""
+@dataclass(eq=False)
+class TimedCall:
+    """One call of a function, in a daemon thread or in the caller's."""
 
-    def __init__(self, fn: Callable[[], Any], on_done: Callable[[], None] = lambda: None) -> None:
-        self.fn = fn
-        self.on_done = on_done
-        self.done = threading.Event()
-        self.started = time.monotonic()
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.future: Future | None = None
+    fn: Callable[[], Any]
+    on_done: Callable[[], None]
+    done: threading.Event = field(default_factory=threading.Event)
+    started: float = field(default_factory=time.monotonic)
+    value: Any = None
+    error: BaseException | None = None
+    future: Future | None = None
+    """The coroutine that the call waits for."""
 
     def run(self) -> None:
-        _here.call = self
+        _current.call = self
         try:
             with torch.no_grad():
                 self.value = self.fn()
@@ -66,28 +69,35 @@ class Call:
             self.on_done()
 
     def result(self) -> Any:
-        """The answer of a finished call; Unanswered for an exception. Our own refusals pass through."""
+        """Value of a finished call. Raises CallError for an exception; GruppoErrors pass through."""
         if self.error is None:
             return self.value
-        if isinstance(self.error, (Unanswered, GruppoError)):
+        if isinstance(self.error, (CallError, GruppoError)):
             raise self.error
-        raise Unanswered.of(self.error) from self.error
+        raise CallError.from_exception(self.error) from self.error
 
-    def abandon(self) -> None:
-        """Stop waiting. A coroutine is cancelled; a thread cannot be and runs on, counted by ``abandoned_count``."""
+    def abandon(self, patience_s: float = 0.5) -> None:
+        """Stop waiting. A coroutine is cancelled; a thread cannot be, and runs on, counted by ``abandoned_count``."""
+        global _loop
         _abandoned.append(self)
-        if self.future is not None:
-            self.future.cancel()
-            _loop.replace_if_stuck()
+        if self.future is None or _loop is None:
+            return
+        self.future.cancel()
+        # A coroutine that blocks (time.sleep, a synchronous request) holds the event loop: later calls get a new one.
+        loop, responded = _loop, threading.Event()
+        loop.call_soon_threadsafe(responded.set)
+        if not responded.wait(patience_s):
+            with _loop_lock:
+                _loop = None if _loop is loop else _loop
 
 
-def start(fn: Callable[[], Any], on_done: Callable[[], None] = lambda: None, *, here: bool = False) -> Call:
+def start_call(fn: Callable[[], Any], on_done: Callable[[], None] = lambda: None, *, inline: bool = False) -> TimedCall:
     """Run ``fn`` in a daemon thread of its own, with the caller's context variables and CUDA device.
 
-    ``here``: to its end in the caller's thread.
+    With ``inline``, run it to its end in the caller's thread.
     """
-    call = Call(fn, on_done)
-    if here:
+    call = TimedCall(fn, on_done)
+    if inline:
         call.run()
         return call
     context = contextvars.copy_context()
@@ -102,73 +112,84 @@ def start(fn: Callable[[], Any], on_done: Callable[[], None] = lambda: None, *, 
     return call
 
 
-def within(fn: Callable[[], Any], timeout_s: float | None) -> Any:
-    """The value of ``fn()``; Unanswered when it raises or takes longer. None: no deadline, in the caller's thread."""
-    call = start(fn, here=timeout_s is None)
+def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None) -> Any:
+    """Value of ``fn()``. Raises CallError when it raises or takes longer. None: no deadline, in the caller's thread."""
+    call = start_call(fn, inline=timeout_s is None)
     if not call.done.wait(timeout_s):
         call.abandon()
-        raise Unanswered("timeout", f"no answer within {timeout_s:.3g} s")
+        raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
     return call.result()
 
 
-def wait_for(answer: Awaitable[Any]) -> Any:
-    """The value of an awaitable, run on the one event loop that all async functions share from call to call."""
+def run_awaitable(awaitable: Awaitable[Any]) -> Any:
+    """Value of an awaitable, run on the one event loop that all async functions share between calls.
+
+    A client that a reward opened on the loop stays usable in the next step.
+    """
+    global _loop, _loop_thread
 
     async def body() -> tuple[Any, SystemExit | None]:
         try:
-            return await answer, None
+            return await awaitable, None
         except SystemExit as error:  # it would end the event loop
             return None, error
 
-    future = asyncio.run_coroutine_threadsafe(body(), _loop.get())
-    _here.call.future = future
-    value, left = future.result()
-    if left is not None:
-        raise left
+    with _loop_lock:
+        if _loop is None or _loop_thread is None or not _loop_thread.is_alive():
+            _loop = asyncio.new_event_loop()
+            _loop_thread = threading.Thread(target=_loop.run_forever, name="gruppo-reward-loop", daemon=True)
+            _loop_thread.start()
+        loop = _loop
+    future = _current.call.future = asyncio.run_coroutine_threadsafe(body(), loop)
+    value, exit_error = future.result()
+    if exit_error is not None:
+        raise exit_error
     return value
 
 
 def abandoned_count() -> int:
-    """How many calls are past their deadline and still running."""
+    """Number of calls that are past their deadline and still running."""
     _abandoned[:] = [call for call in _abandoned if not call.done.is_set()]
     return len(_abandoned)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """One line: the error, and the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = str(error).strip().splitlines()
-    hint = ""
+    text, hint = str(error).strip().splitlines(), ""
     if "signal only works in main thread" in str(error):
         hint = "; it sets a signal: run it in the main thread, without a deadline, with --scoring.timeout-s None"
     return f"{type(error).__name__}: {text[0][:300] if text else ''}{place}{hint}"
 
 
-def keywords_of(fn: Callable[..., Any], what: str) -> tuple[Mapping[str, bool], bool]:
-    """Keyword to "is it required", and whether the function takes all keywords. ``what``: how errors call it."""
+def accepted_keywords(fn: Callable[..., Any], what: str) -> tuple[Mapping[str, bool], bool]:
+    """Keywords of a function, each with whether it is required; and whether it takes any keyword.
+
+    ``what`` is what errors call the function.
+    """
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError) as error:
         raise DataError(f"{what} has no readable signature ({error}); wrap it in a def with named arguments.") from None
-    only_by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if only_by_position:
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if positional:
         raise DataError(
-            f"{what} takes {only_by_position[0]!r} by position only; such functions are called with keywords. Write it "
-            "as def f(name, **kwargs)."
+            f"{what} takes {positional[0]!r} by position only, but is called with keywords. Write it as "
+            "def f(name, **kwargs)."
         )
     named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def name_of(fn: Any) -> str:
-    """The name that metrics carry: ``__name__``, through ``functools.partial``, else the name of the type."""
+def function_name(fn: Any) -> str:
+    """Name for metrics: ``__name__``, through ``functools.partial``, else the name of the type."""
     fn = getattr(fn, "func", fn)
     return getattr(fn, "__name__", type(fn).__name__).strip("<>")
 
 
-def missing_column(what: str, name: str, columns: Collection[str], provided: Sequence[str]) -> str:
-    """That a function, "reward 'mine'", asks for a column which the data do not have."""
+def missing_column_message(what: str, name: str, columns: Collection[str], provided: Sequence[str]) -> str:
+    """Error message of a function, such as "reward 'mine'", that needs a column which the data do not have."""
     nearest = difflib.get_close_matches(name, [*columns, *provided], n=1, cutoff=0.5)
     guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
     has = ", ".join(sorted(columns)) or "no columns"
@@ -176,36 +197,3 @@ def missing_column(what: str, name: str, columns: Collection[str], provided: Seq
         f"{what} asks for {name!r}, which the data do not have; they have: {has} (and every {what.split()[0]} can ask "
         f"for {', '.join(provided)}).{guess} Rename the argument, give it a default, or add the column."
     )
-
-
-class _SharedLoop:
-    """An event loop in a daemon thread. A client that a reward opened on it stays usable in the next step."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.thread: threading.Thread | None = None
-
-    def get(self) -> asyncio.AbstractEventLoop:
-        with self.lock:
-            if self.loop is None or self.thread is None or not self.thread.is_alive():
-                self.loop = asyncio.new_event_loop()
-                self.thread = threading.Thread(target=self.loop.run_forever, name="gruppo-reward-loop", daemon=True)
-                self.thread.start()
-            return self.loop
-
-    def replace_if_stuck(self, patience_s: float = 0.5) -> None:
-        """A coroutine that blocks (time.sleep, a plain request) holds the loop; later calls get a new one."""
-        with self.lock:
-            loop = self.loop
-        if loop is None:
-            return
-        answered = threading.Event()
-        loop.call_soon_threadsafe(answered.set)
-        if not answered.wait(patience_s):
-            with self.lock:
-                if self.loop is loop:
-                    self.loop = None
-
-
-_loop = _SharedLoop()

@@ -25,7 +25,7 @@ from gruppo.cli import commands
 from gruppo.cli.options import parse_config
 from gruppo.config import schema as configs
 from gruppo.config import serialization
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.recipes import RECIPES
 from gruppo.trainer import checkpoint
 from gruppo.types import GruppoError
@@ -192,7 +192,9 @@ def test_a_signal_exits_75_with_the_command_that_continues(tmp_path, recipe, num
     child.send(number)
     assert child.wait() == 75
     *heard, last = child.err.splitlines()
-    assert last == f"gruppo: stopped by a signal; what is complete is saved. Continue with: {program()} resume {run}"
+    assert (
+        last == f"gruppo: stopped by a signal; what is complete is saved. Continue with: {command_name()} resume {run}"
+    )
     assert heard in ([], ["gruppo: finishing this step, then saving; again stops at once"])
     assert checkpoint.load_latest(run / "checkpoints").step >= 3
 
@@ -318,7 +320,7 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
         (["resume", "no/run"], "the run folder no/run does not exist"),
         (["resume"], "RUN is missing. gruppo resume --help"),
         (["eval", "no/run"], "no/run/config.json does not exist"),
-        (["sample", "some-model"], f"For example: {program()} sample RUN"),
+        (["sample", "some-model"], f"For example: {command_name()} sample RUN"),
         (["eval", "x", "--promts", "3"], "unknown option --promts. Did you mean --prompts?"),
         (["sample", "no/model/here", "hello"], "could not be loaded"),
         (["sample", "some-model"], "no prompt was given"),
@@ -439,7 +441,7 @@ def test_the_model_of_an_unfinished_run_is_asked_for_in_vain(tmp_path, finished)
     shutil.rmtree(run / "final")
     for command in (["eval", str(run)], ["sample", str(run), "hello"]):
         code, line = one_line(tmp_path, *command)
-        assert code == 2 and f"has no final model yet. Finish it with {program()} resume {run}" in line
+        assert code == 2 and f"has no final model yet. Finish it with {command_name()} resume {run}" in line
 
 
 def test_a_runs_folder_is_its_final_model_for_another_run(tmp_path, recipe, finished):
@@ -448,7 +450,7 @@ def test_a_runs_folder_is_its_final_model_for_another_run(tmp_path, recipe, fini
     run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(run / "final")
     code, line = one_line(tmp_path, "train", recipe, "--name", "none", "--model", str(run))
-    assert code == 2 and f"the run {run} has no final model yet. Finish it with {program()} resume {run}" in line
+    assert code == 2 and f"the run {run} has no final model yet. Finish it with {command_name()} resume {run}" in line
 
 
 def with_a_full_disk_from(step: int, args: list[str]) -> None:

@@ -23,7 +23,7 @@ from gruppo.doctor import report
 from gruppo.doctor.findings import Change, Finding
 from gruppo.doctor.record import read
 from gruppo.doctor.report import RULES
-from gruppo.loading import program
+from gruppo.loading import command_name
 
 COLLAPSE = FAULTS["a collapse of the entropy"].columns
 MIXED = {**COLLAPSE, "loss/cons": FAULTS["a consistency loss that goes on rising"].columns["loss/cons"]}
@@ -101,7 +101,7 @@ def test_the_command_prints_and_exits_with_0(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert err == "" and "The entropy has collapsed" in out
     change = "--stage.entropy-coef adaptive:0,target=0.5,delta=0.005"
-    assert out.endswith(f"\nTry one change at a time: {program()} train {run / 'config.json'} {change}\n")
+    assert out.endswith(f"\nTry one change at a time: {command_name()} train {run / 'config.json'} {change}\n")
 
 
 def test_json_holds_the_same(tmp_path, capsys):
@@ -135,7 +135,7 @@ def test_a_run_from_python_gets_python_arguments(tmp_path, capsys):
 )
 def test_a_value_of_the_shell_is_written_as_python(tmp_path, value, literal):
     run = read(write(tmp_path / "run", {}, {"data": "<in memory>"}))
-    finding = Finding((), "", [Change({"--scoring.weights": value}, "")])
+    finding = Finding("", "", (), "", [Change({"--scoring.weights": value}, "")])
     assert f"scoring__weights={literal})" in str(report.suggestion(report.Report(run, [finding], {})))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from gruppo.environments import Environment
 from gruppo.environments.environment import MAX_LATE_REPLIES, ReplyRequest
-from gruppo.timeouts import Unanswered
+from gruppo.timeouts import CallError
 from gruppo.types import DataError, GruppoError, Prompt
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -82,8 +82,8 @@ def test_replies_to_a_conversation_become_messages(raw, messages):
 )
 def test_what_is_no_reply_is_told(raw, why):
     (answer,) = reply_to(lambda: raw)
-    assert isinstance(answer, Unanswered)
-    with pytest.raises(Unanswered, match=why):
+    assert isinstance(answer, CallError)
+    with pytest.raises(CallError, match=why):
         raise answer
 
 

@@ -17,7 +17,7 @@ from gruppo.rewards.code import code_tests, program_in
 from gruppo.rewards.code_asserts import BadTest
 from gruppo.rewards.code_cases import ProgramCase, ProgramTests, read_tests
 from gruppo.rewards.sandbox.jail import CaseResult, Jail, JailError
-from gruppo.timeouts import Unanswered
+from gruppo.timeouts import CallError
 from gruppo.types import DataError, GruppoError, Prompt
 
 DOUBLE = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1.5) == 3"]
@@ -118,7 +118,7 @@ def test_a_jail_that_fails_leaves_its_rows_unscored_and_the_next_row_has_a_new_o
 
     monkeypatch.setattr(code, "Jail", Failing)
     first, second, third = code_tests(workers=1)([RIGHT, HALF, RIGHT], tests=[DOUBLE] * 3)
-    assert second == 1 / 3 and all(isinstance(each, Unanswered) for each in (first, third))
+    assert second == 1 / 3 and all(isinstance(each, CallError) for each in (first, third))
     assert first.message == "the jail failed: the jail ended"
 
 
@@ -411,7 +411,7 @@ def test_a_column_of_the_wrong_type_costs_its_own_row_and_is_named():
         ("entry_point", ["f"], "entry_point is .'f'.; it needs the name"),
     ]:
         first, second = code_tests()(right, tests=tests, **{name: [bad, None]})
-        assert isinstance(first, Unanswered) and re.search(why, first.message) and second == 1.0
+        assert isinstance(first, CallError) and re.search(why, first.message) and second == 1.0
 
 
 @jailed
@@ -424,7 +424,7 @@ def test_a_setup_that_is_broken_by_itself_is_no_fault_of_a_program():
         ("while True: pass", "over 0.2 s for the case"),
     ]:
         for found in reward([RIGHT, bad], tests=[DOUBLE] * 2, test_setup_code=[setup] * 2):
-            assert isinstance(found, Unanswered) and why in found.message
+            assert isinstance(found, CallError) and why in found.message
     needs = "root = double(Node(1).value)"
     assert reward([RIGHT], tests=[DOUBLE], test_setup_code=[needs]) == [0.0]  # Node is the program's to define
     breaks = "```python\nimport builtins\ndel builtins.__import__\n```"

@@ -25,6 +25,7 @@ def test_only_the_row_that_raises_is_unscored_and_the_record_names_error_file_an
 
     outcome = RewardSet(reward).score(rollouts_of(["a", "", "bb", "c"]))
     assert outcome.rewards.isnan().tolist() == [False, True, False, False]
+    assert outcome.parts["reward"].isnan().tolist() == [False, True, False, False]
     assert outcome.rewards[[0, 2, 3]].tolist() == [1.0, 0.5, 1.0]
     assert kinds_of(outcome) == [(1, "exception")]
     line = reward.__code__.co_firstlineno + 1
@@ -149,8 +150,8 @@ def test_with_many_calls_still_hanging_no_row_is_tried_again(monkeypatch):
 def test_abandoned_calls_are_counted_until_they_end():
     release = threading.Event()
     before = timeouts.abandoned_count()
-    with pytest.raises(timeouts.Unanswered, match="no answer within"):
-        timeouts.within(release.wait, 0.05)
+    with pytest.raises(timeouts.CallError, match="no answer within"):
+        timeouts.call_with_timeout(release.wait, 0.05)
     assert timeouts.abandoned_count() == before + 1
     release.set()
     time.sleep(0.1)

@@ -12,7 +12,7 @@ from tests.rewards.fakes import rollouts_of
 
 from gruppo.rewards import RewardSet, Scores, step_reward
 from gruppo.rewards.functions import TextStep, split_steps, step_ends
-from gruppo.timeouts import Unanswered
+from gruppo.timeouts import CallError
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 NAN = math.nan
@@ -119,7 +119,7 @@ def test_a_text_that_was_cut_at_a_stop_text_ends_with_its_last_token():
 
 
 def test_an_output_that_its_tokens_do_not_say_has_no_step_ends():
-    with pytest.raises(Unanswered, match="differs from its decoded tokens"):
+    with pytest.raises(CallError, match="differs from its decoded tokens"):
         step_ends(split_steps("x\ny", "\n"), "x\ny", ByteTokenizer().encode("a\nb"), read)
     assert step_ends(split_steps("", "\n"), "", [], read) == []
 

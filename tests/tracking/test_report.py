@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.tracking import report
 from gruppo.tracking.files import MetricsFile
 from gruppo.tracking.report import closing_lines, wilson_interval, write_page
@@ -65,9 +65,11 @@ def test_the_report_holds_reward_time_evaluations_files_and_commands(tmp_path):
     assert "held-out, 256 prompts" in said and "0.113 [0.080, 0.158]   0.820 [0.768, 0.863]   +0.707" in said
     assert "metrics.csv" in said and "overview.png" not in said and "final" not in said  # only what is there
     for command in (f"sample {run_dir} 'What is 3 + 4?'", f"eval {run_dir}", f"resume {run_dir}"):
-        assert f"  {program()} {command}" in said
+        assert f"  {command_name()} {command}" in said
     again = next(line for line in said.splitlines() if " train " in line)
-    assert again.strip().startswith(f"{program()} train {run_dir}/config.json --steps 24  # train again, for longer")
+    assert again.strip().startswith(
+        f"{command_name()} train {run_dir}/config.json --steps 24  # train again, for longer"
+    )
 
 
 def test_pictures_and_the_page_are_named_where_they_are(tmp_path):
@@ -111,7 +113,7 @@ def test_several_rewards_have_a_row_each_and_names_are_no_markup(tmp_path):
 @pytest.mark.parametrize("before", [None, evaluation(0, math.nan, math.nan, math.nan)])
 def test_a_run_with_nothing_measured_still_ends_politely(tmp_path, before, is_terminal):
     said = text(closing_lines(tmp_path / "my run", before, None), is_terminal=is_terminal, width=300)
-    assert "0 steps in 0:00" in said and f"{program()} eval '{tmp_path}/my run'" in said
+    assert "0 steps in 0:00" in said and f"{command_name()} eval '{tmp_path}/my run'" in said
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from gruppo.build import name_of
 from gruppo.cli.options import apply_options
 from gruppo.config import schema as configs
 from gruppo.config import serialization
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.modalities.text import from_pretrained
 from gruppo.trainer import checks, watch
 from gruppo.types import DataError, GruppoError
@@ -214,7 +214,7 @@ def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys,
         model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL | {"show": True}
     )
     said = "".join(capsys.readouterr().out.split())
-    assert f"{program()}sample{result.folder}" in said and f"{program()}eval{result.folder}" in said
+    assert f"{command_name()}sample{result.folder}" in said and f"{command_name()}eval{result.folder}" in said
     assert levels == [logging.INFO]  # what is downloaded is said
     assert (log.level, log.handlers) == before
 

@@ -21,7 +21,7 @@ from gruppo import api
 from gruppo.build import Parts
 from gruppo.config import schema as configs
 from gruppo.config import serialization
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.modalities.text import from_pretrained
 from gruppo.rewards.functions import FunctionReward
 from gruppo.trainer import checkpoint
@@ -162,7 +162,8 @@ def test_a_signal_during_learn_says_that_it_was_heard_and_what_is_saved(tmp_path
         start_with(tmp_path, tiny.digits, policy_that_signals(2, signal.SIGINT), evaluation__prompts=0)
     assert capfd.readouterr().err == "gruppo: finishing this step, then saving; again stops at once\n"
     assert str(stopped.value) == (
-        f"stopped by a signal; what is complete is saved. Continue with: {program()} resume {tmp_path / 'runs/run'}"
+        "stopped by a signal; what is complete is saved. Continue with: "
+        f"{command_name()} resume {tmp_path / 'runs/run'}"
     )
 
 

@@ -13,7 +13,7 @@ from gruppo.cli.app import EXIT_STOPPED
 from gruppo.cli.options import parse_command, parse_config, pop_option, run_stem
 from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.recipes import RECIPES
 from gruppo.tracking.formatting import as_text, is_array
 from gruppo.types import GruppoError
@@ -118,7 +118,7 @@ class SampleOptions:
 def sample(args: list[str]) -> int:
     options = parse_command(SampleOptions, args, "sample", "model", "prompt")
     if not options.prompt:
-        raise GruppoError(f'no prompt was given. For example: {program()} sample RUN "What is 3 + 4?"')
+        raise GruppoError(f'no prompt was given. For example: {command_name()} sample RUN "What is 3 + 4?"')
     from gruppo import inference
 
     samples = inference.sample(
@@ -174,7 +174,7 @@ def explain(args: list[str]) -> int:
     if not names or names.startswith("-"):
         raise GruppoError(
             f"--names has no value; it needs one of {', '.join(peer_options.SYSTEMS)}, or one of their options, as in "
-            f"{program()} explain --names trl:beta."
+            f"{command_name()} explain --names trl:beta."
         )
     peer_options.find_system(names)  # refused before a missing recipe is
     config = Config() if ":" in names and not args else parse_config("explain", args)
@@ -222,12 +222,12 @@ def recipes(args: list[str]) -> int:
         lines = (RECIPES[name].__doc__ or "").strip().splitlines()
         print(f"{name}\n    " + "\n    ".join(line.strip() for line in lines))
     if names:
-        print(f"\n{program()} train {names[0]} starts it, {program()} explain {names[0]} shows what it would do.")
+        print(f"\n{command_name()} train {names[0]} starts it, {command_name()} explain {names[0]} describes it.")
         return 0
     width = max(map(len, RECIPES))
     for name, recipe in RECIPES.items():
         print(f"{name:<{width}}  {(recipe.__doc__ or '').strip().splitlines()[0]}")
-    print(f"\n{program()} recipes NAME says more; {program()} train NAME --help lists its options.")
+    print(f"\n{command_name()} recipes NAME says more; {command_name()} train NAME --help lists its options.")
     return 0
 
 

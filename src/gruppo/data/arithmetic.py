@@ -56,7 +56,7 @@ def arithmetic(
 
     def item_at(draw: int) -> int:
         generator = generator_at(seed, "arithmetic", draw)
-        while True:
+        while True:  # rejection keeps the distribution over the remaining problems uniform
             index = int(torch.randint(count, (), generator=generator))
             if is_held_out(index) is False:
                 return index
@@ -65,7 +65,7 @@ def arithmetic(
     def held_out_items() -> list[int]:
         indices = range(count)
         if count > ENUMERABLE:
-            generator = generator_at("arithmetic", "held_out")
+            generator = generator_at("arithmetic", "held_out")  # without the seed: the same for every run
             indices = torch.randint(count, (ENUMERABLE,), generator=generator).unique().tolist()
         held_out = [index for index in indices if is_held_out(index)]
         return sorted(held_out, key=lambda index: hash_unit("{0} {2} {1}".format(*problem(index))))
@@ -84,6 +84,7 @@ def arithmetic(
     if count <= ENUMERABLE and all(is_held_out(index) is not False for index in range(count)):
         text = "which leaves none to train on; widen the range or lower --prompts.held-out-fraction."
         raise DataError(f"all {len(held_out_items())} problems of arithmetic:{low}:{high} are held out, {text}")
+    # "arithmetic 1" is the version of the generator: raise it when the same settings give other problems
     settings = (low, high, operations, answer_prefix, allow_negative, system)
     digest = hashlib.sha256(" ".join(["arithmetic 1", *map(str, settings)]).encode()).hexdigest()
     columns = ("target", "a", "b", "operation", "size")

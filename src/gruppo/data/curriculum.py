@@ -46,6 +46,7 @@ class Curriculum(SourceWrapper):
         """The greatest difficulty that the level allows; infinite at level 1."""
         if self.level >= 1:
             return math.inf
+        # the quantile itself, not interpolated: a level always contains at least its hardest prompt
         return self._sorted[max(math.ceil(self.level * len(self._sorted)), 1) - 1]
 
     def difficulty(self, prompt: Prompt) -> float:
@@ -62,7 +63,7 @@ class Curriculum(SourceWrapper):
         prompts: list[Prompt] = []
         hardest, limit, too_hard = self.hardest, max(MAX_PASSED_OVER, 2 * self.epoch_size), 0
         while len(prompts) < n:
-            prompt = self.source.take(1)[0]
+            prompt = self.source.take(1)[0]  # one at a time, so that the position stays right behind the last prompt
             if self.difficulty(prompt) <= hardest:
                 prompts.append(prompt)
                 too_hard = 0

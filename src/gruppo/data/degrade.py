@@ -33,6 +33,7 @@ def _downscale(images: Images, factor: float, generator: torch.Generator | None 
     """Mean of each square, resized to the original size by bicubic interpolation."""
     height, width = images.shape[-2:]
     side = int(factor)
+    # padded to whole squares, and cut again: the size stays the same
     padded = pad(images, (0, -width % side, 0, -height % side), mode="replicate")
     resized = interpolate(avg_pool2d(padded, side), size=padded.shape[-2:], mode="bicubic", align_corners=False)
     return resized[..., :height, :width]
@@ -101,7 +102,7 @@ class Degradation:
                 low = float(first)
                 high = float(last) if dash else low
             except ValueError:
-                low = high = float("nan")
+                low = high = float("nan")  # fails the range check below
             is_integer = not kind.is_whole or (low.is_integer() and high.is_integer())
             if not equals or not kind.low <= low <= high <= kind.high or not is_integer:
                 number = f"{'an integer' if kind.is_whole else 'a number'} from {kind.low:g} to {kind.high:g}"
@@ -126,8 +127,7 @@ class Degradation:
         strengths: dict[str, float] = {}
         for name, low, high in self.steps:
             uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
-            # among integers, both ends are as likely as the others
-            is_whole = KINDS[name].is_whole
+            is_whole = KINDS[name].is_whole  # then + 1, so that the highest integer is as likely as the others
             strength = float(int(low + uniform * (high - low + 1))) if is_whole else low + uniform * (high - low)
             image = KINDS[name].apply(image[None], strength, generator)[0]
             strengths[name] = strength

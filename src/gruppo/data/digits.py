@@ -64,7 +64,7 @@ def _split(images: Tensor, labels: Tensor, fraction: float, name: str) -> tuple[
         raise DataError(f"{name}: {found}; it needs bytes (uint8) [N, C, H, W], N >= 1, and a label for each.")
     train, held_out = split_by_hash([image.numpy().tobytes().hex() for image in images], fraction, name)
     counts: dict[int, int] = {}
-    turns: list[tuple[int, int, int]] = []
+    turns: list[tuple[int, int, int]] = []  # so that a short evaluation has every class
     for index in held_out:
         label = int(labels[index])
         turns.append((counts.get(label, 0), label, index))

@@ -77,7 +77,7 @@ def line_font(height: int, generator: torch.Generator) -> Any:
 
 def line_text(number: int, index: int, height: int, width: int) -> str:
     """Words of random signs, as many as fit between the margins."""
-    generator = generator_at("line", number, index)
+    generator = generator_at("line", number, index)  # without the seed: a line is the same in every run
     font, limit, text = line_font(height, generator), width - 2 * MARGIN, ""
     while True:
         length = int(torch.randint(3, LONGEST + 1, (), generator=generator))

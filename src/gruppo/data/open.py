@@ -45,8 +45,7 @@ class CustomSource(PromptSource, Protocol):
 class DatasetTable(Protocol):
     """A Hugging Face data set, recognised without importing the package."""
 
-    @property
-    def column_names(self) -> Any: ...
+    column_names: Any
 
     def __iter__(self) -> Any: ...
 
@@ -70,12 +69,12 @@ def open_source(
         data = load_object(data)()
     if isinstance(data, IndexedSource | SourceWrapper):
         source = data
-    elif isinstance(data, CustomSource) and not isinstance(data, DatasetTable):
+    elif isinstance(data, CustomSource) and not isinstance(data, DatasetTable):  # an IterableDataset is both
         source = SourceWrapper(data)
     elif isinstance(data, str):
         source = _open_generated(data, seed, held_out_fraction)
     if source is None:
-        rows, name = _read_rows(data) if isinstance(data, str | os.PathLike) else _rows_of(data, prompt_column)
+        rows, name = _rows_of(data, prompt_column)
         columns: dict[str, Any] = {"prompt_column": prompt_column, "target_column": target_column}
         source = row_source(rows, seed=seed, held_out_fraction=held_out_fraction, name=name, **columns)
     return Curriculum(source, difficulty_column) if difficulty_column else source
@@ -104,21 +103,18 @@ def _open_generated(data: str, seed: int, fraction: float) -> IndexedSource | No
     return open_lines(data, seed=seed, held_out_fraction=fraction) if pairs is None else pairs
 
 
-def _read_rows(data: str | os.PathLike[str]) -> tuple[list[Any], str]:
-    """Rows of a file, a folder or a data set of the hub, and their name."""
-    path = Path(data)
-    if path.suffix == ".jsonl":
-        return read_jsonl(path), str(path)
-    if str(data) and (path.exists() or path.suffix in FILE_KINDS):
-        return read_dataset(path), str(path)
-    hub_name = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))
-    if hub_name is None:
-        raise DataError(f"data={str(data)!r} is no file, folder or known name{nearest(str(data), KINDS)}. {FORMS}")
-    return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
-
-
 def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:
-    """Rows of a Python object, and what errors call it."""
+    """Rows of a file, a folder, a data set of the hub or a Python object, and their name in errors."""
+    if isinstance(data, str | os.PathLike):
+        path = Path(data)
+        if path.suffix == ".jsonl":  # read by us: errors name the line, and the extra "data" is not needed
+            return read_jsonl(path), str(path)
+        if str(data) and (path.exists() or path.suffix in FILE_KINDS):
+            return read_dataset(path), str(path)
+        hub_name = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?", str(data))
+        if hub_name is None:
+            raise DataError(f"data={str(data)!r} is no file, folder or known name{nearest(str(data), KINDS)}. {FORMS}")
+        return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
     if isinstance(data, DatasetTable) and not isinstance(data, dict) and isinstance(data, Sized):
         return list(data), "the data set"
     if isinstance(data, DatasetTable):

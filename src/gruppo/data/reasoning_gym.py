@@ -46,8 +46,9 @@ def reasoning_gym(
             "set the environment variable PYTHONHASHSEED=0 and start again, or choose another task."
         )
 
-    @lru_cache(maxsize=2)
+    @lru_cache(maxsize=2)  # one for the epoch, one for evaluations
     def dataset(dataset_seed: int) -> Any:
+        # 31 bits of the seed: NumPy's RandomState takes at most 32
         options = {**task_options, "seed": dataset_seed >> 32, "size": size_per_epoch}
         try:
             return package.create_dataset(task, **options)
@@ -90,6 +91,7 @@ def reasoning_gym(
                 questions.add(question)
                 yield True, index
 
+    # the first entries too: a task can change with the packages that it uses
     first_seed = seed_at(seed, "reasoning_gym", task, 0)
     first = [entry_at(first_seed, index)["question"] for index in range(min(3, size_per_epoch))]
     facts = [task, dict(sorted(task_options.items())), size_per_epoch, metadata.version("reasoning_gym"), first]

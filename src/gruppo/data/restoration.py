@@ -60,10 +60,6 @@ class ImagePair:
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Further columns, such as the text in the image."""
 
-    @property
-    def images(self) -> list[Path | Tensor]:
-        return [self.clean] if self.degraded is None else [self.clean, self.degraded]
-
 
 def image_pairs(
     pairs: Mapping[str, ImagePair],
@@ -92,20 +88,21 @@ def image_pairs(
         raise GruppoError(f"crop={crop} is not a number of pixels; set {CROP}, or 0 for whole images.")
     check_fraction(held_out_fraction)
     unreadable: dict[str, str] = {}
-    sizes = _checked_sizes(pairs, crop, channels, flips, name, unreadable)
+    files = {n: [x for x in (pair.clean, pair.degraded) if x is not None] for n, pair in pairs.items()}
+    sizes = _checked_sizes(files, crop, channels, flips, name, unreadable)
     names = list(sizes)
     evaluation = [n for n in names if n in held_out] if held_out_fraction else []
     train = [n for n in names if n not in evaluation]
     if not evaluation or not train:
         split = split_by_hash(names, held_out_fraction, name)
         train, evaluation = ([names[index] for index in part] for part in split)
-    cache = ImageCache(channels)
+    cache = ImageCache(channels)  # decoding a photograph takes longer than cropping it
 
     def prompt_at(item: str | tuple[str, int, int, int, int], draw: int) -> Prompt | None:
         """Prompt of a name, at a random crop; or of a place: name, top, left, height, width."""
         n = item if isinstance(item, str) else item[0]
         try:
-            images = [cache(image) for image in pairs[n].images]
+            images = [cache(image) for image in files[n]]
             if any(tuple(image.shape[1:]) != sizes[n] for image in images):
                 raise DataError(f"the image {n} has a different size than its file's header.")
         except DataError as problem:  # a truncated file
@@ -113,7 +110,7 @@ def image_pairs(
             return None
         if not isinstance(item, str):
             _, top, left, height, width = item
-            generator = generator_at("held out", n, top, left)
+            generator = generator_at("held out", n, top, left)  # without the seed: all runs see the same noise
             images = [image[..., top : top + height, left : left + width] for image in images]
         else:
             generator = generator_at(seed, "crop", draw)
@@ -136,7 +133,7 @@ def image_pairs(
     contents = [
         x.stat().st_size if isinstance(x, Path) else hashlib.sha256(to_uint8(x).numpy().tobytes()).hexdigest()
         for n in names
-        for x in pairs[n].images
+        for x in files[n]
     ]
     digest = digest_of([sorted(sizes.items()), contents, evaluation, str(degradation), crop, channels, flips])
     further = dict.fromkeys(column for pair in pairs.values() for column in pair.meta)
@@ -148,15 +145,20 @@ def image_pairs(
 
 
 def _checked_sizes(
-    pairs: Mapping[str, ImagePair], crop: int, channels: int, flips: bool, name: str, unreadable: dict[str, str]
+    files: Mapping[str, list[Path | Tensor]],
+    crop: int,
+    channels: int,
+    flips: bool,
+    name: str,
+    unreadable: dict[str, str],
 ) -> dict[str, tuple[int, int]]:
     """Height and width of each usable image; unreadable files are left out. Refuses sizes that do not fit."""
     sizes: dict[str, tuple[int, int]] = {}
-    for n, pair in pairs.items():
+    for n, images in files.items():
         try:
-            (height, width), *others = [image_size(image, channels, n) for image in pair.images]
+            (height, width), *others = [image_size(image, channels, n) for image in images]
         except DataError as problem:
-            if isinstance(pair.clean, Tensor):
+            if isinstance(images[0], Tensor):
                 raise
             leave_out(unreadable, n, str(problem))
             continue
@@ -247,7 +249,7 @@ def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> Index
     if kind not in ("photos", "degrade", "pairs"):
         return None
     parts = rest.split(":") if rest else []
-    has_options = bool(parts) and "=" in parts[-1] and not Path(parts[-1]).exists()
+    has_options = bool(parts) and "=" in parts[-1] and not Path(parts[-1]).exists()  # a path may hold "=" too
     text = parts.pop() if has_options else ""
     steps, options = parse_data_options(text, data, ("crop", "channels"), ("flips",), FORMS)
     options |= {"seed": seed, "held_out_fraction": held_out_fraction}

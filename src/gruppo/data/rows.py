@@ -68,7 +68,9 @@ def row_source(
     train, held_out = split_by_hash([prompt_key(inputs_of(index)) for index in indices], held_out_fraction, name)
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps(row, default=_stable_text).encode() + b"\n")
+        # some objects print their memory address, which differs from process to process
+        text = json.dumps(row, default=lambda x: f"{type(x).__name__}:{re.sub(r' at 0x[0-9a-fA-F]+', '', str(x))}")
+        digest.update(text.encode() + b"\n")
     identity = {"prompt_column": prompt_column, "held_out_rows": len(held_out)}
     return IndexedSource(
         name, seed, train, held_out, prompt_at, columns, digest.hexdigest(), identity, all_items=indices
@@ -99,11 +101,6 @@ def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
             half = f"half a character (\\u{ord(text[problem.start]):04x}) at position {problem.start}"
             raise DataError(f"{place} has {half}; it needs whole Unicode characters. Remove it.") from None
     return inputs if isinstance(inputs, str) else [dict(message) for message in inputs]
-
-
-def _stable_text(value: Any) -> str:
-    """Text of a value unknown to JSON, without the memory address that some objects print."""
-    return f"{type(value).__name__}:{re.sub(r' at 0x[0-9a-fA-F]+', '', str(value))}"
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class IndexedSource:
     unreadable: dict[str, str] = field(default_factory=dict)
     """Files left out so far, each with the reason."""
     position: int = field(default=0, init=False)
-    _order: tuple[int, Any] = field(default=(-1, None), init=False)
+    _order: tuple[int, Any] = field(default=(-1, None), init=False)  # of one epoch: recomputing it costs little
 
     @property
     def epoch_size(self) -> int:
@@ -68,10 +68,10 @@ class IndexedSource:
             draw, skipped = draw + 1, skipped + 1 if prompt is None else 0
             if prompt is not None:
                 prompts.append(prompt)
-            elif skipped >= min(MAX_SKIPPED, 2 * self.epoch_size or MAX_SKIPPED):
+            elif skipped >= min(MAX_SKIPPED, 2 * self.epoch_size or MAX_SKIPPED):  # two epochs of a small folder
                 last = next(reversed(self.unreadable.values()), "Lower --prompts.held-out-fraction.")
                 raise DataError(f"{skipped} draws of {self.name} in a row gave no prompt. {last}")
-        self.position = draw
+        self.position = draw  # only now: after an error the same prompts can be taken again
         return prompts
 
     def held_out(self, n: int) -> list[Prompt]:
@@ -113,6 +113,7 @@ class IndexedSource:
             return self.train(draw)
         epoch, place = divmod(draw, len(self.train))
         if self._order[0] != epoch:
+            # addressed by the epoch: a resumed run needs no state of a generator
             generator = generator_at(self.seed, "epoch", epoch)
             self._order = epoch, torch.randperm(len(self.train), generator=generator)
         return self.train[int(self._order[1][place])]
@@ -161,7 +162,7 @@ def hash_unit(key: str) -> float:
     a subset of what a larger one does.
     """
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53
+    return (int.from_bytes(digest, "little") >> 11) / 2**53  # the 53 bits that a float holds exactly
 
 
 def check_fraction(fraction: float) -> None:
@@ -178,6 +179,7 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
     check_fraction(fraction)
     hashes = [hash_unit(key) for key in keys]
     distinct = sorted(set(hashes))
+    # of few prompts often none hashes below the fraction, and an evaluation needs at least one
     is_short = fraction > 0 and len(distinct) > 1 and distinct[0] >= fraction
     limit = distinct[1] if is_short else fraction
     train = [index for index, x in enumerate(hashes) if x >= limit]
@@ -185,6 +187,7 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
         text = "which leaves none to train on; lower --prompts.held-out-fraction, or add prompts."
         raise DataError(f"all {len(hashes)} prompts of {name} are held out for evaluation, {text}")
     held_out = [index for index, x in enumerate(hashes) if x < limit]
+    # ordered by hash, so that the first n are a random sample of the data in any order of the rows
     return train, sorted(held_out, key=lambda index: (hashes[index], index))
 
 

@@ -1,9 +1,9 @@
-"""Rules, their findings, and proposed changes of the command line."""
+"""Rules, read from ``rules.toml``, and their findings with proposed changes of the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from gruppo.doctor.record import Record, Series, Span
@@ -24,15 +24,27 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a rule found. The first of the ``changes`` is the one to try first."""
+class Match:
+    """What a check found: the changes to try, the first one first, and what the rule's text needs."""
 
+    changes: Sequence[Change] = ()
+    case: str = ""
+    """Key of the meaning, if the rule has several."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values in the text of the meaning."""
+    evidence: Sequence[tuple[Series, Sequence[Span]]] = ()
+    """Shown before the metrics of the rule: a series, and the spans of steps over which its means are given."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found, ready to be printed."""
+
+    rule: str
+    title: str
     measured: Sequence[tuple[str, Sequence[Span]]]
-    """Metrics, each with its mean over one or more spans of steps."""
     meaning: str
     changes: Sequence[Change] = ()
-    rule: str = ""
-    title: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -42,7 +54,6 @@ class Finding:
                 {"metric": metric, "mean": span.mean, "steps": [span.first, span.last]}
                 for metric, spans in self.measured
                 for span in spans
-                if span.count
             ],
             "meaning": self.meaning,
             "changes": [{"options": dict(change.settings), "why": change.why} for change in self.changes],
@@ -51,17 +62,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """A known problem: the metrics that show it, and the check that reads them."""
+    """A known problem. The fields are explained in ``rules.toml``."""
 
     name: str
+    check: Callable[[Record], Match | None]
     title: str
-    check: Callable[[Record], Finding | None]
-    reads: tuple[str, ...] = ()
-    """Metrics without which the rule cannot be checked; a name that ends with / is a prefix."""
+    reads: Sequence[str]
+    meaning: str | Mapping[str, str]
     min_steps: int = 1
-    """Steps in which the first metric has to be logged."""
-    is_first: bool = False
-    """Reported before other rules, because it makes other metrics unreliable."""
+    shows: Sequence[str] = ()
 
     def skip_reason(self, run: Record) -> str:
         """Why the run cannot be checked; empty if it can."""
@@ -75,14 +84,10 @@ class Rule:
         return ""
 
     def find(self, run: Record) -> Finding | None:
-        finding = self.check(run)
-        return finding and replace(finding, rule=self.name, title=self.title)
-
-
-def measured(*items: Series | tuple[Any, ...]) -> list[tuple[str, Sequence[Span]]]:
-    """Evidence of a finding: a series stands for its first and last third, a tuple for a series and its spans.
-
-    A series that was never logged is left out.
-    """
-    pairs = [(i, (i.third(0), i.third(2))) if isinstance(i, Series) else (i[0], i[1:]) for i in items]
-    return [(series.name, spans) for series, spans in pairs if len(series)]
+        if (match := self.check(run)) is None:
+            return None
+        text = self.meaning if isinstance(self.meaning, str) else self.meaning[match.case]
+        shown = [run.reward if name == "reward" else run[name] for name in self.shows]
+        evidence = [*match.evidence, *((series, (series.third(0), series.third(2))) for series in shown)]
+        measured = [(series.name, spans) for series, spans in evidence if len(series)]  # the others were never logged
+        return Finding(self.name, self.title, measured, text.format(**match.values), match.changes)

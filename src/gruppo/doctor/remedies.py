@@ -108,3 +108,11 @@ def scale_weights(run: Record, factors: Mapping[str, float], why: str) -> list[C
         return []
     values = (number(weight * factor) for weight, factor in zip(weights, factors.values(), strict=True))
     return [Change({"--scoring.weights": " ".join(values)}, why)]
+
+
+def shorter(run: Record) -> list[Change]:
+    """Penalize completions near the limit, or leave truncated ones out of the loss if that is done already."""
+    limit = run.config.rollout.max_new_tokens
+    if run.config.objective.overlong or limit < 5:
+        return set_objective(run, "ignores truncated completions", mask_truncated=True)
+    return set_objective(run, "penalizes the last fifth before the limit (DAPO)", overlong=limit // 5)

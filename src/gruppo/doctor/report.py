@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,40 @@ from gruppo.config.schema import IN_MEMORY
 from gruppo.doctor import optimizer_rules, policy_rules, reward_rules
 from gruppo.doctor.findings import Finding, Rule
 from gruppo.doctor.record import Record, read
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.tracking.formatting import number, visible
 
-_ALL = (*policy_rules.RULES, *reward_rules.RULES, *optimizer_rules.RULES)
-RULES: Sequence[Rule] = tuple(sorted(_ALL, key=lambda rule: not rule.is_first))
+CHECKS = {
+    "ratio-not-1": policy_rules.check_ratio,
+    "mismatch": policy_rules.check_mismatch,
+    "reward-failures": reward_rules.check_failures,
+    "skipped-updates": optimizer_rules.check_skipped,
+    "warmup-too-long": optimizer_rules.check_warmup,
+    "unchanged-weights": optimizer_rules.check_unchanged_weights,
+    "entropy-collapse": policy_rules.check_entropy,
+    "kl-blow-up": policy_rules.check_kl,
+    "over-clipping": policy_rules.check_over_clipping,
+    "inert-clip": policy_rules.check_inert_clip,
+    "early-stop": policy_rules.check_early_stop,
+    "length-growth": policy_rules.check_length,
+    "truncation": policy_rules.check_truncation,
+    "zero-spread": reward_rules.check_zero_spread,
+    "flat-reward": reward_rules.check_flat_reward,
+    "reward-hacking": reward_rules.check_hacking,
+    "conflicting-rewards": reward_rules.check_conflict,
+    "dominated-reward": reward_rules.check_dominated,
+    "policy-loss": optimizer_rules.check_policy_loss,
+    "supervised-loss": optimizer_rules.check_supervised_loss,
+    "consistency-loss": optimizer_rules.check_consistency_loss,
+    "advantages": optimizer_rules.check_advantages,
+    "critic": optimizer_rules.check_critic,
+    "denoising-step": optimizer_rules.check_denoising_steps,
+    "gradient-clipping": optimizer_rules.check_gradient_norm,
+    "out-of-memory": optimizer_rules.check_memory,
+    "repeated-back-off": optimizer_rules.check_returns,
+}
+_TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+RULES: Sequence[Rule] = [Rule(name, CHECKS[name], **fields) for name, fields in _TABLE.items()]
 """All rules, in the order of the report."""
 
 
@@ -103,7 +133,7 @@ def suggestion(report: Report) -> Text:
     config, advice = report.run.config, "\nTry one change at a time"
     if IN_MEMORY not in (config.model, config.data, *config.reward, config.environment.reply):
         path = shlex.quote(str(report.run.folder / "config.json"))
-        return Text(f"{advice}: {program()} train {path} {' '.join(map(shlex.quote, str(change).split()))}")
+        return Text(f"{advice}: {command_name()} train {path} {' '.join(map(shlex.quote, str(change).split()))}")
     # The run was started from Python, with objects that the command line cannot name.
     arguments = []
     for option, value in change.settings.items():

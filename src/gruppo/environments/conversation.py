@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gruppo.environments.environment import Environment, ReplyRequest
 from gruppo.seeds import seed_at
-from gruppo.timeouts import Unanswered
+from gruppo.timeouts import CallError
 from gruppo.types import Finish, Request, Rollouts
 
 Generate = Callable[..., Rollouts]
@@ -61,7 +61,7 @@ def converse(
         )
         replies = {}
         for row, answer in answers.items():
-            if isinstance(answer, Unanswered):
+            if isinstance(answer, CallError):
                 failures[row] = answer.message
             elif answer is None:
                 ended[row] = True

@@ -11,7 +11,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gruppo.timeouts import Unanswered, keywords_of, missing_column, name_of, start, wait_for, within
+from gruppo.timeouts import (
+    CallError,
+    accepted_keywords,
+    call_with_timeout,
+    function_name,
+    missing_column_message,
+    run_awaitable,
+    start_call,
+)
 from gruppo.types import DataError, GruppoError, Prompt
 
 PROVIDED = ("text", "messages", "state", "turn", "seed", "prompt")
@@ -66,9 +74,9 @@ class Environment:
                 "__call__."
             )
         self.fn, self.turns, self.max_reply_tokens, self.timeout_s = fn, turns, max_reply_tokens, timeout_s
-        self.name = name_of(fn)
+        self.name = function_name(fn)
         self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
-        self._parameters, self._takes_all = keywords_of(fn, f"environment {self.name!r}")
+        self._parameters, self._takes_all = accepted_keywords(fn, f"environment {self.name!r}")
         self.elapsed_s = 0.0
         """Seconds spent in ``replies`` so far."""
 
@@ -77,9 +85,9 @@ class Environment:
         known = {*PROVIDED, *columns}
         for name, required in self._parameters.items():
             if required and name not in known:
-                raise DataError(missing_column(f"environment {self.name!r}", name, columns, PROVIDED))
+                raise DataError(missing_column_message(f"environment {self.name!r}", name, columns, PROVIDED))
 
-    def replies(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Reply | Unanswered | None]:
+    def replies(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Reply | CallError | None]:
         """By the same key: the reply, None at the end of the conversation, or why there is no reply."""
         began = time.perf_counter()
         try:
@@ -93,7 +101,7 @@ class Environment:
         waiting, late = list(requests), 0
         while waiting:
             if late == MAX_LATE_REPLIES:
-                problem = Unanswered("timeout", f"skipped: {late} replies of this turn were late")
+                problem = CallError("timeout", f"skipped: {late} replies of this turn were late")
                 return answers | dict.fromkeys(waiting, problem)
             finished = self._until_late([requests[key] for key in waiting])
             answers |= dict(zip(waiting, finished, strict=False))
@@ -113,24 +121,24 @@ class Environment:
                 began[0] = time.monotonic()
                 try:
                     raw = self.fn(**self._keywords(request))
-                    raw = wait_for(raw) if inspect.isawaitable(raw) else raw
-                    answer: Reply | Unanswered | None = parse_reply(raw, request.prompt.inputs)
-                except Unanswered as problem:
+                    raw = run_awaitable(raw) if inspect.isawaitable(raw) else raw
+                    answer: Reply | CallError | None = parse_reply(raw, request.prompt.inputs)
+                except CallError as problem:
                     answer = problem
                 except (Exception, SystemExit) as error:
-                    answer = Unanswered.of(error)
+                    answer = CallError.from_exception(error)
                 if not is_over.is_set():
                     answers.append(answer)
 
         if self.timeout_s is None:
-            within(work, None)
+            call_with_timeout(work, None)
             return answers
-        call = start(work)
+        call = start_call(work)
         while not call.done.wait(max(began[0] + self.timeout_s - time.monotonic(), 0.001)):
             if time.monotonic() - began[0] >= self.timeout_s:
                 is_over.set()
                 call.abandon()
-                return [*answers, Unanswered("timeout", f"no answer within {self.timeout_s:.3g} s")]
+                return [*answers, CallError("timeout", f"no answer within {self.timeout_s:.3g} s")]
         call.result()
         return answers
 
@@ -139,21 +147,21 @@ class Environment:
             try:
                 return await self.fn(**self._keywords(request))
             except SystemExit as error:  # it would end the event loop
-                return Unanswered.of(error)
+                return CallError.from_exception(error)
 
         async def reply(request: ReplyRequest) -> Any:
             began = time.monotonic()
             try:
                 raw = await asyncio.wait_for(call(request), self.timeout_s)
-                return raw if isinstance(raw, Unanswered) else parse_reply(raw, request.prompt.inputs)
-            except Unanswered as problem:
+                return raw if isinstance(raw, CallError) else parse_reply(raw, request.prompt.inputs)
+            except CallError as problem:
                 return problem
             except Exception as error:
                 # a TimeoutError of the function itself is an ordinary exception
                 is_late = self.timeout_s is not None and time.monotonic() - began >= self.timeout_s
                 if isinstance(error, TimeoutError) and is_late:
-                    return Unanswered("timeout", f"no answer within {self.timeout_s:.3g} s")
-                return Unanswered.of(error)
+                    return CallError("timeout", f"no answer within {self.timeout_s:.3g} s")
+                return CallError.from_exception(error)
 
         async def reply_all() -> list[Any]:
             return await asyncio.gather(*map(reply, requests.values()))
@@ -161,11 +169,11 @@ class Environment:
         # wait_for cannot interrupt a coroutine that blocks the event loop
         deadline = None if self.timeout_s is None else self.timeout_s + 1.0
         try:
-            answers = within(lambda: wait_for(reply_all()), deadline)
-        except Unanswered as problem:
+            answers = call_with_timeout(lambda: run_awaitable(reply_all()), deadline)
+        except CallError as problem:
             if problem.kind == "timeout":
                 text = f"no answer within {self.timeout_s:.3g} s: a coroutine blocks, and all others with it"
-                problem = Unanswered("timeout", f"{text}. Await what takes time, or write def instead of async def.")
+                problem = CallError("timeout", f"{text}. Await what takes time, or write def instead of async def.")
             return dict.fromkeys(requests, problem)
         return dict(zip(requests, answers, strict=True))
 
@@ -192,7 +200,7 @@ class Environment:
 
 
 def parse_reply(raw: Any, inputs: Any) -> Reply | None:
-    """What an environment returned, as messages, or as a text where the prompt is one. Raises Unanswered for others."""
+    """What an environment returned, as messages, or as a text where the prompt is one. Raises CallError for others."""
     if raw is None or (isinstance(raw, str) and isinstance(inputs, str)):
         return raw
     if isinstance(raw, str):
@@ -210,5 +218,5 @@ def parse_reply(raw: Any, inputs: Any) -> Reply | None:
     elif any(message["role"] == "assistant" for message in messages):
         need = "the assistant is the policy, and only the policy writes its messages"
     if need:
-        raise Unanswered("exception", f"returned {raw!r:.80} ({type(raw).__name__}); {need}", type(raw).__name__)
+        raise CallError("exception", f"returned {raw!r:.80} ({type(raw).__name__}); {need}", type(raw).__name__)
     return [dict(message) for message in messages]

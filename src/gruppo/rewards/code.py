@@ -16,11 +16,11 @@ from gruppo.rewards.code_asserts import BadTest
 from gruppo.rewards.code_cases import ProgramTests, read_tests
 from gruppo.rewards.sandbox.jail import CaseResult, Jail, JailError, SandboxLimits, require_jail
 from gruppo.rewards.text import text_of
-from gruppo.timeouts import Unanswered
+from gruppo.timeouts import CallError
 from gruppo.types import DataError
 
 COLUMNS = ("tests", "test_list", "input_output")
-"""Where tests are looked for, in this order, unless ``column`` says where."""
+"""Columns that tests are read from, the first that exists, unless ``column`` names another."""
 _FENCE = re.compile(r"(?P<prefix>[ \t>]*)(?P<mark>`{3,}|~{3,})(?P<rest>[^`]*)")
 _PYTHON = {"python", "py", "python3", "{python}", "{.python}"}
 _MOST_WORKERS = 16
@@ -42,13 +42,13 @@ class CodeTests:
     """The share of a row's tests that the program in a completion passes, 0 to 1. In TRL's calling convention.
 
     The program is the last block of the completion that is fenced as Python; without one the last fenced block, closed
-    or not; without a fence the whole text. It runs in a jail (``gruppo.rewards.sandbox``) and hands out plain data;
+    or not; without a fence the whole text. It runs in a jail (``gruppo.rewards.sandbox``) and returns plain data;
     what is expected never enters the jail, so no exit code, print or ``__eq__`` can pass for a right answer.
 
     ``all_or_nothing``: 1 where every test passes, else 0. ``column``: where the tests are. ``limits``: of a program.
     ``workers``: programs that run at once; 0: one for each processor, up to 16. A row without tests is not scored; one
-    whose tests cannot be judged from outside is a failure that says why. What a policy can gain: tests that stand in
-    the prompt can be answered from a table.
+    whose tests cannot be judged from outside is a failure with the reason. Weakness: tests that stand in the prompt can
+    be answered from a table.
     """
 
     __name__ = "code_tests"
@@ -78,7 +78,7 @@ class CodeTests:
         log_extra: Callable[[str, Iterable[Any]], None] | None = None,
         **columns: Any,
     ) -> list[Any]:
-        """One number for each completion; None without tests; ``Unanswered`` where none could be found."""
+        """One number for each completion; None without tests; ``CallError`` where none could be found."""
         programs = [program_in(text_of(completion)) for completion in completions]
         found = self._run(programs, self._read_tests(len(completions), columns))
         scores = [each if isinstance(each, ProgramScore) else None for each in found]
@@ -114,11 +114,11 @@ class CodeTests:
 
     def _run(
         self, programs: Sequence[str], tests: Sequence[ProgramTests | BadTest | None]
-    ) -> list[ProgramScore | Unanswered | None]:
+    ) -> list[ProgramScore | CallError | None]:
         """Score each row. A program that is written twice for one task, as by a policy that is sure, is run once."""
         keys = [(program, id(test)) for program, test in zip(programs, tests, strict=True)]
         tasks = dict(zip(keys, zip(programs, tests, strict=True), strict=True))
-        jails = _Jails(self.limits)
+        jails = _JailPool(self.limits)
         pool = ThreadPoolExecutor(max(1, min(self.workers, len(tasks))), thread_name_prefix="gruppo-code")
         try:
             scores = dict(zip(tasks, pool.map(lambda task: jails.score(*task), tasks.values()), strict=True))
@@ -131,19 +131,19 @@ class CodeTests:
                 jail.close()
 
 
-class _Jails:
-    """Interpreters that wait for programs: as many as are used at once."""
+class _JailPool:
+    """Idle interpreters, and as many as are in use at once."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits, self.opened, self._idle = limits, list[Jail](), queue.SimpleQueue[Jail]()
         self._setup_problems = dict[str, str]()
         """By the text of a setup; empty where there is none."""
 
-    def score(self, program: str, tests: ProgramTests | BadTest | None) -> ProgramScore | Unanswered | None:
+    def score(self, program: str, tests: ProgramTests | BadTest | None) -> ProgramScore | CallError | None:
         if tests is None:
             return None
         if isinstance(tests, BadTest):
-            return Unanswered("exception", str(tests), str(tests))
+            return CallError("exception", str(tests), str(tests))
         if not program.strip():
             return ProgramScore(0, len(tests.cases), ("no_program",) * len(tests.cases), "there is no program")
         requests, caps = [case.request for case in tests.cases], [tests.cap] * len(tests.cases)
@@ -166,11 +166,11 @@ class _Jails:
                     self._setup_problems[tests.setup] = _printable(alone.message) if is_its_own else ""
                 problem = self._setup_problems[tests.setup]
         except JailError as error:  # the jail is not used again
-            return Unanswered("exception", f"the jail failed: {error}", "jail")
+            return CallError("exception", f"the jail failed: {error}", "jail")
         self._idle.put(jail)
         if problem:
             message = f"its tests cannot be used: its setup (test_imports, test_setup_code) fails: {problem}"
-            return Unanswered("exception", message, message)
+            return CallError("exception", message, message)
         return score_results(results, tests)
 
 

@@ -1,6 +1,6 @@
 """Assert statements in two parts: calls of the program, which go into the jail, and what is expected, which does not.
 
-``assert abs(f(2) - 1.41) < 0.01``: the jail is asked for ``f(2)``; 1.41, the difference and ``<`` stay outside.
+``assert abs(f(2) - 1.41) < 0.01``: the jail evaluates ``f(2)``; 1.41, the difference and ``<`` stay outside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gruppo.rewards.code_compare import Approx, equal
 from gruppo.rewards.sandbox.jail import CaseResult
 
 Judge = Callable[[Sequence[Any]], Any]
-"""From the values of the expressions that the jail was asked for."""
+"""Function of the values of the expressions that the jail evaluated."""
 _MOST_ITEMS = 10_000_000
 
 
@@ -28,7 +28,7 @@ class BadTest(Exception):
 
 @dataclass(frozen=True)
 class ProgramCase:
-    """What the jail is asked for, and how its answer is judged. Only ``request`` ever enters the jail."""
+    """A request to the jail, and how its result is judged. Only ``request`` ever enters the jail."""
 
     request: Any
     """Expressions, a tuple; or the text of standard input."""
@@ -42,8 +42,8 @@ class ProgramCase:
     def passes(self, result: CaseResult) -> bool:
         """Whether the result is what is expected. A value that cannot be compared is not.
 
-        An exception is of an expected type where its own type, or the built-in one that this derives from, is. A
-        NameError counts only by name: without the function that is tested, each call raises one.
+        An exception counts by its type, or by the built-in type that this derives from. NameError counts by name
+        alone: without the function that is tested, each call raises one.
         """
         try:
             if not self.exceptions:
@@ -62,7 +62,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_TYPES,
     **{f.__name__: f for f in (sorted, len, sum, min, max, abs, round, any, all, isinstance, range)},
     **{f.__name__: f for f in (map, filter, zip, enumerate, reversed)},
-    **{"math.isclose": math.isclose, "math.sqrt": math.sqrt, "pytest.approx": Approx, "approx": Approx},
+    **{f"math.{f.__name__}": f for f in (math.isclose, math.isnan, math.isinf, math.floor, math.ceil, math.sqrt)},
+    **{"pytest.approx": Approx, "approx": Approx},
 }
 """Functions that are not the program's. What is expected may call those that build plain data."""
 _EXCEPTIONS = {
@@ -122,7 +123,7 @@ def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
 
 
 class _Reader:
-    """Reads one assert; collects what the jail is asked for."""
+    """Reads one assert; collects the expressions that the jail evaluates."""
 
     def __init__(self) -> None:
         self.sources: list[str] = []
@@ -148,6 +149,8 @@ class _Reader:
                     raise BadTest("isinstance is understood of the types of plain data")
                 part, types = self.inside(a), tuple(_TYPES[name] for name in names)
                 return lambda values: isinstance(part(values), types)
+            case ast.Call(func=ast.Attribute() as func, args=[_]) if _name(func) in ("math.isnan", "math.isinf"):
+                return self._side(node)
         if _mentions(node) and not _is_plain_call(node):
             raise BadTest(_judges_itself(node))
         return self._side(node)
@@ -184,6 +187,9 @@ class _Reader:
             case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=left, op=ast.Sub(), right=right)]):
                 a, b = self._sides([left, right])
                 return lambda values: abs(a(values) - b(values))
+            case ast.Call(func=ast.Attribute() as func, args=[arg]) if _name(func) in _FUNCTIONS and _mentions(arg):
+                part, function = self._side(arg), _FUNCTIONS[_name(func)]  # of math, which a program may not import
+                return lambda values: function(part(values))
             case ast.List(elts=items) | ast.Tuple(elts=items) if _mentions(node):
                 parts = list(map(self._side, items))
                 return lambda values: _DISPLAYS[type(node)](part(values) for part in parts)
@@ -193,14 +199,14 @@ class _Reader:
         return self.inside(node)
 
     def inside(self, node: ast.expr) -> Judge:
-        """An expression that the jail is asked for. What is expected must not be in it."""
+        """An expression that the jail evaluates. What is expected must not be in it."""
         if not _mentions(node):
             raise BadTest("it calls nothing of the program")
         for part in ast.walk(node):
             if isinstance(part, (ast.Compare, ast.BoolOp, ast.IfExp, ast.NamedExpr)) and _mentions(part):
                 raise BadTest(_judges_itself(part))
             if isinstance(part, ast.Attribute) and part.attr.startswith("__"):
-                raise BadTest(f"{part.attr} would be asked of the program itself; compare with ==")
+                raise BadTest(f"{part.attr} would be answered by the program itself; compare with ==")
             if isinstance(part, ast.Name) and part.id in _REFUSED:
                 raise BadTest(f"{part.id} is not understood; call the function itself")
         outer: list[ast.AST] = [node]
@@ -216,7 +222,7 @@ class _Reader:
 
 
 def _is_plain_call(node: ast.expr) -> bool:
-    """``f(x)``, ``module.f(x)`` or ``Class().f(x)``: the function itself answers, and is not told what is expected.
+    """``f(x)``, ``module.f(x)`` or ``Class().f(x)``: the function itself answers, without the expected value.
 
     Not ``f(x).equals(y)``, where what the program gave would answer, nor ``is_close(f(x), y)``.
     """
@@ -253,8 +259,8 @@ def _evaluate(node: ast.expr) -> Any:
             return _DISPLAYS[type(node)](map(_evaluate, items))
         case ast.Dict(keys=keys, values=items) if None not in keys:
             return {_evaluate(key): _evaluate(item) for key, item in zip(keys, items, strict=True) if key is not None}
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluate(operand)
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as op, operand=operand):
+            return -_evaluate(operand) if isinstance(op, ast.USub) else +_evaluate(operand)
         case ast.Attribute() if _name(node) in _CONSTANTS:
             return _CONSTANTS[_name(node)]
         case ast.Call(func=func, args=args, keywords=keywords) if _name(func) in _FUNCTIONS:

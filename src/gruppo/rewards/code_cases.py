@@ -1,4 +1,4 @@
-"""The tests of a row: from the forms that data sets have to cases that the jail can be asked for."""
+"""The tests of a row: from the forms of data sets to cases for the jail."""
 
 from __future__ import annotations
 

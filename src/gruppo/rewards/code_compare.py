@@ -15,7 +15,7 @@ _LONGEST_NUMBER = 400
 
 @dataclass(frozen=True)
 class Approx:
-    """An expected value with tolerances of its own, as ``pytest.approx``: |got - value| <= max(rel |value|, abs).
+    """An expected value with its own tolerances, as ``pytest.approx``: |got - value| <= max(rel |value|, abs).
 
     Without ``rel``, 1e-6, or nothing where ``abs`` is there; without ``abs``, 1e-12.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gruppo.protocols import Reward
 from gruppo.rewards.text import text_of
-from gruppo.timeouts import Unanswered, keywords_of, missing_column, name_of, wait_for
+from gruppo.timeouts import CallError, accepted_keywords, function_name, missing_column_message, run_awaitable
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
@@ -78,7 +78,7 @@ class Answer:
 
 
 RowCall = Callable[[Sequence[int]], Answer]
-"""Scores the given rows. Raises whatever the reward raises, or ``Unanswered``."""
+"""Scores the given rows. Raises whatever the reward raises, or ``CallError``."""
 
 
 class FunctionReward:
@@ -103,14 +103,14 @@ class FunctionReward:
                 " as def reward(completions, **kwargs) that returns one number per completion. Pass the function"
                 " itself, not its result."
             )
-        self.fn, self.name = fn, name or name_of(fn)
+        self.fn, self.name = fn, name or function_name(fn)
         self.timeout_s: float | None = getattr(fn, "timeout_s", timeout_s)
         self.separator: str | None = getattr(fn, "step_separator", None)
         self.scores_steps = self.separator is not None
         self.decode: Decode | None = None
         """Set by ``RewardSet.set_decoder``; needed to find the token that ends each step."""
         self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
-        self._parameters, self._takes_all = keywords_of(fn, f"reward {self.name!r}")
+        self._parameters, self._takes_all = accepted_keywords(fn, f"reward {self.name!r}")
         self.requested_columns = frozenset(self._parameters)
         self._provided = (*PROVIDED, "steps") if self.scores_steps else PROVIDED
         self._check: Callable[[Collection[str]], None] | None = getattr(fn, "check", None)
@@ -120,7 +120,7 @@ class FunctionReward:
         """Refuse data without a column that the function requires. ``columns_of`` lists the columns of prompts."""
         for name, is_required in self._parameters.items():
             if is_required and name not in {*self._provided, *columns}:
-                raise DataError(missing_column(f"reward {self.name!r}", name, columns, self._provided))
+                raise DataError(missing_column_message(f"reward {self.name!r}", name, columns, self._provided))
         if self._check is not None:
             self._check(columns)
         self._data_columns.update(columns)
@@ -166,7 +166,7 @@ class FunctionReward:
                 once["steps"] = [[step.text for step in row] for row in steps]
             arguments |= {name: value for name, value in once.items() if self._takes_all or name in self._parameters}
             returned = self.fn(**arguments)
-            returned = wait_for(returned) if inspect.isawaitable(returned) else returned
+            returned = run_awaitable(returned) if inspect.isawaitable(returned) else returned
             answer.values = _as_list(returned, len(rows))
             if self.scores_steps:
                 answer.values = [self._place(rollouts, *x) for x in zip(rows, answer.values, steps, strict=True)]
@@ -181,16 +181,16 @@ class FunctionReward:
         text, ids = text_of(rollouts.completions[row]), rollouts.actions[row][columns].tolist()
         try:
             ends = columns[step_ends(steps, text, ids, self.decode)].tolist()
-        except Unanswered as error:
+        except CallError as error:
             return error
         if entry is None:
             return None
         entry = entry.tolist() if hasattr(entry, "tolist") else entry
         if not isinstance(entry, (list, tuple)):
             got = f"returned {entry!r:.60} ({type(entry).__name__}) for a completion"
-            return Unanswered("exception", f"{got}; a step reward returns a list of numbers for each, or None")
+            return CallError("exception", f"{got}; a step reward returns a list of numbers for each, or None")
         if len(entry) != len(steps):
-            return Unanswered("exception", f"returned {len(entry)} numbers for a completion of {len(steps)} steps")
+            return CallError("exception", f"returned {len(entry)} numbers for a completion of {len(steps)} steps")
         return StepScores(ends, entry[: len(ends)])
 
 
@@ -233,11 +233,11 @@ class ObjectReward:
             mask = rollouts.mask[list(rows)]
             if not isinstance(returned, Tensor) or returned.shape != mask.shape:
                 got = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
-                raise Unanswered("count", f"returned {got}; it needs {tuple(mask.shape)}, NaN where no step ends")
+                raise CallError("count", f"returned {got}; it needs {tuple(mask.shape)}, NaN where no step ends")
             returned = returned.detach().cpu()
             is_step = ~returned.isnan() & mask
             is_outside = (~mask & ~returned.isnan() & (returned != 0)).any(dim=1).tolist()
-            error = Unanswered("exception", "has a score at an action that the policy did not choose; use NaN or 0")
+            error = CallError("exception", "has a score at an action that the policy did not choose; use NaN or 0")
             ends = [row.nonzero()[:, 0] for row in is_step]
             rows_of = zip(returned, ends, is_outside, strict=True)
             return Answer(
@@ -257,16 +257,16 @@ def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
 
 
 def _as_list(returned: Any, size: int) -> list[Any]:
-    """The returned values as a list; ``Unanswered`` unless there is one for each of ``size`` rows."""
+    """The returned values as a list; ``CallError`` unless there is one for each of ``size`` rows."""
     if isinstance(returned, (Tensor, np.ndarray)):
         if returned.ndim != 1:
-            raise Unanswered("count", f"returned shape {tuple(returned.shape)}; it needs one number per completion")
+            raise CallError("count", f"returned shape {tuple(returned.shape)}; it needs one number per completion")
         returned = returned.tolist()
     if not isinstance(returned, (list, tuple)):
         got = f"returned {returned!r:.60} ({type(returned).__name__})"
-        raise Unanswered("exception", f"{got}; it needs a list of one number per completion", type(returned).__name__)
+        raise CallError("exception", f"{got}; it needs a list of one number per completion", type(returned).__name__)
     if len(returned) != size:
-        raise Unanswered("count", f"returned {len(returned)} rewards for {size} completions")
+        raise CallError("count", f"returned {len(returned)} rewards for {size} completions")
     return list(returned)
 
 
@@ -320,7 +320,7 @@ def step_ends(steps: Sequence[TextStep], text: str, ids: Sequence[int], decode: 
     of several ids is complete at its last one.
     """
     if not decode(ids).startswith(text):
-        raise Unanswered("exception", "its text differs from its decoded tokens, so its steps cannot be located")
+        raise CallError("exception", "its text differs from its decoded tokens, so its steps cannot be located")
 
     def written(index: int) -> int:
         """Characters of the text that the ids up to ``index`` have written."""

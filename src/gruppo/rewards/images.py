@@ -170,7 +170,6 @@ def ocr_accuracy(read: OcrReader | None = None, *, line: bool = True, ignore_cas
 
 def _ocr_reward(name: str, read: OcrReader | None, line: bool, ignore_case: bool) -> ImageReward:
     reader = read or rapidocr(line=line)
-
     normalise: Callable[[str], str] = str.casefold if ignore_case else str
 
     def score(image: Image, text: Any) -> float | None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gruppo.loading import why_not_opened
+from gruppo.loading import transformers_error
 from gruppo.rewards.functions import split_steps, step_reward
 from gruppo.rewards.text import text_of
 from gruppo.types import GruppoError
@@ -379,7 +379,7 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
         raise
     except Exception as error:  # transformers and the file formats raise many kinds
         raise GruppoError(
-            f"reward model {path!r} could not be loaded: {why_not_opened(error, what)} Use a folder with the model "
+            f"reward model {path!r} could not be loaded: {transformers_error(error, what)} Use a folder with the model "
             "and its tokenizer, or a hub id that this machine can reach or has cached."
         ) from error
     finally:

@@ -24,7 +24,15 @@ from torch.nn.functional import pad
 
 from gruppo.protocols import Reward
 from gruppo.rewards.functions import Answer, Decode, FunctionReward, ObjectReward, RowCall, StepScores
-from gruppo.timeouts import Call, Kind, Unanswered, abandoned_count, name_of, start, within
+from gruppo.timeouts import (
+    CallError,
+    FailureKind,
+    TimedCall,
+    abandoned_count,
+    call_with_timeout,
+    function_name,
+    start_call,
+)
 from gruppo.types import GruppoError, Rollouts
 
 SAME_ERRORS = 4
@@ -42,7 +50,7 @@ class Failure:
 
     row: int
     reward: str
-    kind: Kind
+    kind: FailureKind
     message: str
 
 
@@ -141,7 +149,7 @@ class RewardSet:
             elif callable(reward) and isinstance(getattr(reward, "name", None), str):
                 self._rewards.append(ObjectReward(reward, timeout_s))  # type: ignore[arg-type]
             else:
-                name = name_of(reward) if callable(reward) else None
+                name = function_name(reward) if callable(reward) else None
                 self._rewards.append(FunctionReward(reward, name=name, timeout_s=timeout_s))
             name, used_s = self._rewards[-1].name, self._rewards[-1].timeout_s
             if used_s is not None and not used_s > 0:
@@ -159,12 +167,9 @@ class RewardSet:
         """Whether a reward that scores whole rows has a weight."""
         self.requested_columns = frozenset(name for reward in self._rewards for name in reward.requested_columns)
         """Columns that some reward reads, where the data have them."""
-
-    @property
-    def memory_bytes(self) -> dict[str, int]:
-        """Memory of the reward models' weights, by name."""
         sizes = {name: getattr(r.fn, "memory_bytes", 0) for name, r in zip(self.names, self._rewards, strict=True)}
-        return {name: size for name, size in sizes.items() if size}
+        self.memory_bytes = {name: size for name, size in sizes.items() if size}
+        """Memory of the reward models' weights, by name."""
 
     def set_decoder(self, decode: Decode) -> None:
         """Set the policy's decoder, which step rewards need: ``policy.chat.text``."""
@@ -185,7 +190,7 @@ class RewardSet:
         ]
         results = [result for _, result in pairs]
         tasks = [partial(score_rows, r.prepare(rollouts, step, max_steps), rows, x, r.timeout_s) for r, x in pairs]
-        running = [start(task) for task, reward in zip(tasks, self._rewards, strict=True) if reward.is_async]
+        running = [start_call(task) for task, reward in zip(tasks, self._rewards, strict=True) if reward.is_async]
         for task, reward in zip(tasks, self._rewards, strict=True):
             if not reward.is_async:
                 task()
@@ -222,7 +227,7 @@ class RewardResult:
     def record(self, rows: Sequence[int], answer: Answer) -> None:
         for row, value in zip(rows, answer.values, strict=True):
             try:
-                if isinstance(value, Unanswered):
+                if isinstance(value, CallError):
                     raise value
                 if not isinstance(value, StepScores):
                     self.rewards[row] = as_reward(value)
@@ -233,7 +238,7 @@ class RewardResult:
                 for column, score in zip(value.columns, scores, strict=True):
                     if score == score:  # two steps may end in one action
                         self.steps[row, column] = score + self.steps[row, column].nan_to_num()
-            except Unanswered as error:
+            except CallError as error:
                 self.fail([row], error)
         for metric, number in answer.metrics:
             self.metrics.setdefault(metric, []).append(number)
@@ -242,13 +247,13 @@ class RewardResult:
             for row, value in zip(rows, values, strict=True):
                 logged[row] = value
 
-    def fail(self, rows: Sequence[int], error: Unanswered) -> None:
+    def fail(self, rows: Sequence[int], error: CallError) -> None:
         for row in rows:
             self.failures[row] = Failure(row, self.name, error.kind, error.message)
 
 
 def as_reward(value: Any) -> float:
-    """One returned value as a float: NaN for None; ``Unanswered`` for anything but a finite float32."""
+    """One returned value as a float: NaN for None; ``CallError`` for anything but a finite float32."""
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         value = value.item()
     if value is None:
@@ -256,9 +261,9 @@ def as_reward(value: Any) -> float:
     if not isinstance(value, (int, float)):
         hint = "; mark a function that scores each step with gruppo.rewards.step_reward" * isinstance(value, list)
         got = f"returned {value!r:.60} ({type(value).__name__})"
-        raise Unanswered("exception", f"{got}; each entry is a number or None{hint}")
+        raise CallError("exception", f"{got}; each entry is a number or None{hint}")
     if not abs(value) <= _MAX_FLOAT32:
-        raise Unanswered("not_finite", f"returned {value!r:.60}; a reward is a finite float32, or None for not scored")
+        raise CallError("not_finite", f"returned {value!r:.60}; a reward is a finite float32, or None for not scored")
     return float(value)
 
 
@@ -274,19 +279,17 @@ def score_rows(call: RowCall, rows: Sequence[int], result: RewardResult, timeout
     if not rows:
         return
     try:
-        result.record(rows, within(partial(call, rows), timeout_s))
-    except Unanswered as error:
+        result.record(rows, call_with_timeout(partial(call, rows), timeout_s))
+    except CallError as error:
         if len(rows) == 1 or error.kind == "count":
             result.fail(rows, error)
         elif error.kind == "timeout" and abandoned_count() >= MAX_ABANDONED:
-            result.fail(rows, Unanswered("timeout", f"not retried: {abandoned_count()} calls are still hanging"))
+            result.fail(rows, CallError("timeout", f"not retried: {abandoned_count()} calls are still hanging"))
         else:
             _retry(call, rows, result, timeout_s, error)
 
 
-def _retry(
-    call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float | None, first: Unanswered
-) -> None:
+def _retry(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: float | None, first: CallError) -> None:
     """Each row alone, all within one further timeout: one at a time after an exception, several after a timeout.
 
     A call that runs for more than a quarter of the timeout gives its place to the next row, so that hung rows starve no
@@ -295,13 +298,13 @@ def _retry(
     """
     deadline, patience = (math.inf, math.inf) if timeout_s is None else (time.monotonic() + timeout_s, timeout_s / 4)
     places = POOL_THREADS if first.kind == "timeout" else 1
-    waiting, running, finished = deque(rows), dict[int, Call](), queue.SimpleQueue[int]()
+    waiting, running, finished = deque(rows), dict[int, TimedCall](), queue.SimpleQueue[int]()
     tried = repeated = 0
     while (waiting or running) and repeated < SAME_ERRORS and (now := time.monotonic()) < deadline:
         busy = sum(now - thread.started < patience for thread in running.values())
         while waiting and busy < places:
             row = waiting.popleft()
-            running[row] = start(partial(call, [row]), partial(finished.put, row), here=timeout_s is None)
+            running[row] = start_call(partial(call, [row]), partial(finished.put, row), inline=timeout_s is None)
             busy += 1
         try:
             row = finished.get(timeout=min(deadline - now, patience / 4, 1.0))
@@ -309,14 +312,14 @@ def _retry(
             continue
         try:
             result.record([row], running.pop(row).result())
-        except Unanswered as error:
+        except CallError as error:
             result.fail([row], error)
             repeated += error.identity == first.identity and repeated == tried
         tried += 1
     for row, thread in running.items():
         thread.abandon()
-        result.fail([row], Unanswered("timeout", f"no answer within {timeout_s:.3g} s, alone or in the batch"))
-    late = Unanswered("timeout", f"not reached: other rows used up the further {timeout_s or 0:.3g} s")
+        result.fail([row], CallError("timeout", f"no answer within {timeout_s:.3g} s, alone or in the batch"))
+    late = CallError("timeout", f"not reached: other rows used up the further {timeout_s or 0:.3g} s")
     result.fail(list(waiting), first if repeated == SAME_ERRORS else late)
 
 

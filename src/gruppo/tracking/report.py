@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.tracking.files import read_lines, read_metrics, replace_file
 from gruppo.tracking.formatting import as_text, duration, number
 from gruppo.tracking.samples import BEFORE_AFTER, FOLDER
@@ -98,7 +98,7 @@ def closing_lines(
         parts.append(Padding(_evaluation_table(before, after), (1, 0, 0, 0)))
     if files := [(str(run_dir / name), text) for name, text in FILES.items() if (run_dir / name).exists()]:
         parts.append(_aligned("Files", files, "  "))
-    run, gruppo = shlex.quote(str(run_dir)), shlex.quote(program())
+    run, gruppo = shlex.quote(str(run_dir)), shlex.quote(command_name())
     prompt = question if question and question.isprintable() and len(question) <= MAX_PROMPT else "..."
     config = shlex.quote(str(run_dir / "config.json"))
     commands = [

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.platforms import sync_to_disk
 from gruppo.types import GruppoError
 
@@ -253,7 +253,7 @@ def _as_user_error(error: Exception, target: Path) -> Exception:
     if is_full:
         return GruppoError(
             f"the disk is full: {target} could not be written, and the save before it is intact. Free some space, then "
-            f"continue with {program()} resume."
+            f"continue with {command_name()} resume."
         )
     if isinstance(error, OSError | SafetensorError):
         reason = getattr(error, "strerror", None) or error

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.core.groups import has_no_spread
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.platforms import peak_memory_gib
 from gruppo.protocols import Policy
 from gruppo.rewards.scoring import Scores
@@ -69,10 +69,10 @@ def how_to_continue(path: Path) -> str:
     if not (path / "config.json").is_file():
         return "stopped by a signal before the run began; nothing was written. Give the command again."
     if checkpoint.steps(path / "checkpoints"):
-        return f"stopped by a signal; what is complete is saved. Continue with: {program()} resume {path}"
+        return f"stopped by a signal; what is complete is saved. Continue with: {command_name()} resume {path}"
     return (
         "stopped by a signal before a step was complete and saved: there is nothing to continue from. "
-        f"Begin again with: {program()} resume {path}"
+        f"Begin again with: {command_name()} resume {path}"
     )
 
 

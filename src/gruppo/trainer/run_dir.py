@@ -15,7 +15,7 @@ from typing import Any
 from gruppo import distributed as dist
 from gruppo.config import serialization
 from gruppo.config.schema import Config
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.platforms import FileLock
 from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
@@ -110,7 +110,7 @@ class RunFolder:
             return
         if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - {".lock", ".lock-owner", "log.txt"}:
             raise GruppoError(
-                f"the run folder {self.path} exists already. Choose another --name, continue it with {program()} "
+                f"the run folder {self.path} exists already. Choose another --name, continue it with {command_name()} "
                 f"resume {self.path}, or delete it."
             )
 

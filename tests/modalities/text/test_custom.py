@@ -13,8 +13,9 @@ from tests import own_models
 from tests.fakes import TinyGPT, requests
 from tests.own_models import own
 
+from gruppo.modalities.common.state_dict import load_strictly
 from gruppo.modalities.text import from_pretrained
-from gruppo.modalities.text.custom import ModelFunction, absolute_name, load_strictly, names_function
+from gruppo.modalities.text.custom import ModelFunction, absolute_name, names_function
 from gruppo.types import GruppoError, NumericalStop, Sampling
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -178,7 +179,7 @@ def test_weights_that_do_not_fit_are_refused_with_names_and_change_nothing():
     weights["extra"] = torch.zeros(1)
     weights["tokens.weight"] = torch.zeros(2, 2)
     text = said(lambda: load_strictly(module, weights, "there"))
-    assert "the weights in there do not fit this TinyGPT: 1 missing: head.bias; 1 unknown: extra; " in text
+    assert "the weights in there are of another network than TinyGPT: 1 missing: head.bias; 1 unknown: extra; " in text
     assert f"1 of another shape: tokens.weight (of {len(before)})" in text
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 

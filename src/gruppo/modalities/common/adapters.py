@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gruppo.loading import import_extra, program
+from gruppo.loading import command_name, import_extra
 from gruppo.modalities.common.lora import (
     POLICY,
     Base,
@@ -122,7 +122,7 @@ def model_of(name: str | Path) -> str:
             )
         return str(final)
     if (path / "manifest.json").is_file() and not any(path.glob("*.safetensors")):
-        raise GruppoError(f"the run {name} has no final model yet. Finish it with {program()} resume {name}.")
+        raise GruppoError(f"the run {name} has no final model yet. Finish it with {command_name()} resume {name}.")
     return str(name)
 
 

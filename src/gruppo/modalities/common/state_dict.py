@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -24,12 +25,21 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load all weights; if names or shapes differ, leave the module as it was and raise GruppoError."""
+    """Load all weights; if names or shapes differ, leave the module as it was and raise GruppoError.
+
+    Tied weights are in a file once, under any of their names.
+    """
     own = module.state_dict()
+    tied: dict[Any, list[str]] = {}  # names by memory
+    keys = {n: (t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else n for n, t in own.items()}
+    for name, key in keys.items():
+        tied.setdefault(key, []).append(name)
+    full = {name: weights[twin] for name in own for twin in tied[keys[name]] if twin in weights}
+    full |= {name: weights[name] for name in own.keys() & weights.keys()}
     differences = {
-        "missing": sorted(own.keys() - weights.keys()),
+        "missing": sorted(own.keys() - full.keys()),
         "unknown": sorted(weights.keys() - own.keys()),
-        "of another shape": sorted(n for n in own.keys() & weights.keys() if own[n].shape != weights[n].shape),
+        "of another shape": sorted(name for name, value in full.items() if own[name].shape != value.shape),
     }
     if any(differences.values()):
         listed = "; ".join(
@@ -41,4 +51,4 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
             f"the weights in {source} are of another network than {type(module).__name__}: {listed} (of {len(own)}). "
             "Give the network that they were saved from."
         )
-    module.load_state_dict(dict(weights))
+    module.load_state_dict(full)

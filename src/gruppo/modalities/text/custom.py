@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from gruppo.loading import is_file_name, load_object
+from gruppo.modalities.common.state_dict import load_strictly, read_safetensors
 from gruppo.modalities.text.backbones import PlainBackbone
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.protocols import Policy
@@ -145,14 +144,7 @@ def open_saved(folder: str | Path, *, seed: int = 0) -> Policy:
     """Return the policy in a folder that ``policy.save`` wrote: made by its function, with the folder's weights."""
     folder = Path(folder).expanduser()
     source = ModelFunction.read(folder)
-    try:
-        weights = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise GruppoError(
-            f"the weights {folder / WEIGHTS} cannot be read: {reason}. It needs {WEIGHTS}, as policy.save(folder) "
-            "writes it."
-        ) from None
+    weights = read_safetensors(folder / WEIGHTS)
     try:
         policy = open_custom(source.made_by, seed=seed, folder=folder)
     except GruppoError as error:
@@ -174,33 +166,6 @@ def open_saved(folder: str | Path, *, seed: int = 0) -> Policy:
     load_strictly(policy.module, weights, str(folder))
     policy.refresh(force=True)
     return policy
-
-
-def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], origin: str) -> None:
-    """Load all weights, or change nothing and raise. Tied weights are in a file once, under any of their names."""
-    state = module.state_dict()
-    tied: dict[Any, list[str]] = {}  # names by memory
-    keys = {n: (t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else n for n, t in state.items()}
-    for name, key in keys.items():
-        tied.setdefault(key, []).append(name)
-    full = {name: weights[twin] for name in state for twin in tied[keys[name]] if twin in weights}
-    full |= {name: weights[name] for name in state.keys() & weights.keys()}
-    parts = {
-        "missing": sorted(state.keys() - full.keys()),
-        "unknown": sorted(weights.keys() - state.keys()),
-        "of another shape": sorted(name for name, value in full.items() if state[name].shape != value.shape),
-    }
-    problems = [
-        f"{len(names)} {kind}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-        for kind, names in parts.items()
-        if names
-    ]
-    if problems:
-        raise GruppoError(
-            f"the weights in {origin} do not fit this {type(module).__name__}: {'; '.join(problems)} (of {len(state)})."
-            " Restore the function as it was when they were saved, or give other weights."
-        )
-    module.load_state_dict(full)
 
 
 @torch.no_grad()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Complex, Float, Int
@@ -16,20 +15,18 @@ from gruppo.modalities.text.layouts import Stream, stream
 
 COLUMNS = 32
 """Tokens by which the buffers of the rows' own keys and values grow."""
-
 READ_AT_ONCE = 1024
-"""Tokens of prompts in one pass, so that what is between the layers stays in the cache of the machine."""
-
+"""Tokens of prompts read in one pass, so that activations stay in the processor's cache."""
 SMALL = 1024
-"""Up to so many rows times columns, products of keys in float32 are the faster ones on a CPU: they start sooner."""
+"""Rows times columns up to which products of keys are faster in float32 on a CPU, since they start sooner."""
 
 
 class LayeredDecoding:
-    """Rows in the middle of being written by the parts of a decoder (``Decoding``).
+    """Rows during sampling, run layer by layer (``Decoding``).
 
-    Rows lie on a grid of groups [g, j]: the queries of a group's rows meet the keys of their prompt in one product,
-    and each row's own keys in another. Where groups have unequal numbers of rows, or some have left, places of the
-    grid are empty; only the attention is computed there, the rest for the rows alone.
+    Rows are on a grid of groups [g, j]: one product for the queries of a group's rows and the keys of their prompt,
+    and one for each row's own keys. Where groups have unequal numbers of rows, or some have left, cells of the grid are
+    empty; only attention is computed there, everything else for the rows only.
     """
 
     logits: Float[Tensor, "N V"]
@@ -41,31 +38,32 @@ class LayeredDecoding:
         head: nn.Module,
         prompts: Sequence[Int[Tensor, "L"]],
         owners: Int[Tensor, "N"],
-        behind: Sequence[Int[Tensor, "H"]] | None = None,
+        prefixes: Sequence[Int[Tensor, "H"]] | None = None,
     ) -> None:
-        """``behind``: what each row has after its prompt already. Each is then a group of its own, with all that
-        it has so far.
-        """
+        """``prefixes``: tokens that each row already has after its prompt; each row is then a group of its own."""
         self.decoder = decoder
         self.blocks = [FusedLayer(layer, decoder) for layer in decoder.layers]
         self.norm, self.head = lean_norm(decoder.norm), fused(head)
         self.dtype: torch.dtype = next(decoder.embed.parameters()).dtype
         self.exact = torch.promote_types(self.dtype, torch.float32)
-        begun = [(owner, behind[row]) for row, owner in enumerate(owners.tolist())] if behind is not None else []
-        lengths = [len(prompts[o]) + len(own) for o, own in begun] or [len(prompt) for prompt in prompts]
+        # what is read: (index of the prompt, tokens behind it), once for each group of the grid
+        if prefixes is None:
+            texts = [(n, prompt.new_zeros(0)) for n, prompt in enumerate(prompts)]
+        else:
+            texts = list(zip(owners.tolist(), prefixes, strict=True))
+            owners = torch.arange(len(texts), device=owners.device)
+        lengths = [len(prompts[n]) + len(prefix) for n, prefix in texts]
         self.lengths = torch.tensor(lengths, device=owners.device)
         self.written = 0
-        homes = torch.arange(len(begun), device=owners.device) if begun else owners
-        self._lay_out(homes)
+        self._lay_out(owners)
         self.prompts = self._empty(len(lengths), max(lengths))
-        read = self._read_begun(prompts, begun) if begun else self._read(prompts)
-        self.logits = self.head(read)[homes]
+        self.logits = self.head(self._read(prompts, texts))[owners]
         self.own = self._empty(self.groups * self.width, COLUMNS)
 
     # --- rows on the grid ---
 
     def _lay_out(self, owners: Int[Tensor, "N"]) -> None:
-        """One place for each row, those of a group side by side."""
+        """Assign one cell to each row, those of a group side by side."""
         self.owners = owners
         self.groups = len(self.lengths)
         order = owners.argsort(stable=True)
@@ -84,7 +82,7 @@ class LayeredDecoding:
         self.is_full = torch.equal(home, torch.arange(len(self.rows), device=home.device))
 
     def _empty(self, batch: int, columns: int) -> list[Tensor]:
-        """Keys and values [2, batch x kv heads, columns, D] of each layer."""
+        """Allocate keys and values [2, batch x kv heads, columns, D] of each layer."""
         shape = (2, batch * self.decoder.kv_heads, columns, self.decoder.head_dim)
         dtype = self._dtype_for(columns)
         return [torch.zeros(shape, dtype=dtype, device=self.owners.device) for _ in self.blocks]
@@ -94,7 +92,7 @@ class LayeredDecoding:
         return self.exact if is_small and self.owners.device.type == "cpu" else self.dtype
 
     def select(self, slots: Int[Tensor, "n"]) -> None:
-        """Go on with these rows, each named once; buffers are copied when a quarter of the grid is empty."""
+        """Continue with these rows, each named once; buffers are copied when a quarter of the grid is empty."""
         self.logits = self.logits[slots]
         home, owners = self.home[slots], self.owners[slots]
         if 4 * len(slots) > 3 * self.groups * self.width:
@@ -112,13 +110,13 @@ class LayeredDecoding:
         self.own = self._moved(self.own, places, self.own[0].shape[2], self.written)
 
     def _with_heads(self, places: Int[Tensor, "n"], width: int) -> Int[Tensor, "m"]:
-        """Where the heads of a place [g, j] lie in a buffer [g, kv heads, j]."""
+        """Indices of the heads of a cell [g, j] in a buffer [g, kv heads, j]."""
         kv_heads = torch.arange(self.decoder.kv_heads, device=places.device)
         group, column = places // width, places % width
         return ((group[:, None] * self.decoder.kv_heads + kv_heads) * width + column[:, None]).flatten()
 
     def _moved(self, buffers: list[Tensor], places: Tensor | None, columns: int, used: int) -> list[Tensor]:
-        """The buffers at these places, or at all; one layer at a time, so that one layer is held twice."""
+        """The buffers at these places, or at all; one layer at a time, so that only one layer is in memory twice."""
         dtype = self._dtype_for(columns)
         for n, old in enumerate(buffers):
             old = old[:, :, :used] if places is None else old[:, :, :used].index_select(1, places)
@@ -131,42 +129,39 @@ class LayeredDecoding:
 
     # --- reading the prompts ---
 
-    def _read(self, prompts: Sequence[Tensor]) -> Float[Tensor, "g F"]:
-        """Features of the last token of each prompt; its keys and values are kept."""
-        last: list[Tensor] = []
-        for together in _runs([len(prompt) for prompt in prompts]):
-            tokens = stream([prompts[n].cpu() for n in together], [], torch.zeros(0, dtype=torch.long))
-            ends = list(accumulate((len(prompts[n]) for n in together), initial=0))
-            kept = {n: [slice(a, b)] for n, a, b in zip(together, ends, ends[1:], strict=False)}
-            last.append(self._read_stream(tokens, kept))
-        return self.norm(torch.cat(last))
-
-    def _read_begun(self, prompts: Sequence[Tensor], begun: Sequence[tuple[int, Tensor]]) -> Float[Tensor, "N F"]:
-        """Features of the last token of each row. Each prompt is read once, and kept with what a row has behind it."""
+    def _read(self, prompts: Sequence[Tensor], texts: Sequence[tuple[int, Tensor]]) -> Float[Tensor, "g F"]:
+        """Features of the last token of each text. Its keys and values are kept; each prompt is read once."""
         members: list[list[int]] = [[] for _ in prompts]
-        for row, (owner, _) in enumerate(begun):
-            members[owner].append(row)
-        asked = [owner for owner, rows in enumerate(members) if rows]
-        sizes = [len(prompts[owner]) + sum(len(begun[row][1]) for row in members[owner]) for owner in asked]
-        last = torch.zeros(0)
-        for together in _runs(sizes):
-            groups = [asked[n] for n in together]
-            rows = [row for owner in groups for row in members[owner]]
+        for n, (prompt, _) in enumerate(texts):
+            members[prompt].append(n)
+        runs: list[list[int]] = []  # prompts that are read in one pass
+        total = 0
+        for prompt, of_prompt in enumerate(members):
+            size = len(prompts[prompt]) + sum(len(texts[n][1]) for n in of_prompt)
+            if of_prompt and (not runs or total + size > READ_AT_ONCE):
+                runs.append([])
+                total = 0
+            if of_prompt:
+                runs[-1].append(prompt)
+                total += size
+        order, last = [], []
+        for run in runs:
+            rows = [n for prompt in run for n in members[prompt]]
             unread = torch.zeros(1, dtype=torch.long)  # a stream leaves the last token of a row out
-            texts = [torch.cat([begun[row][1].cpu(), unread]) for row in rows]
-            owners = torch.tensor([n for n, owner in enumerate(groups) for _ in members[owner]])
-            tokens = stream([prompts[owner].cpu() for owner in groups], texts, owners)
+            completions = [torch.cat([texts[n][1].cpu(), unread]) for n in rows]
+            owners = torch.tensor([n for n, prompt in enumerate(run) for _ in members[prompt]])
+            tokens = stream([prompts[prompt].cpu() for prompt in run], completions, owners)
             kept = {}
-            for row, start, end in zip(rows, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True):
-                owner, own = begun[row]
-                kept[row] = [slice(end + 1 - len(prompts[owner]), end + 1), slice(start, start + len(own))]
-            read = self._read_stream(tokens, kept)
-            last = last if len(last) else read.new_zeros(len(begun), read.shape[1])
-            last[torch.tensor(rows, device=last.device)] = read
-        return self.norm(last)
+            for n, start, end in zip(rows, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True):
+                prompt, prefix = texts[n]
+                kept[n] = [slice(end + 1 - len(prompts[prompt]), end + 1)]
+                kept[n] += [slice(start, start + len(prefix))] if len(prefix) else []
+            order += rows
+            last.append(self._read_stream(tokens, kept))
+        return self.norm(torch.cat(last)[torch.tensor(order).argsort().to(self.owners.device)])
 
     def _read_stream(self, tokens: Stream, kept: Mapping[int, Sequence[slice]]) -> Float[Tensor, "b F"]:
-        """Features of the last token of each row of the buffers, by number, that is to hold these tokens."""
+        """Features of the last token of each row; ``kept`` maps rows of the buffers to the tokens that they store."""
         kv_heads = self.decoder.kv_heads
         tokens = tokens.to(self.owners.device, self.exact)
         x = self.decoder.embed(tokens.ids)  # [N, F]
@@ -183,7 +178,7 @@ class LayeredDecoding:
         return x[torch.tensor([parts[-1].stop - 1 for parts in kept.values()], device=x.device)]
 
     def _turns(self, like: Tensor, positions: Int[Tensor, "N"]) -> Complex[Tensor, "N 1 d"]:
-        """Rotations of the halves of a head, as complex numbers."""
+        """Rotations of the two halves of a head, as complex numbers."""
         cos, sin = self.decoder.rotations(like.to(self.exact), positions)
         half = self.decoder.head_dim // 2
         return torch.complex(cos[:, None, :half].to(self.exact), sin[:, None, :half].to(self.exact))
@@ -241,17 +236,3 @@ class LayeredDecoding:
         attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=qk.device)
         torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts), out=attended)
         return attended.view(g * j, -1)
-
-
-def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of what is read in one pass, one after another: of so many tokens together at most."""
-    run: list[int] = []
-    total = 0
-    for n, size in enumerate(sizes):
-        if run and total + size > READ_AT_ONCE:
-            yield run
-            run, total = [], 0
-        run.append(n)
-        total += size
-    if run:
-        yield run

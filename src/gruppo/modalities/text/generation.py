@@ -13,7 +13,7 @@ from torch import Tensor
 from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding
 from gruppo.seeds import uniforms_at
-from gruppo.timeouts import describe
+from gruppo.timeouts import describe_error
 from gruppo.types import DataError, Finish, Rollouts, Sampling
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def continue_rollouts(
             inputs, completion = rollouts.prompts[group].inputs, rollouts.completions[row]
             added = torch.tensor(policy.chat.encode_reply(inputs, completion, reply, is_closed=is_closed)).long()
         except Exception as problem:  # a role unknown to the template, a character unknown to the tokenizer
-            why = str(problem) if isinstance(problem, DataError) else describe(problem)
+            why = str(problem) if isinstance(problem, DataError) else describe_error(problem)
             finish[row], failures[row] = "error", f"its reply cannot be written: {why}"
             continue
         limit = sampling.max_actions - int(rollouts.mask[row].sum())

@@ -42,7 +42,7 @@ def pad_right(rows: Sequence[Int[Tensor, "L"]]) -> tuple[Int[Tensor, "b L"], Int
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class AttentionBlock:
     """c texts of like length: some columns of each as queries, and all columns up to their end as keys."""
 
     shared: slice
@@ -67,7 +67,7 @@ class Stream:
 
     ids: Int[Tensor, "N"]
     positions: Int[Tensor, "N"]
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
     start: Int[Tensor, "b"]
     """Index of the first token of each completion."""
     prompt_end: Int[Tensor, "b"]
@@ -80,7 +80,7 @@ class Stream:
     def to(self, device: torch.device, dtype: torch.dtype) -> Stream:
         """Move to the device, with the biases in the dtype of the softmax."""
         blocks = tuple(
-            Block(
+            AttentionBlock(
                 block.shared,
                 block.own.to(device),
                 block.first,
@@ -98,7 +98,7 @@ def stream(
     """Lay out completions, without their last tokens, behind the prompts that own them (``owners``, indices)."""
     ids: list[Tensor] = []
     positions: list[Tensor] = []
-    blocks: list[Block] = []
+    blocks: list[AttentionBlock] = []
     start, prompt_end = torch.zeros(len(completions), dtype=torch.long), torch.zeros(len(completions), dtype=torch.long)
     members: list[list[int]] = [[] for _ in prompts]
     for c, owner in enumerate(owners.tolist()):
@@ -126,7 +126,7 @@ def stream(
     return Stream(torch.cat(ids), torch.cat(positions), tuple(blocks), start, prompt_end)
 
 
-def _blocks(shared: slice, texts: Sequence[slice]) -> Iterator[Block]:
+def _blocks(shared: slice, texts: Sequence[slice]) -> Iterator[AttentionBlock]:
     """Group texts of like length, and cut each group into runs of columns."""
     prefix = shared.stop - shared.start
     groups: list[list[slice]] = []
@@ -150,7 +150,7 @@ def _blocks(shared: slice, texts: Sequence[slice]) -> Iterator[Block]:
             real = is_real[:, first:].flatten().nonzero()[:, 0]
             own = starts + torch.where(is_real, columns, 0)
             is_full = len(real) == len(group) * (len(columns) - first)
-            yield Block(shared, own, first, bias, None if is_full else real)
+            yield AttentionBlock(shared, own, first, bias, None if is_full else real)
 
 
 # --- packed -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gruppo.loading import why_not_opened
+from gruppo.loading import transformers_error
 from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
 from gruppo.modalities.common.lora import cast_base, has_adapter
 from gruppo.modalities.text.backbones import PlainBackbone, probe
@@ -135,7 +135,7 @@ def _load(path: str, tokenizer_path: str, trust_remote_code: bool) -> tuple[Any,
         )
     except Exception as error:  # whatever transformers and the formats raise for files that they cannot read
         raise GruppoError(
-            f"model {source!r} could not be loaded: {why_not_opened(error, kind)} Give a local folder that "
+            f"model {source!r} could not be loaded: {transformers_error(error, kind)} Give a local folder that "
             "save_pretrained wrote, or a hub id that this machine can reach or has cached."
         ) from error
     if has_adapter(module):

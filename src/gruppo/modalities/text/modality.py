@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.config.schema import IN_MEMORY, Config
-from gruppo.loading import program
+from gruppo.loading import command_name
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.common.validation import refuse_consistency, refuse_other_options
@@ -41,8 +41,8 @@ class TextModality(Modality):
         is_here = config.model in BUNDLED or names_function(config.model) or Path(config.model).exists()
         if config.modality is not None and config.modality != type(config.modality)() and not is_here:
             raise GruppoError(
-                f"there is no folder {config.model!r} with an image model. Train one first, as with {program()} train "
-                "digits-pretrain, or set --model unet or diffusers:OWNER/NAME."
+                f"there is no folder {config.model!r} with an image model. Train one first, as with "
+                f"{command_name()} train digits-pretrain, or set --model unet or diffusers:OWNER/NAME."
             )
         refuse_other_options(config, None)
         refuse_consistency(config)

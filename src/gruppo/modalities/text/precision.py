@@ -1,4 +1,4 @@
-"""Master weights in float32, arithmetic in bfloat16 where that is faster: measured, not assumed."""
+"""Master weights in float32, compute in bfloat16 where a measurement shows that it is faster."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ def _count_optimizer_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
-register_optimizer_step_post_hook(_count_optimizer_step)  # fused optimisers do not count versions of what they change
+register_optimizer_step_post_hook(_count_optimizer_step)  # fused optimizers do not change the versions of their tensors
 
 
 class ComputeCopy:
-    """A copy of a module's parameters in another dtype, kept in step with the master.
+    """A copy of a module's parameters in another dtype that follows the master.
 
-    What is frozen and in that dtype already, the base of an adapter, is not copied: both modules hold the same.
-    The weights are cast once per update, not once per forward. Each gradient goes to the float32 master as soon as it
-    is complete and is added there, so that pieces do not round each other's gradients away. Buffers keep their dtype:
-    rotary frequencies in bfloat16 would be another model.
+    Frozen parameters of that dtype, such as the base of an adapter, are shared, not copied. Weights are cast once per
+    update, not once per forward. Each gradient is added to that of the float32 master as soon as it is complete, so
+    that micro-batches do not round each other's gradients away. Buffers keep their dtype: rotary frequencies in
+    bfloat16 would change the model.
     """
 
     def __init__(self, master: nn.Module, dtype: torch.dtype) -> None:
         self.master = master
-        self.module = copy.deepcopy(master, {id(p): p for p in master.parameters() if _is_shared(p, dtype)})
+        shared = {id(p): p for p in master.parameters() if not p.requires_grad and p.dtype == dtype}
+        self.module = copy.deepcopy(master, shared)
         for parameter in self.module.parameters():
             parameter.data = parameter.data.to(dtype)
         both = zip(master.parameters(), self.module.parameters(), strict=True)
@@ -44,7 +45,7 @@ class ComputeCopy:
         self.seen = self._versions()
 
     def refresh(self, *, force: bool = False) -> None:
-        """Cast the weights again if an in-place operation or an optimiser may have changed them, or with ``force``."""
+        """Cast the weights again if an in-place operation or an optimizer may have changed them, or with ``force``."""
         versions = self._versions()
         if force or versions != self.seen:
             with torch.no_grad():
@@ -54,10 +55,6 @@ class ComputeCopy:
 
     def _versions(self) -> list[int]:
         return [_optimizer_steps, *(owner._version for owner, _ in (*self.pairs, *self.buffers))]
-
-
-def _is_shared(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    return not parameter.requires_grad and parameter.dtype == dtype
 
 
 def _hand_gradient_to(owner: nn.Parameter) -> Callable[[Tensor], None]:
@@ -76,22 +73,16 @@ def _hand_gradient_to(owner: nn.Parameter) -> Callable[[Tensor], None]:
 def faster_dtype(width: int, *, rows: int = 256, device: torch.device | str = "cpu") -> torch.dtype:
     """bfloat16 where a product of ``rows`` by ``width`` with a 4x wider layer is 1.2 times as fast, else float32.
 
-    The two are timed in turn and their best times compared: what else the machine does can only slow them down.
+    The two are timed in turn and their best times compared: other load on the machine can only slow them down.
     """
-    dtypes = (torch.float32, torch.bfloat16)
-    inputs = {dtype: _inputs(width, rows, dtype, device) for dtype in dtypes}
-    best = dict.fromkeys(dtypes, float("inf"))
+    best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
+    inputs = {
+        dtype: tuple(torch.ones(size, width, dtype=dtype, device=device) for size in (rows, 4 * width))
+        for dtype in best
+    }
     for _ in range(12):
-        for dtype in dtypes:
-            best[dtype] = min(best[dtype], _time_product(*inputs[dtype]))
+        for dtype, (x, layer) in inputs.items():
+            start = time.perf_counter()
+            float(nn.functional.linear(x, layer)[0, 0])  # reading a number waits for the device
+            best[dtype] = min(best[dtype], time.perf_counter() - start)
     return torch.bfloat16 if best[torch.bfloat16] * 1.2 <= best[torch.float32] else torch.float32
-
-
-def _inputs(width: int, rows: int, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    return torch.ones(rows, width, dtype=dtype, device=device), torch.ones(4 * width, width, dtype=dtype, device=device)
-
-
-def _time_product(x: Tensor, layer: Tensor) -> float:
-    began = time.perf_counter()
-    float(nn.functional.linear(x, layer)[0, 0])  # reading a number waits for the device
-    return time.perf_counter() - began

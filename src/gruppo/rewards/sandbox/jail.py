@@ -1,4 +1,4 @@
-"""The trainer's end of the jail: a process of its own runs each program confined, and hands back data alone.
+"""The trainer's end of the jail: each program runs in a confined process, and only data come back.
 
 The layers are those of ``lockdown``; README.md says what they leave open.
 """
@@ -127,22 +127,10 @@ class Jail(AbstractContextManager["Jail"]):
         All cases share one process, as a row of asserts does; after one that ended the process, a new one goes on with
         the next. ``caps``: bytes beyond 64 KiB that the values of a case may have.
         """
-        results = self._run("calls", program, [list(case) for case in cases], setup, entry, caps)
-        for place, (result, case) in enumerate(zip(results, cases, strict=True)):
-            if result.status == "value":
-                try:
-                    values = decode(result.value)
-                except NotPlain as error:
-                    results[place] = CaseResult("error", message=str(error))
-                    continue
-                if isinstance(values, list) and len(values) == len(case):
-                    results[place] = CaseResult("value", values)
-                else:  # a line of the program's own
-                    results[place] = CaseResult("error", message="it is no plain data")
-        return results
+        return self._run("calls", program, [list(case) for case in cases], setup, entry, caps)
 
     def script(self, program: str, inputs: Sequence[str], *, caps: Sequence[int] | None = None) -> list[CaseResult]:
-        """What the program prints for each standard input, in a process of its own for each."""
+        """What the program prints for each standard input, in a new process for each."""
         return self._run("script", program, list(inputs), "", None, caps)
 
     def _run(
@@ -156,12 +144,22 @@ class Jail(AbstractContextManager["Jail"]):
         }
         patience_s = _GRACE_S + _WALL_FACTOR * (limits.program_s + limits.case_s)
         answer = self._exchange(json.dumps(request).encode() + b"\n", patience_s)
-        return [
-            CaseResult("value", record["text"])
-            if record["status"] == "value"
-            else CaseResult(record["status"], None, record["text"], record.get("exception", ""))
-            for record in answer["results"]
-        ]
+        results = []
+        for record, case in zip(answer["results"], cases, strict=True):
+            value, error = record["text"], ""
+            if record["status"] == "value" and kind == "calls":
+                try:
+                    value = decode(value)
+                    if not isinstance(value, list) or len(value) != len(case):  # a line that the program forged
+                        error = "it is no plain data"
+                except NotPlain as not_plain:
+                    error = str(not_plain)
+            if record["status"] != "value" or error:
+                status: Any = "error" if error else record["status"]
+                results.append(CaseResult(status, None, error or record["text"], record.get("exception", "")))
+            else:
+                results.append(CaseResult("value", value))
+        return results
 
     def _exchange(self, request: bytes, patience_s: float) -> Mapping[str, Any]:
         """Send a request and return its answer; a jail that does not answer in time is killed."""
@@ -234,5 +232,5 @@ def require_jail() -> None:
         raise GruppoError(
             f"code that a model wrote is not run here: {problem}. The jail needs Linux 5.13 or later with Landlock and "
             "seccomp, on x86-64 or ARM; in a container, a seccomp profile that allows both. Run there, or score code "
-            "with a reward of your own (--reward file.py:function)."
+            "with your own reward (--reward file.py:function)."
         )

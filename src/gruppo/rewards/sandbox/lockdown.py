@@ -1,7 +1,7 @@
 """What a process gives up, for good and for its threads: files, network, other processes, memory. Linux only.
 
 Layers, each of which holds by itself: no new rights (prctl), no capabilities, limits of resources, Landlock for what
-can be opened, and a seccomp filter for what can be asked of the kernel at all.
+can be opened, and a seccomp filter for the system calls that may be made at all.
 """
 
 from __future__ import annotations

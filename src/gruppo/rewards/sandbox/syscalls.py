@@ -54,7 +54,7 @@ NUMBERS = {
     ),
 }
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""The architecture as the kernel tells it to a filter."""
+"""The architecture, as a seccomp filter sees it (AUDIT_ARCH of linux/audit.h)."""
 ABSENT = ("clone3", "openat2")
 """These take their arguments through a pointer, which a filter cannot read; the C library does without them."""
 
