@@ -16,6 +16,7 @@ from tests.trainer import pictures
 from tests.trainer.runs import metrics, weights
 
 from gruppo import api
+from gruppo.api import explain
 from gruppo.cli import commands
 from gruppo.cli.options import parse_config
 from gruppo.config.schema import Config
@@ -26,7 +27,6 @@ from gruppo.recipes import RECIPES
 from gruppo.recipes.qwen import PROMPTS
 from gruppo.rewards.registry import resolve_reward
 from gruppo.trainer import checks
-from gruppo.trainer.dry_run import explain
 from gruppo.types import GruppoError
 
 SHORT: dict[str, Any] = {

@@ -16,12 +16,12 @@ from tests.trainer.runs import Signalling, assert_same, metrics
 from tests.trainer.test_step import run_in, step, step_by_hand, vector
 
 from gruppo import api, inference, train
+from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.config import serialization
 from gruppo.recipes.guess import found, guess
 from gruppo.recipes.guess import reply as say
 from gruppo.trainer import checks
-from gruppo.trainer.dry_run import explain
 from gruppo.trainer.evaluate import evaluate_rows, held_out
 from gruppo.trainer.loop import Stopped
 from gruppo.types import DataError, GruppoError
@@ -238,7 +238,7 @@ def test_an_environment_that_is_empty_is_one(tmp_path):
 def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
     said = "\n".join(explain(config(tmp_path, rollout__stop=tuple(tiny.CHARACTERS))))
     assert re.search(r"completion  \[\{'role': 'assistant'.*\{'role': 'user', 'content': '1 of \d+'", said)
-    assert "environment reply: up to 3 answers a row, replies of up to 256 tokens" in said
+    assert "environment reply: up to 3 answers per row, replies of up to 256 tokens" in said
 
 
 @pytest.mark.parametrize(

@@ -7,30 +7,29 @@ import torch
 from tests import tiny
 from transformers import LlamaConfig
 
+from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.config.schema import Stage
 from gruppo.core.linear_head import tile_bytes
-from gruppo.trainer.dry_run import explain, logits_memory, working_memory
-from gruppo.trainer.memory import activations
+from gruppo.modalities.text.memory import activations, working_memory
 
 
 def test_working_memory_by_hand(tmp_path):
     """The tiny model: 2 layers, H 16, F 32, 2 heads of 8, 1 key head, V 51; 4 x 3 rows; prompts of at most L tokens."""
     run, _ = build(tiny.config(tmp_path, optim__token_budget=100), Parts())
     longest = max(len(run.policy.chat.encode(prompt.inputs)) for prompt in run.source.take(24))
-    assert working_memory(run, 4, 100, longest) == {
-        "activations": 4 * 100 * 2 * (6 * 16 + 2 * 8 + 2 * 32),
-        "logits": logits_memory(run, 100, 4),
-        "cache while sampling": 4 * 2 * 12 * (longest + 8) * 2 * 8,
-    }
+    memory = working_memory(run.policy, run.config, longest, 100, 12)
+    assert memory["activations"] == 4 * 100 * 2 * (6 * 16 + 2 * 8 + 2 * 32)
+    assert memory["cache while sampling"] == 4 * 2 * 12 * (longest + 8) * 2 * 8
+    assert memory["logits"] == tile_bytes(100, len(run.policy.chat.tokenizer), 4, torch.device("cpu"))
 
 
 def test_logits_take_a_chunk_three_times_or_tiles_under_a_linear_head(tmp_path):
     """Of 100 rows two tiles hold all logits in float32, and the gradient's columns as many again."""
     run, _ = build(tiny.config(tmp_path, rollout__top_k=5), Parts())
     vocabulary = len(run.policy.chat.tokenizer)
-    assert logits_memory(run, 100, 2) == 3 * 4 * 100 * vocabulary
-    assert logits_memory(run, 5000, 2) == 3 * 4 * run.policy.chunk * vocabulary
+    assert working_memory(run.policy, run.config, 4, 100, 1)["logits"] == 3 * 4 * 100 * vocabulary
+    assert working_memory(run.policy, run.config, 4, 5000, 1)["logits"] == 3 * 4 * run.policy.chunk * vocabulary
     cpu = torch.device("cpu")
     assert tile_bytes(100, vocabulary, 2, cpu) == (2 * 4 + 2) * 100 * vocabulary
     assert tile_bytes(1000, 10000, 2, cpu) == 2 * 4 * 256 * 4096 + 2 * 1000 * 4096
@@ -56,23 +55,21 @@ def said_of(tmp_path, **changes) -> str:
 def test_an_adapter_is_told_with_its_size_and_its_reference(tmp_path):
     """Rank 4 on q_proj of 2 layers, 16 to 16: 2 x 4 x (16 + 16) numbers."""
     said = said_of(tmp_path, lora__rank=4, lora__alpha=8.0, lora__targets=("q_proj",), stage__kl_coef=0.1)
-    assert "adapter     rank 4, alpha 8, 256 weights; on q_proj\n" in said
+    assert "adapter     256 trained weights on a frozen base of " in said
     assert "reference   the base, with the adapter off\n" in said
-    every = said_of(tmp_path, lora__rank=4)
-    assert (
-        "; on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj\n" in every and "reference   " not in every
-    )
+    assert "reference   " not in said_of(tmp_path, lora__rank=4)
 
 
 def test_a_reference_that_follows_and_the_way_back_are_told(tmp_path):
     mixed = {"stage__kl_coef": 0.1, "reference__kind": "mixed", "reference__update_every": 2}
     back = {"back_off__metric": "eval/reward_mean", "back_off__drop": 0.1}
     said = said_of(tmp_path, reference__place="disk", **mixed, **back)
-    assert "reference   a copy that follows: 0.6 policy + 0.4 reference after every 2 steps, on disk\n" in said
+    assert "reference   a copy that follows the policy: 0.6 policy + 0.4 reference after every 2 steps, on disk" in said
     assert (
-        "back off    where eval/reward_mean falls more than 0.1 below its best: to the best weights, and 0.5 of" in said
+        "back off    where eval/reward_mean falls more than 0.1 below its best: return to the best weights, with 0.5"
+        in said
     )
-    assert "a second adapter that follows: 0.6 policy" in said_of(tmp_path, lora__rank=4, **mixed)
+    assert "a second adapter that follows the policy: 0.6 policy" in said_of(tmp_path, lora__rank=4, **mixed)
     assert "reference   a copy of the first weights, on the device\n" in said_of(tmp_path, stage__kl_coef=0.1)
 
 
@@ -81,7 +78,7 @@ def test_stages_are_numbered_as_the_options_are_and_say_what_they_do(tmp_path):
     said = said_of(tmp_path, stages=stages, supervised__batch=8)
     assert "  --stages.0  supervised  2 steps: rl_coef=0, sup_coef=1; samples nothing\n" in said
     assert "  --stages.1  full        to the end: rl_coef=1\n" in said
-    assert "taught      8 demonstrations a step, in --stages.0\n" in said
+    assert "supervised  8 demonstrations per step, in --stages.0\n" in said
     one = said_of(tmp_path, stage__sup_coef="linear:1,0")
     assert "  --stage     (no name)   to the end: rl_coef=1, sup_coef=linear:1,0\n" in one
-    assert "demonstrations a step, in --stage\n" in one
+    assert "demonstrations per step, in --stage\n" in one

@@ -19,12 +19,12 @@ from tests.trainer.test_step import run_in, step
 
 from gruppo import api
 from gruppo import distributed as dist
+from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.config import serialization
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer import checks
 from gruppo.trainer.collect import Collected, collect
-from gruppo.trainer.dry_run import explain
 from gruppo.trainer.growth import over_whole_groups
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.minibatches import minibatch_rows
@@ -391,4 +391,4 @@ def test_an_unknown_column_of_difficulty_is_refused_with_the_nearest(tmp_path):
 
 def test_explain_says_how_groups_grow(tmp_path):
     lines = explain(tiny.config(tmp_path, **SIZES))
-    assert any("grown       groups with spread in 2 first samples, to 8 at most" in line for line in lines)
+    assert any("growth      groups with spread in 2 first samples, to 8 at most" in line for line in lines)

@@ -15,6 +15,7 @@ from tests.trainer.runs import FULL, SIMPLE, Signalling, assert_same, metrics, n
 from torch import nn
 
 from gruppo import api, inference
+from gruppo.api import explain
 from gruppo.build import Parts, build, with_absolute_paths
 from gruppo.cli.app import main
 from gruppo.config import serialization
@@ -22,7 +23,6 @@ from gruppo.modalities import find_modality
 from gruppo.modalities.text import from_pretrained
 from gruppo.modalities.text.memory import kept_bytes, working_memory
 from gruppo.modalities.text.modality import found_model
-from gruppo.trainer.dry_run import explain
 from gruppo.trainer.loop import Stopped
 from gruppo.types import GruppoError
 

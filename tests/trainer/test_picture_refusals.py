@@ -17,6 +17,7 @@ from tests.trainer.pictures import built, reward, stepped
 from tests.trainer.runs import metrics
 
 from gruppo import api, inference
+from gruppo.api import explain
 from gruppo.build import Parts
 from gruppo.cli.app import main
 from gruppo.cli.options import parse_config
@@ -24,7 +25,6 @@ from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.data.digits import load_digits
 from gruppo.modalities.diffusion import load_denoiser
-from gruppo.trainer.dry_run import explain
 from gruppo.types import DataError, GruppoError
 
 pytest.importorskip("PIL")

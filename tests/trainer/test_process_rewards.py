@@ -19,12 +19,12 @@ from torch import Tensor
 
 import gruppo
 from gruppo import api
+from gruppo.api import explain
 from gruppo.build import Parts
 from gruppo.config import serialization
 from gruppo.core.objective import GRPO, PPO, Objective
 from gruppo.rewards import RewardSet, resolve_reward, step_reward
 from gruppo.trainer.advantages import action_rewards, kept_actions, with_advantages
-from gruppo.trainer.dry_run import explain
 from gruppo.trainer.loop import Stopped
 from gruppo.types import Batch, GruppoError, Likelihood, Prompt, Rollouts
 

@@ -15,11 +15,11 @@ from tests import tiny
 from tests.trainer.runs import Signalling, metrics, newest, tensors
 
 from gruppo import api
+from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.modalities.text import from_pretrained
 from gruppo.trainer import checkpoint, checks
 from gruppo.trainer.collect import collect
-from gruppo.trainer.dry_run import explain
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.loop import Stopped, train
 from gruppo.trainer.references import watch

@@ -22,6 +22,7 @@ from tests.trainer.test_step import run_in, step, vector
 
 import gruppo
 from gruppo import api
+from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.cli.options import parse_config
 from gruppo.config.schema import SupervisedConfig
@@ -29,7 +30,6 @@ from gruppo.tracking.console import ConsoleTracker
 from gruppo.trainer import memory
 from gruppo.trainer.collect import collect
 from gruppo.trainer.demonstrations import Answers, demo_parts
-from gruppo.trainer.dry_run import explain
 from gruppo.trainer.minibatches import minibatches
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams, step_params_at
