@@ -15,7 +15,7 @@ trl := trl==1.16.0
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help size demo digits photos lines test mutants lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
+.PHONY: help size demo digits photos lines test mutants mutants-all lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,7 +24,8 @@ help:
 	@echo "make photos  restore real photographs, then make their files smaller by GRPO, and compare with other ways"
 	@echo "make lines   restore lines of text for a reader without clean images of them, and compare with other ways"
 	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them; JOBS=8 processes)"
-	@echo "make mutants inject each known silent bug and list the test that catches it (ARGS=\"-k kl\", \"--bug 13\")"
+	@echo "make mutants inject known bugs whose code or test has changed, and a sample, and list the test that catches each"
+	@echo "make mutants-all  inject all of them and record those that are caught (about half an hour)"
 	@echo "make lint    ruff (lint and format) and mypy"
 	@echo "make bench   speed and memory, short: a step against TRL, generation, roofline, scaling; about six minutes"
 	@echo "make bench-full  the same at length, about an hour; writes docs/performance.md's tables and pictures"
@@ -60,6 +61,9 @@ test: .venv/.ready-test
 
 mutants: .venv/.ready-test
 	@OMP_NUM_THREADS=1 $(bin)/python -m tests.mutants $(ARGS)
+
+mutants-all: .venv/.ready-test
+	@OMP_NUM_THREADS=1 $(bin)/python -m tests.mutants --all --record $(ARGS)
 
 lint: .venv/.ready-test
 	@$(bin)/ruff check .

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.mutants import __main__ as command
 from tests.mutants.catalogue import MUTANTS, read
 from tests.mutants.mutant import TESTS, Mutant, has_test
 from tests.mutants.runner import Report, Told
@@ -97,3 +98,20 @@ def test_the_command_says_caught_of_a_fault_and_survived_of_what_is_none_or_brea
     assert done.returncode == 1
     assert "no import (core/schedules.py): tests/core/test_schedules.py could not be collected" in done.stdout
     assert "1 of 3 mutants caught" in done.stdout and "NOT GREEN" not in done.stdout
+
+
+def test_a_change_of_the_source_or_the_test_of_a_mutant_makes_it_run_again(monkeypatch, tmp_path):
+    mutant = MUTANTS[0]
+    monkeypatch.setattr(command, "RECORD", tmp_path / "caught.json")
+    monkeypatch.setattr(command, "SAMPLE", 0)
+    assert command.changed_and_sample([mutant]) == [mutant]
+    command.record({mutant.what: command.fingerprint(mutant), "a mutant that is gone": "0"})
+    assert command.changed_and_sample([mutant]) == [] and list(command.recorded()) == [mutant.what]
+    for folder, name in (("SOURCE", f"gruppo/{mutant.file}"), ("TESTS", mutant.by.partition("::")[0])):
+        with monkeypatch.context() as patch:
+            original, copy = getattr(command, folder) / name, tmp_path / folder / name
+            copy.parent.mkdir(parents=True)
+            copy.write_text(original.read_text() + "# changed")
+            patch.setattr(command, folder, tmp_path / folder)
+            other = getattr(command, "TESTS" if folder == "SOURCE" else "SOURCE")
+            assert other.exists() and command.fingerprint(mutant) != command.recorded()[mutant.what]

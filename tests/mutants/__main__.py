@@ -1,18 +1,30 @@
-"""``python -m tests.mutants``: inject every bug of the catalogue and show which test catches it."""
+"""``python -m tests.mutants``: inject bugs of the catalogue and show which test catches each.
+
+By default those whose source or test file has changed since they were last recorded as caught, and a sample of the
+others that is seeded by the commit; ``--all`` runs every one, ``--record`` records those that are caught.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import random
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import SOURCE, TESTS, Mutant
 from tests.mutants.runner import Job, Report, Told, run_all
+
+RECORD = Path(__file__).parent / "caught.json"
+"""Fingerprints of the mutants that were caught, by what is wrong."""
+SAMPLE = 20
+"""Unchanged mutants that run all the same."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not mutants:
         print("no mutant has that text and number; leave out -k or --bug to see them all.")
         return 1
+    if not (options.all or options.k or options.bug is not None):
+        mutants = changed_and_sample(mutants)
     listing, began = Listing(mutants), time.monotonic()
     print(f"{len(mutants)} mutants on {options.cores} cores; first their tests on the code as it is.", flush=True)
     fit = [mutant for mutant in mutants if not listing.refuses(mutant)]
@@ -31,7 +45,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         text = json.dumps({"mutants": listing.rows, "not_green": listing.sick}, indent=1)
         options.json.write_text(text, encoding="utf-8")
+    if options.record:
+        caught = {str(row["what"]) for row in listing.rows if row["verdict"] == "caught"}
+        record({mutant.what: fingerprint(mutant) for mutant in mutants if mutant.what in caught})
     return 0 if is_good else 1
+
+
+def fingerprint(mutant: Mutant) -> str:
+    """Hash of the mutant, and of the source and test files that it names."""
+    digest = hashlib.sha256(repr(mutant).encode())
+    for path in (SOURCE / "gruppo" / mutant.file, TESTS / mutant.by.partition("::")[0]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def recorded() -> dict[str, str]:
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
+
+
+def record(caught: dict[str, str]) -> None:
+    """Add fingerprints to the record; mutants that no longer exist leave it."""
+    names = {mutant.what for mutant in MUTANTS}
+    kept = {what: value for what, value in (recorded() | caught).items() if what in names}
+    RECORD.write_text(json.dumps(dict(sorted(kept.items())), indent=0) + "\n", encoding="utf-8")
+
+
+def changed_and_sample(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """Mutants that are not recorded as they are now, and a sample of the others, seeded by the commit."""
+    before = recorded()
+    is_recorded = [mutant.complaints() == [] and before.get(mutant.what) == fingerprint(mutant) for mutant in mutants]
+    unchanged = [mutant for mutant, known in zip(mutants, is_recorded, strict=True) if known]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=TESTS).stdout.strip()
+    sample = random.Random(commit).sample(unchanged, min(SAMPLE, len(unchanged)))
+    print(
+        f"{len(mutants) - len(unchanged)} changed since they were recorded; {len(sample)} others, seed {commit[:12]!r}."
+    )
+    chosen = {mutant.what for mutant in sample}
+    return [m for m, known in zip(mutants, is_recorded, strict=True) if not known or m.what in chosen]
 
 
 def healthy(mutants: Sequence[Mutant]) -> list[Job]:
@@ -108,6 +158,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-k", default="", metavar="TEXT", help="only mutants whose words, file or test hold the text")
     parser.add_argument("--bug", type=int, metavar="N", help="only mutants of this silent bug")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--all", action="store_true", help="every mutant, changed or not")
+    parser.add_argument("--record", action="store_true", help="record those that are caught in caught.json")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the list as JSON too")
     return parser
 
