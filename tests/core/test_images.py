@@ -7,7 +7,24 @@ import math
 import pytest
 import torch
 
-from gruppo.core.images import PIXEL_LOSSES, apply_symmetry, charbonnier, detail_bands, diversity, frechet_distance, gaussian_blur, mean_luma, psnr, quantize, random_crop, random_symmetry, ssim, ssim_map, to_uint8, upsample
+from gruppo.core.images import (
+    PIXEL_LOSSES,
+    apply_symmetry,
+    charbonnier,
+    detail_bands,
+    diversity,
+    frechet_distance,
+    gaussian_blur,
+    mean_luma,
+    psnr,
+    quantize,
+    random_crop,
+    random_symmetry,
+    ssim,
+    ssim_map,
+    to_uint8,
+    upsample,
+)
 
 F64 = torch.float64
 

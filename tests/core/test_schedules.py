@@ -6,7 +6,16 @@ import math
 
 import pytest
 
-from gruppo.core.schedules import AdaptiveDifficulty, AdaptiveEntropy, AdaptiveKl, AdaptiveSpec, Schedule, make_controller, parse_schedule, warmup_decay
+from gruppo.core.schedules import (
+    AdaptiveDifficulty,
+    AdaptiveEntropy,
+    AdaptiveKl,
+    AdaptiveSpec,
+    Schedule,
+    make_controller,
+    parse_schedule,
+    warmup_decay,
+)
 from gruppo.types import GruppoError
 
 

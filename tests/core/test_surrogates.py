@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gruppo.core.surrogates import cispo_surrogate, clip_surrogate, log_ratio, reinforce_surrogate, sapo_surrogate, value_loss, vespo_surrogate
+from gruppo.core.surrogates import (
+    cispo_surrogate,
+    clip_surrogate,
+    log_ratio,
+    reinforce_surrogate,
+    sapo_surrogate,
+    value_loss,
+    vespo_surrogate,
+)
 from gruppo.core.weights import loss_weights
 
 NAN = float("nan")
