@@ -24,7 +24,7 @@ from typing import Any
 RECIPE = "arithmetic-format"
 METRIC = "eval/in_tags"
 _ALONE = ("--stages", "full", "--stages.0.warmup-steps", "3")
-_REWARDS = "gruppo.recipes.arithmetic_format:"
+_REWARDS = "gruppo.recipes.arithmetic:"
 VARIANTS: Mapping[str, tuple[str, Sequence[str]]] = {
     "both": ("demonstrations, then rewards", ()),
     "alone": ("rewards alone", _ALONE),

@@ -22,7 +22,7 @@ from gruppo import inference
 from gruppo.config import serialization
 from gruppo.data.digits import load_digits, split_images
 from gruppo.modalities.diffusion import DiffusionSampling
-from gruppo.recipes.digits import PRETRAINED
+from gruppo.recipes.diffusion import PRETRAINED
 from gruppo.types import Prompt, Request
 
 KEPT = Path("build/judge.safetensors")

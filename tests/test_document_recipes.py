@@ -24,7 +24,7 @@ from gruppo.core.objective import NANOCHAT
 from gruppo.modalities import modalities
 from gruppo.modalities.text import from_pretrained
 from gruppo.recipes import RECIPES
-from gruppo.recipes.qwen import PROMPTS
+from gruppo.recipes.text import QWEN_PROMPTS
 from gruppo.rewards.registry import resolve_reward
 from gruppo.trainer import checks
 from gruppo.types import GruppoError
@@ -131,7 +131,7 @@ def test_qwens_rewards_are_the_documents_with_length_in_characters() -> None:
 
 
 def test_the_prompts_of_qwen_are_conversations_and_no_two_are_the_same() -> None:
-    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in QWEN_PROMPTS.read_text(encoding="utf-8").splitlines()]
     asked = {message["content"] for row in rows for message in row["prompt"] if message["role"] == "user"}
     assert len(rows) == len(asked) == 30
 

@@ -381,7 +381,7 @@ class Reward(Protocol):
     """Scores rollouts; higher is better, NaN means unscored. Returns [B], or [B, T] with ``scores_steps = True``.
 
     Optional attributes: ``scores_steps`` (a score at each action that ends a step, NaN elsewhere), ``columns`` (data
-    columns that it needs), ``check(columns)`` (may refuse the data), ``memory_bytes`` (of its weights, for explain).
+    columns that it needs), ``check(columns)`` (may refuse the data), ``memory_bytes`` (of its weights).
     """
 
     name: str

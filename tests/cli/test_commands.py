@@ -250,7 +250,7 @@ MISTAKES = {
     "no such column": (["--prompts.column", "promt"], 3, r"has no column 'promt'.*nearest is 'prompt'"),
     "no such target": (["--prompts.target-column", "answr"], 3, r"no column 'answr'.*nearest is 'answer'"),
     "a prompt that is too long": (["--data", LONG], 3, r"has 200 tokens, and 8 new ones make 208; the model's context"),
-    "everything held out": (["--prompts.held-out-fraction", "0.9999"], 3, r"all 24 rows .* are held out"),
+    "everything held out": (["--prompts.held-out-fraction", "0.9999"], 3, r"all 24 prompts .* are held out"),
     "no such reward": (["--reward", "exact_mach"], 2, r"no reward 'exact_mach'.*Did you mean exact_match\?"),
     "no such reward file": (["--reward", "no.py:f"], 2, r"there is no file .*no.py"),
     "no such function": (["--reward", tiny.reward("digitz")], 2, r"has no 'digitz'.*Did you mean .*:digits\?"),

@@ -127,15 +127,18 @@ def test_statistics_by_hand():
     assert (unclipped["clip/high_frac"].mean, unclipped["clip/low_frac"].mean) == (0, 0)
 
 
+KL_GRADIENTS = [("k1", "naive"), ("k1", "unbiased"), ("k2", "naive"), ("k3", "naive"), ("k3", "unbiased")]
+
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(1)
-@pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("surrogate", ["clip", "reinforce"])
 @pytest.mark.parametrize(
-    ("estimator", "choice"),
-    [("k1", "naive"), ("k1", "unbiased"), ("k2", "naive"), ("k3", "naive"), ("k3", "unbiased")],
+    ("average", "surrogate", "estimator", "choice"),
+    [
+        *(("sequence", surrogate, *kl) for surrogate, kl in product(["clip", "reinforce"], KL_GRADIENTS)),
+        *((average, "clip", "k3", "unbiased") for average in AVERAGES if average != "sequence"),
+    ],
 )
 def test_gradients_equal_finite_differences(average, surrogate, estimator, choice):
     """k2 with its detached ratio is missing: its gradient is on purpose not that of its value (see test_divergence)."""
@@ -156,11 +159,14 @@ def test_gradients_equal_finite_differences(average, surrogate, estimator, choic
 
 
 @pytest.mark.silent_bug(2)
-@pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("name", [*PRESETS, "vespo"])
+@pytest.mark.parametrize(
+    ("name", "average"), [*((name, None) for name in [*PRESETS, "vespo"]), *product(["grpo", "gspo"], AVERAGES)]
+)
 @pytest.mark.parametrize("old", [None, LOGPROBS], ids=["detached", "stored"])
 def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(name, average, old):
-    objective = replace((PRESETS | {"vespo": Objective(surrogate="vespo")})[name], average=average)
+    objective = (PRESETS | {"vespo": Objective(surrogate="vespo")})[name]
+    average = average or objective.average
+    objective = replace(objective, average=average)
     _, stats = loss_of(objective, old=old)
     assert (stats["ratio"].min, stats["ratio"].max, stats["ratio"].std) == (1, 1, 0)
     assert (stats["clip/high_frac"].sum, stats["clip/low_frac"].sum, stats["kl/old_nats"].sum) == (0, 0, 0)
@@ -198,7 +204,7 @@ ESTIMATORS = ("k1", "k2", "k3")
 GRID = {
     (name, average, kl): constructed(objective, average=average, kl=kl)
     for (name, objective), average, kl in product(VARIANTS.items(), AVERAGES, ESTIMATORS)
-    if kl == objective.kl or name in ("grpo", "gspo", "ppo")
+    if (average, kl) == (objective.average, objective.kl) or name in ("grpo", "gspo", "ppo")
 }
 everything = pytest.mark.parametrize(
     "objective", [pytest.param(o, id="-".join(where)) for where, o in GRID.items() if o is not None]

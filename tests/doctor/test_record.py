@@ -127,7 +127,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize(("damage", "says"), UNREADABLE.values(), ids=UNREADABLE)
-def test_what_cannot_be_read_is_one_line_that_says_what_to_do(tmp_path, damage, says):
+def test_an_unreadable_folder_is_one_line_that_says_what_to_do(tmp_path, damage, says):
     run = write(tmp_path / "run", {})
     damage(run)
     with pytest.raises(GruppoError, match=says) as caught:

@@ -37,24 +37,24 @@ def text(run, width=120):
 
 def test_the_terminal_shows_what_was_measured_what_it_means_and_what_to_change(tmp_path):
     run = write(tmp_path / "run", MIXED)
-    said = text(run)
-    assert " ".join(said.split()).startswith(f"{run}: 30 steps, 2 problems found by 21 of 27 rules 1. ")
-    assert "1. The entropy has collapsed  entropy-collapse" in said
-    assert "2. The consistency loss keeps rising  consistency-loss" in said
+    output = text(run)
+    assert " ".join(output.split()).startswith(f"{run}: 30 steps, 2 problems found by 21 of 27 rules 1. ")
+    assert "1. The entropy has collapsed  entropy-collapse" in output
+    assert "2. The consistency loss keeps rising  consistency-loss" in output
     for line in (
         "   measured  entropy/mean_nats       1 (step 1)",
         "             entropy/mean_nats       1 (steps 1 to 10), then 0.02 (steps 21 to 30)",
         "   meaning   98% of the entropy is lost and the reward no longer rises",
         "   try       --stage.entropy-coef adaptive:0,target=0.5,delta=0.005  keeps half of the initial entropy",
     ):
-        assert line in said
-    assert "Not checked, because the metrics were not logged: " in said and "critic" in said
+        assert line in output
+    assert "Not checked, because the metrics were not logged: " in output and "critic" in output
 
 
 def test_the_page_shows_what_is_printed_and_lists_every_rule(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(report, "program", lambda: "gruppo")
+    monkeypatch.setattr(report, "command_name", lambda: "gruppo")
     console = Console(file=io.StringIO(), width=116, color_system=None)
     made = report.diagnose(write(Path("runs/run"), COLLAPSE))
     console.print(report.render(made))
@@ -69,17 +69,17 @@ def test_the_page_shows_what_is_printed_and_lists_every_rule(tmp_path, monkeypat
 
 def test_a_healthy_run_has_no_problems(tmp_path):
     run = write(tmp_path / "run", {})
-    said = text(run)
-    assert " ".join(said.split()).startswith(f"{run}: 30 steps, no problems found by 20 of 27 rules Not ")
-    assert " try " not in said and str(report.suggestion(report.diagnose(run))) == ""
+    output = text(run)
+    assert " ".join(output.split()).startswith(f"{run}: 30 steps, no problems found by 20 of 27 rules Not ")
+    assert " try " not in output and str(report.suggestion(report.diagnose(run))) == ""
 
 
 def test_what_is_too_early_to_tell_is_said_apart(tmp_path):
     run = write(tmp_path / "run", {})
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:12]))
-    said = " ".join(text(run).split())
-    assert "Too early to tell: flat-reward (reward/mean was logged in 12 steps; 18 are needed)." in said
+    output = " ".join(text(run).split())
+    assert "Too early to tell: flat-reward (reward/mean was logged in 12 steps; 18 are needed)." in output
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -91,8 +91,8 @@ def test_no_line_is_wider_than_the_terminal(tmp_path, width):
 def test_control_characters_of_a_reward_reach_no_terminal(tmp_path):
     failures = [{"reward": "f", "kind": "exception", "message": "\x1b[31mred\nline"}]
     files = {"samples.jsonl": json.dumps({"step": 1, "failures": failures}) + "\n"}
-    said = " ".join(text(write(tmp_path / "run", {"reward/exception_count": 50.0}, files=files)).split())
-    assert "\x1b" not in said and "\\x1b[31mred line" in said
+    output = " ".join(text(write(tmp_path / "run", {"reward/exception_count": 50.0}, files=files)).split())
+    assert "\x1b" not in output and "\\x1b[31mred line" in output
 
 
 def test_the_command_prints_and_exits_with_0(tmp_path, capsys):
@@ -107,14 +107,14 @@ def test_the_command_prints_and_exits_with_0(tmp_path, capsys):
 def test_json_holds_the_same(tmp_path, capsys):
     run = write(tmp_path / "run", COLLAPSE)
     assert app.run(["doctor", str(run), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["run"], said["steps"]) == (str(run), STEPS)
-    (finding,) = said["findings"]
+    output = json.loads(capsys.readouterr().out)
+    assert (output["run"], output["steps"]) == (str(run), STEPS)
+    (finding,) = output["findings"]
     assert finding["rule"] == "entropy-collapse"
     assert finding["measured"][0] == {"metric": "entropy/mean_nats", "mean": 1.0, "steps": [1, 1]}
     assert finding["measured"][2] == {"metric": "entropy/mean_nats", "mean": pytest.approx(0.02), "steps": [21, 30]}
     assert finding["changes"][0]["options"] == {"--stage.entropy-coef": "adaptive:0,target=0.5,delta=0.005"}
-    assert {*said["checked"], *said["skipped"]} == {rule.name for rule in RULES}
+    assert {*output["checked"], *output["skipped"]} == {rule.name for rule in RULES}
 
 
 def test_a_run_from_python_gets_python_arguments(tmp_path, capsys):

@@ -17,14 +17,18 @@ from gruppo.types import DataError, GruppoError, Prompt
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def asked(text="7", inputs=HELLO, said=None, **changes):
-    said = (text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]) if said is None else said
+def request(text="7", inputs=HELLO, completion=None, **changes):
+    completion = (
+        (text if isinstance(inputs, str) else [{"role": "assistant", "content": text}])
+        if completion is None
+        else completion
+    )
     prompt = Prompt("p", inputs, target="12", meta={"level": 3})
-    return ReplyRequest(prompt, said, text, **({"turn": 1, "seed": 5} | changes))
+    return ReplyRequest(prompt, completion, text, **({"turn": 1, "seed": 5} | changes))
 
 
 def reply_to(fn, *several, **changes):
-    several = several or (asked(),)
+    several = several or (request(),)
     return list(Environment(fn, **changes).replies(dict(enumerate(several))).values())
 
 
@@ -34,7 +38,7 @@ def test_it_is_given_what_its_signature_asks_for_and_nothing_else():
     def reply(text, messages, state, turn, seed, prompt, answer, target, level, missing="none"):
         seen.append((text, messages, state, turn, seed, prompt, answer, target, level, missing))
 
-    one = asked()
+    one = request()
     assert reply_to(reply, one) == [None]
     talk = [*HELLO, {"role": "assistant", "content": "7"}]
     assert seen == [("7", talk, {}, 1, 5, HELLO, "12", "12", 3, "none")]
@@ -42,7 +46,7 @@ def test_it_is_given_what_its_signature_asks_for_and_nothing_else():
     assert reply_to(lambda **everything: " ".join(sorted(everything)))[0] == [
         {"role": "user", "content": "answer level messages prompt seed state target text turn"}
     ]
-    assert reply_to(lambda messages: messages, asked("7", inputs="1 +")) == ["1 +7"]
+    assert reply_to(lambda messages: messages, request("7", inputs="1 +")) == ["1 +7"]
 
 
 def test_columns_win_over_the_names_of_the_target():
@@ -88,8 +92,8 @@ def test_what_is_no_reply_is_told(raw, why):
 
 
 def test_a_prompt_that_is_a_text_is_replied_to_with_a_text():
-    assert reply_to(lambda text: text + "!", asked("7", inputs="1 +")) == ["7!"]
-    (answer,) = reply_to(lambda: {"role": "user", "content": "x"}, asked(inputs="1 +"))
+    assert reply_to(lambda text: text + "!", request("7", inputs="1 +")) == ["7!"]
+    (answer,) = reply_to(lambda: {"role": "user", "content": "x"}, request(inputs="1 +"))
     assert "the prompt is a text, so a reply is a text" in answer.message
 
 
@@ -97,7 +101,7 @@ def test_what_fails_costs_its_conversation_alone_and_names_file_and_line():
     def reply(text):
         return f"{1 / int(text):g}"
 
-    first, second, third = reply_to(reply, asked("2"), asked("0"), asked("4"))
+    first, second, third = reply_to(reply, request("2"), request("0"), request("4"))
     assert [first[0]["content"], third[0]["content"]] == ["0.5", "0.25"]
     line = reply.__code__.co_firstlineno + 1
     assert second.message == f"ZeroDivisionError: division by zero (test_environment.py:{line})"
@@ -114,7 +118,7 @@ def test_a_state_is_a_conversations_own_and_kept_from_call_to_call(timeout_s):
     def reply(text, state):
         state["seen"] = [*state.get("seen", []), text]
 
-    one, other = asked("1"), asked("2")
+    one, other = request("1"), request("2")
     environment = Environment(reply, timeout_s=timeout_s)
     for _ in range(2):
         environment.replies({7: one, 3: other})
@@ -133,7 +137,7 @@ def test_a_late_reply_costs_its_conversation_and_the_others_are_still_asked():
         state["asked"] = True
         return text
 
-    several = [asked("a"), asked("slow"), asked("b")]
+    several = [request("a"), request("slow"), request("b")]
     first, late, last = reply_to(reply, *several, timeout_s=0.3)
     assert first[0]["content"] == "a" and last[0]["content"] == "b" and len(threads) == 2
     assert (late.kind, late.message) == ("timeout", "no answer within 0.3 s")
@@ -143,7 +147,7 @@ def test_a_late_reply_costs_its_conversation_and_the_others_are_still_asked():
 def test_after_some_late_replies_the_rest_of_a_turn_is_not_waited_for():
     release = threading.Event()
     began = time.monotonic()
-    answers = reply_to(lambda: release.wait(20), *(asked() for _ in range(40)), timeout_s=0.1)
+    answers = reply_to(lambda: release.wait(20), *(request() for _ in range(40)), timeout_s=0.1)
     release.set()
     assert time.monotonic() - began < 10
     assert {answer.kind for answer in answers} == {"timeout"} and len(answers) == 40
@@ -158,7 +162,7 @@ def test_a_thread_that_was_too_late_asks_nobody_any_more():
         if text == "slow":
             release.wait(20)
 
-    reply_to(reply, asked("slow"), asked("b"), timeout_s=0.2)
+    reply_to(reply, request("slow"), request("b"), timeout_s=0.2)
     release.set()
     time.sleep(0.2)
     assert seen == ["slow", "b"]
@@ -175,7 +179,7 @@ def test_async_replies_are_waited_for_together():
             raise ValueError("boom")
         return text
 
-    first, bad, last = reply_to(reply, asked("a"), asked("bad"), asked("b"), timeout_s=20)
+    first, bad, last = reply_to(reply, request("a"), request("bad"), request("b"), timeout_s=20)
     assert first[0]["content"] == "a" and last[0]["content"] == "b"
     assert bad.message.startswith("ValueError: boom (test_environment.py:")
 
@@ -186,7 +190,7 @@ def test_an_async_reply_that_is_late_costs_its_conversation_alone():
             await asyncio.sleep(30)
         return text
 
-    first, late = reply_to(reply, asked("a"), asked("slow"), timeout_s=0.3)
+    first, late = reply_to(reply, request("a"), request("slow"), timeout_s=0.3)
     assert first[0]["content"] == "a" and (late.kind, late.message) == ("timeout", "no answer within 0.3 s")
 
 
@@ -196,7 +200,7 @@ def test_an_async_reply_that_blocks_ends_its_turn():
     async def reply():
         release.wait(20)
 
-    answers = reply_to(reply, asked(), asked(), timeout_s=0.1)
+    answers = reply_to(reply, request(), request(), timeout_s=0.1)
     release.set()
     assert {answer.kind for answer in answers} == {"timeout"}
     assert answers[0].message.startswith("no answer within 0.1 s: a coroutine blocks, and all others with it")
@@ -217,9 +221,9 @@ def test_an_async_reply_that_leaves_costs_its_conversation_alone(timeout_s):
             raise SystemExit(3)
         return text
 
-    first, bad = reply_to(reply, asked("a"), asked("bad"), timeout_s=timeout_s)
+    first, bad = reply_to(reply, request("a"), request("bad"), timeout_s=timeout_s)
     assert first[0]["content"] == "a" and bad.message.startswith("SystemExit: 3")
-    assert reply_to(reply, asked("a"), timeout_s=timeout_s)[0][0]["content"] == "a"
+    assert reply_to(reply, request("a"), timeout_s=timeout_s)[0][0]["content"] == "a"
 
 
 def test_a_timeout_of_the_functions_own_is_told_as_it_is():
@@ -236,9 +240,9 @@ def test_what_a_function_changes_is_its_own_copy():
             own.append("x")
 
     prompt = Prompt("p", [dict(HELLO[0])], target="1", meta={"level": 1, "rows": ["a"]})
-    said = [{"role": "assistant", "content": "7"}]
-    assert reply_to(reply, ReplyRequest(prompt, said, "7", 1, 0)) == [None]
-    assert (prompt.inputs, prompt.meta["rows"], len(said)) == ([HELLO[0]], ["a"], 1)
+    completion = [{"role": "assistant", "content": "7"}]
+    assert reply_to(reply, ReplyRequest(prompt, completion, "7", 1, 0)) == [None]
+    assert (prompt.inputs, prompt.meta["rows"], len(completion)) == ([HELLO[0]], ["a"], 1)
 
 
 def test_its_name_is_the_functions():
@@ -267,9 +271,9 @@ def test_columns_that_are_not_there_are_refused_with_the_nearest():
 @pytest.mark.parametrize(
     ("fn", "why"),
     [
-        (3, r"the environment is 3 \(int\), which is not a function"),
+        (3, r"the environment is 3 \(int\), not a function"),
         (dict, r"the environment is .*For a class, give an instance"),
-        (Environment(lambda: None), r"the environment is .*which is not a function"),
+        (Environment(lambda: None), r"the environment is .*not a function"),
         (max, "environment 'max' has no readable signature"),
         (eval("lambda x, /: x"), "takes 'x' by position only"),
     ],

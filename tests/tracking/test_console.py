@@ -40,7 +40,7 @@ def tracker(total, *, is_terminal, width=80, now=None, encoding="utf-8", **optio
     return ConsoleTracker(total, console=console, clock=lambda: now[0], **options)
 
 
-def said(console_tracker):
+def output(console_tracker):
     console_tracker.close()
     return console_tracker.console.file.buffer.getvalue().decode("utf-8")
 
@@ -60,7 +60,7 @@ def test_a_plain_line_holds_the_values_and_the_time_left():
         now[0] += 2.0
         plain.log(step, STEP)
     rest = "reward 0.412  spread 0.3  kl 0.002  entropy 0.8  len 3.1  412 tok/s  1.9 s"
-    assert said(plain) == f"step 11/150  {rest}\nstep 12/150  {rest}  4:36 left\n"  # 138 steps of 2 s
+    assert output(plain) == f"step 11/150  {rest}\nstep 12/150  {rest}  4:36 left\n"  # 138 steps of 2 s
 
 
 def test_a_resumed_run_begins_at_its_step_and_says_that_it_is_stopping():
@@ -74,20 +74,20 @@ def test_a_resumed_run_begins_at_its_step_and_says_that_it_is_stopping():
 def test_failed_rows_are_for_the_file_alone():
     plain = tracker(9, is_terminal=False)
     plain.log_samples(1, [NASTY[0] | {"failures": [{"kind": "exception"}]}])
-    assert said(plain) == ""
+    assert output(plain) == ""
 
 
 def test_a_held_out_evaluation_is_a_line_of_its_own():
     plain = tracker(9, is_terminal=False)
     plain.log(3, {"eval/reward_mean": 0.625, "eval/exact": 0.5})
-    assert said(plain) == "step 3/9  held-out reward 0.625, exact 0.5\n"
+    assert output(plain) == "step 3/9  held-out reward 0.625, exact 0.5\n"
 
 
 def test_plain_lines_are_not_wrapped_and_markup_is_text():
     plain = tracker(9, is_terminal=False, width=20)
     plain.log_samples(1, NASTY[:1])
     plain.note("[red]reward[/red] raised " + "x" * 80, is_warning=True)
-    assert said(plain).splitlines() == [
+    assert output(plain).splitlines() == [
         r'  reward 1  "[red]1 + 1[/red] [/oops]" -> "[bold\n\x1b[31m2\x07"  target 2',
         "warning: [red]reward[/red] raised " + "x" * 80,
     ]
@@ -96,11 +96,11 @@ def test_plain_lines_are_not_wrapped_and_markup_is_text():
 PICTURES = [{"prompt": n, "completion": torch.rand(1, 28, 28), "reward": n / 4, "target": None} for n in range(5)]
 
 
-def test_of_pictures_a_plain_line_says_prompt_reward_and_where_they_are():
+def test_plain_lines_of_images_have_prompt_reward_and_the_file_of_the_sheet():
     plain = tracker(9, is_terminal=False, run_dir="runs/a")
     plain.log_samples(1, PICTURES)
     plain.log_samples(1, [row | {"held_out": True} for row in PICTURES])
-    assert said(plain).splitlines() == [
+    assert output(plain).splitlines() == [
         '  reward 1  "4"',
         '  reward 0  "0"',
         "  images: runs/a/images/step_000001.png",
@@ -114,7 +114,7 @@ def test_no_picture_is_named_that_was_not_drawn(monkeypatch):
     latents = [row | {"prompt": torch.rand(4, 8, 8), "held_out": False} for row in PICTURES[:1]]
     plain.log_samples(1, latents)
     plain.log_samples(1, [PICTURES[0] | {"held_out": True}])
-    assert said(plain) == "  reward 0\n"
+    assert output(plain) == "  reward 0\n"
 
 
 @pytest.mark.parametrize("width", [30, 80])
@@ -125,20 +125,20 @@ def test_the_live_screen_names_the_sheet_and_no_numbers_of_a_tensor(width):
     screen = final_screen(live)
     assert "runs/a/images/step_000002.png" in "".join(line.strip("│ ") for line in screen.splitlines())
     assert "tensor" not in screen and "completion" not in screen and "0.75" in screen
-    assert "held-out images: runs/a/images/eval_000002.png" in said(live)
+    assert "held-out images: runs/a/images/eval_000002.png" in output(live)
 
 
 def test_a_terminal_without_unicode_gets_escapes():
     plain = tracker(9, is_terminal=True, encoding="ascii")
     plain.log_samples(1, [{"prompt": "é", "completion": "中", "reward": 0.0}])
-    assert '"\\xe9" -> "\\u4e2d"' in said(plain)
+    assert '"\\xe9" -> "\\u4e2d"' in output(plain)
 
 
 def test_samples_are_shown_again_only_after_some_steps():
     plain = tracker(20, is_terminal=False, samples_every=5)
     for step in range(1, 13):
         plain.log_samples(step, [{"prompt": "p", "completion": f"at {step}.", "reward": 1.0}])
-    assert [f"at {step}." in said(plain) for step in (1, 2, 5, 6, 10, 11, 12)] == [1, 0, 0, 1, 0, 1, 0]
+    assert [f"at {step}." in output(plain) for step in (1, 2, 5, 6, 10, 11, 12)] == [1, 0, 0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("width", [30, 50, 80, 120, 200])
@@ -152,7 +152,7 @@ def test_the_live_screen_survives_nasty_texts_and_numbers(width):
     screen = final_screen(live)
     assert "\x1b" not in screen and "\x07" not in screen
     assert all(len(line) <= width for line in screen.splitlines() if line.isascii())
-    assert "[/nonsense]" in said(live)
+    assert "[/nonsense]" in output(live)
 
 
 def test_the_live_screen_shows_known_metrics_with_their_trends_and_no_others():
@@ -185,7 +185,7 @@ def test_a_run_without_rewards_or_metrics_has_a_screen_too():
 def test_closing_twice_gives_the_cursor_back():
     live = tracker(9, is_terminal=True)
     live.close()
-    assert said(live).endswith("\x1b[?25h")
+    assert output(live).endswith("\x1b[?25h")
 
 
 def test_time_left_counts_down_while_a_step_runs():
@@ -243,7 +243,7 @@ def test_the_rate_is_in_the_units_of_the_policy_and_images_have_no_length(unit, 
     metrics = {"reward/mean": 0.5, "entropy/mean_nats": 300.0, "len/mean_actions": 10.0, "rate/tokens_per_s": 800.0}
     plain = tracker(9, is_terminal=False, unit=unit)
     plain.log(1, metrics)
-    assert said(plain).endswith(f"  {line}\n")
+    assert output(plain).endswith(f"  {line}\n")
     live = tracker(9, is_terminal=True, unit=unit)
     live.log(1, metrics)
     assert f"{unit}s per second" in final_screen(live) and ("length" in final_screen(live)) == (unit != "image")
@@ -258,7 +258,7 @@ def test_any_object_is_shown_by_its_text_and_image_bytes_are_not(capsys):
     png = b"\x89PNG\r\n\x1a\n..."
     plain.log_samples(1, [{"prompt": "20 cities", "completion": Tour(), "reward": -3.5, "image": png}])
     plain.log_samples(9, [{"prompt": "20 cities", "completion": png, "reward": 1.0}])
-    assert said(plain).splitlines() == [
+    assert output(plain).splitlines() == [
         '  reward -3.5  "20 cities" -> "Tour(0 2 1)"',
         "  images: images/step_000001.png",
         '  reward 1  "20 cities"',

@@ -46,7 +46,7 @@ def test_a_large_picture_is_made_smaller_and_keeps_its_proportions():
     assert to_pil(torch.zeros(1, 1, 2000)).size == (MAX_SIDE, 1)
 
 
-def test_what_is_a_picture():
+def test_images_are_floats_of_one_or_three_channels():
     assert is_image(torch.rand(1, 2, 3)) and is_image(torch.rand(3, 1, 1).half())
     odd = [torch.rand(4, 8, 8), torch.rand(8, 8), torch.rand(1, 0, 8), torch.zeros(1, 8, 8, dtype=torch.long)]
     assert not any(map(is_image, [*odd, torch.rand(1, 1, 8, 8), "text", None, np.zeros((1, 8, 8))]))

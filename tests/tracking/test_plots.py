@@ -220,7 +220,7 @@ def names_of(*rows: dict[str, float]) -> list[str]:
     return [curve.name for curve in panels_of([{"step": n, **row} for n, row in enumerate(rows, start=1)])]
 
 
-def test_what_has_nothing_to_show_has_no_panel():
+def test_a_metric_with_nothing_to_show_has_no_panel():
     assert names_of({"clip/high_frac": 0.0, "clip/low_frac": 0.0}) == []
     assert names_of({"clip/high_frac": 0.0, "clip/low_frac": 0.1}) == ["clip"]
     assert names_of({"optim/lr": 0.1}, {"optim/lr": 0.1}) == []
@@ -231,7 +231,7 @@ def test_what_has_nothing_to_show_has_no_panel():
     assert names_of({"kl/ref_nats": math.nan, "reward_corr_within_group/a/b": math.inf}) == []
 
 
-def test_a_reference_is_drawn_beside_the_policy_only_where_it_was_asked():
+def test_a_reference_is_drawn_beside_the_policy_only_if_it_was_evaluated():
     assert names_of({"eval/reward_mean": 0.5}) == ["reward"]
     assert names_of({"eval/reward_mean": 0.5, "reference/eval_reward_mean": 0.4}) == ["reward", "reference"]
 

@@ -60,13 +60,13 @@ def test_the_report_holds_reward_time_evaluations_files_and_commands(tmp_path):
     for step in range(1, 13):  # the last ten rewards are 0.3, 0.4, ... 1.2: mean 0.75; time 12 x 6.5 s
         file.log(step, {"reward/mean": step / 10, "time/step_s": 6.5})
     before, after = evaluation(0, 0.113, 0.08, 0.158), evaluation(12, 0.82, 0.768, 0.863)
-    said = text(closing_lines(run_dir, before, after), width=400)
-    assert f"{run_dir}: 12 steps in 1:18; reward 0.750 over the last 10 steps" in said
-    assert "held-out, 256 prompts" in said and "0.113 [0.080, 0.158]   0.820 [0.768, 0.863]   +0.707" in said
-    assert "metrics.csv" in said and "overview.png" not in said and "final" not in said  # only what is there
+    output = text(closing_lines(run_dir, before, after), width=400)
+    assert f"{run_dir}: 12 steps in 1:18; reward 0.750 over the last 10 steps" in output
+    assert "held-out, 256 prompts" in output and "0.113 [0.080, 0.158]   0.820 [0.768, 0.863]   +0.707" in output
+    assert "metrics.csv" in output and "overview.png" not in output and "final" not in output  # only what is there
     for command in (f"sample {run_dir} 'What is 3 + 4?'", f"eval {run_dir}", f"resume {run_dir}"):
-        assert f"  {command_name()} {command}" in said
-    again = next(line for line in said.splitlines() if " train " in line)
+        assert f"  {command_name()} {command}" in output
+    again = next(line for line in output.splitlines() if " train " in line)
     assert again.strip().startswith(
         f"{command_name()} train {run_dir}/config.json --steps 24  # train again, for longer"
     )
@@ -87,19 +87,19 @@ def test_steps_that_sampled_nothing_are_steps_too(tmp_path):
     for step in range(1, 13):  # 5 of demonstrations alone; the last is evaluated, in a row that it has already
         file.log(step, {"time/step_s": 5.0} | ({"reward/mean": 0.5} if step > 5 else {"sup/loss_nats": 1.0}))
     file.log(12, {"eval/reward_mean": 0.2})
-    said = text(closing_lines(tmp_path, longer="--steps 24 --stages.1.steps 0"), width=400)
-    assert f"{tmp_path}: 12 steps in 1:00; reward 0.500 over the last 7 steps" in said
-    assert f"train {tmp_path}/config.json --steps 24 --stages.1.steps 0  # train again, for longer" in said
+    output = text(closing_lines(tmp_path, longer="--steps 24 --stages.1.steps 0"), width=400)
+    assert f"{tmp_path}: 12 steps in 1:00; reward 0.500 over the last 7 steps" in output
+    assert f"train {tmp_path}/config.json --steps 24 --stages.1.steps 0  # train again, for longer" in output
 
 
 def test_commands_are_written_as_the_shell_needs_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "program", lambda: "/my env/bin/gruppo")
-    said = text(closing_lines(tmp_path, question="What's $HOME?"), width=400)
-    line = next(line for line in said.splitlines() if " sample " in line).split("  # ")[0]
+    monkeypatch.setattr(report, "command_name", lambda: "/my env/bin/gruppo")
+    output = text(closing_lines(tmp_path, question="What's $HOME?"), width=400)
+    line = next(line for line in output.splitlines() if " sample " in line).split("  # ")[0]
     assert shlex.split(line) == ["/my env/bin/gruppo", "sample", str(tmp_path), "What's $HOME?"]
     for question in ("two\nlines", "x" * 1000, ""):
-        said = text(closing_lines(tmp_path, question=question), width=400)
-        assert f"sample {tmp_path} ...  " in said
+        output = text(closing_lines(tmp_path, question=question), width=400)
+        assert f"sample {tmp_path} ...  " in output
 
 
 def test_several_rewards_have_a_row_each_and_names_are_no_markup(tmp_path):
@@ -112,8 +112,8 @@ def test_several_rewards_have_a_row_each_and_names_are_no_markup(tmp_path):
 @pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize("before", [None, evaluation(0, math.nan, math.nan, math.nan)])
 def test_a_run_with_nothing_measured_still_ends_politely(tmp_path, before, is_terminal):
-    said = text(closing_lines(tmp_path / "my run", before, None), is_terminal=is_terminal, width=300)
-    assert "0 steps in 0:00" in said and f"{command_name()} eval '{tmp_path}/my run'" in said
+    output = text(closing_lines(tmp_path / "my run", before, None), is_terminal=is_terminal, width=300)
+    assert "0 steps in 0:00" in output and f"{command_name()} eval '{tmp_path}/my run'" in output
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -49,9 +49,9 @@ def test_the_place_of_each_row_holds_its_own_pixels(tmp_path):
     written = lines_of(tmp_path)
     assert [line["reward"] for line in written] == [n / 10 for n in range(9)]
     assert places(written) == [(n % 3 + 1, n // 3 + 1) for n in range(9)]
-    for given, line in zip(rows, written, strict=True):
+    for source, line in zip(rows, written, strict=True):
         assert line["completion"]["file"] == "images/step_000012.png" == sheet_name(12)
-        outputs = to_uint8(given["completion"]).permute(1, 2, 0).expand(-1, -1, 3).numpy()
+        outputs = to_uint8(source["completion"]).permute(1, 2, 0).expand(-1, -1, 3).numpy()
         assert (levels_at(tmp_path, line["completion"]) == outputs).all()
 
 
@@ -67,7 +67,7 @@ def test_an_evaluation_has_a_line_for_each_prompt_also_where_each_is_a_group(tmp
     assert places(lines_of(tmp_path)) == [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
-def test_where_nothing_was_scored_nothing_is_said_of_rewards(tmp_path, monkeypatch):
+def test_without_scores_a_sheet_does_not_mention_rewards(tmp_path, monkeypatch):
     drawn = []
 
     def draw(lines, title, draw=samples.draw):
@@ -89,14 +89,14 @@ def test_single_pictures_of_many_prompts_stand_beside_each_other(tmp_path):
 
 
 @pytest.mark.silent_bug(24)
-def test_what_was_given_and_wanted_stands_at_both_ends_of_its_samples(tmp_path):
-    given, wanted = [picture(n, 3) for n in (1, 2)], [picture(n, 3) for n in (3, 4)]
-    rows = [row(given[n], 10 + k, target=wanted[n]) for n in (0, 1) for k in range(3)]
+def test_inputs_and_targets_stand_at_both_ends_of_their_samples(tmp_path):
+    source, expected = [picture(n, 3) for n in (1, 2)], [picture(n, 3) for n in (3, 4)]
+    rows = [row(source[n], 10 + k, target=expected[n]) for n in (0, 1) for k in range(3)]
     SamplesFile(tmp_path).log_samples(1, rows)
     for k, line in enumerate(lines_of(tmp_path)):
         of_line = [(line[name]["line"], line[name]["column"]) for name in ("prompt", "completion", "target")]
         assert of_line == [(k // 3 + 1, 1), (k // 3 + 1, k % 3 + 2), (k // 3 + 1, 5)]
-        for name, image in (("prompt", given[k // 3]), ("target", wanted[k // 3])):
+        for name, image in (("prompt", source[k // 3]), ("target", expected[k // 3])):
             assert (levels_at(tmp_path, line[name]) == to_uint8(image).permute(1, 2, 0).numpy()).all()
 
 
@@ -155,19 +155,19 @@ ODD = [
 
 @pytest.mark.silent_bug(22)
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(list(odd.shape)))
-def test_what_is_no_picture_is_counted_once_and_its_row_is_kept(tmp_path, caplog, odd):
+def test_arrays_that_are_not_images_are_counted_once_and_their_rows_are_kept(tmp_path, caplog, odd):
     file = SamplesFile(tmp_path)
     with caplog.at_level(logging.WARNING, "gruppo"):
         for step in (1, 2):
             file.log_samples(step, [row(1, 1), {**row(1, 2), "completion": odd}, {**row(1, 3), "completion": odd}])
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1 and said[0].startswith("2 of 3 samples of step 1 are not drawn: ")
+    output = [record.getMessage() for record in caplog.records]
+    assert len(output) == 1 and output[0].startswith("2 of 3 samples of step 1 are not drawn: ")
     first, second, third = lines_of(tmp_path)[:3]
     assert first["completion"]["column"] == 1 and second["completion"] == third["completion"]
     assert (tmp_path / "samples.jsonl").stat().st_size < 1500
 
 
-def test_a_missing_pillow_is_said_once_and_rows_are_kept_without_pixels(tmp_path, caplog, monkeypatch):
+def test_a_missing_pillow_is_one_warning_and_rows_are_kept_without_pixels(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     file = SamplesFile(tmp_path)
     with caplog.at_level(logging.WARNING, "gruppo"):
@@ -225,8 +225,8 @@ def seen(cell):
     return None if cell is None else (np.asarray(cell.image)[::4, ::4, 0].tolist(), cell.caption)
 
 
-def wanted(given):
-    return (to_uint8(given["completion"])[0].tolist(), samples.number(given["reward"]))
+def expected(source):
+    return (to_uint8(source["completion"])[0].tolist(), samples.number(source["reward"]))
 
 
 @pytest.mark.silent_bug(24)
@@ -240,21 +240,21 @@ def test_before_and_after_are_the_same_prompts_at_the_first_and_the_last_evaluat
     assert options["heads"] == {0: "before: step 0", 3: "after: step 9"}
     assert [line.label for line in lines] == ["0", "1", "2"]
     of_zero = [first[n] for n in (0, 3, 5)], [last[n] for n in (1, 3, 5)]
-    assert list(map(seen, lines[0].cells)) == [wanted(given) for side in of_zero for given in side]
-    assert list(map(seen, lines[2].cells)) == [wanted(first[2]), None, None, wanted(last[2]), None, None]
+    assert list(map(seen, lines[0].cells)) == [expected(source) for side in of_zero for source in side]
+    assert list(map(seen, lines[2].cells)) == [expected(first[2]), None, None, expected(last[2]), None, None]
 
 
 @pytest.mark.silent_bug(24)
 def test_degraded_pictures_are_paired_by_their_pixels(tmp_path, monkeypatch):
-    file, given = SamplesFile(tmp_path), [picture(n) for n in (1, 2)]
-    first = evaluation(0, given, target=picture(5))
+    file, source = SamplesFile(tmp_path), [picture(n) for n in (1, 2)]
+    first = evaluation(0, source, target=picture(5))
     file.log_samples(0, first)
-    last = evaluation(1, given[::-1], target=picture(5))
+    last = evaluation(1, source[::-1], target=picture(5))
     lines, options = compared(tmp_path, monkeypatch, file, 1, last)
     assert options["heads"] == {0: "input", 1: "before: step 0", 2: "after: step 1", 3: "target"}
     for n, line in enumerate(lines):
-        ends = [to_uint8(image)[0].tolist() for image in (given[n], picture(5))]
-        middle = [wanted(first[n])[0], wanted(last[1 - n])[0]]
+        ends = [to_uint8(image)[0].tolist() for image in (source[n], picture(5))]
+        middle = [expected(first[n])[0], expected(last[1 - n])[0]]
         assert [np.asarray(c.image)[::4, ::4, 0].tolist() for c in line.cells] == [ends[0], *middle, ends[1]]
 
 

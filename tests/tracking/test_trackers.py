@@ -102,8 +102,8 @@ def test_tensorboard_has_samples_as_a_table_the_sheet_and_the_settings(tmp_path:
     content = shown.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    told = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert {name: value.WhichOneof("kind") for name, value in told.items()} == {
+    logged = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {name: value.WhichOneof("kind") for name, value in logged.items()} == {
         "optim.lr": "number_value",
         "model": "string_value",
     }
@@ -146,9 +146,9 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, *, has_key: bool = True) -> list
         mode: str | None,
         settings: Any,
     ) -> Recorded:
-        given = dict(locals())
-        given.pop("opened", None)
-        opened.append((given, Recorded(id or "new1")))
+        source = dict(locals())
+        source.pop("opened", None)
+        opened.append((source, Recorded(id or "new1")))
         return opened[-1][1]
 
     fake: Any = ModuleType("wandb")
@@ -191,7 +191,9 @@ TABLE = (
 )
 
 
-def test_wandb_is_told_all_and_knows_a_resumed_run_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_all_metrics_and_samples_and_a_resumed_run_keeps_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened, run_dir = fake_wandb(monkeypatch), tmp_path / "mine"
     run_dir.mkdir()
     tracker = trackers.open_wandb(run_dir, {"optim.lr": 0.5}, None)
@@ -199,10 +201,10 @@ def test_wandb_is_told_all_and_knows_a_resumed_run_by_its_id(tmp_path: Path, mon
     tracker.log_samples(3, ROWS)
     tracker.close()
     trackers.open_wandb(run_dir, {"optim.lr": 0.5}, 3)
-    (given, run), (again, _) = opened
-    assert (given["project"], given["name"], given["id"], given["mode"]) == ("gruppo", "mine", None, None)
-    assert (given["config"], given["dir"], given["resume"]) == ({"optim.lr": 0.5}, str(run_dir), "allow")
-    assert given["settings"]["finish_timeout"] < trackers.CLOSE_S and given["settings"]["console"] == "off"
+    (source, run), (again, _) = opened
+    assert (source["project"], source["name"], source["id"], source["mode"]) == ("gruppo", "mine", None, None)
+    assert (source["config"], source["dir"], source["resume"]) == ({"optim.lr": 0.5}, str(run_dir), "allow")
+    assert source["settings"]["finish_timeout"] < trackers.CLOSE_S and source["settings"]["console"] == "off"
     assert (again["id"], again["resume"]) == ("new1", "allow")
     assert run.axes == [("step", None), ("*", "step")]
     assert run.rows[0] == (None, {"step": 3, "reward/mean": 0.25})
@@ -222,7 +224,7 @@ def test_wandb_without_a_key_writes_offline_unless_the_environment_says_how(
     assert opened[0][0]["mode"] == mode
 
 
-def test_trackio_is_told_all_and_a_resume_goes_on_under_the_name_it_was_given(
+def test_trackio_gets_all_metrics_and_samples_and_a_resumed_run_keeps_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened = fake_trackio(monkeypatch)
@@ -233,7 +235,7 @@ def test_trackio_is_told_all_and_a_resume_goes_on_under_the_name_it_was_given(
     tracker.log(3, {"reward/mean": 0.25})
     tracker.log_samples(3, ROWS)
     tracker.close()
-    assert [(given["name"], given["resume"]) for given, _ in opened] == [
+    assert [(source["name"], source["resume"]) for source, _ in opened] == [
         ("mine", "never"),
         ("mine", "never"),
         ("mine-2", "allow"),
@@ -263,17 +265,17 @@ def test_pictures_are_the_sheet_that_the_run_has_drawn(tmp_path: Path, monkeypat
     assert tracks[0][1].rows == [(2, {"samples_sheet": ("image", str(file))})]
 
 
-def test_a_whole_run_tells_wandb_and_trackio_what_its_metrics_file_says(
+def test_a_whole_run_logs_its_metrics_file_to_wandb_and_trackio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, tracks = fake_wandb(monkeypatch), fake_trackio(monkeypatch)
     config = tiny.config(tmp_path, track=("wandb", "trackio"), steps=2)
     run = api.start(config).folder
-    told: dict[int, dict[str, float]] = {}
+    logged: dict[int, dict[str, float]] = {}
     for _, row in opened[0][1].rows:
-        told.setdefault(row["step"], {}).update(row)
+        logged.setdefault(row["step"], {}).update(row)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows and all(told[row["step"]][name] == row[name] for row in rows for name in row if row[name] is not None)
+    assert rows and all(logged[row["step"]][name] == row[name] for row in rows for name in row if row[name] is not None)
     assert {step for step, _ in tracks[0][1].rows} == {row["step"] for row in rows}
     assert opened[0][0]["config"]["rollout.group_size"] == 3 and opened[0][1].is_finished and tracks[0][1].is_finished
 
@@ -333,7 +335,7 @@ def mine(name: str) -> str:
     return f"{Path(__file__).resolve()}:{name}"
 
 
-def test_a_class_of_ones_own_is_told_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_tracker_is_called_at_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
     run = api.start(tiny.config(tmp_path, track=("test_trackers.py:Mine",), steps=2, evaluation__prompts=0)).folder
     assert (run / "mine.txt").read_text().split("\n") == ["log 1", "samples 1", "log 2", "close", ""]
@@ -347,10 +349,10 @@ def test_a_tracker_that_fails_is_one_warning_and_the_run_is_the_same(
     plain = api.start(tiny.config(tmp_path / "plain", steps=3)).folder
     with caplog.at_level(logging.WARNING, logger="gruppo"):
         run = api.start(tiny.config(tmp_path, track=(mine("Raises"), mine("CannotOpen"), mine("Mine")), steps=3)).folder
-    said = [record.getMessage() for record in caplog.records if "tracker" in record.getMessage()]
-    assert len(said) == 2
-    assert "CannotOpen could not be opened" in said[0] and "SystemExit: no" in said[0]
-    assert "Raises failed" in said[1] and "ConnectionError: no network. The run continues" in said[1]
+    output = [record.getMessage() for record in caplog.records if "tracker" in record.getMessage()]
+    assert len(output) == 2
+    assert "CannotOpen could not be opened" in output[0] and "SystemExit: no" in output[0]
+    assert "Raises failed" in output[1] and "ConnectionError: no network. The run continues" in output[1]
     assert metrics(run) == metrics(plain)
     assert "log 3" in (run / "mine.txt").read_text(), "the next tracker is told of every step"
 
@@ -392,7 +394,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_no_tracker_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
+def test_an_invalid_tracker_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
     names, why = REFUSED[what]
     with pytest.raises(GruppoError, match=why) as error:
         api.start(tiny.config(tmp_path, track=names))
@@ -425,11 +427,11 @@ def test_only_the_main_rank_has_trackers(tmp_path: Path, monkeypatch: pytest.Mon
     folder.close()
 
 
-def test_the_real_packages_take_what_they_are_given() -> None:
+def test_the_real_packages_accept_the_arguments_of_the_stand_ins() -> None:
     """Where they are installed: the names of the parameters that the stand-ins above have."""
     wandb = pytest.importorskip("wandb")
     trackio = pytest.importorskip("trackio")
-    wanted = {"project", "name", "id", "resume", "dir", "config", "mode", "settings"}
-    assert wanted <= {*inspect.signature(wandb.init).parameters}
+    expected = {"project", "name", "id", "resume", "dir", "config", "mode", "settings"}
+    assert expected <= {*inspect.signature(wandb.init).parameters}
     assert {"project", "name", "config", "resume", "embed"} <= {*inspect.signature(trackio.init).parameters}
     assert "prompt" in inspect.signature(wandb.login).parameters

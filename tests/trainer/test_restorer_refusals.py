@@ -77,10 +77,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a consistency alone": (CONS | {"stage__rl_coef": 0.0}, r"learns nothing"),
     "a reference that rests": (
         CONS | {"reference__place": "cpu"},
-        r"reference.place='cpu': a consistency to the reference reads its pictures in every update",
+        r"reference.place='cpu': a consistency to the reference reads its images in every update",
     ),
     "LoRA": ({"lora__rank": 4}, r"LoRA puts adapters on large models"),
-    "bfloat16": ({"compute": "bfloat16"}, r"compute='bfloat16' is of language models.*--compute float32"),
+    "bfloat16": ({"compute": "bfloat16"}, r"compute='bfloat16' is for language models.*--compute float32"),
     "a critic of its own": (
         {"objective": CRITIC, "critic__kind": "separate"},
         r"critic.kind='separate': the critic of a network that restores images is a head on it",
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "k3": ({"stage__kl_coef": 0.1, "objective__kl": "k3"}, r"kl='k3' of a Gaussian policy.*--objective.kl exact"),
     "returns of patches": (
         PATCHES | {"objective__credit": "return_to_go"},
-        r"credit='return_to_go' is of actions that follow each other, and the 4 patches",
+        r"credit='return_to_go' is for actions that follow each other, and the 4 patches",
     ),
     "a base that rests": (
         {"restoration__trains": "action", "restoration__supervises": "base"},
@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"until='eval/psnr flat 0' is not understood",
     ),
     "a gate of no metric": ({"stages": (Stage(steps=2, until="flat x"), Stage())}, r"until='flat x' is not understood"),
-    "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 is of texts"),
+    "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 applies to text"),
     "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* apply to tokens"),
     "epsilon of a mean": (
         {"objective": {"dims": "mean", "kl": "exact"}, "restoration__action": "pixels"},

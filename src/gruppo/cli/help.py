@@ -53,7 +53,7 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
         is_critic = name in OF_CRITICS or group == "critic"
         is_hidden = name in EXPERT or (is_critic and not config.objective.has_critic)
         is_hidden |= config.modality is not None and (name in OF_TEXT or group == "environment")
-        is_hidden |= group == "stage" and bool(config.stages)
+        is_hidden |= (group == "stage" and bool(config.stages)) or group.startswith("stages.")
         if is_hidden and not is_complete and option.value == option.usual:
             continue
         if group != section:

@@ -52,27 +52,23 @@ def converse(
     ended = torch.zeros(len(rollouts), dtype=torch.bool)
     active = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
     while active:
-        said, text = rollouts.completions, rollouts.per_row["text"]
-        answers = environment.replies(
-            {
-                row: ReplyRequest(prompts[row], said[row], text[row], int(turns[row]), seeds[row], states[row])
-                for row in active
-            }
-        )
-        replies = {}
-        for row, answer in answers.items():
+        calls, replies = {}, {}
+        for row in active:
+            completion, text, turn = rollouts.completions[row], rollouts.per_row["text"][row], int(turns[row])
+            calls[row] = ReplyRequest(prompts[row], completion, text, turn, seeds[row], states[row])
+        for row, answer in environment.replies(calls).items():
             if isinstance(answer, CallError):
                 failures[row] = answer.message
             elif answer is None:
                 ended[row] = True
+            # a row that was cut at max_actions has no room for another turn, whatever the environment says
             elif turns[row] < environment.turns and rollouts.finish[row] == "stop":
                 replies[row] = answer
         if not replies:
             break
         before = rollouts.mask.sum(dim=1)
-        rollouts = continue_rollouts(
-            rollouts, replies, sampling, seed=seed, max_reply_tokens=environment.max_reply_tokens
-        )
+        options = {"seed": seed, "max_reply_tokens": environment.max_reply_tokens}
+        rollouts = continue_rollouts(rollouts, replies, sampling, **options)
         has_answered = rollouts.mask.sum(dim=1) > before
         turns += has_answered
         active = [row for row in replies if has_answered[row] and rollouts.finish[row] != "error"]
@@ -81,14 +77,10 @@ def converse(
     # replies that the policy could not read fail in continue_rollouts
     failures |= environment_failures(rollouts)
     finishes: dict[int, Finish] = dict.fromkeys(failures, "error")
-    per_row = {name: value for name, value in rollouts.per_row.items() if name != "text"} | {
-        "state": tuple(states),
-        "turns": turns,
-        "ended": ended,
-        "environment_failure": tuple(failures.get(row) for row in range(len(prompts))),
-        "policy_text": tuple(policy_texts),
-    }
     finish = tuple(finishes.get(row, finish) for row, finish in enumerate(rollouts.finish))
+    per_row = {name: value for name, value in rollouts.per_row.items() if name != "text"}
+    per_row |= {"state": tuple(states), "turns": turns, "ended": ended, "policy_text": tuple(policy_texts)}
+    per_row["environment_failure"] = tuple(failures.get(row) for row in range(len(prompts)))
     return replace(rollouts, finish=finish, per_row=per_row)
 
 

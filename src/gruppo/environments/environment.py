@@ -60,19 +60,11 @@ class Environment:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        turns: int = 8,
-        max_reply_tokens: int = 256,
-        timeout_s: float | None = 60.0,
+        self, fn: Callable[..., Any], *, turns: int = 8, max_reply_tokens: int = 256, timeout_s: float | None = 60.0
     ) -> None:
         if not callable(fn) or isinstance(fn, type | Environment):
-            raise GruppoError(
-                f"the environment is {fn!r:.80} ({type(fn).__name__}), which is not a function; it needs one such as "
-                "def reply(text, state) that returns the reply, or None at the end. For a class, give an instance with "
-                "__call__."
-            )
+            need = "one such as def reply(text, state). For a class, give an instance with __call__."
+            raise GruppoError(f"the environment is {fn!r:.80} ({type(fn).__name__}), not a function; it needs {need}")
         self.fn, self.turns, self.max_reply_tokens, self.timeout_s = fn, turns, max_reply_tokens, timeout_s
         self.name = function_name(fn)
         self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
@@ -100,7 +92,7 @@ class Environment:
         answers: dict[int, Any] = {}
         waiting, late = list(requests), 0
         while waiting:
-            if late == MAX_LATE_REPLIES:
+            if late == MAX_LATE_REPLIES:  # each one costs timeout_s, and the rest would probably be late too
                 problem = CallError("timeout", f"skipped: {late} replies of this turn were late")
                 return answers | dict.fromkeys(waiting, problem)
             finished = self._until_late([requests[key] for key in waiting])
@@ -116,7 +108,7 @@ class Environment:
 
         def work() -> None:
             for request in requests:
-                if is_over.is_set():
+                if is_over.is_set():  # a thread cannot be stopped, but it must not call the function any more
                     return
                 began[0] = time.monotonic()
                 try:
@@ -205,18 +197,14 @@ def parse_reply(raw: Any, inputs: Any) -> Reply | None:
         return raw
     if isinstance(raw, str):
         return [{"role": "user", "content": raw}]
-    messages = [raw] if isinstance(raw, Mapping) else raw
-    need = ""
+    messages = [raw] if isinstance(raw, Mapping) else list(raw) if isinstance(raw, Sequence) else []
+    is_message = [isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in messages]
     if isinstance(inputs, str):
         need = "the prompt is a text, so a reply is a text, or None at the end"
-    elif (
-        not isinstance(messages, Sequence)
-        or not messages
-        or not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in messages)
-    ):
+    elif not messages or not all(is_message):
         need = "a reply is a text, a message with a role and a content, a list of messages, or None at the end"
     elif any(message["role"] == "assistant" for message in messages):
         need = "the assistant is the policy, and only the policy writes its messages"
-    if need:
-        raise CallError("exception", f"returned {raw!r:.80} ({type(raw).__name__}); {need}", type(raw).__name__)
-    return [dict(message) for message in messages]
+    else:
+        return [dict(message) for message in messages]
+    raise CallError("exception", f"returned {raw!r:.80} ({type(raw).__name__}); {need}", type(raw).__name__)

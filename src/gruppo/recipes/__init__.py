@@ -1,18 +1,11 @@
 """Recipes: functions that return a ``Config``. Each states its hardware, its wall time and the curve to expect."""
 
-from gruppo.recipes.arithmetic import arithmetic
-from gruppo.recipes.arithmetic_format import arithmetic_format
-from gruppo.recipes.arithmetic_ppo import arithmetic_ppo
-from gruppo.recipes.chat import chat
-from gruppo.recipes.ddpo import ddpo
+from gruppo.recipes.arithmetic import arithmetic, arithmetic_format, arithmetic_ppo
+from gruppo.recipes.diffusion import ddpo, pictures
 from gruppo.recipes.digits import digits_compress, digits_pretrain, digits_sevens
 from gruppo.recipes.guess import guess
-from gruppo.recipes.lines import restore_text
-from gruppo.recipes.photos import denoise_photos
-from gruppo.recipes.pictures import pictures
-from gruppo.recipes.plain import plain
-from gruppo.recipes.qwen import qwen
-from gruppo.recipes.restoration import restore, restore_progressive, restore_quick
+from gruppo.recipes.restoration import denoise_photos, restore, restore_progressive, restore_quick, restore_text
+from gruppo.recipes.text import chat, plain, qwen
 
 RECIPES = {
     "arithmetic": arithmetic,

@@ -1,16 +1,34 @@
-"""A real chat model learns arithmetic on a laptop."""
+"""A chat model learns arithmetic on a laptop: by GRPO, by PPO, and in a format that it has to be shown first."""
 
 from __future__ import annotations
 
-from gruppo.config.schema import Config, EvaluationConfig, OptimConfig, PromptsConfig, RolloutConfig, SavingConfig
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from gruppo.config.schema import (
+    Config,
+    CriticConfig,
+    EvaluationConfig,
+    OptimConfig,
+    PromptsConfig,
+    RolloutConfig,
+    SavingConfig,
+    Stage,
+    SupervisedConfig,
+)
+from gruppo.core.objective import PPO
+from gruppo.rewards.text import text_of
+
+OPENING, CLOSING = "<answer>", "</answer>"
 
 
 def arithmetic() -> Config:
-    """SmolLM2-135M-Instruct learns sums and differences of two numbers up to 20, by GRPO with an exact reward.
+    """SmolLM2-135M-Instruct learns sums and differences of numbers up to 20, by GRPO with an exact reward.
 
-    The model is asked "What is 7 + 12?" and continues "7 + 12 =". The reward is 1 where what it writes is the right
-    number and nothing else. It first learns to stop after the number, then to calculate. Sampling is a little hotter
-    than the model (temperature 1.5 among the 12 likeliest tokens): at temperature 1 it soon stops trying other answers.
+    The prompt is "What is 7 + 12?", continued as "7 + 12 =". The reward is 1 if the completion is the right number and
+    nothing else. The model first learns to stop after the number, then to calculate. Sampling is hotter than the model
+    (temperature 1.5 among the 12 most likely tokens): at temperature 1 it soon stops exploring.
     2 CPU cores: about 4 minutes of training, held-out exact match from 0.02 to 0.85.
     """
     return Config(
@@ -24,3 +42,65 @@ def arithmetic() -> Config:
         evaluation=EvaluationConfig(prompts=256),
         saving=SavingConfig(every=25, keep=1),
     )
+
+
+def arithmetic_ppo() -> Config:
+    """The arithmetic recipe with PPO: a value head on the policy's network, GAE, and the KL in the token rewards.
+
+    Each batch is evaluated before the updates and passed over twice, so a step takes half the prompts of GRPO. The
+    value head is new and has its own learning rate.
+    2 CPU cores: about 9 minutes of training, held-out exact match from 0.02 to 0.83 or more (three seeds).
+    """
+    recipe = arithmetic()
+    return replace(
+        recipe,
+        objective=PPO,
+        rollout=replace(recipe.rollout, prompts=24),
+        critic=CriticConfig(kind="shared", lr=1e-3),
+        stage=Stage(kl_coef=0.005, value_coef=0.1),
+        optim=OptimConfig(lr=6e-6, warmup_steps=3, epochs=2),
+    )
+
+
+def arithmetic_format() -> Config:
+    """SmolLM2-135M-Instruct learns to write <answer>19</answer>, which no prompt mentions, and to calculate.
+
+    The untrained model begins with "<" once in 200,000 times, so rewards alone find nothing to reinforce. Six steps of
+    32 demonstrations teach the format, GRPO then the numbers, with reward 1 for the right number in its tags and
+    nothing else. ``--stages full`` leaves the demonstrations out. One CPU core: held-out exact match from 0.00 to 0.48
+    in the first half minute of training, 0.66 after two and a half minutes (step 15, three seeds), 0.77 after three and
+    a half (step 20, seed 0). Rewards alone: 0.00.
+    """
+    recipe = arithmetic()
+    return replace(
+        recipe,
+        reward=("gruppo.recipes.arithmetic:in_tags",),
+        steps=50,
+        rollout=replace(recipe.rollout, prompts=24, max_new_tokens=12),
+        stages=(
+            Stage(name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3),
+            Stage(name="full", warmup_steps=3),
+        ),
+        supervised=SupervisedConfig(template=f" {OPENING}{{target}}{CLOSING}", batch=32),
+        optim=replace(recipe.optim, warmup_steps=0),
+    )
+
+
+def in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 if the stripped completion is the answer in its tags, else 0."""
+    targets = (f"{OPENING}{gold}{CLOSING}" for gold in answer)
+    return [float(text_of(text).strip() == target) for text, target in zip(completions, targets, strict=True)]
+
+
+def partly_in_tags(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 as in ``in_tags``; else 0.1 for each tag that occurs once, plus 0.3 for the right number alone.
+
+    A shaped reward, of the kind often proposed where the whole format never occurs.
+    """
+    scores = []
+    for completion, gold, whole in zip(completions, answer, in_tags(completions, answer), strict=True):
+        text = text_of(completion)
+        tags = sum(text.count(tag) == 1 for tag in (OPENING, CLOSING))
+        number = text.replace(OPENING, "").replace(CLOSING, "").strip() == str(gold)
+        scores.append(whole or 0.1 * tags + 0.3 * number)
+    return scores

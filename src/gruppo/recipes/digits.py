@@ -1,11 +1,13 @@
-"""Handwritten digits: an image model from nothing in minutes, and what rewards make of it.
+"""Handwritten digits: a diffusion model from scratch in minutes, and two rewards.
 
-``digits_pretrain`` first; the two others train what it leaves in runs/digits-pretrain.
+Run ``digits_pretrain`` first; the two others train its result, runs/digits-pretrain.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -21,20 +23,19 @@ from gruppo.config.schema import (
     SupervisedConfig,
 )
 from gruppo.modalities.diffusion.config import DiffusionConfig
-from gruppo.recipes.pictures import CLOSE
+from gruppo.recipes.diffusion import CLIP_IN_NATS, PRETRAINED
 
-PRETRAINED = "runs/digits-pretrain"
 FLOOR, FLOOR_OF_SEVEN = -3.0, -20.0
-"""Nats. A digit that the reader cannot read at all costs no more, or a hopeless one would outweigh all others; what is
-far from a seven has to earn by coming nearer, so its floor is low."""
+"""Lower bounds of the rewards, in nats. An unreadable digit costs at most FLOOR, or a hopeless one would outweigh the
+others; what is far from a seven must gain by coming closer, so FLOOR_OF_SEVEN is low."""
 
 
 def digits_pretrain() -> Config:
-    """A small UNet learns to draw 4,500 real handwritten digits by class: demonstrations alone, no reinforcement.
+    """A small UNet learns 4,500 real handwritten digits by class, from demonstrations only.
 
-    Flow path, the network says the clean picture, loss weighted by 1 / (t^2 + 0.05). The result is
-    runs/digits-pretrain, which digits-compress and digits-sevens train on. 2 CPU cores: 7 minutes (6:36);
-    97% of what it draws is the class asked for, by a judge that it never met (real digits 99%).
+    Flow matching, x0 prediction, loss weighted by 1 / (t^2 + 0.05). The result is runs/digits-pretrain, which
+    digits-compress and digits-sevens continue. 2 CPU cores: 7 minutes (6:36); 97% of its samples have the requested
+    class, by a judge trained apart (real digits: 99%).
     """
     return Config(
         model="unet",
@@ -53,19 +54,19 @@ def digits_pretrain() -> Config:
 
 
 def digits_compress() -> Config:
-    """The digits of runs/digits-pretrain learn to be smaller JPEG files and to stay readable, by GRPO.
+    """The digits of runs/digits-pretrain become smaller JPEG files and stay readable, by GRPO.
 
-    Two rewards: minus the file's size in kB, and what a reader trained on real digits gives the asked class. A group
-    shares all its noise but that of one step, which alone is learned from. ``--reward jpeg_compressibility
-    --scoring.weights None --stage.kl-coef 0`` leaves out what holds the digits: they are black within a minute. 2 CPU
-    cores: 2 minutes (1:37); files 16 to 20% smaller (three seeds), 94 to 96% still the class asked for.
+    Two rewards: minus the file size in kB, and the log-probability of the requested class under a classifier of real
+    digits. A group shares all noise but that of one step, the only one trained on. ``--reward jpeg_compressibility
+    --scoring.weights None --stage.kl-coef 0`` removes what keeps the digits readable: they are black within a minute.
+    2 CPU cores: 2 minutes (1:37); files 16 to 20% smaller (three seeds), 94 to 96% still of the requested class.
     """
     return Config(
         model=PRETRAINED,
         data="digits",
         reward=("jpeg_compressibility", "gruppo.recipes.digits:reads_as_asked"),
         steps=170,
-        objective=replace(CLOSE, scale="batch"),
+        objective=replace(CLIP_IN_NATS, scale="batch"),
         rollout=RolloutConfig(prompts=40, group_size=8),
         modality=DiffusionConfig(noise="branched"),
         optim=OptimConfig(lr=5e-5, decay="linear", final_lr_frac=0.2),
@@ -78,16 +79,16 @@ def digits_compress() -> Config:
 
 
 def digits_sevens() -> Config:
-    """The digits of runs/digits-pretrain learn to be sevens, whatever class is asked for, by GRPO.
+    """The digits of runs/digits-pretrain become sevens, whatever class is requested, by GRPO.
 
-    The reader's log-probability of a seven is the reward. The last three steps of ten, which could only retouch, are
-    not learned from. One CPU core: 2 minutes; sevens from 10% to 99%.
+    The reward is a classifier's log-probability of a seven. The last three of ten steps, which change only details, are
+    not trained on. One CPU core: 2 minutes; sevens from 10% to 99%.
     """
     return replace(
         digits_compress(),
         reward=("gruppo.recipes.digits:reads_as_seven",),
         steps=100,
-        objective=CLOSE,
+        objective=CLIP_IN_NATS,
         scoring=ScoringConfig(),
         modality=DiffusionConfig(noise="branched", train_to=6),
         optim=OptimConfig(lr=1.5e-4),
@@ -99,34 +100,29 @@ def digits_sevens() -> Config:
 
 
 def reads_as_asked(images: Sequence[Any], label: Sequence[int], **_: Any) -> list[float | None]:
-    """What the reader gives the asked class, in nats, at least ``FLOOR``."""
-    return _reads(None)(images=images, label=label)
+    """Log-probability of the requested class under the classifier, at least ``FLOOR``."""
+    from gruppo.rewards.image_classifiers import classifier
+
+    return classifier(digit_classifier(), floor=FLOOR)(images=images, label=label)
 
 
 def reads_as_seven(images: Sequence[Any], **_: Any) -> list[float | None]:
-    """What the reader gives a seven, in nats, at least ``FLOOR_OF_SEVEN``."""
-    return _reads(7)(images=images)
+    """Log-probability of a seven under the classifier, at least ``FLOOR_OF_SEVEN``."""
+    from gruppo.rewards.image_classifiers import classifier
+
+    return classifier(digit_classifier(rejects=True), label=7, floor=FLOOR_OF_SEVEN)(images=images)
 
 
-reads_as_asked.timeout_s = None  # type: ignore[attr-defined]  # the first call trains the reader
+reads_as_asked.timeout_s = None  # type: ignore[attr-defined]  # the first call trains the classifier
 reads_as_seven.timeout_s = None  # type: ignore[attr-defined]
 
 
 @cache
-def _reads(label: int | None) -> Any:
-    from gruppo.rewards.image_classifiers import classifier
+def digit_classifier(*, rejects: bool = False) -> Any:
+    """A classifier of real digits, 98% right on held-out ones: trained once in a quarter of a minute, then cached.
 
-    if label is None:
-        return classifier(reader(), floor=FLOOR)
-    return classifier(reader(knows_nothing=True), label=label, floor=FLOOR_OF_SEVEN)
-
-
-@cache
-def reader(*, knows_nothing: bool = False) -> Any:
-    """A classifier of real digits, 98% right on held-out ones: trained in a quarter of a minute, once, then cached.
-
-    ``knows_nothing``: with an eleventh class of what is no digit (blanks, faded and torn digits, specks). Without it a
-    black picture is more of a seven (-3.1 nats) than most real digits are (-8.8).
+    ``rejects``: with an eleventh class of non-digits (blank, faded and torn digits, specks). Without it a black image
+    is more of a seven (-3.1 nats) than most real digits are (-8.8).
     """
     import torch
 
@@ -134,26 +130,30 @@ def reader(*, knows_nothing: bool = False) -> Any:
     from gruppo.modalities.text.bundled import cache_folder
     from gruppo.rewards.image_classifiers import ImageClassifier, train_classifier
 
-    classes = 11 if knows_nothing else 10
+    classes = 11 if rejects else 10
     file = cache_folder() / f"digits-reader-{classes}.safetensors"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        found = ImageClassifier(classes=classes)
+        network = ImageClassifier(classes=classes)
         if file.is_file():
-            return found.load(file)
+            return network.load(file)
         (images, labels), _ = split_images(*load_digits())
-        if knows_nothing:
-            others = no_digits(images)
+        if rejects:
+            others = _non_digits(images)
             images, labels = torch.cat([images, others]), torch.cat([labels, torch.full((len(others),), 10)])
         with torch.enable_grad():
-            train_classifier(found, images, labels, seed=0)
-    _keep(found, file)
-    return found.eval()
+            train_classifier(network, images, labels, seed=0)
+    with suppress(OSError):  # without a cache it is trained in each run
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")  # atomic, as another process may train the same
+        network.save(temporary)
+        temporary.replace(file)
+    return network.eval()
 
 
-def no_digits(images: Any) -> Any:
-    """A quarter as many pictures that are no digit: faded to a third or less, two of three rows or columns torn off,
-    grey, or with specks alone."""
+def _non_digits(images: Any) -> Any:
+    """A quarter as many images of no digit: faded to a third or less, two of three rows or columns torn off, grey, or
+    only specks."""
     import torch
 
     from gruppo.seeds import generator_at
@@ -162,28 +162,15 @@ def no_digits(images: Any) -> Any:
     some = images[torch.randperm(len(images), generator=generator)[: len(images) // 4]].clone()
     faded, torn, grey, specks = some.tensor_split(4)
 
-    def drawn(of: Any) -> Any:
-        return torch.rand(len(of), 1, 1, 1, generator=generator)
+    def uniform(like: Any) -> Any:
+        return torch.rand(len(like), 1, 1, 1, generator=generator)
 
-    faded *= drawn(faded) / 3
+    faded *= uniform(faded) / 3
     side = images.shape[-1]
-    keeps = (torch.arange(side) - (drawn(torn)[:, 0, 0] * side)) % side < side // 3  # [n, side]
-    torn *= torch.where(drawn(torn) < 0.5, keeps[:, None, :, None], keeps[:, None, None, :])
-    grey = (drawn(grey) ** 3).expand_as(grey)
+    kept = (torch.arange(side) - (uniform(torn)[:, 0, 0] * side)) % side < side // 3  # [n, side]
+    torn *= torch.where(uniform(torn) < 0.5, kept[:, None, :, None], kept[:, None, None, :])
+    grey = (uniform(grey) ** 3).expand_as(grey)
     specks = torch.rand(specks.shape, generator=generator) * (
-        torch.rand(specks.shape, generator=generator) < 0.1 * drawn(specks)
+        torch.rand(specks.shape, generator=generator) < 0.1 * uniform(specks)
     )
     return torch.cat([faded, torn, grey, specks])
-
-
-def _keep(found: Any, file: Any) -> None:
-    """Whole or not at all, also where another process trains the same; without a cache it is trained in each run."""
-    import os
-
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        found.save(temporary)
-        temporary.replace(file)
-    except OSError:
-        return

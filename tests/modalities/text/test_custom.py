@@ -220,7 +220,7 @@ def test_a_folder_whose_file_is_gone_says_which(tmp_path):
 REFUSED = {
     "modle": r"has no 'modle'; it has: .*Did you mean .*own_models.py:model\?",
     "number": r"number is a int; it needs a function that returns a policy\. Return gruppo\.from_module",
-    "bare": r"bare returned a TinyGPT; it needs a TextPolicy\. Return gruppo\.from_module\(module, tokenizer",
+    "bare": r"bare returned a TinyGPT; it needs a policy\. Return gruppo\.from_module\(module, tokenizer",
     "wants_more": r"needs the arguments width, but it is called with none, or with folder\. Give them defaults",
     "raises": r"raises raised ValueError in line \d+: no such checkpoint\. Fix the function and try again",
     "ends": r"ends raised SystemExit in line \d+: I end here",

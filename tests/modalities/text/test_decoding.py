@@ -96,7 +96,7 @@ def test_in_bfloat16_it_is_as_near_to_the_exact_logits_as_the_cached_decoding_is
         exact.data = rounded.data.float()  # one model in two precisions
     plain = TransformersBackbone(narrow, splits=True, caches=True)
     made = layered(narrow)
-    assert {keys.dtype for keys in (*made.own, *made.prompts)} == {torch.float32 if small else torch.bfloat16}
+    assert {keys.dtype for keys in (*made.suffixes, *made.prompts)} == {torch.float32 if small else torch.bfloat16}
     ours = worst_errors(made, layered(module))
     theirs = worst_errors(CachedDecoding(plain, PROMPTS, OWNERS), layered(module))
     assert sum(ours) < 1.3 * sum(theirs)
@@ -141,10 +141,10 @@ def test_a_prompt_is_held_once_however_large_its_group():
 def test_what_rows_that_left_held_is_given_back():
     module, before = llama().module, {}
     decoding = layered(module, PROMPTS, torch.arange(3).repeat_interleave(8))
-    for kept in ("own", "prompts"):
+    for kept in ("suffixes", "prompts"):
         before[kept] = sum(buffer.numel() for buffer in getattr(decoding, kept))
     decoding.select(torch.tensor([1, 3, 9]))  # two rows of the first group, one of the second, whose prompt is short
-    assert sum(buffer.numel() for buffer in decoding.own) * 6 == before["own"]  # a grid of two by two
+    assert sum(buffer.numel() for buffer in decoding.suffixes) * 6 == before["suffixes"]  # a grid of two by two
     assert sum(buffer.numel() for buffer in decoding.prompts) * 3 * 17 == before["prompts"] * 2 * 5
 
 

@@ -124,13 +124,13 @@ def test_attention_over_blocks_equals_a_masked_softmax_over_everything(sizes, la
 def test_no_block_holds_more_scores_than_it_may_unless_one_text_alone_does():
     prompts, owners, lengths = [300, 20], [0] * 40 + [1] * 10, [600] * 20 + [500] * 20 + [90] * 10
     for block in laid_out(prompts, owners, lengths).blocks:
-        assert len(block.own) == 1 or block.bias.numel() * len(block.own) <= streams.BLOCK_SCORES
+        assert len(block.tokens) == 1 or block.bias.numel() * len(block.tokens) <= streams.BLOCK_SCORES
         assert block.bias.shape[0] <= streams.BLOCK_QUERIES
 
 
 def test_completions_of_like_length_share_a_block_and_others_do_not():
     blocks = laid_out([5], [0] * 4, [101, 101, 81, 11]).blocks
-    assert [block.own.shape for block in blocks] == [(1, 5), (3, 100), (1, 10), (1, 9)]
+    assert [block.tokens.shape for block in blocks] == [(1, 5), (3, 100), (1, 10), (1, 9)]
     assert blocks[1].real is not None and len(blocks[1].real) == 100 + 100 + 80 and blocks[2].real is None
 
 

@@ -172,9 +172,9 @@ class ReferenceModel:
         weights = self._read()
         difference = norm = 0.0
         for name, tensor in trained(policy.module).items():
-            own = weights.pop(name)  # mapped from disk: what is let go of needs no memory
-            difference += float((tensor.to(own.device) - own).square_().sum(dtype=torch.float64))
-            norm += float(own.square().sum(dtype=torch.float64))
+            reference = weights.pop(name)  # mapped from disk: what is let go of needs no memory
+            difference += float((tensor.to(reference.device) - reference).square_().sum(dtype=torch.float64))
+            norm += float(reference.square().sum(dtype=torch.float64))
         return (difference / norm) ** 0.5 if norm else float("nan")
 
     # --- saved state ---

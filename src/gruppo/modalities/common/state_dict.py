@@ -29,17 +29,17 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
 
     Tied weights are in a file once, under any of their names.
     """
-    own = module.state_dict()
+    state = module.state_dict()
     tied: dict[Any, list[str]] = {}  # names by memory
-    keys = {n: (t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else n for n, t in own.items()}
+    keys = {n: (t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else n for n, t in state.items()}
     for name, key in keys.items():
         tied.setdefault(key, []).append(name)
-    full = {name: weights[twin] for name in own for twin in tied[keys[name]] if twin in weights}
-    full |= {name: weights[name] for name in own.keys() & weights.keys()}
+    full = {name: weights[twin] for name in state for twin in tied[keys[name]] if twin in weights}
+    full |= {name: weights[name] for name in state.keys() & weights.keys()}
     differences = {
-        "missing": sorted(own.keys() - full.keys()),
-        "unknown": sorted(weights.keys() - own.keys()),
-        "of another shape": sorted(name for name, value in full.items() if own[name].shape != value.shape),
+        "missing": sorted(state.keys() - full.keys()),
+        "unknown": sorted(weights.keys() - state.keys()),
+        "of another shape": sorted(name for name, value in full.items() if state[name].shape != value.shape),
     }
     if any(differences.values()):
         listed = "; ".join(
@@ -48,7 +48,7 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
             if names
         )
         raise GruppoError(
-            f"the weights in {source} are of another network than {type(module).__name__}: {listed} (of {len(own)}). "
+            f"the weights in {source} are of another network than {type(module).__name__}: {listed} (of {len(state)}). "
             "Give the network that they were saved from."
         )
     module.load_state_dict(full)

@@ -7,8 +7,15 @@ from gruppo.config.stages import highest
 from gruppo.types import GruppoError
 
 
+def refuse(*rules: tuple[object, str]) -> None:
+    """Raise GruppoError with the message of the first rule whose condition is true."""
+    for condition, message in rules:
+        if condition:
+            raise GruppoError(message)
+
+
 def refuse_other_options(config: Config, section: type | None) -> None:
-    """Refuse options of other modalities than the one whose section is given, and a consistency term without one."""
+    """Refuse options of other modalities than the one with this config section."""
     options = config.modality
     if options is not None and not isinstance(options, section or ()) and options != type(options)():
         name = type(options).__name__.removesuffix("Config").lower()
@@ -29,29 +36,31 @@ def refuse_consistency(config: Config) -> None:
 
 def refuse_text_options(config: Config) -> None:
     """Refuse options that only language models use."""
-    model = config.model
-    if config.rollout.max_new_tokens != type(config.rollout)().max_new_tokens:
-        raise GruppoError(
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens} is of texts, and {model!r} is an image model. "
-            "Leave it out; --diffusion.steps are the steps of a picture that is drawn from noise."
-        )
-    if config.objective.overlong:
-        raise GruppoError(
-            f"objective.overlong={config.objective.overlong} penalises long texts; every image has as many steps. Set "
-            "--objective.overlong 0."
-        )
-    if config.critic.model:
-        raise GruppoError(
+    model, rollout, objective = config.model, config.rollout, config.objective
+    refuse(
+        (
+            rollout.max_new_tokens != type(rollout)().max_new_tokens,
+            f"rollout.max_new_tokens={rollout.max_new_tokens} applies to text, and {model!r} is an image model. Leave "
+            "it out; --diffusion.steps sets the number of denoising steps.",
+        ),
+        (
+            objective.overlong,
+            f"objective.overlong={objective.overlong} penalises long texts; every image has as many steps. Set "
+            "--objective.overlong 0.",
+        ),
+        (
+            config.critic.model,
             f"critic.model={config.critic.model!r}: the critic of an image model is a head on its network, or a copy "
-            "of it. Leave --critic.model out."
-        )
-    if config.objective.mask_truncated:
-        raise GruppoError(
-            "objective.mask_truncated leaves out texts that were cut; every picture has all its steps. Set "
-            "--objective.mask-truncated False."
-        )
-    if config.environment.reply:
-        raise GruppoError(
+            "of it. Leave --critic.model out.",
+        ),
+        (
+            objective.mask_truncated,
+            "objective.mask_truncated leaves out truncated texts, and images are never truncated. Set "
+            "--objective.mask-truncated False.",
+        ),
+        (
+            config.environment.reply,
             f"environment.reply={config.environment.reply!r} replies to texts, and {model!r} is an image model. "
-            "Leave the --environment options out, or set --model to a language model."
-        )
+            "Leave the --environment options out, or set --model to a language model.",
+        ),
+    )

@@ -140,14 +140,14 @@ class DiffusersPolicy(DenoiserPolicy):
         on the base. ``load_diffusers`` opens the folder as a policy.
         """
         folder, module = Path(folder), self.module
-        pipeline, is_adapted = copy.copy(self.pipeline), has_adapter(module)
-        if is_adapted:
+        pipeline = copy.copy(self.pipeline)
+        if has_adapter(module):
             module = copy.deepcopy(module)
             merge(module)
         setattr(pipeline, self.network_name, module)
         pipeline.save_pretrained(folder)
         (folder / SETTINGS).write_text(json.dumps(asdict(self.settings), indent=1), encoding="utf-8")
-        if is_adapted:
+        if has_adapter(self.module):
             own: Any = self.module
             config = own.peft_config[POLICY].to_dict()
             config["target_modules"] = sorted(config["target_modules"])

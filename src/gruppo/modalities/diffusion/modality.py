@@ -12,7 +12,7 @@ import torch
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, values_of
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.validation import refuse_consistency, refuse_other_options, refuse_text_options
+from gruppo.modalities.common.validation import refuse, refuse_consistency, refuse_other_options, refuse_text_options
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.diffusion.diffusers_policy import DiffusersPolicy, add_adapter, load_diffusers
 from gruppo.modalities.diffusion.encoders import ClassLabels
@@ -47,70 +47,66 @@ class DiffusionModality(Modality):
         return model == NEW or is_pipeline(model) or (folder / SETTINGS).is_file()
 
     def validate(self, config: Config) -> None:
-        self.sampling(config)  # its own refusals
+        self.sampling(config)  # raises for options that cannot be sampled and scored alike
         refuse_text_options(config)
         refuse_other_options(config, DiffusionConfig)
         refuse_consistency(config)
-        if odd := [t for t in values_of(config, "temperature") if t != 1]:
-            raise GruppoError(
-                f"a stage's temperature of {odd[0]:g}: a denoising step has none beside eta. Leave temperature out of "
-                "the stages, and set --diffusion.eta."
-            )
-        if highest(config, "entropy_coef"):
-            raise GruppoError(
-                "a stage's entropy_coef is above 0, and the noise of a denoising step is fixed: its entropy is the "
-                "same whatever is learned. Set --stage.entropy-coef 0, and --diffusion.eta for more noise."
-            )
-        chosen, default, model = config.section(DiffusionConfig), DiffusionConfig(), config.model
-        if chosen.path == "diffusion" and chosen.shift != 1:
-            raise GruppoError(
-                f"diffusion.shift={chosen.shift:g} moves the times of a flow, and --diffusion.path is diffusion. Leave "
-                "one of them out."
-            )
-        self._validate_weights(config, is_pipeline(model))
+        model, lora, chosen, default = config.model, config.lora, config.section(DiffusionConfig), DiffusionConfig()
+        is_named, has_pipeline = model != IN_MEMORY, is_pipeline(model)
+        temperatures = [t for t in values_of(config, "temperature") if t != 1]
+        refuse(
+            (
+                temperatures,
+                f"a stage's temperature of {next(iter(temperatures), 1):g}: a denoising step has none but eta. Leave "
+                "temperature out of the stages, and set --diffusion.eta.",
+            ),
+            (
+                highest(config, "entropy_coef"),
+                "a stage's entropy_coef is above 0, and the noise of a denoising step is fixed, so that its entropy "
+                "never changes. Set --stage.entropy-coef 0, and --diffusion.eta for more noise.",
+            ),
+            (
+                chosen.path == "diffusion" and chosen.shift != 1,
+                f"diffusion.shift={chosen.shift:g} shifts times of a flow, and --diffusion.path is diffusion. Leave "
+                "one of them out.",
+            ),
+            (
+                is_named and not has_pipeline and (lora.rank or lora.adapter),
+                f"LoRA puts adapters on the attention of a pipeline, and {model!r} is a small network that is trained "
+                "itself. Leave the --lora options out.",
+            ),
+            (
+                has_pipeline and lora.adapter,
+                f"lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch. Set --lora.rank, or "
+                "give the folder of a run's final model, in which its adapter is merged, as --model.",
+            ),
+            (
+                is_named and config.compute == "bfloat16" and not (has_pipeline and lora.rank),
+                f"compute='bfloat16' holds the base below adapters, and the weights of {model!r} are trained "
+                "themselves. Set --compute float32, or --lora.rank with a pipeline.",
+            ),
+        )
         for name in (*NEW_OPTIONS, *PIPELINE_OPTIONS):
-            is_read = is_pipeline(model) if name in PIPELINE_OPTIONS else model == NEW
+            is_read = has_pipeline if name in PIPELINE_OPTIONS else model == NEW
             if getattr(chosen, name) != getattr(default, name) and not is_read:
-                whose = "a pipeline of diffusers" if name in PIPELINE_OPTIONS else f"a new network (--model {NEW})"
+                owner = "a pipeline of diffusers" if name in PIPELINE_OPTIONS else f"a new network (--model {NEW})"
                 raise GruppoError(
-                    f"diffusion.{name} is of {whose}, and {model!r} is none: it has its own. Leave --diffusion."
+                    f"diffusion.{name} is of {owner}, and {model!r} already has its own. Leave --diffusion."
                     f"{name.replace('_', '-')} out."
                 )
 
-    def _validate_weights(self, config: Config, is_of_diffusers: bool) -> None:
-        model = config.model
-        if model != IN_MEMORY and not is_of_diffusers and (config.lora.rank or config.lora.adapter):
-            raise GruppoError(
-                f"LoRA puts adapters on the attention of a pipeline, and {model!r} is a small network whose weights "
-                "are trained themselves. Leave the --lora options out."
-            )
-        if is_of_diffusers and config.lora.adapter:
-            raise GruppoError(
-                f"lora.adapter={config.lora.adapter!r}: adapters of pipelines are trained from new. Set --lora.rank, "
-                "or give the folder of a run's final model, in which its adapter is merged, as --model."
-            )
-        if model != IN_MEMORY and config.compute == "bfloat16" and not (is_of_diffusers and config.lora.rank):
-            raise GruppoError(
-                f"compute='bfloat16' holds the base below adapters, and the weights of {model!r} are trained "
-                "themselves. Set --compute float32, or --lora.rank with a pipeline."
-            )
-
     def open(self, config: Config, data: PromptSource | None) -> tuple[Policy, dict[str, Any]]:
-        path, policy = model_of(config.model).removeprefix(HUB), None
+        policy: Policy
         if config.model == NEW:
             policy = new_denoiser(config, data)
         elif not is_pipeline(config.model):
-            policy = load_denoiser(path)
+            policy = load_denoiser(model_of(config.model))
         else:
             dtype = torch.bfloat16 if config.compute == "bfloat16" else torch.float32
-            pipeline, chosen, default = (
-                load_diffusers(path, dtype=dtype),
-                config.section(DiffusionConfig),
-                DiffusionConfig(),
-            )
+            policy = pipeline = load_diffusers(model_of(config.model).removeprefix(HUB), dtype=dtype)
+            chosen, default = config.section(DiffusionConfig), DiffusionConfig()
             changed = {n: getattr(chosen, n) for n in PIPELINE_OPTIONS if getattr(chosen, n) != getattr(default, n)}
-            policy = pipeline
-            if changed:  # what lies beside the pipeline holds the others
+            if changed:  # the settings saved with the pipeline keep the others
                 policy = DiffusersPolicy(pipeline.pipeline, replace(pipeline.settings, **changed))
         return self.adapt(config, policy, data), {"name": config.model}
 
@@ -119,7 +115,7 @@ class DiffusionModality(Modality):
         if lora.rank or lora.adapter:
             if not isinstance(policy, DiffusersPolicy) or lora.adapter:
                 raise GruppoError(
-                    "LoRA puts new adapters on the attention of a pipeline of diffusers, and this model is none. Leave "
+                    "LoRA puts new adapters on the attention of a diffusers pipeline, which this model is not. Leave "
                     "the --lora options out."
                 )
             base = config.model if config.model != IN_MEMORY else ""
@@ -165,9 +161,11 @@ class DiffusionModality(Modality):
                 f"none of the first {len(first)} prompts of {config.data!r} can be drawn: {refused[0]}{hint}"
             )
         shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
-        own = tuple(policy.denoiser.codec.image_shape)
-        if shapes and own not in shapes:
-            log.warning("the model draws %s, and the pictures of %s are %s.", list(own), config.data, list(min(shapes)))
+        shape = tuple(policy.denoiser.codec.image_shape)
+        if shapes and shape not in shapes:
+            log.warning(
+                "the model draws %s, and the pictures of %s are %s.", list(shape), config.data, list(min(shapes))
+            )
         if config.model == NEW and not highest(config, "sup_coef"):
             log.warning(
                 "a new network draws grey, and no stage has demonstrations to learn from: set --stages "
@@ -175,17 +173,13 @@ class DiffusionModality(Modality):
             )
         if learns_from_samples(config):
             check_trust_region(config.objective, policy.dims)
-        self._check_whole_rows(config, policy, sampling)
-
-    def _check_whole_rows(self, config: Config, policy: Policy, sampling: DiffusionSampling) -> None:
-        """Refuse ratios of whole rows where a micro-batch holds less than a row of denoising steps."""
-        if not config.objective.needs_whole_rows or sampling.noise == "branched":
-            return
-        needs = (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
-        if needs > (budget := config.optim.token_budget or policy.default_budget()):
+        # A ratio of whole rows needs each row of denoising steps in one micro-batch.
+        evaluations = (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
+        budget = config.optim.token_budget or policy.default_budget()
+        if config.objective.needs_whole_rows and sampling.noise != "branched" and evaluations > budget:
             raise GruppoError(
-                f"this objective compares whole rows, of up to {needs} evaluations of the network, and a micro-batch "
-                f"has {budget}. Set --optim.token-budget {needs}, or --objective.ratio token."
+                f"this objective compares whole rows, of up to {evaluations} evaluations of the network, and a "
+                f"micro-batch has {budget}. Set --optim.token-budget {evaluations}, or --objective.ratio token."
             )
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:

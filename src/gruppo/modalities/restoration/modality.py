@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples
 from gruppo.loading import load_object
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.validation import refuse_other_options, refuse_text_options
+from gruppo.modalities.common.validation import refuse, refuse_other_options, refuse_text_options
 from gruppo.modalities.diffusion.trust_region import check_trust_region
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency, ToDegraded
@@ -26,8 +26,8 @@ NEW = "restore:"
 """Prefix of a network's name: a new policy over it."""
 NEW_OPTIONS = ("action", "weights", "patches")
 """Options of ``RestorationConfig`` that a saved policy has of its own."""
-CHOICES = ("trains", "supervises", "loss")
-"""Options that may be chosen again for a saved policy."""
+OPTIONS = ("trains", "supervises", "loss")
+"""Options that may be changed for a saved policy."""
 
 
 class RestorationModality(Modality):
@@ -45,52 +45,46 @@ class RestorationModality(Modality):
 
     def validate(self, config: Config) -> None:
         refuse_text_options(config)
-        chosen, default, model = config.section(RestorationConfig), RestorationConfig(), config.model
         refuse_other_options(config, RestorationConfig)
-        if model.startswith(NEW) and not model.removeprefix(NEW):
-            raise GruppoError(
-                f"--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class."
-            )
-        changed = [name for name in NEW_OPTIONS if getattr(chosen, name) != getattr(default, name)]
-        if not model.startswith(NEW) and changed:
-            raise GruppoError(
-                f"restoration.{changed[0]} is of a new policy, and {model!r} has its own. Leave --restoration."
-                f"{changed[0]} out, or set --model {NEW}unet --restoration.weights "
-                f"{'FOLDER' if model == IN_MEMORY else model}."
-            )
-        if not 0 < chosen.action_lr_factor < float("inf"):
-            raise GruppoError(
-                f"restoration.action_lr_factor={chosen.action_lr_factor} is out of range; it needs to be above 0. Set "
-                "--restoration.action-lr-factor 20."
-            )
-        if chosen.patches < 1:
-            raise GruppoError(f"restoration.patches={chosen.patches} cuts nothing. Set --restoration.patches 1.")
-        cons_coef = highest(config, "cons_coef")
-        if not cons_coef and chosen.consistency != default.consistency:
-            raise GruppoError(
+        chosen, default, model = config.section(RestorationConfig), RestorationConfig(), config.model
+        is_new, cons_coef = model.startswith(NEW), highest(config, "cons_coef")
+        changed = next((name for name in NEW_OPTIONS if getattr(chosen, name) != getattr(default, name)), None)
+        refuse(
+            (
+                model == NEW,
+                f"--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class.",
+            ),
+            (
+                changed and not is_new,
+                f"restoration.{changed} is of a new policy, and {model!r} has its own. Leave --restoration.{changed} "
+                f"out, or set --model {NEW}unet --restoration.weights {'FOLDER' if model == IN_MEMORY else model}.",
+            ),
+            (
+                chosen.consistency != default.consistency and not cons_coef,
                 f"restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef is above 0. Set "
-                "--stage.cons-coef 0.1, or leave it out."
-            )
-        if cons_coef and chosen.consistency == "reference" and config.reference.place != "device":
-            raise GruppoError(
-                f"reference.place={config.reference.place!r}: a consistency to the reference reads its pictures in "
-                "every update. Leave --reference.place out, or set --restoration.consistency equivariance."
-            )
-        if config.lora.rank or config.lora.adapter:
-            raise GruppoError(
-                f"LoRA puts adapters on large models, and {model!r} is a network whose weights are trained themselves. "
-                "Leave the --lora options out, or set --restoration.trains action."
-            )
-        if config.compute == "bfloat16":
-            raise GruppoError(
-                "compute='bfloat16' is of language models; a network that restores images computes in its own dtype. "
-                "Set --compute float32."
-            )
-        if config.critic.kind == "separate":
-            raise GruppoError(
+                "--stage.cons-coef 0.1, or leave it out.",
+            ),
+            (
+                chosen.consistency == "reference" and cons_coef and config.reference.place != "device",
+                f"reference.place={config.reference.place!r}: a consistency to the reference reads its images in every "
+                "update. Leave --reference.place out, or set --restoration.consistency equivariance.",
+            ),
+            (
+                config.lora.rank or config.lora.adapter,
+                f"LoRA puts adapters on large models, and {model!r} is a network that is trained itself. Leave the "
+                "--lora options out, or set --restoration.trains action.",
+            ),
+            (
+                config.compute == "bfloat16",
+                "compute='bfloat16' is for language models; a network that restores images computes in its own dtype. "
+                "Set --compute float32.",
+            ),
+            (
+                config.critic.kind == "separate",
                 "critic.kind='separate': the critic of a network that restores images is a head on it. Set "
-                "--critic.kind shared."
-            )
+                "--critic.kind shared.",
+            ),
+        )
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
         if not config.model.startswith(NEW):
@@ -108,19 +102,28 @@ class RestorationModality(Modality):
             weights=model_of(chosen.weights) if chosen.weights else None,
             seed=config.seed,
             patches=chosen.patches,
-            **_choices(config),
+            **_options(config),
         )
         self._set_consistency(config, policy, data)
         return policy, {"name": config.model}
 
     def adapt(self, config: Config, policy: Policy, data: PromptSource) -> Policy:
+        """Return a policy over the same weights, with the options that say what is trained, and on what."""
         assert isinstance(policy, RestorationPolicy)
-        if choices := _choices(config):
-            policy = chosen_again(policy, choices)
-        if (
-            config.model != IN_MEMORY
-            or config.section(RestorationConfig).consistency != RestorationConfig().consistency
-        ):
+        if changed := _options(config):
+            module, trains = policy.module, policy.trains
+            if trains == "action":  # undo that freeze; weights that a caller froze stay frozen
+                module.network.requires_grad_(True)
+            policy = RestorationPolicy(
+                module.network,
+                module.action,
+                channels=policy.channels,
+                consistency=policy.consistency,
+                spec=policy.spec,
+                **{"patches": policy.patches, **{name: getattr(policy, name) for name in OPTIONS}, **changed},
+            )
+        default = RestorationConfig().consistency
+        if config.model != IN_MEMORY or config.section(RestorationConfig).consistency != default:
             self._set_consistency(config, policy, data)
         return policy
 
@@ -146,21 +149,23 @@ class RestorationModality(Modality):
         refused = [policy.check_prompt(prompt, sampling) for prompt in first]
         if all(refused):
             raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be restored: {refused[0]}")
-        if policy.columns > 1 and config.objective.credit == "return_to_go":
-            raise GruppoError(
-                f"objective.credit='return_to_go' is of actions that follow each other, and the {policy.columns} "
-                "patches of a picture lie beside each other. Set --objective.credit position or outcome."
-            )
-        if not any(parameter.requires_grad for parameter in policy.module.parameters()):
-            raise GruppoError(
+        refuse(
+            (
+                policy.columns > 1 and config.objective.credit == "return_to_go",
+                f"objective.credit='return_to_go' is for actions that follow each other, and the {policy.columns} "
+                "patches of an image are side by side. Set --objective.credit position or outcome.",
+            ),
+            (
+                not any(parameter.requires_grad for parameter in policy.module.parameters()),
                 f"nothing is to be trained: neither the network of {config.model!r} nor its action has weights that "
-                "are free. Give the network some, or set --restoration.action low_resolution."
-            )
-        if highest(config, "entropy_coef") and not policy.module.action.scale.learned:
-            raise GruppoError(
-                "a stage's entropy_coef is above 0, and the action's std is fixed: its entropy is the same whatever is "
-                "learned. Set --restoration.action with learned=true, or --stage.entropy-coef 0."
-            )
+                "are not frozen. Give the network some, or set --restoration.action low_resolution.",
+            ),
+            (
+                highest(config, "entropy_coef") and not policy.module.action.scale.learned,
+                "a stage's entropy_coef is above 0, and the action's std is fixed, so that its entropy never changes. "
+                "Set --restoration.action with learned=true, or --stage.entropy-coef 0.",
+            ),
+        )
         if learns_from_samples(config):
             check_trust_region(config.objective, policy.dims(first[0].inputs.shape))
 
@@ -191,24 +196,9 @@ RESTORATION = RestorationModality()
 RestorationPolicy.modality = RESTORATION
 
 
-def _choices(config: Config) -> dict[str, Any]:
-    return {name: value for name in CHOICES if (value := getattr(config.section(RestorationConfig), name)) is not None}
-
-
-def chosen_again(policy: RestorationPolicy, choices: Mapping[str, Any]) -> RestorationPolicy:
-    """Return a policy over the same weights with other choices of what is trained, and on what."""
-    module = policy.module
-    if policy.trains == "action":  # the network was frozen; what a caller froze stays frozen
-        module.network.requires_grad_(True)
-    settings = {"patches": policy.patches, **{name: getattr(policy, name) for name in CHOICES}, **choices}
-    return RestorationPolicy(
-        module.network,
-        module.action,
-        channels=policy.channels,
-        consistency=policy.consistency,
-        spec=policy.spec,
-        **settings,
-    )
+def _options(config: Config) -> dict[str, Any]:
+    chosen = config.section(RestorationConfig)
+    return {name: value for name in OPTIONS if (value := getattr(chosen, name)) is not None}
 
 
 def consistency_of(name: str, policy: RestorationPolicy, data: Any) -> Consistency:

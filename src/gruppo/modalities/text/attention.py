@@ -75,10 +75,10 @@ def _queries(x: Tensor, block: AttentionBlock, kv_heads: int, *, hide: bool = Fa
 
 def _keys(x: Tensor, block: AttentionBlock) -> Tensor:
     """[N, K, D] to the block's keys [cK, S, D]."""
-    texts, columns = block.own.shape
-    own = x.index_select(0, block.own.flatten()).unflatten(0, (texts, columns)).transpose(1, 2)  # [c, K, s, D]
+    texts, columns = block.tokens.shape
+    suffix = x.index_select(0, block.tokens.flatten()).unflatten(0, (texts, columns)).transpose(1, 2)  # [c, K, s, D]
     shared = x[block.shared].transpose(0, 1).expand(texts, -1, -1, -1)  # [c, K, P, D]
-    return torch.cat([shared, own], dim=2).flatten(0, 1)
+    return torch.cat([shared, suffix], dim=2).flatten(0, 1)
 
 
 def _put(out: Tensor, of_queries: Tensor, block: AttentionBlock) -> None:
@@ -94,11 +94,11 @@ def _put(out: Tensor, of_queries: Tensor, block: AttentionBlock) -> None:
 
 def _add(out: Tensor, of_keys: Tensor, block: AttentionBlock) -> None:
     """Add the block's keys [cK, S, D] to their places in [N, K, D]."""
-    texts = len(block.own)
+    texts = len(block.tokens)
     kv_heads, width = out.shape[1:]
-    own_from = block.shared.stop - block.shared.start
+    prefix = block.shared.stop - block.shared.start
     of_keys = of_keys.view(texts, kv_heads, -1, width).transpose(1, 2)  # [c, S, K, D]
-    if own_from:
-        out[block.shared] += of_keys[:, :own_from].sum(dim=0, dtype=out.dtype)
-    own = of_keys[:, own_from:].reshape(-1, kv_heads, width)
-    out.index_add_(0, block.own.flatten(), own.to(out.dtype))
+    if prefix:
+        out[block.shared] += of_keys[:, :prefix].sum(dim=0, dtype=out.dtype)
+    suffix = of_keys[:, prefix:].reshape(-1, kv_heads, width)
+    out.index_add_(0, block.tokens.flatten(), suffix.to(out.dtype))

@@ -58,14 +58,14 @@ def smollm2_135m(*, convert: Converter | None = None, expected_sha256: str = GGU
     """
     override = os.environ.get("GRUPPO_SMOLLM2")
     if override and Path(override).is_dir():
-        given = Path(override)
-        weights = sorted(given.glob("*.safetensors"))
-        if not (given / "config.json").is_file() or not weights:
+        source = Path(override)
+        weights = sorted(source.glob("*.safetensors"))
+        if not (source / "config.json").is_file() or not weights:
             raise GruppoError(
                 f"GRUPPO_SMOLLM2={override} is no model folder; it needs config.json and safetensors files. Name such "
                 "a folder or a GGUF file, or unset the variable."
             )
-        return ModelSource(given, f"GRUPPO_SMOLLM2={override}", sha256_of(*weights))
+        return ModelSource(source, f"GRUPPO_SMOLLM2={override}", sha256_of(*weights))
     if override and not Path(override).is_file():
         raise GruppoError(f"GRUPPO_SMOLLM2={override} does not exist. {BY_HAND}")
     folder = cache_folder() / FOLDER

@@ -14,7 +14,7 @@ from gruppo.modalities.text.decoder import Decoder
 from gruppo.modalities.text.layouts import Stream, stream
 
 COLUMNS = 32
-"""Tokens by which the buffers of the rows' own keys and values grow."""
+"""Tokens by which the buffers of the keys and values of sampled tokens grow."""
 READ_AT_ONCE = 1024
 """Tokens of prompts read in one pass, so that activations stay in the processor's cache."""
 SMALL = 1024
@@ -25,8 +25,8 @@ class LayeredDecoding:
     """Rows during sampling, run layer by layer (``Decoding``).
 
     Rows are on a grid of groups [g, j]: one product for the queries of a group's rows and the keys of their prompt,
-    and one for each row's own keys. Where groups have unequal numbers of rows, or some have left, cells of the grid are
-    empty; only attention is computed there, everything else for the rows only.
+    and one for the keys that each row has sampled. Where groups have unequal numbers of rows, or some have left, cells
+    of the grid are empty; only attention is computed there, everything else for the rows only.
     """
 
     logits: Float[Tensor, "N V"]
@@ -58,7 +58,7 @@ class LayeredDecoding:
         self._lay_out(owners)
         self.prompts = self._empty(len(lengths), max(lengths))
         self.logits = self.head(self._read(prompts, texts))[owners]
-        self.own = self._empty(self.groups * self.width, COLUMNS)
+        self.suffixes = self._empty(self.groups * self.width, COLUMNS)
 
     # --- rows on the grid ---
 
@@ -107,7 +107,7 @@ class LayeredDecoding:
         self.prompts = self._moved(self.prompts, self._with_heads(kept, 1), longest, longest)
         places = self._with_heads(home[self.rows], old_width)
         places = places.view(self.groups, self.width, -1).transpose(1, 2).flatten()
-        self.own = self._moved(self.own, places, self.own[0].shape[2], self.written)
+        self.suffixes = self._moved(self.suffixes, places, self.suffixes[0].shape[2], self.written)
 
     def _with_heads(self, places: Int[Tensor, "n"], width: int) -> Int[Tensor, "m"]:
         """Indices of the heads of a cell [g, j] in a buffer [g, kv heads, j]."""
@@ -172,8 +172,8 @@ class LayeredDecoding:
             for n, parts in kept.items():
                 at, column = slice(n * kv_heads, (n + 1) * kv_heads), 0
                 for part in parts:
-                    own = slice(column, column := column + part.stop - part.start)
-                    buffer[0, at, own], buffer[1, at, own] = k[part].transpose(0, 1), v[part].transpose(0, 1)
+                    span = slice(column, column := column + part.stop - part.start)
+                    buffer[0, at, span], buffer[1, at, span] = k[part].transpose(0, 1), v[part].transpose(0, 1)
             x = block.finish(x, attend(q, k, v, tokens.blocks).flatten(1))
         return x[torch.tensor([parts[-1].stop - 1 for parts in kept.values()], device=x.device)]
 
@@ -187,14 +187,14 @@ class LayeredDecoding:
 
     @torch.no_grad()
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
-        if self.written == self.own[0].shape[2]:
-            self.own = self._moved(self.own, None, self.written + COLUMNS, self.written)
+        if self.written == self.suffixes[0].shape[2]:
+            self.suffixes = self._moved(self.suffixes, None, self.written + COLUMNS, self.written)
         x = self.decoder.embed(tokens)
         turns = self._turns(x, (self.lengths[self.owners] + self.written)[self.rows])
-        for block, prompt, own in zip(self.blocks, self.prompts, self.own, strict=True):
+        for block, prompt, suffix in zip(self.blocks, self.prompts, self.suffixes, strict=True):
             qkv = block.project(x)
             qk, v = block.rotate(qkv if self.is_full else qkv.index_select(0, self.rows), turns)
-            attended = self._attend(qk, v, prompt, own, block.layer.scale)
+            attended = self._attend(qk, v, prompt, suffix, block.layer.scale)
             x = block.finish(x, attended if self.is_full else attended.index_select(0, self.home))
         self.written += 1
         self.logits = self.head(self.norm(x))
@@ -204,13 +204,13 @@ class LayeredDecoding:
         qk: Float[Tensor, "cells H D"],
         v: Float[Tensor, "cells K D"],
         prompt: Float[Tensor, "2 p P D"],
-        own: Float[Tensor, "2 c T D"],
+        suffix: Float[Tensor, "2 c T D"],
         scale: float,
     ) -> Float[Tensor, "cells B"]:
-        """Over [the group's prompt | the row's own tokens], with one softmax over both."""
+        """Over [the group's prompt | the tokens that the row has sampled], with one softmax over both."""
         g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
         rep = self.decoder.heads // kv_heads
-        now = own.view(2, g, kv_heads, j, -1, dim)[:, :, :, :, self.written]
+        now = suffix.view(2, g, kv_heads, j, -1, dim)[:, :, :, :, self.written]
         now[0].copy_(qk[:, -kv_heads:].view(g, j, kv_heads, dim).transpose(1, 2))
         now[1].copy_(v.view(g, j, kv_heads, dim).transpose(1, 2))
         q = qk.new_empty(g, kv_heads, j, rep, dim)
@@ -218,20 +218,20 @@ class LayeredDecoding:
 
         seen = self.written + 1
         # bmm in low precision would copy keys that are not contiguous, so there it runs over the empty columns too
-        reach = seen if own.dtype == self.exact else own.shape[2]
+        reach = seen if suffix.dtype == self.exact else suffix.shape[2]
         to_prompt = torch.bmm(q.view(g * kv_heads, j * rep, dim).to(prompt.dtype), prompt[0].mT)
-        to_own = torch.bmm(q.view(-1, rep, dim).to(own.dtype), own[0, :, :reach].mT)
+        to_suffix = torch.bmm(q.view(-1, rep, dim).to(suffix.dtype), suffix[0, :, :reach].mT)
         columns = prompt.shape[2]
-        scores = torch.cat([to_prompt.view(-1, rep, columns), to_own[:, :, :seen]], dim=-1).to(self.exact)
+        scores = torch.cat([to_prompt.view(-1, rep, columns), to_suffix[:, :, :seen]], dim=-1).to(self.exact)
         if self.padding is not None:
             scores.view(g, kv_heads, j, rep, -1)[..., :columns].masked_fill_(self.padding, -torch.inf)
         weights = scores.softmax(dim=-1)
-        of_prompt, of_own = weights.split([columns, seen], dim=-1)
+        of_prompt, of_suffix = weights.split([columns, seen], dim=-1)
         if reach > seen:
-            of_own = torch.nn.functional.pad(of_own, (0, reach - seen))
+            of_suffix = torch.nn.functional.pad(of_suffix, (0, reach - seen))
         parts = (
             torch.bmm(of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1]),
-            torch.bmm(of_own.to(own.dtype), own[1, :, :reach]),
+            torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :reach]),
         )
         attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=qk.device)
         torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts), out=attended)

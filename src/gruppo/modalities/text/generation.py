@@ -212,11 +212,11 @@ def _append(
     )
     for place, (turn, end) in enumerate(zip(turns, ends, strict=True)):
         row, count = turn.row, counts[place]
-        begin, own = int(lengths[row]), slice(end - count, end)
+        begin, span = int(lengths[row]), slice(end - count, end)
         ids = generated.tokens[place, :count]
-        actions[row, begin : own.start], actions[row, own] = turn.added, ids
-        mask[row, own] = True
-        logprobs[row, own] = generated.logprobs[place, :count]
+        actions[row, begin : span.start], actions[row, span] = turn.added, ids
+        mask[row, span] = True
+        logprobs[row, span] = generated.logprobs[place, :count]
         lengths[row], finish[row] = end, generated.finish[place]
         texts[row] = cut_at_stop(policy.chat.text(ids.tolist()), sampling.stop)
         if isinstance(completions[row], str):

@@ -47,18 +47,18 @@ class AttentionBlock:
 
     shared: slice
     """Tokens that all queries see: the prompt's. Empty in blocks of the prompt itself."""
-    own: Int[Tensor, "c s"]
+    tokens: Int[Tensor, "c s"]
     """Tokens of the texts; behind the end of a short one its first is repeated, unseen by real tokens."""
     first: int
-    """The queries are ``own[:, first:]``."""
+    """The queries are ``tokens[:, first:]``."""
     bias: Float[Tensor, "r S"]
-    """0 where a query sees a key, -inf elsewhere; the keys are the shared tokens, then the own ones."""
+    """0 where a query sees a key, -inf elsewhere; the keys are the shared tokens, then these."""
     real: Int[Tensor, "n"] | None
     """Indices over [c, r] of the queries that are tokens and not repetitions; None if all are."""
 
     @property
     def queries(self) -> Int[Tensor, "c r"]:
-        return self.own[:, self.first :]
+        return self.tokens[:, self.first :]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Stream:
         blocks = tuple(
             AttentionBlock(
                 block.shared,
-                block.own.to(device),
+                block.tokens.to(device),
                 block.first,
                 block.bias.to(device, dtype),
                 None if block.real is None else block.real.to(device),
@@ -104,14 +104,14 @@ def stream(
     for c, owner in enumerate(owners.tolist()):
         members[owner].append(c)
     end = 0
-    for prompt, own in zip(prompts, members, strict=True):
+    for prompt, group in zip(prompts, members, strict=True):
         prompt_tokens = slice(end, end + len(prompt))
         ids.append(prompt)
         positions.append(torch.arange(len(prompt)))
         blocks += _blocks(slice(end, end), [prompt_tokens])
         end = prompt_tokens.stop
         texts = []
-        for c in own:
+        for c in group:
             length = max(len(completions[c]) - 1, 0)
             start[c], prompt_end[c] = end, prompt_tokens.stop - 1
             ids.append(completions[c][:length])
@@ -148,9 +148,9 @@ def _blocks(shared: slice, texts: Sequence[slice]) -> Iterator[AttentionBlock]:
             visible = nn.functional.pad(visible, (prefix, 0), value=True)
             bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
             real = is_real[:, first:].flatten().nonzero()[:, 0]
-            own = starts + torch.where(is_real, columns, 0)
+            tokens = starts + torch.where(is_real, columns, 0)
             is_full = len(real) == len(group) * (len(columns) - first)
-            yield AttentionBlock(shared, own, first, bias, None if is_full else real)
+            yield AttentionBlock(shared, tokens, first, bias, None if is_full else real)
 
 
 # --- packed -----------------------------------------------------------------------------------------------------------
@@ -196,10 +196,10 @@ def pack(
     # causal, within the same segment or the prompt (segment 0); padding is seen by itself only
     column = torch.arange(ids.shape[1])
     causal = column[:, None] >= column[None, :]
-    own = segment[:, :, None] == segment[:, None, :]
+    same = segment[:, :, None] == segment[:, None, :]
     shared = (segment == 0)[:, None, :]
     real = column < lengths[:, None]
-    visible = causal & (own | shared) & real[:, None, :]
+    visible = causal & (same | shared) & real[:, None, :]
     return Packed(
         ids=ids,
         positions=padded_positions,
