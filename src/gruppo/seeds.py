@@ -1,4 +1,4 @@
-"""Addressed randomness: every random number has an address, so nothing depends on batch order, worker or rank."""
+"""Addressed randomness: each random number has an address, so none depends on batch order, worker or rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def seed_at(*address: int | str) -> int:
-    """A 63-bit seed for an address such as ``(run_seed, "sample", draw, sample_index)``.
+    """63-bit seed for an address such as ``(run_seed, "sample", draw, sample_index)``.
 
     Equal addresses give equal seeds on every machine; different addresses give independent ones (BLAKE2b).
     """
@@ -19,13 +19,13 @@ def seed_at(*address: int | str) -> int:
 
 
 def generator_at(*address: int | str) -> torch.Generator:
-    """A CPU generator seeded by the address."""
+    """CPU generator seeded by the address."""
     return torch.Generator().manual_seed(seed_at(*address))
 
 
 def uniforms_at(seed: int, draw: int, sample: int, n: int) -> Float[Tensor, "n"]:
-    """``n`` uniforms in [0, 1) for sample ``sample`` of draw ``draw``, one per action: float64, on the CPU.
+    """``n`` uniforms in [0, 1) for sample ``sample`` of draw ``draw``, one per action. float64, on the CPU.
 
-    A prefix is stable: asking for more of the same address only appends.
+    A prefix is stable: a larger ``n`` only appends.
     """
     return torch.rand(n, generator=generator_at(seed, "sample", draw, sample), dtype=torch.float64)

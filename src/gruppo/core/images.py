@@ -131,9 +131,8 @@ def detail_bands(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B K C H W"]
 
 def upsample(grid: Float[Tensor, "B K h w"], height: int, width: int, *, smooth: bool = True) -> Tensor:
     """Coarse grid at every pixel: bilinear between the centers of its cells, or constant within each cell."""
-    if smooth:
-        return interpolate(grid, size=(height, width), mode="bilinear", align_corners=False)
-    return interpolate(grid, size=(height, width), mode="nearest")
+    choices = {"mode": "bilinear", "align_corners": False} if smooth else {"mode": "nearest"}
+    return interpolate(grid, size=(height, width), **choices)
 
 
 # --- augmentation that keeps pairs aligned ----------------------------------------------------------------------------

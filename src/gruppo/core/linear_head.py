@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -86,11 +85,13 @@ class _LinearCategorical(torch.autograd.Function):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         tiles = _LogitTiles(features, weight, bias, actions, temperature)
-        log_totals = features.new_empty(tiles.blocks, len(features), dtype=tiles.dtype)  # log sum exp z of each block
+        log_totals = features.new_empty(
+            len(tiles.columns), len(features), dtype=tiles.dtype
+        )  # log sum exp z of each block
         entropies = torch.zeros_like(log_totals)  # of the softmax of each block alone
         action_logits = torch.empty_like(log_totals[0])
-        for block, columns in enumerate(tiles.columns()):
-            for rows in tiles.rows():
+        for block, columns in enumerate(tiles.columns):
+            for rows in tiles.rows:
                 z, p = tiles.logits_and_softmax(rows, columns)
                 top, log_top = z.amax(dim=-1), p.amax(dim=-1).log()  # log_top = top - log sum exp z
                 log_totals[block, rows] = top - log_top
@@ -120,10 +121,10 @@ class _LinearCategorical(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         buffer = features.new_empty(len(features) * min(tiles.tile_columns, len(weight)))
-        for columns, share in zip(tiles.columns(), log_totals.softmax(dim=0), strict=True):
+        for columns, share in zip(tiles.columns, log_totals.softmax(dim=0), strict=True):
             width = columns.stop - columns.start
             grad_logits = buffer[: len(features) * width].view(-1, width)
-            for rows in tiles.rows():
+            for rows in tiles.rows:
                 z, p = tiles.logits_and_softmax(rows, columns)
                 if ctx.entropy_gradient:
                     z -= (log_total - entropy)[rows, None]  # log p + H
@@ -152,17 +153,12 @@ class _LogitTiles:
         self.dtype = torch.promote_types(features.dtype, torch.float32)
         self.temperature = temperature.to(self.dtype)[:, None]
         self.tile_rows, self.tile_columns = TILE_ON_CPU if features.device.type == "cpu" else TILE
-        self.blocks = -(-len(weight) // self.tile_columns)
         elements = min(self.tile_rows, len(features)) * min(self.tile_columns, len(weight))
         self._z, self._p = features.new_empty(2, elements, dtype=self.dtype)
-
-    def columns(self) -> Iterator[slice]:
-        size, end = self.tile_columns, len(self.weight)
-        return (slice(start, min(start + size, end)) for start in range(0, end, size))
-
-    def rows(self) -> Iterator[slice]:
-        size, end = self.tile_rows, len(self.features)
-        return (slice(start, min(start + size, end)) for start in range(0, end, size))
+        self.rows, self.columns = (
+            [slice(start, min(start + size, end)) for start in range(0, end, size)]
+            for size, end in ((self.tile_rows, len(features)), (self.tile_columns, len(weight)))
+        )
 
     def logits_and_softmax(self, rows: slice, columns: slice) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
         """Scaled logits, and their softmax within the tile, which is faster than their exponential alone."""
