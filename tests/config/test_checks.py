@@ -11,8 +11,7 @@ import pytest
 from gruppo.api import change
 from gruppo.cli.options import parse_config
 from gruppo.config import serialization
-from gruppo.config.checks import check_config
-from gruppo.config.options import flag, options
+from gruppo.config.options import check_ranges, flag, options
 from gruppo.config.schema import Config, CriticConfig, OptimConfig, RolloutConfig, Stage
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.trainer import checks
@@ -129,13 +128,13 @@ def test_a_number_outside_its_range_is_refused_with_its_option_and_a_value_to_se
         value = (0.5, number) if isinstance(RANGED[name].usual, tuple) else number
         changed = dataclasses.replace(getattr(GIVEN, section) if section else GIVEN, **{leaf: value})
         with pytest.raises(GruppoError, match=rf"^{name}=.* is out of range.* needs to be .*Set {flag(name)}\b"):
-            check_config(dataclasses.replace(GIVEN, **{section: changed}) if section else changed)
+            check_ranges(dataclasses.replace(GIVEN, **{section: changed}) if section else changed)
 
 
 def test_every_value_that_a_schedule_reaches_is_in_the_range_of_its_field():
     stage = Stage(difficulty="linear:0.5,1.5")
     with pytest.raises(GruppoError, match=r"^stage.difficulty=linear:0.5,1.5 reaches 1.5, which is out of range;"):
-        check_config(dataclasses.replace(GIVEN, stage=stage))
+        check_ranges(dataclasses.replace(GIVEN, stage=stage))
 
 
 # --- an objective without the critic of the config --------------------------------------------------------------------

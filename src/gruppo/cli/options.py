@@ -17,6 +17,7 @@ from gruppo.config.schema import Config, CriticConfig
 from gruppo.config.sections import section_name, sections
 from gruppo.config.stages import planned
 from gruppo.loading import is_file_name, load_object
+from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
 from gruppo.types import GruppoError
 
@@ -81,6 +82,8 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
         config = planned(" ".join(values.pop("stages")), config)
     config = _change(config, values, command)
     if shown := [arg for arg in args if arg in HELP_FLAGS]:
+        if config.modality is None and config.model and (kind := find_modality(config.model).config_section):
+            config = replace(config, modality=kind())
         print(help_text.config_help(config, command, is_complete="--help-all" in shown))
         sys.exit(0)
     return config

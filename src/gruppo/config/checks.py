@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gruppo.config.options import check_ranges, flag
+from gruppo.config.options import flag
 from gruppo.config.schema import (
     BackOffConfig,
     Config,
@@ -18,8 +18,7 @@ from gruppo.types import GruppoError
 
 
 def check_config(config: Config) -> None:
-    """Refuse what cannot run whatever the model is, with what was got, what is needed and what to set."""
-    check_ranges(config)
+    """Refuse what cannot run whatever the model is. ``options.check_ranges`` comes first."""
     if not config.model:
         raise GruppoError(
             "no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set --model."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gruppo.config.checks import check_config, smallest_group
+from gruppo.config.options import check_ranges
 from gruppo.config.schema import Config
 from gruppo.config.stages import highest
 from gruppo.protocols import Modality
@@ -17,9 +18,10 @@ NEUTRAL = Modality()
 
 def check(config: Config, modality: Modality = NEUTRAL) -> None:
     """Refuse what cannot run, before anything is loaded."""
+    check_ranges(config)
+    StageSchedule(config)  # parses schedules, controllers and gates
     check_config(config)
     trackers.check(config.track)
-    StageSchedule(config)  # parses schedules, controllers and gates
     modality.validate(config)
     config.objective.check(
         group_size=smallest_group(config),

@@ -18,19 +18,8 @@ log = logging.getLogger("gruppo")
 
 
 def check_reference(config: Config, modality: Modality) -> None:
-    """Refuse settings that are out of range, and those that nothing would read."""
+    """Refuse settings that nothing would read."""
     chosen, usual = config.reference, Settings()
-    if not 0 <= chosen.update_rate <= 1:
-        raise GruppoError(
-            f"reference.update_rate={chosen.update_rate} is out of range; it needs 0 to 1. Set --reference.update-rate "
-            "0.6."
-        )
-    for name, least in (("update_every", 1), ("watch_prompts", 0)):
-        if getattr(chosen, name) < least:
-            raise GruppoError(
-                f"reference.{name}={getattr(chosen, name)} is out of range; it needs at least {least}. Set --reference."
-                f"{name.replace('_', '-')}."
-            )
     renewed = [index for index, stage in enumerate(config.plan) if stage.new_reference]
     if renewed and not has_reference(config, modality) and not modality.rewards_read_reference:
         raise unread_error(f"{where_of(config, renewed[0])}.new_reference")  # of a restorer, a reward may read it

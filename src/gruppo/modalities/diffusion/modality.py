@@ -37,6 +37,7 @@ class DiffusionModality(Modality):
     """Networks that denoise: a new UNet, a saved denoiser, pipelines of diffusers."""
 
     name = "diffusion"
+    config_section = DiffusionConfig
     rewards_read_images = True
     has_lengths = False
     is_gaussian = True

@@ -34,6 +34,7 @@ class RestorationModality(Modality):
     """Networks from degraded images to clean ones."""
 
     name = "restoration"
+    config_section = RestorationConfig
     rewards_read_images = True
     rewards_read_reference = True
     has_lengths = False
