@@ -17,7 +17,7 @@ from gruppo.data.reasoning_gym import reasoning_gym
 from gruppo.data.restoration import open_pairs
 from gruppo.data.rows import FILE_KINDS, read_dataset, read_jsonl, row_source
 from gruppo.data.source import IndexedSource, SourceWrapper, nearest
-from gruppo.loading import is_file_name, load_object
+from gruppo.loading import load_object
 from gruppo.protocols import PromptSource
 from gruppo.types import DataError
 
@@ -33,7 +33,7 @@ KINDS = ("arithmetic", "reasoning_gym", "digits", "images", "photos", "degrade",
 
 def is_function_name(data: str) -> bool:
     """Whether data names a function, file.py:function, that returns a source or rows."""
-    return is_file_name(data.rpartition(":")[0])
+    return data.rpartition(":")[0].endswith(".py")  # images:FOLDER:64 has a colon and slashes too
 
 
 @runtime_checkable
