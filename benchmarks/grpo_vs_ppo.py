@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.variants import VARIANTS
-from gruppo.build import found_model
+from gruppo.modalities.text.modality import found_model
 from gruppo.trainer.hardware import cpu_name
 
 KL_COEF = {"off": 0.0, "on": 0.02}

@@ -72,7 +72,7 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
     policy = load_policy(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
     run, _ = build(config, Parts(policy))
     if isinstance(run.source, WithReference):  # by now compared with the trained policy
-        run.source = _with_first_reference(path, first, run.source)
+        run.source = with_saved_reference(path, first, run.source)
     if not (held := held_out(run, prompts)):
         raise DataError(
             f"the data of {path} have no held-out prompts to evaluate on. Train with "
@@ -81,7 +81,7 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
     return evaluate_rows(run, held)
 
 
-def _with_first_reference(path: Path, config: Config, source: WithReference) -> WithReference:
+def with_saved_reference(path: Path, config: Config, source: WithReference) -> WithReference:
     """The data with the images that a run's rewards compared with: of the policy that it began with, or of its
     reference as it was last saved."""
     if config.model == IN_MEMORY:

@@ -16,12 +16,11 @@ from gruppo.build import Parts, build, with_absolute_paths
 from gruppo.config.schema import CriticConfig
 from gruppo.inference import evaluate_run
 from gruppo.modalities.common.critic import SharedCritic
-from gruppo.modalities.text import probing
+from gruppo.modalities.text import backbones
 from gruppo.modalities.text.critic import SeparateCritic
-from gruppo.trainer import checks
-from gruppo.trainer.dry_run import critic_memory
+from gruppo.trainer import checks, dry_run
 from gruppo.trainer.loop import Stopped
-from gruppo.trainer.run_dir import Boundary, RunFolder, first_weights, weights_of
+from gruppo.trainer.run_dir import Boundary, RunFolder, first_weights
 from gruppo.trainer.stages import step_params_at
 from gruppo.types import GruppoError, Request, Sampling
 
@@ -179,7 +178,7 @@ def test_a_reward_model_is_no_policy(tmp_path):
 def test_a_model_without_language_head_that_cannot_be_run_without_one_is_no_critic(tmp_path, monkeypatch):
     """Its features would be the logits of a random head."""
     reward_model(tmp_path / "other")
-    monkeypatch.setattr(probing, "_split", lambda plain, prompts: (torch.zeros(1), torch.ones(1, 2)))
+    monkeypatch.setattr(backbones, "TOLERANCE", 0.0)
     with pytest.raises(GruppoError, match="lacks the language head, and a LlamaForCausalLM cannot be run without one"):
         built(tmp_path, SEPARATE, critic__model=str(tmp_path / "other"))
 
@@ -241,11 +240,11 @@ def test_the_final_model_is_the_policy_alone(tmp_path, opened, kind):
     step(run)
     folder = opened(run.config)
     final = load_file(folder.write_final(run) / "model.safetensors")
-    assert set(final) == set(weights_of(run.policy.module))
+    assert set(final) == set(run.policy.checkpoint_weights())
     folder.save(run, Boundary.of(run))
     saved = load_file(newest(folder.path) / "critic.safetensors")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in weights_of(run.critic.module).items())
-    assert set(saved) == set(weights_of(run.critic.module))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in run.critic.checkpoint_weights().items())
+    assert set(saved) == set(run.critic.checkpoint_weights())
 
 
 @KINDS
@@ -332,11 +331,10 @@ def stopping(reward):
 def test_the_critics_memory_by_hand(tmp_path):
     """The trunk of the tiny model is the whole of it, embeddings tied, and the head is 16 weights and a bias."""
     size = sum(p.numel() for p in built(tmp_path, SHARED).policy.module.parameters())
-    assert critic_memory(build(tiny.config(tmp_path), Parts())[0], 4, 100) == {}
-    assert critic_memory(built(tmp_path, SHARED), 4, 100) == {"critic, float32": 4 * 17}
-    assert critic_memory(built(tmp_path, SEPARATE, compute="bfloat16"), 2, 100) == {
+    assert built(tmp_path, SHARED).critic.memory_estimate(4) == {"critic, float32": 4 * 17}
+    assert built(tmp_path, SEPARATE, compute="bfloat16").critic.memory_estimate(2) == {
         "critic, float32": 4 * (size + 17),
-        "critic's copy, bfloat16": 2 * size,
+        "critic's copy": 2 * size,
     }
 
 
@@ -345,7 +343,8 @@ def test_a_larger_critics_activations_are_counted_beyond_the_policys(tmp_path):
     run = built(tmp_path, SEPARATE, optim__token_budget=100)
     run.critic.trunk.config.num_hidden_layers = 3
     assert run.policy.module.config.num_hidden_layers == 2
-    assert critic_memory(run, 4, 100)["critic's activations"] == 4 * 100 * (6 * 16 + 2 * 8 + 2 * 32)
+    assert run.critic.bytes_per_unit() - run.policy.bytes_per_unit() == 4 * (6 * 16 + 2 * 8 + 2 * 32)
+    assert "critic's activations" in "\n".join(dry_run.explain(run))
 
 
 def test_evaluating_a_run_opens_no_critic(tmp_path, opened):

@@ -16,7 +16,9 @@ from tests.trainer.test_step import run_in
 
 from gruppo import api
 from gruppo.build import Parts, build
+from gruppo.modalities.text import policy as policy_module
 from gruppo.modalities.text.critic import SeparateCritic
+from gruppo.modalities.text.memory import TOKENS_ON_CPU
 from gruppo.trainer import memory
 from gruppo.trainer.collect import collect
 from gruppo.trainer.memory import GIB, free_bytes, is_out_of_memory, token_budget
@@ -94,7 +96,7 @@ def per_token(run: Run) -> int:
 def test_where_memory_is_not_short_the_budget_does_not_hang_on_it(tmp_path, monkeypatch, caplog):
     for gib in (None, 1, 1.37, 100):
         free(monkeypatch, gib)
-        assert token_budget(run_in(tmp_path)) == memory.TOKENS_ON_CPU
+        assert token_budget(run_in(tmp_path)) == TOKENS_ON_CPU
     assert not caplog.records
 
 
@@ -108,7 +110,7 @@ def test_where_memory_is_short_the_budget_is_the_largest_power_of_two_that_half_
         run.token_budget = 0
         with caplog.at_level(logging.WARNING):
             assert token_budget(run) == budget
-        assert f"pieces have {budget} tokens in place of {memory.TOKENS_ON_CPU}" in caplog.text
+        assert f"pieces have {budget} tokens in place of {TOKENS_ON_CPU}" in caplog.text
 
 
 def test_a_number_that_was_set_is_used_as_it_is(tmp_path, monkeypatch):
@@ -118,9 +120,9 @@ def test_a_number_that_was_set_is_used_as_it_is(tmp_path, monkeypatch):
 
 def test_a_larger_critic_of_its_own_sets_the_tokens_that_fit(tmp_path):
     run = begun(tmp_path, SEPARATE)
-    assert isinstance(run.critic, SeparateCritic) and memory.bytes_per_token(run) == per_token(run)
+    assert isinstance(run.critic, SeparateCritic) and memory.bytes_per_unit(run) == per_token(run)
     run.critic.trunk.config.num_hidden_layers = 6
-    assert memory.bytes_per_token(run) == 3 * per_token(run)
+    assert memory.bytes_per_unit(run) == 3 * per_token(run)
 
 
 def test_a_resumed_run_goes_on_with_the_budget_it_had(tmp_path, monkeypatch):
@@ -181,7 +183,7 @@ def test_what_did_not_fit_is_done_again_in_smaller_micro_batches_and_nothing_cou
     full = Full(*((run.policy, "likelihood") if who == "policy" else (run.critic, "values")), rows=2, error=error)
     stats, got = backward(run, batch, step_params), gradients(run)
     budget = run.token_budget
-    assert 1 < budget < memory.TOKENS_ON_CPU and max(full.asked) > 2
+    assert 1 < budget < TOKENS_ON_CPU and max(full.asked) > 2
     assert caplog.text.count("memory ran out") == len([rows for rows in full.asked if rows > 2])
     assert f"--optim.token-budget {budget} to begin there" in caplog.text
 
@@ -191,7 +193,7 @@ def test_what_did_not_fit_is_done_again_in_smaller_micro_batches_and_nothing_cou
     assert torch.equal(got, gradients(run)) and stats == expected_stats
     assert stats["ratio"].count == int(batch.loss_mask.sum())
     run.optimizer.zero_grad(set_to_none=True)
-    run.token_budget = memory.TOKENS_ON_CPU
+    run.token_budget = TOKENS_ON_CPU
     whole = backward(run, batch, step_params)
     assert whole["update/micro_batches"].sum < stats["update/micro_batches"].sum
     tolerance = 1e-5 if compute == "float32" else 0.05
@@ -203,7 +205,7 @@ def test_forwards_before_the_updates_are_cut_too_and_the_budget_stays(tmp_path, 
     full = Full(run.policy, "likelihood", rows=2)
     batch = collect(run, step_params_at(run.config, 0)).batch
     lowered = run.token_budget
-    assert lowered < memory.TOKENS_ON_CPU and caplog.records
+    assert lowered < TOKENS_ON_CPU and caplog.records
     tried = len(full.asked)
     update(run, batch, step_params_at(run.config, 0))
     assert max(full.asked[tried:]) <= 2 and run.token_budget == lowered
@@ -279,7 +281,7 @@ def test_micro_batches_hold_four_or_two_of_the_longest_prompt_unless_the_budget_
     run = run_in(tmp_path)
     rollouts = collect(run, step_params_at(run.config, 0)).batch.rollouts
     longest = max(len(ids) for ids in rollouts.shared["prompt_ids"])
-    monkeypatch.setattr(memory, "TOKENS_ON_CPU", longest)
+    monkeypatch.setattr(policy_module, "TOKENS_ON_CPU", longest)
     run.token_budget = 0
     assert memory.budget_for(run, longest) == 4 * longest
     set_by_hand = run_in(tmp_path, optim__token_budget=longest)
@@ -288,7 +290,7 @@ def test_micro_batches_hold_four_or_two_of_the_longest_prompt_unless_the_budget_
     assert memory.budget_for(run, longest) == longest - 1
     run.token_budget = longest
     for tokens, budget in ((4 * longest - 1, 2 * longest), (2 * longest - 1, longest)):
-        room = memory.still_to_come(run) + tokens * memory.bytes_per_token(run) / memory.USABLE_FRAC
+        room = memory.still_to_come(run) + tokens * memory.bytes_per_unit(run) / memory.USABLE_FRAC
         monkeypatch.setattr(memory, "free_bytes", lambda device, room=room: int(room))
         assert memory.budget_for(run, longest) == budget
 
@@ -296,18 +298,18 @@ def test_micro_batches_hold_four_or_two_of_the_longest_prompt_unless_the_budget_
 def test_a_config_that_does_not_name_heads_is_of_unknown_size(tmp_path):
     """As those of recurrent models; training goes on without an estimate."""
     run = run_in(tmp_path)
-    assert memory.bytes_per_token(run) > 0
+    assert memory.bytes_per_unit(run) > 0
     run.policy.module.config = SimpleNamespace(
         get_text_config=lambda: SimpleNamespace(hidden_size=8, num_hidden_layers=2)
     )
-    assert memory.bytes_per_token(run) == 0 and memory.choose(run) == memory.TOKENS_ON_CPU
+    assert memory.bytes_per_unit(run) == 0 and memory.choose(run) == TOKENS_ON_CPU
 
 
 def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_not_widened_again(tmp_path, monkeypatch):
     run = run_in(tmp_path, rollout__group_size=6)
     batch = collect(run, step_params_at(run.config, 0)).batch
     longest = max(len(ids) for ids in batch.rollouts.shared["prompt_ids"])
-    monkeypatch.setattr(memory, "TOKENS_ON_CPU", longest)
+    monkeypatch.setattr(policy_module, "TOKENS_ON_CPU", longest)
     run.token_budget, tried = 0, []
 
     def work(micro_batches):

@@ -25,7 +25,7 @@ from gruppo.core.advantages import position_advantages
 from gruppo.core.images import apply_symmetry
 from gruppo.data.restoration import WithReference
 from gruppo.modalities.restoration import ToReference, load_restorer
-from gruppo.trainer import checkpoint, restorers
+from gruppo.trainer import checkpoint
 from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
 from gruppo.trainer.update import backward
@@ -624,7 +624,7 @@ def test_the_reference_of_a_run_is_what_it_last_saved(tmp_path):
     config = serialization.load(path / "config.json")
     run, _ = build(config, Parts())
     assert isinstance(run.source, WithReference)
-    source = restorers.of_the_run(path, config, run.source)
+    source = inference.with_saved_reference(path, config, run.source)
     saved = load_file(newest(path) / "reference.safetensors")
     policy = load_restorer(path / "final")
     with torch.no_grad():

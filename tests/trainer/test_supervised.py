@@ -26,8 +26,8 @@ from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.cli.options import parse_config
 from gruppo.config.schema import SupervisedConfig
+from gruppo.modalities.text.memory import TOKENS_ON_CPU
 from gruppo.tracking.console import ConsoleTracker
-from gruppo.trainer import memory
 from gruppo.trainer.collect import collect
 from gruppo.trainer.demonstrations import Answers, demo_parts
 from gruppo.trainer.minibatches import minibatches
@@ -127,11 +127,11 @@ def test_where_memory_runs_out_in_either_term_both_begin_again(tmp_path, rows):
     full = Full(run.policy, "likelihood", rows=rows)
     stats = backward(run, batch, step_params)
     got, lowered = gradients(run), run.token_budget
-    assert max(full.asked) > rows and lowered < memory.TOKENS_ON_CPU
+    assert max(full.asked) > rows and lowered < TOKENS_ON_CPU
     full.rows = 1 << 30
     torch.testing.assert_close(gradient_of(run, batch, step_params), got, rtol=0, atol=0)
     assert stats["sup/nats"].count == int(batch.demos.lengths.sum())
-    run.token_budget = memory.TOKENS_ON_CPU
+    run.token_budget = TOKENS_ON_CPU
     torch.testing.assert_close(gradient_of(run, batch, step_params), got, rtol=0, atol=1e-6)
 
 

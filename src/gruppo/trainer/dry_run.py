@@ -145,9 +145,13 @@ def _memory(run: Run) -> list[str]:
         parts |= run.reference.memory_estimate(width)
     if run.critic is not None:
         parts |= run.critic.memory_estimate(width)
+        # its activations are made after the policy's are gone: those of a larger network need the difference more
+        critic_more = run.critic.bytes_per_unit() - policy.bytes_per_unit()
     parts |= {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
     prompts = peek(run.source, PROMPTS_READ)
     budget = budget_for(run, policy.longest_prompt_of(prompts))
+    if run.critic is not None and critic_more > 0:
+        parts["critic's activations"] = critic_more * budget
     largest = growth.cap_of(run.config.rollout, max(group_sizes(run.config)))
     parts |= policy.memory_estimate(run.config, prompts, budget, largest)
     total = sum(parts.values())
