@@ -225,14 +225,15 @@ def in_float64(kind: type[nn.Module]) -> type[nn.Module]:
 class LeftPadded(TransformersBackbone):
     """Rows that stand further right, each by another distance, with a mask and positions that say so."""
 
-    def features(self, ids: Tensor) -> Tensor:
+    def features(self, ids: Tensor, **inputs: Tensor) -> Tensor:
+        assert not inputs, "packed rows are not moved"
         b, t = ids.shape
         shift = 1 + torch.arange(b) % 3
         column = torch.arange(t + 3) - shift[:, None]  # [b, t + 3]: the column that stands there
         inside = (column >= 0) & (column < t)
         moved = torch.where(inside, ids.gather(1, column.clamp(0, t - 1)), 7)
         positions = column.clamp(min=0)
-        features = self._forward(input_ids=moved, attention_mask=(column >= 0).long(), position_ids=positions)
+        features = super().features(moved, attention_mask=(column >= 0).long(), position_ids=positions)
         return features.gather(1, (torch.arange(t) + shift[:, None])[..., None].expand(-1, -1, features.shape[-1]))
 
     def on(self, module: nn.Module) -> LeftPadded:

@@ -1,9 +1,10 @@
 """One update has one gradient, however it is computed: every preset, over every policy, by the trainer's own code.
 
-Every preset meets every policy in float64, and one policy that packs and one that does not in float32. Those in
-``FULLY`` are cut in every possible way, the others in a few. A new preset joins by itself, a new policy by its name in
-``tests.fakes.POLICIES``. Distances are ||dg|| / ||g|| over all parameters; the batch is made in ``updates.py``, and
-``python -m tests.modalities.measure_gradients`` prints the largest distances over everything.
+Every preset meets the policies in ``FULLY``, one that packs and one that does not. Of a policy, a preset sees nothing
+but log-probs, entropy and values, so that the others meet three presets: per token, per sequence, with a critic. A new
+preset joins by itself, a new policy by its name in ``tests.fakes.POLICIES``. Distances are ||dg|| / ||g|| over all
+parameters; the batch is made in ``updates.py``, and ``python -m tests.modalities.measure_gradients`` prints the largest
+distances over everything.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ FULLY = [(plain, torch.float64), (llama, torch.float64), (llama, torch.float32)]
 OTHERS = [(plain, torch.float32), *((make, torch.float64) for make in POLICIES if make not in (plain, llama))]
 SETUPS = FULLY + OTHERS
 ON_POLICY = {**PRESETS, "vespo": replace(GRPO, surrogate="vespo")}
+FEW = ("grpo", "gspo", "ppo")
 POLICY_ALONE = Stage(kl_coef=0.0, entropy_coef=0.0)
 
 
@@ -33,14 +35,19 @@ def name_of(setup):
     return f"{setup[0].__name__}-{str(setup[1])[-7:]}"
 
 
-@pytest.fixture(params=SETUPS, ids=name_of)
+def each_with(setups, presets=PRESETS):
+    """All presets for the setups of FULLY, a few for the others."""
+    pairs = [(setup, name) for setup in setups for name in (presets if setup in FULLY else FEW)]
+    params = [pytest.param(setup, presets[name], id=f"{name_of(setup)}-{name}") for setup, name in pairs]
+    return pytest.mark.parametrize(("case", "objective"), params, indirect=["case"])
+
+
+every = each_with(SETUPS)
+
+
+@pytest.fixture
 def case(request):
     return case_of(*request.param)
-
-
-@pytest.fixture(params=PRESETS.values(), ids=list(PRESETS))
-def objective(request):
-    return request.param
 
 
 def unchanged(case, objective, varied):
@@ -54,7 +61,7 @@ def unchanged(case, objective, varied):
 @pytest.mark.silent_bug(3)
 @pytest.mark.silent_bug(4)
 @pytest.mark.silent_bug(11)
-@pytest.mark.parametrize("case", FULLY, ids=name_of, indirect=True)
+@each_with(FULLY)
 def test_no_way_of_cutting_the_batch_into_micro_batches_changes_the_gradient(case, objective):
     cuts = [
         len(case.policy.micro_batches(case.batch.rollouts, case.batch.loss_mask, n)) for n in variants.budgets(case)
@@ -65,44 +72,50 @@ def test_no_way_of_cutting_the_batch_into_micro_batches_changes_the_gradient(cas
 
 @pytest.mark.silent_bug(3)
 @pytest.mark.silent_bug(4)
-@pytest.mark.parametrize("case", OTHERS, ids=name_of, indirect=True)
+@each_with(OTHERS)
 def test_micro_batch_sizes_change_no_gradient(case, objective):
     unchanged(case, objective, variants.a_few_micro_batches)
 
 
 @pytest.mark.silent_bug(24)
+@every
 def test_the_order_of_rows_changes_no_gradient(case, objective):
     unchanged(case, objective, variants.row_order)
 
 
 @pytest.mark.silent_bug(4)
+@every
 def test_more_columns_change_no_gradient(case, objective):
     unchanged(case, objective, variants.columns)
 
 
 @pytest.mark.silent_bug(4)
-@pytest.mark.parametrize("case", [s for s in SETUPS if s[0] in HUGGING_FACE], ids=name_of, indirect=True)
+@each_with([s for s in SETUPS if s[0] in HUGGING_FACE])
 def test_left_padding_and_unpacking_change_no_gradient(case, objective):
     unchanged(case, objective, variants.layout)
 
 
 @pytest.mark.silent_bug(5)
+@every
 def test_what_stands_in_masked_slots_changes_no_gradient(case, objective):
     unchanged(case, objective, variants.masked_slots)
 
 
 @pytest.mark.silent_bug(11)
 @pytest.mark.silent_bug(13)
+@every
 def test_rows_that_are_not_learned_from_change_no_gradient(case, objective):
     unchanged(case, objective, variants.masked_rows)
 
 
 @pytest.mark.silent_bug(3)
+@every
 def test_the_chunk_of_the_head_changes_no_gradient(case, objective):
     unchanged(case, objective, variants.head_chunks)
 
 
 @pytest.mark.silent_bug(13)
+@every
 def test_a_minibatch_of_one_row_equals_the_batch_of_which_one_row_is_kept(case, objective):
     for row in (0, 3, 8):
         loss_mask = case.batch.loss_mask & (torch.arange(9) == row)[:, None]
@@ -115,7 +128,7 @@ def test_a_minibatch_of_one_row_equals_the_batch_of_which_one_row_is_kept(case, 
 
 
 @pytest.mark.silent_bug(2)
-@pytest.mark.parametrize("objective", ON_POLICY.values(), ids=list(ON_POLICY))
+@each_with(SETUPS, ON_POLICY)
 def test_on_the_policy_s_own_samples_every_surrogate_has_the_gradient_of_reinforce(case, objective):
     """One advantage a row; the ratios are 1 within the piece, so nothing is clipped or weighed."""
     advantages = case.batch.advantages[:, :1].expand_as(case.batch.advantages)
@@ -129,6 +142,7 @@ def test_on_the_policy_s_own_samples_every_surrogate_has_the_gradient_of_reinfor
 
 
 @pytest.mark.silent_bug(27)
+@pytest.mark.parametrize("objective", [PRESETS[name] for name in FEW], ids=FEW)
 def test_dropout_left_on_by_the_user_changes_no_gradient(objective):
     case = case_of(with_dropout)
     case.policy.module.eval()

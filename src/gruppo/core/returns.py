@@ -74,15 +74,14 @@ def gae(
     next_value = torch.zeros(len(mask), dtype=torch.float64, device=values.device)
     if bootstrap is not None:
         next_value = bootstrap.double()
-    carry = torch.zeros_like(next_value)
-    advantages = torch.zeros(mask.shape, dtype=torch.float64, device=values.device)
-    for t in reversed(range(mask.shape[1])):
-        r, value, kept = rewards[:, t].double(), values[:, t].double(), mask[:, t]
+    carry, columns = torch.zeros_like(next_value), []
+    backwards = (x.unbind(1)[::-1] for x in (rewards.double(), values.double(), mask))
+    for r, value, kept in zip(*backwards, strict=True):
         delta = torch.where(kept, r + gamma * next_value - value, 0)
         carry = torch.where(kept, delta + gamma * lam * carry, carry)
         next_value = torch.where(kept, value, next_value)
-        advantages[:, t] = torch.where(kept, carry, 0)
-    advantages = advantages.to(values.dtype)
+        columns.append(torch.where(kept, carry, 0))
+    advantages = torch.stack(columns[::-1], dim=1).to(values.dtype) if columns else torch.zeros_like(values)
     return advantages, torch.where(mask, advantages + torch.where(mask, values, 0), 0)
 
 
