@@ -44,8 +44,8 @@ def config(spec: Mapping[str, Any]) -> Any:
     from dataclasses import replace
 
     from gruppo.config.schema import LoraConfig, ReferenceConfig, Stage
+    from gruppo.modalities.text.memory import TOKENS_ON_CPU
     from gruppo.recipes.arithmetic import arithmetic
-    from gruppo.trainer.memory import TOKENS_ON_CPU
 
     base = arithmetic()
     settings = {name: spec[name] for name in ("kind", "place", "update_every") if name in spec}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -101,3 +102,49 @@ def test_the_checker_sees_a_bad_import(tmp_path, file, line, found):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(line)
     assert violations(tmp_path) == found
+
+
+KIND = re.compile(r"is_gaussian|\.restores\b|(?<![.\w])kind [!=]=|isinstance\([^)]*(Policy|policy)\b|hasattr\(")
+"""Questions about the kind of policy."""
+
+
+def test_the_trainer_imports_no_modality_and_asks_no_policy_what_kind_it_is():
+    """What differs is asked of the policy or of its modality; ``objective.check`` takes one such answer."""
+    found = []
+    for file in sorted((SRC / "trainer").glob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        modules = [
+            name for name in imports(ast.parse(text), ["gruppo", "trainer"]) if name.startswith("gruppo.modalities")
+        ]
+        lines = [line.strip() for line in text.splitlines() if KIND.search(line)]
+        found += [f"{file.name}: {what}" for what in modules + lines if "is_gaussian=modality.is_gaussian" not in what]
+    assert found == []
+
+
+def test_no_modules_import_each_other():
+    """The modules of the package form no cycle; imports inside functions and for type checkers alone do not count."""
+    graph: dict[str, set[str]] = {}
+    for file in SRC.rglob("*.py"):
+        parts = file.relative_to(SRC).with_suffix("").parts
+        name = ".".join(["gruppo", *parts]).removesuffix(".__init__")
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        graph[name] = imports(top, ["gruppo", *parts[:-1]])
+    modules = set(graph)
+    edges = {
+        name: {t if t in modules else t.rpartition(".")[0] for t in targets} & modules
+        for name, targets in graph.items()
+    }
+    done: set[str] = set()
+
+    def cycle_from(name: str, path: tuple[str, ...]) -> tuple[str, ...]:
+        if name in path:
+            return path[path.index(name) :]
+        if name in done:
+            return ()
+        cycles = (cycle_from(target, (*path, name)) for target in edges[name] if target != name)
+        found = next(filter(None, cycles), ())
+        done.add(name)
+        return found
+
+    assert [cycle for cycle in (cycle_from(name, ()) for name in sorted(modules)) if cycle] == []
