@@ -121,9 +121,9 @@ def with_absolute_paths(config: Config) -> Config:
         return os.path.abspath(name) if name and Path(name).exists() else name
 
     def model(name: str) -> str:
-        if names_function(name):
-            return absolute_name(name)
-        return name if name in (*BUNDLED, "unet") or name.startswith(("diffusers:", "restore:")) else absolute(name)
+        if name in (*BUNDLED, "unet") or name.startswith(("diffusers:", "restore:")):
+            return name  # the modality makes the file of restore:FILE.py:Class absolute
+        return absolute_name(name) if names_function(name) else absolute(name)
 
     def data(name: str) -> str:
         if is_function_name(name):

@@ -7,7 +7,6 @@ unscored. Results are returned as plain numbers.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -116,14 +115,9 @@ def agreed() -> list[str]:
     return said
 
 
-def main(out: Path) -> None:
-    torch.set_num_threads(1)
+def main(out: str) -> None:
     dist.init()
     results = {name: everything(deal) for name, deal in SPLITS.items()}
     results["primitives"] = primitives()
-    (out / f"{dist.rank()}.json").write_text(json.dumps(results))
+    (Path(out) / f"{dist.rank()}.json").write_text(json.dumps(results))
     dist.shutdown()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

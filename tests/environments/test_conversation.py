@@ -8,7 +8,7 @@ from itertools import groupby, zip_longest
 import pytest
 import torch
 from tests import tiny
-from tests.fakes import END, POLICIES, ByteTokenizer, TinyGPT, adapted, doubled, llama, mistral, plain
+from tests.fakes import END, POLICIES, ByteTokenizer, TinyGPT, adapted, doubled, gemma2, gpt2, llama, mistral, plain
 
 from gruppo.engines import LocalEngine
 from gruppo.environments import ConversationEngine, Environment, completion_lengths, converse, environment_failures
@@ -64,6 +64,11 @@ def logprobs_of(policy, rollouts):
     return found
 
 
+def policies(*makes):
+    """Of ``POLICIES``, those between which the claim could differ: with and without a cache, with a sliding window."""
+    return pytest.mark.parametrize("policy", makes, indirect=True, ids=lambda make: make.__name__)
+
+
 @pytest.fixture(params=POLICIES, ids=lambda make: make.__name__)
 def policy(request):
     return doubled(request.param())
@@ -83,6 +88,7 @@ def segments(rollouts, row):
     return [(own, [i for _, i in run]) for own, run in groupby(columns, key=lambda column: column[0])]
 
 
+@policies(plain, llama)
 def test_columns_are_the_policys_words_and_the_replies_in_turn(policy):
     rollouts, said = conversed(policy), policy.chat.text
     for row in range(len(rollouts)):
@@ -99,6 +105,7 @@ def test_columns_are_the_policys_words_and_the_replies_in_turn(policy):
         assert not rollouts.mask[row, int(rollouts.lengths[row]) :].any()
 
 
+@policies(plain, llama, gpt2, mistral)
 def test_turns_with_nothing_said_between_them_are_one_answer(policy):
     """The random numbers of a row go on where its last turn ended."""
     alone = policy.sample(texts(), replace(SAMPLING, stop=()), seed=1)
@@ -108,6 +115,7 @@ def test_turns_with_nothing_said_between_them_are_one_answer(policy):
         assert ids_of(rollouts, row)[: len(ids_of(alone, row))] == ids_of(alone, row)
 
 
+@policies(plain, llama, gemma2)
 def test_company_order_and_growth_change_no_conversation(policy):
     whole = conversed(policy)
     assert_rows(conversed(policy, texts()[::-1]), whole, [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3])

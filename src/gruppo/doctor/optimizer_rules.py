@@ -158,7 +158,7 @@ def check_critic(run: Record) -> Match | None:
     return Match(changes, case, {"clipped": clipped.last_mean})
 
 
-def check_denoising_steps(run: Record) -> Match | None:
+def check_denoising_step(run: Record) -> Match | None:
     series = {int(step): run[name] for name, step in run.named(r"timestep/kl_ref_nats/(\d+)")}
     kl = {step: abs(s.last_mean) for step, s in series.items() if len(s)}
     worst, total = max(kl, key=kl.__getitem__), sum(kl.values())
@@ -170,7 +170,7 @@ def check_denoising_steps(run: Record) -> Match | None:
     return Match(changes, values={"worst": worst, "fraction": kl[worst] / total}, evidence=evidence)
 
 
-def check_gradient_norm(run: Record) -> Match | None:
+def check_gradient_clipping(run: Record) -> Match | None:
     norm, limit = run["grad/norm"], run.config.optim.max_grad_norm
     median, above = statistics.median(norm.values), sum(value > limit for value in norm.values) / len(norm)
     if not limit or above < ALWAYS_CLIPPED or median < FAR_ABOVE * limit:
@@ -180,7 +180,7 @@ def check_gradient_norm(run: Record) -> Match | None:
     return Match(changes, values={"above": above, "factor": median / limit})
 
 
-def check_skipped(run: Record) -> Match | None:
+def check_skipped_updates(run: Record) -> Match | None:
     skipped, total = run["update/skipped_count"], sum(run["update/skipped_count"].values)
     if not total:
         return None
@@ -191,7 +191,7 @@ def check_skipped(run: Record) -> Match | None:
     return Match(changes, values=values, evidence=[(skipped, [skipped.span()])])
 
 
-def check_warmup(run: Record) -> Match | None:
+def check_warmup_too_long(run: Record) -> Match | None:
     """A warm-up that lasts as long as its stage, or a learning rate of 0."""
     lr, config, numbers = run["optim/lr"], run.config, run["stage/number"]
     lr_at, stage_at = dict(zip(lr.steps, lr.values, strict=True)), dict(zip(numbers.steps, numbers.values, strict=True))
@@ -228,7 +228,7 @@ def check_unchanged_weights(run: Record) -> Match | None:
     return Match([remedies.scale_lr(run, 10.0)], values=values, evidence=evidence)
 
 
-def check_memory(run: Record) -> Match | None:
+def check_out_of_memory(run: Record) -> Match | None:
     found = re.findall(r"step (\d+): [^\n]*?(\d+) tokens[^\n]*--optim\.token-budget (\d+)", run.log)
     if not found:
         return None
@@ -239,7 +239,7 @@ def check_memory(run: Record) -> Match | None:
     return Match([change], values=values, evidence=[(sizes, [sizes.at(0), sizes.at(1)])])
 
 
-def check_returns(run: Record) -> Match | None:
+def check_repeated_back_off(run: Record) -> Match | None:
     count, back_off = run["back_off/returns_count"], run.config.back_off
     if not len(count) or count.values[-1] < MAX_RETURNS:
         return None

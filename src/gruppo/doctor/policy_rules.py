@@ -37,7 +37,7 @@ MISMATCH_TAIL = 50.0
 """Ratio of the largest mismatch of a step to the allowed mean: a few bad tokens spoil a batch unseen by the mean."""
 
 
-def check_ratio(run: Record) -> Match | None:
+def check_ratio_not_1(run: Record) -> Match | None:
     optim = run.config.optim
     if optim.minibatches > 1:
         return None  # the first epoch then includes later updates
@@ -64,7 +64,7 @@ def check_mismatch(run: Record) -> Match | None:
     return Match(changes, case, evidence=[(mean, [mean.at(0)])])
 
 
-def check_entropy(run: Record) -> Match | None:
+def check_entropy_collapse(run: Record) -> Match | None:
     entropy, reward, o = run["entropy/mean_nats"], run.reward, run.config.objective
     start, last = entropy.span(0, 3).mean, entropy.last_mean
     # The entropy of continuous actions may be negative, and has no natural zero to collapse to.
@@ -79,7 +79,7 @@ def check_entropy(run: Record) -> Match | None:
     return Match(changes, values={"lost": 1 - last / start}, evidence=evidence)
 
 
-def check_kl(run: Record) -> Match | None:
+def check_kl_blow_up(run: Record) -> Match | None:
     kl, reward = run["kl/ref_nats"], run.reward
     middle, last = kl.third(1).mean, kl.last_mean
     coefficient = parse_schedule(run.stage.kl_coef, "kl_coef")
@@ -135,7 +135,7 @@ def check_early_stop(run: Record) -> Match | None:
     return Match(changes, values=values, evidence=[(stopped, [stopped.span()])])
 
 
-def check_length(run: Record) -> Match | None:
+def check_length_growth(run: Record) -> Match | None:
     length = run["len/mean_actions"]
     first, last = length.third(0).mean, length.last_mean
     if last < LENGTH_GROWTH * first or run.reward.rises(1, 2):

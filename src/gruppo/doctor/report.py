@@ -23,37 +23,9 @@ from gruppo.doctor.record import Record, read
 from gruppo.loading import command_name
 from gruppo.tracking.formatting import number, visible
 
-CHECKS = {
-    "ratio-not-1": policy_rules.check_ratio,
-    "mismatch": policy_rules.check_mismatch,
-    "reward-failures": reward_rules.check_failures,
-    "skipped-updates": optimizer_rules.check_skipped,
-    "warmup-too-long": optimizer_rules.check_warmup,
-    "unchanged-weights": optimizer_rules.check_unchanged_weights,
-    "entropy-collapse": policy_rules.check_entropy,
-    "kl-blow-up": policy_rules.check_kl,
-    "over-clipping": policy_rules.check_over_clipping,
-    "inert-clip": policy_rules.check_inert_clip,
-    "early-stop": policy_rules.check_early_stop,
-    "length-growth": policy_rules.check_length,
-    "truncation": policy_rules.check_truncation,
-    "zero-spread": reward_rules.check_zero_spread,
-    "flat-reward": reward_rules.check_flat_reward,
-    "reward-hacking": reward_rules.check_hacking,
-    "conflicting-rewards": reward_rules.check_conflict,
-    "dominated-reward": reward_rules.check_dominated,
-    "policy-loss": optimizer_rules.check_policy_loss,
-    "supervised-loss": optimizer_rules.check_supervised_loss,
-    "consistency-loss": optimizer_rules.check_consistency_loss,
-    "advantages": optimizer_rules.check_advantages,
-    "critic": optimizer_rules.check_critic,
-    "denoising-step": optimizer_rules.check_denoising_steps,
-    "gradient-clipping": optimizer_rules.check_gradient_norm,
-    "out-of-memory": optimizer_rules.check_memory,
-    "repeated-back-off": optimizer_rules.check_returns,
-}
 _TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
-RULES: Sequence[Rule] = [Rule(name, CHECKS[name], **fields) for name, fields in _TABLE.items()]
+_CHECKS = vars(policy_rules) | vars(reward_rules) | vars(optimizer_rules)
+RULES: Sequence[Rule] = [Rule(n, _CHECKS[f"check_{n.replace('-', '_')}"], **fields) for n, fields in _TABLE.items()]
 """All rules, in the order of the report."""
 
 

@@ -26,7 +26,7 @@ DRIFT = 0.1
 MAX_GROUP = 64
 
 
-def check_failures(run: Record) -> Match | None:
+def check_reward_failures(run: Record) -> Match | None:
     unscored = run["reward/unscored_count"]
     # Rows per step from the sizes of the groups: they vary where groups grow.
     sizes = run.named(r"group/size_(\d+)_count")
@@ -104,7 +104,7 @@ def weights_of(run: Record) -> dict[str, float]:
     return {name: weight for name, weight in zip(names, weights, strict=False) if weight}
 
 
-def check_conflict(run: Record) -> Match | None:
+def check_conflicting_rewards(run: Record) -> Match | None:
     weights = weights_of(run)
     pairs = {(a, b): run[f"reward_corr_within_group/{a}/{b}"] for a in weights for b in weights if a != b}
     worst = min((pair for pair in pairs if len(pairs[pair])), key=lambda pair: pairs[pair].span().mean, default=None)
@@ -119,7 +119,7 @@ def check_conflict(run: Record) -> Match | None:
     return Match(changes, values={"one": worst[0], "other": worst[1]}, evidence=evidence)
 
 
-def check_dominated(run: Record) -> Match | None:
+def check_dominated_reward(run: Record) -> Match | None:
     if run.config.objective.combine != "sum_then_normalize":
         return None
     weights = weights_of(run)
@@ -139,7 +139,7 @@ def check_dominated(run: Record) -> Match | None:
     return Match(changes, values={"largest": largest, "smallest": smallest, "ratio": ratio}, evidence=evidence)
 
 
-def check_hacking(run: Record) -> Match | None:
+def check_reward_hacking(run: Record) -> Match | None:
     reward, held_out, kl, config = run.reward, run["eval/reward_mean"], run["kl/ref_nats"], run.config
     if len(reward) < TREND_STEPS or not reward.rises():
         return None
