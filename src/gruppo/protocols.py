@@ -337,6 +337,10 @@ class Modality:
         """Return the sampling parameters of ``gruppo sample``, from those of training."""
         return replace(sampling, temperature=float(temperature))
 
+    def without_training_options(self, config: Any) -> Any:
+        """Return a run's config with the options that a saved policy has of its own left out, to evaluate it."""
+        return config
+
     def check(self, config: Any, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         """Raise GruppoError for data, rewards and options that this policy cannot be trained with."""
 

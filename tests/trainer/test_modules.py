@@ -234,7 +234,7 @@ def test_a_critic_of_another_tokenizer_cannot_be_compared_and_is_refused(tmp_pat
     ("model", "said"),
     [
         (own("modle"), "Did you mean"),
-        (own("bare"), "it needs a TextPolicy"),
+        (own("bare"), "it needs a policy"),
         (own("raises"), "raised ValueError in line"),
         (own("looks_ahead"), "is not causal"),
         (own("model").replace("own_models.py", "own_model.py"), "there is no file"),
@@ -253,7 +253,7 @@ def test_a_name_that_makes_no_model_ends_the_command_with_one_line(tmp_path, cap
 
 def test_settings_of_pictures_are_refused_by_what_the_model_is(tmp_path):
     text = one_line(lambda: begun(tmp_path, diffusion__steps=4))
-    assert f"{own('model')!r} is a text model" in text
+    assert f"{own('model')!r} is no diffusion model" in text
 
 
 # --- what it would do -------------------------------------------------------------------------------------------------
