@@ -333,7 +333,7 @@ def open_environment(config: Config, parts: Parts, source: Any) -> Environment |
         max_reply_tokens=chosen.max_reply_tokens,
         timeout_s=chosen.timeout_s,
     )
-    if hasattr(source, "columns"):
+    if source.columns is not None:
         columns = reward_columns(source.columns, config, Modality()) - {"state"}
         if taken := sorted({*source.columns} & {*PROVIDED} - {"prompt", config.prompts.column}):
             raise DataError(
@@ -352,7 +352,7 @@ def open_rewards(config: Config, parts: Parts, source: Any, modality: Modality) 
         config.scoring.timeout_s,
         may_be_empty=not learns_from_samples(config),
     )
-    if hasattr(source, "columns"):
+    if source.columns is not None:
         rewards.check(reward_columns(source.columns, config, modality))
     if config.environment.reply and rewards.step_names:
         raise GruppoError(

@@ -7,6 +7,7 @@ unscored. Results are returned as plain numbers.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -115,9 +116,14 @@ def agreed() -> list[str]:
     return said
 
 
-def main(out: str) -> None:
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
     dist.init()
     results = {name: everything(deal) for name, deal in SPLITS.items()}
     results["primitives"] = primitives()
-    (Path(out) / f"{dist.rank()}.json").write_text(json.dumps(results))
+    (out / f"{dist.rank()}.json").write_text(json.dumps(results))
     dist.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

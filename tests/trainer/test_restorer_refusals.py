@@ -308,7 +308,7 @@ def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
         (CONS, r"cons_coef is above 0: consistency is of restored images, .*--stage.cons-coef 0"),
         (
             {"modality": RestorationConfig(patches=2)},
-            r"restoration settings were given, and .* restores no images. Leave",
+            r"restoration settings were given, and .* is no restoration model. Leave",
         ),
         ({"reward": ["psnr"]}, r"psnr"),
     ],
@@ -335,7 +335,7 @@ def test_models_that_restore_nothing_are_told_so(tmp_path, capsys, kind, changes
 def test_a_reward_of_patches_that_do_not_fit_is_one_clear_line(tmp_path, capsys, patch, shown):
     changes = PATCHES | {"reward": [f"psnr:patch={patch}"], "objective__credit": "position"}
     config = restoring.config(tmp_path, **changes)
-    why = rf"patch={patch} makes {shown} squares of images of 8 x 8, and the policy has 4 actions. Set patch"
+    why = rf"patch={patch} gives {shown} squares of images of 8 x 8, and the policy has 4 actions. Set patch"
     said = said_in_one_line(lambda: api.start(config), GruppoError)
     assert re.search(why, said), said
     (tmp_path / "again").mkdir()
@@ -401,7 +401,7 @@ def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):
         assert left.value.code in (2, 3) and err.startswith("gruppo: ") and err.count("\n") == 1
         assert re.search(why, err), err
     assert not (tmp_path / "out").exists()
-    with pytest.raises(GruppoError, match="--n 0 draws nothing"):
+    with pytest.raises(GruppoError, match="--n 0 samples nothing"):
         inference.sample(path, [str(odd)], tmp_path / "out", n=0)
 
 

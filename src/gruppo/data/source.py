@@ -49,6 +49,8 @@ class IndexedSource:
     """Number or names of the classes, where prompts are classes."""
     degradation: Any = None
     """The degradation of images that are degraded on the fly."""
+    level: float | None = None
+    """Share of the prompts, the easiest, that a ``Curriculum`` draws; None without one."""
     unreadable: dict[str, str] = field(default_factory=dict)
     """Files left out so far, each with the reason."""
     position: int = field(default=0, init=False)
@@ -134,6 +136,7 @@ class SourceWrapper:
         "epoch_size": 0,
         "classes": None,
         "degradation": None,
+        "level": None,
     }
 
     def __init__(self, source: Any) -> None:

@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from gruppo import distributed as dist
-from gruppo.data.curriculum import Curriculum
 from gruppo.environments import environment_failures
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer import growth
@@ -77,21 +77,22 @@ def collect(run: Run, step_params: StepParams) -> Collected:
 
 def set_difficulty(run: Run, step_params: StepParams) -> int:
     """The level of a curriculum, for this step's draws; how many prompts it has passed over before them."""
-    if not isinstance(run.source, Curriculum):
+    source: Any = run.source
+    if source.level is None:
         return 0
-    run.source.level = step_params.difficulty
-    return run.source.passed_over
+    source.level = step_params.difficulty
+    return source.passed_over
 
 
 def difficulty_metrics(run: Run, rollouts: Rollouts, passed_over: int) -> dict[str, float]:
     """Of the prompts that were sampled, over all ranks; all ranks draw them all, and pass over the same ones."""
-    if not isinstance(run.source, Curriculum):
+    source: Any = run.source
+    if source.level is None:
         return {}
-    drawn = torch.tensor([run.source.difficulty(prompt) for prompt in rollouts.prompts], dtype=torch.float64)
-    stat = dist.merge_stats({"drawn": Stat.of(drawn)})["drawn"]
-    passed_over = run.source.passed_over - passed_over
-    said = {"difficulty/mean": stat.mean, "difficulty/max": stat.max}
-    return said | {"difficulty/passed_over_count": float(passed_over)}
+    difficulties = torch.tensor([source.difficulty(prompt) for prompt in rollouts.prompts], dtype=torch.float64)
+    stat = dist.merge_stats({"difficulty": Stat.of(difficulties)})["difficulty"]
+    metrics = {"difficulty/mean": stat.mean, "difficulty/max": stat.max}
+    return metrics | {"difficulty/passed_over_count": float(source.passed_over - passed_over)}
 
 
 def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None]:
