@@ -19,6 +19,7 @@ from gruppo import api, inference, train
 from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.config import serialization
+from gruppo.modalities import modalities
 from gruppo.recipes.guess import found, guess
 from gruppo.recipes.guess import reply as say
 from gruppo.trainer import checks

@@ -127,9 +127,9 @@ def test_a_larger_critic_of_its_own_sets_the_tokens_that_fit(tmp_path):
 
 def test_a_resumed_run_goes_on_with_the_budget_it_had(tmp_path, monkeypatch):
     config = tiny.config(tmp_path, steps=1, name="short")
-    monkeypatch.setattr(memory, "TOKENS_ON_CPU", 64)
+    monkeypatch.setattr(policy_module, "TOKENS_ON_CPU", 64)
     api.start(config)
-    monkeypatch.setattr(memory, "TOKENS_ON_CPU", 128)
+    monkeypatch.setattr(policy_module, "TOKENS_ON_CPU", 128)
     resumed, new = build(config, Parts())[0], build(config, Parts())[0]
     assert RunFolder(tmp_path / "runs/short").restore(resumed)
     assert (token_budget(resumed), token_budget(new)) == (64, 128)
@@ -264,7 +264,7 @@ def test_a_row_that_cannot_fit_is_refused_before_linux_ends_the_process(tmp_path
     micro_batches = run.policy.micro_batches(
         batch.rollouts, batch.loss_mask & (batch.advantages != 0).any(dim=1, keepdim=True), 1
     )
-    needs = memory._longest(batch.rollouts, micro_batches) * per_token(run)
+    needs = memory._longest(run, batch.rollouts, micro_batches) * per_token(run)
     full = Full(run.policy, "likelihood", rows=1 << 30)
     free(monkeypatch, (needs - 1) / GIB)
     with pytest.raises(GruppoError, match=r"does not fit into memory: its activations alone need about .* GiB, "):
