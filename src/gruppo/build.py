@@ -16,7 +16,7 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.config.schema import IN_MEMORY, Config
-from gruppo.config.stages import learns_from_samples, where_of
+from gruppo.config.stages import learns_from_samples, stage_path
 from gruppo.data.curriculum import Curriculum
 from gruppo.data.open import is_function_name, open_source
 from gruppo.data.restoration import WithReference
@@ -266,7 +266,7 @@ def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> 
     chosen, renewed = config.reference, [index for index, stage in enumerate(config.plan) if stage.new_reference]
     if not has_reference(config, policy.modality) and not (is_read and renewed):
         if renewed:
-            raise unread_error(f"{where_of(config, renewed[0])}.new_reference")
+            raise unread_error(f"{stage_path(config, renewed[0])}.new_reference")
         return None
     rate, every = chosen.update_rate, chosen.update_every if chosen.kind == "mixed" else 0
     is_frozen = chosen.kind == "frozen" and not renewed

@@ -38,6 +38,20 @@ def test_arithmetic_takes_a_range():
         open_source("arithmetic:9", seed=0)
 
 
+def test_a_function_of_a_file_gives_rows_or_a_source_and_a_folder_with_a_size_is_none(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from gruppo.data.arithmetic import arithmetic\n"
+        "def rows(): return [{'prompt': 'a'}, 'b']\n"
+        "def sums(): return arithmetic(0, 9, seed=1)\n"
+    )
+    source = open_source(f"{file}:rows", seed=0, held_out_fraction=0)
+    assert sorted(prompt.inputs for prompt in source.take(2)) == ["a", "b"]
+    assert open_source(f"{file}:sums", seed=0).state_dict() == arithmetic(0, 9, seed=1).state_dict()
+    with pytest.raises(DataError, match="no folder"):
+        open_source(f"images:{tmp_path}/pictures:64", seed=0)
+
+
 def test_a_reasoning_gym_task_opens():
     pytest.importorskip("reasoning_gym")
     assert open_source("reasoning_gym:chain_sum", seed=0).name == "reasoning_gym:chain_sum"
@@ -45,7 +59,7 @@ def test_a_reasoning_gym_task_opens():
 
 @pytest.mark.parametrize("data", ["nonsense", "", 3, None, {"prompt": "a"}, "a/b/c", "a b/c"])
 def test_anything_else_lists_the_accepted_forms(data):
-    with pytest.raises(DataError, match=r"Data is one of: arithmetic.* OWNER/NAME:CONFIG:SPLIT"):
+    with pytest.raises(DataError, match=r"Data is one of: .*arithmetic.* OWNER/NAME:CONFIG:SPLIT"):
         open_source(data, seed=0)
 
 

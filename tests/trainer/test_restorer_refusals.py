@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(tmp_pa
 
 def test_options_of_diffusion_models_are_refused(tmp_path, capsys):
     config = replace(restoring.config(tmp_path), modality=DiffusionConfig(steps=7))
-    why = r"diffusion settings were given, and .* in one step"
+    why = r"diffusion settings were given, and .* is no diffusion model"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
 

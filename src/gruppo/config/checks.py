@@ -12,7 +12,7 @@ from gruppo.config.schema import (
     Stage,
     SupervisedConfig,
 )
-from gruppo.config.stages import highest, learns_from_samples, peak_lr, values_of, where_of
+from gruppo.config.stages import highest, learns_from_samples, peak_lr, stage_path, values_of
 from gruppo.core.schedules import parse_schedule
 from gruppo.types import GruppoError
 
@@ -61,7 +61,7 @@ def _check_stages(config: Config) -> None:
             f"--stages.{len(config.stages) - 1}.kl-coef and the like instead of --stage.kl-coef."
         )
     for index, stage in enumerate(plan):
-        where, is_last = where_of(config, index), index + 1 == len(plan)
+        where, is_last = stage_path(config, index), index + 1 == len(plan)
         if not is_last and not stage.steps:
             raise GruppoError(
                 f"{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its maximum "
@@ -89,12 +89,12 @@ def _check_stages(config: Config) -> None:
     if is_open and planned >= config.steps:
         raise GruppoError(
             f"the stages before the last have {planned} steps and the run {config.steps}, which leaves the last none. "
-            f"Set --steps above {planned}, or fewer in {flag(where_of(config, 0))}.steps."
+            f"Set --steps above {planned}, or fewer in {flag(stage_path(config, 0))}.steps."
         )
     if not is_open and planned != config.steps:
         raise GruppoError(
             f"the stages have {planned} steps and the run {config.steps}. Set --steps {planned}, or "
-            f"--{where_of(config, len(plan) - 1)}.steps 0 for a last stage that lasts to the end."
+            f"--{stage_path(config, len(plan) - 1)}.steps 0 for a last stage that lasts to the end."
         )
     column, is_used = config.prompts.difficulty_column, any(v < 1 for v in values_of(config, "difficulty"))
     if is_used and not column:
@@ -238,7 +238,7 @@ def _check_critic(config: Config) -> None:
         )
     peaks = [peak_lr(config, index) for index in range(len(config.plan))]
     if critic.lr and 0 in peaks:
-        where = "optim" if config.plan[peaks.index(0)].lr is None else where_of(config, peaks.index(0))
+        where = "optim" if config.plan[peaks.index(0)].lr is None else stage_path(config, peaks.index(0))
         raise GruppoError(
             f"critic.lr={critic.lr:g} is relative to {where}.lr=0 and would be 0 too. Set {flag(where)}.lr above 0; "
             "--critic.warmup-steps trains the critic alone."

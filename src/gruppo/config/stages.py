@@ -17,7 +17,7 @@ KINDS = ("supervised", "ramp", "full")
 """Stage presets: demonstrations only; a linear ramp from demonstrations to rewards; as the config's stage."""
 
 
-def where_of(config: Config, index: int) -> str:
+def stage_path(config: Config, index: int) -> str:
     """The name of a stage in a config: ``stage``, or ``stages.1``."""
     return f"stages.{index}" if config.stages else "stage"
 
@@ -27,7 +27,7 @@ def values_of(config: Config, field: str) -> list[float]:
     values: list[float] = []
     for index, stage in enumerate(config.plan):
         if (scheduled := getattr(stage, field)) is not None:
-            values += parse_schedule(scheduled, f"{where_of(config, index)}.{field}").values
+            values += parse_schedule(scheduled, f"{stage_path(config, index)}.{field}").values
     return values
 
 
@@ -44,7 +44,7 @@ def learns_from_samples(config: Config) -> bool:
 def peak_lr(config: Config, index: int) -> float:
     """The largest learning rate of the policy in a stage."""
     lr = config.plan[index].lr
-    return config.optim.lr if lr is None else max(parse_schedule(lr, f"{where_of(config, index)}.lr").values)
+    return config.optim.lr if lr is None else max(parse_schedule(lr, f"{stage_path(config, index)}.lr").values)
 
 
 def planned(text: str, config: Config) -> Config:

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from gruppo.config.stages import peak_lr, where_of
+from gruppo.config.stages import peak_lr, stage_path
 from gruppo.doctor import remedies
 from gruppo.doctor.findings import TREND_STEPS, Change, Match
 from gruppo.doctor.record import Record, Series
@@ -209,7 +209,7 @@ def check_warmup_too_long(run: Record) -> Match | None:
         name = f"stage {stage.name or index}" if len(config.plan) > 1 else "the run"
         values = {"stage": name, "warmup": warmup, "length": length, "peak": peak}
         values["reached"] = max(lr_at[step] for step in steps)
-        prefix = f"--{where_of(config, index)}"
+        prefix = f"--{stage_path(config, index)}"
         if peak:
             option = f"{prefix}.warmup-steps" if stage.warmup_steps >= run_warmup else "--optim.warmup-steps"
             change = Change({option: str(max(length // 10, 1))}, f"a tenth of {length} steps")

@@ -13,7 +13,7 @@ from typing import Any
 
 from gruppo.config import serialization
 from gruppo.config.schema import Config, Stage
-from gruppo.config.stages import where_of
+from gruppo.config.stages import stage_path
 from gruppo.modalities import find_modality
 from gruppo.tracking.files import read_metrics
 from gruppo.types import GruppoError
@@ -130,7 +130,7 @@ class Record:
 
     def option(self, field_name: str) -> str:
         """Command-line option of a field of the current stage."""
-        return f"--{where_of(self.config, self.current_stage)}.{field_name}".replace("_", "-")
+        return f"--{stage_path(self.config, self.current_stage)}.{field_name}".replace("_", "-")
 
     @property
     def is_bfloat16(self) -> bool:

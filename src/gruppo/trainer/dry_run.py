@@ -9,7 +9,7 @@ import torch
 from gruppo.config.checks import group_sizes
 from gruppo.config.options import flag
 from gruppo.config.schema import Config, Stage
-from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, where_of
+from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, stage_path
 from gruppo.core.describe import describe_objective, objective_warnings
 from gruppo.core.schedules import parse_schedule
 from gruppo.protocols import peek
@@ -73,7 +73,7 @@ def _stages(config: Config) -> list[str]:
             for name, value in values.items()
         )
         samples = any(_reaches(config, index, name) for name in ("rl_coef", "kl_coef", "entropy_coef"))
-        where = flag(where_of(config, index))
+        where = flag(stage_path(config, index))
         nothing = "" if samples else "; samples nothing"
         lines.append(f"  {where:<11} {stage.name or '(no name)':<12}{steps}{until}: {sets}{nothing}")
     return [*lines, ""]
@@ -82,7 +82,7 @@ def _stages(config: Config) -> list[str]:
 def _reaches(config: Config, index: int, name: str) -> bool:
     """Whether a coefficient of a stage is above 0 in some step."""
     return any(
-        v > 0 for v in parse_schedule(getattr(config.plan[index], name), f"{where_of(config, index)}.{name}").values
+        v > 0 for v in parse_schedule(getattr(config.plan[index], name), f"{stage_path(config, index)}.{name}").values
     )
 
 
@@ -94,7 +94,7 @@ def _work(run: Run) -> list[str]:
     lines += [f"  {line}" for line in policy.describe(config, run.sampling, peek(run.source, PROMPTS_READ), size)]
     if run.demos is not None:
         stages = [n for n in range(len(config.plan)) if _reaches(config, n, "sup_coef")]
-        where = ", ".join(flag(where_of(config, n)) for n in stages)
+        where = ", ".join(flag(stage_path(config, n)) for n in stages)
         lines.append(f"  supervised  {config.supervised.batch} demonstrations per step, in {where}")
     if base := policy.frozen_base():
         trained = sum(p.numel() for p in policy.module.parameters() if p.requires_grad)

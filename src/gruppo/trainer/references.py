@@ -7,7 +7,7 @@ from functools import partial
 
 from gruppo.config.schema import Config
 from gruppo.config.schema import ReferenceConfig as Settings
-from gruppo.config.stages import highest, where_of
+from gruppo.config.stages import highest, stage_path
 from gruppo.environments import converse
 from gruppo.protocols import Modality, Reference, digest
 from gruppo.trainer.evaluate import evaluate, held_out
@@ -22,7 +22,7 @@ def check_reference(config: Config, modality: Modality) -> None:
     chosen, usual = config.reference, Settings()
     renewed = [index for index, stage in enumerate(config.plan) if stage.new_reference]
     if renewed and not has_reference(config, modality) and not modality.rewards_read_reference:
-        raise unread_error(f"{where_of(config, renewed[0])}.new_reference")  # of a restorer, a reward may read it
+        raise unread_error(f"{stage_path(config, renewed[0])}.new_reference")  # of a restorer, a reward may read it
     if chosen == usual:
         return
     if not has_reference(config, modality):

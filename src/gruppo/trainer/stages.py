@@ -15,7 +15,7 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
-from gruppo.config.stages import SCHEDULED, peak_lr, where_of
+from gruppo.config.stages import SCHEDULED, peak_lr, stage_path
 from gruppo.core.schedules import AdaptiveSpec, Controller, Schedule, make_controller, parse_schedule, warmup_decay
 from gruppo.types import GruppoError, Sampling
 
@@ -107,8 +107,8 @@ class StageSchedule:
         self.sampling = config.rollout.sampling if sampling is None else sampling
         self._said: list[dict[str, Schedule | Controller]] = []
         for index, stage in enumerate(self.plan):
-            self._said.append(_parsed(stage, where_of(config, index)))
-        self._gates = [gate_of(stage, where_of(config, index)) for index, stage in enumerate(self.plan)]
+            self._said.append(_parsed(stage, stage_path(config, index)))
+        self._gates = [gate_of(stage, stage_path(config, index)) for index, stage in enumerate(self.plan)]
         self.index = 0
         self.began = 0
         """Step at which the stage began."""

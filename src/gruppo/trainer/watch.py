@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gruppo.config import serialization
 from gruppo.config.schema import Config
-from gruppo.config.stages import where_of
+from gruppo.config.stages import stage_path
 from gruppo.protocols import Tracker
 from gruppo.tracking.console import ConsoleTracker
 from gruppo.tracking.plots import plot_run
@@ -77,7 +77,7 @@ def say_closing(result: Any) -> None:
 
 def for_longer(config: Config) -> str:
     """The options that train a config again for twice its steps, which a last stage of a fixed length would refuse."""
-    to_the_end = f" --{where_of(config, len(config.plan) - 1)}.steps 0" if config.plan[-1].steps else ""
+    to_the_end = f" --{stage_path(config, len(config.plan) - 1)}.steps 0" if config.plan[-1].steps else ""
     return f"--steps {2 * config.steps}{to_the_end}"
 
 
