@@ -297,8 +297,6 @@ class Modality:
     """Whether ``rollout.max_new_tokens`` limits the length of a row."""
     is_gaussian: ClassVar[bool | None] = None
     """Whether actions are continuous, with exact KL divergences; None if only the policy knows."""
-    holds_conversations: ClassVar[bool | None] = None
-    """Whether an environment may reply; None if only the policy knows."""
 
     def matches(self, model: str) -> bool:
         """Return whether ``--model`` names a model of this modality; nothing is loaded."""

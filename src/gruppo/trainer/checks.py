@@ -11,7 +11,6 @@ from gruppo.tracking import trackers
 from gruppo.trainer.demonstrations import Answers
 from gruppo.trainer.references import check_reference
 from gruppo.trainer.stages import StageSchedule
-from gruppo.types import GruppoError
 
 NEUTRAL = Modality()
 
@@ -34,8 +33,3 @@ def check(config: Config, modality: Modality = NEUTRAL) -> None:
     if highest(config, "sup_coef"):
         Answers(config.supervised)  # parses the template
     check_reference(config, modality)
-    if config.environment.reply and modality.holds_conversations is False:
-        raise GruppoError(
-            f"environment.reply={config.environment.reply!r} replies to texts, but {config.model!r} is an image model. "
-            "Leave the --environment options out, or set --model to a language model."
-        )

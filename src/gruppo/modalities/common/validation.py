@@ -60,7 +60,7 @@ def refuse_text_options(config: Config) -> None:
         ),
         (
             config.environment.reply,
-            f"environment.reply={config.environment.reply!r} replies to texts, and {model!r} is an image model. "
+            f"environment.reply={config.environment.reply!r} replies to texts, but {model!r} is an image model. "
             "Leave the --environment options out, or set --model to a language model.",
         ),
     )

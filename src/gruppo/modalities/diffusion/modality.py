@@ -41,7 +41,6 @@ class DiffusionModality(Modality):
     rewards_read_images = True
     has_lengths = False
     is_gaussian = True
-    holds_conversations = False
 
     def matches(self, model: str) -> bool:
         folder = Path(model_of(model)) if model else Path(NEW)

@@ -39,7 +39,6 @@ class RestorationModality(Modality):
     rewards_read_reference = True
     has_lengths = False
     is_gaussian = True
-    holds_conversations = False
 
     def matches(self, model: str) -> bool:
         return model.startswith(NEW) or (bool(model) and (Path(model_of(model)) / SETTINGS).is_file())

@@ -32,7 +32,6 @@ class TextModality(Modality):
 
     name = "text"
     is_gaussian = False
-    holds_conversations = True
 
     def matches(self, model: str) -> bool:
         return True
