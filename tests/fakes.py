@@ -188,7 +188,7 @@ def render(messages: Sequence[dict[str, str]]) -> list[int]:
 def doubled(policy: TextPolicy) -> TextPolicy:
     """The policy in float64 throughout, so that two roads to one number agree to many digits."""
     policy.module.double()
-    policy._compute_dtype = torch.float64
+    policy.compute_dtype = torch.float64
     trunk = getattr(policy.module, "base_model", policy.module)
     for part in {policy.module, trunk, getattr(trunk, "rotary_emb", trunk)}:
         part.__class__ = in_float64(type(part))

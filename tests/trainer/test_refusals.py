@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a critic for GRPO": ({"critic__kind": "separate"}, r"a critic was set, but.*--objective ppo"),
     "a penalty on every length": (
         {"objective": "dapo", "objective__overlong": 8},
-        r"overlong=8 penalises every length up to the longest, 8.*Set --objective.overlong 1",
+        r"overlong=8 penalizes every length up to the longest, 8.*Set --objective.overlong 1",
     ),
     "refilling groups of one": (
         {"objective": "ppo", "rollout__group_size": 1, "rollout__refill_rounds": 1},
@@ -87,7 +87,7 @@ def test_a_preset_and_its_fields_go_through_the_command_line(tmp_path):
     child = processes.gruppo(
         "train", "plain", *words, "--objective", "dapo", "--objective.overlong", "6", folder=tmp_path / "no"
     )
-    assert child.wait() == 2 and "overlong=6 penalises every length" in child.err and "Traceback" not in child.err
+    assert child.wait() == 2 and "overlong=6 penalizes every length" in child.err and "Traceback" not in child.err
 
 
 @pytest.mark.parametrize("kind", ["shared", "separate"])
