@@ -147,10 +147,10 @@ def _blocks(shared: slice, texts: Sequence[slice]) -> Iterator[AttentionBlock]:
             visible = columns <= columns[first:, None]  # [r, s]
             visible = nn.functional.pad(visible, (prefix, 0), value=True)
             bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-            real = is_real[:, first:].flatten().nonzero()[:, 0]
             tokens = starts + torch.where(is_real, columns, 0)
-            is_full = len(real) == len(group) * (len(columns) - first)
-            yield AttentionBlock(shared, tokens, first, bias, None if is_full else real)
+            counts, width = is_real[:, first:].sum(dim=1).tolist(), len(columns) - first
+            real = torch.cat([torch.arange(count) + n * width for n, count in enumerate(counts)])
+            yield AttentionBlock(shared, tokens, first, bias, None if min(counts) == width else real)
 
 
 # --- packed -----------------------------------------------------------------------------------------------------------
