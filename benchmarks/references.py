@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.references``: steps of the arithmetic recipe (SmolLM2-135M), 12 prompts x 8 completions, each
 variant in processes of its own with one thread. Memory is the most that a process held during its steps less what it
-held after its imports. ``--document docs/references.md`` writes the table between its marks.
+held after its imports. ``--document docs/guides/references.md`` writes the table between its marks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/performance.md`` from the benchmarks' JSON, so that no number is copied by hand.
+"""Writes the tables of ``docs/dev/performance.md`` from the benchmarks' JSON, so that no number is copied by hand.
 
 ``python -m benchmarks.tables build/bench``: each table stands between ``<!-- NAME -->`` and ``<!-- end -->``, and is
 replaced where the folder has ``NAME.json``; its picture follows it, where there is one.
@@ -17,7 +17,7 @@ from benchmarks.bars import NAMES
 from benchmarks.report import heading
 from benchmarks.scaling import LINEAR
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "dev" / "performance.md"
 Row = Sequence[str]
 
 
@@ -107,14 +107,14 @@ PICTURES = {
     "roofline": "Share of the measured peak that each phase reaches",
     "scaling": "Cost against group size, lengths and layers",
 }
-"""What each shows; below the table where there is one, ``images/NAME.png`` beside the document."""
+"""What each shows; below the table where there is one, ``docs/images/NAME.png``."""
 
 
 def replaced(document: str, name: str, told: Mapping[str, Any], *, has_picture: bool = False) -> str:
     """The document with the table of a benchmark, under a line that says when and where it was measured."""
     begin, end = f"<!-- {name} -->", "<!-- end -->"
     about = f"{told['machine']['date']}, {heading(told['machine'])}:"
-    picture = f"\n\n![{PICTURES[name]}](images/{name}.png)" if has_picture else ""
+    picture = f"\n\n![{PICTURES[name]}](../images/{name}.png)" if has_picture else ""
     table = f"{begin}\n{about}\n\n{TABLES[name](told['results'])}{picture}\n{end}"
     changed, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: table, document, flags=re.DOTALL)
     if count != 1:
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = options.document.read_text(encoding="utf-8")
     for name in TABLES:
         if (path := options.folder / f"{name}.json").is_file():
-            has_picture = (options.document.parent / "images" / f"{name}.png").is_file()
+            has_picture = (DOCUMENT.parents[1] / "images" / f"{name}.png").is_file()
             text = replaced(text, name, json.loads(path.read_text(encoding="utf-8")), has_picture=has_picture)
     options.document.write_text(text, encoding="utf-8")
 

@@ -22,7 +22,7 @@ from gruppo import api
 from gruppo.cli.help import all_options
 from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import schema as configs
-from gruppo.config.options import convert, flag
+from gruppo.config.options import as_text, convert, flag
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES
@@ -35,15 +35,17 @@ OBJECTIVES = ROOT / "docs/objectives"
 PAGES = sorted(OBJECTIVES.glob("*.md"))
 OURS = [page for page in PAGES if page.name != "peers.md"]
 """Pages in which each name is one of ours; the other is full of TRL's and verl's."""
-GUIDES = [ROOT / "docs/guide.md", ROOT / "docs/reward-models.md", ROOT / "docs/code.md", ROOT / "docs/environments.md"]
-IMAGES = [ROOT / "docs/image-models.md", ROOT / "docs/restoration.md"]
-LEARNED = sorted((ROOT / "docs/learn").rglob("*.md"))
-READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-ARRIVING = [ROOT / "docs/migrate.md", ROOT / "docs/sources.md"]
-"""For whoever comes with settings of another system, or with the documents that gruppo was asked for by."""
-WITH_OPTIONS = [*PAGES, *GUIDES, *IMAGES, *LEARNED, *READMES, *ARRIVING]
+DOCS = ROOT / "docs"
+START, GUIDES, REFERENCE = (sorted((DOCS / folder).glob("*.md")) for folder in ("start", "guides", "reference"))
+LEARNED = sorted((DOCS / "learn").rglob("*.md"))
+READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md", DOCS / "index.md"]
+WITH_OPTIONS = [*PAGES, *START, *GUIDES, *REFERENCE, *LEARNED, *READMES, DOCS / "dev/sources.md"]
 ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
-FOREIGN_OPTIONS = {"--nproc-per-node", "--debug", "--help", "--names", "--num-generations"}
+FOREIGN_OPTIONS = {
+    *("--nproc-per-node", "--num-generations", "--extra-index-url", "--index-url"),
+    *("--adapter", "--debug", "--help", "--help-all", "--json", "--names", "--options", "--tours"),
+}
+"""Of other programs, and of commands other than train."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
 """In code style, and no names of ours."""
 OPTIONS = {flag(name): option.hint for name, option in all_options().items()} | {"--stages": str}
@@ -98,9 +100,9 @@ def test_the_table_of_presets_is_that_of_the_code() -> None:
     assert table == [row(name, objective) for name, objective in PRESETS.items()]
 
 
-def test_the_guide_lists_every_preset() -> None:
-    lines = (ROOT / "docs/guide.md").read_text(encoding="utf-8").splitlines()
-    start = next(n for n, line in enumerate(lines) if line.startswith("| preset")) + 2
+def test_the_overview_of_presets_lists_each_of_them() -> None:
+    lines = (OBJECTIVES / "README.md").read_text(encoding="utf-8").splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("| `--objective`")) + 2
     assert [line.split("`")[1] for line in lines[start : start + len(PRESETS)]] == list(PRESETS)
 
 
@@ -259,10 +261,36 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return {name for row in rows for name in row} | timed | of_programs
 
 
-@each([*OURS, *GUIDES, *ARRIVING])
+@each([*OURS, *START, *GUIDES, *REFERENCE, DOCS / "dev/sources.md"])
 def test_every_metric_is_one_that_a_run_logs(page: Path, logged: set[str]) -> None:
     unknown = {span for span in spans(page) if re.fullmatch(r"[a-z_]+(/[a-z0-9_]+)+", span)} - logged
-    assert not unknown - {"owner/name"}
+    assert not unknown - {"owner/name", "grad/action_norm", "eval/psnr"}
+
+
+# --- the table of options ---------------------------------------------------------------------------------------------
+
+
+def option_table() -> str:
+    """All options by section, with defaults and the first paragraph of their help."""
+    lines: list[str] = []
+    section = None
+    for name, option in sorted(all_options().items(), key=lambda item: "." in item[0]):  # single options first
+        if name.rpartition(".")[0] != section:
+            section = name.rpartition(".")[0]
+            lines += ["", f"### {section or 'run'}", "", "| option | default | meaning |", "|---|---|---|"]
+        summary = " ".join(option.help.partition("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
+        lines.append(f"| `{flag(name)}` | {as_text(option.value) or '-'} | {summary} |")
+    return "\n".join(lines).strip()
+
+
+def with_options(page: str) -> str:
+    start, end = (page.index(mark) for mark in ("<!-- options -->", "<!-- end -->"))
+    return f"{page[:start]}<!-- options -->\n\n{option_table()}\n\n{page[end:]}"
+
+
+def test_the_config_page_lists_every_option() -> None:
+    page = (DOCS / "reference/config.md").read_text(encoding="utf-8")
+    assert page == with_options(page), "python -m tests.test_docs writes the table"
 
 
 # --- links, files and examples ---------------------------------------------------------------------------------------
@@ -280,10 +308,15 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert [name for name in sorted(named) if not any((ROOT / at / name).exists() for at in (".", "src/gruppo"))] == []
 
 
-@each([*PAGES, *GUIDES, *IMAGES])
+@each([*PAGES, *START, *GUIDES, *REFERENCE])
 def test_the_examples_of_a_page_hold(page: Path) -> None:
     """All Python blocks, one after another in one session."""
     session: dict[str, Any] = {}
     for language, line, text in blocks(page):
         if language == "python":
             exec(compile("\n" * (line - 1) + text, str(page), "exec"), session)
+
+
+if __name__ == "__main__":
+    config_page = DOCS / "reference/config.md"
+    config_page.write_text(with_options(config_page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/sources.md has a row for every section of the five documents, and each row names what shows it."""
+"""docs/dev/sources.md has a row for every section of the five documents, and each row names what shows it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gruppo.recipes import RECIPES
 from gruppo.trainer import checks
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/sources.md"
+PAGE = ROOT / "docs/dev/sources.md"
 
 HEADINGS = {
     "000": {

@@ -20,8 +20,10 @@ from gruppo.core.objective import PRESETS
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.types import GruppoError
 
-PAGE = Path(__file__).parents[2] / "docs/migrate.md"
-PEERS = Path(__file__).parents[2] / "docs/objectives/peers.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {system: DOCS / f"start/coming-from-{system}.md" for system in SYSTEMS} | {"sources": DOCS / "dev/sources.md"}
+"""The page with the table of each system."""
+PEERS = DOCS / "objectives/peers.md"
 OPTIONS = {*map(flag, all_options()), "--stages"}
 
 
@@ -49,18 +51,18 @@ def _row(option: PeerOption) -> str:
     return f"| {theirs} | {ours} | {option.remark} |"
 
 
-def filled(text: str) -> str:
-    """The page with its tables as they are now."""
-    for system in SYSTEMS:
-        between = re.compile(rf"(<!-- {system} -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert between.search(text), system
-        text = between.sub(lambda found, system=system: f"{found[1]}{table(system)}\n{found[2]}", text)  # type: ignore[misc]
-    return text
+def filled(system: str) -> str:
+    """The page of a system with its tables as they are now."""
+    text = PAGES[system].read_text(encoding="utf-8")
+    between = re.compile(rf"(<!-- {system} -->\n).*?(<!-- end -->)", re.DOTALL)
+    assert between.search(text), system
+    return between.sub(lambda found: f"{found[1]}{table(system)}\n{found[2]}", text)
 
 
-def test_the_page_has_the_tables_of_the_program() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert text == filled(text), "python -m tests.config.test_peer_options writes them"
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_page_has_the_tables_of_the_program(system: str) -> None:
+    text = PAGES[system].read_text(encoding="utf-8")
+    assert text == filled(system), "python -m tests.config.test_peer_options writes them"
 
 
 # --- each name -------------------------------------------------------------------------------------------------------
@@ -328,5 +330,6 @@ def test_an_option_of_theirs_is_refused_with_ours(typed: str, answer: str) -> No
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{PAGE}\n")
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, page in PAGES.items():
+        sys.stdout.write(f"{page}\n")
+        page.write_text(filled(name), encoding="utf-8")

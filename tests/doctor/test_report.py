@@ -52,7 +52,7 @@ def test_the_terminal_shows_what_was_measured_what_it_means_and_what_to_change(t
 
 
 def test_the_page_shows_what_is_printed_and_lists_every_rule(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs/doctor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/guides/troubleshooting.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report, "command_name", lambda: "gruppo")
     console = Console(file=io.StringIO(), width=116, color_system=None)

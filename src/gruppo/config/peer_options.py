@@ -20,7 +20,7 @@ from gruppo.core.schedules import parse_schedule
 from gruppo.types import GruppoError
 
 SYSTEMS = ("trl", "verl", "ddpo", "sources")
-"""``sources`` are the documents of docs/sources.md."""
+"""``sources`` are the documents of docs/dev/sources.md."""
 WIDEST = 50
 """Characters of a name that still shares a line with its option."""
 

@@ -107,7 +107,7 @@ class Stage:
     """A span of steps with its own loss coefficients, learning rate and sampling.
 
     A number can also be a schedule over the stage's steps, linear:FROM,TO  cosine:FROM,TO  steps:FROM,50=X,100=Y, or,
-    for kl_coef, entropy_coef and difficulty, a controller, adaptive:FROM,target=X,... See docs/stages.md.
+    for kl_coef, entropy_coef and difficulty, a controller, adaptive:FROM,target=X,... See docs/guides/stages.md.
     """
 
     name: str = ""
@@ -245,7 +245,7 @@ class EnvironmentConfig:
     """Function that replies, as file.py:function; default: one turn per prompt.
 
     It receives text, messages, state, turn, seed, prompt and the data's columns, and returns the reply, or None to end
-    the conversation. See docs/environments.md.
+    the conversation. See docs/guides/conversations.md.
     """
     turns: Positive = 8
     """Maximum turns of the policy; rollout.max_new_tokens limits their total length."""

@@ -116,7 +116,7 @@ def denoise_photos() -> Config:
     Three stages in one run: supervision, a ramp, rewards. The rewards are PSNR and minus 6 times the kB of the file at
     quality 90, which is not differentiable; they train four gains of detail in each of 8 x 8 cells on top of the
     network, which is frozen by then. Photographs of installed packages (extra ``photos``), three of them held out. One
-    CPU core: 10 minutes (576 processor seconds); 23% to 32% fewer bytes at +0.3 dB or more (docs/results.md).
+    CPU core: 10 minutes (576 processor seconds); 23% to 32% fewer bytes at +0.3 dB or more (docs/dev/results.md).
     """
     return Config(
         model="restore:unet",
