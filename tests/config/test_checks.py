@@ -97,7 +97,7 @@ def test_a_critic_is_fine_where_the_objective_asks_for_one(critic):
     checks.check(dataclasses.replace(GIVEN, objective=PPO, critic=critic, stage=stage))
 
 
-def test_refilling_by_one_reward_is_fine():
+def test_resamplinging_by_one_reward_is_fine():
     rollout = RolloutConfig(refill_rounds=2, refill_by="r")
     checks.check(dataclasses.replace(GIVEN, rollout=rollout))
 

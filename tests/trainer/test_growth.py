@@ -14,7 +14,7 @@ import torch
 from tests import processes, tiny
 from tests.trainer import by_hand
 from tests.trainer.runs import Signalling, assert_same, metrics
-from tests.trainer.test_refill import collected_by, dull, dull_odd, number_of, numbers
+from tests.trainer.test_resampling import collected_by, dull, dull_odd, number_of, numbers
 from tests.trainer.test_step import run_in, step
 
 from gruppo import api
@@ -25,7 +25,7 @@ from gruppo.config import serialization
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer import checks
 from gruppo.trainer.collect import Collected, collect
-from gruppo.trainer.growth import over_whole_groups
+from gruppo.trainer.dynamic_sampling import rescore_whole_groups
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.minibatches import minibatch_rows
 from gruppo.trainer.run import Run
@@ -182,7 +182,7 @@ def test_empty_slots_are_refilled_first_and_what_that_cost_is_of_the_budget(tmp_
     assert collected.batch.loss_mask.any(dim=1).tolist() == [n % 2 == 0 for n, size in sizes for _ in range(size)]
 
 
-def test_refilling_beyond_the_budget_leaves_nothing_to_grow_by(tmp_path):
+def test_resamplinging_beyond_the_budget_leaves_nothing_to_grow_by(tmp_path):
     run = run_with(tmp_path, dull_odd, rollout__refill_rounds=8, rollout__prompts=8, rollout__group_size=3)
     collected = collected_by(run)
     assert collected.metrics["rollouts"] > 24 and collected.metrics["growth/grown_rows_count"] == 0
@@ -226,10 +226,10 @@ def test_a_part_that_applies_to_some_rows_of_a_grown_group_applies_to_all_of_it(
     parts = {"a": torch.tensor([1.0, 1, 1, 1, 1]), "b": torch.tensor([nan, nan, 2, nan, nan])}
     scores = Scores(torch.tensor([1.0, 1, 3, nan, 1]), parts)
     group_ids = torch.tensor([0, 0, 0, 0, 1])
-    whole = over_whole_groups(scores, group_ids, (1.0, 1.0))
+    whole = rescore_whole_groups(scores, group_ids, (1.0, 1.0))
     assert whole.rewards.isnan().tolist() == [True, True, False, True, False]
     assert whole.rewards[[2, 4]].tolist() == [3.0, 1.0]
-    assert torch.equal(over_whole_groups(scores, group_ids, (1.0, 0.0)).rewards.isnan(), scores.rewards.isnan())
+    assert torch.equal(rescore_whole_groups(scores, group_ids, (1.0, 0.0)).rewards.isnan(), scores.rewards.isnan())
 
 
 def late(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float | None]:

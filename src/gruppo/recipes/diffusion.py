@@ -47,8 +47,8 @@ def ddpo() -> Config:
     the policy (0.6 of it every 50 steps), so it is no anchor; use --reference.kind frozen for one. The short form runs
     on runs/digits-pretrain, written by gruppo train digits-pretrain. Measured here on one thread of an AMD EPYC CPU
     (Zen 5): 5.5 s a step where nothing else runs, so 18 minutes for 200. **The reward is gamed**: held-out kB go from
-    0.81 to 0.66 (step 50) and 0.46 (step 100), where nearly all images are black; 0.45 at step 150, soon after which
-    the run was stopped (docs/dev/lab.md). digits-compress keeps them readable. A diffusers pipeline, on a GPU and not run
+    0.81 to 0.66 (step 50) and 0.46 (step 100), where nearly all images are black; 0.45 at step 150, soon after
+    which the run was stopped (docs/dev/lab.md). digits-compress keeps them readable. A pipeline, on a GPU and not run
     here: gruppo train ddpo --model FOLDER --data images:FOLDER --lora.rank 4 --optim.lr 3e-4 --diffusion.steps 50
     --diffusion.guidance 5.
     """

@@ -13,11 +13,11 @@ import torch
 from gruppo import distributed as dist
 from gruppo.environments import environment_failures
 from gruppo.rewards.scoring import Scores
-from gruppo.trainer import growth
+from gruppo.trainer import dynamic_sampling
 from gruppo.trainer.advantages import assemble
 from gruppo.trainer.demonstrations import demonstrations, unsampled
+from gruppo.trainer.dynamic_sampling import Round, empty_slots, join_rounds
 from gruppo.trainer.metrics import batch_metrics
-from gruppo.trainer.refill import Round, empty_slots, joined
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Batch, DataError, NumericalStop, Prompt, Request, Rollouts, Stat
@@ -53,9 +53,9 @@ def collect(run: Run, step_params: StepParams) -> Collected:
     sampled_at, reward_s = time.perf_counter(), sum(one.reward_s for one in (*rounds, grown) if one is not None)
     rollout = run.config.rollout
     refills = rollout.refill_rounds > 0
-    sampled = joined(rounds, rollout.refill_by, refills=refills, grown=grown)
+    sampled = join_rounds(rounds, rollout.refill_by, refills=refills, grown=grown)
     if grown is not None:
-        whole = growth.over_whole_groups(sampled.scores, sampled.rollouts.group_ids, run.rewards.weights)
+        whole = dynamic_sampling.rescore_whole_groups(sampled.scores, sampled.rollouts.group_ids, run.rewards.weights)
         sampled = replace(sampled, scores=whole)
     _stop_if_useless(run, sampled.rollouts, sampled.scores)
     batch = assemble(run, step_params, *sampled.batch())
@@ -63,7 +63,7 @@ def collect(run: Run, step_params: StepParams) -> Collected:
     if refills:
         metrics |= sampled.thrown() | {"refill/rounds_count": float(dist.all_max(len(rounds) - 1))}
     if rollout.first_samples:
-        metrics |= growth.metrics(rounds, grown, rollout, step_params)
+        metrics |= dynamic_sampling.growth_metrics(rounds, grown, rollout, step_params)
     metrics |= difficulty_metrics(run, sampled.rollouts, passed_over)
     run.totals["tokens"] += metrics["tokens"]
     run.totals["rollouts"] += metrics["rollouts"]
@@ -99,7 +99,7 @@ def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None
     """Every slot's prompt sampled and scored, then anew where its group has no spread, within the budget of rounds;
     and at last what groups with spread grow by."""
     config = run.config.rollout
-    size = growth.first_size(config, step_params)
+    size = dynamic_sampling.first_group_size(config, step_params)
     rounds = [_round(run, step_params, _requests(run, range(config.prompts), size))]
     run.example = run.example or rounds[0].rollouts.prompts[0]
     latest: Round | None = rounds[0]
@@ -112,7 +112,9 @@ def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None
         requests = _requests(run, empty, size)
         latest = _round(run, step_params, requests) if requests else None  # none of them is this rank's
         rounds += [latest] if latest else []
-    further = growth.further(rounds, config, step_params, sampled=sampled) if config.first_samples else {}
+    further = (
+        dynamic_sampling.further_requests(rounds, config, step_params, sampled=sampled) if config.first_samples else {}
+    )
     return rounds, _round(run, step_params, further) if further else None
 
 

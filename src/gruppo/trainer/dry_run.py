@@ -13,7 +13,7 @@ from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, stage_
 from gruppo.core.describe import describe_objective, objective_warnings
 from gruppo.core.schedules import parse_schedule
 from gruppo.protocols import peek
-from gruppo.trainer import growth, references
+from gruppo.trainer import dynamic_sampling, references
 from gruppo.trainer.demonstrations import drawn
 from gruppo.trainer.memory import budget_for
 from gruppo.trainer.run import Run
@@ -45,7 +45,7 @@ def _objective(run: Run) -> list[str]:
     if rollout.refill_rounds:
         lines.append(f"resampling  groups without spread, by up to {rollout.refill_rounds} further rounds of prompts")
     if rollout.first_samples:
-        largest = growth.cap_of(rollout, max(group_sizes(config)))
+        largest = dynamic_sampling.max_group_size(rollout, max(group_sizes(config)))
         lines.append(f"growth      groups with spread in {rollout.first_samples} first samples, to {largest} at most")
     notes = objective_warnings(
         config.objective,
@@ -152,7 +152,7 @@ def _memory(run: Run) -> list[str]:
     budget = budget_for(run, policy.longest_prompt_of(prompts))
     if run.critic is not None and critic_more > 0:
         parts["critic's activations"] = critic_more * budget
-    largest = growth.cap_of(run.config.rollout, max(group_sizes(run.config)))
+    largest = dynamic_sampling.max_group_size(run.config.rollout, max(group_sizes(run.config)))
     parts |= policy.memory_estimate(run.config, prompts, budget, largest)
     total = sum(parts.values())
     unit, name = (2**30, "GiB") if total > 2**29 else (2**20, "MiB")

@@ -21,8 +21,8 @@ from gruppo.build import Parts, build
 from gruppo.config import serialization
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer.collect import Collected, collect
+from gruppo.trainer.dynamic_sampling import Round, join_rounds
 from gruppo.trainer.loop import Stopped
-from gruppo.trainer.refill import Round, joined
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
@@ -240,7 +240,7 @@ def round_of(slots: list[int], size: int, seed: int, draw: int) -> Round:
 
 def test_rounds_are_joined_as_row_by_row():
     rounds = [round_of(list(range(7)), 4, 0, 0), round_of([0, 3, 6], 4, 1, 1), round_of([0], 4, 2, 2)]
-    sampled = joined(rounds, "", refills=True)
+    sampled = join_rounds(rounds, "", refills=True)
     place, expected, filled = 0, {}, {}
     for one in rounds:
         for group, slot in enumerate(one.slots):
@@ -268,7 +268,7 @@ def test_the_work_of_joining_grows_as_the_rows_do(refills):
     def work(groups: int) -> int:
         one = round_of(list(range(groups)), 4, 0, 0)
         with Work() as mode:
-            sampled = joined([one], "", refills=refills)
+            sampled = join_rounds([one], "", refills=refills)
         assert sampled.rollouts is one.rollouts and len(sampled.rows) == 4 * groups
         return mode.count
 
