@@ -302,6 +302,33 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert [t for t in targets if "://" not in t and not (page.parent / t).exists()] == []
 
 
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@each(ALL)
+def test_every_link_to_a_section_leads_to_its_heading(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        text = (page.parent / target if target else page).read_text(encoding="utf-8") if "://" not in target else ""
+        text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        headings = {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+        assert anchor in headings or "://" in target, (target, anchor)
+
+
+@each(ALL)
+def test_every_page_is_linked_from_the_index_or_from_a_page_below_it(page: Path) -> None:
+    linked, queue = set(), [DOCS / "index.md", ROOT / "README.md"]
+    while queue:
+        here = queue.pop()
+        if here in linked:
+            continue
+        linked.add(here)
+        targets = re.findall(r"\]\(([^)#\s]+\.md)[^)]*\)", here.read_text(encoding="utf-8"))
+        queue += [(here.parent / target).resolve() for target in targets if "://" not in target]
+    assert page in linked or page.name == "CHANGELOG.md"
+
+
 @each(PAGES)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = {span for span in spans(page) if re.fullmatch(r"[\w/]+/[\w/]+\.(py|md|txt)", span)}

@@ -99,18 +99,6 @@ def test_a_paper_is_named_by_its_number_and_listed_on_the_first_page(page: Path)
     assert {number for number, _ in papers} <= set(re.findall(r"abs/([\d.]+)", first))
 
 
-def slug(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
-
-@each([*ENGLISH, *CHINESE])
-def test_every_link_to_a_section_leads_to_its_heading(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        text = FENCED.sub("", (page.parent / target if target else page).read_text(encoding="utf-8"))
-        assert anchor in {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}, (target, anchor)
-
-
 def commands(page: Path) -> list[str]:
     """The lines of shell blocks, without comments; ends of lines that only explain do not count."""
     shell = [block[2] for block in FENCED.finditer(page.read_text(encoding="utf-8")) if not block[1]]
