@@ -242,7 +242,7 @@ def test_explain_says_what_a_recipe_of_a_document_would_do(tmp_path: Path, name:
         changes["rollout__max_new_tokens"] = 8
     said = "\n".join(explain(api.change(RECIPES[name](), changes)))
     coefficient = {"chat": "0.04", "qwen": "0.1", "ddpo": "0.04"}[name]
-    assert coefficient in said and ("mixed" in said) == (name == "ddpo")
+    assert coefficient in said and ("a copy that follows the policy" in said) == (name == "ddpo")
 
 
 def test_recipes_are_listed_with_the_document_and_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:

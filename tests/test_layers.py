@@ -16,10 +16,10 @@ LAYERS: tuple[set[str], ...] = (
     {"distributed", "losses"},
     {"config"},
     {"modalities", "engines", "environments", "rewards", "data", "tracking"},
-    {"trainer"},
+    {"testing", "trainer"},
     {"build"},
     {"api", "inference"},
-    {"cli", "doctor", "recipes", "testing", "__init__", "__main__"},
+    {"cli", "doctor", "recipes", "__init__", "__main__"},
 )
 """From the bottom to the top."""
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}

@@ -276,7 +276,7 @@ BROKEN = {
     ),
     "returns the wrong shape": (
         {"likelihood": lambda self, r, p, *, outputs=(): Likelihood(Bigram.likelihood(self, r, p).logprobs.sum(1))},
-        r"log-probs of the shape \(1,\) for a piece of the shape \(1, 4\)",
+        r"log-probs of the shape \(1,\) for a micro-batch of the shape \(1, 4\)",
     ),
     "is off by one": (
         reevaluated(lambda r: replace(r, actions=r.actions.roll(1, dims=1))),
@@ -296,7 +296,7 @@ BROKEN = {
     ),
     "depends on piece-mates": (
         shifted(lambda self, r, micro_batch: 0.01 * (len(micro_batch.rows) == 1)),
-        "depend on which rows share a piece",
+        "depend on which rows share a micro-batch",
     ),
     "depends on the place in the batch": (
         shifted(lambda self, r, micro_batch: 0.01 * (r.group_ids[0] != 0)),
@@ -330,9 +330,10 @@ def test_a_policy_that_breaks_a_rule_is_caught(how):
 @pytest.mark.parametrize("left_out", ["top_k", "top_p"])
 def test_truncation_in_sampling_alone_is_caught(left_out):
     class Untruncated(TextPolicy):
-        def _distribution(self, rollouts, rows):
-            top_k, top_p = super()._distribution(rollouts, rows)
-            return (0, top_p) if left_out == "top_k" else (top_k, 1.0)
+        def likelihood(self, rollouts, micro_batch, **options):
+            whole = {"top_k": 0, "top_p": 1.0}[left_out]
+            per_row = rollouts.per_row | {left_out: torch.full_like(rollouts.per_row[left_out], whole)}
+            return super().likelihood(replace(rollouts, per_row=per_row), micro_batch, **options)
 
     policy = plain()
     policy.__class__ = Untruncated

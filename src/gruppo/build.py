@@ -29,9 +29,10 @@ from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.common.reference import ReferenceModel, Rule
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import absolute_name, names_function
-from gruppo.protocols import Critic, Engine, Modality, Policy, Reference
+from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, peek
 from gruppo.rewards.registry import absolute_spec, resolve_reward
 from gruppo.rewards.scoring import RewardSet
+from gruppo.testing import check_engine, check_policy
 from gruppo.tracking import trackers
 from gruppo.trainer import checks
 from gruppo.trainer.demonstrations import check_demos, open_demos
@@ -41,6 +42,9 @@ from gruppo.trainer.run import Run, trained
 from gruppo.types import DataError, GruppoError
 
 log = logging.getLogger("gruppo")
+
+PROMPTS_CHECKED = 2
+"""Prompts with which a policy or an engine from outside is checked."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,6 @@ class Parts:
             )
         if isinstance(environment, str | os.PathLike):
             environment = load_object(os.fspath(environment))
-        if engine is not None and not isinstance(engine, str | os.PathLike):
-            check_engine_members(engine, "engine")
         return cls(
             model if isinstance(model, Policy) else None,
             data,
@@ -173,6 +175,9 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     sampling = modality.sampling(config, policy)
     modality.check(config, policy, sampling, source, rewards)
     check_capabilities(config, policy)
+    if not type(policy).__module__.startswith("gruppo."):  # its contract is proved before anything is trained
+        tolerance = 1e-3 if policy.compute_dtype == torch.float32 else 0.1
+        check_policy(policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=tolerance)
     reads_reference = modality.rewards_read_reference and "reference" in rewards.requested_columns
     reference = open_reference(config, policy, is_read=reads_reference)
     if reads_reference:
@@ -180,7 +185,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     if demos is not None:
         check_demos(config, demos, policy)
     critic = open_critic(config, policy, source) if config.objective.has_critic else None
-    engine = open_engine(config, parts, policy)
+    engine = open_engine(config, parts, policy, sampling, source)
     run = Run(
         config=config,
         policy=policy,
@@ -235,30 +240,19 @@ def to_device(policy: Policy, device: str) -> None:
         policy.to(torch.device(device))
 
 
-def open_engine(config: Config, parts: Parts, policy: Policy) -> Engine:
-    """Return the engine that samples: the policy itself in this process, or one from outside."""
-    if parts.engine is not None:
-        parts.engine.sync(policy, 0)
-        return parts.engine
-    if not config.engine:
+def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, source: Any) -> Engine:
+    """Return the engine that samples: the policy itself in this process, or a checked one from outside."""
+    if parts.engine is None and not config.engine:
         return LocalEngine(policy)
-    function = load_object(config.engine)
-    if not callable(function):
-        raise GruppoError(f"{config.engine} is a {type(function).__name__}; it needs a function of a policy.")
-    engine = function(policy)
-    check_engine_members(engine, config.engine)
+    engine = parts.engine
+    if engine is None:
+        function = load_object(config.engine)
+        if not callable(function):
+            raise GruppoError(f"{config.engine} is a {type(function).__name__}; it needs a function of a policy.")
+        engine = function(policy)
+    check_engine(engine, policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=0.1)
     engine.sync(policy, 0)
     return engine
-
-
-def check_engine_members(engine: Any, name: str) -> None:
-    """Refuse an object that lacks a member of ``protocols.Engine``."""
-    for member in ("generate", "sync", "close"):
-        if not callable(getattr(engine, member, None)):
-            raise GruppoError(
-                f"{name} is a {type(engine).__name__} without the method {member}; an engine needs generate, sync and "
-                "close (see gruppo.protocols.Engine and gruppo.check_engine)."
-            )
 
 
 def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> Reference | None:

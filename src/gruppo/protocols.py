@@ -488,10 +488,37 @@ class Tracker(Protocol):
 
 
 class PromptSource(Protocol):
-    """A stream of prompts with a cursor."""
+    """A stream of prompts with a position.
+
+    A source of one's own needs ``take``, ``state_dict`` and ``load_state_dict``; what else it lacks is filled in with
+    neutral values (``gruppo.data.source.SourceWrapper``).
+    """
+
+    columns: Sequence[str] | None
+    """What rewards can ask for: "target", and the keys of ``Prompt.meta``; None if unknown."""
+    epoch_size: int
+    """Draws in which each training item comes once; 0 for an endless source."""
+    classes: int | list[str] | None
+    """Number or names of the classes, where prompts are classes."""
+    degradation: Any
+    """How images are degraded, where they are."""
+    level: float | None
+    """Share of the prompts that is sampled from, the easiest first; None without a curriculum."""
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts."""
+        ...
+
+    def held_out(self, n: int) -> list[Prompt]:
+        """Return at most ``n`` evaluation prompts, which the stream never contains."""
+        ...
+
+    def all_prompts(self) -> Iterable[Prompt]:
+        """Return every prompt once; none where that is unknown or expensive."""
+        ...
+
+    def fingerprint(self) -> str | None:
+        """Return a hash of the data, apart from the seed."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

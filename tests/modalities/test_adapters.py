@@ -57,7 +57,7 @@ def test_a_saved_adapter_opens_merged_and_not_below_a_new_one(folder):
     merged = from_pretrained(path, compute="float32", is_merged=True).module
     assert not has_adapter(merged)
     torch.testing.assert_close(merged(IDS).logits, needed, rtol=0, atol=1e-5)
-    with pytest.raises(GruppoError, match=r"is an adapter, and another one was asked for.*gruppo export"):
+    with pytest.raises(GruppoError, match=r"is an adapter, and another one is requested.*gruppo export"):
         from_pretrained(path, adapt=partial(inject, rank=2, alpha=4.0))
 
 
@@ -160,7 +160,7 @@ def test_an_adapter_whose_base_is_not_here_says_so(folder):
     path, _ = folder
     (path / "base.json").unlink()
     change_config(path, base_model_name_or_path="/no/where")
-    with pytest.raises(GruppoError, match=r"the base of the adapter .* is '/no/where', which is not here"):
+    with pytest.raises(GruppoError, match=r"the base of the adapter .* is '/no/where', which does not exist here"):
         from_pretrained(path)
     change_config(path, base_model_name_or_path=None)
     with pytest.raises(GruppoError, match=r"the base of the adapter .* has no name"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,8 +18,7 @@ from gruppo.data.restoration import open_pairs
 from gruppo.data.rows import FILE_KINDS, read_dataset, read_jsonl, row_source
 from gruppo.data.source import IndexedSource, SourceWrapper, nearest
 from gruppo.loading import load_object
-from gruppo.protocols import PromptSource
-from gruppo.types import DataError
+from gruppo.types import DataError, Prompt
 
 FORMS = (
     "Data is one of: file.py:function; arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; digits; images:FOLDER or "
@@ -37,8 +36,14 @@ def is_function_name(data: str) -> bool:
 
 
 @runtime_checkable
-class CustomSource(PromptSource, Protocol):
-    """A user's own prompt source."""
+class CustomSource(Protocol):
+    """A user's own prompt source: the members that it has to have."""
+
+    def take(self, n: int) -> list[Prompt]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @runtime_checkable

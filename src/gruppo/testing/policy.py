@@ -42,6 +42,9 @@ def check_policy(
     mode are put back afterwards.
     """
     require_methods(policy, ("sample", "micro_batches", "likelihood"), "policy")
+    for name in ("sample", "likelihood"):
+        defined = getattr(type(policy), name, None) is not getattr(Policy, name)
+        require(defined, f"{type(policy).__name__} does not define {name}; see gruppo.Policy for what it returns.")
     module = getattr(policy, "module", None)
     require(isinstance(module, nn.Module), f"policy.module is {what(module)}; it needs to be the one that is trained.")
     case = Case(
@@ -86,12 +89,14 @@ def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
         kept = times[rollouts.mask]
         require(
             bool((kept == 1).all()),
-            f"policy.pieces with a budget of {budget} leaves out {int((kept == 0).sum())} of {len(kept)} kept actions "
-            f"and repeats {int((kept > 1).sum())}; each needs to be in exactly one piece.",
+            f"policy.micro_batches with a budget of {budget} leaves out {int((kept == 0).sum())} of {len(kept)} kept "
+            f"actions and repeats {int((kept > 1).sum())}; each needs to be in exactly one micro-batch.",
         )
         got = tuple(policy.likelihood(rollouts, micro_batches[0]).logprobs.shape)
         need = tuple(micro_batches[0].of(rollouts.mask).shape)
-        require(got == need, f"policy.likelihood gave log-probs of the shape {got} for a piece of the shape {need}.")
+        require(
+            got == need, f"policy.likelihood gave log-probs of the shape {got} for a micro-batch of the shape {need}."
+        )
 
 
 def _check_same_distribution(policy: Policy, case: Case) -> None:
@@ -128,13 +133,13 @@ def _check_gradient(policy: Policy, rollouts: Rollouts) -> None:
 
 
 def _check_company(policy: Policy, case: Case, rollouts: Rollouts) -> None:
-    """Neither piece-mates nor padding nor the order of rows reach a log-probability."""
+    """Neither the rows beside it nor padding nor the order of rows reach a log-probability."""
     together, order = logprobs_of(policy, rollouts), torch.arange(len(rollouts)).flip(0)
     exists = torch.arange(rollouts.mask.shape[1]) < rollouts.lengths[:, None]
     exists = exists.reshape(*exists.shape, *[1] * (rollouts.actions.ndim - 2))
     junk = torch.where(exists, rollouts.actions, (rollouts.actions == 0).to(rollouts.actions.dtype))
     others = {
-        "which rows share a piece": logprobs_of(policy, rollouts, budget=1),
+        "which rows share a micro-batch": logprobs_of(policy, rollouts, budget=1),
         "the order of the rows": logprobs_of(policy, rollouts.take(order))[order],
         "actions beyond lengths": logprobs_of(policy, replace(rollouts, actions=junk)),
     }

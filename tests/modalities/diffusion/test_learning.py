@@ -14,6 +14,7 @@ from tests.modalities.updates import vector
 from gruppo.build import adamw
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
 from gruppo.core.objective import GRPO, PPO
+from gruppo.data.source import SourceWrapper
 from gruppo.engines import LocalEngine
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
@@ -58,7 +59,16 @@ def run_of(fake, objective, critic=None, **optim):
     policy, rewards = fake.policy, RewardSet([bright], None, 10.0)
     optimizer = adamw(policy, critic, config)
     reference = ReferenceModel(policy)
-    return Run(config, policy, LocalEngine(policy), Classes(), rewards, optimizer, reference=reference, critic=critic)
+    return Run(
+        config,
+        policy,
+        LocalEngine(policy),
+        SourceWrapper(Classes()),
+        rewards,
+        optimizer,
+        reference=reference,
+        critic=critic,
+    )
 
 
 def steps(run, sampling, count):

@@ -34,6 +34,7 @@ from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
 from gruppo.core.advantages import position_advantages
 from gruppo.core.images import apply_symmetry, gaussian_blur
 from gruppo.core.objective import GRPO, PRESETS
+from gruppo.data.source import SourceWrapper
 from gruppo.engines import LocalEngine
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
@@ -352,7 +353,7 @@ def test_gains_of_detail_learn_a_reward_without_a_gradient_and_the_network_rests
     )
     rewards = RewardSet([plain], None, 10.0)
     optimizer = adamw(policy, None, config)
-    source: Any = Pictures()
+    source = SourceWrapper(Pictures())
     run = Run(
         config, policy, LocalEngine(policy), source, rewards, optimizer, reference=ReferenceModel(policy), critic=None
     )
