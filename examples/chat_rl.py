@@ -32,7 +32,7 @@ class Pieces:
         found = re.findall("|".join(map(re.escape, PIECES)), text)
         if "".join(found) != text:
             raise gruppo.GruppoError(f"{text!r} has characters beside sums and differences such as 'What is 7 + 12?'.")
-        return [PIECES.index(micro_batch) for micro_batch in found]
+        return [PIECES.index(piece) for piece in found]
 
     def decode(self, ids):
         return "".join((*PIECES, *SPECIAL)[i] for i in ids)
