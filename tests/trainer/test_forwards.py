@@ -127,9 +127,9 @@ def test_a_shared_critics_values_that_would_be_broadcast_are_refused_before_and_
         return whole if whole.values is None else replace(whole, values=whole.values[:, :1])
 
     run.policy.likelihood, run.policy.values = narrow, lambda *args: values(*args)[:, :1]
-    with pytest.raises(GruppoError, match="the critic gave values of shape"):
+    with pytest.raises(GruppoError, match="the critic returned values of shape"):
         collect(run, step_params_at(run.config, 0))
-    with pytest.raises(GruppoError, match="the critic gave values of shape"):
+    with pytest.raises(GruppoError, match="the critic returned values of shape"):
         backward(run, batch, step_params_at(run.config, 0))
 
 

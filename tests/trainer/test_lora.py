@@ -208,7 +208,7 @@ def test_an_adapter_as_the_model_is_merged_before_all_weights_are_trained(tmp_pa
     torch.testing.assert_close(run.policy.module(IDS).logits, needed, rtol=0, atol=1e-5)
     assert not has_adapter(run.policy.module) and all(p.requires_grad for p in run.policy.module.parameters())
     assert "it is merged into its base, and all weights are trained" in caplog.text
-    with pytest.raises(GruppoError, match=r"is an adapter, and another one was asked for"):
+    with pytest.raises(GruppoError, match=r"is an adapter, and another one is requested"):
         build(config_in(tmp_path, model=str(final)), Parts())
 
 
@@ -260,14 +260,14 @@ def test_explain_counts_the_base_once_and_adapters_alone_as_trained(tmp_path):
 
 
 REFUSED = {
-    "a negative rank": ({"lora__rank": -1}, r"lora.rank=-1 is out of range.*--lora.rank 16"),
+    "a negative rank": ({"lora__rank": -1}, r"lora.rank=-1 is out of range; it needs to be at least 0"),
     "alpha 0": ({"lora__rank": 4, "lora__alpha": 0.0}, r"lora.alpha=0.0 is out of range.*--lora.alpha 32"),
     "alpha without a rank": ({"lora__alpha": 8.0}, r"lora.rank=0 trains all weights without an adapter"),
     "an unknown target": ({"lora__rank": 4, "lora__targets": ["q_prj"]}, r"no layer 'q_prj'. Did you mean q_proj\?"),
     "no folder": ({"lora__adapter": "nowhere"}, r"the adapter folder 'nowhere' does not exist"),
     "a rank beside an adapter": (
         {"lora__rank": 4, "lora__adapter": "x"},
-        r"has a rank, an alpha and targets of its own",
+        r"has its own rank, alpha and targets",
     ),
 }
 

@@ -23,6 +23,7 @@ from gruppo.api import explain
 from gruppo.build import Parts
 from gruppo.config import serialization
 from gruppo.core.objective import GRPO, PPO, Objective
+from gruppo.protocols import Policy
 from gruppo.rewards import RewardSet, resolve_reward, step_reward
 from gruppo.trainer.advantages import action_rewards, kept_actions, with_advantages
 from gruppo.trainer.loop import Stopped
@@ -63,7 +64,7 @@ def scored(objective: Objective, rewards: Sequence[Any], weights: Any = None) ->
     rollouts = rollouts_of()
     scorer = RewardSet([said(values) for values in rewards], weights)
     config = SimpleNamespace(objective=objective, rollout=SimpleNamespace(max_new_tokens=5))
-    run: Any = SimpleNamespace(config=config, running={}, critic=None, rewards=scorer, restores=False)
+    run: Any = SimpleNamespace(config=config, running={}, critic=None, rewards=scorer, policy=Policy())
     scores = scorer.score(rollouts)
     loss_mask = kept_actions(run, rollouts, scores)
     return Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask), run, scores

@@ -95,7 +95,7 @@ def test_a_value_head_of_the_wrong_width_is_refused_in_one_line(tmp_path, kind):
     run = run_in(tmp_path, objective="ppo", critic__kind=kind)
     network = run.policy if kind == "shared" else run.critic._network
     network.value_head = ValueHead(17)
-    with pytest.raises(GruppoError, match="the value head reads 17 numbers and the features have 16") as error:
+    with pytest.raises(GruppoError, match="the value head reads 17 features and got 16") as error:
         step(run)
     assert "\n" not in str(error.value)
 

@@ -606,12 +606,11 @@ def test_a_run_of_pictures_to_restore_is_explained(tmp_path, capsys):
     shell("explain", str(file))
     said = capsys.readouterr().out
     for part in (
-        "a picture   [3, 8, 8]",
-        "3 numbers; one of each of 2 x 2 patches",
-        "at 5 times the rate",
-        "2 prompts x 4 samples = 8 pictures",
-        "taught by   charbonnier, on the picture of the mean action",
-        "held to     reference (consistency)",
+        "an image    [3, 8, 8]",
+        "3 numbers; one for each of 2 x 2 patches",
+        "at 5 times the learning rate",
+        "2 prompts x 4 samples = 8 rows",
+        "supervised on the picture of the mean action, by charbonnier; consistency to reference",
         "ONE REAL DEMONSTRATION",
         "psnr(prompts=[...], images=[...]",
     ):

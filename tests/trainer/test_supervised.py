@@ -320,9 +320,7 @@ def test_rows_given_in_memory_are_demonstrated_and_the_manifest_says_which(tmp_p
 
 def test_explain_shows_a_demonstration_as_its_tokens(tmp_path):
     lines = "\n".join(explain(tiny.config(tmp_path, **ALONE, supervised__template="={answer}")))
-    assert re.search(
-        r"ONE REAL DEMONSTRATION\n.*\n  as tokens   '<user>.*<assistant>'\n  to answer   '=\d+<eos>'", lines
-    )
+    assert re.search(r"ONE REAL DEMONSTRATION\n  prompt .*\n  target      '=\d+<eos>'  \(\d+ tokens\)", lines)
     assert "DEMONSTRATION" not in "\n".join(explain(tiny.config(tmp_path)))
 
 

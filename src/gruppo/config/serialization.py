@@ -107,6 +107,15 @@ def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
                 raise EntryError(entry, f"config entry {entry} is {value!r}; it needs a section of settings.")
             values["modality"] = _build(sections()[name], value, f"{entry}.")
             continue
+        if kind is Config and name == "modality":
+            if value is not None and type(value) not in sections().values():
+                raise EntryError(
+                    entry,
+                    f"config entry modality is {value!r}; it needs null. The options of a modality "
+                    f"have a section of their own: {', '.join(sections())}.",
+                )
+            values.setdefault("modality", value)
+            continue
         if name not in fields:
             known = [*fields, *(sections() if kind is Config else ())]
             near = difflib.get_close_matches(name, known, 1)

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from gruppo.loading import import_extra, is_file_name, load_object
 from gruppo.rewards import code, images, preference, text
+from gruppo.rewards.functions import FunctionReward
 from gruppo.rewards.models import ProcessRewardModel, RewardModel, ScoringNetwork
 from gruppo.types import DataError, GruppoError
 
@@ -53,9 +54,9 @@ _OPTION = r",(?=\s*[A-Za-z_]+=)"
 """The comma before an option; others belong to the path or to the value before."""
 
 
-def resolve_reward(spec: Any) -> Callable[..., Any]:
-    """The reward of a spec: a callable as it is, ``length_target:50``, ``file.py:name``, ``module:name``."""
-    if callable(spec):
+def resolve_reward(spec: Any) -> Any:
+    """The reward of a spec: a callable or FunctionReward as it is, a built-in, ``file.py:name`` or ``module:name``."""
+    if callable(spec) or isinstance(spec, FunctionReward):
         return spec
     if not isinstance(spec, str):
         raise DataError(

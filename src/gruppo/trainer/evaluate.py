@@ -84,7 +84,8 @@ def evaluate_rows(
         own = run.policy.evaluation_stats(rollouts)
     stats = dist.merge_stats(stats)
     total = stats.pop("")
-    low, high = interval(total)
+    # A restored image scored against the reference is exactly 0 at first, which is no share of successes.
+    low, high = interval(total, may_be_share=not run.policy.actions_are_positions)
     parts = {name: stat.mean for name, stat in stats.items()}
     parts |= {name: value for name, value in reduced(dist.merge_stats(own)).items() if name not in parts}
     return Evaluated(run.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
@@ -114,11 +115,11 @@ def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
     return reduced(dist.merge_stats(stats))
 
 
-def interval(stat: Stat) -> tuple[float, float]:
+def interval(stat: Stat, *, may_be_share: bool = True) -> tuple[float, float]:
     """95% interval of a mean: Wilson's where every value is 0 or 1, the normal one otherwise."""
     if stat.count == 0:
         return float("nan"), float("nan")
-    is_share = stat.min >= 0 and stat.max <= 1 and abs(stat.sum - stat.sum_sq) < 1e-9 * stat.count
+    is_share = may_be_share and stat.min >= 0 and stat.max <= 1 and abs(stat.sum - stat.sum_sq) < 1e-9 * stat.count
     if is_share:
         return wilson_interval(stat.sum, stat.count)
     half = Z_95 * stat.std / math.sqrt(max(stat.count - 1, 1))
