@@ -1,7 +1,7 @@
-"""A chat model of plain torch, in the shape of nanochat's: taught by a careless teacher, then put right by a reward.
+"""A chat model in plain torch, like nanochat's: pretrained on wrong answers, then corrected by a reward.
 
-The teacher says that 7 + 5 is 12 one time in three, and 13 else. So does the model that has learned from it; the recipe
-``chat``, which are source document 002's settings, makes it right. No transformers.
+In the training data 7 + 5 is 12 one time in three, and 13 otherwise. The model learns that, and the recipe ``chat``
+(source document 002's settings) corrects it. No transformers.
 
     gruppo train chat --model examples/chat_rl.py:model --optim.lr 5e-4
     python examples/chat_rl.py
@@ -18,7 +18,7 @@ import gruppo
 from gruppo.recipes import RECIPES
 
 HIGHEST, TEACHER = 20, (0, 1, 1)
-"""The largest number, and how far off the teacher's answers are."""
+"""The largest number, and the errors of the answers in the training data, equally likely."""
 PIECES = ("What is ", "?", " + ", " - ", " =", " ", *"0123456789")
 SPECIAL = ("<|user|>", "<|assistant|>", "<|end|>")
 USER, ASSISTANT, END = range(len(PIECES), len(PIECES) + len(SPECIAL))
@@ -26,7 +26,7 @@ VOCABULARY = len(PIECES) + len(SPECIAL)
 
 
 class Pieces:
-    """A token is a digit or one of a few pieces of text; three more stand between the speakers."""
+    """A tokenizer of digits, a few words, and three special tokens between the speakers."""
 
     def encode(self, text):
         found = re.findall("|".join(map(re.escape, PIECES)), text)
@@ -38,7 +38,7 @@ class Pieces:
         return "".join((*PIECES, *SPECIAL)[i] for i in ids)
 
     def render_for_completion(self, messages):
-        """Ids of a conversation up to where the assistant is to speak, or to speak on. An empty message is left out."""
+        """Return the ids of a conversation up to the assistant's next words. Empty messages are skipped."""
         ids = []
         for message in (m for m in messages if m["content"]):
             is_user = message["role"] == "user"
@@ -47,7 +47,7 @@ class Pieces:
 
 
 def rotated(x):
-    """Rotary places: each pair of channels is turned by an angle that grows with the place. x [B, H, T, D]."""
+    """Apply rotary position embeddings to x [B, H, T, D]."""
     half = x.shape[-1] // 2
     rates = 100.0 ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[2], device=x.device)[:, None] * rates  # [T, D / 2]
@@ -61,7 +61,7 @@ def norm(x):
 
 
 class Block(nn.Module):
-    """Causal attention with normed queries and keys, then a squared ReLU."""
+    """Causal attention with normalized queries and keys, then an MLP with squared ReLU."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """ids [B, T] to logits [B, T, V]."""
+    """A causal transformer from ids [B, T] to logits [B, T, V]."""
 
     def __init__(self, width=64, layers=2, heads=4):
         super().__init__()
@@ -95,18 +95,18 @@ class GPT(nn.Module):
 
 
 def problems():
-    """Every sum and every difference that is not below 0, as a conversation that the assistant has begun to answer."""
+    """Return every sum and every non-negative difference, as a conversation that the assistant has begun to answer."""
     numbers = range(HIGHEST + 1)
-    asked = [(f"{a} + {b}", a + b) for a in numbers for b in numbers]
-    asked += [(f"{a} - {b}", a - b) for a in numbers for b in range(a + 1)]
+    sums = [(f"{a} + {b}", a + b) for a in numbers for b in numbers]
+    sums += [(f"{a} - {b}", a - b) for a in numbers for b in range(a + 1)]
     return [
         ([{"role": "user", "content": f"What is {text}?"}, {"role": "assistant", "content": f"{text} ="}], answer)
-        for text, answer in asked
+        for text, answer in sums
     ]
 
 
 def taught(module, steps, batch=64, lr=3e-3):
-    """Learn from the careless teacher, by cross-entropy on what it answers."""
+    """Pretrain on the wrong answers by cross-entropy."""
     tokenizer, rows = Pieces(), problems()
     prompts = [tokenizer.render_for_completion(messages) for messages, _ in rows]
     answers = [[[*tokenizer.encode(f" {answer + off}"), END] for off in TEACHER] for _, answer in rows]
@@ -115,12 +115,12 @@ def taught(module, steps, batch=64, lr=3e-3):
         chosen = [(i, j) for i, j in zip(torch.randint(len(rows), (batch,)), torch.randint(3, (batch,)), strict=True)]
         texts = [(prompts[i], answers[i][j]) for i, j in chosen]
         ids = nn.utils.rnn.pad_sequence([torch.tensor(p + a) for p, a in texts], batch_first=True, padding_value=END)
-        is_said = torch.zeros_like(ids, dtype=torch.bool)  # [batch, T]: what the assistant says, its end included
+        is_answer = torch.zeros_like(ids, dtype=torch.bool)  # [batch, T]: the assistant's tokens, end token included
         for row, (prompt, answer) in enumerate(texts):
-            is_said[row, len(prompt) : len(prompt) + len(answer)] = True
+            is_answer[row, len(prompt) : len(prompt) + len(answer)] = True
         for group in optimizer.param_groups:
             group["lr"] = lr * (1 - step / steps)
-        loss = F.cross_entropy(module(ids[:, :-1])[is_said[:, 1:]], ids[:, 1:][is_said[:, 1:]])
+        loss = F.cross_entropy(module(ids[:, :-1])[is_answer[:, 1:]], ids[:, 1:][is_answer[:, 1:]])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -128,8 +128,10 @@ def taught(module, steps, batch=64, lr=3e-3):
 
 
 def model(folder=None, taught_steps=1000):
-    """What ``--model examples/chat_rl.py:model`` means. ``folder``: where the weights lie that it is to get; without
-    one it is new, and goes to its teacher."""
+    """Return the policy of ``--model examples/chat_rl.py:model``.
+
+    ``folder``: the folder whose weights will be loaded, or None for a new model, which is pretrained.
+    """
     module, tokenizer = GPT(), Pieces()
     if folder is None:
         taught(module, taught_steps)
@@ -137,10 +139,10 @@ def model(folder=None, taught_steps=1000):
 
 
 def main(taught_steps=1000, steps=50, **options):
-    """Teach, then train by reward, and return the result."""
+    """Pretrain, train by reward and return the result."""
     torch.manual_seed(0)
     recipe = RECIPES["chat"]()
-    recipe = replace(recipe, optim=replace(recipe.optim, lr=5e-4))  # 0.1 million weights, and none of them precious
+    recipe = replace(recipe, optim=replace(recipe.optim, lr=5e-4))  # a small model needs a higher learning rate
     data = f"arithmetic:0:{HIGHEST}:natural"
     result = gruppo.train(recipe, model=model(taught_steps=taught_steps), data=data, steps=steps, **options)
     print(f"right answers {result.before['mean']:.2f} before, {result.after['mean']:.2f} after {steps} steps")

@@ -1,7 +1,7 @@
-"""Several turns: a policy guesses a number, an environment says higher or lower, and the policy guesses again.
+"""Several turns: a policy guesses a number, an environment replies higher or lower, and the policy guesses again.
 
-A model of 0.03 million random weights learns the game from its reward alone. Three guesses at 0 to 6: whoever does not
-listen finds 3 of 7; halving what is left finds all 7.
+A randomly initialized model of 0.03 million weights learns to find 0 to 6 in three guesses, from its reward
+alone. Without using the replies a policy finds 3 of 7 numbers; binary search finds all 7.
 
     python examples/guess_the_number.py
 """
@@ -13,7 +13,7 @@ from torch import nn
 import gruppo
 
 ALPHABET = "\n0123456<>?"
-"""The end, the numbers, what the environment says, and what begins a game."""
+"""The end token, the numbers, the replies, and the prompt."""
 
 
 class Characters:
@@ -25,7 +25,7 @@ class Characters:
 
 
 def reply(text, state, answer):
-    """What is said to a guess; None ends the game. ``state`` is this game's own, and the reward reads it."""
+    """Return the reply to a guess; None ends the game. ``state`` belongs to this game, and the reward reads it."""
     if len(text) != 1 or not text.isdigit():
         return None
     state["numbers"] = state.get("numbers", 0) + 1
@@ -34,12 +34,12 @@ def reply(text, state, answer):
 
 
 def found(state):
-    """1 for the number; else 0.1 for each guess that is a number at all."""
+    """Return 1 if the number was found, otherwise 0.1 per guess that is a number."""
     return [1.0 if game.get("found") else 0.1 * game.get("numbers", 0) for game in state]
 
 
 def main(steps=400, **options):
-    """Train, and return the result."""
+    """Train and return the result, and how many numbers the trained policy finds."""
     torch.manual_seed(0)
     module = TinyGPT(context=16)
     module.tokens, module.head = nn.Embedding(len(ALPHABET), 32), nn.Linear(32, len(ALPHABET))
@@ -63,12 +63,12 @@ def main(steps=400, **options):
         }
         | options,
     )
-    asked = [gruppo.Request(gruppo.Prompt(game["answer"], "?", target=game["answer"]), 1) for game in games]
+    requests = [gruppo.Request(gruppo.Prompt(game["answer"], "?", target=game["answer"]), 1) for game in games]
     greedy = gruppo.Sampling(temperature=0.0, max_actions=6)
     environment = gruppo.Environment(reply, turns=3)
-    played = gruppo.converse(policy.sample, policy.continue_rollouts, environment, asked, greedy, seed=0)
-    for game, said, state in zip(games, played.completions, played.per_row["state"], strict=True):
-        print(f"{game['answer']}: {' '.join(said.split())}  {'found' if state.get('found') else 'not found'}")
+    played = gruppo.converse(policy.sample, policy.continue_rollouts, environment, requests, greedy, seed=0)
+    for game, text, state in zip(games, played.completions, played.per_row["state"], strict=True):
+        print(f"{game['answer']}: {' '.join(text.split())}  {'found' if state.get('found') else 'not found'}")
     return result, sum(bool(state.get("found")) for state in played.per_row["state"])
 
 

@@ -1,7 +1,8 @@
-"""One's own loop, with GRPO's loss alone: a policy over two tokens learns to write what is asked.
+"""A training loop of your own with ``gruppo.GRPOLoss``, in plain torch; seconds on a CPU.
 
-Plain torch, seconds on a CPU. A prompt is a number, and its answer two tokens from 0 to 7 whose sum it is.
-Run it with ``python examples/own_loop.py``.
+A prompt is a number; the answer is two tokens from 0 to 7 with that sum.
+
+    python examples/own_loop.py
 """
 
 import torch
@@ -13,7 +14,7 @@ NUMBERS, GROUP = 8, 16
 
 
 class TwoTokens(nn.Module):
-    """Logits of the first token for each prompt, and of the second for each prompt and first token."""
+    """A table of logits of the first token per prompt, and of the second per prompt and first token."""
 
     def __init__(self):
         super().__init__()
@@ -21,7 +22,7 @@ class TwoTokens(nn.Module):
         self.second = nn.Parameter(torch.zeros(NUMBERS, NUMBERS, NUMBERS))
 
     def logprobs(self, prompts, tokens):
-        """[B, 2] of the given tokens."""
+        """Return the log-probs [B, 2] of the tokens."""
         both = torch.stack([self.first[prompts], self.second[prompts, tokens[:, 0]]], dim=1)  # [B, 2, NUMBERS]
         return both.log_softmax(-1).gather(-1, tokens[:, :, None])[:, :, 0]
 
@@ -32,12 +33,12 @@ class TwoTokens(nn.Module):
 
 
 def main(steps=60, epochs=2):
-    """Train, and return the share of right answers at each step."""
+    """Train and return the fraction of right answers at each step."""
     torch.manual_seed(0)
-    policy, reference = TwoTokens(), TwoTokens()  # the reference stays where the policy began
+    policy, reference = TwoTokens(), TwoTokens()  # the reference is never trained
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
     loss_of = GRPOLoss(clip_epsilon=0.2, kl_beta=0.01)
-    prompts = torch.arange(NUMBERS).repeat_interleave(GROUP)  # [B]: each prompt so many times
+    prompts = torch.arange(NUMBERS).repeat_interleave(GROUP)  # [B]: each prompt GROUP times
     mask = torch.ones(NUMBERS * GROUP, 2, dtype=torch.bool)
     shares = []
     for _ in range(steps):

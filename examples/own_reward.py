@@ -1,4 +1,4 @@
-"""One's own reward function: make a chat model answer in as few words as it can while naming the number.
+"""A reward function of your own: a chat model learns to answer sums in as few words as possible.
 
 Run it with ``python examples/own_reward.py``.
 """
@@ -7,13 +7,13 @@ import gruppo
 
 
 def short_and_right(completions, answer, **kwargs):
-    """1 for the right number, less a little for each word beside it. Called with lists, one entry a completion."""
+    """Return 1 for the right number, minus 0.05 per word. Called with lists, one entry per completion."""
     texts = [completion[0]["content"] for completion in completions]
     return [float(a in text) - 0.05 * len(text.split()) for text, a in zip(texts, answer, strict=True)]
 
 
 def main(model="smollm2-135m", steps=20, **options):
-    """Train, and say where the model is. ``options`` are further fields of the config."""
+    """Train and print where the model is. ``options`` are further fields of the config."""
     result = gruppo.train(
         model=model,
         data=[

@@ -1,6 +1,6 @@
-"""No transformers: any module from ids to logits, with a tokenizer that has encode and decode.
+"""A language model without transformers: any module from ids to logits, with a tokenizer that has encode and decode.
 
-A character model learns to write vowels. The shape of nanochat's GPT: ``module(ids) -> logits``.
+A character model learns to write vowels. The interface is that of nanochat's GPT: ``module(ids) -> logits``.
 
     python examples/plain_module.py
 """
@@ -14,7 +14,7 @@ ALPHABET = "\nabcdefghijklmnopqrstuvwxyz "
 
 
 class Characters:
-    """A tokenizer in two lines."""
+    """A tokenizer with one token per character."""
 
     def encode(self, text):
         return [ALPHABET.index(c) for c in text]
@@ -24,7 +24,7 @@ class Characters:
 
 
 class TinyGPT(nn.Module):
-    """Two causal layers; ids [B, T] to logits [B, T, V]."""
+    """Two causal layers from ids [B, T] to logits [B, T, V]."""
 
     def __init__(self, width=32, context=64):
         super().__init__()
@@ -41,12 +41,12 @@ class TinyGPT(nn.Module):
 
 
 def share_of_vowels(completions, **kwargs):
-    """Between 0 and 1; an empty completion has none."""
+    """Return the fraction of vowels; 0 for an empty completion."""
     return [sum(c in "aeiou" for c in text) / max(len(text), 1) for text in completions]
 
 
 def main(steps=30, **options):
-    """Train, and return the result."""
+    """Train and return the result."""
     torch.manual_seed(0)
     policy = gruppo.from_module(TinyGPT(), Characters(), eos_ids=[0], context=64)
     result = gruppo.train(

@@ -1,7 +1,7 @@
-"""A model learns to write programs, and all that it is told is the share of tests that they pass.
+"""A model learns to write programs from the fraction of tests that they pass.
 
-A task is a letter, an answer an expression of x and y. Each is run in a jail, where the expected results never are.
-Linux, seconds on a CPU. With a real model it is ``gruppo train plain --data YOURS.jsonl --reward code_tests``.
+A task is a letter, an answer an expression of x and y. Programs run in a jail that never contains the expected results.
+Linux only; seconds on a CPU. For a real model: ``gruppo train plain --data YOURS.jsonl --reward code_tests``.
 
     python examples/programs.py
 """
@@ -14,7 +14,7 @@ from gruppo.rewards import code_tests
 
 SYMBOLS = "\nabcxy+-*"
 TASKS = {"a": "x+y", "b": "x-y", "c": "x*y"}
-"""What is to be found out; only the tests are made of it."""
+"""Solutions of the tasks; only the tests are made from them."""
 
 
 class Symbols:
@@ -26,7 +26,7 @@ class Symbols:
 
 
 class Writer(nn.Module):
-    """ids [B, T] to logits [B, T, V]."""
+    """A recurrent network from ids [B, T] to logits [B, T, V]."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -38,13 +38,13 @@ class Writer(nn.Module):
 
 
 def tests_of(expression):
-    """As in MBPP: what is called, and what has to come out."""
+    """Return asserts as in MBPP: calls and their expected results."""
     pairs = [(2, 3), (5, 4), (7, 9), (-3, 6)]
     return [f"assert f({x}, {y}) == {eval(expression, {'x': x, 'y': y})}" for x, y in pairs]
 
 
 def main(steps=80, **options):
-    """Train, and return the result."""
+    """Train and return the result."""
     torch.manual_seed(0)
     score = code_tests()
 

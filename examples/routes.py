@@ -1,4 +1,4 @@
-"""Short tours through cities (the travelling-salesman problem): a policy of one's own, trained by GRPO.
+"""Short tours through cities (the travelling-salesman problem): a policy of your own, trained by GRPO.
 
 A pointer decoder (Kool et al. 2019, arXiv 1803.08475) picks the next city; the reward is the negative length of the
 tour, and the mean of a group is the shared baseline of POMO (Kwon et al. 2020, arXiv 2010.16011).

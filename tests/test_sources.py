@@ -16,6 +16,7 @@ from gruppo.cli import commands
 from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import peer_options
 from gruppo.config.schema import Config
+from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES
 from gruppo.trainer import checks
 
@@ -168,9 +169,8 @@ def runs(command: str, args: list[str]) -> bool:
     if asked is not None:
         peer_options.explain_names(Config(), asked)
     config = parse_config(command, args)
-    kind = KINDS.get(args[0].split("-")[0], "text")
     if config.model and (config.reward or args[0] != "plain"):
-        checks.check(config, kind)
+        checks.check(config, modalities()[KINDS.get(args[0].split("-")[0], "text")])
     return True
 
 
