@@ -134,7 +134,7 @@ def defined_in(folder: str) -> set[str]:
 
 @cache
 def known_words() -> set[str]:
-    """Return options and their choices, fields of records, names of core, losses and rewards, presets, recipes, tests."""
+    """Return options, choices, record fields, names of core, losses and rewards, presets, recipes and tests."""
     settings = {part.replace("-", "_") for option in OPTIONS for part in option.lstrip("-").split(".")}
     choices = {choice for hint in OPTIONS.values() for choice in typing.get_args(hint) if isinstance(choice, str)}
     records = {f.name for kind in (Likelihood, Rollouts, Batch) for f in fields(kind)}
