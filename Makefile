@@ -20,9 +20,9 @@ pins := pyproject.toml constraints.txt
 
 help:
 	@echo "make demo    train a 135M-parameter chat model to do arithmetic, on the CPU (ARGS=\"--steps 50\" is passed on)"
-	@echo "make digits  train an image model from nothing, then make its files smaller by GRPO; a judge compares them"
-	@echo "make photos  restore real photographs, then make their files smaller by GRPO, and compare with other ways"
-	@echo "make lines   restore lines of text for a reader without clean images of them, and compare with other ways"
+	@echo "make digits  train an image model from scratch, then make its files smaller by GRPO; a judge compares them"
+	@echo "make photos  restore real photographs, then make their files smaller by GRPO, and compare with baselines"
+	@echo "make lines   restore lines of text for an OCR reader without clean images, and compare with baselines"
 	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them; JOBS=8 processes)"
 	@echo "make mutants inject known bugs whose code or test has changed, and a sample, and list the test that catches each"
 	@echo "make mutants-all  inject all of them and record those that are caught (about half an hour)"
@@ -101,7 +101,7 @@ bench-demonstrations: .venv/.ready-demo
 curves: .venv/.ready-demo
 	@$(bin)/python -m benchmarks.presets --plot docs/images/presets.png $(ARGS)
 
-# Writes what is installed now, so that the next machine installs the same.
+# Pin the installed versions, so that other machines install the same.
 constraints: .venv/.ready-test
 	@sed -n '/^#/p' constraints.txt > constraints.new
 	@$(bin)/python -m pip freeze --exclude-editable --exclude gruppo | sed 's/+cpu$$//' >> constraints.new

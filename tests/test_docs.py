@@ -1,4 +1,4 @@
-"""The docs say what is so: their table, names, commands, links and examples are those of the code."""
+"""Tables, names, commands, options, metrics, links and examples of the documentation match the code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 OBJECTIVES = ROOT / "docs/objectives"
 PAGES = sorted(OBJECTIVES.glob("*.md"))
 OURS = [page for page in PAGES if page.name != "peers.md"]
-"""Pages in which each name is one of ours; the other is full of TRL's and verl's."""
+"""Pages whose names are all gruppo's; peers.md has those of TRL and verl."""
 DOCS = ROOT / "docs"
 START, GUIDES, REFERENCE = (sorted((DOCS / folder).glob("*.md")) for folder in ("start", "guides", "reference"))
 LEARNED = sorted((DOCS / "learn").rglob("*.md"))
@@ -47,9 +47,9 @@ FOREIGN_OPTIONS = {
 }
 """Of other programs, and of commands other than train."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
-"""In code style, and no names of ours."""
+"""In code style, but not names of gruppo."""
 OPTIONS = {flag(name): option.hint for name, option in all_options().items()} | {"--stages": str}
-"""Each option of the command line, and its type."""
+"""Type of each command-line option."""
 
 
 def each(pages: list[Path]) -> Any:
@@ -57,14 +57,14 @@ def each(pages: list[Path]) -> Any:
 
 
 def blocks(page: Path) -> Iterator[tuple[str, int, str]]:
-    """Language, line of the first line, and text of each fenced block."""
+    """Yield language, number of the first line, and text of each fenced block."""
     text = page.read_text(encoding="utf-8")
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield found[1], text[: found.start()].count("\n") + 2, found[2]
 
 
 def spans(page: Path) -> set[str]:
-    """What stands in code style within the text."""
+    """Return the inline code of a page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return set(re.findall(r"`([^`\n]+)`", text))
 
@@ -81,7 +81,7 @@ COLUMNS = {
     "average": {"average"},
     "KL": {"kl", "kl_in"},
 }
-"""Of the table, and the fields that each shows."""
+"""Columns of the table, and the fields that each shows."""
 
 
 def row(name: str, o: Objective) -> list[str]:
@@ -119,7 +119,7 @@ def names_of_tests() -> set[str]:
 
 
 def defined_in(folder: str) -> set[str]:
-    """Functions, classes, constants and parameters."""
+    """Return the names of functions, classes, constants and parameters."""
     found: set[str] = set()
     for path in (ROOT / "src/gruppo" / folder).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -134,7 +134,7 @@ def defined_in(folder: str) -> set[str]:
 
 @cache
 def known_words() -> set[str]:
-    """Settings and their choices, fields of the records, names of the mathematics, presets, recipes, tests."""
+    """Return options, choices, record fields, names of core, losses and rewards, presets, recipes and tests."""
     settings = {part.replace("-", "_") for option in OPTIONS for part in option.lstrip("-").split(".")}
     choices = {choice for hint in OPTIONS.values() for choice in typing.get_args(hint) if isinstance(choice, str)}
     records = {f.name for kind in (Likelihood, Rollouts, Batch) for f in fields(kind)}
@@ -194,11 +194,11 @@ KINDS = {
     "denoise": "restoration",
     "restore": "restoration",
 }
-"""Of the models of recipes, by the first word of the recipe."""
+"""Modality of a recipe by the first word of its name; text by default."""
 
 
 def commands_in(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Line and words of each command that takes a recipe."""
+    """Yield line and words of each command that takes a recipe."""
     for n, line in enumerate(text.splitlines()):
         for command in line.split("&&"):
             if re.match("gruppo (train|explain) ", command.strip()):
@@ -207,7 +207,7 @@ def commands_in(text: str) -> Iterator[tuple[int, list[str]]]:
 
 @each(WITH_OPTIONS)
 def test_every_command_is_one_that_can_run(page: Path) -> None:
-    """Built-in recipes alone; files of the reader's own are not there."""
+    """Only built-in recipes are checked; the reader's own files do not exist."""
     for _, line, text in blocks(page):
         for n, words in commands_in(text):
             if words[2] in RECIPES and not {"--help", "--help-all"} & {*words}:
@@ -220,7 +220,7 @@ def test_every_command_is_one_that_can_run(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every metric of small runs that between them use everything."""
+    """Every metric of small runs that together use all features."""
     folder = tmp_path_factory.mktemp("runs")
     everything: dict[str, Any] = {
         "objective__correction": "truncate",
@@ -338,7 +338,7 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 
 @each([*PAGES, *START, *GUIDES, *REFERENCE])
 def test_the_examples_of_a_page_hold(page: Path) -> None:
-    """All Python blocks, one after another in one session."""
+    """Run all Python blocks of a page in one session."""
     session: dict[str, Any] = {}
     for language, line, text in blocks(page):
         if language == "python":
