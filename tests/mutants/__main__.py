@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if not (options.all or options.k or options.bug is not None):
         mutants = changed_and_sample(mutants)
-    listing, began = Listing(mutants), time.monotonic()
+    listing, began = Listing(mutants, records=options.record), time.monotonic()
     print(f"{len(mutants)} mutants on {options.cores} cores; first their tests on the code as it is.", flush=True)
     fit = [mutant for mutant in mutants if not listing.refuses(mutant)]
     run_all(healthy(fit) + [Job((mutant.by,), mutant) for mutant in fit], options.cores, listing.add)
@@ -45,9 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         text = json.dumps({"mutants": listing.rows, "not_green": listing.sick}, indent=1)
         options.json.write_text(text, encoding="utf-8")
-    if options.record:
-        caught = {str(row["what"]) for row in listing.rows if row["verdict"] == "caught"}
-        record({mutant.what: fingerprint(mutant) for mutant in mutants if mutant.what in caught})
     return 0 if is_good else 1
 
 
@@ -94,7 +91,8 @@ def healthy(mutants: Sequence[Mutant]) -> list[Job]:
 class Listing:
     """What is shown and kept, line by line as jobs end."""
 
-    def __init__(self, mutants: Sequence[Mutant]) -> None:
+    def __init__(self, mutants: Sequence[Mutant], *, records: bool = False) -> None:
+        self.records = records
         self.rows: list[dict[str, str | int | float]] = []
         self.sick: list[str] = []
         self._width = {name: max((len(getattr(m, name)) for m in mutants), default=0) for name in ("what", "file")}
@@ -116,6 +114,9 @@ class Listing:
         number = str(row["bug"] or "-").rjust(2)
         what, file = f"{row['what']:{self._width['what']}}", f"{row['file']:{self._width['file']}}"
         print(f"{row['verdict']:8}  {number}  {what}  {file}  {row['test']}", flush=True)
+        is_green = not any(line.startswith(f"{job.mutant.by}:") for line in self.sick)
+        if self.records and row["verdict"] == "caught" and is_green:
+            record({job.mutant.what: fingerprint(job.mutant)})
 
     def close(self, seconds: float) -> bool:
         """The reasons of those that survived, and one line of sums; whether all is well."""
