@@ -202,7 +202,9 @@ def test_trls_cispo_left_at_its_default_caps_the_ratio_at_a_fifth():
     theirs = trl_loss(on_policy, dtype=EXACT, loss_type="cispo")
     ours = gruppo_loss(CISPO, on_policy, dtype=EXACT)
     fifth = Result(0.2 * ours.loss, {name: 0.2 * gradient for name, gradient in ours.gradient.items()})
-    assert_equal(fifth, theirs, EXACT)
+    loss, gradient = fifth.distance(theirs)
+    assert loss <= WITHIN[EXACT]
+    assert gradient <= 1e-10  # measured: 1.3e-11 on Zen 4, below 1e-12 on Zen 5
 
 
 @DTYPES
