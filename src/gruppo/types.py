@@ -2,7 +2,7 @@
 
 Legend: ``P`` prompts, ``G`` samples per prompt, ``B`` rows (all samples of a batch), ``T`` actions the policy
 takes, ``V`` vocabulary, ``*E`` event dimensions of one continuous action. Lower-case ``b`` and ``t`` are the rows and
-columns of one piece. Records that hold tensors are frozen and compare by identity (``eq=False``).
+columns of one micro-batch. Records that hold tensors are frozen and compare by identity (``eq=False``).
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class MicroBatch:
     cols: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """The piece of a ``[B, T, ...]`` tensor: ``[b, t, ...]``."""
+        """The micro-batch of a ``[B, T, ...]`` tensor: ``[b, t, ...]``."""
         return x[self.rows][:, self.cols]
 
 
@@ -248,7 +248,7 @@ class Batch:
     old_logprobs: Float[Tensor, "B T"] | None = None
     """None: every row enters exactly one update, so the old log-probs are the current ones, detached."""
     ref: Likelihood | None = None
-    """None with a reference: it is evaluated inside the piece."""
+    """None with a reference: it is evaluated inside the micro-batch."""
     old_values: Float[Tensor, "B T"] | None = None
     returns: Float[Tensor, "B T"] | None = None
     old_gaussian: Gaussian | None = None
@@ -275,7 +275,7 @@ def _rows_of(gaussian: Gaussian | None, rows: Int[Tensor, "b"]) -> Gaussian | No
 
 @dataclass(frozen=True)
 class Stat:
-    """Count, sum, sum of squares, minimum and maximum: adds over pieces, ranks and steps, so no average of averages."""
+    """Count, sum, sum of squares, minimum and maximum: adds over micro-batches, ranks and steps."""
 
     count: float = 0.0
     sum: float = 0.0

@@ -46,7 +46,8 @@ def reward_of(name: str, mean: Any, spread: float) -> dict[str, Any]:
 def memory_log(*steps: int) -> str:
     sizes = [640 // 2**n for n in range(len(steps) + 1)]
     lines = [
-        f"WARNING step {step}: memory ran out in pieces of {a} tokens; going on with {b}. Set --optim.token-budget {b}"
+        f"WARNING step {step}: memory ran out in micro-batches of {a} tokens; going on with {b}. "
+        f"Set --optim.token-budget {b}"
         for step, a, b in zip(steps, sizes, sizes[1:], strict=False)
     ]
     return "\n".join(["INFO step 1: something else", *lines, ""])

@@ -110,7 +110,7 @@ def test_where_memory_is_short_the_budget_is_the_largest_power_of_two_that_half_
         run.token_budget = 0
         with caplog.at_level(logging.WARNING):
             assert token_budget(run) == budget
-        assert f"pieces have {budget} tokens in place of {TOKENS_ON_CPU}" in caplog.text
+        assert f"micro-batches have {budget} tokens in place of {TOKENS_ON_CPU}" in caplog.text
 
 
 def test_a_number_that_was_set_is_used_as_it_is(tmp_path, monkeypatch):

@@ -219,8 +219,7 @@ def demo_parts(run: Run, demos: Rollouts | None, epoch: int) -> list[Rollouts | 
 def supervised_backward(
     run: Run, demos: Rollouts, step_params: StepParams, weights: Float[Tensor, "B T"], micro_batches: list[MicroBatch]
 ) -> dict[str, Stat]:
-    """Gradients of the supervised term over these pieces, added to what is there, and of the consistency where nothing
-    is sampled that it would be of; no rank asks another."""
+    """Accumulate gradients of the supervised term, and of the consistency where nothing is sampled; no collectives."""
     names = [
         "loss/sup",
         "sup/nats",

@@ -28,16 +28,16 @@ Part = tuple[Rollouts, Bool[Tensor, "B T"]]
 """Rollouts, and which of their actions are wanted."""
 
 
-# --- pieces that fit --------------------------------------------------------------------------------------------------
+# --- micro-batches that fit -------------------------------------------------------------------------------------------
 
 
 def in_micro_batches(
     run: Run, rollouts: Rollouts, wanted: Bool[Tensor, "B T"], work: Callable[[list[MicroBatch]], T]
 ) -> T:
-    """``work`` on pieces that cover ``wanted``; where memory runs out, all of it again on smaller ones.
+    """``work`` on micro-batches that cover ``wanted``; where memory runs out, all of it again on smaller ones.
 
-    Gradients are set to zero before another attempt, so that no piece counts twice. The smaller budget stays for the
-    rest of the run. No rank asks another here.
+    Gradients are set to zero before another attempt, so that no micro-batch counts twice. The smaller budget
+    stays for the rest of the run. No rank asks another here.
     """
     return in_micro_batches_of(run, [(rollouts, wanted)], lambda cuts: work(cuts[0]))
 
@@ -59,8 +59,8 @@ def in_micro_batches_of(run: Run, parts: Sequence[Part], work: Callable[[list[li
         _release(run)  # here, where the traceback no longer holds what the failed attempt had made
         run.token_budget = _finer(run, parts, budget, sum(map(len, cuts))) or _give_up(run, longest, said)
         log.warning(
-            "step %d: memory ran out in pieces of %d tokens; going on with %d. Set --optim.token-budget %d to begin "
-            "there.",
+            "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
+            "to begin there.",
             run.step,
             budget,
             run.token_budget,
@@ -69,7 +69,7 @@ def in_micro_batches_of(run: Run, parts: Sequence[Part], work: Callable[[list[li
 
 
 def _finer(run: Run, parts: Sequence[Part], budget: int, count: int) -> int:
-    """The largest halving of the budget that gives more pieces than ``count``; 0 where none does."""
+    """The largest halving of the budget that gives more micro-batches than ``count``; 0 where none does."""
     while budget > 1:
         budget //= 2
         if sum(len(run.policy.micro_batches(*part, budget)) for part in parts) > count:
@@ -129,14 +129,14 @@ def _longest(run: Run, rollouts: Rollouts, micro_batches: list[MicroBatch]) -> i
 
 
 def token_budget(run: Run) -> int:
-    """Tokens of a piece: what was set, or chosen at the first call; less where memory has run out since."""
+    """Tokens of a micro-batch: what was set, or chosen at the first call; less where memory has run out since."""
     if not run.token_budget:
         run.token_budget = run.config.optim.token_budget or choose(run)
     return run.token_budget
 
 
 def budget_for(run: Run, longest: int) -> int:
-    """``token_budget``, or four times the longest prompt's: each piece of a group reads the prompt, short ones often.
+    """``token_budget``, or four times the longest prompt's: each micro-batch of a group reads the prompt.
 
     Twice where memory does not hold that. Not where the budget was set or memory has run out.
     """
@@ -161,7 +161,7 @@ def choose(run: Run) -> int:
     fits = max(int(USABLE_FRAC * (free - still_to_come(run)) / per_token), 1)
     chosen = min(usual, 2 ** (fits.bit_length() - 1))
     if chosen < usual:
-        log.warning("%.2f GiB are free: pieces have %d tokens in place of %d.", free / GIB, chosen, usual)
+        log.warning("%.2f GiB are free: micro-batches have %d tokens in place of %d.", free / GIB, chosen, usual)
     return chosen
 
 

@@ -72,7 +72,7 @@ def has_gradient(run: Run, batch: Batch, step_params: StepParams) -> Bool[Tensor
     They stay in the weights' denominator, so that leaving out their forward changes no gradient. A minibatch without
     any such row takes no optimiser step at all: AdamW's momentum and weight decay, which a gradient of zero would let
     go on, rest as well. Where advantages are made from log-probs or values, all rows were evaluated for that; the same
-    pieces then serve the update, whose first ratio would not be 1 otherwise.
+    micro-batches then serve the update, whose first ratio would not be 1 otherwise.
     """
     if step_params.kl_coef or step_params.cons_coef or step_params.entropy_coef or run.critic is not None:
         return batch.loss_mask
@@ -122,8 +122,8 @@ def at_rest(module: nn.Module) -> Iterator[None]:
 def evaluated(run: Run, batch: Batch, step_params: StepParams) -> Batch:
     """The batch with what policy, reference and critic say of it before any update, as far as it is needed then.
 
-    They come from the very pieces that the first epoch's updates use: in bfloat16 another cut rounds otherwise, and
-    the first ratio would not be 1 (after memory has run out in an update, it is not). Rows without a gradient have
+    They come from the very micro-batches that the first epoch's updates use: in bfloat16 another cut rounds otherwise,
+    and the first ratio would not be 1 (after memory has run out in an update, it is not). Rows without a gradient have
     none, and are asked for none. Numbers are kept in the precision that they come in, from float32 on: the joint
     log-prob of many dimensions is in the thousands.
     """
@@ -158,7 +158,7 @@ def evaluated(run: Run, batch: Batch, step_params: StepParams) -> Batch:
 def _store(
     stored: dict[str, Tensor], name: str, numbers: Tensor, place: tuple[Tensor, Tensor], shape: Sequence[int]
 ) -> None:
-    """A piece's numbers [b, t, ...] in those of the batch, which are 0 elsewhere; a std is 1."""
+    """A micro-batch's numbers [b, t, ...] in those of the batch, which are 0 elsewhere; a std is 1."""
     numbers = numbers.detach().to(torch.promote_types(numbers.dtype, torch.float32)).cpu()
     if name not in stored:
         filling = 1.0 if name.endswith(":std") else 0.0
@@ -200,7 +200,7 @@ def _said_of(
 def _said(
     run: Run, rollouts: Rollouts, micro_batch: MicroBatch, step_params: StepParams
 ) -> dict[str, Float[Tensor, "b t"]]:
-    """Of one piece, what is needed; the values of a shared critic from the policy's forward, where there is one."""
+    """What is needed of one micro-batch; a shared critic's values come from the policy's forward, if there is one."""
     said: dict[str, Tensor] = {}
     needed = _needed(run, step_params)
     if "old_logprobs" in needed:

@@ -48,9 +48,9 @@ class Run:
     running: Mapping[str, Any] = field(default_factory=dict)
     """Moving statistics of the rewards, by reward; replaced and never changed in place."""
     token_budget: int = 0
-    """Tokens of a piece once they are chosen, less where memory has run out; see ``memory.token_budget``."""
+    """Tokens of a micro-batch once they are chosen, less where memory has run out; see ``memory.token_budget``."""
     has_run_out: bool = False
-    """Whether memory ran out in this process, after which no piece is made larger than ``token_budget``."""
+    """Whether memory ran out in this process, after which no micro-batch is made larger than ``token_budget``."""
     best: dict[str, float] | None = None
     """Step and value at which the metric that back_off watches was best; replaced and never changed in place."""
     known: dict[str, float] = field(default_factory=dict)

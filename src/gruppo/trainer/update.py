@@ -1,4 +1,4 @@
-"""Learn: epochs, minibatches, pieces, losses, updates."""
+"""Learn: epochs, minibatches, micro-batches, losses, updates."""
 
 from __future__ import annotations
 
@@ -152,10 +152,10 @@ def _networks(run: Run) -> dict[str, list[torch.nn.Parameter]]:
 
 
 def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]:
-    """Gradients of the whole minibatch, piece by piece; this rank's statistics.
+    """Gradients of the whole minibatch, micro-batch by micro-batch; this rank's statistics.
 
-    The weights are those of the whole minibatch over all ranks, so that the pieces' losses add up to one loss; of
-    demonstrations, each token counts alike.
+    The weights are those of the whole minibatch over all ranks, so that the micro-batches' losses add up to one loss;
+    of demonstrations, each token counts alike.
     """
     parts: list[Part] = []
     works: list[Callable[[list[MicroBatch]], dict[str, Stat]]] = []
@@ -196,7 +196,7 @@ def added(several: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
 def _backward(
     run: Run, batch: Batch, step_params: StepParams, weights: Float[Tensor, "B T"], micro_batches: list[MicroBatch]
 ) -> dict[str, Stat]:
-    """Gradients and statistics of these pieces; no rank asks another, so that each may begin again alone."""
+    """Gradients and statistics of these micro-batches; no rank asks another, so that each may begin again alone."""
     objective, rollouts = run.config.objective, batch.rollouts
     assert rollouts is not None
     stats = {name: Stat() for name in _stat_names(run, step_params)}
@@ -237,7 +237,7 @@ def _loss(terms: Mapping[str, Tensor], step_params: StepParams) -> Tensor:
 def loss_inputs(
     run: Run, batch: Batch, micro_batch: MicroBatch, weights: Float[Tensor, "B T"], likelihood: Likelihood
 ) -> LossInputs:
-    """The batch cut to the piece, on the policy's device."""
+    """The batch cut to the micro-batch, on the policy's device."""
     rollouts = batch.rollouts
     assert rollouts is not None
     _check_whole_rows(run, batch, micro_batch)
@@ -273,14 +273,14 @@ def loss_inputs(
 
 
 def _check_whole_rows(run: Run, batch: Batch, micro_batch: MicroBatch) -> None:
-    """Ratios and corrections of a row need all its actions in one piece."""
+    """Ratios and corrections of a row need all its actions in one micro-batch."""
     if not run.config.objective.needs_whole_rows:
         return
     outside = batch.loss_mask[micro_batch.rows].sum() - micro_batch.of(batch.loss_mask).sum()
     if outside > 0:
         raise GruppoError(
-            f"this policy cuts rows into columns, and {int(outside)} kept actions of a piece's rows are in others; "
-            "ratios and corrections of a sequence need whole rows. Set --objective.ratio token and "
+            f"this policy cuts rows into columns, and {int(outside)} kept actions of a micro-batch's rows are in "
+            "others; ratios and corrections of a sequence need whole rows. Set --objective.ratio token and "
             "--objective.correction-level token."
         )
 

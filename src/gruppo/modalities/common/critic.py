@@ -35,24 +35,17 @@ class ValueHead(nn.Module):
         return nn.functional.linear(features.to(self.weight.dtype), self.weight, self.bias)[:, 0]
 
 
-class SharedCritic:
-    """A value head on the policy's trunk, which receives its gradients.
+class HeadCritic:
+    """A critic whose values are those of a policy with a value head: the trained one, or a copy of it."""
 
-    It reads the logits of a model that cannot be split into trunk and head.
-    """
-
-    is_shared = True
-
-    def __init__(self, policy: Any) -> None:
-        self.module: nn.Module = value_head_for(policy)
-        policy.value_head = self.module
-        self._policy = policy
+    module: nn.Module
+    _policy: Any
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         return module_weights(self.module)
 
     def zero_grad(self) -> None:
-        """Nothing: the policy holds the only copy."""
+        """Nothing: ``module`` holds the only copy."""
 
     def bytes_per_unit(self) -> int:
         return 0
@@ -62,6 +55,20 @@ class SharedCritic:
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         return check_values(self._policy.values(rollouts, micro_batch), micro_batch)
+
+
+class SharedCritic(HeadCritic):
+    """A value head on the policy's trunk, which receives its gradients.
+
+    It reads the logits of a model that cannot be split into trunk and head.
+    """
+
+    is_shared = True
+
+    def __init__(self, policy: Any) -> None:
+        self.module = value_head_for(policy)
+        policy.value_head = self.module
+        self._policy = policy
 
 
 def value_head_for(policy: Any) -> ValueHead:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
-from gruppo.modalities.common.critic import ValueHead, module_weights
+from gruppo.modalities.common.critic import HeadCritic, ValueHead
 from gruppo.modalities.common.images import image_error, row_batches
 from gruppo.modalities.diffusion.demonstrations import Weighting, demonstration_likelihood, demonstration_rollouts
 from gruppo.modalities.diffusion.denoiser import Denoiser, ModuleCall, StepSelection
@@ -25,7 +25,7 @@ from gruppo.modalities.diffusion.schedules import FlowSchedule, NoiseSchedule
 from gruppo.modalities.diffusion.step_metrics import branch_stats, rewards_along_steps, update_stats
 from gruppo.modalities.diffusion.transitions import TRANSITIONS, PredictionType, build_transition
 from gruppo.modalities.diffusion.trust_region import joint_clip_nats
-from gruppo.protocols import Outputs, Policy, check_values
+from gruppo.protocols import Outputs, Policy
 from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat
 
 NOISE = {
@@ -294,7 +294,7 @@ def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> Denois
     return DenoiserPolicy(module, shape, **options)
 
 
-class DenoiserCritic:
+class DenoiserCritic(HeadCritic):
     """Values of the states before each step from a network of its own: a copy of the policy's, with a value head.
 
     Layers after the middle get no gradient, and are frozen. ``SharedCritic`` is the one on the policy's network.
@@ -306,27 +306,12 @@ class DenoiserCritic:
         trunk = copy.deepcopy(policy.module).requires_grad_(True)
         for parameter in trunk.parameters():  # the base below an adapter may be held in bfloat16
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        self._network = policy.at(trunk)
-        denoiser, parameters = self._network.denoiser, list(trunk.parameters())
+        self._policy = policy.at(trunk)
+        denoiser, parameters = self._policy.denoiser, list(trunk.parameters())
         features = denoiser.features(denoiser.dummy_inputs(), torch.zeros(1, dtype=torch.long))
         gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.requires_grad_(gradient is not None)
         dtype = torch.promote_types(policy.compute_dtype, torch.float32)
-        self._network.value_head = head = ValueHead(features.shape[-1], dtype=dtype).to(policy.device)
-        self.module: nn.Module = nn.ModuleDict({"trunk": trunk, "head": head})
-
-    def checkpoint_weights(self) -> dict[str, Tensor]:
-        return module_weights(self.module)
-
-    def zero_grad(self) -> None:
-        """Nothing: ``module`` holds the only copy."""
-
-    def bytes_per_unit(self) -> int:
-        return 0
-
-    def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
-        return {"critic, float32": 4.0 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)}
-
-    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-        return check_values(self._network.values(rollouts, micro_batch), micro_batch)
+        self._policy.value_head = head = ValueHead(features.shape[-1], dtype=dtype).to(policy.device)
+        self.module = nn.ModuleDict({"trunk": trunk, "head": head})
