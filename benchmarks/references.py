@@ -90,12 +90,12 @@ def one_step(run: Any) -> dict[str, float]:
     from gruppo.trainer.collect import collect
     from gruppo.trainer.update import learn
 
-    step_params = run.stage_schedule.step_params(run.step)
+    step_params = run.stage_schedule.step_params(run.state.step)
     metrics = learn(run, collect(run, step_params).batch, step_params)
-    run.step += 1
-    run.engine.sync(run.policy, run.step)
+    run.state.step += 1
+    run.engine.sync(run.policy, run.state.step)
     if run.reference is not None:
-        run.reference.update(run.policy, run.step)
+        run.reference.update(run.policy, run.state.step)
     return metrics
 
 

@@ -37,7 +37,7 @@ def timed_steps(run: Run, spec: Mapping[str, Any], steps: int) -> list[dict[str,
     run.optimizer.register_step_post_hook(lambda *_: optimiser.append(optimiser.pop() + time.perf_counter()))
     done = []
     for number in range(steps + 1):
-        ends.script(spec, run.step)
+        ends.script(spec, run.state.step)
         optimiser.clear()
         step = one_step(run)
         step |= {"optimiser_s": sum(optimiser), "prefill_s": prefill_seconds(run, spec, number)}

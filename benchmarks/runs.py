@@ -36,12 +36,12 @@ def started(spec: Mapping[str, Any], *, model: Any = None) -> Run:
 
 def one_step(run: Run) -> dict[str, Any]:
     """Collect, learn, publish; how long each took, and what was in it."""
-    step_params = step_params_at(run.config, run.step)
+    step_params = step_params_at(run.config, run.state.step)
     began = time.perf_counter()
     collected = collect(run, step_params)
     metrics = collected.metrics | learn(run, collected.batch, step_params)
-    run.step += 1
-    run.engine.sync(run.policy, run.step)
+    run.state.step += 1
+    run.engine.sync(run.policy, run.state.step)
     seconds = time.perf_counter() - began
     rollouts = collected.rollouts
     prompt_tokens = [len(ids) for ids in rollouts.shared["prompt_ids"]]

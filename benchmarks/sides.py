@@ -29,7 +29,7 @@ def gruppo_side(spec: dict[str, Any]) -> None:
     say(parameters=parameters, compute=run.config.compute)
     while True:
         wait_for_turn()
-        ends.script(spec, run.step)
+        ends.script(spec, run.state.step)
         say(**one_step(run), peak_bytes=memory.most(after_imports))
 
 

@@ -68,12 +68,12 @@ def one_step(run: Any) -> dict[str, Any]:
     from gruppo.trainer.stages import step_params_at
     from gruppo.trainer.update import learn
 
-    step_params = step_params_at(run.config, run.step)
+    step_params = step_params_at(run.config, run.state.step)
     began = time.perf_counter()
     collected = collect(run, step_params)
     metrics = collected.metrics | learn(run, collected.batch, step_params)
     seconds = time.perf_counter() - began
-    run.step += 1
+    run.state.step += 1
     actions = collected.rollouts.actions
     return {
         "seconds": seconds,

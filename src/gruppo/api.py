@@ -162,7 +162,7 @@ def go_on(path: str | Path, parts: Parts | None = None, *, watch: Watch | None =
             is_going_on = folder.restore(run)
             if not is_going_on:
                 folder.write_manifest(run, model_source)
-        return _go(run, folder, watch, stack, from_step=run.step if is_going_on else None)
+        return _go(run, folder, watch, stack, from_step=run.state.step if is_going_on else None)
 
 
 def _go(run: Run, folder: RunFolder, watch: Watch | None, stack: ExitStack, *, from_step: int | None) -> Result:
@@ -183,7 +183,9 @@ def _go(run: Run, folder: RunFolder, watch: Watch | None, stack: ExitStack, *, f
     with dist.fail_together():
         model = folder.write_final(run)
     ends, seconds = loop.summary(run), time.perf_counter() - began
-    return Result(folder.path, model, ends["before"], ends["after"], int(run.totals["tokens"]), seconds, _question(run))
+    return Result(
+        folder.path, model, ends["before"], ends["after"], int(run.state.totals["tokens"]), seconds, _question(run)
+    )
 
 
 def explain(config: Config) -> list[str]:

@@ -112,12 +112,12 @@ def parts_of(chosen: Config) -> Parts:
 
 def stepped(run: Any) -> tuple[Any, dict[str, float]]:
     """One step: its batch, and what its updates say."""
-    step_params = run.stage_schedule.step_params(run.step)
+    step_params = run.stage_schedule.step_params(run.state.step)
     batch = collect(run, step_params).batch
     said = learn(run, batch, step_params)
-    run.step += 1
+    run.state.step += 1
     if run.reference is not None:
-        run.reference.update(run.policy, run.step)
+        run.reference.update(run.policy, run.state.step)
     return batch, said
 
 
@@ -137,9 +137,9 @@ def stopped_and_resumed(
     real = loop.learn
 
     def interrupted(run: Run, *arguments: Any) -> Any:
-        if is_killed and run.step == after:
+        if is_killed and run.state.step == after:
             raise Killed
-        if run.step + 1 == after and not is_killed:
+        if run.state.step + 1 == after and not is_killed:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(run, *arguments)
 

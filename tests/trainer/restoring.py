@@ -109,12 +109,12 @@ def trained(folder: Path, *, parts: Parts | None = None, **changes: Any) -> Path
 
 def stepped(run: Run) -> tuple[Batch, dict[str, float]]:
     """One step: its batch, and what its updates say."""
-    step_params = run.stage_schedule.step_params(run.step)
+    step_params = run.stage_schedule.step_params(run.state.step)
     batch = collect(run, step_params).batch
     said = learn(run, batch, step_params)
-    run.step += 1
+    run.state.step += 1
     if run.reference is not None:
-        run.reference.update(run.policy, run.step)
+        run.reference.update(run.policy, run.state.step)
     return batch, said
 
 
@@ -143,7 +143,7 @@ def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, *, after:
     real = loop.learn
 
     def interrupted(run: Run, *arguments: Any) -> Any:
-        if run.step + 1 == after:
+        if run.state.step + 1 == after:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(run, *arguments)
 

@@ -20,7 +20,7 @@ from gruppo.modalities.text import backbones
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.trainer import checks, dry_run
 from gruppo.trainer.loop import Stopped
-from gruppo.trainer.run_dir import Boundary, RunFolder, first_weights
+from gruppo.trainer.run_dir import RunFolder, boundary_state, first_weights
 from gruppo.trainer.stages import step_params_at
 from gruppo.types import GruppoError, Request, Sampling
 
@@ -40,8 +40,10 @@ def built(folder, kind, parts=None, **changes):
 def step(run):
     """An update of policy and critic."""
     prompts = run.source.take(2)
-    rollouts = run.policy.sample([Request(prompt, 2) for prompt in prompts], Sampling(max_actions=5), seed=run.step)
-    step_params = step_params_at(run.config, run.step)
+    rollouts = run.policy.sample(
+        [Request(prompt, 2) for prompt in prompts], Sampling(max_actions=5), seed=run.state.step
+    )
+    step_params = step_params_at(run.config, run.state.step)
     for group in run.optimizer.param_groups:
         group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr
     for micro_batch in run.policy.micro_batches(rollouts, rollouts.mask, 64):
@@ -52,7 +54,7 @@ def step(run):
         (logprobs.sum() + (values - 1).square().sum()).backward()
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    run.step += 1
+    run.state.step += 1
 
 
 @pytest.fixture
@@ -222,9 +224,9 @@ def test_a_resumed_run_has_policy_critic_and_optimizer_to_the_bit(tmp_path, open
     whole = built(tmp_path, kind, **changes)
     folder = opened(whole.config)
     step(whole), step(whole)
-    folder.save(whole, Boundary.of(whole))
+    folder.save(whole, boundary_state(whole))
     resumed = built(tmp_path, kind, **changes)
-    assert folder.restore(resumed) and resumed.step == 2
+    assert folder.restore(resumed) and resumed.state.step == 2
     for run in (whole, resumed):
         step(run), step(run)
     for name, first, second in zip(whole.parameter_names, whole.parameters, resumed.parameters, strict=True):
@@ -241,7 +243,7 @@ def test_the_final_model_is_the_policy_alone(tmp_path, opened, kind):
     folder = opened(run.config)
     final = load_file(folder.write_final(run) / "model.safetensors")
     assert set(final) == set(run.policy.checkpoint_weights())
-    folder.save(run, Boundary.of(run))
+    folder.save(run, boundary_state(run))
     saved = load_file(newest(folder.path) / "critic.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in run.critic.checkpoint_weights().items())
     assert set(saved) == set(run.critic.checkpoint_weights())
@@ -269,7 +271,7 @@ def test_a_checkpoint_of_another_critic_is_refused_in_words_and_restores_nothing
     }
     for (saved, wanted), says in expected.items():
         folder = opened(runs[saved].config)
-        folder.save(runs[saved], Boundary.of(runs[saved]))
+        folder.save(runs[saved], boundary_state(runs[saved]))
         run = built(tmp_path, {"none": none, "shared": shared, "separate": separate}[wanted])
         torch.nn.init.ones_(run.parameters[0])
         with pytest.raises(GruppoError, match=says):
@@ -283,26 +285,9 @@ def test_a_saved_head_of_another_width_is_refused_with_both_shapes(tmp_path, ope
     folder = opened(run.config)
     run.critic.module.weight = torch.nn.Parameter(torch.zeros(1, 17))
     run.optimizer.state.clear()
-    folder.save(run, Boundary.of(run))
+    folder.save(run, boundary_state(run))
     with pytest.raises(GruppoError, match=r"its weight is \[1, 17\], this run needs \[1, 16\]"):
         folder.restore(built(tmp_path, SHARED))
-
-
-def test_a_checkpoint_of_before_there_were_critics_still_loads(tmp_path, opened):
-    run, _ = build(tiny.config(tmp_path), Parts())
-    folder = opened(run.config)
-    folder.save(run, Boundary.of(run))
-    assert not (newest(folder.path) / "critic.safetensors").exists()
-    assert folder.restore(build(tiny.config(tmp_path), Parts())[0])
-
-
-def test_a_checkpoint_of_before_there_were_moving_statistics_is_resumed_without_any(tmp_path, opened):
-    run, _ = build(tiny.config(tmp_path), Parts())
-    folder, boundary = opened(run.config), Boundary.of(run)
-    counters = {name: value for name, value in boundary.counters.items() if name != "running"}
-    folder.save(run, replace(boundary, step=3, counters=counters))
-    resumed, _ = build(tiny.config(tmp_path), Parts())
-    assert folder.restore(resumed) and resumed.step == 3 and resumed.running == {}
 
 
 @pytest.mark.silent_bug(33)

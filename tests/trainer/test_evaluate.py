@@ -13,7 +13,7 @@ from tests.trainer.test_step import run_in, vector
 from gruppo.build import Parts
 from gruppo.trainer.collect import collect
 from gruppo.trainer.evaluate import evaluate, evaluate_rows, held_out
-from gruppo.trainer.run_dir import Boundary, RunFolder
+from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.stages import step_params_at
 from gruppo.types import Request, Sampling
 
@@ -51,13 +51,12 @@ def test_an_evaluation_leaves_the_run_as_it_was(tmp_path):
 @pytest.mark.silent_bug(33)
 def test_the_counters_that_end_a_run_are_resumed(tmp_path):
     run, resumed = run_in(tmp_path), run_in(tmp_path)
-    run.step, run.version, run.skipped_updates, run.unscored_steps = 7, 9, 2, 4
-    run.evaluations.append({"step": 0, "mean": 0.5})
+    run.state.step, run.state.version, run.state.skipped_updates, run.state.unscored_steps = 7, 9, 2, 4
+    run.state.evaluations.append({"step": 0, "mean": 0.5})
     folder = RunFolder(tmp_path / "kept")
-    folder.save(run, Boundary.of(run))
+    folder.save(run, boundary_state(run))
     assert folder.restore(resumed)
-    assert (resumed.step, resumed.version, resumed.skipped_updates, resumed.unscored_steps) == (7, 9, 2, 4)
-    assert resumed.evaluations == run.evaluations and resumed.engine.version == 9
+    assert resumed.state == run.state and resumed.engine.version == 9
 
 
 def test_tiny_rows_are_numbered_by_what_they_ask():

@@ -138,13 +138,13 @@ def test_the_network_whose_gradient_is_not_finite_is_named_with_its_option(tmp_p
     values, step_params = run.critic.values, step_params_at(run.config, 0)
     batch = collect(run, step_params).batch
     run.critic.values = lambda *args: values(*args) * math.nan
-    run.skipped_updates = 1
+    run.state.skipped_updates = 1
     with caplog.at_level("WARNING", "gruppo"):
         skip(run, batch)
     assert "the norm of the critic's gradient is nan" in caplog.text and "policy's" not in caplog.text
     with pytest.raises(NumericalStop, match=r"the last one the critic's.*--critic\.lr"):
         skip(run, batch)
-    run.critic.values, run.skipped_updates = values, 2
+    run.critic.values, run.state.skipped_updates = values, 2
     with pytest.raises(NumericalStop, match=r"the last one the policy's.*--optim\.lr"):
         skip(run, replace(batch, advantages=batch.advantages * math.nan))
 

@@ -320,7 +320,7 @@ def shift(rollouts: Rollouts) -> torch.Tensor:
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "reinforce_pp"])
 def test_a_step_that_keeps_nothing_has_no_crash_and_no_update(tmp_path, preset):
     run = run_in(tmp_path, Parts(rewards=[lambda completions, **_: [None] * len(completions)]), objective=preset)
-    run.step, before = 1, [p.clone() for p in run.parameters]  # step 0 would end the run
+    run.state.step, before = 1, [p.clone() for p in run.parameters]  # step 0 would end the run
     _, said = step(run)
     assert said["update/updates_count"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))

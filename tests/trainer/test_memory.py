@@ -107,7 +107,7 @@ def test_where_memory_is_short_the_budget_is_the_largest_power_of_two_that_half_
     to_come = 12 * sum(p.numel() for p in run.parameters)  # gradients and two moments
     for tokens, budget in ((512, 512), (511, 256), (700, 512), (1, 1)):
         free(monkeypatch, (2 * tokens * per_token(run) + to_come + 8) / GIB)
-        run.token_budget = 0
+        run.state.token_budget = 0
         with caplog.at_level(logging.WARNING):
             assert token_budget(run) == budget
         assert f"micro-batches have {budget} tokens in place of {TOKENS_ON_CPU}" in caplog.text
@@ -182,7 +182,7 @@ def test_what_did_not_fit_is_done_again_in_smaller_micro_batches_and_nothing_cou
     batch, step_params = collect(run, step_params_at(run.config, 0)).batch, step_params_at(run.config, 0)
     full = Full(*((run.policy, "likelihood") if who == "policy" else (run.critic, "values")), rows=2, error=error)
     stats, got = backward(run, batch, step_params), gradients(run)
-    budget = run.token_budget
+    budget = run.state.token_budget
     assert 1 < budget < TOKENS_ON_CPU and max(full.asked) > 2
     assert caplog.text.count("memory ran out") == len([rows for rows in full.asked if rows > 2])
     assert f"--optim.token-budget {budget} to begin there" in caplog.text
@@ -193,7 +193,7 @@ def test_what_did_not_fit_is_done_again_in_smaller_micro_batches_and_nothing_cou
     assert torch.equal(got, gradients(run)) and stats == expected_stats
     assert stats["ratio"].count == int(batch.loss_mask.sum())
     run.optimizer.zero_grad(set_to_none=True)
-    run.token_budget = TOKENS_ON_CPU
+    run.state.token_budget = TOKENS_ON_CPU
     whole = backward(run, batch, step_params)
     assert whole["update/micro_batches"].sum < stats["update/micro_batches"].sum
     tolerance = 1e-5 if compute == "float32" else 0.05
@@ -204,11 +204,11 @@ def test_forwards_before_the_updates_are_cut_too_and_the_budget_stays(tmp_path, 
     run = run_in(tmp_path, optim__epochs=2, stage__kl_coef=0.1)
     full = Full(run.policy, "likelihood", rows=2)
     batch = collect(run, step_params_at(run.config, 0)).batch
-    lowered = run.token_budget
+    lowered = run.state.token_budget
     assert lowered < TOKENS_ON_CPU and caplog.records
     tried = len(full.asked)
     update(run, batch, step_params_at(run.config, 0))
-    assert max(full.asked[tried:]) <= 2 and run.token_budget == lowered
+    assert max(full.asked[tried:]) <= 2 and run.state.token_budget == lowered
     again = run_in(tmp_path, optim__epochs=2, stage__kl_coef=0.1, optim__token_budget=lowered)
     torch.testing.assert_close(collect(again, step_params_at(again.config, 0)).batch.old_logprobs, batch.old_logprobs)
 
@@ -282,13 +282,13 @@ def test_micro_batches_hold_four_or_two_of_the_longest_prompt_unless_the_budget_
     rollouts = collect(run, step_params_at(run.config, 0)).batch.rollouts
     longest = max(len(ids) for ids in rollouts.shared["prompt_ids"])
     monkeypatch.setattr(policy_module, "TOKENS_ON_CPU", longest)
-    run.token_budget = 0
+    run.state.token_budget = 0
     assert memory.budget_for(run, longest) == 4 * longest
     set_by_hand = run_in(tmp_path, optim__token_budget=longest)
     assert memory.budget_for(set_by_hand, longest) == longest
-    run.token_budget = longest - 1  # memory has run out before
+    run.state.token_budget = longest - 1  # memory has run out before
     assert memory.budget_for(run, longest) == longest - 1
-    run.token_budget = longest
+    run.state.token_budget = longest
     for tokens, budget in ((4 * longest - 1, 2 * longest), (2 * longest - 1, longest)):
         room = memory.still_to_come(run) + tokens * memory.bytes_per_unit(run) / memory.USABLE_FRAC
         monkeypatch.setattr(memory, "free_bytes", lambda device, room=room: int(room))
@@ -310,7 +310,7 @@ def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_n
     batch = collect(run, step_params_at(run.config, 0)).batch
     longest = max(len(ids) for ids in batch.rollouts.shared["prompt_ids"])
     monkeypatch.setattr(policy_module, "TOKENS_ON_CPU", longest)
-    run.token_budget, tried = 0, []
+    run.state.token_budget, tried = 0, []
 
     def work(micro_batches):
         tried.append(memory.budget_for(run, longest))
@@ -319,4 +319,4 @@ def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_n
         return micro_batches
 
     memory.in_micro_batches(run, batch.rollouts, batch.loss_mask, work)
-    assert tried == [4 * longest, 2 * longest] and run.token_budget == 2 * longest
+    assert tried == [4 * longest, 2 * longest] and run.state.token_budget == 2 * longest

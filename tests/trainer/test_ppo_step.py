@@ -173,7 +173,7 @@ def test_while_the_critic_learns_alone_the_policy_stays_to_the_bit(tmp_path, kin
     policy, critic = by_hand.flat(run.policy.module.parameters()), by_hand.flat(run.critic.module.parameters())
     for n in range(3):
         _, said = step(run)
-        run.step += 1
+        run.state.step += 1
         is_alone = n < 2
         assert torch.equal(by_hand.flat(run.policy.module.parameters()), policy) == is_alone
         assert not torch.equal(by_hand.flat(run.critic.module.parameters()), critic)

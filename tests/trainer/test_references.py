@@ -90,11 +90,11 @@ def test_the_config_says_which_reference_there_is(tmp_path, changes, rule, share
 def test_the_kl_is_exactly_zero_before_the_policy_moves(tmp_path, kind, updates):
     run = built(tmp_path, **(KINDS[kind] | UPDATES[updates] | {"optim__lr": 0.0}))
     for _ in range(2):
-        step_params = step_params_at(run.config, run.step)
+        step_params = step_params_at(run.config, run.state.step)
         said = learn(run, collect(run, step_params).batch, step_params)
         assert said["kl/ref_nats"] == 0.0 and said["kl/old_nats"] == 0.0
-        run.step += 1
-        run.reference.update(run.policy, run.step)
+        run.state.step += 1
+        run.reference.update(run.policy, run.state.step)
 
 
 @pytest.mark.parametrize("updates", UPDATES)

@@ -52,7 +52,7 @@ def run_with(folder: Path, *rewards: Any, **changes: Any) -> Run:
 
 
 def collected_by(run: Run) -> Collected:
-    return collect(run, step_params_at(run.config, run.step))
+    return collect(run, step_params_at(run.config, run.state.step))
 
 
 def numbers(rollouts: Any) -> list[int]:
@@ -313,7 +313,7 @@ def test_prompts_that_score_nothing_at_first_are_no_reason_to_end_where_others_d
 
     run = run_with(tmp_path, late)
     step(run)
-    assert len(calls) > 1 and run.unscored_steps == 0
+    assert len(calls) > 1 and run.state.unscored_steps == 0
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def test_the_actions_rate_is_its_factor_of_the_networks_in_every_stage_and_the_c
         stepped(run)
         found.append([(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups])
         assert step_params.lr == found[-1][0][0]
-        run.stage_schedule.advance(run.step, {})
+        run.stage_schedule.advance(run.state.step, {})
     lrs = [[lr for lr, _ in groups] for groups in found]
     assert lrs[0] == pytest.approx([0.002, 0.04, 0.03])
     assert lrs[1] == pytest.approx([0.004, 0.08, 0.03])
@@ -420,7 +420,7 @@ def test_a_run_of_several_ends_has_one_reference_object_throughout(tmp_path):
 
 def gains(run: Run, restore: Any) -> Tensor:
     """PSNR less that of ``restore``'s pictures, of what a step samples; by hand."""
-    rollouts = collect(run, run.stage_schedule.step_params(run.step)).batch.rollouts
+    rollouts = collect(run, run.stage_schedule.step_params(run.state.step)).batch.rollouts
     assert rollouts is not None
     return torch.tensor(
         [
@@ -437,7 +437,7 @@ def db(image: Tensor, clean: Tensor) -> float:
 
 
 def rewards_of(run: Run) -> Tensor:
-    return collect(run, run.stage_schedule.step_params(run.step)).batch.rewards
+    return collect(run, run.stage_schedule.step_params(run.state.step)).batch.rewards
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1], ids=["without a reference", "with a KL"])

@@ -18,7 +18,7 @@ from tests.trainer.test_step import none_for_even, run_in, step
 from gruppo import api
 from gruppo.build import Parts
 from gruppo.trainer.loop import Stopped
-from gruppo.trainer.run_dir import Boundary
+from gruppo.trainer.run_dir import boundary_state
 
 OWN: dict[str, Any] = {"combine": "normalize_then_sum", "scale": "running", "running_decay": 0.5}
 SETS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def rewards_of(run: Any, count: int) -> list[tuple[torch.Tensor, Any]]:
     said = []
     for _ in range(count):
         collected, _ = step(run)
-        run.step += 1
+        run.state.step += 1
         said.append((collected.batch.rewards.double(), collected.batch))
     return said
 
@@ -76,7 +76,7 @@ def test_a_running_baseline_is_followed_by_hand(tmp_path):
         total, weight = 0.5 * total + 0.5 * float(rewards[scored].mean()), 0.5 * weight + 0.5
         expected = torch.where(scored, rewards - total / weight, 0)
         torch.testing.assert_close(batch.advantages[:, 0].double(), expected, rtol=1e-5, atol=1e-6)
-    assert run.running == {"sum": {"mean": pytest.approx([total, weight], rel=1e-12)}}
+    assert run.state.running == {"sum": {"mean": pytest.approx([total, weight], rel=1e-12)}}
 
 
 def test_a_running_scale_is_followed_by_hand(tmp_path):
@@ -98,7 +98,7 @@ def test_a_run_tells_its_moving_statistics(tmp_path, kind):
     total: dict[str, list[float]] = {}
     for _ in range(2):
         collected, _ = step(run)
-        run.step += 1
+        run.state.step += 1
         parts = collected.scores.parts if len(rewards) > 1 else {"": collected.scores.rewards}
         for name, part in parts.items():
             area = f"reward/{name}/" if name else "reward/"
@@ -129,7 +129,7 @@ def test_the_scale_of_a_prompt_is_that_of_its_last_rewards(tmp_path):
             expected = (own - own.mean()) / (statistics.stdev(history[prompt.id]) + 1e-4)
             got = batch.advantages[3 * group : 3 * group + 3, 0].double()
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert all(len(past) == 9 for past in history.values()) and run.running["sum"]["prompts"] == history
+    assert all(len(past) == 9 for past in history.values()) and run.state.running["sum"]["prompts"] == history
 
 
 def test_each_of_several_rewards_has_moving_statistics_of_its_own(tmp_path):
@@ -137,7 +137,7 @@ def test_each_of_several_rewards_has_moving_statistics_of_its_own(tmp_path):
     moving = [[0.0, 0.0], [0.0, 0.0]]
     for _ in range(3):
         collected, _ = step(run)
-        run.step += 1
+        run.state.step += 1
         total = torch.zeros(16, dtype=torch.float64)
         for mean, name in zip(moving, ("digits", "counted"), strict=True):
             groups = collected.scores.parts[name].double().reshape(4, 4)
@@ -146,7 +146,7 @@ def test_each_of_several_rewards_has_moving_statistics_of_its_own(tmp_path):
             total += centred.flatten() / ((mean[0] / mean[1]) ** 0.5 + 1e-4)
         expected = (total - total.mean()) / (total.std() + 1e-4)
         torch.testing.assert_close(collected.batch.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-5)
-    assert run.running["digits"]["within_var"] == pytest.approx(moving[0])
+    assert run.state.running["digits"]["within_var"] == pytest.approx(moving[0])
 
 
 @pytest.mark.silent_bug(33)
@@ -155,10 +155,10 @@ def test_a_boundary_keeps_the_statistics_from_before_the_step(tmp_path, kind):
     """A failure late in a step saves it, after the statistics have moved on."""
     run = run_in(tmp_path, **SETS[kind])
     step(run)
-    run.step, boundary = 1, Boundary.of(run)
-    before = json.dumps(boundary.counters["running"])
+    run.state.step, boundary = 1, boundary_state(run)
+    before = json.dumps(boundary["running"])
     step(run)
-    assert json.dumps(boundary.counters["running"]) == before != json.dumps(run.running)
+    assert json.dumps(boundary["running"]) == before != json.dumps(run.state.running)
 
 
 # --- several rewards --------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_an_overlong_penalty_is_one_reward_more_and_its_statistics_are_nobody_el
     total = sum(part / ((part.square().sum() / 20).sqrt() + 1e-4) for part in centred).flatten()
     expected = (total - total.mean()) / (total.std() + 1e-4)
     torch.testing.assert_close(collected.batch.advantages[:, 0].double(), expected, rtol=1e-4, atol=1e-5)
-    assert len(run.running) == 2
+    assert len(run.state.running) == 2
 
 
 def test_advantages_are_kept_within_their_clip(tmp_path):

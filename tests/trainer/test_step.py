@@ -36,7 +36,7 @@ def run_in(folder: Path, parts: Parts | None = None, **changes: Any) -> Run:
 
 def step(run: Run) -> tuple[Any, dict[str, float]]:
     """What was collected, and what learning from it said."""
-    step_params = step_params_at(run.config, run.step)
+    step_params = step_params_at(run.config, run.state.step)
     collected = collect(run, step_params)
     return collected, learn(run, collected.batch, step_params)
 
@@ -440,7 +440,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted(tmp_path)
     assert torch.equal(vector(run.policy.module), before)
     assert step(run)[1]["update/skipped_count"] == 0.0
     assert not torch.equal(vector(run.policy.module), before)
-    assert step(run)[1]["update/skipped_count"] == 1.0 and run.skipped_updates == 1
+    assert step(run)[1]["update/skipped_count"] == 1.0 and run.state.skipped_updates == 1
 
 
 def test_three_such_updates_in_a_row_are_a_numerical_stop(tmp_path):

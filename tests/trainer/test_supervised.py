@@ -47,7 +47,7 @@ PLAN: list[dict[str, Any]] = [
 
 
 def batch_of(run: Run) -> tuple[Batch, StepParams]:
-    step_params = step_params_at(run.config, run.step)
+    step_params = step_params_at(run.config, run.state.step)
     return collect(run, step_params).batch, step_params
 
 
@@ -113,7 +113,7 @@ def test_micro_batches_do_not_change_the_gradient(tmp_path):
     batch, step_params = batch_of(run)
     whole = gradient_of(run, batch, step_params)
     run.config = api.change(run.config, {"optim__token_budget": 1})
-    run.token_budget = 1
+    run.state.token_budget = 1
     stats = backward(run, batch, step_params)
     assert stats["update/micro_batches"].count > 10
     torch.testing.assert_close(gradient_of(run, batch, step_params), whole, rtol=0, atol=1e-6)
@@ -126,12 +126,12 @@ def test_where_memory_runs_out_in_either_term_both_begin_again(tmp_path, rows):
     batch, step_params = batch_of(run)
     full = Full(run.policy, "likelihood", rows=rows)
     stats = backward(run, batch, step_params)
-    got, lowered = gradients(run), run.token_budget
+    got, lowered = gradients(run), run.state.token_budget
     assert max(full.asked) > rows and lowered < TOKENS_ON_CPU
     full.rows = 1 << 30
     torch.testing.assert_close(gradient_of(run, batch, step_params), got, rtol=0, atol=0)
     assert stats["sup/nats"].count == int(batch.demos.lengths.sum())
-    run.token_budget = TOKENS_ON_CPU
+    run.state.token_budget = TOKENS_ON_CPU
     torch.testing.assert_close(gradient_of(run, batch, step_params), got, rtol=0, atol=1e-6)
 
 
@@ -148,7 +148,7 @@ def test_memory_that_runs_out_in_the_demonstrations_alone_loses_nothing_of_the_r
 
     run.policy.likelihood = too_large
     got = gradient_of(run, batch, step_params)
-    assert failed and run.token_budget < 10_000
+    assert failed and run.state.token_budget < 10_000
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
 
 
@@ -250,7 +250,7 @@ def test_held_out_prompts_are_never_demonstrated(tmp_path):
 def test_the_critic_alone_has_no_demonstrations_beside_it(tmp_path):
     run = run_in(tmp_path, **BOTH, objective="ppo", critic__warmup_steps=1)
     assert batch_of(run)[0].demos is None
-    run.step = 1
+    run.state.step = 1
     assert batch_of(run)[0].demos is not None
 
 
@@ -297,9 +297,9 @@ def test_a_critic_rests_while_demonstrations_teach_alone(tmp_path, kind):
     )
     assert critics < set(learning(run, step_params_at(api.change(config, {"stages": []}), 0)))
     for _ in range(2):
-        collected = collect(run, run.stage_schedule.step_params(run.step))
-        learn(run, collected.batch, run.stage_schedule.step_params(run.step))
-        run.step += 1
+        collected = collect(run, run.stage_schedule.step_params(run.state.step))
+        learn(run, collected.batch, run.stage_schedule.step_params(run.state.step))
+        run.state.step += 1
     assert all(torch.equal(was, now) for was, now in zip(head, run.critic.module.parameters(), strict=True))
     assert not any(parameter in run.optimizer.state for parameter in run.critic.module.parameters())
     rows = metrics(api.start(config).folder)

@@ -220,7 +220,7 @@ def _choices(run: Run, name: str) -> dict[str, Any]:
         "scale": objective.scale,
         "eps": objective.scale_eps,
         "decay": objective.running_decay,
-        "state": run.running.get(name),
+        "state": run.state.running.get(name),
         "all_sum": dist.all_sum,
         "all_gather": _share,
     }
@@ -228,7 +228,7 @@ def _choices(run: Run, name: str) -> dict[str, Any]:
 
 def _remember(run: Run, name: str, state: Mapping[str, Any]) -> None:
     if state:
-        run.running = {**run.running, name: state}  # a new one: a boundary may hold the old
+        run.state.running = {**run.state.running, name: state}  # a new one: a boundary may hold the old
 
 
 def _share(data: Any) -> list[Any]:

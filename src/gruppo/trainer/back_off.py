@@ -22,45 +22,47 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
     config = run.config.back_off
     if not config.metric or (value := agreed(metrics, config.metric)) is None:
         return
-    if run.best is None or value > run.best["value"]:
-        run.best = {"step": run.step, "value": value}
+    if run.state.best is None or value > run.state.best["value"]:
+        run.state.best = {"step": run.state.step, "value": value}
         with dist.fail_together():
             folder.keep_best(run)
-    elif value < run.best["value"] - config.drop:
+    elif value < run.state.best["value"] - config.drop:
         _return(run, folder, value)
 
 
 def _return(run: Run, folder: RunFolder, value: float) -> None:
-    assert run.best is not None
-    config, best = run.config.back_off, run.best
+    assert run.state.best is not None
+    config, best = run.config.back_off, run.state.best
     try:
         with dist.fail_together():
             saved = folder.best_weights(run)
     except GruppoError as error:
-        log.warning("step %d: %s is %.4g and was %.4g, but %s", run.step, config.metric, value, best["value"], error)
+        log.warning(
+            "step %d: %s is %.4g and was %.4g, but %s", run.state.step, config.metric, value, best["value"], error
+        )
         return
     folder.return_to(run, saved)
-    run.best = {**best, "returned_at": run.step}
+    run.state.best = {**best, "returned_at": run.state.step}
     run.stage_schedule.lr_scale *= config.lr_factor
-    run.version += 1
-    run.engine.sync(run.policy, run.version)
-    run.totals["back_offs"] = run.totals.get("back_offs", 0.0) + 1
+    run.state.version += 1
+    run.engine.sync(run.policy, run.state.version)
+    run.state.totals["back_offs"] = run.state.totals.get("back_offs", 0.0) + 1
     log.warning(
         "step %d: %s fell to %.4g from %.4g; back to the weights of step %d, with %g of the learning rate.",
-        run.step,
+        run.state.step,
         config.metric,
         value,
         best["value"],
         best["step"],
         run.stage_schedule.lr_scale,
     )
-    run.log({"back_off/returns_count": run.totals["back_offs"]})
+    run.log({"back_off/returns_count": run.state.totals["back_offs"]})
 
 
 def warn_if_never(run: Run) -> None:
     """At the end of a run: say that the metric was never measured."""
     name = run.config.back_off.metric
-    if name and run.best is None:
+    if name and run.state.best is None:
         near = nearest_metric(name, run.known)
         hint = f" Did you mean {near}?" if near else ""
         log.warning("back_off.metric %r was never measured, so that nothing was watched.%s", name, hint)

@@ -44,7 +44,7 @@ def collect(run: Run, step_params: StepParams) -> Collected:
     """One step's data: every prompt ``group_size`` times, rewarded, with advantages; demonstrations; or both."""
     demos, metrics_of_demos = demonstrations(run, step_params)
     if not step_params.samples:
-        so_far = {f"progress/{name}": total for name, total in run.totals.items()}
+        so_far = {f"progress/{name}": total for name, total in run.state.totals.items()}
         return Collected(unsampled(demos), None, None, metrics_of_demos | so_far)
     passed_over = set_difficulty(run, step_params)
     environment_began = 0.0 if run.environment is None else run.environment.elapsed_s  # evaluations add to it too
@@ -65,9 +65,9 @@ def collect(run: Run, step_params: StepParams) -> Collected:
     if rollout.first_samples:
         metrics |= dynamic_sampling.growth_metrics(rounds, grown, rollout, step_params)
     metrics |= difficulty_metrics(run, sampled.rollouts, passed_over)
-    run.totals["tokens"] += metrics["tokens"]
-    run.totals["rollouts"] += metrics["rollouts"]
-    metrics |= {f"progress/{name}": total for name, total in run.totals.items()}
+    run.state.totals["tokens"] += metrics["tokens"]
+    run.state.totals["rollouts"] += metrics["rollouts"]
+    metrics |= {f"progress/{name}": total for name, total in run.state.totals.items()}
     metrics |= {"time/rollout_s": sampled_at - began - reward_s}  # drawing prompts and waiting for ranks too
     if run.environment is not None:
         metrics["time/environment_s"] = run.environment.elapsed_s - environment_began
@@ -130,7 +130,7 @@ def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> R
             "two prompts of a step have the same id and draw, so their samples are one group; refilled or grown groups "
             "need to be told apart. Let the data source number its draws: Prompt(..., draw=n)."
         )
-    scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps)
+    scores = run.rewards.score(rollouts, step=run.state.step, max_steps=run.config.steps)
     return Round(rollouts, scores, list(requests), time.perf_counter() - began)
 
 
@@ -154,31 +154,36 @@ def take_prompts(run: Run, slots: Sequence[int]) -> dict[int, Prompt]:
 
 def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
     scored = int(scores.rewards.isfinite().sum())
-    run.unscored_steps = 0 if dist.all_max(scored) else run.unscored_steps + 1
+    run.state.unscored_steps = 0 if dist.all_max(scored) else run.state.unscored_steps + 1
     refused = environment_failures(rollouts)
     for row, why in list(refused.items())[:3]:
-        log.warning("step %d row %d: the environment gave no reply: %s", run.step, row, why)
-    is_hopeless = run.unscored_steps and (run.step == 0 or run.unscored_steps >= MAX_UNSCORED_STEPS)
+        log.warning("step %d row %d: the environment gave no reply: %s", run.state.step, row, why)
+    is_hopeless = run.state.unscored_steps and (run.state.step == 0 or run.state.unscored_steps >= MAX_UNSCORED_STEPS)
     if is_hopeless and dist.all_max(len(refused)):
         raise DataError(
-            f"step {run.step}: the environment failed in {len(refused)} of {len(rollouts)} conversations and no other "
-            f"was scored{f': {next(iter(refused.values()))}' if refused else ''}. Mend the environment, then start or "
-            "resume the run."
+            f"step {run.state.step}: the environment failed in {len(refused)} of {len(rollouts)} conversations and no "
+            f"other was scored{f': {next(iter(refused.values()))}' if refused else ''}. Mend the environment, then "
+            "start or resume the run."
         )
     usable = sum(finish != "error" for finish in rollouts.finish) + len(refused)
-    if run.unscored_steps and not dist.all_max(usable):
+    if run.state.unscored_steps and not dist.all_max(usable):
         raise NumericalStop(
-            f"step {run.step}: every rollout ended in logits that are not finite; the weights are not usable. Train "
-            "again with a lower --optim.lr, or with another --model."
+            f"step {run.state.step}: every rollout ended in logits that are not finite; the weights are not usable. "
+            "Train again with a lower --optim.lr, or with another --model."
         )
     if is_hopeless:
+        in_a_row = f", {run.state.unscored_steps} steps in a row" if run.state.step else ""
         why = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
         raise DataError(
-            f"step {run.step}: the reward scored none of {len(rollouts)} completions"
-            f"{f', {run.unscored_steps} steps in a row' if run.step else ''}{why}. Mend the reward function, then "
-            "start or resume the run."
+            f"step {run.state.step}: the reward scored none of {len(rollouts)} completions"
+            f"{in_a_row}{why}. Mend the reward function, then start or resume the run."
         )
     for failure in scores.failures[:3]:
         log.warning(
-            "step %d row %d: reward %s: %s: %s", run.step, failure.row, failure.reward, failure.kind, failure.message
+            "step %d row %d: reward %s: %s: %s",
+            run.state.step,
+            failure.row,
+            failure.reward,
+            failure.kind,
+            failure.message,
         )

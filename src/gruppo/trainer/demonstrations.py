@@ -177,7 +177,7 @@ def drawn(run: Run) -> tuple[list[Prompt], int]:
         if slot % dist.world_size() == dist.rank():
             mine.append(prompt)
     if skipped:
-        log.warning("step %d: %d demonstrations were skipped; the last: %s", run.step, skipped, why)
+        log.warning("step %d: %d demonstrations were skipped; the last: %s", run.state.step, skipped, why)
     return mine, skipped
 
 
@@ -211,7 +211,7 @@ def demo_parts(run: Run, demos: Rollouts | None, epoch: int) -> list[Rollouts | 
     if demos is None or count == 1:
         return [demos] * count
     slots = torch.arange(len(demos)) * dist.world_size() + dist.rank()
-    generator = generator_at(run.config.seed, "demonstrations", run.step, epoch)
+    generator = generator_at(run.config.seed, "demonstrations", run.state.step, epoch)
     order = torch.randperm(run.config.supervised.batch, generator=generator)
     return [demos.take(torch.isin(slots, part).nonzero()[:, 0]) for part in order.tensor_split(count)]
 

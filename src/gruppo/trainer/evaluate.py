@@ -74,7 +74,7 @@ def evaluate_rows(
         rows = sample_rows(run.policy, rollouts, unscored, range(len(rollouts)), is_held_out=True)
     elif mine:
         rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
-        scores = run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps, is_evaluation=True)
+        scores = run.rewards.score(rollouts, step=run.state.step, max_steps=run.config.steps, is_evaluation=True)
         if refused := environment_failures(rollouts):
             why = next(iter(refused.values()))
             log.warning("held out: the environment failed in %d of %d conversations: %s", len(refused), len(mine), why)
@@ -88,7 +88,7 @@ def evaluate_rows(
     low, high = interval(total, may_be_share=not run.policy.actions_are_positions)
     parts = {name: stat.mean for name, stat in stats.items()}
     parts |= {name: value for name, value in reduced(dist.merge_stats(own)).items() if name not in parts}
-    return Evaluated(run.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
+    return Evaluated(run.state.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
 
 
 def mode_of(sampling: Sampling) -> Sampling:
@@ -108,7 +108,7 @@ def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
             run.sampling,
             generate=lambda requests, sampling: run.engine.generate(requests, sampling, seed=run.config.seed),
             score=lambda rollouts: (
-                run.rewards.score(rollouts, step=run.step, max_steps=run.config.steps, is_evaluation=True).rewards
+                run.rewards.score(rollouts, step=run.state.step, max_steps=run.config.steps, is_evaluation=True).rewards
             ),
             budget=budget_for(run, 0),
         )

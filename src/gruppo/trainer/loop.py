@@ -25,7 +25,7 @@ from gruppo.trainer import back_off, checkpoint, references
 from gruppo.trainer.collect import Collected, collect
 from gruppo.trainer.evaluate import Evaluated, evaluate_rows, evaluate_steps, held_out, sample_rows
 from gruppo.trainer.run import Run
-from gruppo.trainer.run_dir import Boundary, RunFolder
+from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.signals import Interrupted
 from gruppo.trainer.update import learn
 from gruppo.types import NumericalStop, Rollouts
@@ -50,8 +50,8 @@ def train(run: Run, folder: RunFolder) -> None:
     references.remember(run)
     try:
         settle(run, folder, {})
-        while run.step < run.config.steps:
-            step_params = run.stage_schedule.step_params(run.step)
+        while run.state.step < run.config.steps:
+            step_params = run.stage_schedule.step_params(run.state.step)
             with boundary_kept(run, folder):
                 collected = collect(run, step_params)
             metrics = (
@@ -82,28 +82,28 @@ def boundary_kept(run: Run, folder: RunFolder) -> Iterator[None]:
 
     Not where the weights themselves are what is wrong. No rank asks another here: it may have failed alone.
     """
-    boundary = Boundary.of(run)
+    boundary = boundary_state(run)
     try:
         with run.stopper.may_leave():
             yield
     except NumericalStop:
         raise
     except (Interrupted, Exception):
-        if boundary.step > 0:
+        if boundary["step"] > 0:
             folder.save(run, boundary)
         raise
 
 
 def stop_if_asked(run: Run, folder: RunFolder) -> None:
     """After a whole step: leave when a signal came to any rank."""
-    if run.step < run.config.steps and dist.all_max(int(run.stopper.requested)):
+    if run.state.step < run.config.steps and dist.all_max(int(run.stopper.requested)):
         save(run, folder)
         raise Interrupted
 
 
 def save(run: Run, folder: RunFolder) -> None:
     """A checkpoint after a whole step. Where it fails, no rank waits for the one that writes."""
-    boundary = Boundary.of(run)
+    boundary = boundary_state(run)
     with dist.fail_together():
         references.check_unchanged(run)
         folder.save(run, boundary)
@@ -113,11 +113,11 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
     """Hand the new weights to the sampler, say what happened, evaluate and save where due."""
     began = time.perf_counter()
     rows = metrics.get("rollouts", 0.0)
-    run.step += 1
-    run.version += 1
-    run.engine.sync(run.policy, run.version)
+    run.state.step += 1
+    run.state.version += 1
+    run.engine.sync(run.policy, run.state.version)
     if run.reference is not None:
-        run.reference.update(run.policy, run.step)
+        run.reference.update(run.policy, run.state.step)
     seconds = sum(metrics.get(f"time/{part}_s", 0.0) for part in TIMED)
     metrics["time/sync_s"] = time.perf_counter() - began
     metrics["time/step_s"] = seconds + metrics["time/sync_s"]
@@ -125,13 +125,13 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]
         del metrics["rollouts"]
     metrics["mem/peak_gib"] = peak_gib()
-    run.stage_schedule.measure(run.step - 1, metrics, rows=rows)
+    run.stage_schedule.measure(run.state.step - 1, metrics, rows=rows)
     with dist.fail_together():
         run.log(metrics)
         show_samples(run, collected)
     settle(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without it
     every = run.config.saving.every
-    if run.step == run.config.steps or (every and run.step % every == 0):
+    if run.state.step == run.config.steps or (every and run.state.step % every == 0):
         save(run, folder)
 
 
@@ -139,12 +139,14 @@ def settle(run: Run, folder: RunFolder, measured: Mapping[str, float]) -> None:
     """At a step boundary, of which a step ``measured`` this: evaluate where due, return to the best weights where that
     is called for, and let the next stage begin where this one is over."""
     watched = evaluate_if_due(run, folder)
-    if run.stage_schedule.settled < run.step:
-        done = next((Evaluated(**done).metrics() for done in run.evaluations if done["step"] == run.step), {})
+    if run.stage_schedule.settled < run.state.step:
+        done = next(
+            (Evaluated(**done).metrics() for done in run.state.evaluations if done["step"] == run.state.step), {}
+        )
         done |= watched
-        run.stage_schedule.measure(run.step, done)
+        run.stage_schedule.measure(run.state.step, done)
         back_off.watch(run, folder, {**measured, **done})
-    if (said := run.stage_schedule.advance(run.step, run.known)) is not None:
+    if (said := run.stage_schedule.advance(run.state.step, run.known)) is not None:
         log.info("%s", said)
         references.renew_if_asked(run)
 
@@ -155,7 +157,7 @@ def show_samples(run: Run, collected: Collected) -> None:
     if rollouts is None or scores is None or not dist.is_main():
         return
     rows = failed_rows(run.policy, rollouts, scores)
-    if every and (run.step - 1) % every == 0:
+    if every and (run.state.step - 1) % every == 0:
         best = rows_of_a_sheet if run.policy.renders_images else best_and_worst_of_a_group
         rows += sample_rows(run.policy, rollouts, scores, best(run, rollouts, scores.rewards))
     if rows:
@@ -177,7 +179,7 @@ def best_and_worst_of_a_group(run: Run, rollouts: Rollouts, rewards: Float[Tenso
     """Rows of one group: of one whose rewards differ, where there is one."""
     differing = (~has_no_spread(rewards, rollouts.group_ids)).nonzero()[:, 0].tolist()
     groups = differing or range(len(rollouts.prompts))
-    group = random.Random(seed_at(run.config.seed, "shown", run.step)).choice(groups)
+    group = random.Random(seed_at(run.config.seed, "shown", run.state.step)).choice(groups)
     rows = (rollouts.group_ids == group).nonzero()[:, 0]
     order = rewards[rows].nan_to_num(nan=float("-inf")).argsort(descending=True, stable=True)
     ranked = rows[order].tolist()
@@ -199,10 +201,10 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
     """Before the first step, after the last, and every so often; never twice at one step. What is said of a reference
     that is watched beside it."""
     wanted, every = run.config.evaluation.prompts, run.config.evaluation.every
-    is_due = run.step in (0, run.config.steps) or (every and run.step % every == 0)
-    is_done = any(done["step"] == run.step for done in run.evaluations)
+    is_due = run.state.step in (0, run.config.steps) or (every and run.state.step % every == 0)
+    is_done = any(done["step"] == run.state.step for done in run.state.evaluations)
     if not run.rewards.names:  # pictures were shown, and nothing was measured
-        is_done = run.stage_schedule.settled >= run.step
+        is_done = run.stage_schedule.settled >= run.state.step
     if not wanted or not is_due or is_done:
         return {}
     with boundary_kept(run, folder):
@@ -211,7 +213,7 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
         watched = references.watch(run) | evaluate_steps(run, prompts)
     with dist.fail_together():
         if run.rewards.names:
-            run.evaluations.append(done.to_dict())
+            run.state.evaluations.append(done.to_dict())
             folder.write_evaluations(run)
             run.log(done.metrics() | watched)
         if run.policy.renders_images and dist.is_main() and run.config.show_samples_every:
@@ -226,12 +228,12 @@ def peak_gib() -> float:
 
 def summary(run: Run) -> dict[str, Any]:
     """What a finished run is remembered by. After a return at the last step, the weights are those of the best one."""
-    ends, last = run.evaluations, run.step
-    if run.best is not None and run.best.get("returned_at") == run.step:
-        last = int(run.best["step"])
+    ends, last = run.state.evaluations, run.state.step
+    if run.state.best is not None and run.state.best.get("returned_at") == run.state.step:
+        last = int(run.state.best["step"])
     return {
-        "steps": run.step,
+        "steps": run.state.step,
         "before": next((e for e in ends if e["step"] == 0), None),
-        "after": next((e for e in reversed(ends) if e["step"] == last and run.step), None),
-        **run.totals,
+        "after": next((e for e in reversed(ends) if e["step"] == last and run.state.step), None),
+        **run.state.totals,
     }

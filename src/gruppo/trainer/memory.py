@@ -55,16 +55,16 @@ def in_micro_batches_of(run: Run, parts: Sequence[Part], work: Callable[[list[li
             if not is_out_of_memory(error):
                 raise
             said = str(error)
-        run.has_run_out = True
+        run.state.has_run_out = True
         _release(run)  # here, where the traceback no longer holds what the failed attempt had made
-        run.token_budget = _finer(run, parts, budget, sum(map(len, cuts))) or _give_up(run, longest, said)
+        run.state.token_budget = _finer(run, parts, budget, sum(map(len, cuts))) or _give_up(run, longest, said)
         log.warning(
             "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
             "to begin there.",
-            run.step,
+            run.state.step,
             budget,
-            run.token_budget,
-            run.token_budget,
+            run.state.token_budget,
+            run.state.token_budget,
         )
 
 
@@ -113,7 +113,7 @@ def _does_not_fit(run: Run, tokens: int, why: str) -> GruppoError:
     free = free_bytes(run.policy.device)
     numbers = [why] if why else []
     numbers += [] if free is None else [f"{free / GIB:.2f} GiB are free"]
-    numbers += [f"optim.token_budget is {run.token_budget}"]
+    numbers += [f"optim.token_budget is {run.state.token_budget}"]
     what, remedy = run.policy.out_of_memory_hint(tokens)
     return GruppoError(f"{what} does not fit into memory: {', '.join(numbers)}. {remedy}")
 
@@ -130,9 +130,9 @@ def _longest(run: Run, rollouts: Rollouts, micro_batches: list[MicroBatch]) -> i
 
 def token_budget(run: Run) -> int:
     """Tokens of a micro-batch: what was set, or chosen at the first call; less where memory has run out since."""
-    if not run.token_budget:
-        run.token_budget = run.config.optim.token_budget or choose(run)
-    return run.token_budget
+    if not run.state.token_budget:
+        run.state.token_budget = run.config.optim.token_budget or choose(run)
+    return run.state.token_budget
 
 
 def budget_for(run: Run, longest: int) -> int:
@@ -141,7 +141,7 @@ def budget_for(run: Run, longest: int) -> int:
     Twice where memory does not hold that. Not where the budget was set or memory has run out.
     """
     budget, device = token_budget(run), run.policy.device
-    if run.config.optim.token_budget or run.has_run_out or budget < run.policy.default_budget():
+    if run.config.optim.token_budget or run.state.has_run_out or budget < run.policy.default_budget():
         return budget
     free = free_bytes(device)
     room = math.inf if free is None else USABLE_FRAC * (free - still_to_come(run))

@@ -80,7 +80,7 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
 def of_running(run: Run) -> dict[str, float]:
     """The moving statistics that the objective compares rewards with, this batch included; the same on all ranks."""
     metrics, is_sum = {}, run.config.objective.combine == "sum_then_normalize"
-    for name, state in run.running.items():
+    for name, state in run.state.running.items():
         area = "reward" if is_sum and name == "sum" else f"reward/{name}"
         if "mean" in state:
             metrics[f"{area}/running_mean"] = Ema(*state["mean"]).value

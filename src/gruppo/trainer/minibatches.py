@@ -42,7 +42,7 @@ def minibatch_rows(run: Run, rollouts: Rollouts, epoch: int) -> Iterator[Int[Ten
         yield torch.arange(len(rollouts))
         return
     own, total = numbered(rollouts, run.config.rollout.prompts)
-    generator = generator_at(run.config.seed, "minibatches", run.step, epoch)
+    generator = generator_at(run.config.seed, "minibatches", run.state.step, epoch)
     for part in torch.randperm(total, generator=generator).tensor_split(run.config.optim.minibatches):
         yield torch.isin(own, part).nonzero()[:, 0]
 

@@ -77,7 +77,7 @@ def renew_if_asked(run: Run) -> None:
     """As a stage begins: its reference is the policy of now, where it says so."""
     if run.stage_schedule.stage.new_reference and run.reference is not None and run.reference.follows_policy:
         run.reference.reset_to(run.policy)
-        log.info("step %d: the reference is now the policy as it is.", run.step)
+        log.info("step %d: the reference is now the policy as it is.", run.state.step)
 
 
 # --- a frozen one is frozen -------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def check_unchanged(run: Run) -> None:
         return
     if (now := _sha256(run.reference)) != then:
         raise GruppoError(
-            f"step {run.step}: the frozen weights of the reference have changed since the start (SHA-256 "
+            f"step {run.state.step}: the frozen weights of the reference have changed since the start (SHA-256 "
             f"{(now or 'none')[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this "
             "step; every save before it is kept. Something other than gruppo writes to the model: find it, then resume."
         )

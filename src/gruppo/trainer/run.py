@@ -1,4 +1,4 @@
-"""A run and its parts."""
+"""The components and the state of a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,32 @@ from gruppo.types import Prompt, Sampling, Stat
 
 
 @dataclass
+class State:
+    """What changes from step to step; with weights, optimizer and data positions, all that a checkpoint holds."""
+
+    step: int = 0
+    """Complete steps."""
+    version: int = 0
+    """Publish count of the weights."""
+    totals: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "rollouts": 0.0})
+    skipped_updates: int = 0
+    """Consecutive updates whose gradient was not finite."""
+    unscored_steps: int = 0
+    """Consecutive steps in which no row was scored."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    running: Mapping[str, Any] = field(default_factory=dict)
+    """Moving statistics of the rewards, by reward; replaced, never changed in place."""
+    token_budget: int = 0
+    """Tokens of a micro-batch once chosen, fewer where memory has run out; see ``memory.token_budget``."""
+    has_run_out: bool = False
+    """Whether memory ran out, after which no micro-batch may exceed ``token_budget``."""
+    best: dict[str, float] | None = None
+    """Step and value of the best metric that back_off watches; replaced, never changed in place."""
+
+
+@dataclass
 class Run:
-    """Everything that lives while a run runs. ``step`` counts the rounds that are complete."""
+    """The components of a run, built once, and its ``state``. What a stage sets for a step is in ``StepParams``."""
 
     config: Config
     policy: Policy
@@ -29,38 +53,22 @@ class Run:
     optimizer: torch.optim.Optimizer
     reference: Reference | None = None
     reference_sha256: str | None = None
-    """Of the reference's frozen weights, from before the first update."""
+    """Digest of the reference's frozen weights, taken before the first update."""
     critic: Critic | None = None
     demos: PromptSource | None = None
-    """Where demonstrations come from, where some stage learns from them."""
+    """Source of demonstrations, where some stage learns from them."""
+    environment: Environment | None = None
+    """What replies to the policy in conversations of several turns."""
     sampling: Sampling = None  # type: ignore[assignment]
-    """What is sampled from where no stage sets a temperature; without it, the config's of texts."""
+    """Sampling where no stage sets a temperature; by default that of ``config.rollout``."""
     stage_schedule: StageSchedule = field(init=False)
     trackers: list[Tracker] = field(default_factory=list)
     stopper: Stopper = field(default_factory=Stopper)
-    step: int = 0
-    version: int = 0
-    """Publish count of the weights."""
-    totals: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "rollouts": 0.0})
-    skipped_updates: int = 0
-    """Updates in a row whose gradient was not finite."""
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    running: Mapping[str, Any] = field(default_factory=dict)
-    """Moving statistics of the rewards, by reward; replaced and never changed in place."""
-    token_budget: int = 0
-    """Tokens of a micro-batch once they are chosen, less where memory has run out; see ``memory.token_budget``."""
-    has_run_out: bool = False
-    """Whether memory ran out in this process, after which no micro-batch is made larger than ``token_budget``."""
-    best: dict[str, float] | None = None
-    """Step and value at which the metric that back_off watches was best; replaced and never changed in place."""
+    state: State = field(default_factory=State)
     known: dict[str, float] = field(default_factory=dict)
-    """The last value of each metric that was logged since the run was started or resumed."""
-    unscored_steps: int = 0
-    """Steps in a row in which no row was scored."""
+    """Latest value of each metric logged since the run was started or resumed."""
     example: Prompt | None = None
     """A prompt that was trained on since the run was started or resumed."""
-    environment: Environment | None = None
-    """What replies to the policy, where rows have several turns."""
 
     def __post_init__(self) -> None:
         self.sampling = self.sampling or self.config.rollout.sampling
@@ -78,11 +86,11 @@ class Run:
     def log(self, metrics: Mapping[str, float]) -> None:
         self.known.update(metrics)
         for tracker in self.trackers:
-            tracker.log(self.step, metrics)
+            tracker.log(self.state.step, metrics)
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         for tracker in self.trackers:
-            tracker.log_samples(self.step, rows)
+            tracker.log_samples(self.state.step, rows)
 
 
 def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]:

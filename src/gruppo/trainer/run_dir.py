@@ -8,7 +8,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +26,27 @@ from gruppo.trainer import checkpoint
 from gruppo.trainer.hardware import hardware, versions
 from gruppo.trainer.memory import token_budget
 from gruppo.trainer.references import check_unchanged, remember
-from gruppo.trainer.run import Run
+from gruppo.trainer.run import Run, State
 from gruppo.trainer.weights import check_base, check_critic, first_weights, restore_weights
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """The small state of a run between two steps; the weights and the optimiser are held by the run itself."""
+def boundary_state(run: Run) -> dict[str, Any]:
+    """The JSON of a checkpoint at a step boundary; weights and optimizer state are held by the run itself.
 
-    step: int
-    version: int
-    source: Mapping[str, Any]
-    random: Sequence[Mapping[str, Any]]
-    """Of each rank: rewards that draw numbers draw other ones on each."""
-    counters: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, run: Run) -> Boundary:
-        counters = {
-            "totals": dict(run.totals),
-            "skipped_updates": run.skipped_updates,
-            "unscored_steps": run.unscored_steps,
-            "token_budget": run.token_budget,
-            "running": run.running,
-            "course": run.stage_schedule.state_dict(),
-            "demos": None if run.demos is None else run.demos.state_dict(),
-            "best": run.best,
-            "evaluations": list(run.evaluations),
-        }
-        mine = json.dumps(checkpoint.random_state()).encode()
-        return cls(
-            run.step, run.version, run.source.state_dict(), list(map(json.loads, dist.all_gather(mine))), counters
-        )
+    A collective: ``random`` holds the generators of every rank, as rewards that draw numbers draw others on each.
+    """
+    random_states = dist.all_gather(json.dumps(checkpoint.random_state()).encode())
+    return {
+        **{name: copy(value) for name, value in vars(run.state).items()},
+        "base_sha256": run.policy.base_sha256,
+        "source": run.source.state_dict(),
+        "demos": None if run.demos is None else run.demos.state_dict(),
+        "stage_schedule": run.stage_schedule.state_dict(),
+        "random": list(map(json.loads, random_states)),
+    }
 
 
 class _LogFile(logging.FileHandler):
@@ -158,27 +145,20 @@ class RunFolder:
 
     # --- saving and restoring ---
 
-    def save(self, run: Run, boundary: Boundary) -> None:
-        """A checkpoint of the run at a step boundary, then prune."""
+    def save(self, run: Run, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint of ``state``, which ``boundary_state`` made, and delete old ones."""
         if dist.is_main():
-            state = {
-                "version": boundary.version,
-                "base_sha256": run.policy.base_sha256,
-                "source": boundary.source,
-                "random": boundary.random,
-                **boundary.counters,
-            }
-            self._write(self.checkpoints, run, boundary.step, state)
-            checkpoint.prune(self.checkpoints, run.config.saving.keep, newest=boundary.step)
-            best = boundary.counters["best"]
-            self._saved_best = None if best is None else int(best["step"])
-            checkpoint.keep_only(self.best, {self._saved_best, None if run.best is None else int(run.best["step"])})
+            self._write(self.checkpoints, run, state["step"], state)
+            checkpoint.prune(self.checkpoints, run.config.saving.keep, newest=state["step"])
+            self._saved_best = None if state["best"] is None else int(state["best"]["step"])
+            newest_best = None if run.state.best is None else int(run.state.best["step"])
+            checkpoint.keep_only(self.best, {self._saved_best, newest_best})
 
     def keep_best(self, run: Run) -> None:
         """The weights and the optimiser's state as the best so far, beside those that the last checkpoint names."""
         if dist.is_main():
-            self._write(self.best, run, run.step, {})
-            checkpoint.keep_only(self.best, {self._saved_best, run.step})
+            self._write(self.best, run, run.state.step, {})
+            checkpoint.keep_only(self.best, {self._saved_best, run.state.step})
 
     def _write(self, folder: Path, run: Run, step: int, state: Mapping[str, Any]) -> None:
         checkpoint.save(
@@ -193,8 +173,8 @@ class RunFolder:
 
     def best_weights(self, run: Run) -> checkpoint.Saved:
         """What was kept at the run's best."""
-        assert run.best is not None
-        return checkpoint.load(self.best / checkpoint.name_of(int(run.best["step"])))
+        assert run.state.best is not None
+        return checkpoint.load(self.best / checkpoint.name_of(int(run.state.best["step"])))
 
     def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
         """Weights, reference and optimiser as they were saved; the rest of the run goes on."""
@@ -217,35 +197,29 @@ class RunFolder:
             run.source.load_state_dict(saved.state["source"])
             if run.demos is not None:
                 run.demos.load_state_dict(saved.state["demos"])
-            run.step, run.version = saved.step, saved.state["version"]
+            run.state = State(**{field.name: saved.state[field.name] for field in fields(State)})
+            run.stage_schedule.load_state_dict(saved.state["stage_schedule"])
             self._restore_random_state(run, saved.state["random"])
-            run.totals = dict(saved.state["totals"])
-            run.skipped_updates, run.unscored_steps = saved.state["skipped_updates"], saved.state["unscored_steps"]
-            run.evaluations = list(saved.state["evaluations"])
-            run.running = dict(saved.state.get("running", {}))
-            run.token_budget = int(saved.state.get("token_budget", 0))
-            run.stage_schedule.load_state_dict(saved.state["course"])
-            run.best = saved.state["best"]
-            self._saved_best = None if run.best is None else int(run.best["step"])
+            self._saved_best = None if run.state.best is None else int(run.state.best["step"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise GruppoError(
                 f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
                 f"({type(error).__name__}: {error}). Resume with the run's own config, or start a new run."
             ) from error
-        run.engine.sync(run.policy, run.version)
+        run.engine.sync(run.policy, run.state.version)
         return True
 
     def _restore_random_state(self, run: Run, states: Sequence[Mapping[str, Any]]) -> None:
         if dist.rank() < len(states):
             checkpoint.restore_random_state(states[dist.rank()])
         else:  # there are more ranks than when it was saved
-            checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank(), run.step))
+            checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank(), run.state.step))
 
     # --- other files ---
 
     def write_evaluations(self, run: Run) -> None:
         if dist.is_main():
-            checkpoint.write_text(self.path / "evaluations.json", json.dumps(_no_nan(run.evaluations), indent=2))
+            checkpoint.write_text(self.path / "evaluations.json", json.dumps(_no_nan(run.state.evaluations), indent=2))
 
     def write_manifest(self, run: Run, model_source: Mapping[str, Any]) -> None:
         """Versions, hardware, seed, and where model and data came from. Nothing of the environment is copied."""

@@ -136,8 +136,8 @@ def _step(run: Run) -> dict[str, Stat]:
     if not all(map(math.isfinite, norms.values())):
         _count_skip(run, norms)
         return stats | {"update/skipped": Stat(1, 1.0)}
-    run.skipped_updates = 0
-    before = Moved(run.optimizer) if run.step % EVERY == 0 else None
+    run.state.skipped_updates = 0
+    before = Moved(run.optimizer) if run.state.step % EVERY == 0 else None
     run.optimizer.step()
     stats["update/taken"] = Stat(1, 1.0)
     return stats if before is None else stats | {"update/changed": before.stat()}
@@ -306,14 +306,14 @@ def _mismatch(batch: Batch, micro_batch: MicroBatch, likelihood: Likelihood, inp
 
 
 def _count_skip(run: Run, norms: Mapping[str, float]) -> None:
-    run.skipped_updates += 1
+    run.state.skipped_updates += 1
     name = next(name for name, norm in norms.items() if not math.isfinite(norm))
     whose, option = ("critic", "--critic.lr") if name == "critic_norm" else ("policy", "--optim.lr")
     norm = norms[name]
-    log.warning("step %d: the norm of the %s's gradient is %s; this update was skipped.", run.step, whose, norm)
-    if run.skipped_updates >= MAX_SKIPPED_UPDATES:
+    log.warning("step %d: the norm of the %s's gradient is %s; this update was skipped.", run.state.step, whose, norm)
+    if run.state.skipped_updates >= MAX_SKIPPED_UPDATES:
         raise NumericalStop(
-            f"step {run.step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite, the last one "
-            f"the {whose}'s; every save before this step is kept. Train again with a lower {option}, or try --compute "
-            "float32."
+            f"step {run.state.step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite, the "
+            f"last one the {whose}'s; every save before this step is kept. Train again with a lower {option}, or try "
+            "--compute float32."
         )

@@ -31,7 +31,7 @@ def on_screen(run: Run, folder: Path) -> list[Tracker]:
     console = ConsoleTracker(
         run.config.steps,
         title=folder.name,
-        step=run.step,
+        step=run.state.step,
         samples_every=every,
         stages=stages,
         run_dir=folder,

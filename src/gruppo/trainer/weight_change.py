@@ -51,7 +51,7 @@ def warn_if_still(run: Run, changed: Stat) -> None:
         log.warning(
             "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr %g the rest is lost "
             "in rounding to %s. Raise it, or hold the weights in float32.",
-            run.step,
+            run.state.step,
             100 * changed.mean,
             run.config.optim.lr,
             " and ".join(dtypes),

@@ -74,10 +74,10 @@ def run_of(fake, objective, critic=None, **optim):
 def steps(run, sampling, count):
     said = []
     for _ in range(count):
-        step_params = replace(step_params_at(run.config, run.step), sampling=sampling)
+        step_params = replace(step_params_at(run.config, run.state.step), sampling=sampling)
         collected = collect(run, step_params)
         said.append(collected.metrics | learn(run, collected.batch, step_params))
-        run.step += 1
+        run.state.step += 1
     return said
 
 

@@ -359,10 +359,10 @@ def test_gains_of_detail_learn_a_reward_without_a_gradient_and_the_network_rests
     )
     said = []
     for _ in range(6):
-        step_params = replace(step_params_at(config, run.step), sampling=SAMPLING)
+        step_params = replace(step_params_at(config, run.state.step), sampling=SAMPLING)
         collected = collect(run, step_params)
         said.append(collected.metrics | learn(run, collected.batch, step_params))
-        run.step += 1
+        run.state.step += 1
     assert said[-1]["reward/mean"] > said[0]["reward/mean"] + 0.02
     assert all(step["ratio/max"] == pytest.approx(1, abs=1e-3) for step in said)
     assert all(torch.equal(value, before[name]) for name, value in policy.module.network.state_dict().items())
