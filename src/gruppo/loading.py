@@ -9,6 +9,7 @@ import importlib.util
 import shutil
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,7 +48,7 @@ def load_object(spec: str) -> Any:
         return vars(module)[name]
     names = public_names(module)
     has = ", ".join(names) or "nothing public"
-    raise GruppoError(f"{place} has no {name!r}; it has: {has}.{_suggestion(name, names, f'{place}:')}")
+    raise GruppoError(f"{place} has no {name!r}; it has: {has}.{did_you_mean(name, names, prefix=f'{place}:')}")
 
 
 def is_file_name(place: str) -> bool:
@@ -73,7 +74,7 @@ def load_file(path: Path) -> ModuleType:
         raise GruppoError(f"{path} is a folder; name a Python file in it, as folder/file.py:name.")
     if not path.is_file():
         where = "" if path.parent.is_dir() else f" (there is no folder {path.parent} either)"
-        guess = _suggestion(path.name, [other.name for other in path.parent.glob("*.py")] if not where else [])
+        guess = did_you_mean(path.name, [other.name for other in path.parent.glob("*.py")])
         raise GruppoError(f"there is no file {path}{where}; name a Python file that exists.{guess}")
     stat = path.stat()
     key = f"{path}:{stat.st_mtime_ns}:{stat.st_size}"
@@ -134,6 +135,7 @@ def command_name() -> str:
     return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
-def _suggestion(name: str, names: list[str], prefix: str = "") -> str:
-    nearest = difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {prefix}{nearest[0]}?" if nearest else ""
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:
+    """Return " Did you mean X?" with the known name nearest to ``name``; ``otherwise`` where none is near."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {prefix}{nearest[0]}?" if nearest else otherwise
