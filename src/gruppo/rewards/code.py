@@ -1,11 +1,10 @@
-"""Rewards for code: programs of completions run in a jail, and what they give is compared outside."""
+"""Rewards for code: programs of completions run in a jail, and their output is compared outside."""
 
 from __future__ import annotations
 
 import os
 import queue
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from gruppo.types import DataError
 
 COLUMNS = ("tests", "test_list", "input_output")
 """Columns that tests are read from, the first that exists, unless ``column`` names another."""
-_FENCE = re.compile(r"(?P<prefix>[ \t>]*)(?P<mark>`{3,}|~{3,})(?P<rest>[^`]*)")
+_FENCE = re.compile(r"(?P<prefix>[ \t>]*+)(?P<mark>`{3,}+|~{3,}+)(?P<rest>[^`]*+)")  # possessive: in linear time
 _PYTHON = {"python", "py", "python3", "{python}", "{.python}"}
 _MOST_WORKERS = 16
 
@@ -39,37 +38,49 @@ class ProgramScore:
 
 
 class CodeTests:
-    """The share of a row's tests that the program in a completion passes, 0 to 1. In TRL's calling convention.
+    """Share of a row's tests that the program in a completion passes, 0 to 1. In TRL's calling convention.
 
     The program is the last block of the completion that is fenced as Python; without one the last fenced block, closed
     or not; without a fence the whole text. It runs in a jail (``gruppo.rewards.sandbox``) and returns plain data;
     what is expected never enters the jail, so no exit code, print or ``__eq__`` can pass for a right answer.
 
-    ``all_or_nothing``: 1 where every test passes, else 0. ``column``: where the tests are. ``limits``: of a program.
-    ``workers``: programs that run at once; 0: one for each processor, up to 16. A row without tests is not scored; one
-    whose tests cannot be judged from outside is a failure with the reason. Weakness: tests that stand in the prompt can
-    be answered from a table.
+    ``all_or_nothing``: 1 where every test passes, else 0. ``column``: where the tests are. ``case_s``, ``program_s``
+    and ``memory_mib``: see ``SandboxLimits``. ``workers``: programs that run at once; 0: one for each processor, up to
+    16. A row without tests is not scored; one whose tests cannot be judged from outside is a failure with the reason.
+    Weakness: tests that stand in the prompt can be answered from a table. Raises GruppoError where no jail holds.
     """
 
     __name__ = "code_tests"
     timeout_s = None
     """Each program has its own limits."""
 
-    def __init__(self, *, all_or_nothing: bool, column: str, limits: SandboxLimits, workers: int) -> None:
-        self.all_or_nothing, self.column, self.limits = all_or_nothing, column, limits
+    def __init__(
+        self,
+        *,
+        all_or_nothing: bool = False,
+        column: str = "",
+        case_s: float = SandboxLimits.case_s,
+        program_s: float = SandboxLimits.program_s,
+        memory_mib: int = SandboxLimits.memory_mib,
+        workers: int = 0,
+    ) -> None:
+        self.all_or_nothing, self.column = all_or_nothing, column
+        self.limits = SandboxLimits(case_s, program_s, memory_mib)
+        if workers < 0:
+            raise ValueError(f"workers={workers}; it needs 0, for one for each processor, or more")
+        require_jail()
         # The ranks of a machine share its processors.
         processors = max(1, usable_processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.workers = workers or min(_MOST_WORKERS, processors)
 
     def check(self, columns: Collection[str]) -> None:
         """Raise DataError where the data have no column of tests."""
-        if self.column in columns or (not self.column and any(name in columns for name in COLUMNS)):
-            return
-        required = self.column or " or ".join(COLUMNS)
-        raise DataError(
-            f"reward code_tests reads the column {required}, which the data do not have; they have: "
-            f"{', '.join(sorted(columns)) or 'no columns'}. Name it with --reward code_tests:column=NAME."
-        )
+        if not {self.column} & {*columns} and (self.column or not {*COLUMNS} & {*columns}):
+            required = self.column or " or ".join(COLUMNS)
+            raise DataError(
+                f"reward code_tests reads the column {required}, which the data do not have; they have: "
+                f"{', '.join(sorted(columns)) or 'no columns'}. Name it with --reward code_tests:column=NAME."
+            )
 
     def __call__(
         self,
@@ -80,20 +91,20 @@ class CodeTests:
     ) -> list[Any]:
         """One number for each completion; None without tests; ``CallError`` where none could be found."""
         programs = [program_in(text_of(completion)) for completion in completions]
-        found = self._run(programs, self._read_tests(len(completions), columns))
-        scores = [each if isinstance(each, ProgramScore) else None for each in found]
+        results = self._run(programs, self._read_tests(len(completions), columns))
+        scores = [result if isinstance(result, ProgramScore) else None for result in results]
         if log_metric is not None and any(scores):
             for name, value in code_metrics([score for score in scores if score]).items():
                 log_metric(name, value)
         if log_extra is not None:
             log_extra("code_error", [score and score.message for score in scores])
             log_extra("code_passed", [score and f"{score.passed}/{score.total}" for score in scores])
+        shares = [score and score.passed / score.total for score in scores]
+        if self.all_or_nothing:
+            shares = [share and float(share == 1) for share in shares]
         return [
-            each if score is None
-            else float(score.passed == score.total) if self.all_or_nothing
-            else score.passed / score.total
-            for each, score in zip(found, scores, strict=True)
-        ]  # fmt: skip
+            result if score is None else share for result, score, share in zip(results, scores, shares, strict=True)
+        ]
 
     def _read_tests(self, size: int, columns: dict[str, Any]) -> list[ProgramTests | BadTest | None]:
         """Tests of each row. Rows of a group hold the same cell, which is read once."""
@@ -108,7 +119,7 @@ class CodeTests:
                 try:
                     known[key] = read_tests(cell, entry=entry, setup=setup, imports=imports)
                 except BadTest as error:
-                    known[key] = BadTest(f"its tests cannot be used: {error}")
+                    known[key] = error
             tests.append(known[key])
         return tests
 
@@ -131,6 +142,10 @@ class CodeTests:
                 jail.close()
 
 
+code_tests = CodeTests
+"""``CodeTests`` under the name that ``--reward`` has for it."""
+
+
 class _JailPool:
     """Idle interpreters, and as many as are in use at once."""
 
@@ -143,7 +158,7 @@ class _JailPool:
         if tests is None:
             return None
         if isinstance(tests, BadTest):
-            return CallError("exception", str(tests), str(tests))
+            return _unusable(str(tests))
         if not program.strip():
             return ProgramScore(0, len(tests.cases), ("no_program",) * len(tests.cases), "there is no program")
         requests, caps = [case.request for case in tests.cases], [tests.cap] * len(tests.cases)
@@ -169,49 +184,30 @@ class _JailPool:
             return CallError("exception", f"the jail failed: {error}", "jail")
         self._idle.put(jail)
         if problem:
-            message = f"its tests cannot be used: its setup (test_imports, test_setup_code) fails: {problem}"
-            return CallError("exception", message, message)
+            return _unusable(f"its setup (test_imports, test_setup_code) fails: {problem}")
         return score_results(results, tests)
 
 
-def code_tests(
-    *,
-    all_or_nothing: bool = False,
-    column: str = "",
-    case_s: float = SandboxLimits.case_s,
-    program_s: float = SandboxLimits.program_s,
-    memory_mib: int = SandboxLimits.memory_mib,
-    workers: int = 0,
-) -> CodeTests:
-    """``CodeTests`` with these options. Raises GruppoError where no jail holds, before anything is run."""
-    limits = SandboxLimits(case_s, program_s, memory_mib)
-    if workers < 0:
-        raise ValueError(f"workers={workers}; it needs 0, for one for each processor, or more")
-    require_jail()
-    return CodeTests(all_or_nothing=all_or_nothing, column=column, limits=limits, workers=workers)
+def _unusable(problem: str) -> CallError:
+    message = f"its tests cannot be used: {problem}"
+    return CallError("exception", message, message)
 
 
 def program_in(text: str) -> str:
     """The program in a completion: the last Python block, else the last block, else the whole text."""
-    blocks, opened, body = list[tuple[str, str]](), None, list[str]()
+    blocks, opened = list[tuple[str, list[str]]](), None  # language and lines; one that is not closed goes to the end
     for line in text.splitlines():
-        fence = _FENCE.match(line)
-        is_fence = fence is not None and fence.end() == len(line)
+        fence = _FENCE.fullmatch(line)
         if opened is None:
-            opened, body = (fence if is_fence else None), []
-        elif fence and is_fence and not fence["rest"].strip() and fence["mark"].startswith(opened["mark"]):
-            blocks.append((_language(opened), "\n".join(body)))
+            if fence:
+                opened = fence
+                blocks.append((next(iter(fence["rest"].split()), "").lower(), []))
+        elif fence and not fence["rest"].strip() and fence["mark"].startswith(opened["mark"]):
             opened = None
         else:  # what the block is indented or quoted by is no part of the program
-            body.append(line[len(os.path.commonprefix([opened["prefix"], line])) :])  # noqa: RUF071  of characters
-    if opened is not None:  # one that is not closed goes to the end
-        blocks.append((_language(opened), "\n".join(body)))
-    python = [body for language, body in blocks if language in _PYTHON] or [body for _, body in blocks]
-    return (python[-1] if python else text).lstrip("\ufeff")
-
-
-def _language(fence: re.Match[str]) -> str:
-    return next(iter(fence["rest"].split()), "").lower()
+            blocks[-1][1].append(line[len(os.path.commonprefix([opened["prefix"], line])) :])  # noqa: RUF071
+    python = [lines for language, lines in blocks if language in _PYTHON] or [lines for _, lines in blocks]
+    return ("\n".join(python[-1]) if python else text).lstrip("\ufeff")
 
 
 def score_results(results: Sequence[CaseResult], tests: ProgramTests) -> ProgramScore:
@@ -233,15 +229,12 @@ def score_results(results: Sequence[CaseResult], tests: ProgramTests) -> Program
 
 def code_metrics(scores: Sequence[ProgramScore]) -> dict[str, float]:
     """Shares of the programs that were run."""
-    kinds = Counter(kind for score in scores for kind in set(score.failures))
-    counts = {
-        "code_passed_frac": sum(not score.failures for score in scores),
-        "code_error_frac": kinds["error"],
-        "code_timeout_frac": kinds["timeout"],
-        "code_no_program_frac": kinds["no_program"],
-    }
-    return {name: count / len(scores) for name, count in counts.items()}
+    kinds = [{*score.failures} for score in scores]
+    shares = {"code_passed_frac": sum(not failures for failures in kinds) / len(scores)}
+    for kind in ("error", "timeout", "no_program"):
+        shares[f"code_{kind}_frac"] = sum(kind in failures for failures in kinds) / len(scores)
+    return shares
 
 
 def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else " " for each in text)
+    return "".join(character if character.isprintable() else " " for character in text)

@@ -36,10 +36,10 @@ class ProgramTests:
 
     @property
     def cap(self) -> int:
-        """Bytes beyond the usual that the answer to any case may have: 4 to 8 for each character of the longest.
+        """Bytes above the usual limit that the answer to any case may have: 4 to 8 per character of the longest.
 
-        The program can learn this number, so that it is one for the row, and coarse: steps of 64 KiB, which say
-        nothing of an answer.
+        The program can learn this number, so that it is one for the row, and coarse: steps of 64 KiB, which tell
+        nothing about an answer.
         """
         length = max(case.length for case in self.cases)
         return (max(4 * length, min(8 * length, _USUAL_MOST)) // _STEP + 1) * _STEP
@@ -48,15 +48,11 @@ class ProgramTests:
 def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any = None) -> ProgramTests | None:
     """The tests in a cell of the data; None where it holds none. BadTest for what is not understood.
 
-    ``entry``: the function that is tested, where the tests do not name it. ``setup`` and ``imports``: code for the
+    ``entry``: the function under test, where the tests do not name it. ``setup`` and ``imports``: code for the
     program's namespace, text or a list of lines.
     """
-    lines = list[str]()
-    for name, value in (("test_imports", imports), ("test_setup_code", setup)):
-        texts = [value or ""] if value is None or isinstance(value, str) else value
-        if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-            raise BadTest(f"{name} is {value!r:.60}; it needs text, or a list of lines")
-        lines += texts
+    need = "it needs text, or a list of lines"
+    codes = [_joined(imports or "", "test_imports is", need), _joined(setup or "", "test_setup_code is", need)]
     if entry is not None and not (isinstance(entry, str) and _PATH.fullmatch(entry)):
         raise BadTest(f"entry_point is {entry!r:.60}; it needs the name of a function")
     if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
@@ -64,16 +60,29 @@ def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any 
             cell = json.loads(cell)
     if cell is None or (isinstance(cell, str) and not cell.strip()) or (isinstance(cell, Sequence) and not cell):
         return None
-    code = "\n".join(filter(None, lines))
+    code = "\n".join(filter(None, codes))
     try:
         ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadTest(f"its setup (test_imports, test_setup_code) is no Python ({error})") from None
-    if isinstance(cell, Mapping):
-        return _read_columns(cell, entry, code)
+
+    if isinstance(cell, Mapping):  # inputs and outputs side by side, as in APPS; with fn_name they are arguments
+        inputs, outputs = cell.get("inputs"), cell.get("outputs")
+        if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+            got = f"it has {', '.join(map(str, cell)) or 'nothing'}"
+            raise BadTest(f"{got}; it needs {FORMS}, one output for each input")
+        entry = entry or cell.get("fn_name")
+        if not inputs:
+            return None
+        if entry is None:
+            return _script(list(zip(inputs, outputs, strict=True)))
+        # Some of its values that are returned are wrapped in a list.
+        wrapped = [x if isinstance(x, list) and len(x) == 1 else [] for x in outputs]
+        calls = [(args, None, [output, *more]) for args, output, more in zip(inputs, outputs, wrapped, strict=True)]
+        return _calls(calls, entry, code)
     items = list(cell) if isinstance(cell, Sequence) and not isinstance(cell, str) else [cell]
     if all(isinstance(item, str) for item in items):
-        return _read_asserts(items, entry, code)
+        return _asserts(items, entry, code)
     if not all(isinstance(item, Mapping) for item in items):
         raise BadTest(f"it is {cell!r:.60}; it needs {FORMS}")
     if all("input" in item and "output" in item for item in items):
@@ -81,21 +90,28 @@ def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any 
             return _script([(item["input"], item["output"]) for item in items])
         calls = []
         for item in items:  # LiveCodeBench: a JSON value in each line
+            lines = (str(item[name]).splitlines() for name in ("input", "output"))
             try:
-                args, output = (
-                    [json.loads(x) for x in str(item[k]).splitlines() if x.strip()] for k in ("input", "output")
-                )
+                args, output = ([json.loads(line) for line in part if line.strip()] for part in lines)
             except ValueError as error:
                 raise BadTest(f"{item['input']!r:.60} is not one JSON value a line ({error})") from None
-            calls.append((args, None, output[0] if output else None))
+            calls.append((args, None, output[:1] or [None]))
         return _calls(calls, entry, code)
     if all("output" in item and ("args" in item or "kwargs" in item) for item in items):
-        return _calls([(item.get("args"), item.get("kwargs"), item["output"]) for item in items], entry, code)
+        return _calls([(item.get("args"), item.get("kwargs"), [item["output"]]) for item in items], entry, code)
     odd = next((item for item in items if "output" not in item), items[0])
     raise BadTest(f"a test has {', '.join(map(str, odd)) or 'nothing'}; it needs {FORMS}")
 
 
-def _read_asserts(texts: Sequence[str], entry: str | None, setup: str) -> ProgramTests | None:
+def _joined(value: Any, what: str, need: str) -> str:
+    """A text, given as such or as a list of its lines."""
+    lines = [value] if isinstance(value, str) else value
+    if not isinstance(lines, (list, tuple)) or not all(isinstance(line, str) for line in lines):
+        raise BadTest(f"{what} {value!r:.60}; {need}")
+    return "\n".join(lines)
+
+
+def _asserts(texts: Sequence[str], entry: str | None, setup: str) -> ProgramTests | None:
     cases: list[ProgramCase] = []
     for number, text in enumerate(texts, start=1):
         try:
@@ -107,53 +123,28 @@ def _read_asserts(texts: Sequence[str], entry: str | None, setup: str) -> Progra
     return ProgramTests(is_script=False, cases=tuple(cases), setup=setup, entry=entry) if cases else None
 
 
-def _read_columns(cell: Mapping[str, Any], entry: str | None, setup: str) -> ProgramTests | None:
-    """inputs and outputs side by side, as in APPS; with fn_name they are arguments and what is returned."""
-    inputs, outputs = cell.get("inputs"), cell.get("outputs")
-    if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
-        raise BadTest(f"it has {', '.join(map(str, cell)) or 'nothing'}; it needs {FORMS}, one output for each input")
-    entry = entry or cell.get("fn_name")
-    if not inputs:
-        return None
-    if entry is None:
-        return _script(list(zip(inputs, outputs, strict=True)))
-    calls = [(args, None, output) for args, output in zip(inputs, outputs, strict=True)]
-    return _calls(calls, entry, setup, may_be_wrapped=True)
-
-
 def _script(pairs: Sequence[tuple[Any, Any]]) -> ProgramTests:
-    cases = []
-    for pair in pairs:
-        texts = []
-        for value in pair:  # text, or a list of its lines
-            lines = [value] if isinstance(value, str) else value
-            if not isinstance(lines, (list, tuple)) or not all(isinstance(line, str) for line in lines):
-                raise BadTest(f"an input or output is {value!r:.60}; without a column entry_point it needs text")
-            texts.append("\n".join(lines))
-        cases.append(ProgramCase(texts[0], partial(equal_text, expected=texts[1]), len(texts[1])))
+    what, need = "an input or output is", "without a column entry_point it needs text"
+    texts = [[_joined(value, what, need) for value in pair] for pair in pairs]
+    cases = (ProgramCase(given, partial(equal_text, expected=expected), len(expected)) for given, expected in texts)
     return ProgramTests(is_script=True, cases=tuple(cases))
 
 
-def _calls(
-    calls: Sequence[tuple[Any, Any, Any]], entry: Any, setup: str, *, may_be_wrapped: bool = False
-) -> ProgramTests:
-    """Cases of args, kwargs and output. ``may_be_wrapped``: APPS wraps some values that are returned in a list."""
+def _calls(calls: Sequence[tuple[Any, Any, Sequence[Any]]], entry: Any, setup: str) -> ProgramTests:
+    """Cases of args, kwargs and the outputs of which any is right."""
     if not isinstance(entry, str) or not _PATH.fullmatch(entry):
-        raise BadTest(
-            "the tests have arguments and no function; it needs a column entry_point with the function's name"
-        )
+        raise BadTest("the tests have arguments and no function; it needs a column entry_point with its name")
     cases = []
-    for args, kwargs, output in calls:
+    for args, kwargs, outputs in calls:
         args, kwargs = [] if args is None else args, {} if kwargs is None else kwargs
         are_names = isinstance(kwargs, Mapping) and all(isinstance(k, str) and k.isidentifier() for k in kwargs)
         if not isinstance(args, (list, tuple)) or not are_names:
             raise BadTest(f"args is {args!r:.60}, kwargs {kwargs!r:.60}; it needs a list, and an object of keywords")
         sources = [*map(_source, args), *(f"{key}={_source(item)}" for key, item in kwargs.items())]
         try:
-            length = len(encode(output))
+            length = len(encode(outputs[0]))
         except NotPlain as error:
             raise BadTest(f"an output cannot be compared: {error}") from None
-        outputs = [output, *(output if may_be_wrapped and isinstance(output, list) and len(output) == 1 else [])]
         cases.append(ProgramCase((f"{entry}({', '.join(sources)})",), partial(_is_one_of, outputs), length))
     return ProgramTests(is_script=False, cases=tuple(cases), setup=setup, entry=entry)
 
@@ -164,16 +155,17 @@ def _is_one_of(outputs: Sequence[Any], values: Sequence[Any]) -> bool:
 
 def _source(value: Any) -> str:
     """Python that makes a value of JSON."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"float('{value}')"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return hex(value)  # without a limit of digits
-    if value is None or isinstance(value, (bool, float, str)):
-        return repr(value)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_source, value))}]"
-    if isinstance(value, tuple):
-        return f"({''.join(_source(item) + ', ' for item in value)})"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_source(key)}: {_source(item)}" for key, item in value.items()) + "}"
+    match value:
+        case float() if not math.isfinite(value):
+            return f"float('{value}')"
+        case None | bool() | float() | str():
+            return repr(value)
+        case int():
+            return hex(value)  # without a limit of digits
+        case list():
+            return f"[{', '.join(map(_source, value))}]"
+        case tuple():
+            return f"({''.join(_source(item) + ', ' for item in value)})"
+        case Mapping():
+            return "{" + ", ".join(f"{_source(key)}: {_source(item)}" for key, item in value.items()) + "}"
     raise BadTest(f"an argument is a {type(value).__name__}; it needs plain data")

@@ -1,9 +1,10 @@
-"""Whether what a program gave is what was expected: of plain data, and of printed text."""
+"""Equality of a program's output with the expected one: plain data, and printed text."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,52 +18,58 @@ _LONGEST_NUMBER = 400
 class Approx:
     """An expected value with its own tolerances, as ``pytest.approx``: |got - value| <= max(rel |value|, abs).
 
-    Without ``rel``, 1e-6, or nothing where ``abs`` is there; without ``abs``, 1e-12.
+    Without ``rel``, 1e-6, or 0 where ``abs`` is set; without ``abs``, 1e-12. Applies to each item of a container.
     """
 
     value: Any
     rel: float | None = None
     abs: float | None = None
 
-    def matches(self, got: Any) -> bool:
-        """Of a list, tuple or dict, each of its items."""
-        value = self.value
-        if isinstance(value, (list, tuple)):
-            is_alike = isinstance(got, type(value)) and len(got) == len(value)
-            return is_alike and all(Approx(v, self.rel, self.abs).matches(g) for v, g in zip(value, got, strict=True))
-        if isinstance(value, dict):
-            is_alike = isinstance(got, dict) and got.keys() == value.keys()
-            return is_alike and all(Approx(v, self.rel, self.abs).matches(got[key]) for key, v in value.items())
-        if not isinstance(value, (int, float)) or not isinstance(got, (int, float)) or value == got:
-            return bool(value == got)
+    def is_close(self, got: Any, value: Any) -> bool:
+        if isinstance(got, complex) or isinstance(value, complex) or got == value:
+            return bool(got == value)
         rel = self.rel if self.rel is not None else 0.0 if self.abs is not None else 1e-6
         absolute = 1e-12 if self.abs is None else self.abs
         return not math.isinf(value) and abs(got - value) <= max(rel * abs(value), absolute)
 
 
-def equal(got: Any, expected: Any, *, is_json: bool = False) -> bool:
+def is_close(a: complex, b: complex) -> bool:
+    """Whether two numbers differ by no more than the tolerances; infinities and NaN are close to themselves alone."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    try:
+        if isinstance(a, complex) or isinstance(b, complex):
+            a, b = complex(a), complex(b)
+            return is_close(a.real, b.real) and is_close(a.imag, b.imag)
+        return a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    except OverflowError:  # an int beyond all floats
+        return False
+
+
+def equal(got: Any, expected: Any, *, is_json: bool = False, close: Callable[[Any, Any], bool] = is_close) -> bool:
     """Python's ``==`` over plain data, with a tolerance where one of two numbers is a float, and NaN equal to NaN.
 
     So 3 is 3.0 and True is 1; a list is no tuple, a set no list, "3" not 3. Floats inside sets, and keys, are compared
-    exactly. ``is_json``: what is expected came from JSON, which has no tuples: a tuple is the list with its items.
+    exactly. ``is_json``: the expected value came from JSON, which has no tuples: a tuple equals the list of its items.
     """
     for a, b in ((got, expected), (expected, got)):
         if isinstance(a, Approx):
-            return a.matches(b)
+            return equal(b, a.value, close=a.is_close)
+    pairs: Iterable[tuple[Any, Any]]
     if isinstance(got, (list, tuple)) and isinstance(expected, (list, tuple)):
-        if len(got) != len(expected) or (isinstance(got, list) != isinstance(expected, list) and not is_json):
-            return False
-        return all(equal(a, b, is_json=is_json) for a, b in zip(got, expected, strict=True))
-    if isinstance(got, dict) and isinstance(expected, dict):
-        has_keys = len(got) == len(expected) and all(key in got for key in expected)
-        return has_keys and all(equal(got[key], item, is_json=is_json) for key, item in expected.items())
-    if isinstance(got, (float, complex)) or isinstance(expected, (float, complex)):
-        return all(isinstance(each, (int, float, complex)) for each in (got, expected)) and _is_close(got, expected)
-    return bool(got == expected)
+        is_alike = len(got) == len(expected) and (is_json or isinstance(got, list) == isinstance(expected, list))
+        pairs = zip(got, expected, strict=False)
+    elif isinstance(got, dict) and isinstance(expected, dict):
+        is_alike = len(got) == len(expected) and all(key in got for key in expected)
+        pairs = ((got[key], item) for key, item in expected.items())
+    else:
+        are_numbers = all(isinstance(each, (int, float, complex)) for each in (got, expected))
+        return close(got, expected) if are_numbers else bool(got == expected)
+    return is_alike and all(equal(a, b, is_json=is_json, close=close) for a, b in pairs)
 
 
 def equal_text(got: str, expected: str) -> bool:
-    """The same words in the same lines; spaces between and after words, and blank lines at both ends, do not count.
+    """Equality of the words of each line; spaces around words, and blank lines at both ends, do not count.
 
     Words that are numbers, at least one of them with a point or an exponent, may differ by the tolerance of floats.
     """
@@ -76,17 +83,6 @@ def equal_text(got: str, expected: str) -> bool:
             if max(map(len, pair)) > _LONGEST_NUMBER or not all(map(_NUMBER.fullmatch, pair)):
                 return False
             are_whole = all(word.lstrip("+-").isdigit() for word in pair)
-            if are_whole or not _is_close(*map(float, pair)):
+            if are_whole or not is_close(*map(float, pair)):
                 return False
     return True
-
-
-def _is_close(a: complex, b: complex) -> bool:
-    """Infinities and NaN are close to themselves alone."""
-    try:
-        if isinstance(a, complex) or isinstance(b, complex):
-            a, b = complex(a), complex(b)
-            return _is_close(a.real, b.real) and _is_close(a.imag, b.imag)
-        return a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-    except OverflowError:  # an int beyond all floats
-        return False

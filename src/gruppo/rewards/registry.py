@@ -38,13 +38,14 @@ BUILT_INS = {
     "length_target": BuiltIn(text.length_target, "values", "length_target:50 or length_target:50,characters"),
     "keywords": BuiltIn(text.keywords, "values", "keywords:because,so or keywords for 因为, 所以, 然而, 但是"),
     "repetition_penalty": BuiltIn(text.repetition_penalty, "values", "repetition_penalty or repetition_penalty:3,-1.0"),
+    "code_tests": BuiltIn(code.CodeTests),
     "reward_model": BuiltIn(RewardModel, "path", "reward_model:PATH or reward_model:PATH,label=1,offload=True"),
     "process_reward": BuiltIn(ProcessRewardModel, "path", "process_reward:PATH or process_reward:PATH,separator=\\n"),
 }
 BUILT_INS |= {
     factory.__name__: BuiltIn(factory)
     for factory in (
-        *(code.code_tests, images.brightness, images.symmetry, images.jpeg_compressibility),
+        *(images.brightness, images.symmetry, images.jpeg_compressibility),
         *(images.jpeg_incompressibility, images.jpeg_saving, images.psnr, images.ssim, images.brisque),
         *(images.ocr_match, images.ocr_accuracy, preference.clip_score, preference.pick_score),
         *(preference.hps_score, preference.image_reward),
