@@ -15,6 +15,7 @@ from tests.trainer.runs import assert_same, metrics
 import gruppo
 from gruppo import api, inference
 from gruppo.config.serialization import load
+from gruppo.doctor.record import read
 from gruppo.doctor.report import diagnose
 from gruppo.loading import load_object
 from gruppo.trainer import loop
@@ -68,7 +69,7 @@ def test_it_is_evaluated_sampled_exported_and_explained(finished, tmp_path):
     assert all(torch.equal(tensor, weights[key]) for key, tensor in copy.module.state_dict().items())
     text = "\n".join(api.explain(config(name, tmp_path)))
     assert "OBJECTIVE" in text and "ONE REAL PROMPT" in text and "Traceback" not in text
-    assert diagnose(run) is not None
+    assert diagnose(read(run)) is not None
 
 
 # --- broken ones ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from tests import tiny
 
 from gruppo import api
 from gruppo.config.schema import Stage
+from gruppo.doctor.record import read
 from gruppo.doctor.report import diagnose
 
 REWARDS = str(Path(__file__).with_name("provoked.py").resolve())
@@ -73,20 +74,20 @@ PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
 @pytest.mark.parametrize(("config", "names", "change"), PROVOKED.values(), ids=PROVOKED)
 def test_a_symptom_that_is_provoked_is_named(tmp_path, config, names, change):
     run = api.start(tiny.config(tmp_path, **(QUICK | config))).folder
-    findings = diagnose(run).findings
+    findings = diagnose(read(run)).findings
     assert [finding.rule for finding in findings] == names
     assert str(findings[-1].changes[0]).startswith(change)
 
 
 def test_the_failure_that_a_reward_raised_is_quoted(tmp_path):
     run = api.start(tiny.config(tmp_path, **(QUICK | {"reward": [f"{REWARDS}:fails"], "steps": 2}))).folder
-    assert "Most frequent failure: fails: ValueError: an odd beginning" in diagnose(run).findings[0].meaning
+    assert "Most frequent failure: fails: ValueError: an odd beginning" in diagnose(read(run)).findings[0].meaning
 
 
 def test_a_run_that_learns_has_no_symptom(tmp_path):
     sizes = {"rollout__prompts": 6, "rollout__group_size": 8, "steps": 24}
     evaluated = {"evaluation__prompts": 4, "evaluation__every": 6}
     run = api.start(tiny.config(tmp_path, **(QUICK | sizes | evaluated))).folder
-    report = diagnose(run)
+    report = diagnose(read(run))
     assert report.findings == []
     assert {"entropy-collapse", "zero-spread", "reward-hacking", "mismatch", "ratio-not-1"}.isdisjoint(report.skipped)

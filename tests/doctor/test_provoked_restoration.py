@@ -20,6 +20,7 @@ from gruppo.config.schema import (
     SupervisedConfig,
 )
 from gruppo.core.objective import Objective
+from gruppo.doctor.record import read
 from gruppo.doctor.report import diagnose
 from gruppo.modalities.restoration.config import RestorationConfig
 
@@ -87,7 +88,7 @@ def config_of(folder: Path, **changes: Any) -> Config:
 @pytest.mark.parametrize(("changes", "name", "change"), PROVOKED.values(), ids=PROVOKED)
 def test_a_symptom_of_document_004_is_provoked_and_named(tmp_path, changes, name, change):
     run = api.start(config_of(tmp_path, **changes)).folder
-    named = {finding.rule: finding for finding in diagnose(run).findings}
+    named = {finding.rule: finding for finding in diagnose(read(run)).findings}
     assert name in named
     assert any(str(one).startswith(change) for one in named[name].changes)
 
@@ -96,5 +97,5 @@ def test_a_healthy_run_has_none_of_them(tmp_path):
     full = Stage(name="full", kl_coef=0.05, cons_coef=0.1, new_reference=True)
     stages = (replace(TAUGHT, steps=60, lr=5e-3), full)
     run = api.start(config_of(tmp_path, model="restore:unet:width=8", steps=75, stages=stages)).folder
-    named = {finding.rule for finding in diagnose(run).findings}
+    named = {finding.rule for finding in diagnose(read(run)).findings}
     assert not named & {name for _, name, _ in PROVOKED.values()}

@@ -12,7 +12,7 @@ from tests.doctor.planted import Fault, early, plant, thirds, write
 from gruppo.config.schema import Stage
 from gruppo.doctor import remedies
 from gruppo.doctor.record import Series, Span, read
-from gruppo.doctor.report import examine
+from gruppo.doctor.report import diagnose
 from gruppo.types import GruppoError
 
 SERIES = Series("x", tuple(range(2, 12)), (1.0, 3.0, 2.0, 5.0, 5.0, 5.0, 5.0, 10.0, 20.0, 30.0))
@@ -68,7 +68,7 @@ def test_failed_rows_are_counted_against_the_sizes_of_groups(tmp_path):
     columns = {"reward/exception_count": 17.0, "reward/unscored_count": 17.0, "group/size_8_count": 10.0}
     grown = {"group/size_3_count": early({1: 30.0}, 0.0)}  # 80 + 90 / 30 rows per step
     for name, more, share in (("a", grown, 17 / 83), ("b", {"group/size_8_count": None}, 17 / (48 * 8))):
-        (finding,) = examine(plant(tmp_path / name, Fault(columns | more, ()))).findings
+        (finding,) = diagnose(plant(tmp_path / name, Fault(columns | more, ()))).findings
         assert finding.meaning.startswith(f"{share:.1%} of the sampled rows")
 
 

@@ -31,7 +31,7 @@ MIXED = {**COLLAPSE, "loss/cons": FAULTS["a consistency loss that goes on rising
 
 def text(run, width=120):
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(report.render(report.diagnose(run)))
+    console.print(report.render(report.diagnose(read(run))))
     return console.file.getvalue()
 
 
@@ -56,7 +56,7 @@ def test_the_page_shows_what_is_printed_and_lists_every_rule(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report, "command_name", lambda: "gruppo")
     console = Console(file=io.StringIO(), width=116, color_system=None)
-    made = report.diagnose(write(Path("runs/run"), COLLAPSE))
+    made = report.diagnose(read(write(Path("runs/run"), COLLAPSE)))
     console.print(report.render(made))
     console.print(report.suggestion(made), soft_wrap=True)
     printed = "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
@@ -71,7 +71,7 @@ def test_a_healthy_run_has_no_problems(tmp_path):
     run = write(tmp_path / "run", {})
     output = text(run)
     assert " ".join(output.split()).startswith(f"{run}: 30 steps, no problems found by 20 of 27 rules Not ")
-    assert " try " not in output and str(report.suggestion(report.diagnose(run))) == ""
+    assert " try " not in output and str(report.suggestion(report.diagnose(read(run)))) == ""
 
 
 def test_what_is_too_early_to_tell_is_said_apart(tmp_path):

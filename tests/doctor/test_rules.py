@@ -23,7 +23,7 @@ from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import planned
 from gruppo.doctor.findings import Change
 from gruppo.doctor.record import Record
-from gruppo.doctor.report import RULES, examine
+from gruppo.doctor.report import RULES, diagnose
 from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
 from gruppo.trainer import checks
@@ -502,7 +502,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_and_nothing_else(runs, name):
-    fault, findings = FAULTS[name], examine(runs(name)).findings
+    fault, findings = FAULTS[name], diagnose(runs(name)).findings
     assert tuple(finding.rule for finding in findings) == fault.found
     assert tuple(map(str, findings[-1].changes))[: len(fault.changes)] == fault.changes
     assert fault.says.lower() in findings[-1].meaning.lower()
@@ -511,12 +511,12 @@ def test_a_planted_fault_is_found_and_nothing_else(runs, name):
 
 @pytest.mark.parametrize("fault", HEALTHY_ALL_THE_SAME.values(), ids=HEALTHY_ALL_THE_SAME)
 def test_what_is_healthy_gives_no_finding(tmp_path, fault):
-    assert examine(plant(tmp_path / "run", fault)).findings == []
+    assert diagnose(plant(tmp_path / "run", fault)).findings == []
 
 
 def test_each_change_gives_a_config_that_can_be_trained(runs):
     for name in FAULTS:
-        for finding in examine(runs(name)).findings:
+        for finding in diagnose(runs(name)).findings:
             for proposed in finding.changes:
                 config = applied(runs(name).config, proposed)
                 checks.check(config, find_modality(config.model))
@@ -552,7 +552,7 @@ def test_the_shell_takes_the_options(runs):
     """All names; and the texts of those that one command can hold together."""
     proposed: dict[str, str] = {}
     for name in FAULTS:
-        for finding in examine(runs(name)).findings:
+        for finding in diagnose(runs(name)).findings:
             for one in finding.changes:
                 proposed |= one.settings
     staged = Config(stages=(Stage(), Stage()))
@@ -569,7 +569,7 @@ def test_every_rule_is_planted():
 
 
 def test_a_metric_that_was_never_logged_is_named_and_not_guessed(tmp_path):
-    report = examine(plant(tmp_path / "run", Fault({name: None for name in HEALTHY if name != "optim/lr"}, ())))
+    report = diagnose(plant(tmp_path / "run", Fault({name: None for name in HEALTHY if name != "optim/lr"}, ())))
     assert report.findings == []
     assert report.skipped["entropy-collapse"] == "no entropy/mean_nats was logged"
     assert set(report.skipped) == {rule.name for rule in RULES if rule.reads and rule.reads != ["optim/lr"]}
@@ -578,25 +578,24 @@ def test_a_metric_that_was_never_logged_is_named_and_not_guessed(tmp_path):
 def test_no_gap_in_the_metrics_is_an_error(runs):
     """Each fifth of the columns left out, or never finite."""
     for run in map(runs, FAULTS):
-        columns = [column for column in run.names if column != "step"]
+        columns = [column for column in run.metrics if column != "step"]
         for start, value in product(range(5), (None, math.nan)):
             gone = set(columns[start::5])
             rows = [
                 {n: v if n not in gone else value for n, v in row.items() if value or n not in gone} for row in run.rows
             ]
-            findings = examine(replace(run, rows=rows)).findings
-            json.dumps([finding.to_dict() for finding in findings], allow_nan=False)
+            json.dumps(diagnose(replace(run, rows=rows)).to_dict(), allow_nan=False)
 
 
 def test_a_trend_needs_three_steps_in_each_third(tmp_path):
     fault = FAULTS["a KL that runs away"]
     short = [value if step <= 8 else None for step, value in enumerate([0.01, 0.01, 0.2, 0.2, 0.2, 2, 2, 2] * 4, 1)]
     run = plant(tmp_path / "run", Fault({**fault.columns, "kl/ref_nats": short[:STEPS]}, ()))
-    assert examine(run).skipped["kl-blow-up"] == "kl/ref_nats was logged in 8 steps; 9 are needed"
+    assert diagnose(run).skipped["kl-blow-up"] == "kl/ref_nats was logged in 8 steps; 9 are needed"
 
 
 def test_the_text_is_plain(runs):
     """No rule, title or meaning says that a run ails, or mends."""
     texts = [rule.title for rule in RULES]
-    texts += [finding.meaning for name in FAULTS for finding in examine(runs(name)).findings]
+    texts += [finding.meaning for name in FAULTS for finding in diagnose(runs(name)).findings]
     assert not [text for text in texts if re.search(r"\b(ails?|mends?|rests|is none)\b", text)]

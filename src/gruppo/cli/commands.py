@@ -194,9 +194,9 @@ class DoctorOptions:
 
 def doctor(args: list[str]) -> int:
     options = parse_command(DoctorOptions, args, "doctor", "run")
-    from gruppo.doctor import report
+    from gruppo.doctor import record, report
 
-    report.print_report(report.diagnose(Path(options.run)), is_json=options.json)
+    report.print_report(report.diagnose(record.read(Path(options.run))), is_json=options.json)
     return 0
 
 

@@ -11,8 +11,6 @@ from gruppo.doctor.findings import Change
 from gruppo.doctor.record import Record
 from gruppo.types import GruppoError
 
-FIRST_KL_COEF = 0.04
-"""Starting value where the KL has no coefficient: DeepSeekMath, arXiv 2402.03300."""
 FACTORS = {0.5: "half of", 3.0: "three times", 10.0: "ten times"}
 
 
@@ -50,15 +48,14 @@ def more_kl(run: Record, *, target: float) -> Change:
         return Change({option: f"adaptive:{number(schedule.initial)},{words}"}, f"lower target than {kl_coef}")
     if any(schedule.values):
         return Change({option: scaled(kl_coef, 2.0)}, f"twice {kl_coef}")
-    return Change({option: number(FIRST_KL_COEF)}, "currently 0")
+    return Change({option: "0.04"}, "currently 0")  # DeepSeekMath, arXiv 2402.03300
 
 
 def fewer_updates(run: Record) -> list[Change]:
     """Half the epochs per batch, else half the minibatches."""
-    for name in ("epochs", "minibatches"):
-        if (count := getattr(run.config.optim, name)) > 1:
-            return [Change({f"--optim.{name}": str(count // 2)}, f"half of {count}")]
-    return []
+    counts = {"epochs": run.config.optim.epochs, "minibatches": run.config.optim.minibatches}
+    changes = [Change({f"--optim.{name}": str(n // 2)}, f"half of {n}") for name, n in counts.items() if n > 1]
+    return changes[:1]
 
 
 def return_to_best(run: Record) -> list[Change]:
@@ -90,13 +87,13 @@ def set_objective(run: Record, why: str, **fields: Any) -> list[Change]:
     """Set fields of the objective; nothing if they have these values, or do not fit its other choices."""
     objective = run.config.objective
     try:
-        changed = replace(objective, **fields)
+        replace(objective, **fields)
     except GruppoError:
         return []
     settings = {
         f"--objective.{name.replace('_', '-')}": number(value) if isinstance(value, float) else str(value)
         for name, value in fields.items()
-        if getattr(changed, name) != getattr(objective, name)
+        if value != getattr(objective, name)
     }
     return [Change(settings, why)] if settings else []
 

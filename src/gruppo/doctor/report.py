@@ -19,14 +19,15 @@ from rich.text import Text
 from gruppo.config.schema import IN_MEMORY
 from gruppo.doctor import optimizer_rules, policy_rules, reward_rules
 from gruppo.doctor.findings import Finding, Rule
-from gruppo.doctor.record import Record, read
+from gruppo.doctor.record import Record
 from gruppo.loading import command_name
 from gruppo.tracking.formatting import number, visible
 
 _TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
-_CHECKS = vars(policy_rules) | vars(reward_rules) | vars(optimizer_rules)
-RULES: Sequence[Rule] = [Rule(n, _CHECKS[f"check_{n.replace('-', '_')}"], **fields) for n, fields in _TABLE.items()]
+RULES = [Rule(name, **fields) for name, fields in _TABLE.items()]
 """All rules, in the order of the report."""
+_MODULES = vars(policy_rules) | vars(reward_rules) | vars(optimizer_rules)
+CHECKS = [value for name, value in _MODULES.items() if name.startswith("check_")]
 
 
 @dataclass(frozen=True)
@@ -39,25 +40,47 @@ class Report:
     """Rules that could not be checked, and why."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "run": str(self.run.folder),
-            "steps": self.run.steps,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "checked": [rule.name for rule in RULES if rule.name not in self.skipped],
-            "skipped": dict(self.skipped),
-        }
+        findings = [
+            {
+                "rule": finding.rule,
+                "title": finding.title,
+                "measured": [
+                    {"metric": metric, "mean": span.mean, "steps": [span.first, span.last]}
+                    for metric, spans in finding.measured
+                    for span in spans
+                ],
+                "meaning": finding.meaning,
+                "changes": [{"options": dict(change.settings), "why": change.why} for change in finding.changes],
+            }
+            for finding in self.findings
+        ]
+        checked = [rule.name for rule in RULES if rule.name not in self.skipped]
+        run = {"run": str(self.run.folder), "steps": self.run.steps}
+        return run | {"findings": findings, "checked": checked, "skipped": dict(self.skipped)}
 
 
-def examine(run: Record) -> Report:
+def diagnose(run: Record) -> Report:
     """Check every rule whose metrics were logged."""
-    skipped = {rule.name: reason for rule in RULES if (reason := rule.skip_reason(run))}
-    findings = [rule.find(run) for rule in RULES if rule.name not in skipped]
-    return Report(run, [finding for finding in findings if finding is not None], skipped)
-
-
-def diagnose(folder: Path) -> Report:
-    """Check every rule on a run's folder."""
-    return examine(read(folder))
+    skipped: dict[str, str] = {}
+    findings: list[Finding] = []
+    matches = {match.rule: match for check in CHECKS for match in check(run)}
+    for rule in RULES:
+        for i, name in enumerate(rule.reads):
+            names = [metric for metric in run.metrics if metric.startswith(name)] if name.endswith("/") else [name]
+            steps, least = max((len(run[metric]) for metric in names), default=0), 1 if i else rule.min_steps
+            if steps < least and rule.name not in skipped:
+                short = f"{name.rstrip('/')} was logged in {steps} steps; {least} are needed"
+                skipped[rule.name] = short if steps else f"no {name.rstrip('/')} was logged"
+        if rule.name not in matches or rule.name in skipped:
+            continue
+        match = matches[rule.name]
+        text = rule.meaning if isinstance(rule.meaning, str) else rule.meaning[match.case]
+        shown = [run.reward if name == "reward" else run[name] for name in rule.shows]
+        evidence = [*match.evidence, *((series, (series.third(0), series.third(2))) for series in shown)]
+        measured = [(series.name, spans) for series, spans in evidence if len(series)]  # the others were never logged
+        meaning = text.format(run=run, **match.values)
+        findings.append(Finding(rule.name, rule.title, measured, meaning, match.changes))
+    return Report(run, findings, skipped)
 
 
 def print_report(report: Report, *, is_json: bool) -> None:
@@ -81,9 +104,13 @@ def render(report: Report) -> RenderableType:
     parts: list[RenderableType] = [head.append(f" by {len(RULES) - len(report.skipped)} of {len(RULES)} rules")]
     for i, finding in enumerate(report.findings, start=1):
         title = Text.assemble(f"{i}. ", (finding.title, "bold yellow"), (f"  {finding.rule}", "dim"))
-        evidence = _grid([(Text(visible(name)), Text(", then ".join(map(_mean, s)))) for name, s in finding.measured])
+        evidence = []
+        for name, spans in finding.measured:
+            steps = [f"step {s.first}" if s.first == s.last else f"steps {s.first} to {s.last}" for s in spans]
+            means = [f"{number(span.mean)} ({text})" for span, text in zip(spans, steps, strict=True)]
+            evidence.append((Text(visible(name)), Text(", then ".join(means))))
         rows: list[Sequence[RenderableType]] = [
-            (Text("   measured", "dim"), evidence),
+            (Text("   measured", "dim"), _grid(evidence)),
             (Text("   meaning", "dim"), Text(visible(finding.meaning))),
         ]
         if finding.changes:
@@ -122,8 +149,3 @@ def _grid(rows: Sequence[Sequence[RenderableType]]) -> Table:
     for row in rows:
         grid.add_row(*row)
     return grid
-
-
-def _mean(span: Any) -> str:
-    steps = f"step {span.first}" if span.first == span.last else f"steps {span.first} to {span.last}"
-    return f"{number(span.mean)} ({steps})"
