@@ -158,12 +158,13 @@ def _of_pictures(policy: RestorationPolicy, prompts: Sequence[Prompt]) -> Tensor
 
 
 def _of_parameters(policy: RestorationPolicy, prompts: Sequence[Prompt]) -> Tensor:
-    """Mean square of what the head says less the true values, in units of each control's range."""
+    """Mean square of the head's mean less the true values, in units of each control's range."""
     action: Any = policy.module.action
     span = torch.tensor([control.high - control.low for control in action.controls])
-    wanted = (action.true_values([prompt.meta for prompt in prompts]) - nominal(policy)) / span
-    said = policy.module(torch.stack([prompt.inputs for prompt in prompts])).mean.flatten(1)
-    return (said - wanted).square().mean()
+    true = torch.tensor([action.true_values(prompt.meta) for prompt in prompts])
+    target = (true - nominal(policy)) / span
+    mean = policy.module(torch.stack([prompt.inputs for prompt in prompts]))[0].flatten(1)
+    return (mean - target).square().mean()
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def judged(
     """The rows of one run. Without a ``source`` neither grid nor taught heads."""
     action: Any = policy.module.action
     x = torch.stack([prompt.inputs for prompt in test])
-    true = action.true_values([prompt.meta for prompt in test])
+    true = torch.tensor([action.true_values(prompt.meta) for prompt in test])
     names = [control.name for control in action.controls]
     pictures: dict[str, tuple[Tensor, Tensor | None]] = {
         "as given": (x, None),

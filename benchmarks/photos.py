@@ -276,7 +276,7 @@ def shown(policy: RestorationPolicy, noisy: Pictures) -> tuple[Pictures, Picture
     """What the network makes of each without any action, and the deterministic picture."""
     parts = noisy.split(PART)
     return (
-        torch.cat([policy.module.baseline(part) for part in parts]),
+        torch.cat([policy.output_of(part, "base") for part in parts]),
         torch.cat([policy.output_of(part) for part in parts]),
     )
 

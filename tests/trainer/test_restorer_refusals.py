@@ -294,7 +294,7 @@ def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
     clean, noisy = restoring.write_images(tmp_path / "clean"), restoring.write_images(tmp_path / "given")
     changes = CONS | {"restoration__consistency": "degradation", "data": f"pairs:{noisy}:{clean}:crop=8"}
     config = restoring.config(tmp_path, **changes)
-    why = r"consistency='degradation' degrades a restored picture as the data were, and these data do not say how"
+    why = r"consistency='degradation' degrades a restored image as the data were, and these data do not say how"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
 

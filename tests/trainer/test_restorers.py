@@ -52,10 +52,10 @@ def charbonnier(x: Tensor, y: Tensor) -> Tensor:
 
 def normal(run: Run, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [K, h, w] and std [K, 1, 1] of one picture's action, and its deterministic picture: one forward each."""
-    meant = module(x[None].double())
+    means, base = module(x[None].double())
     std = module.action.scale()[:, None, None]
-    up = meant.mean[0].repeat_interleave(4, -1).repeat_interleave(4, -2)  # 2 x 2 flat squares of 8 x 8 pixels
-    return meant.mean[0], std, meant.base[0] + up
+    up = means[0].repeat_interleave(4, -1).repeat_interleave(4, -2)  # 2 x 2 flat squares of 8 x 8 pixels
+    return means[0], std, base[0] + up
 
 
 def losses_by_hand(run: Run, batch: Batch) -> dict[str, Tensor]:
@@ -610,7 +610,7 @@ def test_a_run_of_pictures_to_restore_is_explained(tmp_path, capsys):
         "3 numbers; one for each of 2 x 2 patches",
         "at 5 times the learning rate",
         "2 prompts x 4 samples = 8 rows",
-        "supervised on the picture of the mean action, by charbonnier; consistency to reference",
+        "supervised on the image of the mean action, by charbonnier; consistency to reference",
         "ONE REAL DEMONSTRATION",
         "psnr(prompts=[...], images=[...]",
     ):

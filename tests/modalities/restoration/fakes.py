@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.modalities.restoration import BandGains, Control, Controls, LowResolution, PixelNoise, RestorationPolicy
+from gruppo.modalities.restoration.policy import to_columns
 from gruppo.types import MicroBatch, Prompt, Request, Rollouts, Sampling
 
 SIDE = 8
@@ -87,6 +88,21 @@ def sampled(policy: RestorationPolicy, *sizes: int, seed: int = 3) -> Rollouts:
 
 def whole(rollouts: Rollouts, *rows: int) -> MicroBatch:
     return MicroBatch(torch.tensor(rows or range(len(rollouts))), slice(0, rollouts.mask.shape[1]))
+
+
+def from_columns(columns: Tensor, side: int) -> Tensor:
+    """The inverse of ``to_columns``."""
+    rows = [torch.cat(list(row), dim=-1) for row in columns.transpose(0, 1).split(side)]  # [N, K, h, W]
+    return torch.cat(rows, dim=-2)
+
+
+def patch_means(images: Tensor, side: int) -> Tensor:
+    """Mean over the channels and pixels of each patch."""
+    return to_columns(images, side).flatten(2).mean(dim=-1)
+
+
+def rendered(policy: RestorationPolicy, x: Tensor, base: Tensor | None, action: Tensor) -> Tensor:
+    return policy.module.action.render(policy.module.call_network, x, base, action)
 
 
 def doubled(policy: RestorationPolicy) -> RestorationPolicy:

@@ -19,11 +19,13 @@ from tests.modalities.restoration.fakes import (
     disturb,
     doubled,
     low_resolution,
+    patch_means,
     picture,
     pixel_patches,
     pixels,
     policy_of,
     prompts,
+    rendered,
     sampled,
     whole,
 )
@@ -48,7 +50,7 @@ from gruppo.modalities.restoration import (
     ToDegraded,
     ToReference,
 )
-from gruppo.modalities.restoration.patches import patch_means, to_columns
+from gruppo.modalities.restoration.policy import to_columns
 from gruppo.rewards.scoring import RewardSet
 from gruppo.trainer.collect import collect
 from gruppo.trainer.demonstrations import unsampled
@@ -428,8 +430,8 @@ def test_in_units_the_network_is_told_shares_of_the_ranges():
     shares = torch.stack([values[:, 0] / 2, (values[:, 2] + 1) / 2], dim=1)
     mix = values[:, 1, None, None, None]
     by_hand = mix * network(x, shares) + (1 - mix) * x
-    torch.testing.assert_close(unit.module.render(x, None, action), by_hand)
-    assert (unit.module.render(x, None, action) - plain.module.render(x, None, action)).abs().max() > 0.01
+    torch.testing.assert_close(rendered(unit, x, None, action), by_hand)
+    assert (rendered(unit, x, None, action) - rendered(plain, x, None, action)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(

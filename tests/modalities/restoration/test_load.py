@@ -36,7 +36,9 @@ def test_what_is_saved_and_loaded_draws_the_same(tmp_path, network, action):
     policy = open_restorer(network, action, trains=trains, loss="l1", seed=5)
     policy.save(tmp_path / "saved")
     loaded = load_restorer(tmp_path / "saved")
-    assert loaded.settings == policy.settings and loaded.spec == network.partition(":")[0]
+    loaded.save(tmp_path / "again")
+    first, again = ((tmp_path / name / "restorer.json").read_text() for name in ("saved", "again"))
+    assert first == again and loaded.spec == network.partition(":")[0]
     a, b = (one.sample(requests(2, 1), SAMPLING, seed=1) for one in (policy, loaded))
     assert torch.equal(a.actions, b.actions) and torch.equal(torch.stack(a.completions), torch.stack(b.completions))
     assert {p.requires_grad for p in loaded.module.network.parameters()} == {trains == "all"}

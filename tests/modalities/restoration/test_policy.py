@@ -16,12 +16,15 @@ from tests.modalities.restoration.fakes import (
     controls,
     disturb,
     doubled,
+    from_columns,
     low_resolution,
+    patch_means,
     picture,
     pixel_patches,
     pixels,
     policy_of,
     prompts,
+    rendered,
     requests,
     sampled,
     whole,
@@ -33,7 +36,7 @@ from gruppo.core.kl import gaussian_kl
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.restoration import BandGains, LowResolution, PixelNoise, RestorationPolicy
-from gruppo.modalities.restoration.patches import from_columns, patch_means, to_columns
+from gruppo.modalities.restoration.policy import to_columns
 from gruppo.testing import check_policy
 from gruppo.types import GruppoError, Prompt, Request, Rollouts, Sampling
 
@@ -212,8 +215,8 @@ def test_gains_multiply_bands_of_luma_and_chroma():
     for k, band in enumerate(by_hand):
         gains = torch.zeros(1, 4, 1, 1, dtype=torch.float64)
         gains[0, k] = 0.5
-        torch.testing.assert_close(policy.module.render(x, base, gains), base + 0.5 * band, rtol=0, atol=1e-6)
-    off = policy.module.render(x, base, torch.full((1, 4, 1, 1), -1.0, dtype=torch.float64))
+        torch.testing.assert_close(rendered(policy, x, base, gains), base + 0.5 * band, rtol=0, atol=1e-6)
+    off = rendered(policy, x, base, torch.full((1, 4, 1, 1), -1.0, dtype=torch.float64))
     torch.testing.assert_close(off, second, rtol=0, atol=1e-6)
 
 
@@ -224,9 +227,9 @@ def test_controls_are_told_in_their_range_and_mix_with_what_was_given():
     told = torch.tensor([[0.5 + 0.25 * 2, 1.0]], dtype=torch.float64)  # noise, and blur kept below 1
     torch.testing.assert_close(policy.module.action.values(action)[0].tolist(), [1.0, 0.25, 1.0])
     by_hand = 0.25 * policy.module.network(x, told) + 0.75 * x
-    torch.testing.assert_close(policy.module.render(x, None, action), by_hand)
+    torch.testing.assert_close(rendered(policy, x, None, action), by_hand)
     start = torch.tensor([[0.5, 0.0]], dtype=torch.float64)
-    torch.testing.assert_close(policy.module.baseline(x), 0.75 * policy.module.network(x, start) + 0.25 * x)
+    torch.testing.assert_close(policy.output_of(x, "base"), 0.75 * policy.module.network(x, start) + 0.25 * x)
 
 
 @pytest.mark.parametrize("action", [LowResolution(grid=2), BandGains(grid=2)], ids=lambda a: type(a).__name__)
@@ -463,10 +466,10 @@ def test_an_action_of_a_patch_changes_its_own_pixels_alone():
     for policy in (pixel_patches(), band_gains()):
         rollouts = sampled(policy, 1)
         x = rollouts.shared["degraded"]
-        meant = policy.module(x)
+        _, base = policy.module(x)
         moved = rollouts.actions.clone()
         moved[:, 2] += 0.5
-        before, after = (policy.module.render(x, meant.base, from_columns(a, 2)) for a in (rollouts.actions, moved))
+        before, after = (rendered(policy, x, base, from_columns(a, 2)) for a in (rollouts.actions, moved))
         changed = (after - before).abs().amax(dim=1)[0] > 0
         assert changed[4:, :4].any() and not changed[:4].any() and not changed[:, 4:].any()
 

@@ -28,15 +28,6 @@ DETAIL_SCALE = 10.0
 """Detail is a tenth of an image's range or less; scaled by this, a head sees it as well as the image."""
 
 
-@dataclass(frozen=True, eq=False)
-class ActionMean:
-    """Result of a forward pass, before anything is sampled."""
-
-    mean: Grid
-    base: Images | None
-    """The network's image, where the action changes it; None where the action decides what the network reads."""
-
-
 class NoiseScale(nn.Module):
     """Standard deviations s0 e^w of K numbers, w learned or 0. Weight decay pulls a learned one back to s0."""
 
@@ -57,7 +48,7 @@ class NoiseScale(nn.Module):
 
 
 class MeanHead(nn.Module):
-    """From images to K numbers per cell of a grid, 0 at first. It reads the detail of a cell, averaged over it."""
+    """From images to K numbers per cell of a grid, initially 0. It averages detail over each cell."""
 
     def __init__(self, channels: int, count: int, grid: int, width: int = 24) -> None:
         super().__init__()
@@ -77,16 +68,19 @@ class MeanHead(nn.Module):
 
 
 class Action(nn.Module):
-    """Base class: ``forward`` gives the mean, ``render`` the image of a sample, before it is clamped.
+    """Base class. Subclasses define two functions of the network:
 
-    Its parameters are those of the mean's head and of the noise scale.
+    - ``forward(network, x)``: the mean of the action, and the network's image if the action changes it, or None if the
+      action decides what the network reads.
+    - ``render(network, x, base, action)``: the image of a sample, before clamping; ``base`` is that image or None.
     """
 
     kind: ClassVar[str]
     conditions = 0
     """Numbers per image that the network reads beside it."""
     grid: int | None = None
-    """Cells a side; None where the action has the size of the image."""
+    """Cells per side; None if the action has the size of the image."""
+    render: Any
 
     def __init__(
         self, channels: int, count: int, std: float | Sequence[float], *, learned: bool, **options: Any
@@ -96,22 +90,7 @@ class Action(nn.Module):
         self.scale = NoiseScale(std, count, learned=learned)
         noise = {"std": self.scale.start, "learned": self.scale.learned}
         self.settings: dict[str, Any] = {"kind": self.kind, "channels": channels, **options, **noise}
-        """What it was built with, as JSON."""
-
-    def shape(self, image: Sequence[int]) -> tuple[int, int, int]:
-        """Shape [K, h, w] of an action, for an image [C, H, W]."""
-        height, width = image[1:] if self.grid is None else (self.grid, self.grid)
-        return self.count, height, width
-
-    def forward(self, network: NetworkCall, x: Images) -> ActionMean:
-        raise NotImplementedError
-
-    def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
-        raise NotImplementedError
-
-    def baseline(self, network: NetworkCall, x: Images) -> Images:
-        """The image without an action."""
-        return network(x)
+        """Arguments of the constructor, as JSON."""
 
 
 class PixelNoise(Action):
@@ -126,86 +105,75 @@ class PixelNoise(Action):
     def __init__(self, channels: int = 3, *, std: float | Sequence[float] = 0.01, learned: bool = False) -> None:
         super().__init__(channels, channels, std, learned=learned)
 
-    def forward(self, network: NetworkCall, x: Images) -> ActionMean:
+    def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images | None]:
         base = network(x)
-        return ActionMean(base, base)
+        return base, base
 
     def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         return action
 
 
-class LowResolution(Action):
-    """z ~ N(m(x), s^2) on a grid x grid of C numbers, y = f(x) + Up(z).
+class GridAction(Action):
+    """An action on a grid x grid of cells that changes the network's image f(x).
 
-    m reads x and f(x), and is 0 at first. ``smooth``: Up is bilinear; otherwise each cell is one flat square, and
-    changes nothing outside. A policy gradient reaches f only through what m reads of it; ``detached`` stops that.
+    ``smooth``: upsampling Up is bilinear; otherwise each cell is one flat square, and changes nothing outside. The mean
+    reads f(x) and is initially 0. A policy gradient reaches f only through the mean; ``detached`` stops that.
     """
 
-    kind = "low_resolution"
+    default_std: ClassVar[float]
+    bands: ClassVar[Mapping[int, int]] = {}
+    """Bands of detail by number of channels; empty for an action that is added to the image."""
 
     def __init__(
         self,
         channels: int = 3,
         *,
         grid: int = 8,
-        std: float | Sequence[float] = 0.02,
+        std: float | Sequence[float] | None = None,
         learned: bool = False,
         smooth: bool = True,
         detached: bool = True,
     ) -> None:
-        super().__init__(channels, channels, std, learned=learned, grid=grid, smooth=smooth, detached=detached)
+        if self.bands and channels not in self.bands:
+            raise GruppoError(
+                f"channels={channels} has no detail_bands; they are of 1 channel (gray) or 3 (color). Set one."
+            )
+        bands, options = self.bands.get(channels), {"grid": grid, "smooth": smooth, "detached": detached}
+        super().__init__(
+            channels, bands or channels, self.default_std if std is None else std, learned=learned, **options
+        )
         self.grid, self.smooth, self.detached = grid, smooth, detached
-        self.head = MeanHead(2 * channels, channels, grid)
+        self.head = MeanHead(channels * (1 + (bands or 1)), self.count, grid)
 
-    def forward(self, network: NetworkCall, x: Images) -> ActionMean:
+    def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images | None]:
         base = network(x)
-        features = base.detach() if self.detached else base
-        return ActionMean(self.head(torch.cat([x.to(base), features], dim=1)), base)
+        seen = base.detach() if self.detached else base
+        # the degraded image beside the restored one, or the restored one beside its bands
+        features = [seen, detail_bands(seen).flatten(1, 2) * DETAIL_SCALE] if self.bands else [x.to(base), seen]
+        return self.head(torch.cat(features, dim=1)), base
 
     def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         assert base is not None
-        return base + upsample(action.to(base), *base.shape[-2:], smooth=self.smooth)
+        numbers = upsample(action.to(base), *base.shape[-2:], smooth=self.smooth)  # [N, K, H, W]
+        return base + ((numbers[:, :, None] * detail_bands(base)).sum(dim=1) if self.bands else numbers)
 
 
-class BandGains(Action):
-    """Gains of bands of detail on a coarse grid: y = f(x) + sum_k Up(g_k) band_k(f(x)), g ~ N(m(x), s^2).
+class LowResolution(GridAction):
+    """A coarse residual of C numbers per cell: z ~ N(m(x, f(x)), s^2), y = f(x) + Up(z)."""
+
+    kind, default_std = "low_resolution", 0.02
+
+
+class BandGains(GridAction):
+    """Gains of bands of detail: y = f(x) + sum_k Up(g_k) band_k(f(x)), g ~ N(m(f(x)), s^2).
 
     Bands are fine and medium detail, each as luma and as chroma (one channel: two bands); a gain of -1 removes a band,
     0 keeps it. Four numbers per cell instead of thousands of pixels: a sample is visible in the image, and costs 0.03
-    dB at a std of 0.15. m reads f(x) and is 0 at first; it needs 10 to 50 times the learning rate of a trained network.
+    dB at a std of 0.15. The mean needs 10 to 50 times the learning rate of a trained network.
     """
 
-    kind = "band_gains"
-
-    def __init__(
-        self,
-        channels: int = 3,
-        *,
-        grid: int = 8,
-        std: float | Sequence[float] = 0.15,
-        learned: bool = False,
-        smooth: bool = True,
-        detached: bool = True,
-    ) -> None:
-        if channels not in (1, 3):
-            raise GruppoError(
-                f"channels={channels} has no detail_bands; they are of 1 channel (grey) or 3 (colour). Set one."
-            )
-        count = 2 if channels == 1 else 4
-        super().__init__(channels, count, std, learned=learned, grid=grid, smooth=smooth, detached=detached)
-        self.grid, self.smooth, self.detached = grid, smooth, detached
-        self.head = MeanHead(channels * (1 + count), count, grid)
-
-    def forward(self, network: NetworkCall, x: Images) -> ActionMean:
-        base = network(x)
-        features = base.detach() if self.detached else base
-        details = detail_bands(features).flatten(1, 2) * DETAIL_SCALE  # [N, K C, H, W]
-        return ActionMean(self.head(torch.cat([features, details], dim=1)), base)
-
-    def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
-        assert base is not None
-        gains = upsample(action.to(base), *base.shape[-2:], smooth=self.smooth)[:, :, None]  # [N, K, 1, H, W]
-        return base + (gains * detail_bands(base)).sum(dim=1)
+    kind, default_std = "band_gains", 0.15
+    bands: ClassVar[Mapping[int, int]] = {1: 2, 3: 4}
 
 
 # --- the network's own conditions -------------------------------------------------------------------------------------
@@ -223,20 +191,13 @@ class Control:
     start: float
     """Its value without an action."""
 
-    def __post_init__(self) -> None:
-        if not self.low < self.high or not self.low <= self.start <= self.high:
-            raise GruppoError(
-                f"the control {self.name!r} starts at {self.start:g} and has the range {self.low:g} to {self.high:g}; "
-                "low needs to be below high, and the start between them."
-            )
-
 
 class Controls(Action):
     """The network's own conditions as the action: c ~ N(m(x), s^2), y = f(x, c).
 
     Actions are in units of each control's range, from its start: value = start + a (high - low), clamped to the range.
     The network reads the values, without ``mix``; with ``unit`` as shares of the range, 0 to 1, from which a network
-    learns better where a range is one of 50 levels and pixels are in [0, 1]. m reads x, and is 0 at first. Log-probs
+    learns better where a range is one of 50 levels and pixels are in [0, 1]. m reads x, and is initially 0. Log-probs
     need no gradient through the network, so that it may be one without any.
     """
 
@@ -256,6 +217,12 @@ class Controls(Action):
         names = [control.name for control in parsed]
         if not names or len(set(names)) != len(names):
             raise GruppoError(f"the controls are {names}; there needs to be one at least, and each once.")
+        for one in parsed:
+            if not one.low < one.high or not one.low <= one.start <= one.high:
+                raise GruppoError(
+                    f"the control {one.name!r} starts at {one.start:g} and has the range {one.low:g} to {one.high:g}; "
+                    "low needs to be below high, and the start between them."
+                )
         listed = [asdict(control) for control in parsed]
         super().__init__(channels, len(names), std, learned=learned, controls=listed, unit=unit)
         self.controls, self.unit = parsed, unit
@@ -267,9 +234,9 @@ class Controls(Action):
         self._mix = names.index(MIX) if MIX in names else None
         self.conditions = len(self._read)
 
-    def forward(self, network: NetworkCall, x: Images) -> ActionMean:
+    def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images | None]:
         detail = x - avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
-        return ActionMean(self.head(torch.cat([x, detail * DETAIL_SCALE], dim=1)), None)
+        return self.head(torch.cat([x, detail * DETAIL_SCALE], dim=1)), None
 
     def values(self, action: Grid) -> Float[Tensor, "N K"]:
         """Value of each control, ``mix`` included, clamped to its range."""
@@ -277,7 +244,7 @@ class Controls(Action):
         return (start + action.flatten(1) * (high - low)).clamp(low, high)
 
     def restored(self, network: NetworkCall, x: Images, values: Float[Tensor, "N K"]) -> Images:
-        """The network's image under these values of the controls; ``mix`` is not applied."""
+        """The network's image at these values of the controls; ``mix`` is not applied."""
         if not self._read:
             return network(x)
         if self.unit:
@@ -285,27 +252,24 @@ class Controls(Action):
             values = (values - low) / (high - low)
         return network(x, values[:, self._read])
 
-    def true_values(self, columns: Sequence[Mapping[str, Any]]) -> Float[Tensor, "N K"]:
-        """Values that the data have for each control, by name; 1 for ``mix``. See ``values_error``."""
-        names = [control.name for control in self.controls]
-        return torch.tensor([[1.0 if name == MIX else float(row[name]) for name in names] for row in columns])
-
-    def values_error(self, columns: Mapping[str, Any]) -> str | None:
-        """Why these columns of a prompt are no true values of the controls, or None."""
-        for control in (one for one in self.controls if one.name != MIX):
-            value = columns.get(control.name)
+    def true_values(self, columns: Mapping[str, Any]) -> list[float]:
+        """Value of each control in a prompt's columns, by name; 1 for ``mix``. Raises GruppoError without one."""
+        values = []
+        for control in self.controls:
+            value = 1.0 if control.name == MIX else columns.get(control.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 got = f"{value!r} as {control.name!r}" if control.name in columns else f"no column {control.name!r}"
-                return (
+                raise GruppoError(
                     f"has {got}; supervises='told' gives the network that number. Use data that have it, such as "
                     "lines:blur=0.5-2,noise=10-40, or name the control as the data do."
                 )
-            if not control.low <= value <= control.high:
-                return (
+            if control.name != MIX and not control.low <= value <= control.high:
+                raise GruppoError(
                     f"has {control.name}={value:g}, and the control has the range {control.low:g} to "
                     f"{control.high:g}. Widen the range, or degrade within it."
                 )
-        return None
+            values.append(float(value))
+        return values
 
     def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         values = self.values(action)
@@ -314,9 +278,6 @@ class Controls(Action):
             return image
         mix = values[:, self._mix].reshape(-1, 1, 1, 1).to(image)
         return mix * image + (1 - mix) * x.to(image)
-
-    def baseline(self, network: NetworkCall, x: Images) -> Images:
-        return self.render(network, x, None, torch.zeros(len(x), *self.shape(x.shape[1:]), device=x.device))
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------
@@ -328,7 +289,7 @@ EXAMPLES = "pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15 o
 
 
 def open_action(text: str, channels: int = 3) -> Action:
-    """The action of ``band_gains:grid=8,std=0.15`` or ``controls:noise=0-50@25,mix=0-1@1``."""
+    """Build the action of ``band_gains:grid=8,std=0.15`` or ``controls:noise=0-50@25,mix=0-1@1``."""
     kind, _, rest = text.partition(":")
     if kind not in ACTIONS:
         near = difflib.get_close_matches(kind, ACTIONS, n=1)

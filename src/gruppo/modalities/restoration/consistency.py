@@ -16,9 +16,9 @@ from gruppo.types import GruppoError, Likelihood, Prompt, Rollouts
 
 Images = Float[Tensor, "N C H W"]
 Degradation = Callable[[Images, Sequence[Prompt]], Images]
-"""D, differentiable, of images and of the prompts whose strengths it reads."""
+"""D, differentiable: from images, and the prompts whose strengths it reads, to degraded images."""
 Consistency = Callable[[Any, Rollouts, Likelihood, Likelihood], Images]
-"""(policy, rollouts, likelihood, ref) to a loss of each pixel of each row."""
+"""From (policy, rollouts, likelihood, ref) to a loss of each pixel of each row."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class ToReference:
 class Equivariance:
     """rho(f(T x), T f(x)) for a random flip or quarter turn T of each prompt, by its draw.
 
-    The gradient goes through both sides (Chen et al. 2021, arXiv 2103.14756). Images that are not square are mirrored
-    or turned by a half.
+    The gradient goes through both sides (Chen et al. 2021, arXiv 2103.14756). Non-square images are only mirrored or
+    turned by 180 degrees.
     """
 
     loss: PixelLoss = "charbonnier"
@@ -52,11 +52,8 @@ class Equivariance:
         choices = [self.choice(prompt, is_square=is_square) for prompt in rollouts.prompts]
         rows = [choices[group] for group in rollouts.group_ids.tolist()]
         inputs = torch.stack(list(map(apply_symmetry, x, choices))).to(policy.device)
-        if "demonstration" in rollouts.per_row:
-            restored = policy.supervised_output(inputs, rollouts.prompts)
-        else:
-            restored = policy.output_of(inputs)
-        restored = restored[rollouts.group_ids.to(policy.device)]
+        kind = policy.supervises if "demonstration" in rollouts.per_row else "output"
+        restored = policy.output_of(inputs, kind, rollouts.prompts)[rollouts.group_ids.to(policy.device)]
         flipped = torch.stack(list(map(apply_symmetry, likelihood.output, rows)))
         losses = []
         for pixels, choice in zip(PIXEL_LOSSES[self.loss](restored, flipped), rows, strict=True):
@@ -65,7 +62,7 @@ class Equivariance:
         return torch.stack(losses)
 
     def choice(self, prompt: Prompt, *, is_square: bool) -> int:
-        """Number 1 to 7 of ``core.images.flip``; 2, 4 or 6 where a quarter turn would change the size."""
+        """Index 1 to 7 of ``core.images.apply_symmetry``; 2, 4 or 6 if a quarter turn would change the size."""
         generator = generator_at(self.seed, "equivariance", prompt.draw)
         fitting = (1, 2, 3, 4, 5, 6, 7) if is_square else (2, 4, 6)
         return fitting[int(torch.randint(len(fitting), (), generator=generator))]
@@ -73,9 +70,9 @@ class Equivariance:
 
 @dataclass(frozen=True)
 class ToDegraded:
-    """rho(D(f(x)), x): the restored image, degraded again, is the input. D adds no noise.
+    """rho(D(f(x)), x): the restored image, degraded again, matches the input. D adds no noise.
 
-    So the term does not end at 0: with noise of std sigma in x, an L1 of about 0.8 sigma is right.
+    So the optimum is not 0: with noise of std sigma in x, it is an L1 of about 0.8 sigma.
     """
 
     degrade: Degradation

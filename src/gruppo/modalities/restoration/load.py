@@ -17,7 +17,7 @@ from gruppo.loading import load_object
 from gruppo.modalities.common.state_dict import load_strictly, read_safetensors
 from gruppo.modalities.restoration.actions import ACTIONS, open_action
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency
-from gruppo.modalities.restoration.networks import NETWORKS
+from gruppo.modalities.restoration.networks import NETWORKS, Restorer
 from gruppo.modalities.restoration.policy import SETTINGS, WEIGHTS, RestorationPolicy
 from gruppo.seeds import seed_at
 from gruppo.types import GruppoError
@@ -26,9 +26,9 @@ FORMS = "dncnn, unet, unet:width=32, file.py:Class or package.module:Class"
 
 
 def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int = 0) -> nn.Module:
-    """The network of ``unet:width=24``, ``file.py:Class`` or ``package.module:Class``, initialised by the seed.
+    """Build the network of ``unet:width=24``, ``file.py:Class`` or ``package.module:Class``, initialized by the seed.
 
-    A class or function from a file is called with those of ``channels`` and ``conditions`` that it takes.
+    A class or function from a file is called with those of ``channels`` and ``conditions`` that it accepts.
     """
     kind, _, rest = spec.partition(":")
     with torch.random.fork_rng(devices=[]):
@@ -91,7 +91,7 @@ def open_restorer(
     seed: int = 0,
     **options: Any,
 ) -> RestorationPolicy:
-    """A new policy by names: ``open_restorer("unet", "band_gains:grid=8", weights="run/final", trains="action")``.
+    """Build a policy by names: ``open_restorer("unet", "band_gains:grid=8", weights="run/final", trains="action")``.
 
     ``weights``: of the network alone, see ``load_network``. ``options``: patches, trains, loss, supervises.
     """
@@ -112,7 +112,7 @@ def open_restorer(
 def load_restorer(
     folder: str | Path, network: nn.Module | None = None, *, consistency: Consistency | None = None
 ) -> RestorationPolicy:
-    """The policy that ``save`` wrote. Pass the module of a network that no name or file gives; it gets the weights.
+    """Open the policy that ``save`` wrote. ``network``: the module to load if no name or file gives it.
 
     A consistency is not saved: it may hold a function.
     """
@@ -126,11 +126,9 @@ def load_restorer(
         raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_restorer that module.")
     elif network is None:
         network = open_network(spec, channels=channels, conditions=opened.conditions)
+    load_strictly(Restorer(network, opened), weights, str(folder))
     options = {name: settings[name] for name in ("patches", "trains", "loss", "supervises")}
-    policy = RestorationPolicy(network, opened, channels=channels, consistency=consistency, spec=spec, **options)
-    load_strictly(policy.module, weights, str(folder))
-    policy.module.probe(channels)
-    return policy
+    return RestorationPolicy(network, opened, channels=channels, consistency=consistency, spec=spec, **options)
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

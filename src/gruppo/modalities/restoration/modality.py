@@ -16,7 +16,7 @@ from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.common.validation import refuse, refuse_other_options, refuse_text_options
 from gruppo.modalities.diffusion.trust_region import check_trust_region
 from gruppo.modalities.restoration.config import RestorationConfig
-from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency, ToDegraded
+from gruppo.modalities.restoration.consistency import CONSISTENCIES, ToDegraded
 from gruppo.modalities.restoration.load import load_restorer, open_restorer
 from gruppo.modalities.restoration.policy import SETTINGS, RestorationPolicy
 from gruppo.protocols import Modality, ParameterGroup, Policy, PromptSource, peek
@@ -102,7 +102,7 @@ class RestorationModality(Modality):
             weights=model_of(chosen.weights) if chosen.weights else None,
             seed=config.seed,
             patches=chosen.patches,
-            **_options(config),
+            **self._options(config),
         )
         self._set_consistency(config, policy, data)
         return policy, {"name": config.model}
@@ -110,7 +110,7 @@ class RestorationModality(Modality):
     def adapt(self, config: Config, policy: Policy, data: PromptSource) -> Policy:
         """Return a policy over the same weights, with the options that say what is trained, and on what."""
         assert isinstance(policy, RestorationPolicy)
-        if changed := _options(config):
+        if changed := self._options(config):
             module, trains = policy.module, policy.trains
             if trains == "action":  # undo that freeze; weights that a caller froze stay frozen
                 module.network.requires_grad_(True)
@@ -132,10 +132,42 @@ class RestorationModality(Modality):
     ) -> Policy:
         return load_restorer(model_of(model))
 
+    def _options(self, config: Config) -> dict[str, Any]:
+        chosen = config.section(RestorationConfig)
+        return {name: value for name in OPTIONS if (value := getattr(chosen, name)) is not None}
+
     def _set_consistency(self, config: Config, policy: RestorationPolicy, data: Any) -> None:
-        if highest(config, "cons_coef"):
-            policy.consistency = consistency_of(config.section(RestorationConfig).consistency, policy, data)
+        """Give the policy the consistency term that the config names, if a stage has one."""
         policy.reads_reference_output = self.consistency_reads_reference(config)
+        if not highest(config, "cons_coef"):
+            return
+        name, function = config.section(RestorationConfig).consistency, None
+        if name in CONSISTENCIES:
+            policy.consistency = CONSISTENCIES[name](policy.loss)
+            return
+        if name == "degradation":
+            degradation = None if data is None else data.degradation
+            if degradation is None:
+                raise GruppoError(
+                    "restoration.consistency='degradation' degrades a restored image as the data were, and these data "
+                    "do not say how. Set --data photos:... or degrade:..., or --restoration.consistency "
+                    "FILE.py:function."
+                )
+            policy.consistency = ToDegraded(
+                lambda images, prompts: degradation.expected(images, [prompt.meta for prompt in prompts]), policy.loss
+            )
+            return
+        if ":" not in name:
+            known = ", ".join([*CONSISTENCIES, "degradation"])
+            raise GruppoError(
+                f"restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set --restoration."
+                "consistency to one of them."
+            )
+        function = load_object(name)
+        if not callable(function):
+            kind = type(function).__name__
+            raise GruppoError(f"{name} is a {kind}; a degradation is a function of images and prompts.")
+        policy.consistency = ToDegraded(function, policy.loss)
 
     def sampling(self, config: Config, policy: Policy | None = None) -> Sampling:
         columns = policy.columns if isinstance(policy, RestorationPolicy) else 1
@@ -197,38 +229,3 @@ class RestorationModality(Modality):
 
 RESTORATION = RestorationModality()
 RestorationPolicy.modality = RESTORATION
-
-
-def _options(config: Config) -> dict[str, Any]:
-    chosen = config.section(RestorationConfig)
-    return {name: value for name in OPTIONS if (value := getattr(chosen, name)) is not None}
-
-
-def consistency_of(name: str, policy: RestorationPolicy, data: Any) -> Consistency:
-    """Return the consistency term that the config names."""
-    if name in CONSISTENCIES:
-        return CONSISTENCIES[name](policy.loss)
-    if name == "degradation":
-        degradation = None if data is None else data.degradation
-        if degradation is None:
-            raise GruppoError(
-                "restoration.consistency='degradation' degrades a restored picture as the data were, and these data "
-                "do not say how. Set --data photos:... or degrade:..., or --restoration.consistency FILE.py:function."
-            )
-
-        def degrade(pictures: torch.Tensor, prompts: Any) -> torch.Tensor:
-            return degradation.expected(pictures, [prompt.meta for prompt in prompts])
-
-        return ToDegraded(degrade, policy.loss)
-    if ":" not in name:
-        known = ", ".join([*CONSISTENCIES, "degradation"])
-        raise GruppoError(
-            f"restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set --restoration."
-            "consistency to one of them."
-        )
-    function = load_object(name)
-    if not callable(function):
-        raise GruppoError(
-            f"{name} is a {type(function).__name__}; a degradation is a function of pictures and prompts."
-        )
-    return ToDegraded(function, policy.loss)

@@ -1,28 +1,26 @@
 """Small restoration networks, fast on a CPU, and ``Restorer``: a network with its action.
 
-The networks take images of any size, have no batch statistics, and are the identity at first.
+The networks take images of any size, have no batch statistics, and are initially the identity.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle, relu
 
-from gruppo.modalities.restoration.actions import Action, ActionMean, Images
+from gruppo.modalities.restoration.actions import Action, Grid, Images
 from gruppo.types import GruppoError
 
 PROBE_SIDE = 64
-"""Pixels a side of the image that a new network is tried with."""
+"""Pixels per side of the image that a new network is tried with."""
 
 
 class DnCNN(nn.Module):
     """x + a stack of 3 x 3 convolutions at full resolution: 39 000 weights at its default sizes.
 
-    Zhang et al. 2017 (arXiv 1608.03981) with fewer, narrower layers and without batch normalisation, whose moving
+    Zhang et al. 2017 (arXiv 1608.03981) with fewer, narrower layers and without batch normalization, whose moving
     statistics would make it another function in training.
     """
 
@@ -130,33 +128,22 @@ class Restorer(nn.Module):
             )
         return y
 
-    def forward(self, x: Images) -> ActionMean:
+    def forward(self, x: Images) -> tuple[Grid, Images | None]:
+        """Mean of the action, and the network's image if the action changes it; see ``Action``."""
         return self.action(self.call_network, x)
-
-    def render(self, x: Images, base: Images | None, action: Tensor) -> Images:
-        """The image of an action, before it is clamped."""
-        return self.action.render(self.call_network, x, base, action)
-
-    def baseline(self, x: Images) -> Images:
-        """The network's image without an action."""
-        return self.action.baseline(self.call_network, x)
-
-    def output(self, x: Images, mean: ActionMean | None = None) -> Images:
-        """The deterministic image: that of the action's mean."""
-        mean = self(x) if mean is None else mean
-        return self.render(x, mean.base, mean.mean)
 
     @torch.no_grad()
     def probe(self, channels: int) -> None:
-        """Raise GruppoError for a network that cannot restore images of so many channels."""
+        """Raise GruppoError for a network that cannot restore images with this number of channels."""
         x = torch.full((1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=next(self.parameters()).device)
         name = type(self.network).__name__
         try:
-            y = self.output(x)
+            mean, base = self(x)
+            y = self.action.render(self.call_network, x, base, mean)
         except GruppoError:
             raise
         except Exception as error:
-            reason: Any = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             count = self.action.conditions
             inputs = f"[N, {channels}, H, W]" + (f" and conditions [N, {count}]" if count else "")
             raise GruppoError(
@@ -165,6 +152,6 @@ class Restorer(nn.Module):
             ) from error
         if not bool(y.isfinite().all()):
             raise GruppoError(
-                f"the network {name} returned values that are not finite for a grey image; its weights are not usable. "
+                f"the network {name} returned values that are not finite for a gray image; its weights are not usable. "
                 "Load others."
             )
