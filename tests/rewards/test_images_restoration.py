@@ -13,7 +13,7 @@ from tests.rewards.fakes import rollouts_of
 from torch import Tensor
 
 from gruppo.core.images import quantize, to_uint8
-from gruppo.rewards import RewardSet, images, reward_stats
+from gruppo.rewards import RewardSet, reward_stats
 from gruppo.rewards.images import PatchReward, jpeg_bytes, jpeg_saving, ocr_accuracy, psnr, ssim
 from gruppo.rewards.registry import resolve_reward
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
@@ -278,6 +278,5 @@ def test_brisque_prefers_a_photograph_to_the_same_with_noise_or_blur_and_has_no_
 
 def test_brisque_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "brisque", None)
-    images._brisque_model.cache_clear()
     with pytest.raises(GruppoError, match=r"gruppo\[quality\]"):
         resolve_reward("brisque")

@@ -43,20 +43,15 @@ def classifier(
     module.requires_grad_(False).eval()
 
     def by_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
-        scores: list[float | None] = []
-        for image, nats, index in zip(images, log_probabilities(module, images, batch), label, strict=True):
-            if index is None:
-                scores.append(None)
-                continue
-            nats = nats[int(index)] if image.isfinite().all() else nats[int(index)] * NAN
-            value = nats if output == "log_probability" else nats.exp()
-            scores.append(float(value if floor is None else value.clamp(min=floor)))
+        scores: list[float | None] = [None] * len(images)
+        for n, (nats, index) in enumerate(zip(log_probabilities(module, images, batch), label, strict=True)):
+            if index is not None:
+                nats = nats[int(index)] if images[n].isfinite().all() else nats[int(index)] * NAN
+                value = nats if output == "log_probability" else nats.exp()
+                scores[n] = float(value if floor is None else value.clamp(min=floor))
         return scores
 
-    def by_constant(images: Sequence[Image], **_: Any) -> list[float | None]:
-        return by_column(images, [label] * len(images))
-
-    reward: Any = by_column if label is None else by_constant
+    reward: Any = by_column if label is None else lambda images, **_: by_column(images, [label] * len(images))
     reward.__name__, reward.timeout_s = name, None  # as of per_image(is_network=True)
     return reward
 
@@ -118,12 +113,11 @@ def train_classifier(
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=1e-2)
     steps = epochs * -(-len(images) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.2)
-    augment = augment or random_shift
     module.train()
     for epoch in range(epochs):
         generator = generator_at(seed, "fit", epoch)
         for rows in torch.randperm(len(images), generator=generator).split(batch):
-            loss = cross_entropy(module(augment(images[rows], generator)), labels[rows])
+            loss = cross_entropy(module((augment or random_shift)(images[rows], generator)), labels[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -43,22 +43,14 @@ def jpeg_compressibility(quality: int = 95, *, without_header: bool = False) -> 
     ``without_header``: bytes above those of a black image of the same size, which then earns 0. A black image earns
     most, and is found within a minute: add a reward that reads what the image shows, and a KL.
     """
-    return _jpeg_size("jpeg_compressibility", -1.0, quality, without_header)
+    size = _jpeg_sizes("jpeg_compressibility", quality, without_header)
+    return per_image("jpeg_compressibility", lambda image: -size(image) / 1000)
 
 
 def jpeg_incompressibility(quality: int = 95, *, without_header: bool = False) -> ImageReward:
     """The size of the image as a JPEG, in kB (1000 bytes). White noise earns most."""
-    return _jpeg_size("jpeg_incompressibility", 1.0, quality, without_header)
-
-
-def _jpeg_size(name: str, sign: float, quality: int, without_header: bool) -> ImageReward:
-    _check_quality(name, quality)
-
-    def score(image: Image) -> float:
-        header = _black_jpeg_bytes(tuple(image.shape), quality) if without_header else 0
-        return sign * (jpeg_bytes(image, quality) - header) / 1000
-
-    return per_image(name, score)
+    size = _jpeg_sizes("jpeg_incompressibility", quality, without_header)
+    return per_image("jpeg_incompressibility", lambda image: size(image) / 1000)
 
 
 def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageReward:
@@ -67,22 +59,23 @@ def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageRe
     ``against``: the frozen network's image (the column "reference"), the degraded one, or the target. A share weighs
     simple and detailed images alike, where bytes would not. A blank image earns 1: add a fidelity.
     """
-    _check_quality("jpeg_saving", quality)
+    size = _jpeg_sizes("jpeg_saving", quality, without_header=True)
     if against not in get_args(Against):
         raise GruppoError(f"jpeg_saving got against={against!r}; it needs target, input or reference.")
 
     def score(image: Image, other: Any) -> float:
-        header = _black_jpeg_bytes(tuple(image.shape), quality)
-        first = jpeg_bytes(_saved_like(image, other, against)[0], quality) - header
-        return 1 - (jpeg_bytes(image, quality) - header) / max(first, 1)
+        return 1 - size(image) / max(size(_saved_like(image, other, against)[0]), 1)
 
     return per_image("jpeg_saving", score, _COLUMN_OF[against])
 
 
-def _check_quality(name: str, quality: int) -> None:
+def _jpeg_sizes(name: str, quality: int, without_header: bool) -> Callable[[Image], int]:
+    """Function of an image: its bytes as a JPEG. A header has about the bytes of a black image of the same size."""
     if not isinstance(quality, int) or not 1 <= quality <= 100:
         raise GruppoError(f"{name} got quality={quality!r}; it needs a whole number from 1 to 100, such as 95.")
     import_extra("PIL", "images", name)
+    header = cache(lambda shape: jpeg_bytes(torch.zeros(*shape), quality) if without_header else 0)
+    return lambda image: jpeg_bytes(image, quality) - header(tuple(image.shape))
 
 
 def brightness(target: float | None = None) -> ImageReward:
@@ -123,28 +116,18 @@ def brisque() -> ImageReward:
     bad one, without a lower bound. An image without detail is NaN. The model knows only whole photographs (at 64 pixels
     a noisy crop may earn more than a clean one), and optimising for it finds its gaps: combine it with a fidelity.
     """
-    model = _brisque_model()
+    model = import_extra("brisque", "quality", "brisque").BRISQUE(url=False)
+    scale = model.scale_features
+    # The package's features are arrays of one number, which numpy 2.4 no longer converts to float.
+    model.scale_features = lambda features: scale([np.ravel(feature)[0] for feature in features])
 
     def score(image: Image) -> float:
         levels = np.asarray(to_pillow(image).convert("RGB"))
         with np.errstate(all="ignore"):  # a flat image divides by 0
-            found = 1 - model.score(levels) / 100
-        return float(found) if levels.std() > 0 else NAN
+            distortion = model.score(levels) / 100
+        return float(1 - distortion) if levels.std() > 0 else NAN
 
     return per_image("brisque", score)
-
-
-@cache
-def _brisque_model() -> Any:
-    package = import_extra("brisque", "quality", "brisque")
-
-    class Numpy2Brisque(package.BRISQUE):  # type: ignore[name-defined]
-        """The package's features are arrays of one number, which numpy 2.4 no longer converts to float."""
-
-        def scale_features(self, features: Any) -> Any:
-            return super().scale_features([np.ravel(one)[0] for one in features])
-
-    return Numpy2Brisque(url=False)
 
 
 # --- text in images ---------------------------------------------------------------------------------------------------
@@ -169,13 +152,18 @@ def ocr_accuracy(read: OcrReader | None = None, *, line: bool = True, ignore_cas
 
 
 def _ocr_reward(name: str, read: OcrReader | None, line: bool, ignore_case: bool) -> ImageReward:
-    reader = read or rapidocr(line=line)
-    normalise: Callable[[str], str] = str.casefold if ignore_case else str
+    if read is None:  # the networks of rapidocr are in its wheel
+        package = import_extra("rapidocr", "ocr", "ocr_match")
+        import_extra("onnxruntime", "ocr", "ocr_match")
+        engine = package.RapidOCR(params={"Global.log_level": "critical"})
+        stages = {"use_det": False, "use_cls": False, "use_rec": True} if line else {}
+        read = lambda image: " ".join(engine(image, **stages).txts or ())  # noqa: E731
+    normalize: Callable[[str], str] = str.casefold if ignore_case else str
 
     def score(image: Image, text: Any) -> float | None:
-        if not (expected := normalise("".join(str(text).split()))):
+        if not (expected := normalize("".join(str(text).split()))):
             return None
-        found = normalise("".join(reader(np.asarray(to_pillow(image).convert("RGB"))).split()))
+        found = normalize("".join(read(np.asarray(to_pillow(image).convert("RGB"))).split()))
         return max(0.0, 1 - edit_distance(found, expected) / len(expected))
 
     return per_image(name, score, "text", is_network=True)
@@ -189,15 +177,6 @@ def edit_distance(a: str, b: str) -> int:
         for j, y in enumerate(b, start=1):
             row.append(min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (x != y)))
     return row[-1]
-
-
-def rapidocr(*, line: bool) -> OcrReader:
-    """The reader of the package rapidocr, whose networks are in its wheel."""
-    package = import_extra("rapidocr", "ocr", "ocr_match")
-    import_extra("onnxruntime", "ocr", "ocr_match")
-    engine = package.RapidOCR(params={"Global.log_level": "critical"})
-    stages = {"use_det": False, "use_cls": False, "use_rec": True} if line else {}
-    return lambda image: " ".join(engine(image, **stages).txts or ())
 
 
 # --- fidelity ---------------------------------------------------------------------------------------------------------
@@ -255,7 +234,6 @@ class PatchReward:
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B T"]:
         count, rows = rollouts.mask.shape[1], []
         for image, group in zip(rollouts.completions, rollouts.group_ids.tolist(), strict=True):
-            prompt = rollouts.prompts[group]
             height, width = image.shape[-2:]
             down, across = height / self.patch, width / self.patch
             if height % self.patch or width % self.patch or down * across != count:
@@ -264,6 +242,7 @@ class PatchReward:
                     f"{height} x {width}, and the policy has {count} actions. Set patch to the side of the policy's "
                     "patches, or leave it out."
                 )
+            prompt = rollouts.prompts[group]
             columns = {"target": prompt.target, "prompts": prompt.inputs, "reference": prompt.meta.get("reference")}
             found = self.score(image, *(columns[name] for name in self.inputs))
             is_scored = isinstance(found, Tensor)
@@ -313,12 +292,6 @@ def jpeg_bytes(image: Image, quality: int = 95) -> int:
     file = io.BytesIO()
     to_pillow(image).save(file, "JPEG", quality=quality)
     return file.tell()
-
-
-@cache
-def _black_jpeg_bytes(shape: Sequence[int], quality: int) -> int:
-    """The size of the header, roughly: a black image has little else."""
-    return jpeg_bytes(torch.zeros(*shape), quality)
 
 
 def to_pillow(image: Image) -> Any:

@@ -46,17 +46,15 @@ def pick_score(
 def hps_score(version: str = "v2.1") -> ImageReward:
     """Human Preference Score v2 by the package hpsv2, about 0.2 to 0.35 (arXiv 2306.09341)."""
     package = _package("hpsv2", "hps_score", "hpsv2")
-    return _per_caption(
-        "hps_score", lambda caption, files: package.score(files, caption, hps_version=version), reads_files=True
-    )
+    score = lambda caption, files: package.score(files, caption, hps_version=version)  # noqa: E731
+    return _per_caption("hps_score", score, reads_files=True)
 
 
 def image_reward(version: str = "ImageReward-v1.0", *, device: str = "cpu") -> ImageReward:
-    """ImageReward by the package image-reward: standardised, so about -2 to 2 (arXiv 2304.05977)."""
+    """ImageReward by the package image-reward: standardized, so about -2 to 2 (arXiv 2304.05977)."""
     model = _package("ImageReward", "image_reward", "image-reward").load(version, device=device)
-    return _per_caption(
-        "image_reward", lambda caption, files: [float(model.score(caption, file)) for file in files], reads_files=True
-    )
+    score = lambda caption, files: [float(model.score(caption, file)) for file in files]  # noqa: E731
+    return _per_caption("image_reward", score, reads_files=True)
 
 
 def _package(module: str, reward: str, install: str) -> ModuleType:
@@ -118,11 +116,9 @@ def _per_caption(
             rows = [n for n, text in enumerate(captions) if text == caption and images[n].isfinite().all()]
             inputs: list[Any] = [to_pillow(images[n]).convert("RGB") for n in rows]
             with tempfile.TemporaryDirectory(prefix="gruppo-images-") as folder:
-                if reads_files:
-                    files = [f"{folder}/{n}.png" for n in range(len(inputs))]
-                    for image, file in zip(inputs, files, strict=True):
-                        image.save(file)
-                    inputs = files
+                for n, image in enumerate(inputs if reads_files else ()):
+                    inputs[n] = f"{folder}/{n}.png"
+                    image.save(inputs[n])
                 found = score(caption, inputs) if rows else []
             for n, value in zip(rows, found, strict=True):
                 scores[n] = float(value)
