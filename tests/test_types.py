@@ -213,7 +213,7 @@ def test_statistics_of_integers_booleans_and_low_precision_are_summed_in_float64
 @pytest.mark.parametrize(
     ("choices", "says"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1 is not a number from 0 on; use 0"),
+        ({"temperature": -0.1}, "temperature=-0.1 is not 0 or above; use 0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"top_k": -1}, "top_k=-1 is negative; use 0"),

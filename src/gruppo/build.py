@@ -287,11 +287,11 @@ def with_reference(source: Any, policy: Policy, reference: Reference | None) -> 
     if isinstance(source, Curriculum):  # what decides which prompts are drawn stays the run's source
         source.source = with_reference(source.source, policy, reference)
         return source
-    module = deepcopy(policy.module).requires_grad_(False) if reference is None else reference.module
+    first = policy.at(deepcopy(policy.module).requires_grad_(False)) if reference is None else policy
 
-    def restore(pictures: torch.Tensor) -> torch.Tensor:
-        with nullcontext() if reference is None else reference.on_device():
-            return policy.at(module).restore(pictures)
+    def restore(images: torch.Tensor) -> torch.Tensor:
+        with nullcontext(first) if reference is None else reference.active() as restorer:
+            return restorer.restore(images)
 
     return WithReference(source, restore)
 

@@ -70,8 +70,13 @@ class Policy:
     """Whether ``render`` returns images, which are shown as sheets of several groups."""
     origin: Any = None
     """The function that made the policy, if it was opened by ``--model FILE.py:FUNCTION``."""
-    reads_reference_output: bool = False
-    """Whether the consistency term needs the reference's "output"."""
+    default_budgets: ClassVar[tuple[int, int]] = (4096, 65536)
+    """Budgets of ``micro_batches`` where memory is not short: on a CPU, and on an accelerator."""
+    out_of_memory_hint: ClassVar[tuple[str, str]] = (
+        "one row of {units} actions",
+        "Train a smaller module or sample shorter rows.",
+    )
+    """What did not fit into memory and what to do, for the error message."""
 
     # --- weights and devices ---
 
@@ -141,6 +146,11 @@ class Policy:
                 )
             tensor.copy_(weights[name])
 
+    @property
+    def default_budget(self) -> int:
+        """Budget of ``micro_batches`` where memory is not short."""
+        return self.default_budgets[self.device.type != "cpu"]
+
     # --- sampling ---
 
     def check_prompt(self, prompt: Prompt, sampling: Any) -> str | None:
@@ -176,10 +186,6 @@ class Policy:
         parts = rows.split(max(budget // max(columns, 1), 1))
         return [MicroBatch(part, slice(0, columns)) for part in parts if len(part)]
 
-    def default_budget(self) -> int:
-        """Return the budget of ``micro_batches`` where memory is not short."""
-        return 4096 if self.device.type == "cpu" else 65536
-
     def bytes_per_unit(self, *, least: bool = False) -> int:
         """Return the activation memory of one unit of the budget; 0 if unknown. ``least``: of the leanest layout."""
         return 0
@@ -191,10 +197,6 @@ class Policy:
     def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
         """Return the units of the budget that the longest of these rows takes, its prompt included."""
         return int(rollouts.lengths[rows].max())
-
-    def out_of_memory_hint(self, units: int) -> tuple[str, str]:
-        """Return what did not fit into memory and what to do, for the error message."""
-        return f"one row of {units} actions", "Train a smaller module or sample shorter rows."
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Evaluate ``value_head`` before each action ("shared_critic")."""
@@ -225,18 +227,16 @@ class Policy:
     # --- metrics and samples ---
     # Statistics are keyed "<reduction>:<metric>", such as "mean:eval/psnr"; reductions are attributes of Stat.
 
-    def batch_stats(self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Any) -> dict[str, Stat]:
-        """Return further statistics of sampled rows."""
+    def batch_stats(
+        self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Any, *, is_evaluation: bool = False
+    ) -> dict[str, Stat]:
+        """Return further statistics of sampled rows, or of greedy samples of held-out prompts."""
         return {}
 
     def update_stats(
         self, batch: Batch, micro_batch: MicroBatch, likelihood: Likelihood, inputs: Any
     ) -> dict[str, Stat]:
         """Return further statistics of a micro-batch before its update; ``inputs`` is a ``core.loss.LossInputs``."""
-        return {}
-
-    def evaluation_stats(self, rollouts: Rollouts) -> dict[str, Stat]:
-        """Return further statistics of greedy samples of held-out prompts."""
         return {}
 
     def evaluate_steps(
@@ -266,12 +266,8 @@ class Policy:
         """Return lines for ``gruppo explain``: what a step samples and trains on."""
         return []
 
-    def format_prompt(self, prompt: Prompt) -> str | None:
-        """Return the prompt as the model reads it, for ``gruppo explain``; None if that is the prompt itself."""
-        return None
-
-    def format_demonstration(self, prompt: Prompt) -> str | None:
-        """Return the target as the model learns it, for ``gruppo explain``; None if that is the target itself."""
+    def format_prompt(self, prompt: Prompt, *, is_target: bool = False) -> str | None:
+        """Return the prompt, or its target, as the model reads it, for ``gruppo explain``; None if that is the same."""
         return None
 
     def longest_prompt_of(self, prompts: Sequence[Prompt]) -> int:
@@ -326,10 +322,6 @@ class Modality:
     def sampling(self, config: Any, policy: Policy | None = None) -> Sampling:
         """Return the sampling parameters of training."""
         return config.rollout.sampling
-
-    def evaluation_sampling(self, sampling: Any) -> Any:
-        """Return the sampling parameters of an evaluation: the most likely actions."""
-        return replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
 
     def inference_sampling(self, sampling: Any, temperature: float) -> Any:
         """Return the sampling parameters of ``gruppo sample``, from those of training."""
@@ -423,29 +415,23 @@ class Critic(Protocol):
 class Reference(Protocol):
     """What the KL term is measured against."""
 
-    @property
-    def module(self) -> nn.Module:
-        """The module that computes; without weights while they are offloaded."""
-        ...
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the weights are offloaded between uses; it is then evaluated in one pass before a batch's updates."""
-        ...
+    is_offloaded: bool
+    """Whether the weights are offloaded between uses; it is then evaluated in one pass before a batch's updates."""
+    follows_policy: bool
+    """Whether the weights change, by ``update`` or ``reset_to``."""
 
     def on_device(self) -> AbstractContextManager[None]:
         """Hold the weights on the compute device within."""
+        ...
+
+    def active(self) -> AbstractContextManager[Policy]:
+        """Yield the policy over the reference's weights; within, a module that it shares has these weights."""
         ...
 
     def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood: ...
 
     def update(self, policy: Policy, step: int) -> None:
         """Follow the policy after step 1, 2, ..., if this reference does."""
-        ...
-
-    @property
-    def follows_policy(self) -> bool:
-        """Whether its weights change, by ``update`` or ``reset_to``."""
         ...
 
     def reset_to(self, policy: Policy) -> None:
@@ -455,12 +441,6 @@ class Reference(Protocol):
     def distance(self, policy: Policy) -> float:
         """Return |policy - reference| / |reference| over the trained weights."""
         ...
-
-    def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts: ...
-
-    def continue_rollouts(
-        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **options: Any
-    ) -> Rollouts: ...
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
         """Return the bytes that the reference holds during updates, by name."""
@@ -553,12 +533,3 @@ def digest(weights: Mapping[str, Tensor]) -> str:
         found.update(name.encode() + b"\0")
         found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def merged(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
-    """Add statistics of the same name."""
-    stats: dict[str, Stat] = {}
-    for part in parts:
-        for name, stat in part.items():
-            stats[name] = stats[name] + stat if name in stats else stat
-    return stats

@@ -1,8 +1,8 @@
-"""The records and protocols that every room shares: the slab of the house.
+"""Records that every part of the package shares, and the errors that the command line reports.
 
-Legend: ``P`` prompts, ``G`` samples per prompt, ``B`` rows (all samples of a batch), ``T`` actions the policy
-takes, ``V`` vocabulary, ``*E`` event dimensions of one continuous action. Lower-case ``b`` and ``t`` are the rows and
-columns of one micro-batch. Records that hold tensors are frozen and compare by identity (``eq=False``).
+Shapes: ``P`` prompts, ``G`` samples per prompt, ``B`` rows (all samples of a batch), ``T`` actions, ``V`` vocabulary,
+``*E`` event dimensions of one continuous action. Lower-case ``b`` and ``t`` are the rows and columns of one
+micro-batch. Records that hold tensors are frozen and compare by identity (``eq=False``).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 Finish = Literal["stop", "length", "error"]
 
@@ -22,9 +22,9 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class GruppoError(Exception):
-    """A mistake that the user can mend. The message says what was got, what is needed and what to do.
+    """A mistake that the user can correct. The message says what was got, what is needed and what to do.
 
-    The command line prints it as one line and exits with ``exit_code``; it never ends in a traceback.
+    The command line prints it as one line, without a traceback, and exits with ``exit_code``.
     """
 
     exit_code = 2
@@ -47,7 +47,7 @@ class NumericalStop(GruppoError):
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What one group is asked."""
+    """What one group is sampled from."""
 
     id: str
     inputs: Any
@@ -71,7 +71,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution that actions are drawn from. Policies extend it (eta, guidance)."""
+    """The distribution that actions are sampled from. Policies extend it (eta, guidance)."""
 
     temperature: float = 1.0
     """0 is the mode (greedy decoding, the ODE) and is never learned from."""
@@ -86,13 +86,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise GruppoError(
-                f"temperature={self.temperature} is not a number from 0 on; use 0 for greedy decoding, or 1.0."
-            )
+            raise GruppoError(f"temperature={self.temperature} is not 0 or above; use 0 for greedy decoding, or 1.0.")
         if self.top_k < 0:
-            raise GruppoError(
-                f"top_k={self.top_k} is negative; use 0 to keep every action or a number of actions to keep."
-            )
+            raise GruppoError(f"top_k={self.top_k} is negative; use 0 to keep every action, or how many to keep.")
         if not 0 < self.top_p <= 1:
             raise GruppoError(f"top_p={self.top_p} is outside (0, 1]; use 1 to keep every action.")
         if self.max_actions < 1:
@@ -100,10 +96,14 @@ class Sampling:
         if isinstance(self.stop, str) or "" in self.stop:
             raise GruppoError(f"stop={self.stop!r} ends every rollout at once; use a tuple of texts, such as ('###',).")
 
+    def greedy(self) -> Self:
+        """Return the parameters of an evaluation: the most likely actions, or the ODE of a diffusion model."""
+        return replace(self, temperature=0.0, top_k=0, top_p=1.0)
+
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """B sampled rows: all that is needed to reward them and to evaluate them again."""
+    """B sampled rows, with all that rewards and another evaluation need."""
 
     prompts: tuple[Prompt, ...]
     """[P]"""
@@ -114,9 +114,9 @@ class Rollouts:
     mask: Bool[Tensor, "B T"]
     """True where the policy itself chose the action: not the prompt, not a tool's output, not padding."""
     lengths: Int[Tensor, "B"]
-    """Columns that exist; a column below the length whose mask is False was the environment's."""
+    """Columns of each row; those whose mask is False are the environment's."""
     completions: tuple[Any, ...]
-    """[B] what rewards read: a string, a list of messages, an image in [0, 1]."""
+    """[B] as rewards read it: a string, a list of messages, an image in [0, 1]."""
     sampler_logprobs: Float[Tensor, "B T"]
     """Nats, as the engine reported them at the sampling temperature; 0 where mask is False."""
     policy_version: Int[Tensor, "B T"]
@@ -125,21 +125,20 @@ class Rollouts:
     finish: tuple[Finish, ...]
     """[B] "stop" (ended by itself), "length" (cut at max_actions) or "error"."""
     shared: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
-    """[P, ...] held once per prompt: prompt ids, conditioning. Ragged entries are tuples of length P."""
+    """[P, ...] entries of each prompt: prompt ids, conditioning. Ragged entries are tuples of length P."""
     per_row: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
-    """[B, ...] held once per row: initial latent, time steps, what the environment said."""
+    """[B, ...] entries of each row: initial latent, time steps, the environment's replies."""
 
     def __len__(self) -> int:
         return self.group_ids.shape[0]
 
     def take(self, rows: Int[Tensor, "b"] | Sequence[int]) -> Rollouts:
-        """The given rows, in the given order. Prompts that lose every row are dropped and ``group_ids`` re-indexed."""
+        """Select rows, in the order of ``rows``. Prompts without rows are dropped and ``group_ids`` re-indexed."""
         index = torch.as_tensor(rows, dtype=torch.long)
         groups, group_ids = self.group_ids[index].unique(return_inverse=True)
-        kept = groups.tolist()
         return replace(
             self,
-            prompts=tuple(self.prompts[g] for g in kept),
+            prompts=_pick(self.prompts, groups),
             group_ids=group_ids,
             shared={name: _pick(value, groups) for name, value in self.shared.items()},
             **{name: _pick(getattr(self, name), index) for name in _ROW_FIELDS},
@@ -148,25 +147,29 @@ class Rollouts:
 
     @staticmethod
     def cat(parts: Sequence[Rollouts]) -> Rollouts:
-        """All rows of all parts. Rows of the same prompt and draw become one group; shorter parts are padded."""
+        """Concatenate rows. Those of the same prompt and draw become one group; shorter parts are padded."""
         if not parts:
             raise ValueError("Rollouts.cat got an empty list; it needs at least one Rollouts.")
-        where: dict[tuple[str, int], int] = {}
-        owners: list[tuple[int, int]] = []
-        group_ids = []
-        for n, part in enumerate(parts):
-            for p, prompt in enumerate(part.prompts):
-                if (prompt.id, prompt.draw) not in where:
-                    where[prompt.id, prompt.draw] = len(owners)
-                    owners.append((n, p))
-            new_id = torch.tensor([where[prompt.id, prompt.draw] for prompt in part.prompts], dtype=torch.long)
-            group_ids.append(new_id[part.group_ids])
+        prompts = [prompt for part in parts for prompt in part.prompts]
+        keys = [(prompt.id, prompt.draw) for prompt in prompts]
+        places: dict[tuple[str, int], int] = {}  # of each group's first prompt
+        for place, key in enumerate(keys):
+            places.setdefault(key, place)
+        first = torch.tensor(list(places.values()), dtype=torch.long)
+        groups = {key: group for group, key in enumerate(places)}
+        group_of = torch.tensor([groups[key] for key in keys], dtype=torch.long).split([len(p.prompts) for p in parts])
         columns = max(part.actions.shape[1] for part in parts)
-        fields = {name: _join([_widen(name, getattr(part, name), columns) for part in parts]) for name in _ROW_FIELDS}
+        fields: dict[str, Any] = {}
+        for name in _ROW_FIELDS:
+            values = [getattr(part, name) for part in parts]
+            if name in _COLUMN_FIELDS:
+                padding = [(0, 0) * (x.ndim - 2) + (0, columns - x.shape[1]) for x in values]
+                values = [nn.functional.pad(x, widths) for x, widths in zip(values, padding, strict=True)]
+            fields[name] = _join(values)
         return Rollouts(
-            prompts=tuple(parts[n].prompts[p] for n, p in owners),
-            group_ids=torch.cat(group_ids),
-            shared={name: _gather([part.shared[name] for part in parts], owners) for name in parts[0].shared},
+            prompts=_pick(prompts, first),
+            group_ids=torch.cat([ids[part.group_ids] for ids, part in zip(group_of, parts, strict=True)]),
+            shared={name: _pick(_join([part.shared[name] for part in parts]), first) for name in parts[0].shared},
             per_row={name: _join([part.per_row[name] for part in parts]) for name in parts[0].per_row},
             **fields,
         )
@@ -184,18 +187,6 @@ def _join(values: Sequence[Any]) -> Any:
     return torch.cat(list(values)) if isinstance(values[0], Tensor) else tuple(x for value in values for x in value)
 
 
-def _gather(values: Sequence[Any], owners: Sequence[tuple[int, int]]) -> Any:
-    picked = [values[n][p] for n, p in owners]
-    return torch.stack(picked) if isinstance(values[0], Tensor) else tuple(picked)
-
-
-def _widen(name: str, value: Any, columns: int) -> Any:
-    if name not in _COLUMN_FIELDS or value.shape[1] == columns:
-        return value
-    padding = value.new_zeros(value.shape[0], columns - value.shape[1], *value.shape[2:])
-    return torch.cat([value, padding], dim=1)
-
-
 @dataclass(frozen=True, eq=False)
 class Gaussian:
     """A policy's diagonal normal; the only owner of the noise scale."""
@@ -205,10 +196,14 @@ class Gaussian:
     std: Tensor
     """[b, t], or like ``mean``."""
 
+    def take(self, rows: Int[Tensor, "n"]) -> Gaussian:
+        """Select rows."""
+        return Gaussian(self.mean[rows], self.std[rows])
+
 
 @dataclass(frozen=True, eq=False)
 class Likelihood:
-    """What a policy says of given rollouts. Everything but ``logprobs`` is there only when asked for."""
+    """A policy's evaluation of rollouts. Everything but ``logprobs`` is computed on request."""
 
     logprobs: Float[Tensor, "b t"]
     """Joint nats of each action, with gradient. Densities are summed in float64 over event dimensions."""
@@ -222,31 +217,31 @@ class Likelihood:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What one forward covers: rows, and a range of columns."""
+    """Rows and a range of columns that one forward covers."""
 
     rows: Int[Tensor, "b"]
     cols: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """The micro-batch of a ``[B, T, ...]`` tensor: ``[b, t, ...]``."""
+        """Select the micro-batch, ``[b, t, ...]``, of a ``[B, T, ...]`` tensor."""
         return x[self.rows][:, self.cols]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What ``collect`` hands to ``learn``."""
+    """Rows of a step that ``collect`` has scored and ``learn`` trains on."""
 
     rollouts: Rollouts | None
     demos: Rollouts | None
     """Demonstrations for supervised terms."""
     rewards: Float[Tensor, "B"]
-    """NaN = not scored, or of a slot that no round of sampling filled."""
+    """NaN: not scored, or of a slot that no round of sampling filled."""
     reward_parts: Mapping[str, Float[Tensor, "B"]]
     advantages: Float[Tensor, "B T"]
     loss_mask: Bool[Tensor, "B T"]
-    """mask, and scored, and not an error, and not masked for truncation: what is learned from."""
+    """``mask`` without rows that are unscored, ended in an error, or are masked for truncation."""
     old_logprobs: Float[Tensor, "B T"] | None = None
-    """None: every row enters exactly one update, so the old log-probs are the current ones, detached."""
+    """None: every row enters exactly one update, whose detached log-probs are the old ones."""
     ref: Likelihood | None = None
     """None with a reference: it is evaluated inside the micro-batch."""
     old_values: Float[Tensor, "B T"] | None = None
@@ -255,22 +250,18 @@ class Batch:
     """Of a Gaussian policy, beside its old log-probs."""
 
     def take(self, rows: Int[Tensor, "b"]) -> Batch:
-        """The given rows of every entry that has rows."""
-        pick = {
-            name: value[rows]
-            for name in ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns")
-            if (value := getattr(self, name)) is not None
-        }
-        ref, old = self.ref, _rows_of(self.old_gaussian, rows)
-        if ref is not None:
-            ref = Likelihood(ref.logprobs[rows], gaussian=_rows_of(ref.gaussian, rows))
-        parts = {name: value[rows] for name, value in self.reward_parts.items()}
-        rollouts = None if self.rollouts is None else self.rollouts.take(rows)
-        return replace(self, rollouts=rollouts, ref=ref, old_gaussian=old, reward_parts=parts, **pick)
-
-
-def _rows_of(gaussian: Gaussian | None, rows: Int[Tensor, "b"]) -> Gaussian | None:
-    return None if gaussian is None else Gaussian(gaussian.mean[rows], gaussian.std[rows])
+        """Select rows of every entry that has rows."""
+        changes: dict[str, Any] = {"reward_parts": {name: value[rows] for name, value in self.reward_parts.items()}}
+        for name in ("rewards", "advantages", "loss_mask", "old_logprobs", "old_values", "returns"):
+            if (value := getattr(self, name)) is not None:
+                changes[name] = value[rows]
+        for name in ("rollouts", "old_gaussian"):
+            if (record := getattr(self, name)) is not None:
+                changes[name] = record.take(rows)
+        if self.ref is not None:
+            gaussian = self.ref.gaussian and self.ref.gaussian.take(rows)
+            changes["ref"] = Likelihood(self.ref.logprobs[rows], gaussian=gaussian)
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -285,7 +276,7 @@ class Stat:
 
     @staticmethod
     def of(x: Tensor, where: Tensor | None = None) -> Stat:
-        """The statistics of the entries of ``x`` where ``where`` is True (all of them without it)."""
+        """Compute the statistics of ``x``, where ``where`` is True if given."""
         kept = (x if where is None else x[where]).detach().double()
         if kept.numel() == 0:
             return Stat()

@@ -470,7 +470,8 @@ def test_a_reference_converses_as_the_policy_it_was(make):
         for parameter in policy.module.parameters():
             parameter.mul_(0.5) if parameter.requires_grad else None
     policy.refresh(force=True)
-    again = converse(reference.sample, reference.continue_rollouts, Environment(echo), texts(), SAMPLING, seed=1)
+    with reference.active() as own:
+        again = converse(own.sample, own.continue_rollouts, Environment(echo), texts(), SAMPLING, seed=1)
     assert again.completions == first.completions != conversed(policy).completions
 
 

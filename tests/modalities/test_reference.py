@@ -303,13 +303,15 @@ def test_the_distance_is_that_of_the_weights_over_the_references_norm():
 def test_a_mixed_reference_answers_with_its_own_weights(tmp_path):
     greedy = Sampling(temperature=0.0, max_actions=6)
     for policy, reference in followers("float32", tmp_path):
-        first = reference.sample(requests(3, 1), greedy, seed=0)
+        with reference.active() as own:
+            first = own.sample(requests(3, 1), greedy, seed=0)
         reference.rate = 1.0
         move(policy, 0.5, seed=5)
         others = policy.sample(requests(3, 1), greedy, seed=0)
         assert not torch.equal(first.actions, others.actions)
         reference.update(policy, 1)
-        assert torch.equal(reference.sample(requests(3, 1), greedy, seed=0).actions, others.actions)
+        with reference.active() as own:
+            assert torch.equal(own.sample(requests(3, 1), greedy, seed=0).actions, others.actions)
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tests.trainer.test_step import run_in
 
 from gruppo import api
 from gruppo.build import Parts, build
-from gruppo.modalities.text import policy as policy_module
+from gruppo.modalities.text import TextPolicy
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.memory import TOKENS_ON_CPU
 from gruppo.trainer import memory
@@ -127,9 +127,9 @@ def test_a_larger_critic_of_its_own_sets_the_tokens_that_fit(tmp_path):
 
 def test_a_resumed_run_goes_on_with_the_budget_it_had(tmp_path, monkeypatch):
     config = tiny.config(tmp_path, steps=1, name="short")
-    monkeypatch.setattr(policy_module, "TOKENS_ON_CPU", 64)
+    monkeypatch.setattr(TextPolicy, "default_budgets", (64, 64))
     api.start(config)
-    monkeypatch.setattr(policy_module, "TOKENS_ON_CPU", 128)
+    monkeypatch.setattr(TextPolicy, "default_budgets", (128, 128))
     resumed, new = build(config, Parts())[0], build(config, Parts())[0]
     assert RunFolder(tmp_path / "runs/short").restore(resumed)
     assert (token_budget(resumed), token_budget(new)) == (64, 128)
@@ -281,7 +281,7 @@ def test_micro_batches_hold_four_or_two_of_the_longest_prompt_unless_the_budget_
     run = run_in(tmp_path)
     rollouts = collect(run, step_params_at(run.config, 0)).batch.rollouts
     longest = max(len(ids) for ids in rollouts.shared["prompt_ids"])
-    monkeypatch.setattr(policy_module, "TOKENS_ON_CPU", longest)
+    monkeypatch.setattr(TextPolicy, "default_budgets", (longest, longest))
     run.state.token_budget = 0
     assert memory.budget_for(run, longest) == 4 * longest
     set_by_hand = run_in(tmp_path, optim__token_budget=longest)
@@ -309,7 +309,7 @@ def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_n
     run = run_in(tmp_path, rollout__group_size=6)
     batch = collect(run, step_params_at(run.config, 0)).batch
     longest = max(len(ids) for ids in batch.rollouts.shared["prompt_ids"])
-    monkeypatch.setattr(policy_module, "TOKENS_ON_CPU", longest)
+    monkeypatch.setattr(TextPolicy, "default_budgets", (longest, longest))
     run.state.token_budget, tried = 0, []
 
     def work(micro_batches):

@@ -250,7 +250,7 @@ def consistency_term(
 ) -> Float[Tensor, ""]:
     """Consistency loss, weighted and summed over the actions of a micro-batch; ``likelihood`` has its "output"."""
     ref = Likelihood(likelihood.logprobs.detach())
-    if run.policy.reads_reference_output and run.reference is not None:
+    if run.reference is not None and run.policy.modality.consistency_reads_reference(run.config):
         ref = run.reference.likelihood(rollouts, micro_batch, outputs=("output",))
     loss = run.policy.consistency_loss(rollouts.take(micro_batch.rows), likelihood, ref)[:, micro_batch.cols]
     loss_mask = micro_batch.of(rollouts.mask).to(loss.device)

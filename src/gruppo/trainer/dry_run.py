@@ -186,8 +186,13 @@ def _example(run: Run) -> list[str]:
         lines += [f"  failed      {f.reward}: {f.kind}: {f.message}" for f in scores.failures]
     if run.demos is not None:
         demonstration = drawn(run)[0][0]
-        lines += ["", "ONE REAL DEMONSTRATION", f"  prompt      {shown(demonstration.inputs)}"]
-        lines.append(f"  target      {run.policy.format_demonstration(demonstration) or shown(demonstration.target)}")
+        target = run.policy.format_prompt(demonstration, is_target=True) or shown(demonstration.target)
+        lines += [
+            "",
+            "ONE REAL DEMONSTRATION",
+            f"  prompt      {shown(demonstration.inputs)}",
+            f"  target      {target}",
+        ]
     return lines
 
 

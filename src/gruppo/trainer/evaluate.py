@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from gruppo.rewards.scoring import Scores
 from gruppo.tracking.report import Z_95, wilson_interval
 from gruppo.trainer.memory import budget_for
 from gruppo.trainer.run import Run, reduced
-from gruppo.types import Prompt, Request, Rollouts, Sampling, Stat
+from gruppo.types import Prompt, Request, Rollouts, Stat
 
 log = logging.getLogger("gruppo")
 
@@ -64,7 +64,7 @@ def evaluate_rows(
     """The evaluation, and this rank's answers: those of the run's engine, or of ``generate``."""
     generate = generate or run.engine.generate
     mine = list(prompts)[dist.rank() :: dist.world_size()]
-    sampling = mode_of(run.sampling)
+    sampling = run.sampling.greedy()
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
     own: dict[str, Stat] = {}
     rows: list[dict[str, Any]] = []
@@ -81,7 +81,7 @@ def evaluate_rows(
         rows = sample_rows(run.policy, rollouts, scores, range(len(rollouts)), is_held_out=True)
         stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
         stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
-        own = run.policy.evaluation_stats(rollouts)
+        own = run.policy.batch_stats(rollouts, scores.rewards, sampling, is_evaluation=True)
     stats = dist.merge_stats(stats)
     total = stats.pop("")
     # A restored image scored against the reference is exactly 0 at first, which is no share of successes.
@@ -89,11 +89,6 @@ def evaluate_rows(
     parts = {name: stat.mean for name, stat in stats.items()}
     parts |= {name: value for name, value in reduced(dist.merge_stats(own)).items() if name not in parts}
     return Evaluated(run.state.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
-
-
-def mode_of(sampling: Sampling) -> Sampling:
-    """Of an evaluation: greedy decoding, or the ODE of an image model."""
-    return replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
 
 
 def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:

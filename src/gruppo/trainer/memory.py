@@ -114,8 +114,8 @@ def _does_not_fit(run: Run, tokens: int, why: str) -> GruppoError:
     numbers = [why] if why else []
     numbers += [] if free is None else [f"{free / GIB:.2f} GiB are free"]
     numbers += [f"optim.token_budget is {run.state.token_budget}"]
-    what, remedy = run.policy.out_of_memory_hint(tokens)
-    return GruppoError(f"{what} does not fit into memory: {', '.join(numbers)}. {remedy}")
+    what, remedy = run.policy.out_of_memory_hint
+    return GruppoError(f"{what.format(units=tokens)} does not fit into memory: {', '.join(numbers)}. {remedy}")
 
 
 def _longest(run: Run, rollouts: Rollouts, micro_batches: list[MicroBatch]) -> int:
@@ -141,7 +141,7 @@ def budget_for(run: Run, longest: int) -> int:
     Twice where memory does not hold that. Not where the budget was set or memory has run out.
     """
     budget, device = token_budget(run), run.policy.device
-    if run.config.optim.token_budget or run.state.has_run_out or budget < run.policy.default_budget():
+    if run.config.optim.token_budget or run.state.has_run_out or budget < run.policy.default_budget:
         return budget
     free = free_bytes(device)
     room = math.inf if free is None else USABLE_FRAC * (free - still_to_come(run))
@@ -155,7 +155,7 @@ def choose(run: Run) -> int:
     Wherever memory is not short the choice is the same, and a run repeats to the bit.
     """
     device, per_token = run.policy.device, bytes_per_unit(run)
-    usual, free = run.policy.default_budget(), free_bytes(device)
+    usual, free = run.policy.default_budget, free_bytes(device)
     if free is None or not per_token:
         return usual
     fits = max(int(USABLE_FRAC * (free - still_to_come(run)) / per_token), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Any
 
 from gruppo.config.schema import Config
 from gruppo.config.schema import ReferenceConfig as Settings
@@ -116,11 +117,11 @@ def watch(run: Run) -> dict[str, float]:
     reference = run.reference
     if reference is None or not reference.follows_policy:
         return {}
-    said = {"reference/distance_frac": reference.distance(run.policy)}
+    metrics = {"reference/distance_frac": reference.distance(run.policy)}
     if run.config.reference.kind == "mixed" and (prompts := held_out(run, run.config.reference.watch_prompts)):
-        own = reference.sample
-        answers = (
-            own if run.environment is None else partial(converse, own, reference.continue_rollouts, run.environment)
-        )
-        said["reference/eval_reward_mean"] = evaluate(run, prompts, generate=answers).mean
-    return said
+        with reference.active() as policy:
+            generate: Any = policy.sample
+            if run.environment is not None:
+                generate = partial(converse, policy.sample, policy.continue_rollouts, run.environment)
+            metrics["reference/eval_reward_mean"] = evaluate(run, prompts, generate=generate).mean
+    return metrics

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gruppo.modalities.common.lora import adapter, has_adapter
 from gruppo.protocols import Outputs, Policy
-from gruppo.types import GruppoError, Likelihood, MicroBatch, Request, Rollouts
+from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
 Rule = Literal["frozen", "ema", "adapter_off"]
 Storage = Literal["device", "cpu", "disk"]
@@ -54,6 +54,7 @@ class ReferenceModel:
         self.rule, self.rate, self.every, self.storage = rule, rate, every, storage
         self.numbers = sum(p.numel() for p in policy.module.parameters())
         self.shares_module = rule == "adapter_off" or (rule == "ema" and has_adapter(policy.module))
+        self.follows_policy = rule == "ema"
         self.is_offloaded = storage != "device" and not self.shares_module
         self._read: Callable[[], dict[str, Tensor]]
         if self.shares_module:
@@ -73,10 +74,6 @@ class ReferenceModel:
         if self.is_offloaded:
             for parameter in module.parameters():
                 parameter.data = parameter.data.new_empty(0)
-
-    @property
-    def follows_policy(self) -> bool:
-        return self.rule == "ema"
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
         """Bytes held during updates, with ``dtype_bytes`` per number of what computes.
@@ -112,7 +109,7 @@ class ReferenceModel:
             yield
 
     @contextmanager
-    def _active(self) -> Iterator[Any]:
+    def active(self) -> Iterator[Any]:
         """The policy object over the reference's weights."""
         if self.rule == "adapter_off":
             with adapter(self.module, None):
@@ -129,18 +126,8 @@ class ReferenceModel:
 
     @torch.no_grad()
     def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
-        with self._active() as policy:
+        with self.active() as policy:
             return policy.likelihood(rollouts, micro_batch, outputs=outputs)
-
-    def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        with self._active() as policy:
-            return policy.sample(requests, sampling, seed=seed)
-
-    def continue_rollouts(
-        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **options: Any
-    ) -> Rollouts:
-        with self._active() as policy:
-            return policy.continue_rollouts(rollouts, replies, sampling, **options)
 
     # --- following the policy ---
 

@@ -43,7 +43,7 @@ class DiffusersPolicy(DenoiserPolicy):
     Prompts are captions, each encoded once. Images are decoded one at a time.
     """
 
-    batch_rows = 8
+    batch_rows, default_budgets = 8, (8, 8)
     supports = frozenset({"demonstrations", "lora", "separate_critic", "shared_critic"})
 
     def __init__(self, pipeline: Any, settings: PipelineSettings | None = None) -> None:
@@ -113,9 +113,6 @@ class DiffusersPolicy(DenoiserPolicy):
 
     def to(self, device: torch.device) -> None:
         self.pipeline.to(device)
-
-    def default_budget(self) -> int:
-        return 8
 
     def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
         parts = [p for p in self.pipeline.components.values() if isinstance(p, nn.Module) and p is not self.module]

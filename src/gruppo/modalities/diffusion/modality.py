@@ -152,7 +152,7 @@ class DiffusionModality(Modality):
     def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         assert isinstance(policy, DenoiserPolicy)
         policy.check_sampling(policy.check_sampling(sampling))
-        policy.check_sampling(self.evaluation_sampling(sampling))
+        policy.check_sampling(sampling.greedy())
         first = peek(data)
         refused = [policy.check_prompt(prompt, None) for prompt in first]  # type: ignore[arg-type]
         if all(refused):
@@ -175,7 +175,7 @@ class DiffusionModality(Modality):
             check_trust_region(config.objective, policy.dims)
         # A ratio of whole rows needs each row of denoising steps in one micro-batch.
         evaluations = (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
-        budget = config.optim.token_budget or policy.default_budget()
+        budget = config.optim.token_budget or policy.default_budget
         if config.objective.needs_whole_rows and sampling.noise != "branched" and evaluations > budget:
             raise GruppoError(
                 f"this objective compares whole rows, of up to {evaluations} evaluations of the network, and a "

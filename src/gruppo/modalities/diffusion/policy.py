@@ -50,6 +50,11 @@ class DenoiserPolicy(Policy):
     supports = frozenset({"demonstrations", "separate_critic", "shared_critic"})
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
     action_name, budget_name, renders_images = "step", "evaluations", True
+    default_budgets = (128, 1024)
+    out_of_memory_hint = (
+        "one evaluation of the network",
+        "Train smaller images (--diffusion.size), a --lora.rank in place of all weights, or a smaller --model.",
+    )
     batch_rows = 256
     """Rows denoised together; half as many with guidance."""
 
@@ -121,17 +126,10 @@ class DenoiserPolicy(Policy):
         is_number = isinstance(condition, ClassLabels) and text not in condition.names and text.isdecimal()
         return int(text) if is_number else text
 
-    def default_budget(self) -> int:
-        return 128 if self.device.type == "cpu" else 1024
-
-    def out_of_memory_hint(self, units: int) -> tuple[str, str]:
-        return (
-            "one evaluation of the network",
-            "Train smaller pictures (--diffusion.size), a --lora.rank in place of all weights, or a smaller --model.",
-        )
-
-    def batch_stats(self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Sampling) -> dict[str, Stat]:
-        return branch_stats(rollouts, rewards, DiffusionSampling.of(sampling))
+    def batch_stats(
+        self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Sampling, *, is_evaluation: bool = False
+    ) -> dict[str, Stat]:
+        return {} if is_evaluation else branch_stats(rollouts, rewards, DiffusionSampling.of(sampling))
 
     def update_stats(
         self, batch: Batch, micro_batch: MicroBatch, likelihood: Likelihood, inputs: Any

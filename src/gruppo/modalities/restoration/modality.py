@@ -138,7 +138,6 @@ class RestorationModality(Modality):
 
     def _set_consistency(self, config: Config, policy: RestorationPolicy, data: Any) -> None:
         """Give the policy the consistency term that the config names, if a stage has one."""
-        policy.reads_reference_output = self.consistency_reads_reference(config)
         if not highest(config, "cons_coef"):
             return
         name, function = config.section(RestorationConfig).consistency, None
@@ -176,7 +175,7 @@ class RestorationModality(Modality):
     def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         assert isinstance(policy, RestorationPolicy)
         sampling = policy.check_sampling(sampling)
-        policy.check_sampling(self.evaluation_sampling(sampling))
+        policy.check_sampling(sampling.greedy())
         first = peek(data)
         refused = [policy.check_prompt(prompt, sampling) for prompt in first]
         if all(refused):

@@ -72,6 +72,7 @@ class RestorationPolicy(Policy):
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
     action_name, budget_name, renders_images = "action", "squares", True
     actions_are_positions = True
+    out_of_memory_hint = ("one image", "Crop the data smaller (crop=64), or train a smaller network.")
     module: Restorer
     batch_rows = 64
     """Rows sampled together."""
@@ -191,11 +192,12 @@ class RestorationPolicy(Policy):
     def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Tensor:
         return read_image(text, channels=self.channels)
 
-    def out_of_memory_hint(self, units: int) -> tuple[str, str]:
-        return "one image", "Crop the data smaller (crop=64), or train a smaller network."
-
-    def evaluation_stats(self, rollouts: Rollouts) -> dict[str, Stat]:
-        """PSNR in dB to the clean images, if there are any: what gates read, whatever is rewarded."""
+    def batch_stats(
+        self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Any, *, is_evaluation: bool = False
+    ) -> dict[str, Stat]:
+        """PSNR in dB to the clean images of an evaluation, whatever is rewarded."""
+        if not is_evaluation:
+            return {}
         targets = [rollouts.prompts[group].target for group in rollouts.group_ids.tolist()]
         pairs = [(x, y) for x, y in zip(rollouts.completions, targets, strict=True) if isinstance(y, Tensor)]
         values = [float(psnr(x[None], quantize(y)[None])[0].clamp(max=MAX_PSNR_DB)) for x, y in pairs]

@@ -37,7 +37,12 @@ class TextPolicy(Policy):
 
     supports = frozenset({"conversations", "demonstrations", "lora", "separate_critic", "shared_critic"})
     likelihood_outputs = frozenset({"entropy", "entropy_value", "values"})
-    action_name, budget_name = "token", "tokens"
+    action_name, budget_name, default_budgets = "token", "tokens", (TOKENS_ON_CPU, TOKENS)
+    out_of_memory_hint = (
+        "one row of {units} tokens",
+        "Set a lower --rollout.max-new-tokens, shorten the prompts, or train a smaller --model; "
+        "--optim.token-budget cannot cut a row.",
+    )
     compute_dtype: torch.dtype = torch.float32
 
     def __init__(
@@ -132,13 +137,9 @@ class TextPolicy(Policy):
     def parse_prompt(self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]) -> Any:
         return [{"role": "user", "content": text}] if self.chat.can_chat and not is_plain else text
 
-    def render(self, rollouts: Rollouts, row: int) -> Any:
-        return rollouts.completions[row]
-
-    def format_prompt(self, prompt: Prompt) -> str:
-        return repr(self.chat.text_with_specials(self.chat.encode(prompt.inputs)))
-
-    def format_demonstration(self, prompt: Prompt) -> str:
+    def format_prompt(self, prompt: Prompt, *, is_target: bool = False) -> str:
+        if not is_target:
+            return repr(self.chat.text_with_specials(self.chat.encode(prompt.inputs)))
         demonstration = self.demonstrations([prompt], seed=0)
         ids = demonstration.actions[0, : int(demonstration.lengths[0])].tolist()
         return f"{self.chat.text_with_specials(ids)!r}  ({len(ids)} tokens)"
@@ -149,9 +150,6 @@ class TextPolicy(Policy):
     def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
         rows = max(min(BATCH_ROWS, config.rollout.prompts * config.rollout.group_size), group_size)
         return working_memory(self, config, self.longest_prompt_of(prompts), budget, rows)
-
-    def default_budget(self) -> int:
-        return TOKENS_ON_CPU if self.device.type == "cpu" else TOKENS
 
     def bytes_per_unit(self, *, least: bool = False) -> int:
         width = 2 if self.compute_dtype == torch.bfloat16 else 4
@@ -164,13 +162,6 @@ class TextPolicy(Policy):
     def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
         prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids[rows]]
         return int((rollouts.lengths[rows] + prompts).max())
-
-    def out_of_memory_hint(self, units: int) -> tuple[str, str]:
-        return (
-            f"one row of {units} tokens",
-            "Set a lower --rollout.max-new-tokens, shorten the prompts, or train a smaller --model; "
-            "--optim.token-budget cannot cut a row.",
-        )
 
     # --- sampling ---
 
