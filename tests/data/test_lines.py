@@ -8,7 +8,7 @@ import torch
 from gruppo.core.images import gaussian_blur, quantize
 from gruppo.data import lines as module
 from gruppo.data.degrade import Degradation
-from gruppo.data.lines import LONGEST, MARGIN, SIGNS, line_font, line_image, line_text, open_lines, text_lines
+from gruppo.data.lines import LONGEST, MARGIN, SIGNS, line_image, line_text, text_lines
 from gruppo.data.open import open_source
 from gruppo.data.source import IndexedSource
 from gruppo.types import DataError, GruppoError
@@ -20,7 +20,7 @@ def source(spoiled: str = SPOILED, **options) -> IndexedSource:
     return text_lines(Degradation.parse(spoiled), **{"seed": 3, "count": 40} | options)
 
 
-def said(prompts) -> list[tuple]:
+def contents(prompts) -> list[tuple]:
     images = [(p.inputs.tolist(), None if p.target is None else p.target.tolist()) for p in prompts]
     return [(p.id, *image, dict(p.meta), p.draw) for p, image in zip(prompts, images, strict=True)]
 
@@ -51,12 +51,12 @@ def test_the_ink_is_that_of_the_transcript_in_the_line_s_own_font():
     from PIL import Image, ImageDraw, ImageFont
 
     for index in range(10):
-        font, text = line_font(24, module.generator_at("line", 0, index)), line_text(0, index, 24, 128)
+        text, font = line_text(0, index, 24, 128)
         canvas = Image.new("L", (200, 60), 0)
         chosen = ImageFont.truetype(font.path, font.size, layout_engine=ImageFont.Layout.BASIC)
         ImageDraw.Draw(canvas).text((20, 30), text, fill=255, font=chosen, anchor="lm")
         box = canvas.getbbox()
-        clean = line_image(text, 0, index, 24, 128)[0]
+        clean = line_image(text, font, 0, index, 24, 128)[0]
         paper, ink = clean.max(), clean.min()
         drawn = (paper - clean) / (paper - ink)
         rows, columns = ((drawn.amax(dim=side) > 0.01).nonzero()[:, 0] for side in (1, 0))
@@ -65,7 +65,7 @@ def test_the_ink_is_that_of_the_transcript_in_the_line_s_own_font():
         )
 
 
-def test_what_is_spoiled_is_the_clean_line_under_the_strengths_that_are_said():
+def test_what_is_spoiled_is_the_clean_line_under_the_strengths_that_are_contents():
     """Without noise, by hand; noise has the standard deviation that is said."""
     for p in source("blur=0.5-2").take(5):
         assert torch.equal(p.inputs, quantize(gaussian_blur(p.target[None], p.meta["blur"])[0]))
@@ -105,10 +105,10 @@ def test_another_set_has_other_lines():
 def test_held_out_lines_are_the_same_for_every_seed_and_are_never_drawn():
     lines, other = source(count=300, held_out_fraction=0.2), source(count=300, held_out_fraction=0.2, seed=8)
     held = lines.held_out(1000)
-    assert said(held) == said(other.held_out(1000)) and 30 < len(held) < 90
+    assert contents(held) == contents(other.held_out(1000)) and 30 < len(held) < 90
     drawn = {p.meta["text"] for p in lines.take(600)}
     assert not drawn & {p.meta["text"] for p in held} and len(drawn) + len(held) == 300
-    assert said(lines.held_out(7)) == said(held)[:7]
+    assert contents(lines.held_out(7)) == contents(held)[:7]
 
 
 def test_by_name():
@@ -118,7 +118,6 @@ def test_by_name():
     assert str(lines.degradation) == "blur=0.5-2,noise=10-40"
     (p,) = lines.take(1)
     assert p.inputs.shape == (1, 20, 96) and p.target is None
-    assert open_lines("photos:noise=25", seed=1) is None
 
 
 @pytest.mark.parametrize(

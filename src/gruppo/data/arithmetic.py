@@ -1,13 +1,12 @@
-"""Sums and differences of two integers, without end."""
+"""Sums and differences of two integers, an endless source."""
 
 from __future__ import annotations
 
 import hashlib
-from functools import cache
 
 import torch
 
-from gruppo.data.source import IndexedSource, check_fraction, hash_unit
+from gruppo.data.source import IndexedSource, hash_unit
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -32,7 +31,6 @@ def arithmetic(
     continues. ``allow_negative=False`` leaves out differences below 0. ``system`` is the system message; without one,
     some chat templates write a longer one of their own. Column ``size``, |a| + |b|, is a difficulty for a curriculum.
     """
-    check_fraction(held_out_fraction)
     if low > high:
         raise GruppoError(f"arithmetic got low={low} above high={high}; swap them.")
     if not operations or not set(operations) <= set("+-") or len(set(operations)) < len(operations):
@@ -40,38 +38,26 @@ def arithmetic(
     span = high - low + 1
     count = len(operations) * span**2
 
-    def problem(index: int) -> tuple[int, int, str]:
+    def problem(index: int) -> tuple[int, str, int, bool | None]:
+        """Both numbers, the operation between them, and whether the problem is held out; None for one left out."""
         rest, b = divmod(index, span)
         operation, a = divmod(rest, span)
-        return low + a, low + b, operations[operation]
-
-    def is_held_out(index: int) -> bool | None:
-        """None for a problem that is left out altogether."""
-        a, b, operation = problem(index)
-        if operation == "-" and a < b and not allow_negative:
-            return None
+        a, b, sign = low + a, low + b, operations[operation]
+        if sign == "-" and a < b and not allow_negative:
+            return a, sign, b, None
         # a sum goes with its mirror image, so that 7 + 12 is not an evaluation of a policy that has seen 12 + 7
-        text = f"{min(a, b)} + {max(a, b)}" if operation == "+" else f"{a} - {b}"
-        return hash_unit(text) < held_out_fraction
+        text = f"{min(a, b)} + {max(a, b)}" if sign == "+" else f"{a} - {b}"
+        return a, sign, b, hash_unit(text) < held_out_fraction
 
     def item_at(draw: int) -> int:
         generator = generator_at(seed, "arithmetic", draw)
         while True:  # rejection keeps the distribution over the remaining problems uniform
             index = int(torch.randint(count, (), generator=generator))
-            if is_held_out(index) is False:
+            if problem(index)[-1] is False:
                 return index
 
-    @cache
-    def held_out_items() -> list[int]:
-        indices = range(count)
-        if count > ENUMERABLE:
-            generator = generator_at("arithmetic", "held_out")  # without the seed: the same for every run
-            indices = torch.randint(count, (ENUMERABLE,), generator=generator).unique().tolist()
-        held_out = [index for index in indices if is_held_out(index)]
-        return sorted(held_out, key=lambda index: hash_unit("{0} {2} {1}".format(*problem(index))))
-
     def prompt_at(index: int, draw: int) -> Prompt:
-        a, b, operation = problem(index)
+        a, operation, b, _ = problem(index)
         text = f"{a} {operation} {b}"
         messages = [{"role": "system", "content": system}, {"role": "user", "content": f"What is {text}?"}]
         if answer_prefix:
@@ -80,13 +66,20 @@ def arithmetic(
         meta = {"a": a, "b": b, "operation": operation, "size": abs(a) + abs(b)}
         return Prompt(text, messages, str(answer), meta, draw)
 
-    # item_at() would not end where everything is held out
-    if count <= ENUMERABLE and all(is_held_out(index) is not False for index in range(count)):
+    indices: list[int] | range = range(count)
+    if count > ENUMERABLE:
+        generator = generator_at("arithmetic", "held_out")  # without the seed: the same for every run
+        indices = torch.randint(count, (ENUMERABLE,), generator=generator).unique().tolist()
+    sides = [(problem(index)[-1], index) for index in indices]
+    held_out = sorted(
+        (index for side, index in sides if side), key=lambda index: hash_unit("{} {} {}".format(*problem(index)))
+    )
+    if count <= ENUMERABLE and not any(side is False for side, _ in sides):  # item_at() would not end
         text = "which leaves none to train on; widen the range or lower --prompts.held-out-fraction."
-        raise DataError(f"all {len(held_out_items())} problems of arithmetic:{low}:{high} are held out, {text}")
+        raise DataError(f"all {len(held_out)} problems of arithmetic:{low}:{high} are held out, {text}")
     # "arithmetic 1" is the version of the generator: raise it when the same settings give other problems
     settings = (low, high, operations, answer_prefix, allow_negative, system)
     digest = hashlib.sha256(" ".join(["arithmetic 1", *map(str, settings)]).encode()).hexdigest()
     columns = ("target", "a", "b", "operation", "size")
     identity = {"held_out_fraction": held_out_fraction}
-    return IndexedSource("arithmetic", seed, item_at, held_out_items, prompt_at, columns, digest, identity)
+    return IndexedSource("arithmetic", seed, item_at, held_out, prompt_at, columns, digest, identity)

@@ -25,11 +25,7 @@ def _add_noise(images: Images, levels: float, generator: torch.Generator) -> Ima
     return images + levels / 255 * torch.randn(images.shape, generator=generator)
 
 
-def _blur(images: Images, std: float, generator: torch.Generator | None = None) -> Images:
-    return gaussian_blur(images, std)
-
-
-def _downscale(images: Images, factor: float, generator: torch.Generator | None = None) -> Images:
+def _downscale(images: Images, factor: float, _generator: torch.Generator | None = None) -> Images:
     """Mean of each square, resized to the original size by bicubic interpolation."""
     height, width = images.shape[-2:]
     side = int(factor)
@@ -39,7 +35,7 @@ def _downscale(images: Images, factor: float, generator: torch.Generator | None 
     return resized[..., :height, :width]
 
 
-def _compress(images: Images, quality: float, generator: torch.Generator) -> Images:
+def _compress(images: Images, quality: float, _generator: torch.Generator) -> Images:
     """One image through JPEG."""
     pillow = import_extra("PIL.Image", "images", "degrading images to JPEG")
     levels, file = to_uint8(images[0]).permute(1, 2, 0).numpy(), io.BytesIO()
@@ -68,7 +64,9 @@ class DegradationKind:
 
 KINDS: Mapping[str, DegradationKind] = {
     "noise": DegradationKind(_add_noise, "levels of 255, standard deviation", 0, 255, "25"),
-    "blur": DegradationKind(_blur, "pixels, standard deviation", 0, 20, "1.5", is_expected=True),
+    "blur": DegradationKind(
+        lambda x, std, _=None: gaussian_blur(x, std), "pixels, standard deviation", 0, 20, "1.5", is_expected=True
+    ),
     "downscale": DegradationKind(_downscale, "times smaller a side", 1, 16, "2", is_whole=True, is_expected=True),
     "dark": DegradationKind(lambda x, share, _=None: x * share, "share of the light", 0.01, 1, "0.3", is_expected=True),
     "jpeg": DegradationKind(_compress, "quality", 1, 100, "30", is_whole=True),
@@ -149,8 +147,8 @@ class Degradation:
 
 def parse_data_options(
     text: str, data: str, integers: Collection[str], flags: Collection[str], form: str
-) -> tuple[str, dict[str, Any]]:
-    """The degradation's steps among ``noise=25,crop=64,flips=no``, and the other options by name.
+) -> tuple[Degradation | None, dict[str, Any]]:
+    """The degradation of ``noise=25,crop=64,flips=no``, None without one, and the other options by name.
 
     ``form``: the text that errors suggest to write.
     """
@@ -166,4 +164,4 @@ def parse_data_options(
                 steps.append(part)
         except (KeyError, ValueError):
             raise DataError(f"data={data!r}: cannot read {name}={value!r}; write {form}.") from None
-    return ",".join(steps), options
+    return Degradation.parse(",".join(steps)) if steps else None, options

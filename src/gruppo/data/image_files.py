@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.core.images import to_uint8
 from gruppo.data.source import nearest
 from gruppo.loading import import_extra
 from gruppo.types import DataError
 
 Fit = Literal["crop", "stretch"]
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-CACHE_BYTES = 1 << 28
-"""Decoded images that are kept: reading a photograph takes longer than cropping it."""
 EXIF_ORIENTATION = 0x0112
 
 
@@ -79,25 +75,6 @@ def image_size(image: Path | Tensor, channels: int, name: str) -> tuple[int, int
         need = "they need to be from 0 to 1. Divide by 255, or clamp them."
         raise DataError(f"the image {name} has numbers from {low:g} to {high:g}; {need}")
     return int(image.shape[1]), int(image.shape[2])
-
-
-class ImageCache:
-    """Reads images, and keeps the most recently used ones as bytes."""
-
-    def __init__(self, channels: int) -> None:
-        self.channels, self._images, self._bytes = channels, OrderedDict[Path, Tensor](), 0
-
-    def __call__(self, image: Path | Tensor) -> Tensor:
-        """[C, H, W]: levels from 0 to 255 of a file, a tensor unchanged."""
-        if isinstance(image, Tensor):
-            return image
-        if image not in self._images:
-            self._images[image] = to_uint8(read_image(image, channels=self.channels))
-            self._bytes += self._images[image].numel()
-        self._images.move_to_end(image)
-        while self._bytes > CACHE_BYTES and len(self._images) > 1:
-            self._bytes -= self._images.popitem(last=False)[1].numel()
-        return self._images[image]
 
 
 def list_images(folder: Path) -> list[str]:

@@ -11,14 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gruppo.core.images import quantize
-from gruppo.data.degrade import Degradation, parse_data_options
+from gruppo.data.degrade import Degradation
 from gruppo.data.image_files import package_file
 from gruppo.data.source import IndexedSource, digest_of, split_by_hash
 from gruppo.loading import import_extra
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
-FORM = "lines:blur=0.5-2,noise=10-40. Options include count=4000, clean=no, set=1, height=24 and width=128"
 PACKAGE, FOLDER = "matplotlib", "mpl-data/fonts/ttf"
 FONTS = tuple(f"DejaVu{name}.ttf" for name in ("Sans", "Sans-Bold", "SansMono", "Serif", "Serif-Bold"))
 SIGNS = "abcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ23456789"
@@ -54,10 +53,11 @@ def text_lines(
     if height < 12 or width < 2 * height:
         need = "height needs to be 12 or more, and width twice the height. Set height=24 and width=128."
         raise DataError(f"{name}: lines of {height} x {width} pixels hold no text; {need}")
-    texts = [line_text(number, index, height, width) for index in range(count)]
+    lines = [line_text(number, index, height, width) for index in range(count)]
+    texts = [text for text, _ in lines]
 
     def prompt_at(index: int, draw: int) -> Prompt:
-        image = line_image(texts[index], number, index, height, width)
+        image = line_image(*lines[index], number, index, height, width)
         degraded, strengths = degradation(image, generator_at("spoil", number, index))
         return Prompt(f"{number}-{index}", degraded, image if clean else None, {"text": texts[index]} | strengths, draw)
 
@@ -68,17 +68,13 @@ def text_lines(
     return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, degradation=degradation)
 
 
-def line_font(height: int, generator: torch.Generator) -> Any:
-    """A random font, of 0.58 to 0.7 of the height."""
+def line_text(number: int, index: int, height: int, width: int) -> tuple[str, Any]:
+    """Words of random signs, as many as fit between the margins, and their font: of 0.58 to 0.7 of the height."""
+    generator = generator_at("line", number, index)  # without the seed: a line is the same in every run
     file = FONTS[int(torch.randint(len(FONTS), (), generator=generator))]
     low, high = round(0.58 * height), round(0.7 * height)
-    return _load_font(file, int(torch.randint(low, high + 1, (), generator=generator)))
-
-
-def line_text(number: int, index: int, height: int, width: int) -> str:
-    """Words of random signs, as many as fit between the margins."""
-    generator = generator_at("line", number, index)  # without the seed: a line is the same in every run
-    font, limit, text = line_font(height, generator), width - 2 * MARGIN, ""
+    font = _load_font(file, int(torch.randint(low, high + 1, (), generator=generator)))
+    limit, text = width - 2 * MARGIN, ""
     while True:
         length = int(torch.randint(3, LONGEST + 1, (), generator=generator))
         word = "".join(SIGNS[n] for n in torch.randint(len(SIGNS), (length,), generator=generator).tolist())
@@ -89,17 +85,18 @@ def line_text(number: int, index: int, height: int, width: int) -> str:
     while not text:  # a first word that is too long
         word = word[:-1]
         text = word if font.getlength(word) <= limit else ""
-    return text
+    return text, font
 
 
-def line_image(text: str, number: int, index: int, height: int, width: int) -> Float[Tensor, "1 H W"]:
+def line_image(text: str, font: Any, number: int, index: int, height: int, width: int) -> Float[Tensor, "1 H W"]:
     """The clean line: ink of 0 to 0.3 on paper of 0.8 to 1."""
-    font = line_font(height, generator_at("line", number, index))  # the first numbers drawn by ``line_text``
+    from PIL import Image, ImageDraw
+
     x, y, ink, paper = torch.rand(4, generator=generator_at("place", number, index)).tolist()
-    canvas = import_extra("PIL.Image", "images", "lines of text").new("L", (width, height), 0)
+    canvas = Image.new("L", (width, height), 0)
     left = MARGIN + x * (width - 2 * MARGIN - font.getlength(text))
-    draw = import_extra("PIL.ImageDraw", "images", "lines of text").Draw(canvas)
-    draw.text((round(left), height / 2 + round(2 * y - 1)), text, fill=255, font=font, anchor="lm")
+    position = round(left), height / 2 + round(2 * y - 1)
+    ImageDraw.Draw(canvas).text(position, text, fill=255, font=font, anchor="lm")
     cover = torch.from_numpy(np.array(canvas)).float() / 255
     ink, paper = 0.3 * ink, 0.8 + 0.2 * paper
     return quantize(paper + (ink - paper) * cover)[None]
@@ -114,16 +111,3 @@ def _load_font(name: str, size: int) -> Any:
     fonts = import_extra("PIL.ImageFont", "images", "lines of text")
     # Pillow's own layout gives the same pixels whatever else is installed
     return fonts.truetype(str(file), size, layout_engine=fonts.Layout.BASIC)
-
-
-def open_lines(data: str, *, seed: int, held_out_fraction: float = 0.1) -> IndexedSource | None:
-    """Source of ``lines:blur=0.5-2,noise=10-40,count=4000,clean=no``; None for other data."""
-    kind, _, text = data.partition(":")
-    if kind != "lines":
-        return None
-    steps, options = parse_data_options(text, data, ("count", "set", "height", "width"), ("clean",), FORM)
-    if not steps:
-        raise DataError(f"data={data!r} does not say how lines are degraded; write {FORM}.")
-    if "set" in options:
-        options["number"] = options.pop("set")
-    return text_lines(Degradation.parse(steps), seed=seed, held_out_fraction=held_out_fraction, name=data, **options)

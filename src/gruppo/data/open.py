@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from gruppo.data.arithmetic import arithmetic
 from gruppo.data.curriculum import Curriculum
+from gruppo.data.degrade import parse_data_options
 from gruppo.data.digits import labelled_images, load_digits
 from gruppo.data.images import image_folder
-from gruppo.data.lines import open_lines
+from gruppo.data.lines import text_lines
 from gruppo.data.reasoning_gym import reasoning_gym
 from gruppo.data.restoration import open_pairs
 from gruppo.data.rows import FILE_KINDS, read_dataset, read_jsonl, row_source
 from gruppo.data.source import IndexedSource, SourceWrapper, nearest
 from gruppo.loading import load_object
-from gruppo.types import DataError, Prompt
+from gruppo.types import DataError
 
 FORMS = (
     "Data is one of: file.py:function; arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; digits; images:FOLDER or "
@@ -27,6 +28,7 @@ FORMS = (
     "name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts or dicts, a Hugging "
     "Face Dataset, or an object with take, state_dict and load_state_dict."
 )
+LINES = "lines:blur=0.5-2,noise=10-40. Options include count=4000, clean=no, set=1, height=24 and width=128"
 KINDS = ("arithmetic", "reasoning_gym", "digits", "images", "photos", "degrade", "pairs", "lines")
 
 
@@ -35,24 +37,9 @@ def is_function_name(data: str) -> bool:
     return data.rpartition(":")[0].endswith(".py")  # images:FOLDER:64 has a colon and slashes too
 
 
-@runtime_checkable
-class CustomSource(Protocol):
-    """A user's own prompt source: the members that it has to have."""
-
-    def take(self, n: int) -> list[Prompt]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class DatasetTable(Protocol):
-    """A Hugging Face data set, recognised without importing the package."""
-
-    column_names: Any
-
-    def __iter__(self) -> Any: ...
+def is_custom_source(data: Any) -> bool:
+    """Whether data is an object with the required members of ``gruppo.protocols.PromptSource``."""
+    return all(callable(getattr(data, member, None)) for member in ("take", "state_dict", "load_state_dict"))
 
 
 def open_source(
@@ -74,10 +61,10 @@ def open_source(
         data = load_object(data)()
     if isinstance(data, IndexedSource | SourceWrapper):
         source = data
-    elif isinstance(data, CustomSource) and not isinstance(data, DatasetTable):  # an IterableDataset is both
+    elif is_custom_source(data) and not hasattr(data, "column_names"):  # an IterableDataset has all three members too
         source = SourceWrapper(data)
     elif isinstance(data, str):
-        source = _open_generated(data, seed, held_out_fraction)
+        source = _open_generated(data, seed=seed, held_out_fraction=held_out_fraction)
     if source is None:
         rows, name = _rows_of(data, prompt_column)
         columns: dict[str, Any] = {"prompt_column": prompt_column, "target_column": target_column}
@@ -85,27 +72,31 @@ def open_source(
     return Curriculum(source, difficulty_column) if difficulty_column else source
 
 
-def _open_generated(data: str, seed: int, fraction: float) -> IndexedSource | None:
+def _open_generated(data: str, **options: Any) -> IndexedSource | None:
     """Data that is not rows: generated problems and images; None for other names."""
     kind, _, rest = data.partition(":")
     if kind == "reasoning_gym" and rest:
-        return reasoning_gym(rest, seed=seed, held_out_fraction=fraction)
+        return reasoning_gym(rest, **options)
     if data == "digits":
-        return labelled_images(*load_digits(), seed=seed, held_out_fraction=fraction, name=data)
+        return labelled_images(*load_digits(), name=data, **options)
     if kind == "images" and rest:
         folder, _, size = rest.rpartition(":") if re.search(r":\d+$", rest) else (rest, "", "")
         if size and int(size) < 1:
             raise DataError(f"data={data!r}: images of {size} pixels are empty. Write images:{folder}:64.")
-        return image_folder(folder, seed=seed, size=int(size) if size else None, held_out_fraction=fraction)
+        return image_folder(folder, size=int(size) if size else None, **options)
     if kind == "arithmetic":
         match = re.fullmatch(r"(-?\d+):(-?\d+)(:natural)?", rest or "0:20")
         if match is None:
             need = "two integers, as in arithmetic:0:99, or arithmetic:0:99:natural for differences of 0 and above"
             raise DataError(f"cannot read the range of {data!r}; it needs {need}.")
-        low, high, is_natural = int(match[1]), int(match[2]), match[3] is not None
-        return arithmetic(low, high, seed=seed, held_out_fraction=fraction, allow_negative=not is_natural)
-    pairs = open_pairs(data, seed=seed, held_out_fraction=fraction)
-    return open_lines(data, seed=seed, held_out_fraction=fraction) if pairs is None else pairs
+        return arithmetic(int(match[1]), int(match[2]), allow_negative=match[3] is None, **options)
+    if kind == "lines":
+        degradation, settings = parse_data_options(rest, data, ("count", "set", "height", "width"), ("clean",), LINES)
+        if degradation is None:
+            raise DataError(f"data={data!r} does not say how lines are degraded; write {LINES}.")
+        settings["number"] = settings.pop("set", 0)
+        return text_lines(degradation, name=data, **settings, **options)
+    return open_pairs(data, **options)
 
 
 def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:
@@ -120,9 +111,9 @@ def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:
         if hub_name is None:
             raise DataError(f"data={str(data)!r} is no file, folder or known name{nearest(str(data), KINDS)}. {FORMS}")
         return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
-    if isinstance(data, DatasetTable) and not isinstance(data, dict) and isinstance(data, Sized):
-        return list(data), "the data set"
-    if isinstance(data, DatasetTable):
+    if hasattr(data, "column_names"):  # a Hugging Face data set, recognized without importing the package
+        if isinstance(data, Sized) and not isinstance(data, dict):
+            return list(data), "the data set"
         need = 'one split that fits in memory, such as data["train"] or Dataset.from_list(list(data.take(10000)))'
         raise DataError(f"a {type(data).__name__} has several splits or no known length; it needs {need}.")
     if isinstance(data, list | tuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import lru_cache, partial
 from importlib import metadata
 from typing import Any
 
-from gruppo.data.source import IndexedSource, check_fraction, digest_of, hash_unit, nearest, prompt_key
+from gruppo.data.source import IndexedSource, digest_of, hash_unit, nearest, prompt_key
 from gruppo.loading import import_extra
 from gruppo.seeds import seed_at
 from gruppo.types import DataError, GruppoError, Prompt
@@ -30,7 +30,6 @@ def reasoning_gym(
     generator seed (some tasks build a table of that size first); the next epoch has a new seed, so the stream neither
     ends nor repeats. ``task_options`` are passed to the task unchanged.
     """
-    check_fraction(held_out_fraction)
     package = import_extra("reasoning_gym", "tasks", f"the task {task!r}")
     tasks, name = package.factory.DATASETS, f"reasoning_gym:{task}"
     if task not in tasks:
@@ -46,18 +45,16 @@ def reasoning_gym(
             "set the environment variable PYTHONHASHSEED=0 and start again, or choose another task."
         )
 
-    @lru_cache(maxsize=2)  # one for the epoch, one for evaluations
-    def dataset(dataset_seed: int) -> Any:
-        # 31 bits of the seed: NumPy's RandomState takes at most 32
-        options = {**task_options, "seed": dataset_seed >> 32, "size": size_per_epoch}
+    make = lru_cache(maxsize=2)(partial(package.create_dataset, task, **task_options, size=size_per_epoch))
+    evaluation_entries: dict[int, dict[str, Any]] = {}
+
+    def entry_at(dataset_seed: int, index: int) -> dict[str, Any]:
         try:
-            return package.create_dataset(task, **options)
+            # two are kept: of the epoch and of evaluations. 31 bits of the seed: NumPy's RandomState takes at most 32
+            entries = make(seed=dataset_seed >> 32)
         except (TypeError, ValueError, AssertionError) as problem:
             text = f"its options are {', '.join(fields)}."
             raise GruppoError(f"{name} refuses its options {task_options} ({problem}); {text}") from problem
-
-    def entry_at(dataset_seed: int, index: int) -> dict[str, Any]:
-        entries = dataset(dataset_seed)
         try:
             return entries[index]
         except Exception as problem:
@@ -66,36 +63,32 @@ def reasoning_gym(
                 "pass a smaller size_per_epoch or other task options."
             ) from problem
 
-    @cache  # evaluations ask for the same entries again
-    def evaluation_entry(index: int) -> dict[str, Any]:
-        return entry_at(seed_at("reasoning_gym", "held_out", task), index)
+    def held_out_items() -> Iterator[tuple[int, dict[str, Any]]]:
+        """Number and entry of each different question of the evaluation."""
+        questions: set[str] = set()
+        for index in range(size_per_epoch if held_out_fraction else 0):
+            if index not in evaluation_entries:
+                evaluation_entries[index] = entry_at(seed_at("reasoning_gym", "held_out", task), index)
+            entry = evaluation_entries[index]
+            if entry["question"].rstrip() not in questions:
+                questions.add(entry["question"].rstrip())
+                yield index, entry
 
-    def prompt_at(item: tuple[bool, int], draw: int) -> Prompt | None:
-        """Prompt of an entry of the evaluation, or of the stream; None if its question belongs to the other."""
-        is_evaluation, number = item
-        if is_evaluation:
-            entry, prompt_id = evaluation_entry(number), f"{task}:held_out:{number}"
+    def prompt_at(item: int | tuple[int, dict[str, Any]], draw: int) -> Prompt | None:
+        """Prompt of an entry of the stream, or of the evaluation; None if its question belongs to the other."""
+        if isinstance(item, int):
+            epoch, index = divmod(item, size_per_epoch)
+            entry, prompt_id = entry_at(seed_at(seed, "reasoning_gym", task, epoch), index), f"{task}:{item}"
         else:
-            epoch, index = divmod(number, size_per_epoch)
-            entry, prompt_id = entry_at(seed_at(seed, "reasoning_gym", task, epoch), index), f"{task}:{number}"
+            prompt_id, entry = f"{task}:held_out:{item[0]}", item[1]
         messages = [{"role": "user", "content": f"{entry['question'].rstrip()}\n{INSTRUCTION}"}]
         is_held_out = hash_unit(prompt_key(messages)) < held_out_fraction
         prompt = Prompt(prompt_id, messages, entry["answer"], {"entry": entry}, draw)
-        return prompt if is_held_out == is_evaluation else None
-
-    def held_out_items() -> Iterator[tuple[bool, int]]:
-        questions: set[str] = set()
-        for index in range(size_per_epoch if held_out_fraction else 0):
-            question = evaluation_entry(index)["question"].rstrip()
-            if question not in questions:
-                questions.add(question)
-                yield True, index
+        return prompt if is_held_out != isinstance(item, int) else None
 
     # the first entries too: a task can change with the packages that it uses
     first_seed = seed_at(seed, "reasoning_gym", task, 0)
     first = [entry_at(first_seed, index)["question"] for index in range(min(3, size_per_epoch))]
     facts = [task, dict(sorted(task_options.items())), size_per_epoch, metadata.version("reasoning_gym"), first]
     columns, identity = ("target", "entry"), {"held_out_fraction": held_out_fraction}
-    return IndexedSource(
-        name, seed, lambda draw: (False, draw), held_out_items, prompt_at, columns, digest_of(facts), identity
-    )
+    return IndexedSource(name, seed, lambda draw: draw, held_out_items, prompt_at, columns, digest_of(facts), identity)

@@ -14,20 +14,22 @@ from torch import Tensor
 
 from gruppo.core.images import random_crop, random_symmetry, to_uint8
 from gruppo.data.degrade import Degradation, parse_data_options
-from gruppo.data.image_files import SUFFIXES, ImageCache, image_size, list_images, package_file
-from gruppo.data.source import IndexedSource, SourceWrapper, check_fraction, digest_of, leave_out, split_by_hash
+from gruppo.data.image_files import SUFFIXES, image_size, list_images, package_file, read_image
+from gruppo.data.source import IndexedSource, SourceWrapper, digest_of, leave_out, split_by_hash
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
 log = logging.getLogger("gruppo")
 
 CROP = 64
+CACHE_BYTES = 1 << 28
+"""Decoded images that are kept in memory."""
 FORMS = (
     "one of photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN. Options include crop=64, "
     "channels=1 and flips=false"
 )
 # Real photographs that Python packages contain: nothing is downloaded, no package is imported.
-COLOUR_PHOTOGRAPHS = {
+COLOR_PHOTOGRAPHS = {
     "astronaut": ("skimage", "data/astronaut.png"),
     "chelsea": ("skimage", "data/chelsea.png"),
     "coffee": ("skimage", "data/coffee.png"),
@@ -41,7 +43,7 @@ COLOUR_PHOTOGRAPHS = {
     "flower": ("sklearn", "datasets/images/flower.jpg"),
     "grace_hopper": ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
 }
-GREY_PHOTOGRAPHS = {
+GRAY_PHOTOGRAPHS = {
     name: ("skimage", f"data/{name}.png")
     for name in ("brick", "camera", "coins", "grass", "gravel", "moon", "page", "text")
 }
@@ -83,10 +85,9 @@ def image_pairs(
     ``crop`` 0: whole images, all of one size. ``held_out``: names, instead of a share by the hash of the names.
     """
     if channels not in (1, 3):
-        raise GruppoError(f"channels={channels} is neither 1 (grey) nor 3 (colour). Set one of them.")
+        raise GruppoError(f"channels={channels} is neither 1 (gray) nor 3 (color). Set one of them.")
     if crop < 0:
         raise GruppoError(f"crop={crop} is not a number of pixels; set {CROP}, or 0 for whole images.")
-    check_fraction(held_out_fraction)
     unreadable: dict[str, str] = {}
     files = {n: [x for x in (pair.clean, pair.degraded) if x is not None] for n, pair in pairs.items()}
     sizes = _checked_sizes(files, crop, channels, flips, name, unreadable)
@@ -96,20 +97,29 @@ def image_pairs(
     if not evaluation or not train:
         split = split_by_hash(names, held_out_fraction, name)
         train, evaluation = ([names[index] for index in part] for part in split)
-    cache = ImageCache(channels)  # decoding a photograph takes longer than cropping it
+    cache: dict[Path, Tensor] = {}  # decoding a photograph takes longer than cropping it
+
+    def read(image: Path | Tensor) -> Tensor:
+        """[C, H, W]: the levels from 0 to 255 of a file, a tensor unchanged."""
+        if isinstance(image, Tensor) or image in cache:
+            return image if isinstance(image, Tensor) else cache[image]
+        levels = to_uint8(read_image(image, channels=channels))
+        if sum(map(Tensor.numel, cache.values())) + levels.numel() <= CACHE_BYTES:
+            cache[image] = levels
+        return levels
 
     def prompt_at(item: str | tuple[str, int, int, int, int], draw: int) -> Prompt | None:
         """Prompt of a name, at a random crop; or of a place: name, top, left, height, width."""
-        n = item if isinstance(item, str) else item[0]
+        n, *place = [item] if isinstance(item, str) else item
         try:
-            images = [cache(image) for image in files[n]]
+            images = [read(image) for image in files[n]]
             if any(tuple(image.shape[1:]) != sizes[n] for image in images):
                 raise DataError(f"the image {n} has a different size than its file's header.")
         except DataError as problem:  # a truncated file
             leave_out(unreadable, n, str(problem))
             return None
-        if not isinstance(item, str):
-            _, top, left, height, width = item
+        if place:
+            top, left, height, width = place
             generator = generator_at("held out", n, top, left)  # without the seed: all runs see the same noise
             images = [image[..., top : top + height, left : left + width] for image in images]
         else:
@@ -117,10 +127,8 @@ def image_pairs(
             images = random_crop(images, crop, generator) if crop else images
             images = random_symmetry(images, generator) if flips else images
         images = [(x / 255 if x.dtype == torch.uint8 else x.float()).contiguous() for x in images]
-        degraded, strengths = images[-1], dict[str, float]()
-        if degradation is not None:
-            degraded, strengths = degradation(degraded, generator)
-        return Prompt(n, degraded, images[0], {"image": n} | strengths | dict(pairs[n].meta), draw)
+        degraded, strengths = (images[-1], {}) if degradation is None else degradation(images[-1], generator)
+        return Prompt(n, degraded, images[0], {"image": n, **strengths, **pairs[n].meta}, draw)
 
     # held-out crops lie side by side, in a random order: the first of each image, then the second of each, and so on
     turns: list[tuple[int, str, int, int, int, int]] = []
@@ -163,19 +171,16 @@ def _checked_sizes(
             leave_out(unreadable, n, str(problem))
             continue
         if others and others[0] != (height, width):
-            (h, w), text = others[0], "pixels. Resize the degraded image to the size of the clean one."
-            raise DataError(
-                f"the pair {n} of {name} does not match: degraded {h} x {w}, clean {height} x {width} {text}"
-            )
+            found = f"degraded {others[0][0]} x {others[0][1]}, clean {height} x {width} pixels"
+            text = "Resize the degraded image to the size of the clean one."
+            raise DataError(f"the pair {n} of {name} does not match: {found}. {text}")
         sizes[n] = height, width
     if not sizes:
         raise DataError(f"{name} holds no image that can be read; it needs {', '.join(SUFFIXES)} files.")
     if small := [n for n, size in sizes.items() if min(size) < crop]:
-        height, width = sizes[small[0]]
-        text = f"first {small[0]} with {height} x {width}. Set crop={min(map(min, sizes.values()))}, or remove them."
-        raise DataError(
-            f"{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels, {text}"
-        )
+        problem = f"{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels"
+        first = "{} with {} x {}".format(small[0], *sizes[small[0]])
+        raise DataError(f"{problem}, first {first}. Set crop={min(map(min, sizes.values()))}, or remove them.")
     first, (height, width) = next(iter(sizes.items()))
     if not crop and (other := next((n for n in sizes if sizes[n] != (height, width)), None)):
         text = f"{other} with {sizes[other][0]} x {sizes[other][1]}; whole images need one size. Set crop={CROP}."
@@ -185,12 +190,39 @@ def _checked_sizes(
     return sizes
 
 
-# --- where images come from ---------------------------------------------------------------------------------------
+# --- where images come from -------------------------------------------------------------------------------------------
 
 
-def photographs(*, with_grey: bool = False) -> dict[str, Path]:
-    """Name to file of the installed photographs, in colour unless ``with_grey``. Missing ones are logged."""
-    requested = COLOUR_PHOTOGRAPHS | (GREY_PHOTOGRAPHS if with_grey else {})
+def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> IndexedSource | None:
+    """Source of ``photos:noise=25``, ``degrade:FOLDER:noise=25`` or ``pairs:DEGRADED:CLEAN``; None for other data."""
+    kind, _, rest = data.partition(":")
+    if kind not in ("photos", "degrade", "pairs"):
+        return None
+    parts = rest.split(":") if rest else []
+    has_options = bool(parts) and "=" in parts[-1] and not Path(parts[-1]).exists()  # a path may hold "=" too
+    text = parts.pop() if has_options else ""
+    degradation, options = parse_data_options(text, data, ("crop", "channels"), ("flips",), FORMS)
+    if len(parts) != {"photos": 0, "degrade": 1, "pairs": 2}[kind] or not all(parts):
+        raise DataError(f"cannot read data={data!r}; write {FORMS}.")
+    if kind == "pairs" and degradation is not None:
+        raise DataError(f"data={data!r} degrades pairs, which are degraded already. Leave {degradation} out.")
+    if kind != "pairs" and degradation is None:
+        raise DataError(f"data={data!r} does not say how images are degraded; write {FORMS}.")
+    if kind == "photos":
+        files = photographs(with_gray=options.get("channels") == 1)
+        pairs, options["held_out"] = {name: ImagePair(path) for name, path in files.items()}, HELD_OUT
+    elif kind == "degrade":
+        root = Path(parts[0]).expanduser()
+        pairs = {name: ImagePair(root / name) for name in list_images(root)}
+    else:
+        pairs = paired_files(*parts)
+    options |= {"seed": seed, "held_out_fraction": held_out_fraction, "name": " and ".join(parts) or kind}
+    return image_pairs(pairs, degradation=degradation, **options)
+
+
+def photographs(*, with_gray: bool = False) -> dict[str, Path]:
+    """Name to file of the installed photographs, in color unless ``with_gray``. Missing ones are logged."""
+    requested = COLOR_PHOTOGRAPHS | (GRAY_PHOTOGRAPHS if with_gray else {})
     found = {name: path for name, file in requested.items() if (path := package_file(*file)) is not None}
     if not found:
         packages = ", ".join(DISTRIBUTIONS.values())
@@ -204,24 +236,7 @@ def photographs(*, with_grey: bool = False) -> dict[str, Path]:
     return found
 
 
-def photos(degradation: Degradation, *, seed: int, channels: int = 3, **options: Any) -> IndexedSource:
-    """Photographs of installed packages, degraded on the fly; with ``channels`` 1 also the grey ones.
-
-    ``HELD_OUT`` is held out, natural scenes, unless the fraction is 0.
-    """
-    pairs = {name: ImagePair(path) for name, path in photographs(with_grey=channels == 1).items()}
-    options = {"held_out": HELD_OUT, "name": "photos"} | options
-    return image_pairs(pairs, seed=seed, degradation=degradation, channels=channels, **options)
-
-
-def degraded_folder(folder: str | Path, degradation: Degradation, *, seed: int, **options: Any) -> IndexedSource:
-    """The images of a folder and its subfolders, degraded on the fly."""
-    root = Path(folder).expanduser()
-    pairs = {name: ImagePair(root / name) for name in list_images(root)}
-    return image_pairs(pairs, seed=seed, degradation=degradation, **{"name": str(folder)} | options)
-
-
-def paired_folders(degraded: str | Path, clean: str | Path, *, seed: int, **options: Any) -> IndexedSource:
+def paired_files(degraded: str, clean: str) -> dict[str, ImagePair]:
     """Images of the same name in two folders, whatever their file types. An unpaired image is refused."""
     by_stem: list[dict[str, Path]] = []
     for folder in (Path(degraded).expanduser(), Path(clean).expanduser()):
@@ -239,30 +254,7 @@ def paired_folders(degraded: str | Path, clean: str | Path, *, seed: int, **opti
         shown = ", ".join(unpaired[:5]) + (", ..." if len(unpaired) > 5 else "")
         text = f"{unpaired[0]} is in {has} and not in {lacks}). Rename, add or remove images."
         raise DataError(f"{len(unpaired)} images are unpaired: {shown} ({text}")
-    pairs = {stem: ImagePair(second[stem], first[stem]) for stem in sorted(first)}
-    return image_pairs(pairs, seed=seed, **{"name": f"{degraded} and {clean}"} | options)
-
-
-def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> IndexedSource | None:
-    """Source of ``photos:noise=25``, ``degrade:FOLDER:noise=25`` or ``pairs:DEGRADED:CLEAN``; None for other data."""
-    kind, _, rest = data.partition(":")
-    if kind not in ("photos", "degrade", "pairs"):
-        return None
-    parts = rest.split(":") if rest else []
-    has_options = bool(parts) and "=" in parts[-1] and not Path(parts[-1]).exists()  # a path may hold "=" too
-    text = parts.pop() if has_options else ""
-    steps, options = parse_data_options(text, data, ("crop", "channels"), ("flips",), FORMS)
-    options |= {"seed": seed, "held_out_fraction": held_out_fraction}
-    if len(parts) != {"photos": 0, "degrade": 1, "pairs": 2}[kind] or not all(parts):
-        raise DataError(f"cannot read data={data!r}; write {FORMS}.")
-    if kind == "pairs":
-        if steps:
-            raise DataError(f"data={data!r} degrades pairs, which are degraded already. Leave {steps} out.")
-        return paired_folders(parts[0], parts[1], **options)
-    if not steps:
-        raise DataError(f"data={data!r} does not say how images are degraded; write {FORMS}.")
-    degradation = Degradation.parse(steps)
-    return photos(degradation, **options) if kind == "photos" else degraded_folder(parts[0], degradation, **options)
+    return {stem: ImagePair(second[stem], first[stem]) for stem in sorted(first)}
 
 
 class WithReference(SourceWrapper):
@@ -277,16 +269,12 @@ class WithReference(SourceWrapper):
         self.columns = None if source.columns is None else (*source.columns, "reference")
 
     def take(self, n: int) -> list[Prompt]:
-        return self._with_reference(self.source.take(n))
+        return self.add_reference(self.source.take(n))
 
     def held_out(self, n: int) -> list[Prompt]:
-        return self._with_reference(self.source.held_out(n))
+        return self.add_reference(self.source.held_out(n))
 
-    def _with_reference(self, prompts: list[Prompt]) -> list[Prompt]:
-        if not prompts:
-            return prompts
-        restored = self.restore(torch.stack([prompt.inputs for prompt in prompts]))
-        return [
-            replace(prompt, meta={**prompt.meta, "reference": image})
-            for prompt, image in zip(prompts, restored, strict=True)
-        ]
+    def add_reference(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The same prompts with the column ``reference``."""
+        restored = self.restore(torch.stack([p.inputs for p in prompts])) if prompts else ()
+        return [replace(p, meta={**p.meta, "reference": x}) for p, x in zip(prompts, restored, strict=True)]

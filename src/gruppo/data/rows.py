@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -39,7 +40,6 @@ def row_source(
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} of {name} is of type {type(row).__name__}; it needs a dict of columns.")
-    rows = list(rows)
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
     for column in (prompt_column, target_column):
         if column is None or column in columns:
@@ -52,33 +52,30 @@ def row_source(
         advice = "Name the right one with --prompts.column or --prompts.target-column."
         raise DataError(f"{name} has no column {column!r}; {text}. {advice}")
     target_column = target_column or next((c for c in TARGET_COLUMNS if c in columns), None)
-
-    def inputs_of(index: int) -> str | list[dict[str, Any]]:
-        return checked_inputs(rows[index].get(prompt_column), f"row {index + 1} of {name}")
+    inputs = [checked_inputs(row.get(prompt_column), f"row {n} of {name}") for n, row in enumerate(rows, start=1)]
 
     def prompt_at(index: int, draw: int) -> Prompt:
-        row = rows[index]
-        # inputs_of() copies each time: a reward that edits its column does not edit the prompt
-        meta = {column: row.get(column) for column in columns} | {prompt_column: inputs_of(index)}
+        row, meta = rows[index], {column: rows[index].get(column) for column in columns}
+        # copied twice: a reward that edits its column must edit neither the prompt nor the data
+        meta[prompt_column] = copy.deepcopy(inputs[index])
         target = None if target_column is None else row.get(target_column)
         prompt_id = index if row.get("id") is None else row["id"]
-        return Prompt(str(prompt_id), inputs_of(index), target, meta, draw)
+        return Prompt(str(prompt_id), copy.deepcopy(inputs[index]), target, meta, draw)
 
-    indices = range(len(rows))
-    train, held_out = split_by_hash([prompt_key(inputs_of(index)) for index in indices], held_out_fraction, name)
+    train, held_out = split_by_hash([prompt_key(x) for x in inputs], held_out_fraction, name)
     digest = hashlib.sha256()
     for row in rows:
         # some objects print their memory address, which differs from process to process
         text = json.dumps(row, default=lambda x: f"{type(x).__name__}:{re.sub(r' at 0x[0-9a-fA-F]+', '', str(x))}")
         digest.update(text.encode() + b"\n")
-    identity = {"prompt_column": prompt_column, "held_out_rows": len(held_out)}
+    identity, indices = {"prompt_column": prompt_column, "held_out_rows": len(held_out)}, range(len(rows))
     return IndexedSource(
         name, seed, train, held_out, prompt_at, columns, digest.hexdigest(), identity, all_items=indices
     )
 
 
 def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
-    """The text, or a copy of the messages. Errors for anything else name the row by ``where``."""
+    """The prompt, a text or messages; an error for anything else, which names the row by ``where``."""
     if isinstance(inputs, str) and inputs:
         texts = {f"the prompt in {where}": inputs}
     elif not isinstance(inputs, list) or not inputs:

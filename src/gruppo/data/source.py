@@ -1,4 +1,4 @@
-"""Prompt sources: items drawn in a seeded order, with a position to resume from and a part held out for evaluation."""
+"""Prompt sources: a seeded stream of items with a position to resume from, and a part held out for evaluation."""
 
 from __future__ import annotations
 
@@ -66,7 +66,16 @@ class IndexedSource:
         prompts: list[Prompt] = []
         draw, skipped = self.position, 0
         while len(prompts) < n:
-            prompt = self.prompt_at(self._item_at(draw), draw)
+            if callable(self.train):
+                item = self.train(draw)
+            else:
+                epoch, place = divmod(draw, len(self.train))
+                if self._order[0] != epoch:
+                    # addressed by the epoch: a resumed run needs no state of a generator
+                    generator = generator_at(self.seed, "epoch", epoch)
+                    self._order = epoch, torch.randperm(len(self.train), generator=generator)
+                item = self.train[int(self._order[1][place])]
+            prompt = self.prompt_at(item, draw)
             draw, skipped = draw + 1, skipped + 1 if prompt is None else 0
             if prompt is not None:
                 prompts.append(prompt)
@@ -109,16 +118,6 @@ class IndexedSource:
         if not isinstance(position, int) or position < 0:
             raise DataError(f"the saved position of {self.name} is {position!r}. Resume from an earlier checkpoint.")
         self.position = position
-
-    def _item_at(self, draw: int) -> Any:
-        if callable(self.train):
-            return self.train(draw)
-        epoch, place = divmod(draw, len(self.train))
-        if self._order[0] != epoch:
-            # addressed by the epoch: a resumed run needs no state of a generator
-            generator = generator_at(self.seed, "epoch", epoch)
-            self._order = epoch, torch.randperm(len(self.train), generator=generator)
-        return self.train[int(self._order[1][place])]
 
 
 class SourceWrapper:
@@ -168,18 +167,13 @@ def hash_unit(key: str) -> float:
     return (int.from_bytes(digest, "little") >> 11) / 2**53  # the 53 bits that a float holds exactly
 
 
-def check_fraction(fraction: float) -> None:
-    """Refuse a held-out fraction outside [0, 1)."""
-    if not 0 <= fraction < 1:
-        raise GruppoError(f"held_out_fraction={fraction} is outside [0, 1). Set --prompts.held-out-fraction 0.1.")
-
-
 def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list[int], list[int]]:
     """Indices to train on, in order, and held-out ones, in the order of their hashes. Equal keys stay together.
 
     With a fraction above 0, at least one of two or more different keys is held out.
     """
-    check_fraction(fraction)
+    if not 0 <= fraction < 1:
+        raise GruppoError(f"held_out_fraction={fraction} is outside [0, 1). Set --prompts.held-out-fraction 0.1.")
     hashes = [hash_unit(key) for key in keys]
     distinct = sorted(set(hashes))
     # of few prompts often none hashes below the fraction, and an evaluation needs at least one

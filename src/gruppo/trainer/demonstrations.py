@@ -17,7 +17,7 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, SupervisedConfig
 from gruppo.config.stages import highest
-from gruppo.data.open import CustomSource, open_source
+from gruppo.data.open import is_custom_source, open_source
 from gruppo.data.source import nearest
 from gruppo.protocols import PromptSource, peek
 from gruppo.seeds import generator_at, seed_at
@@ -129,7 +129,7 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
             f"demonstration. Set --supervised.batch {dist.world_size()} or more, or start fewer ranks."
         )
     own = not config.supervised.data
-    if own and isinstance(data, CustomSource):
+    if own and is_custom_source(data):
         raise GruppoError(
             "the data are an object with a stream of its own, which demonstrations cannot be drawn from as well. Set "
             "--supervised.data."
