@@ -262,7 +262,7 @@ class RestorationPolicy(Policy):
                 shared={"degraded": batch.inputs},
                 per_row={},
                 group_ids=batch.group_ids,
-                logprobs=masked_logprob(actions, means, std.expand(means.shape), mask).float().cpu(),
+                logprobs=masked_logprob(actions, means, std, mask).float().cpu(),
                 mask=mask.cpu().contiguous(),
                 is_finite=is_finite.cpu(),
                 temperature=temperature,
@@ -303,8 +303,8 @@ class RestorationPolicy(Policy):
         # rows at temperature 0 have no noise, and are scored at 1
         temperature = rollouts.temperature[micro_batch.rows].double()
         factor = torch.where(temperature > 0, temperature, 1).sqrt().to(self.device)
-        std = factor[:, None, None, None] * module.action.scale()[:, None, None]  # [b, K, 1, 1]
-        std = std[:, None].expand(mean.shape)
+        std = factor[:, None, None, None, None] * module.action.scale()[:, None, None]  # [b, 1, K, 1, 1]
+        each_std = std.expand(mean.shape)
         values = None
         if "values" in outputs:
             # mean and mean square of each channel of a patch, of the degraded image and of the network's
@@ -320,8 +320,8 @@ class RestorationPolicy(Policy):
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
         return Likelihood(
             masked_logprob(micro_batch.of(rollouts.actions).to(self.device), mean, std, mask),
-            torch.where(mask, gaussian_entropy(mean, std), 0) if wants_entropy else None,
-            Gaussian(mean, std) if "gaussian" in outputs else None,
+            torch.where(mask, gaussian_entropy(mean, each_std), 0) if wants_entropy else None,
+            Gaussian(mean, each_std) if "gaussian" in outputs else None,
             values,
             output,
         )
@@ -419,16 +419,15 @@ class RestorationPolicy(Policy):
         return quantize(torch.cat(parts))
 
 
-def masked_logprob(
-    actions: Tensor, mean: Tensor, std: Float[Tensor, "b t *E"], mask: Bool[Tensor, "b t"]
-) -> Float[Tensor, "b t"]:
-    """Log-prob of N(mean, std^2), 0 where mask is False.
+def masked_logprob(actions: Tensor, mean: Tensor, std: Tensor, mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+    """Log-prob of N(mean, std^2), 0 where mask is False; std is broadcast.
 
     Selects before computing: actions outside of the mask may be NaN, which would reach the gradient.
     """
     chosen = mask.reshape(*mask.shape, 1, 1, 1)
     action = torch.where(chosen, actions.double(), 0)
-    return torch.where(mask, gaussian_logprob(action, torch.where(chosen, mean.double(), 0), std), 0)
+    mean = torch.where(chosen, mean.double(), 0)
+    return torch.where(mask, gaussian_logprob(action, mean, std.expand(mean.shape)), 0)
 
 
 def to_columns(grid: Float[Tensor, "N K H W"], side: int) -> Float[Tensor, "N T K h w"]:
