@@ -125,7 +125,7 @@ def test_a_number_outside_its_range_is_refused_with_its_option_and_a_value_to_se
     above = [bounds.le + 1] * math.isfinite(bounds.le) + [bounds.lt] * math.isfinite(bounds.lt)
     section, _, leaf = name.rpartition(".")
     for number in (*below, *above, math.inf, math.nan):
-        value = (0.5, number) if isinstance(RANGED[name].usual, tuple) else number
+        value = (0.5, number) if isinstance(RANGED[name].default, tuple) else number
         changed = dataclasses.replace(getattr(GIVEN, section) if section else GIVEN, **{leaf: value})
         with pytest.raises(GruppoError, match=rf"^{name}=.* is out of range.* needs to be .*Set {flag(name)}\b"):
             check_ranges(dataclasses.replace(GIVEN, **{section: changed}) if section else changed)

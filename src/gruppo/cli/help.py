@@ -54,7 +54,7 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
         is_hidden = name in EXPERT or (is_critic and not config.objective.has_critic)
         is_hidden |= config.modality is not None and (name in OF_TEXT or group == "environment")
         is_hidden |= (group == "stage" and bool(config.stages)) or group.startswith("stages.")
-        if is_hidden and not is_complete and option.value == option.usual:
+        if is_hidden and not is_complete and option.value == option.default:
             continue
         if group != section:
             section = group

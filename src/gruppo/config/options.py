@@ -58,8 +58,8 @@ class Option:
     """Dotted: ``rollout.group_size``."""
     hint: Any
     value: Any
-    usual: Any
-    """The default of its dataclass; ``value`` may be a recipe's."""
+    default: Any
+    """Of its dataclass; ``value`` may be a recipe's."""
     help: str
     range: Range | None
 
@@ -67,34 +67,31 @@ class Option:
 @cache
 def fields_of(kind: Any) -> dict[str, tuple[Any, Range | None, str]]:
     """Type, range and docstring of each field of a dataclass."""
-    hints, docs = typing.get_type_hints(kind, include_extras=True), {}
+    hints, docs = typing.get_type_hints(kind, include_extras=True), dict[str, str]()
+    # Python keeps no docstrings of fields: they are read from the source.
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
     for field, below in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             docs[ast.unparse(field.target)] = inspect.cleandoc(str(below.value.value))
     found = {}
-    for field in dataclasses.fields(kind):
-        hint, doc = hints[field.name], docs.get(field.name, "")
-        is_ranged = typing.get_origin(hint) is Annotated
-        found[field.name] = (hint.__origin__, hint.__metadata__[0], doc) if is_ranged else (hint, None, doc)
+    for name in (field.name for field in dataclasses.fields(kind)):
+        interval = next(iter(getattr(hints[name], "__metadata__", ())), None)
+        found[name] = (hints[name] if interval is None else hints[name].__origin__, interval, docs.get(name, ""))
     return found
 
 
 def options(section: Any, prefix: str = "") -> dict[str, Option]:
     """All leaves below a dataclass instance, by dotted name; those of each stage as ``stages.0.lr``."""
-    found: dict[str, Option] = {}
-    usual = type(section)()
-    for name, (hint, range_, doc) in fields_of(type(section)).items():  # type: ignore[arg-type]
+    found, default = dict[str, Option](), type(section)()
+    for name, (hint, interval, doc) in fields_of(type(section)).items():  # type: ignore[arg-type]
         value, path = getattr(section, name), prefix + name
         if dataclasses.is_dataclass(value):
             found |= options(value, f"{section_name(value) if name == 'modality' else path}.")
-        elif name == "modality":
-            continue
         elif nested_type(hint) is not None:
             for index, item in enumerate(value):
                 found |= options(item, f"{path}.{index}.")
-        else:
-            found[path] = Option(path, hint, value, getattr(usual, name), doc, range_)
+        elif name != "modality":
+            found[path] = Option(path, hint, value, getattr(default, name), doc, interval)
     return found
 
 
@@ -107,19 +104,18 @@ def nested_type(hint: Any) -> Any:
 
 def check_ranges(section: Any) -> None:
     """Refuse numbers outside the range that their field declares, with the dotted option and a value to set."""
-    for option in options(section).values():
-        if option.range is None or option.value is None:
+    for name, option in options(section).items():
+        value, interval = option.value, option.range
+        if interval is None or value is None:
             continue
-        value = option.value
-        numbers = value if isinstance(value, tuple) else parse_schedule(value, option.name).values
-        for number in numbers:
-            if not option.range.contains(number):
+        for number in value if isinstance(value, tuple) else parse_schedule(value, name).values:
+            if not interval.contains(number):
                 reached = f" reaches {number:g}, which" if isinstance(value, str) else ""
-                why = f" ({option.range.why})" if option.range.why else ""
-                advice = "" if option.usual is None else f" {as_text(option.usual)}"
+                why = f" ({interval.why})" if interval.why else ""
+                advice = "" if option.default is None else f" {as_text(option.default)}"
                 raise GruppoError(
-                    f"{option.name}={value}{reached} is out of range{why}; it needs to be {option.range}. "
-                    f"Set {flag(option.name)}{advice}."
+                    f"{name}={value}{reached} is out of range{why}; it needs to be {interval}. "
+                    f"Set {flag(name)}{advice}."
                 )
 
 

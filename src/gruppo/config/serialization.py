@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from gruppo.config.options import convert, describe_type, fields_of, nested_type
 from gruppo.config.schema import Config, CriticConfig
 from gruppo.config.sections import section_name, sections
 from gruppo.core.objective import PRESETS, Objective
+from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
@@ -52,17 +52,9 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
     a critic among the changes stays, and is refused later.
     """
     data = to_dict(config)
-    if "objective" in changes:
-        objective = plain(
-            preset(changes["objective"]) if isinstance(changes["objective"], str) else changes["objective"]
-        )
-        if not (isinstance(objective, Mapping) and objective.get("baseline") == "critic"):
-            data["critic"] = plain(CriticConfig())
     for name, value in sorted(changes.items(), key=lambda item: item[0].count(".")):  # sections before their entries
         *path, leaf = name.split(".")
-        if path == ["objective"] and isinstance(data["objective"], str):
-            data["objective"] = plain(preset(data["objective"]))
-        section: Any = data
+        value, section = _plain(value), data
         for part in path:
             if isinstance(section, list | tuple):
                 section = section[int(part)]
@@ -70,18 +62,22 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
                 section = section.setdefault(part, {}) if isinstance(section, dict) else None
         if not isinstance(section, dict):
             raise GruppoError(f"{name}: {path[-1]} is a value, not a section of the config. Set {path[-1]} itself.")
-        if name == "modality" and value is not None:
-            leaf = section_name(value)
-        section[leaf] = plain(value)
+        if name == "objective":
+            value = _plain(preset(value)) if isinstance(value, str) else value
+            if "critic" not in changes and not (isinstance(value, Mapping) and value.get("baseline") == "critic"):
+                data["critic"] = _plain(CriticConfig())
+        elif name == "modality" and changes[name] is not None:
+            leaf = section_name(changes[name])
+        section[leaf] = value
     return from_dict(data)
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """A value as ``to_dict`` gives it: sections as dicts, paths as strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [_plain(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -89,55 +85,51 @@ def preset(name: str) -> Objective:
     """The objective of a preset's name."""
     objective = PRESETS.get(name.lower().replace("-", "_"))
     if objective is None:
-        near = difflib.get_close_matches(name.lower(), PRESETS, 1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        raise GruppoError(f"objective {name or '(nothing)'} is no preset. {hint}Presets: {', '.join(PRESETS)}.")
+        hint = f"{did_you_mean(name.lower(), PRESETS)} Presets: {', '.join(PRESETS)}."
+        raise GruppoError(f"objective {name or '(nothing)'} is no preset.{hint}")
     return objective
 
 
 def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
-    fields, values = fields_of(kind), dict[str, Any]()
+    """A dataclass from nested settings; ``prefix`` is its dotted name in the config, with a dot."""
+    hints = {name: hint for name, (hint, _, _) in fields_of(kind).items()}
+    if kind is Config:  # the options of a modality stand under its name
+        hints |= sections()
+        hints["modality"] = type(None)
+    values: dict[str, Any] = {}
     for name, value in data.items():
         entry = f"{prefix}{name}"
-        if kind is Config and name in sections():
-            if "modality" in values:
-                other = section_name(values["modality"])
-                raise EntryError(entry, f"the config has sections of two modalities, {other} and {name}. Keep one.")
-            if not isinstance(value, Mapping):
-                raise EntryError(entry, f"config entry {entry} is {value!r}; it needs a section of settings.")
-            values["modality"] = _build(sections()[name], value, f"{entry}.")
-            continue
-        if kind is Config and name == "modality":
-            if value is not None and type(value) not in sections().values():
-                raise EntryError(
-                    entry,
-                    f"config entry modality is {value!r}; it needs null. The options of a modality "
-                    f"have a section of their own: {', '.join(sections())}.",
-                )
-            values.setdefault("modality", value)
-            continue
-        if name not in fields:
-            known = [*fields, *(sections() if kind is Config else ())]
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean {prefix}{near[0]}?" if near else f" Known: {', '.join(sorted(known))}."
-            raise EntryError(entry, f"the config has an unknown entry {entry}.{hint}")
-        hint = fields[name][0]
+        if name not in hints:
+            known = f" Known: {', '.join(sorted(hints))}."
+            raise EntryError(
+                entry, f"the config has an unknown entry {entry}.{did_you_mean(name, hints, known, prefix=prefix)}"
+            )
+        hint, requirement = hints[name], ""
+        inner = nested_type(hint)
         if hint is Objective and isinstance(value, str):
             values[name] = preset(value)
         elif dataclasses.is_dataclass(hint):
-            if not isinstance(value, Mapping):
-                raise EntryError(entry, f"config entry {entry} is {value!r}; it needs a section of settings.")
-            values[name] = _build(hint, value, f"{entry}.")
-        elif (inner := nested_type(hint)) is not None:
-            if not (isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)):
-                raise EntryError(entry, f"config entry {entry} is {value!r}; it needs a list of sections.")
-            values[name] = tuple(_build(inner, item, f"{entry}.{n}.") for n, item in enumerate(value))
+            requirement = "" if isinstance(value, Mapping) else "a section of settings"
+            values[name] = requirement or _build(hint, value, f"{entry}.")
+        elif inner is not None:
+            is_list = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
+            requirement = "" if is_list else "a list of sections"
+            values[name] = requirement or tuple(_build(inner, item, f"{entry}.{n}.") for n, item in enumerate(value))
         else:
             try:
                 values[name] = convert(hint, value)
             except ValueError:
-                message = f"config entry {entry} is {value!r}; it needs {describe_type(hint)}."
-                raise EntryError(entry, message) from None
+                requirement = describe_type(hint)
+                if name == "modality":
+                    requirement = f"null: a modality's options have a section of their own, {' or '.join(sections())}"
+        if requirement:
+            raise EntryError(entry, f"config entry {entry} is {value!r}; it needs {requirement}.")
+    modalities = [name for name in values if kind is Config and name in sections()]
+    if len(modalities) > 1:
+        two = " and ".join(modalities[:2])
+        raise EntryError(modalities[1], f"the config has sections of two modalities, {two}. Keep one.")
+    for name in modalities:
+        values["modality"] = values.pop(name)
     return kind(**values)
 
 
@@ -146,20 +138,16 @@ def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
 
 def load(path: Path) -> Config:
     """The config of a .toml, .yaml or .json file; an error names the line where it can be found."""
+    needed = "a config file is needed, such as a run's config.json."
     try:
         text = path.read_text(encoding="utf-8")
         data = _parse(text, path.suffix)
     except FileNotFoundError:
         raise GruppoError(f"{path} does not exist; a config file (TOML, YAML or JSON) is needed.") from None
     except (OSError, ValueError) as error:
-        kind = path.suffix[1:].upper()
-        raise GruppoError(
-            f"{path} cannot be read as {kind} ({error}); a config file is needed, such as a run's config.json."
-        ) from None
+        raise GruppoError(f"{path} cannot be read as {path.suffix[1:].upper()} ({error}); {needed}") from None
     if not isinstance(data, dict):
-        raise GruppoError(
-            f"{path} holds a {type(data).__name__}; a config file is needed, such as a run's config.json."
-        )
+        raise GruppoError(f"{path} holds a {type(data).__name__}; {needed}")
     try:
         return from_dict(data)
     except EntryError as error:
@@ -201,36 +189,21 @@ def _line_of(text: str, entry: str) -> int | None:
 
 def to_toml(config: Config) -> str:
     """The config as TOML that ``load`` reads back, with the help of each option as a comment."""
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
-    is_section = {name: dataclasses.is_dataclass(value) or name == "modality" for name, value in fields.items()}
-    lines = _toml_fields({name: value for name, value in fields.items() if not is_section[name]}, Config)
-    for name, value in fields.items():
-        if is_section[name] and value is not None and not (name == "stage" and config.stages):
-            lines += ["", *_toml_section(f"[{section_name(value) if name == 'modality' else name}]", value)]
-    for stage in config.stages:
-        lines += ["", *_toml_section("[[stages]]", stage)]
-    return "\n".join(lines) + "\n"
-
-
-def _toml_section(header: str, section: Any) -> list[str]:
-    summary = (type(section).__doc__ or "").strip().splitlines()[0]
-    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
-    return [f"# {summary}", header, *_toml_fields(values, type(section))]
-
-
-def _toml_fields(values: Mapping[str, Any], kind: type) -> list[str]:
+    tables: list[tuple[str, Any]] = [("", config)]
+    for name in (field.name for field in dataclasses.fields(Config)):
+        section = getattr(config, name)
+        if dataclasses.is_dataclass(section) and not (name == "stage" and config.stages):
+            tables.append((f"[{section_name(section) if name == 'modality' else name}]", section))
+    tables += [("[[stages]]", stage) for stage in config.stages]
     lines = []
-    for name, value in values.items():
-        hint, _, doc = fields_of(kind)[name]
-        if nested_type(hint) is None:
-            lines += [f"# {line}" for line in doc.partition("\n\n")[0].splitlines()]
-            lines.append(f"{name} = {_toml_value(value)}")
-    return lines
-
-
-def _toml_value(value: Any) -> str:
-    if value is None or isinstance(value, str):  # TOML has no null
-        return json.dumps("none" if value is None else value, ensure_ascii=False)
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    for header, section in tables:
+        if header:
+            lines += ["", f"# {(type(section).__doc__ or '').strip().splitlines()[0]}", header]
+        for name, (hint, _, doc) in fields_of(type(section)).items():  # type: ignore[arg-type]
+            value = getattr(section, name)
+            if name == "modality" or dataclasses.is_dataclass(value) or nested_type(hint) is not None:
+                continue
+            # JSON's spelling of texts, numbers and lists is TOML's too; TOML has no null.
+            written = json.dumps("none" if value is None else value, ensure_ascii=False)
+            lines += [*(f"# {line}" for line in doc.partition("\n\n")[0].splitlines()), f"{name} = {written}"]
+    return "\n".join(lines) + "\n"
