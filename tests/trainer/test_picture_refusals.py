@@ -265,7 +265,7 @@ def test_what_is_printed_can_be_typed(tmp_path):
     recipe.write_text(json.dumps(serialization.to_dict(Config())))
     words: list[str] = [str(recipe)]
     seen = set()
-    for line in peer_options.main_lines(config, "ddpo"):
+    for line in (option.line(config) for option in DDPO):
         option, *values = line[line.index("--") :].partition("   (")[0].split()
         if option not in seen and values != ["None"]:
             words += [option, *values]

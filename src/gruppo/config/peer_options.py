@@ -6,9 +6,10 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,12 @@ class PeerOption:
         return "no counterpart" + (f"; nearest {_typed(config, self.near)}" if self.near else "")
 
     def line(self, config: Config, width: int = 0) -> str:
-        ours, value = self.describe(config), _value(self.rule, config)
+        """Their name, our options, and in parentheses what to write there and the remark."""
+        ours = self.describe(config)
+        value = FORMULAS[self.rule](config) if self.rule in FORMULAS else None
+        if self.rule and self.rule not in FORMULAS:
+            rules = _table()["rules"][self.rule]
+            value = next((value for value, conditions in rules if _holds(config, conditions)), "no counterpart")
         is_shown = value is not None and not ours.endswith(f" {as_text(value)}")
         remark = "; ".join(filter(None, [f"there {as_text(value)}" if is_shown else "", self.remark]))
         return f"{self.theirs:<{width}}  {ours}" + (f"   ({remark})" if remark else "")
@@ -70,17 +76,12 @@ FORMULAS: dict[str, Callable[[Config], Any]] = {
         else FORMULAS["clip_high_of_ratio"](c)
     ),
     "trl_delta": lambda c: None if c.objective.dual_clip else "None",
-    "trl_correction": lambda c: c.objective.correction != "none",
     "trl_correction_mode": lambda c: (
         None if c.objective.correction == "none" else f"{c.objective.correction_level}_{c.objective.correction}"
     ),
     "rows": lambda c: c.rollout.prompts * c.rollout.group_size,
     "updates": lambda c: c.steps * c.updates_per_batch,
     "minibatch_prompts": lambda c: c.rollout.prompts // c.optim.minibatches,
-    "is_mixed": lambda c: c.reference.kind == "mixed",
-    "is_unbiased": lambda c: c.objective.kl_gradient == "unbiased",
-    "is_divided": lambda c: c.objective.scale != "none",
-    "refills": lambda c: c.rollout.refill_rounds > 0,
     "has_kl": lambda c: highest(c, "kl_coef") > 0,
     "kl_in_reward": lambda c: highest(c, "kl_coef") > 0 and c.objective.kl_in == "reward",
     "kl_in_loss": lambda c: highest(c, "kl_coef") > 0 and c.objective.kl_in == "loss",
@@ -123,17 +124,11 @@ def hint(name: str) -> str:
     return ""
 
 
-def main_lines(config: Config, system: str) -> list[str]:
-    """The first part of a system's table, as ``gruppo explain`` of an image run shows it."""
-    options = peer_options(system)
-    return _aligned(config, [option for option in options if option.part == options[0].part])
-
-
 def explain_names(config: Config, request: str) -> list[str]:
     """Lines for ``--names SYSTEM`` (all its options, by part) or ``--names SYSTEM:NAME`` (that one)."""
     system, (_, colon, name) = find_system(request), request.partition(":")
-    options = lookup(system, name) if colon else peer_options(system)
-    if not options:
+    found = lookup(system, name) if colon else peer_options(system)
+    if not found:
         keys = {key: option for option in reversed(peer_options(system)) for key in option.keys}
         message = f"--names {system}:{name}: {system} has no option of this name that is known here."
         if near := difflib.get_close_matches(normalized(name), keys, 1):
@@ -143,9 +138,16 @@ def explain_names(config: Config, request: str) -> list[str]:
             message += f" {others[0]} has it: --names {others[0]}:{normalized(name)}."
         raise GruppoError(f"{message} --names {system} lists all.")
     lines = []
-    for part in dict.fromkeys(option.part for option in options):
-        of_part = _aligned(config, [option for option in options if option.part == part])
-        lines += [part, *(f"  {line}" for line in of_part)]
+    for part in dict.fromkeys(option.part for option in found):
+        of_part = [option for option in found if option.part == part]
+        # Two columns; after a name wider than WIDEST, our option follows on the next line.
+        width = max((len(option.theirs) for option in of_part if len(option.theirs) <= WIDEST), default=0)
+        lines.append(part)
+        for option in of_part:
+            line = option.line(config, width)
+            is_wide = len(option.theirs) > WIDEST
+            lines += [f"  {option.theirs}"] * is_wide
+            lines.append("  " + (" " * width + line.removeprefix(option.theirs) if is_wide else line))
     return lines
 
 
@@ -168,44 +170,23 @@ def normalized(name: str) -> str:
     return name.strip().lstrip("-").replace("-", "_").lower()
 
 
-def _value(rule: str, config: Config) -> Any:
-    """What is written there; None where it is the same as here."""
-    if rule in FORMULAS or not rule:
-        return FORMULAS[rule](config) if rule else None
-    for value, conditions in _table()["rules"][rule]:
-        if all(getattr(config.objective, field) == needed for field, needed in conditions.items()):
-            return value
-    return "no counterpart"
+def _holds(config: Config, conditions: Mapping[str, Any]) -> bool:
+    """Whether all fields, those of the objective where no section is named, have the values of a rule."""
+    paths = {name if "." in name else f"objective.{name}": needed for name, needed in conditions.items()}
+    return all(attrgetter(path)(config) == needed for path, needed in paths.items())
 
 
 def _typed(config: Config, name: str) -> str:
     """An option and its value, as typed in the shell; of several stages, those with the largest value."""
     section, _, leaf = name.partition(".")
-    value: Any = config
     if section == "stage" and config.stages:
-
-        def largest(index: int) -> float:
-            scheduled = getattr(config.stages[index], leaf)
-            return max(parse_schedule(scheduled, leaf).values) if isinstance(scheduled, str) else float(scheduled or 0)
-
-        index = max(range(len(config.stages)), key=largest)
+        peaks = [max(parse_schedule(getattr(stage, leaf) or 0, leaf).values) for stage in config.stages]
+        index = peaks.index(max(peaks))
         name, value = f"stages.{index}.{leaf}", getattr(config.stages[index], leaf)
+    elif section in sections():
+        value = getattr(config.section(sections()[section]), leaf)
     else:
-        for field in name.split("."):
-            kind = sections().get(field) if value is config else None
-            value = config.section(kind) if kind else getattr(value, field)
+        value = attrgetter(name)(config)
     if isinstance(value, tuple) and any(isinstance(item, Stage) for item in value):
         value = ",".join(f"{stage.name}:{stage.steps}" if stage.steps else stage.name for stage in value)
     return f"{flag(name)} {as_text(value)}".rstrip()
-
-
-def _aligned(config: Config, options: Iterable[PeerOption]) -> list[str]:
-    """Options in two columns; after a name wider than ``WIDEST`` ours follows on the next line."""
-    options = list(options)
-    width = max((len(option.theirs) for option in options if len(option.theirs) <= WIDEST), default=0)
-    lines = []
-    for option in options:
-        line = option.line(config, width)
-        is_wide = len(option.theirs) > WIDEST
-        lines += [option.theirs, " " * width + line.removeprefix(option.theirs)] if is_wide else [line]
-    return lines

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from typing import get_args
 
 from gruppo.config.options import fields_of
 from gruppo.config.schema import Config, Stage, SupervisedConfig
 from gruppo.core.schedules import parse_schedule
+from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError
 
 SCHEDULED = tuple(name for name, (hint, interval, _) in fields_of(Stage).items() if interval and str in get_args(hint))
@@ -59,9 +59,8 @@ def planned(text: str, config: Config) -> Config:
     for word in words:
         kind, _, steps = word.partition(":")
         if kind not in KINDS:
-            near = difflib.get_close_matches(kind, KINDS, 1)
-            hint = f"Did you mean {near[0]}? " if near else ""
-            raise GruppoError(f"--stages: {kind or '(nothing)'} is no stage. {hint}Stages: {', '.join(KINDS)}.")
+            hint = f"{did_you_mean(kind, KINDS)} Stages: {', '.join(KINDS)}."
+            raise GruppoError(f"--stages: {kind or '(nothing)'} is no stage.{hint}")
         is_last = len(stages) + 1 == len(words)
         if not (steps.isdigit() and int(steps)) and (steps or not is_last):
             raise GruppoError(
