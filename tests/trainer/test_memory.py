@@ -218,10 +218,10 @@ def test_a_lower_budget_is_one_that_cuts_otherwise(tmp_path):
     run = run_in(tmp_path)
     batch = collect(run, step_params_at(run.config, 0)).batch
     assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, token_budget(run) // 2)) == 1
-    finer = memory._finer(run, [(batch.rollouts, batch.loss_mask)], token_budget(run), 1)
+    finer = memory.finer_budget(run, [(batch.rollouts, batch.loss_mask)], token_budget(run), 1)
     assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, finer)) > 1
     assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, 2 * finer)) == 1
-    assert memory._finer(run, [(batch.rollouts, batch.loss_mask)], 1, len(batch.loss_mask)) == 0
+    assert memory.finer_budget(run, [(batch.rollouts, batch.loss_mask)], 1, len(batch.loss_mask)) == 0
 
 
 def test_an_error_that_is_not_about_memory_is_raised_as_it_is(tmp_path):
@@ -264,7 +264,7 @@ def test_a_row_that_cannot_fit_is_refused_before_linux_ends_the_process(tmp_path
     micro_batches = run.policy.micro_batches(
         batch.rollouts, batch.loss_mask & (batch.advantages != 0).any(dim=1, keepdim=True), 1
     )
-    needs = memory._longest(run, batch.rollouts, micro_batches) * per_token(run)
+    needs = memory.longest_row(run, batch.rollouts, micro_batches) * per_token(run)
     full = Full(run.policy, "likelihood", rows=1 << 30)
     free(monkeypatch, (needs - 1) / GIB)
     with pytest.raises(GruppoError, match=r"does not fit into memory: its activations alone need about .* GiB, "):
@@ -302,7 +302,8 @@ def test_a_config_that_does_not_name_heads_is_of_unknown_size(tmp_path):
     run.policy.module.config = SimpleNamespace(
         get_text_config=lambda: SimpleNamespace(hidden_size=8, num_hidden_layers=2)
     )
-    assert memory.bytes_per_unit(run) == 0 and memory.choose(run) == TOKENS_ON_CPU
+    run.state.token_budget = 0
+    assert memory.bytes_per_unit(run) == 0 and token_budget(run) == TOKENS_ON_CPU
 
 
 def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_not_widened_again(tmp_path, monkeypatch):
@@ -311,12 +312,9 @@ def test_what_ran_out_with_wide_micro_batches_goes_on_with_half_of_them_and_is_n
     longest = max(len(ids) for ids in batch.rollouts.shared["prompt_ids"])
     monkeypatch.setattr(TextPolicy, "default_budgets", (longest, longest))
     run.state.token_budget, tried = 0, []
-
-    def work(micro_batches):
-        tried.append(memory.budget_for(run, longest))
-        if len(tried) == 1:
-            raise MemoryError
-        return micro_batches
-
-    memory.in_micro_batches(run, batch.rollouts, batch.loss_mask, work)
+    for attempt in memory.attempts(run, [(batch.rollouts, batch.loss_mask)]):
+        with attempt:
+            tried.append(memory.budget_for(run, longest))
+            if len(tried) == 1:
+                raise MemoryError
     assert tried == [4 * longest, 2 * longest] and run.state.token_budget == 2 * longest

@@ -1,11 +1,11 @@
-"""Learn: epochs, minibatches, micro-batches, losses, updates."""
+"""Learn: epochs, minibatches, micro-batches, losses, optimizer steps."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,13 +15,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo import distributed as dist
+from gruppo.config.schema import OptimConfig
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import Average, loss_total, loss_weights
 from gruppo.trainer import gradients
 from gruppo.trainer.demonstrations import consistency_term, supervised_backward
-from gruppo.trainer.epochs import epoch_metrics
-from gruppo.trainer.memory import Part, in_micro_batches_of
-from gruppo.trainer.minibatches import at_rest, gaussian, has_gradient, likelihood_of, minibatches, wanted
+from gruppo.trainer.memory import Part, attempts
+from gruppo.trainer.minibatches import (
+    frozen,
+    gaussian_outputs,
+    has_gradient,
+    likelihood_of,
+    minibatches,
+    required_outputs,
+)
 from gruppo.trainer.run import Run, flatten, reduced, trained
 from gruppo.trainer.stages import StepParams
 from gruppo.trainer.weight_change import EVERY, Moved, warn_if_still
@@ -30,7 +37,7 @@ from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, MicroBatch, N
 log = logging.getLogger("gruppo")
 
 MAX_SKIPPED_UPDATES = 3
-"""So many updates in a row with a gradient that is not finite end the run."""
+"""Consecutive updates with a gradient that is not finite that end the run."""
 
 LEARNED = ("ratio", "sup/nats")
 """Statistics that count what a gradient comes from: sampled actions, tokens of demonstrations."""
@@ -64,8 +71,17 @@ _METRICS = {
 }
 
 
+_EPOCH_METRICS = {
+    "ratio": ("mean:ratio_mean", "max:ratio_max"),
+    "clip": ("mean:clip_frac",),
+    "kl/old_nats": ("mean:kl_old_nats",),
+    "kl/old_k3_nats": ("mean:kl_old_k3_nats",),
+    "update/taken": ("sum:updates_count",),
+}
+
+
 def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
-    """All updates of one batch, or those before the policy has moved too far."""
+    """All updates of one batch, or those before the policy has moved too far from the one that sampled it."""
     began = time.perf_counter()
     for group in run.optimizer.param_groups:
         group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr * group["lr_factor"]
@@ -77,11 +93,11 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
     for minibatch in minibatches(run, batch, step_params):
         if not tried and gradients.is_due(run):
             metrics |= gradients.of_terms(run, minibatch, step_params, backward)
-        of_update, has_moved_far = update(run, minibatch, step_params)
-        of_epoch = epochs[tried // run.config.optim.minibatches]
+        update_stats, has_moved_far = update(run, minibatch, step_params)
+        epoch_stats = epochs[tried // run.config.optim.minibatches]
         tried += 1
-        for said in (stats, of_epoch):
-            said |= {name: said.get(name, Stat()) + stat for name, stat in of_update.items()}
+        _accumulate(stats, update_stats)
+        _accumulate(epoch_stats, update_stats)
         if has_moved_far:
             break
     losses = {name: Stat(1, stat.sum / tried) for name, stat in stats.items() if name.startswith("loss/")}
@@ -94,88 +110,110 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
     return metrics | {"optim/lr": step_params.lr, "time/update_s": time.perf_counter() - began}
 
 
+def epoch_metrics(optim: OptimConfig, epochs: Sequence[Mapping[str, Stat]], done: int) -> dict[str, float]:
+    """``epoch/N/...`` of each epoch that was begun, over its minibatches; none where there is only one epoch.
+
+    ``epochs``: the statistics of each, empty where it was not begun. ``done``: minibatches before ``stop_kl`` ended
+    the batch; the one that it stopped at was evaluated, so it is in its epoch's statistics, but took no update.
+    """
+    metrics: dict[str, float] = {}
+    if optim.epochs > 1:
+        for number, stats in enumerate(filter(None, epochs), start=1):
+            stats = {"update/taken": Stat(), **stats}
+            ends = [stats[name] for name in ("clip/high_frac", "clip/low_frac") if name in stats]
+            if ends:  # actions clipped on either side; none is clipped on both
+                stats["clip"] = Stat(ends[0].count, sum(end.sum for end in ends))
+            metrics |= {f"epoch/{number}/{name}": value for name, value in flatten(stats, _EPOCH_METRICS).items()}
+    if optim.epochs > 1 or optim.stop_kl:
+        metrics["update/epochs_count"] = done / optim.minibatches
+    return metrics
+
+
 def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, Stat], bool]:
-    """One optimiser step over one minibatch on all ranks; none where the policy has moved too far, which it says."""
+    """One optimizer step over one minibatch on all ranks, and whether the policy has moved too far to take it."""
     run.optimizer.zero_grad(set_to_none=True)
     stats = backward(run, batch, step_params)
-    unreached = _unreached(run)
+    has_gradients = torch.tensor([int(parameter.grad is not None) for parameter in run.parameters])
+    reached = dist.all_sum(has_gradients).tolist()
     dist.sum_gradients(learning(run, step_params))
-    for parameter in unreached:  # on one rank it has none: no momentum and no decay moves it
-        parameter.grad = None
+    for parameter, ranks in zip(run.parameters, reached, strict=True):
+        if not ranks:  # as an action's std while only demonstrations are learned from: no momentum or decay moves it
+            parameter.grad = None
     stats = dist.merge_stats(stats)
     limit = run.config.optim.stop_kl
     has_moved_far = limit > 0 and stats.get("kl/old_k3_nats", Stat()).mean > limit  # the same number on all ranks
+    # Networks whose gradient norms are limited apart: a separate critic must not shrink the policy's gradient.
+    networks: dict[str, list[torch.nn.Parameter]] = {"norm": []}
+    for group in run.optimizer.param_groups:
+        networks.setdefault(group["norm"], []).extend(group["params"])
     if not any(stats[name].count for name in LEARNED if name in stats):
-        stats |= {f"grad/{name}": Stat(1, 0.0) for name in _networks(run)}
+        stats |= {f"grad/{name}": Stat(1, 0.0) for name in networks}
     elif not has_moved_far:
-        stats |= _step(run)
+        stats |= _step(run, networks)
     run.optimizer.zero_grad(set_to_none=True)
     return stats, has_moved_far
 
 
 def learning(run: Run, step_params: StepParams) -> list[torch.nn.Parameter]:
-    """What may have a gradient on some rank: the critic's weights while it learns alone, none of them while nothing is
-    sampled. The others keep no gradient at all, so that neither momentum nor decay moves them."""
+    """Parameters that may have a gradient on some rank; the others keep none, so that no momentum or decay moves them.
+
+    The critic's alone during its warmup, and none of them while nothing is sampled.
+    """
     policy = list(trained(run.policy.module, None).values())
     if step_params.is_critic_alone:
         return run.parameters[len(policy) :]
     return run.parameters if step_params.samples else policy
 
 
-def _unreached(run: Run) -> list[torch.nn.Parameter]:
-    """What has a gradient on no rank: as an action's std, where demonstrations alone are learned from."""
-    reached = dist.all_sum(torch.tensor([int(parameter.grad is not None) for parameter in run.parameters]))
-    return [parameter for parameter, ranks in zip(run.parameters, reached.tolist(), strict=True) if not ranks]
-
-
-def _step(run: Run) -> dict[str, Stat]:
-    """Clip what each network's gradient is, and step; leave it out where a gradient is not finite."""
+def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[str, Stat]:
+    """Clip each network's gradient and step; skip the update where a gradient is not finite."""
     limit = run.config.optim.max_grad_norm or float("inf")
-    norms = {n: float(torch.nn.utils.clip_grad_norm_(own, limit)) for n, own in _networks(run).items()}
+    norms = {name: float(torch.nn.utils.clip_grad_norm_(own, limit)) for name, own in networks.items()}
     stats = {f"grad/{name}": Stat(1, norm) for name, norm in norms.items()}
-    if not all(map(math.isfinite, norms.values())):
-        _count_skip(run, norms)
-        return stats | {"update/skipped": Stat(1, 1.0)}
-    run.state.skipped_updates = 0
-    before = Moved(run.optimizer) if run.state.step % EVERY == 0 else None
-    run.optimizer.step()
-    stats["update/taken"] = Stat(1, 1.0)
-    return stats if before is None else stats | {"update/changed": before.stat()}
-
-
-def _networks(run: Run) -> dict[str, list[torch.nn.Parameter]]:
-    """Parameters that share a gradient norm limit: a separate critic must not shrink the policy's gradient."""
-    networks: dict[str, list[torch.nn.Parameter]] = {"norm": []}
-    for group in run.optimizer.param_groups:
-        networks.setdefault(group["norm"], []).extend(group["params"])
-    return networks
+    if all(map(math.isfinite, norms.values())):
+        run.state.skipped_updates = 0
+        before = Moved(run.optimizer) if run.state.step % EVERY == 0 else None
+        run.optimizer.step()
+        stats["update/taken"] = Stat(1, 1.0)
+        return stats if before is None else stats | {"update/changed": before.stat()}
+    run.state.skipped_updates += 1
+    name, norm = next((name, norm) for name, norm in norms.items() if not math.isfinite(norm))
+    whose, option = ("critic", "--critic.lr") if name == "critic_norm" else ("policy", "--optim.lr")
+    step = run.state.step
+    log.warning("step %d: the norm of the %s's gradient is %s; this update was skipped.", step, whose, norm)
+    if run.state.skipped_updates >= MAX_SKIPPED_UPDATES:
+        raise NumericalStop(
+            f"step {step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite, the last one the "
+            f"{whose}'s; every save before this step is kept. Train again with a lower {option}, or try --compute "
+            "float32."
+        )
+    return stats | {"update/skipped": Stat(1, 1.0)}
 
 
 def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]:
     """Gradients of the whole minibatch, micro-batch by micro-batch; this rank's statistics.
 
     The weights are those of the whole minibatch over all ranks, so that the micro-batches' losses add up to one loss;
-    of demonstrations, each token counts alike.
+    each token of the demonstrations counts alike.
     """
-    parts: list[Part] = []
-    works: list[Callable[[list[MicroBatch]], dict[str, Stat]]] = []
+    parts, terms = list[Part](), list[Callable[[list[MicroBatch]], dict[str, Stat]]]()
     if batch.rollouts is not None:
         weights = _weights(batch.loss_mask, run.config.objective.average, step_params)
         parts.append((batch.rollouts, has_gradient(run, batch, step_params)))
-        works.append(partial(_backward, run, batch, step_params, weights))
+        terms.append(partial(_backward, run, batch, step_params, weights))
     if batch.demos is not None:
         weights = _weights(batch.demos.mask, "token", step_params)
         parts.append((batch.demos, batch.demos.mask))
-        of_demos = (
-            step_params if batch.rollouts is None else replace(step_params, cons_coef=0.0)
-        )  # it is of what is sampled
-        works.append(partial(supervised_backward, run, batch.demos, of_demos, weights))
-
-    def attempt(cuts: list[list[MicroBatch]]) -> dict[str, Stat]:
-        return added(work(micro_batches) for work, micro_batches in zip(works, cuts, strict=True))
-
+        # the consistency term belongs to what is sampled, where anything is
+        params = step_params if batch.rollouts is None else replace(step_params, cons_coef=0.0)
+        terms.append(partial(supervised_backward, run, batch.demos, params, weights))
     with dist.fail_together():
-        return in_micro_batches_of(run, parts, attempt)
+        for attempt in attempts(run, parts):
+            with attempt as micro_batches:
+                stats = dict[str, Stat]()
+                for term, own in zip(terms, micro_batches, strict=True):
+                    _accumulate(stats, term(own))
+    return stats
 
 
 def _weights(loss_mask: Bool[Tensor, "B T"], average: Average, step_params: StepParams) -> Float[Tensor, "B T"]:
@@ -184,25 +222,23 @@ def _weights(loss_mask: Bool[Tensor, "B T"], average: Average, step_params: Step
     return loss_weights(loss_mask, average=average, total=total)
 
 
-def added(several: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
-    """Statistics of the same name as one."""
-    stats: dict[str, Stat] = {}
-    for one in several:
-        for name, stat in one.items():
-            stats[name] = stats.get(name, Stat()) + stat
-    return stats
+def _accumulate(stats: dict[str, Stat], more: Mapping[str, Stat]) -> None:
+    """Add ``more`` to ``stats`` in place, name by name."""
+    for name, stat in more.items():
+        stats[name] = stats.get(name, Stat()) + stat
 
 
 def _backward(
     run: Run, batch: Batch, step_params: StepParams, weights: Float[Tensor, "B T"], micro_batches: list[MicroBatch]
 ) -> dict[str, Stat]:
-    """Gradients and statistics of these micro-batches; no rank asks another, so that each may begin again alone."""
+    """Gradients and statistics of these micro-batches; no collectives, so that each rank may begin again alone."""
     objective, rollouts = run.config.objective, batch.rollouts
     assert rollouts is not None
     stats = {name: Stat() for name in _stat_names(run, step_params)}
     for micro_batch in micro_batches:
-        with at_rest(run.policy.compute_module) if step_params.is_critic_alone else nullcontext():
-            likelihood = likelihood_of(run, rollouts, micro_batch, outputs=wanted(run, step_params))
+        with frozen(run.policy.compute_module) if step_params.is_critic_alone else nullcontext():
+            outputs = required_outputs(run, step_params)
+            likelihood = likelihood_of(run, rollouts, micro_batch, outputs=outputs)
         inputs = loss_inputs(run, batch, micro_batch, weights, likelihood)
         terms, micro_batch_stats = policy_loss(likelihood, inputs, objective)
         if step_params.cons_coef:
@@ -216,14 +252,16 @@ def _backward(
         micro_batch_stats |= {f"loss/{name}": Stat.of(term) for name, term in terms.items() if name != "entropy"}
         micro_batch_stats["update/micro_batches"] = Stat(1, 1.0)
         micro_batch_stats |= run.policy.update_stats(batch, micro_batch, likelihood, inputs)
-        micro_batch_stats["mismatch/nats"] = _mismatch(batch, micro_batch, likelihood, inputs)
-        for name, stat in micro_batch_stats.items():
-            stats[name] = stats.get(name, Stat()) + stat
+        # |trainer's old log-prob - sampler's| of each kept action: the mean hides what the largest shows
+        old = likelihood.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+        mismatch = (old - micro_batch.of(rollouts.sampler_logprobs).to(old.device)).abs()
+        micro_batch_stats["mismatch/nats"] = Stat.of(mismatch, inputs.loss_mask)
+        _accumulate(stats, micro_batch_stats)
     return stats
 
 
 def _loss(terms: Mapping[str, Tensor], step_params: StepParams) -> Tensor:
-    """What is descended. While the critic learns alone, the policy's part is a number without a gradient."""
+    """The loss to minimize. While the critic learns alone, the policy's part is a number without a gradient."""
     loss = terms["policy"] if step_params.rl_coef == 1 else step_params.rl_coef * terms["policy"]
     if step_params.entropy_coef:
         loss = loss - step_params.entropy_coef * terms["entropy"]
@@ -238,11 +276,16 @@ def loss_inputs(
     run: Run, batch: Batch, micro_batch: MicroBatch, weights: Float[Tensor, "B T"], likelihood: Likelihood
 ) -> LossInputs:
     """The batch cut to the micro-batch, on the policy's device."""
-    rollouts = batch.rollouts
+    rollouts, objective, device = batch.rollouts, run.config.objective, likelihood.logprobs.device
     assert rollouts is not None
-    _check_whole_rows(run, batch, micro_batch)
-
-    device = likelihood.logprobs.device
+    if objective.needs_whole_rows:
+        outside = batch.loss_mask[micro_batch.rows].sum() - micro_batch.of(batch.loss_mask).sum()
+        if outside > 0:
+            raise GruppoError(
+                f"this policy cuts rows into columns, and {int(outside)} kept actions of a micro-batch's rows are in "
+                "others; ratios and corrections of a sequence need whole rows. Set --objective.ratio token and "
+                "--objective.correction-level token."
+            )
 
     def cut(x: Tensor | None) -> Tensor | None:
         return None if x is None else micro_batch.of(x).to(device)
@@ -251,13 +294,10 @@ def loss_inputs(
         return None if x is None else Gaussian(micro_batch.of(x.mean).to(device), micro_batch.of(x.std).to(device))
 
     ref = None
-    if run.reference is not None:
-        ref = (
-            run.reference.likelihood(rollouts, micro_batch, outputs=gaussian(run))
-            if batch.ref is None
-            else Likelihood(micro_batch.of(batch.ref.logprobs).to(device), gaussian=cut_gaussian(batch.ref.gaussian))
-        )
-    needs_sampler = run.config.objective.correction != "none"
+    if batch.ref is not None and run.reference is not None:
+        ref = Likelihood(micro_batch.of(batch.ref.logprobs).to(device), gaussian=cut_gaussian(batch.ref.gaussian))
+    elif run.reference is not None:
+        ref = run.reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
     return LossInputs(
         advantages=micro_batch.of(batch.advantages).to(device),
         loss_mask=micro_batch.of(batch.loss_mask).to(device),
@@ -265,30 +305,18 @@ def loss_inputs(
         old_logprobs=cut(batch.old_logprobs),
         old_gaussian=cut_gaussian(batch.old_gaussian),
         ref=ref,
-        sampler_logprobs=cut(rollouts.sampler_logprobs) if needs_sampler else None,
+        sampler_logprobs=cut(rollouts.sampler_logprobs) if objective.correction != "none" else None,
         old_values=cut(batch.old_values),
         returns=cut(batch.returns),
         dims=math.prod(rollouts.actions.shape[2:]),
     )
 
 
-def _check_whole_rows(run: Run, batch: Batch, micro_batch: MicroBatch) -> None:
-    """Ratios and corrections of a row need all its actions in one micro-batch."""
-    if not run.config.objective.needs_whole_rows:
-        return
-    outside = batch.loss_mask[micro_batch.rows].sum() - micro_batch.of(batch.loss_mask).sum()
-    if outside > 0:
-        raise GruppoError(
-            f"this policy cuts rows into columns, and {int(outside)} kept actions of a micro-batch's rows are in "
-            "others; ratios and corrections of a sequence need whole rows. Set --objective.ratio token and "
-            "--objective.correction-level token."
-        )
-
-
 def _stat_names(run: Run, step_params: StepParams) -> list[str]:
+    """Statistics of an update, the same on a rank without any row."""
+    objective = run.config.objective
     names = ["ratio", "kl/old_nats", "kl/old_k3_nats", "clip/high_frac", "clip/low_frac", "entropy/nats"]
     names += ["mismatch/nats", "loss/policy", "update/micro_batches"]
-    objective = run.config.objective
     names += ["correction/weight"] if objective.correction != "none" else []
     names += ["clip/kl_mask_frac"] if objective.kl_mask else []
     names += ["loss/value", "value/clip_frac"] if run.critic is not None else []
@@ -296,24 +324,3 @@ def _stat_names(run: Run, step_params: StepParams) -> list[str]:
     if run.reference is not None:
         names += ["kl/ref_nats", *(["loss/kl"] if objective.kl_in == "loss" else [])]
     return names
-
-
-def _mismatch(batch: Batch, micro_batch: MicroBatch, likelihood: Likelihood, inputs: LossInputs) -> Stat:
-    """|trainer's old log-prob - sampler's| of each kept action: the mean hides what the largest shows."""
-    assert batch.rollouts is not None
-    old = likelihood.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-    return Stat.of((old - micro_batch.of(batch.rollouts.sampler_logprobs).to(old.device)).abs(), inputs.loss_mask)
-
-
-def _count_skip(run: Run, norms: Mapping[str, float]) -> None:
-    run.state.skipped_updates += 1
-    name = next(name for name, norm in norms.items() if not math.isfinite(norm))
-    whose, option = ("critic", "--critic.lr") if name == "critic_norm" else ("policy", "--optim.lr")
-    norm = norms[name]
-    log.warning("step %d: the norm of the %s's gradient is %s; this update was skipped.", run.state.step, whose, norm)
-    if run.state.skipped_updates >= MAX_SKIPPED_UPDATES:
-        raise NumericalStop(
-            f"step {run.state.step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite, the "
-            f"last one the {whose}'s; every save before this step is kept. Train again with a lower {option}, or try "
-            "--compute float32."
-        )
