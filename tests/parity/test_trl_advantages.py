@@ -97,7 +97,7 @@ def test_rloos_beta_is_a_kl_in_the_reward_of_the_row():
     config = SimpleNamespace(
         objective=replace(RLOO, kl="k1", kl_in="reward"), rollout=SimpleNamespace(max_new_tokens=MAX_LENGTH)
     )
-    run: Any = SimpleNamespace(config=config, running={}, critic=None)
+    run: Any = SimpleNamespace(config=config, state=SimpleNamespace(running={}), critic=None)
     score = torch.tensor(ANSWER)
     batch = Batch(rollouts(), None, score, {}, torch.zeros(MASK.shape), MASK, given.old, Likelihood(given.ref))
     step_params: Any = SimpleNamespace(kl_coef=0.5)

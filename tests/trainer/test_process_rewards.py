@@ -64,7 +64,9 @@ def scored(objective: Objective, rewards: Sequence[Any], weights: Any = None) ->
     rollouts = rollouts_of()
     scorer = RewardSet([said(values) for values in rewards], weights)
     config = SimpleNamespace(objective=objective, rollout=SimpleNamespace(max_new_tokens=5))
-    run: Any = SimpleNamespace(config=config, running={}, critic=None, rewards=scorer, policy=Policy())
+    run: Any = SimpleNamespace(
+        config=config, state=SimpleNamespace(running={}), critic=None, rewards=scorer, policy=Policy()
+    )
     scores = scorer.score(rollouts)
     loss_mask = kept_actions(run, rollouts, scores)
     return Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask), run, scores

@@ -1,4 +1,4 @@
-"""Back to the best weights, with a lower learning rate, where a watched metric has fallen."""
+"""Back-off: return to the best weights, with a lower learning rate, where a watched metric has fallen."""
 
 from __future__ import annotations
 
@@ -17,50 +17,39 @@ log = logging.getLogger("gruppo")
 def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
     """Keep the weights where the metric is the best so far; return to the best where it has fallen by ``drop``.
 
-    The optimiser's state returns with the weights; the step, the prompts and the stage go on.
+    The optimizer's state returns with the weights; the step, the prompts and the stage go on.
     """
-    config = run.config.back_off
+    config, state, best = run.config.back_off, run.state, run.state.best
     if not config.metric or (value := agreed(metrics, config.metric)) is None:
         return
-    if run.state.best is None or value > run.state.best["value"]:
-        run.state.best = {"step": run.state.step, "value": value}
+    if best is None or value > best["value"]:
+        state.best = {"step": state.step, "value": value}
         with dist.fail_together():
             folder.keep_best(run)
-    elif value < run.state.best["value"] - config.drop:
-        _return(run, folder, value)
-
-
-def _return(run: Run, folder: RunFolder, value: float) -> None:
-    assert run.state.best is not None
-    config, best = run.config.back_off, run.state.best
+        return
+    if value >= best["value"] - config.drop:
+        return
     try:
         with dist.fail_together():
             saved = folder.best_weights(run)
     except GruppoError as error:
-        log.warning(
-            "step %d: %s is %.4g and was %.4g, but %s", run.state.step, config.metric, value, best["value"], error
-        )
+        log.warning("step %d: %s is %.4g, was %.4g, but %s", state.step, config.metric, value, best["value"], error)
         return
     folder.return_to(run, saved)
-    run.state.best = {**best, "returned_at": run.state.step}
+    state.best = {**best, "returned_at": state.step}
     run.stage_schedule.lr_scale *= config.lr_factor
-    run.state.version += 1
-    run.engine.sync(run.policy, run.state.version)
-    run.state.totals["back_offs"] = run.state.totals.get("back_offs", 0.0) + 1
+    state.version += 1
+    run.engine.sync(run.policy, state.version)
+    state.totals["back_offs"] = state.totals.get("back_offs", 0.0) + 1
     log.warning(
         "step %d: %s fell to %.4g from %.4g; back to the weights of step %d, with %g of the learning rate.",
-        run.state.step,
-        config.metric,
-        value,
-        best["value"],
-        best["step"],
-        run.stage_schedule.lr_scale,
+        *(state.step, config.metric, value, best["value"], best["step"], run.stage_schedule.lr_scale),
     )
-    run.log({"back_off/returns_count": run.state.totals["back_offs"]})
+    run.log({"back_off/returns_count": state.totals["back_offs"]})
 
 
 def warn_if_never(run: Run) -> None:
-    """At the end of a run: say that the metric was never measured."""
+    """At the end of a run, warn where the metric was never measured."""
     name = run.config.back_off.metric
     if name and run.state.best is None:
         near = nearest_metric(name, run.known)

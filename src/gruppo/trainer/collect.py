@@ -25,28 +25,32 @@ from gruppo.types import Batch, DataError, NumericalStop, Prompt, Request, Rollo
 log = logging.getLogger("gruppo")
 
 MAX_UNSCORED_STEPS = 10
-"""So many steps in a row without a single scored row end the run: it would learn nothing."""
+"""Consecutive steps without a scored row that end the run: it would learn nothing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """A batch, and what is said of it."""
+    """A batch and its metrics."""
 
     batch: Batch
     rollouts: Rollouts | None
-    """All that was sampled: the batch's rows, and those that were thrown away. None where nothing was."""
+    """All samples: the batch's rows, and those that were discarded. None where nothing was sampled."""
     scores: Scores | None
-    """Of all that was sampled."""
+    """Of all samples."""
     metrics: dict[str, float]
 
 
 def collect(run: Run, step_params: StepParams) -> Collected:
     """One step's data: every prompt ``group_size`` times, rewarded, with advantages; demonstrations; or both."""
-    demos, metrics_of_demos = demonstrations(run, step_params)
+    demos, demo_metrics = demonstrations(run, step_params)
+    totals = run.state.totals
     if not step_params.samples:
-        so_far = {f"progress/{name}": total for name, total in run.state.totals.items()}
-        return Collected(unsampled(demos), None, None, metrics_of_demos | so_far)
-    passed_over = set_difficulty(run, step_params)
+        so_far = {f"progress/{name}": total for name, total in totals.items()}
+        return Collected(unsampled(demos), None, None, demo_metrics | so_far)
+    source: Any = run.source
+    skipped_before = 0
+    if source.level is not None:  # a curriculum
+        source.level, skipped_before = step_params.difficulty, source.passed_over
     environment_began = 0.0 if run.environment is None else run.environment.elapsed_s  # evaluations add to it too
     began = time.perf_counter()
     rounds, grown = sample(run, step_params)
@@ -64,42 +68,27 @@ def collect(run: Run, step_params: StepParams) -> Collected:
         metrics |= sampled.thrown() | {"refill/rounds_count": float(dist.all_max(len(rounds) - 1))}
     if rollout.first_samples:
         metrics |= dynamic_sampling.growth_metrics(rounds, grown, rollout, step_params)
-    metrics |= difficulty_metrics(run, sampled.rollouts, passed_over)
+    if source.level is not None:  # every rank draws all prompts, and passes over the same ones
+        difficulties = [source.difficulty(prompt) for prompt in sampled.rollouts.prompts]
+        stat = Stat.of(torch.tensor(difficulties, dtype=torch.float64))
+        stat = dist.merge_stats({"difficulty": stat})["difficulty"]
+        metrics |= {"difficulty/mean": stat.mean, "difficulty/max": stat.max}
+        metrics["difficulty/passed_over_count"] = float(source.passed_over - skipped_before)
     run.state.totals["tokens"] += metrics["tokens"]
     run.state.totals["rollouts"] += metrics["rollouts"]
-    metrics |= {f"progress/{name}": total for name, total in run.state.totals.items()}
+    metrics |= {f"progress/{name}": total for name, total in totals.items()}
     metrics |= {"time/rollout_s": sampled_at - began - reward_s}  # drawing prompts and waiting for ranks too
     if run.environment is not None:
         metrics["time/environment_s"] = run.environment.elapsed_s - environment_began
     metrics |= {"time/reward_s": reward_s, "time/credit_s": time.perf_counter() - sampled_at}
-    return Collected(replace(batch, demos=demos), sampled.rollouts, sampled.scores, metrics | metrics_of_demos)
-
-
-def set_difficulty(run: Run, step_params: StepParams) -> int:
-    """The level of a curriculum, for this step's draws; how many prompts it has passed over before them."""
-    source: Any = run.source
-    if source.level is None:
-        return 0
-    source.level = step_params.difficulty
-    return source.passed_over
-
-
-def difficulty_metrics(run: Run, rollouts: Rollouts, passed_over: int) -> dict[str, float]:
-    """Of the prompts that were sampled, over all ranks; all ranks draw them all, and pass over the same ones."""
-    source: Any = run.source
-    if source.level is None:
-        return {}
-    difficulties = torch.tensor([source.difficulty(prompt) for prompt in rollouts.prompts], dtype=torch.float64)
-    stat = dist.merge_stats({"difficulty": Stat.of(difficulties)})["difficulty"]
-    metrics = {"difficulty/mean": stat.mean, "difficulty/max": stat.max}
-    return metrics | {"difficulty/passed_over_count": float(source.passed_over - passed_over)}
+    return Collected(replace(batch, demos=demos), sampled.rollouts, sampled.scores, metrics | demo_metrics)
 
 
 def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None]:
-    """Every slot's prompt sampled and scored, then anew where its group has no spread, within the budget of rounds;
-    and at last what groups with spread grow by."""
+    """Sample and score every slot's prompt; resample groups without spread, within the budget of rounds; and at last
+    grow groups with spread."""
     config = run.config.rollout
-    size = dynamic_sampling.first_group_size(config, step_params)
+    size = config.first_samples or step_params.group_size  # where groups may grow, the first samples only
     rounds = [_round(run, step_params, _requests(run, range(config.prompts), size))]
     run.example = run.example or rounds[0].rollouts.prompts[0]
     latest: Round | None = rounds[0]
@@ -119,7 +108,21 @@ def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None
 
 
 def _requests(run: Run, slots: Sequence[int], size: int) -> dict[int, Request]:
-    return {slot: Request(prompt, size) for slot, prompt in take_prompts(run, slots).items()}
+    """The next prompt for each slot; of these, this rank's. One that cannot be sampled from gives way to the next."""
+    requests: dict[int, Request] = {}
+    problem: str | None = None
+    for slot in slots:
+        for _ in range(100):
+            prompt: Prompt = run.source.take(1)[0]
+            problem = run.policy.check_prompt(prompt, run.sampling)
+            if problem is None:
+                break
+            log.warning("left out: %s", problem)
+        else:
+            raise DataError(f"100 prompts in a row cannot be used; the last: {problem}")
+        if slot % dist.world_size() == dist.rank():
+            requests[slot] = Request(prompt, size)
+    return requests
 
 
 def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> Round:
@@ -134,56 +137,34 @@ def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> R
     return Round(rollouts, scores, list(requests), time.perf_counter() - began)
 
 
-def take_prompts(run: Run, slots: Sequence[int]) -> dict[int, Prompt]:
-    """The next prompt for each slot; of these, this rank's. One that cannot be sampled from gives way to the next."""
-    mine: dict[int, Prompt] = {}
-    refused: str | None = None
-    for slot in slots:
-        for _ in range(100):
-            prompt = run.source.take(1)[0]
-            refused = run.policy.check_prompt(prompt, run.sampling)
-            if refused is None:
-                break
-            log.warning("left out: %s", refused)
-        else:
-            raise DataError(f"100 prompts in a row cannot be used; the last: {refused}")
-        if slot % dist.world_size() == dist.rank():
-            mine[slot] = prompt
-    return mine
-
-
 def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
+    """Warn of rows that failed; end the run where no row has been scored for too long, with the reason."""
+    state = run.state
     scored = int(scores.rewards.isfinite().sum())
-    run.state.unscored_steps = 0 if dist.all_max(scored) else run.state.unscored_steps + 1
-    refused = environment_failures(rollouts)
-    for row, why in list(refused.items())[:3]:
-        log.warning("step %d row %d: the environment gave no reply: %s", run.state.step, row, why)
-    is_hopeless = run.state.unscored_steps and (run.state.step == 0 or run.state.unscored_steps >= MAX_UNSCORED_STEPS)
-    if is_hopeless and dist.all_max(len(refused)):
+    state.unscored_steps = 0 if dist.all_max(scored) else state.unscored_steps + 1
+    failures = environment_failures(rollouts)
+    for row, reason in list(failures.items())[:3]:
+        log.warning("step %d row %d: the environment gave no reply: %s", state.step, row, reason)
+    is_hopeless = state.unscored_steps and (state.step == 0 or state.unscored_steps >= MAX_UNSCORED_STEPS)
+    if is_hopeless and dist.all_max(len(failures)):
+        first = f": {next(iter(failures.values()))}" if failures else ""
         raise DataError(
-            f"step {run.state.step}: the environment failed in {len(refused)} of {len(rollouts)} conversations and no "
-            f"other was scored{f': {next(iter(refused.values()))}' if refused else ''}. Mend the environment, then "
-            "start or resume the run."
+            f"step {state.step}: the environment failed in {len(failures)} of {len(rollouts)} conversations and no "
+            f"other was scored{first}. Mend the environment, then start or resume the run."
         )
-    usable = sum(finish != "error" for finish in rollouts.finish) + len(refused)
-    if run.state.unscored_steps and not dist.all_max(usable):
+    usable = sum(finish != "error" for finish in rollouts.finish) + len(failures)
+    if state.unscored_steps and not dist.all_max(usable):
         raise NumericalStop(
-            f"step {run.state.step}: every rollout ended in logits that are not finite; the weights are not usable. "
-            "Train again with a lower --optim.lr, or with another --model."
+            f"step {state.step}: every rollout ended in logits that are not finite; the weights are not usable. Train "
+            "again with a lower --optim.lr, or with another --model."
         )
     if is_hopeless:
-        in_a_row = f", {run.state.unscored_steps} steps in a row" if run.state.step else ""
-        why = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
+        first = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
+        in_a_row = f", {state.unscored_steps} steps in a row" if state.step else ""
         raise DataError(
-            f"step {run.state.step}: the reward scored none of {len(rollouts)} completions"
-            f"{in_a_row}{why}. Mend the reward function, then start or resume the run."
+            f"step {state.step}: the reward scored none of {len(rollouts)} completions{in_a_row}{first}. Mend the "
+            "reward function, then start or resume the run."
         )
-    for failure in scores.failures[:3]:
-        log.warning(
-            "step %d row %d: reward %s: %s: %s",
-            run.state.step,
-            failure.row,
-            failure.reward,
-            failure.kind,
-            failure.message,
-        )
+    for failed in scores.failures[:3]:
+        where = (state.step, failed.row, failed.reward)
+        log.warning("step %d row %d: reward %s: %s: %s", *where, failed.kind, failed.message)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo import distributed as dist
@@ -47,31 +47,29 @@ class Round:
     """Of all ranks' slots, the one of each prompt."""
     reward_s: float
 
+    def deciding_reward(self, by: str) -> Float[Tensor, "B"]:
+        """The reward whose spread within a group counts: ``by``, or the sum of all before it is shaped.
 
-def deciding_reward(one: Round, by: str) -> Float[Tensor, "B"]:
-    """The reward whose spread within a group counts: ``by``, or the sum of all before it is shaped.
+        Of the rows that are scored. Where ``by`` scores no row of a group it does not apply to that group, and the sum
+        decides.
+        """
+        rewards, group_ids = self.scores.rewards, self.rollouts.group_ids
+        if not by:
+            return rewards
+        named = torch.where(rewards.isfinite(), self.scores.parts[by], torch.nan)
+        applies = group_ids[named.isfinite()].bincount(minlength=len(self.slots)) > 0
+        return torch.where(applies[group_ids], named, rewards)
 
-    Of the rows that are scored. Where ``by`` scores no row of a group it does not apply to that group, and the sum
-    decides.
-    """
-    rewards, group_ids = one.scores.rewards, one.rollouts.group_ids
-    if not by:
-        return rewards
-    named = torch.where(rewards.isfinite(), one.scores.parts[by], torch.nan)
-    applies = group_ids[named.isfinite()].bincount(minlength=len(one.slots)) > 0
-    return torch.where(applies[group_ids], named, rewards)
-
-
-def has_equal_rewards(one: Round, by: str) -> Bool[Tensor, "P"]:
-    """Groups without spread in the decisive reward: one with fewer than two scored rows has nothing to learn from."""
-    return has_no_spread(deciding_reward(one, by), one.rollouts.group_ids)
+    def has_equal_rewards(self, by: str) -> Bool[Tensor, "P"]:
+        """Groups without spread in the deciding reward; one with fewer than two scored rows has none."""
+        return has_no_spread(self.deciding_reward(by), self.rollouts.group_ids)
 
 
 def empty_slots(one: Round | None, by: str, slots: int) -> list[int]:
     """Slots of all ranks whose group has no spread, ascending."""
     flags = torch.zeros(slots)
     if one is not None:
-        flags[torch.tensor(one.slots)] = has_equal_rewards(one, by).float()
+        flags[torch.tensor(one.slots)] = one.has_equal_rewards(by).float()
     return dist.all_sum(flags).nonzero()[:, 0].tolist()
 
 
@@ -84,7 +82,7 @@ class Sampled:
     rows: list[int]
     """Rows of the batch: each slot's last group, in order of the slots."""
     is_filled: Bool[Tensor, "b"]
-    """Of each of them, whether its group is to be learned from."""
+    """Whether each of them is in a group to learn from."""
 
     def batch(self) -> tuple[Rollouts, Scores]:
         """The rows of the batch. Those of an unfilled slot are in no statistic: they have no reward."""
@@ -94,7 +92,7 @@ class Sampled:
         return rollouts, replace(scores, rewards=torch.where(self.is_filled, scores.rewards, torch.nan))
 
     def thrown(self) -> dict[str, float]:
-        """What no update learns from, on all ranks: thrown away, or the last group of a slot left unfilled."""
+        """What no update learns from, on all ranks: discarded, or the last group of a slot left unfilled."""
         is_thrown = torch.ones(len(self.rollouts), dtype=torch.bool)
         is_thrown[torch.tensor(self.rows)[self.is_filled]] = False
         groups = len(self.rollouts.group_ids[is_thrown].unique())
@@ -112,8 +110,10 @@ def join_rounds(rounds: Sequence[Round], by: str, *, refills: bool, grown: Round
     starts = accumulate((len(one.rollouts) for one in every_round), initial=0)
     last: dict[int, tuple[list[int], bool]] = {}
     for one, first in zip(every_round, starts, strict=False):
-        is_empty = [False] * len(one.slots) if one is grown or not refills else has_equal_rewards(one, by).tolist()
-        for slot, own, is_alike in zip(one.slots, _rows_by_group(one), is_empty, strict=True):
+        is_empty = [False] * len(one.slots) if one is grown or not refills else one.has_equal_rewards(by).tolist()
+        sizes = one.rollouts.group_ids.bincount(minlength=len(one.slots))
+        rows_by_group = one.rollouts.group_ids.argsort(stable=True).split(sizes.tolist())
+        for slot, own, is_alike in zip(one.slots, rows_by_group, is_empty, strict=True):
             before = last[slot][0] if one is grown else []
             last[slot] = before + (own + first).tolist(), not is_alike
     slots = list(last.values())  # in order: the first round has all of them, and a slot keeps its place
@@ -124,18 +124,7 @@ def join_rounds(rounds: Sequence[Round], by: str, *, refills: bool, grown: Round
     return Sampled(rollouts, scores, [row for own, _ in slots for row in own], torch.tensor(is_filled))
 
 
-def _rows_by_group(one: Round) -> Sequence[Int[Tensor, "n"]]:
-    """The rows of each group, in one pass over all rows."""
-    sizes = one.rollouts.group_ids.bincount(minlength=len(one.slots))
-    return one.rollouts.group_ids.argsort(stable=True).split(sizes.tolist())
-
-
-# --- growth ---
-
-
-def first_group_size(rollout: RolloutConfig, step_params: StepParams) -> int:
-    """Samples of each prompt in a round that may leave a group to grow."""
-    return rollout.first_samples or step_params.group_size
+# --- growth -----------------------------------------------------------------------------------------------------------
 
 
 def max_group_size(rollout: RolloutConfig, group_size: int) -> int:
@@ -146,14 +135,15 @@ def max_group_size(rollout: RolloutConfig, group_size: int) -> int:
 def further_requests(
     rounds: Sequence[Round], rollout: RolloutConfig, step_params: StepParams, *, sampled: int
 ) -> dict[int, Request]:
-    """What this rank samples beyond the rounds there were, by slot; all ranks agree on the shares.
+    """What this rank samples beyond the rounds so far, by slot; all ranks agree on the shares.
 
-    ``sampled``: rows of all ranks so far, those that refilling has thrown away included: they too are of the budget.
+    ``sampled``: rows of all ranks so far, those that refilling has discarded included: they too are of the budget.
     """
     spread = torch.zeros(rollout.prompts, dtype=torch.float64)
     prompts: dict[int, Prompt] = {}
     for one in rounds:  # a later round's group takes the place of the slot's earlier one
-        spread[torch.tensor(one.slots)] = group_spread(one, rollout.refill_by)
+        spreads = group_std(one.deciding_reward(rollout.refill_by), one.rollouts.group_ids)
+        spread[torch.tensor(one.slots)] = torch.where(one.has_equal_rewards(rollout.refill_by), 0.0, spreads)
         prompts |= dict(zip(one.slots, one.rollouts.prompts, strict=True))
     sizes = torch.full((rollout.prompts,), rollout.first_samples)
     budget = max(rollout.prompts * step_params.group_size - sampled, 0)
@@ -162,12 +152,6 @@ def further_requests(
     ).tolist()
     first = rollout.first_samples
     return {slot: Request(prompt, more[slot], first=first) for slot, prompt in prompts.items() if more[slot]}
-
-
-def group_spread(one: Round, by: str) -> Tensor:
-    """[P] the spread of each group in the reward that decides; exactly 0 where it has none."""
-    spread = group_std(deciding_reward(one, by), one.rollouts.group_ids)
-    return torch.where(has_equal_rewards(one, by), 0.0, spread)
 
 
 def rescore_whole_groups(scores: Scores, group_ids: Tensor, weights: Sequence[float]) -> Scores:

@@ -1,4 +1,4 @@
-"""What is said of a batch, over all ranks."""
+"""Batch metrics, reduced over ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _METRICS = {
     "environment_failed": ("sum:environment/failed_count",),
 }
 MOST_CLASSES = 100
-"""More are not told apart."""
+"""Prompts of more classes have no metric per class."""
 _OF_A_REWARD = {
     "rows": ("mean:{}/mean", "std:{}/std", "min:{}/min", "max:{}/max"),
     "within": ("mean:{}/std_within_group",),
@@ -47,22 +47,37 @@ _OF_A_REWARD = {
     "alike": ("mean:{}/zero_spread_frac",),
     "too_few": ("sum:{}/too_few_scored_count",),
 }
-"""Statistics of one reward, and the metrics that they give; of the sum of all, the last two are of the groups."""
+"""Metrics of the statistics of one reward; of the sum of all, the last two are named after the groups."""
 
 
 def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) -> dict[str, float]:
-    """Metrics of rewards, groups and lengths, over all that was sampled; of advantages and values, over the batch.
+    """Metrics of rewards, groups and lengths, over all samples; of advantages and values, over the batch.
 
-    Rewards are those before any penalty. What was thrown away counts, or the reward would look better than it is.
+    Rewards are those before any penalty. Discarded samples count, or the reward would look better than it is.
     """
     counts = {name: value for name, value in reward_stats(scores).items() if name.endswith("_count")}
-    stats = (
-        _of_samples(rollouts)
-        | _of_turns(rollouts)
-        | _of_advantages(run, batch)
-        | _of_critic(batch)
-        | of_rewards(rollouts, scores)
-    )
+    finish, lengths = rollouts.finish, completion_lengths(rollouts)
+    kept = batch.loss_mask
+    if not run.config.objective.has_credit_in_time:  # once a row, where its actions share one advantage
+        kept = kept & (kept.cumsum(dim=1) == 1)
+    stats = {
+        "size": Stat.of(rollouts.group_ids.bincount()),
+        "len": Stat.of(lengths),
+        "truncated": Stat.of(torch.tensor([f == "length" for f in finish]).double()),
+        "error": Stat.of(torch.tensor([f == "error" for f in finish]).double()),
+        "advantage": Stat.of(batch.advantages, kept),
+        "advantage_abs": Stat.of(batch.advantages.abs(), kept),
+    }
+    if "turns" in rollouts.per_row:  # conversations with an environment
+        own = rollouts.per_row
+        failed = torch.tensor([reason is not None for reason in own["environment_failure"]])
+        stats |= {"turns": Stat.of(own["turns"]), "ended": Stat.of(own["ended"].double())}
+        stats |= {"replies": Stat.of(rollouts.lengths - lengths), "environment_failed": Stat.of(failed.double())}
+    if batch.returns is not None and batch.old_values is not None:
+        stats["return"] = Stat.of(batch.returns, batch.loss_mask)
+        stats["value"] = Stat.of(batch.old_values, batch.loss_mask)
+        stats["value/residual"] = Stat.of(batch.returns - batch.old_values, batch.loss_mask)
+    stats |= of_rewards(rollouts, scores)
     if run.config.objective.overlong:
         stats["reward/overlong"] = Stat.of(overlong(run, rollouts))
     stats |= {f"count:{name}": Stat(1, value) for name, value in counts.items()}
@@ -74,45 +89,37 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
     metrics |= of_classes(rollouts, scores)
     if "value/residual" in stats:
         metrics["value/explained_variance_frac"] = explained_variance(stats["return"], stats["value/residual"])
-    return metrics | of_running(run) | _logged(scores.metrics)
-
-
-def of_running(run: Run) -> dict[str, float]:
-    """The moving statistics that the objective compares rewards with, this batch included; the same on all ranks."""
-    metrics, is_sum = {}, run.config.objective.combine == "sum_then_normalize"
+    # Moving statistics that the objective compares rewards with, this batch included; the same on all ranks.
+    is_sum = run.config.objective.combine == "sum_then_normalize"
     for name, state in run.state.running.items():
         area = "reward" if is_sum and name == "sum" else f"reward/{name}"
         if "mean" in state:
             metrics[f"{area}/running_mean"] = Ema(*state["mean"]).value
         if "within_var" in state:
             metrics[f"{area}/running_std_within_group"] = Ema(*state["within_var"]).value ** 0.5
-    return metrics
+    # Metrics that reward functions logged: the mean over the ranks that logged one.
+    logged: dict[str, list[float]] = {}
+    for rank in map(json.loads, dist.all_gather(json.dumps(dict(scores.metrics)).encode())):
+        for name, value in rank.items():
+            logged.setdefault(name, []).append(value)
+    return metrics | {name: sum(values) / len(values) for name, values in logged.items()}
 
 
 def of_classes(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
-    """``prompt/reward_mean/ID``: the mean reward of each class that is asked for by its number, over all ranks."""
-    asked = [prompt.inputs for prompt in rollouts.prompts]
-    own = asked and all(isinstance(inputs, int) and 0 <= inputs < MOST_CLASSES for inputs in asked)
-    classes = torch.tensor(asked if own else [])
-    count = dist.all_max(int(classes.max()) + 1 if own else 0)
+    """``prompt/reward_mean/ID``: the mean reward of each class that prompts name by its number, over all ranks."""
+    inputs = [prompt.inputs for prompt in rollouts.prompts]
+    are_classes = inputs and all(isinstance(one, int) and 0 <= one < MOST_CLASSES for one in inputs)
+    classes = torch.tensor(inputs if are_classes else [])
+    count = dist.all_max(int(classes.max()) + 1 if are_classes else 0)
     if not count:
         return {}
     sums = torch.zeros(2, count, dtype=torch.float64)
-    if own:
+    if are_classes:
         label, is_scored = classes[rollouts.group_ids], scores.rewards.isfinite()
         sums[0].index_add_(0, label[is_scored], scores.rewards[is_scored].double())
         sums[1].index_add_(0, label[is_scored], torch.ones(int(is_scored.sum()), dtype=torch.float64))
     total, number = dist.all_sum(sums)
     return {f"prompt/reward_mean/{n}": float(total[n] / number[n]) for n in number.nonzero()[:, 0].tolist()}
-
-
-def _logged(own: Mapping[str, float]) -> dict[str, float]:
-    """What reward functions logged: the mean over the ranks that logged it."""
-    said: dict[str, list[float]] = {}
-    for rank in map(json.loads, dist.all_gather(json.dumps(dict(own)).encode())):
-        for name, value in rank.items():
-            said.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in said.items()}
 
 
 def explained_variance(returns: Stat, residual: Stat) -> float:
@@ -133,7 +140,7 @@ def correlation(x: Stat, y: Stat, product: Stat) -> float:
 
 
 def _varies(stat: Stat, largest: float) -> bool:
-    """By more than rounding makes of float32 numbers of that size."""
+    """By more than the rounding of float32 numbers of that size."""
     return stat.max - stat.min > 8 * torch.finfo(torch.float32).eps * largest
 
 
@@ -143,7 +150,7 @@ def _varies(stat: Stat, largest: float) -> bool:
 def of_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, Stat]:
     """Statistics of the sum, of each part and of each pair of parts; those of several ranks add up.
 
-    A part counts the groups that it scores any row of: it does not apply to the others.
+    A part counts the groups in which it scores any row: it does not apply to the others.
     """
     group_ids, parts = rollouts.group_ids, scores.parts
     is_group = group_ids.bincount() > 1  # one row has no spread to lack
@@ -152,8 +159,14 @@ def of_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, Stat]:
         applies = ~group_reduce(part, group_ids, "mean").isnan()
         stats |= _of_reward(f"reward/{name}", part, group_ids, is_group & applies)
     stats |= {f"reward/{name}:steps": _scored(steps) for name, steps in scores.steps.items()}
-    for one, other in combinations(parts, 2):
-        stats |= _of_pair(f"{one}/{other}", parts[one], parts[other], group_ids)
+    for one, other in combinations(parts, 2):  # over the rows that both score
+        both = parts[one].isfinite() & parts[other].isfinite()
+        x, y = (parts[name].double().where(both, torch.nan) for name in (one, other))
+        pair = {"reward_corr": (x, y)}
+        pair["reward_corr_within_group"] = group_deviations(x, group_ids), group_deviations(y, group_ids)
+        for area, (a, b) in pair.items():
+            columns = {"x": a, "y": b, "xy": a * b}
+            stats |= {f"{area}/{one}/{other}:{name}": _scored(values) for name, values in columns.items()}
     return stats
 
 
@@ -175,29 +188,19 @@ def _of_reward(
     return {f"{area}:{name}": stat for name, stat in stats.items()}
 
 
-def _of_pair(pair: str, x: Float[Tensor, "B"], y: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> dict[str, Stat]:
-    """Of the rows that both score."""
-    both = x.isfinite() & y.isfinite()
-    x, y = (part.double().where(both, torch.nan) for part in (x, y))
-    stats = {}
-    for area, a, b in (
-        ("reward_corr", x, y),
-        ("reward_corr_within_group", group_deviations(x, group_ids), group_deviations(y, group_ids)),
-    ):
-        for name, values in (("x", a), ("y", b), ("xy", a * b)):
-            stats[f"{area}/{pair}:{name}"] = _scored(values)
-    return stats
+def _scored(x: Tensor) -> Stat:
+    return Stat.of(x, x.isfinite())
 
 
 def reward_metrics(stats: Mapping[str, Stat], scores: Scores) -> dict[str, float]:
-    """What the statistics of ``of_rewards`` say, over all ranks."""
+    """The metrics of the statistics of ``of_rewards``, over all ranks."""
     metrics: dict[str, float] = {}
     for area in (f"reward/{name}" for name in scores.steps):
         steps, rows = stats[f"{area}:steps"], stats[f"{area}:rows"].count
         metrics |= {f"{area}/step_mean": steps.mean, f"{area}/step_std": steps.std}
         metrics[f"{area}/steps_per_row_mean"] = steps.count / rows if rows else float("nan")
     for area in ("reward", *(f"reward/{name}" for name in scores.parts)):
-        entries = {f"{area}:{name}": tuple(e.format(area) for e in wanted) for name, wanted in _OF_A_REWARD.items()}
+        entries = {f"{area}:{name}": tuple(e.format(area) for e in forms) for name, forms in _OF_A_REWARD.items()}
         metrics |= flatten(stats, entries)
     for name in ("zero_spread_frac", "too_few_scored_count"):
         metrics[f"group/{name}"] = metrics.pop(f"reward/{name}")
@@ -209,56 +212,8 @@ def reward_metrics(stats: Mapping[str, Stat], scores: Scores) -> dict[str, float
 
 
 def sizes_of_groups(group_ids: Int[Tensor, "B"]) -> dict[str, float]:
-    """How many groups of all ranks have N rows, as ``group/size_N_count``; of the sizes that occur."""
+    """``group/size_N_count``: how many groups of all ranks have N rows, of the sizes that occur."""
     sizes = group_ids.bincount()
     longest = dist.all_max(int(sizes.max()) if len(sizes) else 0)
     count = dist.all_sum(sizes.bincount(minlength=longest + 1))
     return {f"group/size_{size}_count": float(count[size]) for size in count.nonzero()[:, 0].tolist()}
-
-
-def _scored(x: Tensor) -> Stat:
-    return Stat.of(x, x.isfinite())
-
-
-# --- rows and actions -------------------------------------------------------------------------------------------------
-
-
-def _of_samples(rollouts: Rollouts) -> dict[str, Stat]:
-    finish = rollouts.finish
-    return {
-        "size": Stat.of(rollouts.group_ids.bincount()),
-        "len": Stat.of(completion_lengths(rollouts)),
-        "truncated": Stat.of(torch.tensor([f == "length" for f in finish]).double()),
-        "error": Stat.of(torch.tensor([f == "error" for f in finish]).double()),
-    }
-
-
-def _of_turns(rollouts: Rollouts) -> dict[str, Stat]:
-    """Of conversations with an environment."""
-    if "turns" not in rollouts.per_row:
-        return {}
-    own = rollouts.per_row
-    return {
-        "turns": Stat.of(own["turns"]),
-        "ended": Stat.of(own["ended"].double()),
-        "replies": Stat.of(rollouts.lengths - completion_lengths(rollouts)),
-        "environment_failed": Stat.of(torch.tensor([why is not None for why in own["environment_failure"]]).double()),
-    }
-
-
-def _of_advantages(run: Run, batch: Batch) -> dict[str, Stat]:
-    """Of each kept action; once a row where its actions share one."""
-    where = batch.loss_mask
-    if not run.config.objective.has_credit_in_time:
-        where = where & (where.cumsum(dim=1) == 1)
-    return {"advantage": Stat.of(batch.advantages, where), "advantage_abs": Stat.of(batch.advantages.abs(), where)}
-
-
-def _of_critic(batch: Batch) -> dict[str, Stat]:
-    if batch.returns is None or batch.old_values is None:
-        return {}
-    return {
-        "return": Stat.of(batch.returns, batch.loss_mask),
-        "value": Stat.of(batch.old_values, batch.loss_mask),
-        "value/residual": Stat.of(batch.returns - batch.old_values, batch.loss_mask),
-    }
