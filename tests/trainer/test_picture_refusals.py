@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a temperature": ({"rollout__temperature": 0.5}, r"temperature=0.5: a denoising step has no temperature"),
     "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* apply to tokens"),
     "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 applies to text.*--diffusion.steps"),
-    "a penalty on length": ({"objective__overlong": 3}, r"overlong=3 penalises long texts.*--objective.overlong 0"),
+    "a penalty on length": ({"objective__overlong": 3}, r"overlong=3 penalizes long texts.*--objective.overlong 0"),
     "LoRA": ({"lora__rank": 4}, r"LoRA puts adapters on the attention of a pipeline.*Leave the --lora options out"),
     "bfloat16": ({"compute": "bfloat16"}, r"compute='bfloat16' holds the base below adapters.*--compute float32"),
     "another model as critic": (

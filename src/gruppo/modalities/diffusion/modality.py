@@ -12,7 +12,7 @@ import torch
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, values_of
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.validation import refuse, refuse_consistency, refuse_other_options, refuse_text_options
+from gruppo.modalities.common.validation import refuse, refuse_unused_options
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.diffusion.diffusers_policy import DiffusersPolicy, add_adapter, load_diffusers
 from gruppo.modalities.diffusion.encoders import ClassLabels
@@ -48,43 +48,35 @@ class DiffusionModality(Modality):
 
     def validate(self, config: Config) -> None:
         self.sampling(config)  # raises for options that cannot be sampled and scored alike
-        refuse_text_options(config)
-        refuse_other_options(config, DiffusionConfig)
-        refuse_consistency(config)
+        refuse_unused_options(config, self)
         model, lora, chosen, default = config.model, config.lora, config.section(DiffusionConfig), DiffusionConfig()
         is_named, has_pipeline = model != IN_MEMORY, is_pipeline(model)
         temperatures = [t for t in values_of(config, "temperature") if t != 1]
         refuse(
-            (
-                temperatures,
-                f"a stage's temperature of {next(iter(temperatures), 1):g}: a denoising step has none but eta. Leave "
-                "temperature out of the stages, and set --diffusion.eta.",
-            ),
-            (
-                highest(config, "entropy_coef"),
-                "a stage's entropy_coef is above 0, and the noise of a denoising step is fixed, so that its entropy "
-                "never changes. Set --stage.entropy-coef 0, and --diffusion.eta for more noise.",
-            ),
-            (
-                chosen.path == "diffusion" and chosen.shift != 1,
-                f"diffusion.shift={chosen.shift:g} shifts times of a flow, and --diffusion.path is diffusion. Leave "
-                "one of them out.",
-            ),
-            (
-                is_named and not has_pipeline and (lora.rank or lora.adapter),
-                f"LoRA puts adapters on the attention of a pipeline, and {model!r} is a small network that is trained "
-                "itself. Leave the --lora options out.",
-            ),
-            (
-                has_pipeline and lora.adapter,
-                f"lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch. Set --lora.rank, or "
-                "give the folder of a run's final model, in which its adapter is merged, as --model.",
-            ),
-            (
-                is_named and config.compute == "bfloat16" and not (has_pipeline and lora.rank),
-                f"compute='bfloat16' holds the base below adapters, and the weights of {model!r} are trained "
-                "themselves. Set --compute float32, or --lora.rank with a pipeline.",
-            ),
+            temperatures
+            and f"a stage's temperature of {next(iter(temperatures), 1):g}: a denoising step has none but eta. Leave "
+            "temperature out of the stages, and set --diffusion.eta.",
+            highest(config, "entropy_coef")
+            and "a stage's entropy_coef is above 0, and the noise of a denoising step is fixed, so that its entropy "
+            "never changes. Set --stage.entropy-coef 0, and --diffusion.eta for more noise.",
+            chosen.path == "diffusion"
+            and chosen.shift != 1
+            and f"diffusion.shift={chosen.shift:g} shifts times of a flow, and --diffusion.path is diffusion. Leave "
+            "one of them out.",
+            is_named
+            and not has_pipeline
+            and (lora.rank or lora.adapter)
+            and f"LoRA puts adapters on the attention of a pipeline, and {model!r} is a small network that is trained "
+            "itself. Leave the --lora options out.",
+            has_pipeline
+            and lora.adapter
+            and f"lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch. Set --lora.rank, or "
+            "give the folder of a run's final model, in which its adapter is merged, as --model.",
+            is_named
+            and config.compute == "bfloat16"
+            and not (has_pipeline and lora.rank)
+            and f"compute='bfloat16' holds the base below adapters, and the weights of {model!r} are trained "
+            "themselves. Set --compute float32, or --lora.rank with a pipeline.",
         )
         for name in (*NEW_OPTIONS, *PIPELINE_OPTIONS):
             is_read = has_pipeline if name in PIPELINE_OPTIONS else model == NEW

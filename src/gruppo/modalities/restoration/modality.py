@@ -13,7 +13,7 @@ from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples
 from gruppo.loading import load_object
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.common.validation import refuse, refuse_other_options, refuse_text_options
+from gruppo.modalities.common.validation import refuse, refuse_unused_options
 from gruppo.modalities.diffusion.trust_region import check_trust_region
 from gruppo.modalities.restoration.config import RestorationConfig
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, ToDegraded
@@ -44,46 +44,35 @@ class RestorationModality(Modality):
         return model.startswith(NEW) or (bool(model) and (Path(model_of(model)) / SETTINGS).is_file())
 
     def validate(self, config: Config) -> None:
-        refuse_text_options(config)
-        refuse_other_options(config, RestorationConfig)
+        refuse_unused_options(config, self, has_consistency=True)
         chosen, default, model = config.section(RestorationConfig), RestorationConfig(), config.model
         is_new, cons_coef = model.startswith(NEW), highest(config, "cons_coef")
         changed = next((name for name in NEW_OPTIONS if getattr(chosen, name) != getattr(default, name)), None)
         refuse(
-            (
-                model == NEW,
-                f"--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class.",
-            ),
-            (
-                changed and not is_new,
-                f"restoration.{changed} is of a new policy, and {model!r} has its own. Leave --restoration.{changed} "
-                f"out, or set --model {NEW}unet --restoration.weights {'FOLDER' if model == IN_MEMORY else model}.",
-            ),
-            (
-                chosen.consistency != default.consistency and not cons_coef,
-                f"restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef is above 0. Set "
-                "--stage.cons-coef 0.1, or leave it out.",
-            ),
-            (
-                chosen.consistency == "reference" and cons_coef and config.reference.place != "device",
-                f"reference.place={config.reference.place!r}: a consistency to the reference reads its images in every "
-                "update. Leave --reference.place out, or set --restoration.consistency equivariance.",
-            ),
-            (
-                config.lora.rank or config.lora.adapter,
-                f"LoRA puts adapters on large models, and {model!r} is a network that is trained itself. Leave the "
-                "--lora options out, or set --restoration.trains action.",
-            ),
-            (
-                config.compute == "bfloat16",
-                "compute='bfloat16' is for language models; a network that restores images computes in its own dtype. "
-                "Set --compute float32.",
-            ),
-            (
-                config.critic.kind == "separate",
-                "critic.kind='separate': the critic of a network that restores images is a head on it. Set "
-                "--critic.kind shared.",
-            ),
+            model == NEW
+            and f"--model {model!r} names no network. Set --model {NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class.",
+            changed
+            and not is_new
+            and f"restoration.{changed} is of a new policy, and {model!r} has its own. Leave --restoration.{changed} "
+            f"out, or set --model {NEW}unet --restoration.weights {'FOLDER' if model == IN_MEMORY else model}.",
+            chosen.consistency != default.consistency
+            and not cons_coef
+            and f"restoration.consistency={chosen.consistency!r} was set, and no stage's cons_coef is above 0. Set "
+            "--stage.cons-coef 0.1, or leave it out.",
+            chosen.consistency == "reference"
+            and cons_coef
+            and config.reference.place != "device"
+            and f"reference.place={config.reference.place!r}: a consistency to the reference reads its images in every "
+            "update. Leave --reference.place out, or set --restoration.consistency equivariance.",
+            (config.lora.rank or config.lora.adapter)
+            and f"LoRA puts adapters on large models, and {model!r} is a network that is trained itself. Leave the "
+            "--lora options out, or set --restoration.trains action.",
+            config.compute == "bfloat16"
+            and "compute='bfloat16' is for language models; a network that restores images computes in its own dtype. "
+            "Set --compute float32.",
+            config.critic.kind == "separate"
+            and "critic.kind='separate': the critic of a network that restores images is a head on it. Set "
+            "--critic.kind shared.",
         )
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
@@ -181,21 +170,17 @@ class RestorationModality(Modality):
         if all(refused):
             raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be restored: {refused[0]}")
         refuse(
-            (
-                policy.columns > 1 and config.objective.credit == "return_to_go",
-                f"objective.credit='return_to_go' is for actions that follow each other, and the {policy.columns} "
-                "patches of an image are side by side. Set --objective.credit position or outcome.",
-            ),
-            (
-                not any(parameter.requires_grad for parameter in policy.module.parameters()),
-                f"nothing is to be trained: neither the network of {config.model!r} nor its action has weights that "
-                "are not frozen. Give the network some, or set --restoration.action low_resolution.",
-            ),
-            (
-                highest(config, "entropy_coef") and not policy.module.action.scale.learned,
-                "a stage's entropy_coef is above 0, and the action's std is fixed, so that its entropy never changes. "
-                "Set --restoration.action with learned=true, or --stage.entropy-coef 0.",
-            ),
+            policy.columns > 1
+            and config.objective.credit == "return_to_go"
+            and f"objective.credit='return_to_go' is for actions that follow each other, and the {policy.columns} "
+            "patches of an image are side by side. Set --objective.credit position or outcome.",
+            not any(parameter.requires_grad for parameter in policy.module.parameters())
+            and f"nothing is to be trained: neither the network of {config.model!r} nor its action has weights that "
+            "are not frozen. Give the network some, or set --restoration.action low_resolution.",
+            highest(config, "entropy_coef")
+            and not policy.module.action.scale.learned
+            and "a stage's entropy_coef is above 0, and the action's std is fixed, so that its entropy never changes. "
+            "Set --restoration.action with learned=true, or --stage.entropy-coef 0.",
         )
         if learns_from_samples(config):
             check_trust_region(config.objective, policy.dims(first[0].inputs.shape))

@@ -100,31 +100,25 @@ class RestorationPolicy(Policy):
                 raise GruppoError(f"{name}={value!r} is not one of {known}. Set {choices[0]!r}.")
         has_trained_action = any(parameter.requires_grad for parameter in action.parameters())
         refuse(
-            (
-                action.channels != channels,
-                f"the action is for {action.channels} channels and the network for {channels}; give both the same.",
-            ),
-            (patches < 1, f"patches={patches} is out of range; set 1 for an image as one action."),
-            (
-                action.grid is not None and action.grid % max(patches, 1),
-                f"the action's grid of {action.grid} x {action.grid} cannot be cut into {patches} x {patches} equal "
-                f"patches; its side needs to be a multiple of {patches}. Set patches 1, or another grid.",
-            ),
-            (
-                supervises == "told" and not action.conditions,
-                f"supervises='told' sets the network's controls, and the action {action.kind!r} has none. Set the "
-                "action controls:noise=0-50@25, or supervises='output'.",
-            ),
-            (
-                trains == "action" and supervises != "output",
-                f"supervises={supervises!r} trains the network alone, and trains='action' freezes it. Set "
-                "trains='all', or supervises='output'.",
-            ),
-            (
-                trains == "action" and not has_trained_action,
-                f"trains='action' leaves nothing to train: the action {action.kind!r} has no weights but its std, "
-                "which is fixed. Set trains='all', or learned=true.",
-            ),
+            action.channels != channels
+            and f"the action is for {action.channels} channels and the network for {channels}; give both the same.",
+            patches < 1 and f"patches={patches} is out of range; set 1 for an image as one action.",
+            action.grid is not None
+            and action.grid % max(patches, 1)
+            and f"the action's grid of {action.grid} x {action.grid} cannot be cut into {patches} x {patches} equal "
+            f"patches; its side needs to be a multiple of {patches}. Set patches 1, or another grid.",
+            supervises == "told"
+            and not action.conditions
+            and f"supervises='told' sets the network's controls, and the action {action.kind!r} has none. Set the "
+            "action controls:noise=0-50@25, or supervises='output'.",
+            trains == "action"
+            and supervises != "output"
+            and f"supervises={supervises!r} trains the network alone, and trains='action' freezes it. Set "
+            "trains='all', or supervises='output'.",
+            trains == "action"
+            and not has_trained_action
+            and f"trains='action' leaves nothing to train: the action {action.kind!r} has no weights but its std, "
+            "which is fixed. Set trains='all', or learned=true.",
         )
         if trains == "action":
             network.requires_grad_(False)

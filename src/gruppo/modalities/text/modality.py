@@ -12,7 +12,7 @@ from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.loading import command_name
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
 from gruppo.modalities.common.lora import inject
-from gruppo.modalities.common.validation import refuse_consistency, refuse_other_options
+from gruppo.modalities.common.validation import refuse_unused_options
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.custom import ModelFunction, is_custom, names_function
@@ -43,8 +43,7 @@ class TextModality(Modality):
                 f"there is no folder {config.model!r} with an image model. Train one first, as with "
                 f"{command_name()} train digits-pretrain, or set --model unet or diffusers:OWNER/NAME."
             )
-        refuse_other_options(config, None)
-        refuse_consistency(config)
+        refuse_unused_options(config, self)
 
     def open(self, config: Config, data: PromptSource) -> tuple[Policy, dict[str, Any]]:
         path, origin = found_model(config.model)
