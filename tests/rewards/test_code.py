@@ -525,7 +525,7 @@ def test_options_are_written_after_the_name():
     assert (reward.limits.case_s, reward.limits.program_s, reward.limits.memory_mib) == (0.5, 3.0, 256)
     assert reward([RIGHT], cases=[DOUBLE]) == [1.0]
     for options, why in [
-        ("all_or_none=true", "did you mean all_or_nothing"),
+        ("all_or_none=true", "Did you mean all_or_nothing"),
         ("workers=-1", "workers=-1"),
         ("memory_mib=2", "128 to 1048576 MiB"),
     ]:

@@ -159,7 +159,7 @@ def test_rewards_of_images_are_written_with_their_options(spec, score):
 
 
 def test_options_of_images_that_are_not_understood_are_refused():
-    with pytest.raises(GruppoError, match=r"did you mean quality\?.*write jpeg_compressibility or"):
+    with pytest.raises(GruppoError, match=r"Did you mean quality\?.*write jpeg_compressibility or"):
         resolve_reward("jpeg_compressibility:qualty=80")
     with pytest.raises(GruppoError, match=r"written name=value.*write brightness or"):
         resolve_reward("brightness:0.5")

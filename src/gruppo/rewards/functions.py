@@ -156,15 +156,16 @@ class FunctionReward:
         def call(rows: Sequence[int]) -> Answer:
             answer = Answer(len(rows))
             arguments: dict[str, Any] = {
-                name: [_copied(values[row]) if name in copied else values[row] for row in rows]
-                for name, values in cells.items()
+                "trainer_state": TrainerState(step, max_steps),
+                "log_metric": answer.log_metric,
+                "log_extra": answer.log_extra,
             }
-            once: dict[str, Any] = {"trainer_state": TrainerState(step, max_steps)}
-            once |= {"log_metric": answer.log_metric, "log_extra": answer.log_extra}
             if self.separator is not None:
                 steps = [split_steps(text_of(rollouts.completions[row]), self.separator) for row in rows]
-                once["steps"] = [[step.text for step in row] for row in steps]
-            arguments |= {name: value for name, value in once.items() if self._takes_all or name in self._parameters}
+                arguments["steps"] = [[step.text for step in row] for row in steps]
+            arguments = {name: x for name, x in arguments.items() if self._takes_all or name in self._parameters}
+            for name, values in cells.items():
+                arguments[name] = [_copied(values[row]) if name in copied else values[row] for row in rows]
             returned = self.fn(**arguments)
             returned = run_awaitable(returned) if inspect.isawaitable(returned) else returned
             answer.values = _as_list(returned, len(rows))
@@ -183,9 +184,9 @@ class FunctionReward:
             ends = columns[step_ends(steps, text, ids, self.decode)].tolist()
         except CallError as error:
             return error
+        entry = entry.tolist() if hasattr(entry, "tolist") else entry
         if entry is None:
             return None
-        entry = entry.tolist() if hasattr(entry, "tolist") else entry
         if not isinstance(entry, (list, tuple)):
             got = f"returned {entry!r:.60} ({type(entry).__name__}) for a completion"
             return CallError("exception", f"{got}; a step reward returns a list of numbers for each, or None")
@@ -235,39 +236,36 @@ class ObjectReward:
                 got = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
                 raise CallError("count", f"returned {got}; it needs {tuple(mask.shape)}, NaN where no step ends")
             returned = returned.detach().cpu()
-            is_step = ~returned.isnan() & mask
-            is_outside = (~mask & ~returned.isnan() & (returned != 0)).any(dim=1).tolist()
-            error = CallError("exception", "has a score at an action that the policy did not choose; use NaN or 0")
-            ends = [row.nonzero()[:, 0] for row in is_step]
-            rows_of = zip(returned, ends, is_outside, strict=True)
-            return Answer(
-                len(rows), [error if bad else StepScores(at.tolist(), row[at].tolist()) for row, at, bad in rows_of]
-            )
+            is_scored, values = ~returned.isnan(), list[Any]()
+            for row, ends in zip(returned, is_scored & mask, strict=True):
+                values.append(StepScores(ends.nonzero()[:, 0].tolist(), row[ends].tolist()))
+            for n in (is_scored & ~mask & (returned != 0)).any(dim=1).nonzero()[:, 0].tolist():
+                values[n] = CallError(
+                    "exception", "has a score at an action that the policy did not choose; use NaN or 0"
+                )
+            return Answer(len(rows), values)
 
         return call
 
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     """Columns that a reward function can request: every key of ``meta``; ``answer`` and ``target`` if there are any."""
-    prompts = list(prompts)
-    names = {name for prompt in prompts for name in prompt.meta}
-    if any(prompt.target is not None for prompt in prompts):
-        names |= {"answer", "target"}
+    names = set[str]()
+    for prompt in prompts:
+        names |= {*prompt.meta, *(("answer", "target") if prompt.target is not None else ())}
     return tuple(sorted(names))
 
 
 def _as_list(returned: Any, size: int) -> list[Any]:
     """The returned values as a list; ``CallError`` unless there is one for each of ``size`` rows."""
-    if isinstance(returned, (Tensor, np.ndarray)):
-        if returned.ndim != 1:
-            raise CallError("count", f"returned shape {tuple(returned.shape)}; it needs one number per completion")
-        returned = returned.tolist()
-    if not isinstance(returned, (list, tuple)):
+    if isinstance(returned, (Tensor, np.ndarray)) and returned.ndim != 1:
+        raise CallError("count", f"returned shape {tuple(returned.shape)}; it needs one number per completion")
+    if not isinstance(returned, (list, tuple, Tensor, np.ndarray)):
         got = f"returned {returned!r:.60} ({type(returned).__name__})"
         raise CallError("exception", f"{got}; it needs a list of one number per completion", type(returned).__name__)
     if len(returned) != size:
         raise CallError("count", f"returned {len(returned)} rewards for {size} completions")
-    return list(returned)
+    return list(returned) if isinstance(returned, (list, tuple)) else returned.tolist()
 
 
 def _copied(value: Any) -> Any:
@@ -303,13 +301,11 @@ def step_reward(separator: str = "\n") -> Callable[[Function], Function]:
 
 def split_steps(text: str, separator: str) -> list[TextStep]:
     """Split a text into steps. Blank parts are dropped; a text of blank parts only is a single step."""
-    steps, begin = [], 0
-    while begin < len(text):
-        found = text.find(separator, begin)
-        stop, end = (len(text), len(text)) if found < 0 else (found, found + len(separator))
-        if text[begin:stop].strip():
-            steps.append(TextStep(text[begin:stop], end))
-        begin = end
+    steps, end = [], 0
+    for part in text.split(separator):
+        end = min(end + len(part) + len(separator), len(text))
+        if part.strip():
+            steps.append(TextStep(part, end))
     return steps or [TextStep(text, len(text))]
 
 

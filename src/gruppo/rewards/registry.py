@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import os
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from gruppo.loading import import_extra, is_file_name, load_object
+from gruppo.loading import did_you_mean, import_extra, is_file_name, load_object
 from gruppo.rewards import code, images, preference, text
 from gruppo.rewards.functions import FunctionReward
 from gruppo.rewards.models import ProcessRewardModel, RewardModel, ScoringNetwork
@@ -78,11 +77,9 @@ def resolve_reward(spec: Any) -> Any:
     except (ImportError, ValueError):
         is_module = False
     if not colon or not (is_file_name(spec.rpartition(":")[0]) or is_module):
-        nearest = difflib.get_close_matches(name, BUILT_INS, n=1)
-        guess = f" Did you mean {nearest[0]}?" if nearest else ""
         raise GruppoError(
-            f"there is no reward {spec!r}; the built-in ones are {', '.join(BUILT_INS)}.{guess} For your own function "
-            "write path/to/file.py:name or package.module:name."
+            f"there is no reward {spec!r}; the built-in ones are {', '.join(BUILT_INS)}."
+            f"{did_you_mean(name, BUILT_INS)} For your own function write path/to/file.py:name or package.module:name."
         )
     reward = load_object(spec.strip())
     if not callable(reward):
@@ -91,9 +88,7 @@ def resolve_reward(spec: Any) -> Any:
 
 
 def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Callable[..., Any]:
-    """The reward of a factory, given what follows the colon; None where there is no colon."""
-    hints = {**get_type_hints(factory.__init__ if isinstance(factory, type) else factory)}  # type: ignore[misc]
-    parameters = [*inspect.signature(factory).parameters.values()]
+    """The reward of a factory, given the text after the colon; None where there is no colon."""
     if style == "none":
         if arguments is not None:
             raise ValueError("it takes no arguments")
@@ -104,6 +99,8 @@ def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Ca
         raise ValueError(f"it needs a {'pattern' if style == 'text' else 'path'}")
     if style == "text":
         return factory(arguments)
+    hints = {**get_type_hints(factory.__init__ if isinstance(factory, type) else factory)}  # type: ignore[misc]
+    parameters = {**inspect.signature(factory).parameters}
     if style == "values":
         values = [] if arguments is None else [v.strip() for v in re.split(r"[,\uff0c\u3001]", arguments)]
         if not all(values):
@@ -112,26 +109,23 @@ def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Ca
             return text.keywords(values or text.COHERENCE_WORDS)
         if len(values) > len(parameters):
             raise ValueError(f"it takes at most {len(parameters)} values")
-        return factory(*(_parse(p.name, value, hints[p.name]) for p, value in zip(parameters, values, strict=False)))
-    path, *options = re.split(_OPTION, (arguments or "").strip())
+        return factory(*(_parse(name, value, hints[name]) for name, value in zip(parameters, values, strict=False)))
+    first, *options = re.split(_OPTION, (arguments or "").strip())
     if style == "options":
-        path, options = "", [path, *options] if path else []
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # **options of a reward model
+        options = [first, *options] if first else []
+    if parameters.pop("options", None):  # **options of a reward model
         hints |= get_type_hints(ScoringNetwork.__init__)
-        parameters += inspect.signature(ScoringNetwork).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or style == "options"]
+        parameters = {**parameters, **inspect.signature(ScoringNetwork).parameters, **parameters}  # own ones first
+    known = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY or style == "options"]
     keywords = {}
-    for option in options:
-        name, equals, value = option.partition("=")
+    for name, equals, value in (option.partition("=") for option in options):
         name = name.strip()
         if not equals:
             raise ValueError("its options are written name=value")
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            guess = f"; did you mean {nearest[0]}?" if nearest else "."
-            raise ValueError(f"there is no option {name!r}{guess} It has {', '.join(known)}")
+            raise ValueError(f"there is no option {name!r}.{did_you_mean(name, known)} It has {', '.join(known)}")
         keywords[name] = _parse(name, value, hints[name])
-    return factory(*[path] * bool(path), **keywords)
+    return factory(*([first] if style == "path" else []), **keywords)
 
 
 def _parse(name: str, value: str, hint: Any) -> Any:

@@ -66,10 +66,7 @@ def regex_format(pattern: str) -> RewardFunction:
     except re.error as error:
         raise GruppoError(f"regex_format got {pattern!r}, which is not a regular expression: {error}.") from None
 
-    def regex_format(completions: Sequence[Any], **_: Any) -> list[float | None]:
-        return [float(compiled.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
-
-    return regex_format
+    return _per_text("regex_format", lambda text: float(compiled.fullmatch(text.strip()) is not None))
 
 
 def length_target(target: int, unit: Literal["words", "characters", "actions"] = "words") -> RewardFunction:
@@ -83,15 +80,11 @@ def length_target(target: int, unit: Literal["words", "characters", "actions"] =
         )
 
     def length_target(completions: Sequence[Any], completion_ids: Sequence[Any], **_: Any) -> list[float | None]:
-        scores: list[float | None] = []
-        for completion, ids in zip(completions, completion_ids, strict=True):
-            if unit == "actions":
-                n = len(ids)
-            else:  # zero-width characters are not printable and do not count
-                words = text_of(completion).split()
-                n = len(words) if unit == "words" else sum(c.isprintable() for word in words for c in word)
-            scores.append(max(0.0, 1.0 - abs(n - target) / target))
-        return scores
+        texts = [text_of(completion).split() for completion in completions] if unit != "actions" else []
+        counts = map(len, completion_ids if unit == "actions" else texts)
+        if unit == "characters":  # zero-width characters are not printable and do not count
+            counts = (sum(c.isprintable() for word in words for c in word) for words in texts)
+        return [max(0.0, 1.0 - abs(n - target) / target) for n in counts]
 
     return length_target
 
@@ -110,11 +103,8 @@ def keywords(words: Sequence[str] = COHERENCE_WORDS, each: float = 0.2, cap: flo
         right = r"(?![^\W_])" if word[-1].isascii() and word[-1].isalnum() else ""
         patterns.append(re.compile(left + re.escape(word) + right, re.ASCII))
 
-    def keywords(completions: Sequence[Any], **_: Any) -> list[float | None]:
-        texts = [text_of(completion).lower() for completion in completions]
-        return [min(cap, each * sum(pattern.search(text) is not None for pattern in patterns)) for text in texts]
-
-    return keywords
+    found = lambda text: sum(pattern.search(text.lower()) is not None for pattern in patterns)  # noqa: E731
+    return _per_text("keywords", lambda text: min(cap, each * found(text)))
 
 
 def repetition_penalty(n: int = 3, max_penalty: float = -1.0) -> RewardFunction:
@@ -128,15 +118,22 @@ def repetition_penalty(n: int = 3, max_penalty: float = -1.0) -> RewardFunction:
             f"repetition_penalty({n}, {max_penalty}) needs n of at least 1 and a max_penalty of at most 0."
         )
 
-    def repetition_penalty(completions: Sequence[Any], **_: Any) -> list[float | None]:
-        scores: list[float | None] = []
-        for completion in completions:
-            units = units_of(text_of(completion))
-            grams = [tuple(units[k : k + n]) for k in range(len(units) - n + 1)]
-            scores.append(max_penalty * (1.0 - len(set(grams)) / len(grams) if grams else 0.0))
-        return scores
+    def score(text: str) -> float:
+        units = units_of(text)
+        grams = [tuple(units[k : k + n]) for k in range(len(units) - n + 1)]
+        return max_penalty * (1.0 - len(set(grams)) / len(grams) if grams else 0.0)
 
-    return repetition_penalty
+    return _per_text("repetition_penalty", score)
+
+
+def _per_text(name: str, score: Callable[[str], float | None]) -> RewardFunction:
+    """Reward function of this name that scores the text of each completion."""
+
+    def reward(completions: Sequence[Any], **_: Any) -> list[float | None]:
+        return [score(text_of(completion)) for completion in completions]
+
+    reward.__name__ = name
+    return reward
 
 
 # --- parsing ----------------------------------------------------------------------------------------------------------
@@ -250,16 +247,14 @@ def reasoning_gym_score(completions: Sequence[Any], entry: Sequence[Any], **_: A
     pass the answer to ``eval``: there, an answer that is more than a list or a small formula counts as no answer, since
     no verifier may run what a model wrote. A row without an entry is not scored.
     """
-    scores: list[float | None] = []
-    for completion, item in zip(completions, entry, strict=True):
-        if item is None:
-            scores.append(None)
-            continue
-        text = text_of(completion)
-        found = _ANSWER.findall(text)
-        answer = (found[-1] if found else text).strip()
-        verify, evaluator = _verifier(item["metadata"]["source_dataset"])
-        scores.append(float(verify(answer if evaluator is None or is_harmless(answer, evaluator) else None, item)))
+    scores: list[float | None] = [None] * len(entry)
+    for n, (completion, item) in enumerate(zip(completions, entry, strict=True)):
+        if item is not None:
+            text = text_of(completion)
+            answer = (_ANSWER.findall(text) or [text])[-1].strip()
+            verify, evaluator = _verifier(item["metadata"]["source_dataset"])
+            is_safe = evaluator is None or is_harmless(answer, evaluator)
+            scores[n] = float(verify(answer if is_safe else None, item))
     return scores
 
 
@@ -285,27 +280,25 @@ def is_harmless(answer: str, evaluator: str) -> bool:
     nodes = list(ast.walk(tree))
     if evaluator == "eval":
         return all(isinstance(node, _LITERAL) for node in nodes)
-    if len(answer) > _LONGEST_FORMULA:
-        return False
-    for node in nodes:
-        if not isinstance(node, _FORMULA) or isinstance(node, (ast.LShift, ast.RShift)):
-            return False
-        if isinstance(node, ast.Constant) and not (isinstance(node.value, (int, float)) and abs(node.value) < 1e12):
-            return False
-        if isinstance(node, ast.Name) and "_" in node.id:
-            return False
-        if isinstance(node, ast.Call) and (
-            not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS or node.keywords
-        ):
-            return False
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+    return len(answer) <= _LONGEST_FORMULA and all(map(_is_formula, nodes))
+
+
+def _is_formula(node: ast.AST) -> bool:
+    """Whether a node may be in a formula, whatever its own parts are."""
+    match node:
+        case ast.Constant(value=value):
+            return isinstance(value, (int, float)) and abs(value) < 1e12
+        case ast.Name(id=name):
+            return "_" not in name
+        case ast.Call(func=func, keywords=keywords):
+            return isinstance(func, ast.Name) and func.id in _FUNCTIONS and not keywords
+        case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
             # An exponent holds numbers up to 64 or names (e**x), and no power or product; the base holds no power.
-            exponent = list(ast.walk(node.right))
-            numbers = [part.value for part in exponent if isinstance(part, ast.Constant)]
-            if not all(isinstance(number, (int, float)) and abs(number) <= 64 for number in numbers):
-                return False
-            if any(isinstance(part, (ast.Pow, ast.Mult, ast.Call)) for part in exponent):
-                return False
-            if any(isinstance(part, ast.Pow) for part in ast.walk(node.left)):
-                return False
-    return True
+            parts = list(ast.walk(exponent))
+            numbers = [part.value for part in parts if isinstance(part, ast.Constant)]
+            return (
+                all(isinstance(number, (int, float)) and abs(number) <= 64 for number in numbers)
+                and not any(isinstance(part, (ast.Pow, ast.Mult, ast.Call)) for part in parts)
+                and not any(isinstance(part, ast.Pow) for part in ast.walk(base))
+            )
+    return isinstance(node, _FORMULA) and not isinstance(node, (ast.LShift, ast.RShift))
