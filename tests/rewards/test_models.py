@@ -322,7 +322,7 @@ def test_a_process_model_is_named_with_its_separator_and_keeps_the_contract(tmp_
     ("spec", "why"),
     [
         ("reward_model", "it needs a path"),
-        ("reward_model:{rm},lable=1", r"no option 'lable'; Did you mean label\? It has output, chat, name, label"),
+        ("reward_model:{rm},lable=1", r"no option 'lable'\. Did you mean label\? It has output, chat, name, label"),
         ("reward_model:{rm},label=good", "got label='good'; it has LABEL_0, LABEL_1"),
         ("reward_model:{rm},label=2", "got label='2'"),
         ("reward_model:{rm},batch_tokens=many", "batch_tokens=many is no int"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any, Literal
@@ -81,7 +81,7 @@ def length_target(target: int, unit: Literal["words", "characters", "actions"] =
 
     def length_target(completions: Sequence[Any], completion_ids: Sequence[Any], **_: Any) -> list[float | None]:
         texts = [text_of(completion).split() for completion in completions] if unit != "actions" else []
-        counts = map(len, completion_ids if unit == "actions" else texts)
+        counts: Iterable[int] = map(len, completion_ids if unit == "actions" else texts)
         if unit == "characters":  # zero-width characters are not printable and do not count
             counts = (sum(c.isprintable() for word in words for c in word) for words in texts)
         return [max(0.0, 1.0 - abs(n - target) / target) for n in counts]
