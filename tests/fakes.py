@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from gruppo.modalities.common.lora import adapter_weights, inject
 from gruppo.modalities.text import TextPolicy, from_module, from_transformers
-from gruppo.modalities.text.backbones import TransformersBackbone
+from gruppo.modalities.text.backbones import Backbone
 from gruppo.types import Prompt, Request, Rollouts
 
 END = 256
@@ -222,7 +222,7 @@ def in_float64(kind: type[nn.Module]) -> type[nn.Module]:
     return InFloat64
 
 
-class LeftPadded(TransformersBackbone):
+class LeftPadded(Backbone):
     """Rows that stand further right, each by another distance, with a mask and positions that say so."""
 
     def features(self, ids: Tensor, **inputs: Tensor) -> Tensor:
@@ -236,9 +236,6 @@ class LeftPadded(TransformersBackbone):
         features = super().features(moved, attention_mask=(column >= 0).long(), position_ids=positions)
         return features.gather(1, (torch.arange(t) + shift[:, None])[..., None].expand(-1, -1, features.shape[-1]))
 
-    def on(self, module: nn.Module) -> LeftPadded:
-        return LeftPadded(module, splits=self.splits, caches=self.caches)
-
 
 def left_padded(policy: TextPolicy) -> TextPolicy:
     """The same policy over the same weights, reading rows that are padded on the left."""
@@ -247,12 +244,12 @@ def left_padded(policy: TextPolicy) -> TextPolicy:
 
 def unpacked(policy: TextPolicy) -> TextPolicy:
     """The same policy over the same weights, reading each completion behind a prompt of its own."""
-    return _with_backbone(policy, TransformersBackbone)
+    return _with_backbone(policy, Backbone)
 
 
-def _with_backbone(policy: TextPolicy, kind: type[TransformersBackbone]) -> TextPolicy:
+def _with_backbone(policy: TextPolicy, kind: type[Backbone]) -> TextPolicy:
     other, own = copy.copy(policy), policy.backbone
-    assert isinstance(own, TransformersBackbone)
+    assert not own.is_plain
     other.backbone = kind(own.module, splits=own.splits, caches=own.caches)
     return other
 

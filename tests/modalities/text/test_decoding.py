@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.fakes import biased_llama, llama, qwen2, qwen3
 from torch import nn
 
 from gruppo.modalities.text import blocks
-from gruppo.modalities.text.backbones import CachedDecoding, RereadDecoding, TransformersBackbone, join_prefixes
+from gruppo.modalities.text.backbones import Backbone, CachedDecoding, RereadDecoding
 from gruppo.modalities.text.decoder import read_decoder
 from gruppo.modalities.text.decoding import COLUMNS, LayeredDecoding
 from gruppo.modalities.text.generation import generate
@@ -64,7 +65,7 @@ def test_the_logits_are_those_of_reading_every_row_again(make):
     """Ragged prompts and groups, rows that leave, and buffers that grow twice."""
     policy = make()
     module = policy.module
-    errors = worst_errors(layered(module), RereadDecoding(TransformersBackbone(module, splits=True), PROMPTS, OWNERS))
+    errors = worst_errors(layered(module), RereadDecoding(Backbone(module, splits=True), PROMPTS, OWNERS))
     assert max(errors) < 5e-6
 
 
@@ -75,7 +76,7 @@ def test_rows_of_a_full_grid_may_lie_in_any_order(owners):
     module, owners = llama().module, torch.tensor(owners)
     prompts = PROMPTS[: int(owners.max()) + 1]
     made = layered(module, prompts, owners)
-    needed = RereadDecoding(TransformersBackbone(module, splits=True), prompts, owners)
+    needed = RereadDecoding(Backbone(module, splits=True), prompts, owners)
     with torch.no_grad():
         for step in range(3):
             torch.testing.assert_close(made.logits, needed.logits, rtol=0, atol=2e-5)
@@ -94,7 +95,7 @@ def test_in_bfloat16_it_is_as_near_to_the_exact_logits_as_the_cached_decoding_is
         parameter.data = parameter.data.bfloat16()
     for exact, rounded in zip(module.parameters(), narrow.parameters(), strict=True):
         exact.data = rounded.data.float()  # one model in two precisions
-    plain = TransformersBackbone(narrow, splits=True, caches=True)
+    plain = Backbone(narrow, splits=True, caches=True)
     made = layered(narrow)
     assert {keys.dtype for keys in (*made.suffixes, *made.prompts)} == {torch.float32 if small else torch.bfloat16}
     ours = worst_errors(made, layered(module))
@@ -113,9 +114,9 @@ def test_rows_that_have_begun_go_on_as_from_a_prompt_of_their_own(make, at_once,
     monkeypatch.setattr("gruppo.modalities.text.decoding.READ_AT_ONCE", at_once)
     module = make().module.double()
     parts = (read_decoder(module), module.get_output_embeddings())
-    begun, owners = join_prefixes(PROMPTS, OWNERS, BEHIND)
+    begun = [torch.cat([PROMPTS[owner], prefix]) for owner, prefix in zip(OWNERS.tolist(), BEHIND, strict=True)]
     made = LayeredDecoding(*parts, PROMPTS, OWNERS, BEHIND)
-    needed = LayeredDecoding(*parts, begun, owners)
+    needed = LayeredDecoding(*parts, begun, torch.arange(len(begun)))
     assert torch.equal(made.lengths, needed.lengths)
     assert max(worst_errors(made, needed)) < 1e-12
 
@@ -152,7 +153,7 @@ def test_what_rows_that_left_held_is_given_back():
 def test_a_row_writes_the_same_tokens_alone_as_among_others():
     module = qwen3().module
     uniforms = torch.rand(7, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    choices = {"sampling": Sampling(max_actions=20), "eos_ids": range(20), "decode": str}
+    choices = {"sampling": Sampling(max_actions=20), "chat": SimpleNamespace(eos_ids=range(20))}
     together = generate(layered(module), uniforms, **choices)
     assert together.lengths.min() < 20, "some rows leave"
     for row in range(7):
@@ -203,7 +204,7 @@ def test_products_with_something_added_are_called_as_they_are():
     torch.manual_seed(1)
     for block in module.model.layers:
         block.self_attn.v_proj, block.mlp.down_proj = Adapter(block.self_attn.v_proj), Adapter(block.mlp.down_proj)
-    needed = RereadDecoding(TransformersBackbone(module, splits=True), PROMPTS, OWNERS)
+    needed = RereadDecoding(Backbone(module, splits=True), PROMPTS, OWNERS)
     assert max(worst_errors(layered(module), needed, steps=12)) < 5e-6
 
 

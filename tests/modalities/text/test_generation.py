@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -41,7 +43,8 @@ class Scripted:
 def written(*scripts, columns=4, eos_ids=(0,), stop=(), text=lambda ids: "".join("abcde"[i] for i in ids)):
     decoding = Scripted(*scripts)
     uniforms = torch.full((len(scripts), columns), 0.5, dtype=torch.float64)
-    return decoding, generate(decoding, uniforms, Sampling(stop=stop), eos_ids=eos_ids, decode=text)
+    chat = SimpleNamespace(eos_ids=eos_ids, text_with_specials=text)
+    return decoding, generate(decoding, uniforms, Sampling(stop=stop), chat)
 
 
 @pytest.mark.silent_bug(14)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gruppo.modalities.text.layouts import micro_batches_by_group, micro_batches_by_length, pack
+from gruppo.modalities.text.layouts import pack, split_rows
 
 
 def packed_example():
@@ -37,10 +37,8 @@ def test_each_completion_sees_the_prompt_and_its_own_past_and_no_padding():
 
 @pytest.mark.silent_bug(16)
 def test_an_action_is_predicted_by_the_token_before_it_and_the_first_by_the_prompts_last():
-    packed = packed_example()
     completion, column = torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([0, 1, 0, 1, 2, 0])
-    assert packed.row[completion].tolist() == [0, 0, 1, 1, 1, 0]
-    assert packed.before(completion, column).tolist() == [1, 2, 0, 1, 2, 1]
+    assert packed_example().before(completion, column).tolist() == [1, 2, 5, 6, 7, 1], "rows of 5 tokens"
 
 
 @st.composite
@@ -51,44 +49,33 @@ def batches(draw):
     return groups, owners, lengths, draw(st.integers(1, 60))
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("layout", ["stream", "packed", "padded"])
 @given(batch=batches())
-def test_micro_batches_of_groups_hold_each_row_once_and_keep_to_the_budget(padded, batch):
+def test_micro_batches_hold_each_row_once_and_keep_to_the_budget(layout, batch):
     groups, owners, lengths, budget = batch
     prompt_lengths = torch.tensor(groups)[torch.tensor(owners)]
     rows = range(len(owners))
-    micro_batches = micro_batches_by_group(
-        prompt_lengths, torch.tensor(lengths), torch.tensor(owners), rows, budget, padded=padded
-    )
+    micro_batches = split_rows(prompt_lengths, torch.tensor(lengths), torch.tensor(owners), rows, budget, layout)
     assert sorted(row for micro_batch in micro_batches for row in micro_batch) == list(rows)
     for micro_batch in micro_batches:
-        of_group = {owners[row]: groups[owners[row]] for row in micro_batch}
+        sizes = {}
         for row in micro_batch:
-            of_group[owners[row]] += lengths[row]
-        cost = len(of_group) * max(of_group.values()) if padded else sum(of_group.values())
+            unit = row if layout == "padded" else owners[row]
+            sizes[unit] = sizes.get(unit, groups[owners[row]]) + lengths[row]
+        cost = sum(sizes.values()) if layout == "stream" else len(sizes) * max(sizes.values())
         assert cost <= budget or len(micro_batch) == 1
 
 
-@given(batches())
-def test_padded_micro_batches_hold_each_row_once_and_keep_to_the_budget(batch):
-    groups, owners, lengths, budget = batch
-    totals = torch.tensor([groups[owner] + n for owner, n in zip(owners, lengths, strict=True)])
-    micro_batches = micro_batches_by_length(totals, torch.arange(len(owners)), budget)
-    assert sorted(row for micro_batch in micro_batches for row in micro_batch) == list(range(len(owners)))
-    for micro_batch in micro_batches:
-        assert len(micro_batch) * int(totals[micro_batch].max()) <= budget or len(micro_batch) == 1
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_group_that_fits_is_one_micro_batch_and_another_is_cut_into_micro_batches_of_like_size(padded):
+@pytest.mark.parametrize("layout", ["stream", "packed"])
+def test_a_group_that_fits_is_one_micro_batch_and_another_is_cut_into_micro_batches_of_like_size(layout):
     lengths, group_ids = torch.tensor([5, 5, 5, 5]), torch.tensor([0, 0, 0, 0])
     of = (torch.full((4,), 10), lengths, group_ids, range(4))
-    assert micro_batches_by_group(*of, budget=30, padded=padded) == [[0, 1, 2, 3]]
-    assert micro_batches_by_group(*of, budget=29, padded=padded) == [[0, 1], [2, 3]], "not three rows and one"
+    assert split_rows(*of, 30, layout) == [[0, 1, 2, 3]]
+    assert split_rows(*of, 29, layout) == [[0, 1], [2, 3]], "not three rows and one"
 
 
 def test_unequal_groups_share_a_micro_batch_at_their_sum_where_there_is_no_padding():
     lengths, group_ids = torch.tensor([20, 1]), torch.tensor([0, 1])
     of = (torch.tensor([10, 1]), lengths, group_ids, range(2))
-    assert micro_batches_by_group(*of, budget=32, padded=False) == [[0, 1]]
-    assert micro_batches_by_group(*of, budget=32, padded=True) == [[0], [1]]
+    assert split_rows(*of, 32, "stream") == [[0, 1]]
+    assert split_rows(*of, 32, "packed") == [[0], [1]]

@@ -63,8 +63,9 @@ def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tu
 
 def _queries(x: Tensor, block: AttentionBlock, kv_heads: int, *, hide: bool = False) -> Tensor:
     """[N, H, D] to the block's queries [cK, Gr, D]; ``hide`` sets repetitions to 0."""
-    texts, rows = block.queries.shape
-    taken = x.index_select(0, block.queries.flatten())  # [cr, H, D]
+    index = block.tokens[:, block.first :]
+    texts, rows = index.shape
+    taken = x.index_select(0, index.flatten())  # [cr, H, D]
     if hide and block.real is not None:
         real = torch.zeros(len(taken), 1, 1, dtype=x.dtype, device=x.device)
         taken *= real.index_fill_(0, block.real, 1)
@@ -83,10 +84,11 @@ def _keys(x: Tensor, block: AttentionBlock) -> Tensor:
 
 def _put(out: Tensor, of_queries: Tensor, block: AttentionBlock) -> None:
     """Write the block's queries [cK, Gr, D] to their places in [N, H, D]."""
-    texts, rows = block.queries.shape
+    index = block.tokens[:, block.first :]
+    texts, rows = index.shape
     heads, width = out.shape[1:]
     rowwise = of_queries.view(texts, heads, rows, width).transpose(1, 2).reshape(-1, heads, width)  # [cr, H, D]
-    index = block.queries.flatten()
+    index = index.flatten()
     if block.real is not None:
         rowwise, index = rowwise.index_select(0, block.real), index.index_select(0, block.real)
     out.index_copy_(0, index, rowwise)

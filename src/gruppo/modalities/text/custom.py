@@ -23,7 +23,6 @@ from torch import Tensor
 
 from gruppo.loading import is_file_name, load_object
 from gruppo.modalities.common.state_dict import load_strictly, read_safetensors
-from gruppo.modalities.text.backbones import PlainBackbone
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.protocols import Policy
 from gruppo.seeds import seed_at
@@ -121,7 +120,7 @@ def open_custom(name: str, *, seed: int = 0, folder: Path | None = None) -> Poli
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_at(seed, "module"))
             policy = make(folder=folder) if "folder" in parameters else make()
-            if isinstance(policy, TextPolicy) and isinstance(policy.backbone, PlainBackbone):
+            if isinstance(policy, TextPolicy) and policy.backbone.is_plain:
                 _check_logits(policy, name)
                 policy.backbone.source = source
     except GruppoError:

@@ -5,7 +5,6 @@ Running them ourselves takes few passes over memory and keeps little for the bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,34 +12,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, silu
 
 from gruppo.core.linear_head import has_hooks
 from gruppo.modalities.common.lora import LowRank, low_rank
 from gruppo.modalities.text.attention import attend
-from gruppo.modalities.text.layouts import Stream
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """One block: x + attention(norm(x)), then x + down(act(gate) * up) of norm(x)."""
-
-    attention_norm: nn.Module
-    q: nn.Module
-    k: nn.Module
-    v: nn.Module
-    o: nn.Module
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
-    """On each head, before the rotation."""
-    mlp_norm: nn.Module
-    gate: nn.Module
-    up: nn.Module
-    down: nn.Module
-    act: Callable[[Tensor], Tensor]
-    is_silu: bool
-    """Whether ``act`` is x sigmoid(x), judged by its values: it has several names."""
-    scale: float
-    """Of the scores q k."""
+from gruppo.modalities.text.layouts import Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +25,15 @@ class Decoder:
     """A decoder of the common architecture (Llama, Mistral, Qwen2, Qwen3): rotary positions, RMS norms, a gated MLP."""
 
     embed: nn.Module
-    layers: tuple[Layer, ...]
+    layers: tuple[Any, ...]
+    """The model's own: x + attention(norm(x)), then x + down(act(gate) * up) of norm(x)."""
     norm: nn.Module
     rotary: nn.Module
     heads: int
     kv_heads: int
     head_dim: int
+    is_silu: bool
+    """Whether ``act`` is x sigmoid(x), judged by its values: it has several names."""
 
     def rotations(self, like: Tensor, positions: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
         """Return cosines and sines at the positions, in the dtype of ``like``."""
@@ -73,50 +53,34 @@ def read_decoder(module: Any) -> Decoder | None:
     """
     try:
         trunk = module.base_model
-        attention = trunk.layers[0].self_attn
+        layers, hookable = tuple(trunk.layers), [trunk, trunk.norm]
+        for layer in layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            hookable += [layer, attention, mlp, layer.input_layernorm, layer.post_attention_layernorm]
+            inner = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None), mlp.act_fn)
+            hookable += [part for part in inner if isinstance(part, nn.Module)]
+        if any(map(has_hooks, hookable)):
+            return None
+        attention = layers[0].self_attn
         head_dim = int(attention.head_dim)
         query, key = attention.q_proj.out_features, attention.k_proj.out_features
         if query % head_dim or key % head_dim or query % key:
             return None
-        layers = []
-        hookable = [trunk, trunk.norm]
-        for block in trunk.layers:
-            attention, mlp = block.self_attn, block.mlp
-            layer = Layer(
-                attention_norm=block.input_layernorm,
-                q=attention.q_proj,
-                k=attention.k_proj,
-                v=attention.v_proj,
-                o=attention.o_proj,
-                q_norm=getattr(attention, "q_norm", None),
-                k_norm=getattr(attention, "k_norm", None),
-                mlp_norm=block.post_attention_layernorm,
-                gate=mlp.gate_proj,
-                up=mlp.up_proj,
-                down=mlp.down_proj,
-                act=mlp.act_fn,
-                is_silu=torch.equal(mlp.act_fn(_PROBE), nn.functional.silu(_PROBE)),
-                scale=float(attention.scaling),
-            )
-            layers.append(layer)
-            hookable += [block, attention, mlp, layer.attention_norm, layer.mlp_norm]
-            hookable += [part for part in (layer.q_norm, layer.k_norm, layer.act) if isinstance(part, nn.Module)]
-        if any(map(has_hooks, hookable)):
-            return None
         return Decoder(
             embed=trunk.embed_tokens,
-            layers=tuple(layers),
+            layers=layers,
             norm=trunk.norm,
             rotary=trunk.rotary_emb,
             heads=query // head_dim,
             kv_heads=key // head_dim,
             head_dim=head_dim,
+            is_silu=all(torch.equal(layer.mlp.act_fn(_PROBE), silu(_PROBE)) for layer in layers),
         )
     except (AttributeError, TypeError, ValueError):
         return None
 
 
-def stream_features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
+def stream_features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
     """Return the input of the model's head at each token of the stream, as its own forward would compute it."""
     weight = next(decoder.embed.parameters())
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -125,27 +89,28 @@ def stream_features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
     cos, sin = (half.contiguous() for half in decoder.rotations(x.to(wide), stream.positions))
     for layer in decoder.layers:
         # functions, so that the tensors of one half are freed before the other
-        x = x + _attention(decoder, layer, norm(layer.attention_norm, x), stream, cos, sin)
-        x = x + _mlp(layer, norm(layer.mlp_norm, x))
+        x = x + _attention(decoder, layer.self_attn, norm(layer.input_layernorm, x), stream, cos, sin)
+        x = x + _mlp(decoder, layer.mlp, norm(layer.post_attention_layernorm, x))
     return norm(decoder.norm, x)
 
 
-def _attention(decoder: Decoder, layer: Layer, x: Tensor, stream: Stream, cos: Tensor, sin: Tensor) -> Tensor:
-    q, k, v = (part(x).unflatten(-1, (-1, decoder.head_dim)) for part in (layer.q, layer.k, layer.v))  # [N, heads, D]
-    q = q if layer.q_norm is None else norm(layer.q_norm, q)
-    k = k if layer.k_norm is None else norm(layer.k_norm, k)
-    q, k = _Rotated.apply(q, cos, sin, layer.scale), _Rotated.apply(k, cos, sin, 1.0)
-    return layer.o(attend(q, k, v, stream.blocks).flatten(-2))
+def _attention(decoder: Decoder, part: Any, x: Tensor, stream: Tokens, cos: Tensor, sin: Tensor) -> Tensor:
+    projections = (part.q_proj, part.k_proj, part.v_proj)
+    q, k, v = (project(x).unflatten(-1, (-1, decoder.head_dim)) for project in projections)  # [N, heads, D]
+    if getattr(part, "q_norm", None) is not None:
+        q, k = norm(part.q_norm, q), norm(part.k_norm, k)
+    q, k = _Rotated.apply(q, cos, sin, part.scaling), _Rotated.apply(k, cos, sin, 1.0)
+    return part.o_proj(attend(q, k, v, stream.blocks).flatten(-2))
 
 
-def _mlp(layer: Layer, x: Tensor) -> Tensor:
-    gate, up = layer.gate(x), layer.up(x)
-    down = low_rank(layer.down) if layer.is_silu else None
-    if isinstance(down, nn.Linear):
-        return _GatedDown.apply(gate, up, down.weight, down.bias)
-    if isinstance(down, LowRank) and not down.base.weight.requires_grad:
-        return _GatedLowRank.apply(gate, up, down.base.weight, down.base.bias, down.a, down.b, down.scale)
-    return layer.down(layer.act(gate) * up)
+def _mlp(decoder: Decoder, part: Any, x: Tensor) -> Tensor:
+    gate, up = part.gate_proj(x), part.up_proj(x)
+    down = low_rank(part.down_proj) if decoder.is_silu else None
+    if isinstance(down, LowRank):
+        return _GatedDown.apply(gate, up, down.base.weight, down.base.bias, down.a, down.b, down.scale)
+    if down is not None:
+        return _GatedDown.apply(gate, up, down.weight, down.bias, None, None, 1.0)
+    return part.down_proj(part.act_fn(gate) * up)
 
 
 def norm(module: Any, x: Float[Tensor, "*b F"]) -> Float[Tensor, "*b F"]:
@@ -205,48 +170,47 @@ def _rotate(x: Float[Tensor, "N h D"], cos: Tensor, sin: Tensor, scale: float) -
 
 
 class _GatedDown(torch.autograd.Function):
-    """W (silu(gate) up) + b; what W multiplies is computed again in the backward pass instead of kept. Shazeer 2020."""
+    """(W + scale B A)(silu(gate) up) + b, Shazeer 2020; without an adapter A and B are None.
 
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        return nn.functional.linear(nn.functional.silu(gate).mul_(up), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        gate, up, weight = ctx.saved_tensors
-        opened = nn.functional.silu(gate)
-        to_weight = grad.mT @ (opened * up) if ctx.needs_input_grad[2] else None
-        to_bias = grad.sum(dim=0) if ctx.needs_input_grad[3] else None
-        to_gated = grad @ weight
-        return torch.ops.aten.silu_backward(up * to_gated, gate), opened.mul_(to_gated), to_weight, to_bias
-
-
-class _GatedLowRank(torch.autograd.Function):
-    """(W + scale B A)(silu(gate) up) + b, with W frozen; what they multiply is computed again in the backward pass."""
+    What they multiply is computed again in the backward pass instead of kept.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        scale: float,
     ) -> Tensor:
         ctx.save_for_backward(gate, up, weight, a, b)
         ctx.scale = scale
-        gated = nn.functional.silu(gate).mul_(up)
-        linear = nn.functional.linear
-        return linear(gated, weight, bias).add_(linear(linear(gated, a), b).mul_(scale))
+        gated = silu(gate).mul_(up)
+        out = linear(gated, weight, bias)
+        return out if a is None or b is None else out.add_(linear(linear(gated, a), b).mul_(scale))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight, a, b = ctx.saved_tensors
-        opened = nn.functional.silu(gate)
-        scaled = grad * ctx.scale
-        to_low = scaled @ b  # [N, r]
-        to_a = to_b = None
-        if ctx.needs_input_grad[4] or ctx.needs_input_grad[5]:
+        _, _, needs_weight, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
+        opened = silu(gate)
+        to_weight = to_low = to_a = to_b = None
+        if a is not None:
+            scaled = grad * ctx.scale
+            to_low = scaled @ b  # [N, r]
+        if needs_weight or needs_a or needs_b:
             gated = opened * up
-            to_a, to_b = to_low.mT @ gated, scaled.mT @ (gated @ a.mT)
-        to_gated = (grad @ weight).add_(to_low @ a)
+            to_weight = grad.mT @ gated if needs_weight else None
+            if to_low is not None:
+                to_a, to_b = to_low.mT @ gated, scaled.mT @ (gated @ a.mT)
+            del gated  # before the next tensor of its size
+        to_bias = grad.sum(dim=0) if needs_bias else None
+        to_gated = grad @ weight
+        if to_low is not None:
+            to_gated.add_(to_low @ a)
         to_gate = torch.ops.aten.silu_backward(up * to_gated, gate)
-        return to_gate, opened.mul_(to_gated), None, None, to_a, to_b, None
+        return to_gate, opened.mul_(to_gated), to_weight, to_bias, to_a, to_b, None

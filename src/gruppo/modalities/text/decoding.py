@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from jaxtyping import Complex, Float, Int
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from gruppo.modalities.text.attention import attend
 from gruppo.modalities.text.blocks import FusedLayer, fused, lean_norm
 from gruppo.modalities.text.decoder import Decoder
-from gruppo.modalities.text.layouts import Stream, stream
+from gruppo.modalities.text.layouts import stream
 
 COLUMNS = 32
 """Tokens by which the buffers of the keys and values of sampled tokens grow."""
@@ -22,7 +23,7 @@ SMALL = 1024
 
 
 class LayeredDecoding:
-    """Rows during sampling, run layer by layer (``Decoding``).
+    """Rows during sampling, run layer by layer.
 
     Rows are on a grid of groups [g, j]: one product for the queries of a group's rows and the keys of their prompt,
     and one for the keys that each row has sampled. Where groups have unequal numbers of rows, or some have left, cells
@@ -131,44 +132,39 @@ class LayeredDecoding:
 
     def _read(self, prompts: Sequence[Tensor], texts: Sequence[tuple[int, Tensor]]) -> Float[Tensor, "g F"]:
         """Features of the last token of each text. Its keys and values are kept; each prompt is read once."""
-        members: list[list[int]] = [[] for _ in prompts]
-        for n, (prompt, _) in enumerate(texts):
-            members[prompt].append(n)
-        runs: list[list[int]] = []  # prompts that are read in one pass
+        runs: list[list[int]] = []  # texts that are read in one pass
         total = 0
-        for prompt, of_prompt in enumerate(members):
-            size = len(prompts[prompt]) + sum(len(texts[n][1]) for n in of_prompt)
-            if of_prompt and (not runs or total + size > READ_AT_ONCE):
+        order = sorted(range(len(texts)), key=lambda n: texts[n][0])
+        for prompt, members in groupby(order, key=lambda n: texts[n][0]):
+            group = list(members)
+            size = len(prompts[prompt]) + sum(len(texts[n][1]) for n in group)
+            if not runs or total + size > READ_AT_ONCE:
                 runs.append([])
                 total = 0
-            if of_prompt:
-                runs[-1].append(prompt)
-                total += size
-        order, last = [], []
-        for run in runs:
-            rows = [n for prompt in run for n in members[prompt]]
-            unread = torch.zeros(1, dtype=torch.long)  # a stream leaves the last token of a row out
-            completions = [torch.cat([texts[n][1].cpu(), unread]) for n in rows]
-            owners = torch.tensor([n for n, prompt in enumerate(run) for _ in members[prompt]])
-            tokens = stream([prompts[prompt].cpu() for prompt in run], completions, owners)
-            kept = {}
-            for n, start, end in zip(rows, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True):
-                prompt, prefix = texts[n]
-                kept[n] = [slice(end + 1 - len(prompts[prompt]), end + 1)]
-                kept[n] += [slice(start, start + len(prefix))] if len(prefix) else []
-            order += rows
-            last.append(self._read_stream(tokens, kept))
+            runs[-1] += group
+            total += size
+        last = [self._read_at_once(prompts, texts, run) for run in runs]
         return self.norm(torch.cat(last)[torch.tensor(order).argsort().to(self.owners.device)])
 
-    def _read_stream(self, tokens: Stream, kept: Mapping[int, Sequence[slice]]) -> Float[Tensor, "b F"]:
-        """Features of the last token of each row; ``kept`` maps rows of the buffers to the tokens that they store."""
+    def _read_at_once(
+        self, prompts: Sequence[Tensor], texts: Sequence[tuple[int, Tensor]], run: Sequence[int]
+    ) -> Float[Tensor, "b F"]:
+        unread = torch.zeros(1, dtype=torch.long)  # a stream leaves the last token of a row out
+        completions = [torch.cat([texts[n][1].cpu(), unread]) for n in run]
+        used, owners = torch.tensor([texts[n][0] for n in run]).unique(return_inverse=True)
+        tokens = stream([prompts[prompt].cpu() for prompt in used.tolist()], completions, owners)
+        kept: dict[int, list[slice]] = {}  # rows of the buffers to the tokens that they store
+        for n, start, end in zip(run, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True):
+            prompt, prefix = texts[n]
+            kept[n] = [slice(end + 1 - len(prompts[prompt]), end + 1)]
+            kept[n] += [slice(start, start + len(prefix))] if len(prefix) else []
         kv_heads = self.decoder.kv_heads
         tokens = tokens.to(self.owners.device, self.exact)
         x = self.decoder.embed(tokens.ids)  # [N, F]
         turns = self._turns(x, tokens.positions)
         for block, buffer in zip(self.blocks, self.prompts, strict=True):
-            qk, v = block.rotate(block.project(x), turns)
-            q, k = (qk[:, :-kv_heads] * block.layer.scale).to(self.dtype), qk[:, -kv_heads:].to(self.dtype)
+            q, k, v = block.rotate(block.qkv(block.attention_norm(x)), turns)
+            q, k = (q * block.scale).to(self.dtype), k.to(self.dtype)
             for n, parts in kept.items():
                 at, column = slice(n * kv_heads, (n + 1) * kv_heads), 0
                 for part in parts:
@@ -192,16 +188,17 @@ class LayeredDecoding:
         x = self.decoder.embed(tokens)
         turns = self._turns(x, (self.lengths[self.owners] + self.written)[self.rows])
         for block, prompt, suffix in zip(self.blocks, self.prompts, self.suffixes, strict=True):
-            qkv = block.project(x)
-            qk, v = block.rotate(qkv if self.is_full else qkv.index_select(0, self.rows), turns)
-            attended = self._attend(qk, v, prompt, suffix, block.layer.scale)
+            qkv = block.qkv(block.attention_norm(x))
+            q, k, v = block.rotate(qkv if self.is_full else qkv.index_select(0, self.rows), turns)
+            attended = self._attend(q, k, v, prompt, suffix, block.scale)
             x = block.finish(x, attended if self.is_full else attended.index_select(0, self.home))
         self.written += 1
         self.logits = self.head(self.norm(x))
 
     def _attend(
         self,
-        qk: Float[Tensor, "cells H D"],
+        q: Float[Tensor, "cells H D"],
+        k: Float[Tensor, "cells K D"],
         v: Float[Tensor, "cells K D"],
         prompt: Float[Tensor, "2 p P D"],
         suffix: Float[Tensor, "2 c T D"],
@@ -211,16 +208,16 @@ class LayeredDecoding:
         g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
         rep = self.decoder.heads // kv_heads
         now = suffix.view(2, g, kv_heads, j, -1, dim)[:, :, :, :, self.written]
-        now[0].copy_(qk[:, -kv_heads:].view(g, j, kv_heads, dim).transpose(1, 2))
+        now[0].copy_(k.view(g, j, kv_heads, dim).transpose(1, 2))
         now[1].copy_(v.view(g, j, kv_heads, dim).transpose(1, 2))
-        q = qk.new_empty(g, kv_heads, j, rep, dim)
-        torch.mul(qk[:, :-kv_heads].view(g, j, kv_heads, rep, dim).transpose(1, 2), scale, out=q)
+        scaled = q.new_empty(g, kv_heads, j, rep, dim)
+        torch.mul(q.view(g, j, kv_heads, rep, dim).transpose(1, 2), scale, out=scaled)
 
         seen = self.written + 1
         # bmm in low precision would copy keys that are not contiguous, so there it runs over the empty columns too
         reach = seen if suffix.dtype == self.exact else suffix.shape[2]
-        to_prompt = torch.bmm(q.view(g * kv_heads, j * rep, dim).to(prompt.dtype), prompt[0].mT)
-        to_suffix = torch.bmm(q.view(-1, rep, dim).to(suffix.dtype), suffix[0, :, :reach].mT)
+        to_prompt = torch.bmm(scaled.view(g * kv_heads, j * rep, dim).to(prompt.dtype), prompt[0].mT)
+        to_suffix = torch.bmm(scaled.view(-1, rep, dim).to(suffix.dtype), suffix[0, :, :reach].mT)
         columns = prompt.shape[2]
         scores = torch.cat([to_prompt.view(-1, rep, columns), to_suffix[:, :, :seen]], dim=-1).to(self.exact)
         if self.padding is not None:
@@ -233,6 +230,6 @@ class LayeredDecoding:
             torch.bmm(of_prompt.reshape(g * kv_heads, j * rep, columns).to(prompt.dtype), prompt[1]),
             torch.bmm(of_suffix.to(suffix.dtype), suffix[1, :, :reach]),
         )
-        attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=qk.device)
+        attended = torch.empty(g, j, kv_heads, rep, dim, dtype=self.dtype, device=q.device)
         torch.add(*(part.view(g, kv_heads, j, rep, dim).transpose(1, 2) for part in parts), out=attended)
         return attended.view(g * j, -1)

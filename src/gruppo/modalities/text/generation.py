@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding
+from gruppo.modalities.text.chat import Chat
 from gruppo.seeds import uniforms_at
 from gruppo.timeouts import describe_error
 from gruppo.types import DataError, Finish, Rollouts, Sampling
@@ -35,9 +36,7 @@ def generate(
     decoding: Decoding,
     uniforms: Float[Tensor, "N T"],
     sampling: Sampling,
-    *,
-    eos_ids: Sequence[int],
-    decode: Callable[[Sequence[int]], str],
+    chat: Chat,
     limits: Int[Tensor, "N"] | None = None,
 ) -> Generated:
     """Sample until each row has an end token, a stop text, or as many tokens as uniforms.
@@ -45,14 +44,14 @@ def generate(
     ``limits``: maximum tokens of each row, 1 or more. A row is never read beyond its own limit, where the model's
     context may end, so that finished rows leave the batch at once. Without limits they leave once they are an eighth of
     it, since each removal copies the cache. A row whose logits are not finite ends as "error", with the tokens before.
-    ``decode`` shows special tokens, which a stop text may name.
+    A stop text may name special tokens.
     """
     rows, columns = uniforms.shape
     tokens = torch.zeros(rows, columns, dtype=torch.long)
     logprobs = torch.zeros(rows, columns)
     lengths = torch.zeros(rows, dtype=torch.long)
     finish: list[Finish] = ["length"] * rows
-    ends = torch.tensor(list(eos_ids), dtype=torch.long)
+    ends = torch.tensor(list(chat.eos_ids), dtype=torch.long)
     slots = torch.arange(rows)  # the row of each decoding slot
     is_open = torch.ones(rows, dtype=torch.bool)
 
@@ -73,7 +72,7 @@ def generate(
         if sampling.stop:
             for slot in (good & ~stopped).nonzero()[:, 0].tolist():
                 row = int(slots[slot])
-                text = decode(tokens[row, : int(lengths[row])].tolist())
+                text = chat.text_with_specials(tokens[row, : int(lengths[row])].tolist())
                 stopped[slot] = any(stop in text for stop in sampling.stop)
         for row in slots[stopped].tolist():
             finish[row] = "stop"
@@ -156,8 +155,7 @@ def continue_rollouts(
     per_row = {**rollouts.per_row, "environment_failure": tuple(failures)}
     rollouts = replace(rollouts, finish=tuple(finish), per_row=per_row)
     for start in range(0, len(turns), max_rows):
-        part = turns[start : start + max_rows]
-        rollouts = _append(policy, rollouts, part, _generate_turns(policy, rollouts, part, sampling, seed), sampling)
+        rollouts = _extend(policy, rollouts, turns[start : start + max_rows], sampling, seed)
     return rollouts
 
 
@@ -176,10 +174,11 @@ def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
     return messages
 
 
-def _generate_turns(
-    policy: TextPolicy, rollouts: Rollouts, turns: Sequence[_Turn], sampling: Sampling, seed: int
-) -> Generated:
-    """Sample; randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before."""
+def _extend(policy: TextPolicy, rollouts: Rollouts, turns: Sequence[_Turn], sampling: Sampling, seed: int) -> Rollouts:
+    """Append the replies of some rows, and sample their next turns.
+
+    Randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before.
+    """
     limits = torch.tensor([turn.limit for turn in turns])
     uniforms = torch.zeros(len(turns), int(limits.max()), dtype=torch.float64)
     for place, turn in enumerate(turns):
@@ -190,31 +189,20 @@ def _generate_turns(
     groups, owners = rollouts.group_ids[torch.tensor([turn.row for turn in turns])].unique(return_inverse=True)
     prompts = [rollouts.shared["prompt_ids"][group].to(policy.device) for group in groups.tolist()]
     prefixes = [torch.cat([turn.prefix, turn.added]).to(policy.device) for turn in turns]
-    chat = policy.chat
     with torch.no_grad():
         decoding = policy.backbone.start(prompts, owners.to(policy.device), prefixes)
-        return generate(
-            decoding, uniforms, sampling, eos_ids=chat.eos_ids, decode=chat.text_with_specials, limits=limits
-        )
+        generated = generate(decoding, uniforms, sampling, policy.chat, limits)
 
-
-def _append(
-    policy: TextPolicy, rollouts: Rollouts, turns: Sequence[_Turn], generated: Generated, sampling: Sampling
-) -> Rollouts:
     lengths, finish, completions = rollouts.lengths.clone(), list(rollouts.finish), list(rollouts.completions)
-    texts = list(rollouts.per_row["text"])
-    counts = generated.lengths.tolist()
-    ends = [int(lengths[turn.row]) + len(turn.added) + n for turn, n in zip(turns, counts, strict=True)]
-    columns = max(rollouts.actions.shape[1], *ends)
-    actions, mask, logprobs, versions = (
-        torch.nn.functional.pad(x, (0, columns - x.shape[1]))
-        for x in (rollouts.actions, rollouts.mask, rollouts.sampler_logprobs, rollouts.policy_version)
-    )
+    texts, counts = list(rollouts.per_row["text"]), generated.lengths.tolist()
+    ends = [len(prefix) + count for prefix, count in zip(prefixes, counts, strict=True)]
+    padding = (0, max(0, max(ends) - rollouts.actions.shape[1]))
+    columns = (rollouts.actions, rollouts.mask, rollouts.sampler_logprobs, rollouts.policy_version)
+    actions, mask, logprobs, versions = (torch.nn.functional.pad(x, padding) for x in columns)
     for place, (turn, end) in enumerate(zip(turns, ends, strict=True)):
         row, count = turn.row, counts[place]
-        begin, span = int(lengths[row]), slice(end - count, end)
-        ids = generated.tokens[place, :count]
-        actions[row, begin : span.start], actions[row, span] = turn.added, ids
+        span, ids = slice(end - count, end), generated.tokens[place, :count]
+        actions[row, len(turn.prefix) : span.start], actions[row, span] = turn.added, ids
         mask[row, span] = True
         logprobs[row, span] = generated.logprobs[place, :count]
         lengths[row], finish[row] = end, generated.finish[place]

@@ -15,7 +15,7 @@ from torch import nn
 from gruppo.loading import transformers_error
 from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
 from gruppo.modalities.common.lora import cast_base, has_adapter
-from gruppo.modalities.text.backbones import PlainBackbone, probe
+from gruppo.modalities.text.backbones import Backbone, probe
 from gruppo.modalities.text.bundled import BUNDLED, bundled_model
 from gruppo.modalities.text.chat import PlainChat, TransformersChat
 from gruppo.modalities.text.custom import is_custom, names_function, open_custom, open_saved
@@ -232,7 +232,7 @@ def from_module(
     widths = [parameter.shape[-1] for parameter in module.parameters() if parameter.dim() == 2]
     dtype = _compute_dtype(compute, max(widths, default=64), module)
     chat = PlainChat(tokenizer, eos_ids, render)
-    return TextPolicy(module, PlainBackbone(module), chat, context=context, compute_dtype=dtype, chunk=chunk)
+    return TextPolicy(module, Backbone(module, is_plain=True), chat, context=context, compute_dtype=dtype, chunk=chunk)
 
 
 def _accelerator() -> torch.device | None:

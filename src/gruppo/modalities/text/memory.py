@@ -7,31 +7,25 @@ from typing import Any
 import torch
 
 from gruppo.core.linear_head import tile_bytes
-from gruppo.modalities.text.backbones import PlainBackbone
 
 TOKENS_ON_CPU, TOKENS = 640, 16384
 """Budgets where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; a GPU's are not."""
 
 
-def activations(config: Any, tokens: int, width: int, layout: str) -> int:
-    """Bytes of T tokens: T layers (6 H + 2 K + 2 F) width of our layers ("stream"), T layers (16 H + 4 F) width else.
+def activations(config: Any, tokens: int, dtype: torch.dtype, layout: str) -> int:
+    """Bytes of T tokens: T layers (6 H + 2 K + 2 F) numbers of our layers ("stream"), T layers (16 H + 4 F) else.
 
     H numbers of a feature, K of a key, F of the feed-forward; ours are inputs, norms, q, k, v, the output of attention,
     gate and up. Counted for the Llama layout, whose own norms and rotations keep float32; it has 0.4 and 0.95 MB per
-    token at 135M weights in bfloat16.
+    token at 135M weights in bfloat16. 0 if the config lacks the sizes, as those of recurrent models.
     """
-    model = config.get_text_config()
-    feed_forward = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
-    numbers = 16 * model.hidden_size + 4 * feed_forward
-    if layout == "stream":
-        numbers = 6 * model.hidden_size + 2 * key_numbers(model) + 2 * feed_forward
-    return width * tokens * model.num_hidden_layers * numbers
-
-
-def bytes_per_token(config: Any, width: int, layout: str) -> int:
-    """Activation memory of one token; 0 if the config lacks the sizes, as those of recurrent models."""
     try:
-        return activations(config, 1, width, layout)
+        model = config.get_text_config()
+        feed_forward = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+        numbers = 16 * model.hidden_size + 4 * feed_forward
+        if layout == "stream":
+            numbers = 6 * model.hidden_size + 2 * key_numbers(model) + 2 * feed_forward
+        return dtype.itemsize * tokens * model.num_hidden_layers * numbers
     except (AttributeError, TypeError):
         return 0
 
@@ -49,28 +43,27 @@ def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: in
     Cache 2 B L layers K width, K numbers of a key. Attention scores are not counted. A plain module has no sizes in a
     config: its activations are measured, and it reads whole rows again for each new token.
     """
-    width = 2 if policy.compute_dtype == torch.bfloat16 else 4
+    width = policy.compute_dtype.itemsize
     length, limit = longest + config.rollout.max_new_tokens, config.rollout
-    if isinstance(policy.backbone, PlainBackbone):
+    if policy.backbone.is_plain:
         vocabulary = policy.feature_width()
         return {
             "activations, measured": max(budget // length, 1) * kept_bytes(policy, length),
             "logits": 3 * 4 * min(policy.chunk, budget) * vocabulary,
             "logits while sampling": width * rows * length * vocabulary,
         }
-    model, layout = policy.module.config.get_text_config(), policy.backbone.layout
+    model = policy.module.config.get_text_config()
     is_tiled = isinstance(policy.backbone.head, torch.nn.Linear) and limit.top_k == 0 and limit.top_p == 1
     logits = (
         tile_bytes(budget, model.vocab_size, width, policy.device)
         if is_tiled
         else 3 * 4 * min(policy.chunk, budget) * model.vocab_size  # a chunk in float32: raw, tempered, gradient
     )
-    parts: dict[str, float] = {
-        "activations": activations(model, budget, width, layout),
+    return {
+        "activations": activations(model, budget, policy.compute_dtype, policy.backbone.layout),
         "logits": logits,
         "cache while sampling": width * 2 * rows * length * model.num_hidden_layers * key_numbers(model),
     }
-    return parts
 
 
 def kept_bytes(policy: Any, length: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
+from gruppo.modalities.common.critic import module_weights
 from gruppo.modalities.common.lora import base_of, base_weights, has_adapter
 from gruppo.modalities.text import generation
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, as_completion
 from gruppo.modalities.text.demonstrations import check_demonstration, demonstration_rollouts
 from gruppo.modalities.text.generation import cut_at_stop, generate
-from gruppo.modalities.text.layouts import micro_batches_by_group, micro_batches_by_length
-from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, bytes_per_token, working_memory
+from gruppo.modalities.text.layouts import split_rows
+from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
 from gruppo.modalities.text.precision import ComputeCopy
 from gruppo.protocols import Outputs, Policy
 from gruppo.seeds import uniforms_at
@@ -78,14 +80,14 @@ class TextPolicy(Policy):
 
     def at(self, module: nn.Module) -> TextPolicy:
         """Return this policy over other weights of the same kind, without a copy or value head: a reference."""
-        other = object.__new__(TextPolicy)
-        parts = {"module": module.eval(), "copy": None, "backbone": self.backbone.on(module), "value_head": None}
-        other.__dict__.update(self.__dict__, **parts)
+        other = copy.copy(self)
+        other.module, other.backbone = module.eval(), self.backbone.on(module)
+        other.copy = other.value_head = None
         return other
 
-    def trunk(self) -> nn.Module:
+    def trunk(self) -> Any:
         """The part of the master weights that computes the features."""
-        return self.backbone.on(self.module).trunk
+        return self.module.base_model if self.backbone.splits else self.module
 
     @torch.no_grad()
     def feature_width(self) -> int:
@@ -93,14 +95,11 @@ class TextPolicy(Policy):
         return self.backbone.features(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
 
     def refresh(self, *, force: bool = False) -> None:
-        if self.copy is not None:
-            self.copy.refresh(force=force)
-
-    def _prepare(self) -> None:
-        """Turn dropout off and refresh the copy, whatever was done to the module since the last call."""
+        """Turn dropout off and update the copy, whatever was done to the module since the last call."""
         self.module.eval()
         self.backbone.module.eval()
-        self.refresh()
+        if self.copy is not None:
+            self.copy.refresh(force=force)
 
     def save(self, folder: Path) -> None:
         """Write the master weights and the tokenizer: of a Hugging Face model, a folder for ``from_pretrained``."""
@@ -108,10 +107,7 @@ class TextPolicy(Policy):
         self.chat.save(folder)
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
-        """Of a module with adapters, the trained adapter alone."""
-        if has_adapter(self.module):
-            return {name: p.detach().contiguous() for name, p in self.module.named_parameters() if p.requires_grad}
-        return super().checkpoint_weights()
+        return module_weights(self.module)
 
     def frozen_base(self) -> dict[str, Tensor]:
         return base_weights(self.module) if has_adapter(self.module) else {}
@@ -152,9 +148,8 @@ class TextPolicy(Policy):
         return working_memory(self, config, self.longest_prompt_of(prompts), budget, rows)
 
     def bytes_per_unit(self, *, least: bool = False) -> int:
-        width = 2 if self.compute_dtype == torch.bfloat16 else 4
         layout = "stream" if least else self.backbone.layout
-        return bytes_per_token(getattr(self.module, "config", None), width, layout)
+        return activations(getattr(self.module, "config", None), 1, self.compute_dtype, layout)
 
     def longest_prompt(self, rollouts: Rollouts) -> int:
         return max((len(ids) for ids in rollouts.shared["prompt_ids"]), default=0)
@@ -195,7 +190,7 @@ class TextPolicy(Policy):
             if batches[-1] and sum(r.size for r in batches[-1]) + request.size > BATCH_ROWS:
                 batches.append([])
             batches[-1].append(request)
-        self._prepare()
+        self.refresh()
         return Rollouts.cat([self._sample(batch, sampling, seed) for batch in batches])
 
     def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
@@ -205,8 +200,7 @@ class TextPolicy(Policy):
         uniforms = torch.stack([uniforms_at(seed, draw, i, sampling.max_actions) for draw, i in addresses])
         with torch.no_grad():
             decoding = self.backbone.start(prompts, owners.to(self.device))
-            decode = self.chat.text_with_specials
-            generated = generate(decoding, uniforms, sampling, eos_ids=self.chat.eos_ids, decode=decode)
+            generated = generate(decoding, uniforms, sampling, self.chat)
         columns = max(int(generated.lengths.max()), 1)
         mask = torch.arange(columns) < generated.lengths[:, None]
         rows = len(owners)
@@ -249,9 +243,10 @@ class TextPolicy(Policy):
         samples in a row. ``rollouts.per_row`` needs the entries that ``gruppo.environments.converse`` adds: "sample",
         the row's number in its group, "text", its last turn, and "environment_failure".
         """
-        self._prepare()
-        limits = {"max_reply_tokens": max_reply_tokens, "max_rows": BATCH_ROWS}
-        return generation.continue_rollouts(self, rollouts, replies, sampling, seed=seed, **limits)
+        self.refresh()
+        return generation.continue_rollouts(
+            self, rollouts, replies, sampling, seed=seed, max_reply_tokens=max_reply_tokens, max_rows=BATCH_ROWS
+        )
 
     # --- likelihood ---
 
@@ -261,14 +256,8 @@ class TextPolicy(Policy):
         Where a prompt is read once for its group, rows of a group stay together; otherwise rows of like length do.
         """
         prompt_lengths = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
-        rows = loss_mask.any(dim=1).nonzero()[:, 0]
-        if self.backbone.layout == "padded":
-            parts = micro_batches_by_length(prompt_lengths + rollouts.lengths, rows, budget)
-        else:
-            is_packed, groups = self.backbone.layout == "packed", rollouts.group_ids
-            parts = micro_batches_by_group(
-                prompt_lengths, rollouts.lengths, groups, rows.tolist(), budget, padded=is_packed
-            )
+        rows = loss_mask.any(dim=1).nonzero()[:, 0].tolist()
+        parts = split_rows(prompt_lengths, rollouts.lengths, rollouts.group_ids, rows, budget, self.backbone.layout)
         return [MicroBatch(torch.tensor(part), slice(0, int(rollouts.lengths[part].max()))) for part in parts]
 
     def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
@@ -317,7 +306,7 @@ class TextPolicy(Policy):
 
     def _action_features(self, rollouts: Rollouts, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Features [N, F] at the position before each action, and the row and column of each action."""
-        self._prepare()
+        self.refresh()
         rows = micro_batch.rows
         mask = micro_batch.of(rollouts.mask)  # [b, t]
         row, column = mask.nonzero(as_tuple=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class ComputeCopy:
         self.buffers = list(zip(master.buffers(), self.module.buffers(), strict=True))
         for owner, parameter in self.pairs:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_hand_gradient_to(owner))
+                parameter.register_post_accumulate_grad_hook(partial(_add_gradient, owner))
         self.seen = self._versions()
 
     def refresh(self, *, force: bool = False) -> None:
@@ -57,17 +57,15 @@ class ComputeCopy:
         return [_optimizer_steps, *(owner._version for owner, _ in (*self.pairs, *self.buffers))]
 
 
-def _hand_gradient_to(owner: nn.Parameter) -> Callable[[Tensor], None]:
-    def hand_over(parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return
-        if owner.grad is None:
-            owner.grad = parameter.grad.to(owner.dtype)
-        else:
-            owner.grad.add_(parameter.grad)
-        parameter.grad = None
-
-    return hand_over
+def _add_gradient(owner: nn.Parameter, parameter: Tensor) -> None:
+    """Move the gradient of the copy to the master."""
+    if parameter.grad is None:
+        return
+    if owner.grad is None:
+        owner.grad = parameter.grad.to(owner.dtype)
+    else:
+        owner.grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 def faster_dtype(width: int, *, rows: int = 256, device: torch.device | str = "cpu") -> torch.dtype:
