@@ -66,39 +66,39 @@ class Child:
 
         Seconds of the processor: ``case_s`` for a case, ``program_s`` for all of them.
         """
-        with contextlib.ExitStack() as stack:
-            ended = os.pidfd_open(self.pid)
-            pipes = {fd for fd in (self.channel, self.output) if fd is not None}
-            poll = select.poll()
-            for fd in (*pipes, ended):
-                stack.callback(os.close, fd)
-                poll.register(fd, select.POLLIN)
-            poll.register(ASKER, 0)  # tells when the other end is closed, and nothing else
-            is_alive = True
-            while is_alive:
-                ready = {fd for fd, _ in poll.poll(TICK_S * 1000)}
-                is_alive = ended not in ready
-                if ASKER in ready:
-                    poll.unregister(ASKER)
-                    self._kill("orphan")
-                for fd in ready & pipes if is_alive else pipes:
-                    with contextlib.suppress(BlockingIOError):
-                        while chunk := os.read(fd, _CHUNK):
-                            self._take(fd, chunk)
-                            if is_alive:
-                                break
-                        else:
-                            if is_alive:  # closed by the program: it would be ready for ever
-                                poll.unregister(fd)
-                spent = self._spent()
-                if is_alive and not self.end_reason:
-                    case = Meter(spent.cpu_s - self._case_began.cpu_s, spent.wall_s - self._case_began.wall_s)
-                    total = Meter(spent.cpu_s + used.cpu_s, spent.wall_s + used.wall_s)
-                    if case.is_over(case_s) or total.is_over(program_s):
-                        self._kill("time")
-                    with contextlib.suppress(OSError):  # /proc may be hidden
-                        if len(os.listdir(f"/proc/{self.pid}/task")) > MOST_THREADS:
-                            self._kill("threads")
+        ended = os.pidfd_open(self.pid)
+        pipes = {fd for fd in (self.channel, self.output) if fd is not None}
+        poll = select.poll()
+        for fd in (*pipes, ended):
+            poll.register(fd, select.POLLIN)
+        poll.register(ASKER, 0)  # tells when the other end is closed, and nothing else
+        is_alive = True
+        while is_alive:
+            ready = {fd for fd, _ in poll.poll(TICK_S * 1000)}
+            is_alive = ended not in ready
+            if ASKER in ready:
+                poll.unregister(ASKER)
+                self._kill("orphan")
+            for fd in ready & pipes if is_alive else pipes:
+                with contextlib.suppress(BlockingIOError):
+                    while chunk := os.read(fd, _CHUNK):
+                        self._take(fd, chunk)
+                        if is_alive:
+                            break
+                    else:
+                        if is_alive:  # closed by the program: it would be ready for ever
+                            poll.unregister(fd)
+            spent = self._spent()
+            if is_alive and not self.end_reason:
+                case = Meter(spent.cpu_s - self._case_began.cpu_s, spent.wall_s - self._case_began.wall_s)
+                total = Meter(spent.cpu_s + used.cpu_s, spent.wall_s + used.wall_s)
+                if case.is_over(case_s) or total.is_over(program_s):
+                    self._kill("time")
+                with contextlib.suppress(OSError):  # /proc may be hidden
+                    if len(os.listdir(f"/proc/{self.pid}/task")) > MOST_THREADS:
+                        self._kill("threads")
+        for fd in (*pipes, ended):
+            os.close(fd)
         self.status = os.waitpid(self.pid, 0)[1]
         return Meter(used.cpu_s + spent.cpu_s, used.wall_s + spent.wall_s)
 
@@ -143,9 +143,8 @@ def start(request: Mapping[str, Any], first: int, caps: Mapping[int, int], lockd
     reads = None
     if is_script:  # standard input is a file in memory: a pipe would have to be filled while the program runs
         reads = os.memfd_create("stdin")
-        data = memoryview(request["cases"][first].encode("utf-8", "surrogatepass"))
-        while data:
-            data = data[os.write(reads, data) :]
+        with open(reads, "wb", closefd=False) as file:
+            file.write(request["cases"][first].encode("utf-8", "surrogatepass"))
         os.lseek(reads, 0, os.SEEK_SET)
     pid = os.fork()
     if pid == 0:

@@ -127,39 +127,29 @@ class Jail(AbstractContextManager["Jail"]):
         All cases share one process, as a row of asserts does; after one that ended the process, a new one goes on with
         the next. ``caps``: bytes beyond 64 KiB that the values of a case may have.
         """
-        return self._run("calls", program, [list(case) for case in cases], setup, entry, caps)
+        results = self._run(caps, kind="calls", program=program, cases=[*map(list, cases)], setup=setup, entry=entry)
+        for n, result in enumerate(results):
+            if result.status == "value":
+                try:
+                    value = decode(result.value)
+                    if not isinstance(value, list) or len(value) != len(cases[n]):  # a line that the program forged
+                        raise NotPlain("it is no plain data")
+                    results[n] = CaseResult("value", value)
+                except NotPlain as error:
+                    results[n] = CaseResult("error", message=str(error))
+        return results
 
     def script(self, program: str, inputs: Sequence[str], *, caps: Sequence[int] | None = None) -> list[CaseResult]:
         """What the program prints for each standard input, in a new process for each."""
-        return self._run("script", program, list(inputs), "", None, caps)
+        return self._run(caps, kind="script", program=program, cases=list(inputs))
 
-    def _run(
-        self, kind: str, program: str, cases: list[Any], setup: str, entry: str | None, caps: Sequence[int] | None
-    ) -> list[CaseResult]:
+    def _run(self, caps: Sequence[int] | None, **request: Any) -> list[CaseResult]:
         limits = self.limits
-        request = {
-            **{"kind": kind, "program": program, "cases": cases, "setup": setup, "entry": entry},
-            **{"caps": list(caps or [0] * len(cases)), "memory": limits.memory_mib << 20},
-            **{"case_s": limits.case_s, "program_s": limits.program_s},
-        }
+        request |= {"case_s": limits.case_s, "program_s": limits.program_s, "memory": limits.memory_mib << 20}
+        request["caps"] = list(caps or [0] * len(request["cases"]))
         patience_s = _GRACE_S + _WALL_FACTOR * (limits.program_s + limits.case_s)
         answer = self._exchange(json.dumps(request).encode() + b"\n", patience_s)
-        results = []
-        for record, case in zip(answer["results"], cases, strict=True):
-            value, error = record["text"], ""
-            if record["status"] == "value" and kind == "calls":
-                try:
-                    value = decode(value)
-                    if not isinstance(value, list) or len(value) != len(case):  # a line that the program forged
-                        error = "it is no plain data"
-                except NotPlain as not_plain:
-                    error = str(not_plain)
-            if record["status"] != "value" or error:
-                status: Any = "error" if error else record["status"]
-                results.append(CaseResult(status, None, error or record["text"], record.get("exception", "")))
-            else:
-                results.append(CaseResult("value", value))
-        return results
+        return [CaseResult(**record) for record in answer["results"]]
 
     def _exchange(self, request: bytes, patience_s: float) -> Mapping[str, Any]:
         """Send a request and return its answer; a jail that does not answer in time is killed."""

@@ -27,7 +27,7 @@ json math numbers operator random re statistics string threading time types typi
 """
 """Modules that most programs import: loaded once, for all."""
 _END_REASONS = {"output": "too much output", "threads": "too many threads", "orphan": "the trainer is gone"}
-_NOT_RUN = {"status": "not_run", "text": "the program's time was used up before this case"}
+_NOT_RUN = {"status": "not_run", "message": "the program's time was used up before this case"}
 
 
 def main() -> None:
@@ -42,21 +42,17 @@ def main() -> None:
     try:
         lockdown = Lockdown()
     except OSError as error:
-        return _answer({"refused": f"Landlock cannot be used ({error})"})
+        return print(json.dumps({"refused": f"Landlock cannot be used ({error})"}), flush=True)
     gc.freeze()  # what a child collects is its own: our pages stay shared
-    _answer({"ready": lockdown.abi})
+    print(json.dumps({"ready": lockdown.abi}), flush=True)
     for line in sys.stdin.buffer:
         try:
-            _answer(_run(json.loads(line), lockdown))
+            answer = _run(json.loads(line), lockdown)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            _answer({"refused": f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"})
-
-
-def _answer(record: Mapping[str, Any]) -> None:
-    data = memoryview(json.dumps(record).encode() + b"\n")
-    while data:
-        data = data[os.write(1, data) :]
+            place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+            answer = {"refused": f"{type(error).__name__}: {error} ({place})"}
+        print(json.dumps(answer), flush=True)
 
 
 def _run(request: Mapping[str, Any], lockdown: Lockdown) -> dict[str, Any]:
@@ -77,19 +73,19 @@ def _run(request: Mapping[str, Any], lockdown: Lockdown) -> dict[str, Any]:
         if kind != "v":  # a confined process cannot take this report back
             return {"refused": f"a process could not be locked: {text}"}
         kind, text = child.reports.get(LOADING, ("", ""))
-        failure = {"status": "error", "text": text} if kind == "e" else _failure(child, case_s, program_s)
+        failure = {"status": "error", "message": text} if kind == "e" else _failure(child, case_s, program_s)
         if request["kind"] == "script":
             is_value = not child.end_reason and child.status == 0 and kind != "e"
             printed = child.printed.decode("utf-8", "replace")
-            results.append({"status": "value", "text": printed} if is_value else failure)
+            results.append({"status": "value", "value": printed} if is_value else failure)
         elif kind != "v":  # its top level fails again each time
             results += [failure] * (count - len(results))
         else:
             while len(results) in child.reports:
                 kind, text = child.reports[len(results)]
                 exception, _, message = text.partition(" ")
-                error = {"status": "error", "text": message, "exception": exception}
-                results.append({"status": "value", "text": text} if kind == "v" else error)
+                error = {"status": "error", "message": message, "exception": exception}
+                results.append({"status": "value", "value": text} if kind == "v" else error)
             if len(results) < count:
                 results.append(failure)
     return {"results": results}
@@ -98,14 +94,12 @@ def _run(request: Mapping[str, Any], lockdown: Lockdown) -> dict[str, Any]:
 def _failure(child: Child, case_s: float, program_s: float) -> dict[str, str]:
     """Result of a case that the process ended in."""
     if child.end_reason == "time":
-        return {"status": "timeout", "text": f"over {case_s:g} s for the case or {program_s:g} s in all"}
-    if child.end_reason:
-        return {"status": "error", "text": _END_REASONS[child.end_reason]}
-    if not os.WIFSIGNALED(child.status):
-        return {"status": "error", "text": f"the process ended with status {os.WEXITSTATUS(child.status)}"}
-    number = os.WTERMSIG(child.status)
-    try:
-        name = signal.Signals(number).name
-    except ValueError:  # real-time signals have no names
-        name = f"signal {number}"
-    return {"status": "error", "text": f"the process was ended by {name}"}
+        return {"status": "timeout", "message": f"over {case_s:g} s for the case or {program_s:g} s in all"}
+    message = _END_REASONS.get(child.end_reason, f"the process ended with status {child.status >> 8}")
+    if not child.end_reason and os.WIFSIGNALED(child.status):
+        number = os.WTERMSIG(child.status)
+        try:
+            message = f"the process was ended by {signal.Signals(number).name}"
+        except ValueError:  # real-time signals have no names
+            message = f"the process was ended by signal {number}"
+    return {"status": "error", "message": message}
