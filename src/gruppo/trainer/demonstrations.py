@@ -1,12 +1,12 @@
-"""Demonstrations: where they come from, what each answers, and how they are shared out over ranks and updates."""
+"""Demonstrations: their source, what each answers, their part of an update, and the supervised loss."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from string import Formatter
 from typing import Any
 
@@ -28,88 +28,74 @@ from gruppo.types import Batch, DataError, GruppoError, Likelihood, MicroBatch, 
 log = logging.getLogger("gruppo")
 
 ATTEMPTS = 100
-"""So many prompts in a row that cannot be learned from end the run."""
-BRACES = "columns stand in braces, as in '<answer>{answer}</answer>', and a brace of the text is written twice"
+"""Consecutive prompts that cannot be learned from, which end the run."""
 
 
 # --- what to answer ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Answers:
     """What to answer a prompt with: a column, or a text around columns; the target without either."""
 
-    config: SupervisedConfig
-
-    def __post_init__(self) -> None:
-        for _, name, _, conversion in _parts(self.config.template):
-            if name == "" or conversion:
-                raise GruppoError(
-                    f"supervised.template={self.config.template!r} has a brace without a column's name; {BRACES}."
-                )
-
-    @property
-    def names(self) -> list[str]:
-        """Of the columns that are read."""
-        if self.config.template:
-            return [name for _, name, _, _ in _parts(self.config.template) if name is not None]
-        return [self.config.column or "target"]
+    def __init__(self, config: SupervisedConfig) -> None:
+        self.template, self.column = config.template, config.column
+        problem = ""
+        try:
+            self._parts = list(Formatter().parse(self.template))  # literal text, column, format, conversion
+        except ValueError as error:
+            problem = f"is not understood ({error})"
+        if not problem and any(name == "" or conversion for _, name, _, conversion in self._parts):
+            problem = "has a brace without a column's name"
+        if problem:
+            raise GruppoError(
+                f"supervised.template={self.template!r} {problem}; columns stand in braces, as in "
+                "'<answer>{answer}</answer>', and a brace of the text is written twice."
+            )
+        columns = [name for _, name, _, _ in self._parts if name is not None]
+        self.names = columns if self.template else [self.column or "target"]
+        """The columns that are read."""
 
     def check(self, columns: Sequence[str], of: str) -> None:
         """Refuse a column that the data do not have."""
         missing, listed = [name for name in self.names if name not in columns], ", ".join(map(repr, columns))
         if not missing:
             return
-        if not self.config.template and not self.config.column:
+        if not self.template and not self.column:
             raise GruppoError(
                 f"{of} have no target to learn from; their columns are {listed}. Set --supervised.column to what is to "
                 "be answered, or --supervised.data."
             )
-        where = "template" if self.config.template else "column"
+        where = "template" if self.template else "column"
         raise GruppoError(
             f"supervised.{where} names {missing[0]!r}, which is none of {of}'s columns, {listed}"
             f"{nearest(missing[0], columns)}. Set --supervised.{where}."
         )
 
     def given(self, prompt: Prompt) -> Prompt:
-        """The prompt with what to answer as its target; None where a column that is needed is empty."""
-        values = {name: column_of(prompt, name) for name in self.names}
-        if not self.config.template:
-            return replace(prompt, target=next(iter(values.values())))
-        if any(is_empty(value) for value in values.values()):
-            return replace(prompt, target=None)
-        return replace(prompt, target=_filled(self.config.template, values))
+        """The prompt with what to answer as its target; None where a column that is needed is empty.
 
-
-def column_of(prompt: Prompt, name: str) -> Any:
-    """A column's value; ``target``, and ``answer`` where no column is called that, are the prompt's target."""
-    is_target = name == "target" or (name == "answer" and "answer" not in prompt.meta)
-    return prompt.target if is_target else prompt.meta.get(name)
-
-
-def is_empty(value: Any) -> bool:
-    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
-
-
-def _parts(template: str) -> list[tuple[str, str | None, str, str | None]]:
-    """Literal text, column, format and conversion of each part."""
-    try:
-        return [(text, name, form or "", how) for text, name, form, how in Formatter().parse(template)]
-    except ValueError as error:
-        raise GruppoError(f"supervised.template={template!r} is not understood ({error}); {BRACES}.") from None
-
-
-def _filled(template: str, values: Mapping[str, Any]) -> str:
-    if odd := [name for name, value in values.items() if not isinstance(value, str | int | float)]:
-        raise GruppoError(
-            f"supervised.template={template!r} stands around texts and numbers, and the column {odd[0]!r} holds "
-            f"{values[odd[0]]!r:.80}. Set --supervised.column {odd[0]} in its place."
-        )
-    try:
-        said = [text + ("" if name is None else format(values[name], form)) for text, name, form, _ in _parts(template)]
-    except (ValueError, TypeError) as error:
-        raise GruppoError(f"supervised.template={template!r} cannot be filled with {values!r:.80}: {error}.") from None
-    return "".join(said)
+        ``target``, and ``answer`` where no column is called that, are the prompt's target.
+        """
+        own = {"answer": prompt.target, **prompt.meta, "target": prompt.target}
+        values = {name: own.get(name) for name in self.names}
+        if not self.template:
+            return replace(prompt, target=values[self.names[0]])
+        for name, value in values.items():
+            if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+                return replace(prompt, target=None)
+            if not isinstance(value, str | int | float):
+                raise GruppoError(
+                    f"supervised.template={self.template!r} stands around texts and numbers, and the column {name!r} "
+                    f"holds {value!r:.80}. Set --supervised.column {name} in its place."
+                )
+        try:
+            parts = self._parts
+            texts = [text + ("" if name is None else format(values[name], form or "")) for text, name, form, _ in parts]
+        except (ValueError, TypeError) as error:
+            raise GruppoError(
+                f"supervised.template={self.template!r} cannot be filled with {values!r:.80}: {error}."
+            ) from None
+        return replace(prompt, target="".join(texts))
 
 
 # --- where they come from ---------------------------------------------------------------------------------------------
@@ -156,41 +142,40 @@ def check_demos(config: Config, source: PromptSource, policy: Any) -> None:
             "has no demonstrations and supervised_loss. Set --stage.sup-coef 0."
         )
     answers = Answers(config.supervised)
-    refused = [policy.check_demonstration(answers.given(prompt)) for prompt in peek(source)]
-    if all(refused):
-        raise DataError(f"none of the first {len(refused)} demonstrations can be learned from: {refused[0]}")
+    problems = [policy.check_demonstration(answers.given(prompt)) for prompt in peek(source)]
+    if all(problems):
+        raise DataError(f"none of the first {len(problems)} demonstrations can be learned from: {problems[0]}")
 
 
-def drawn(run: Run) -> tuple[list[Prompt], int]:
-    """This rank's prompts of the step, each with what to answer; and how many were skipped on the way."""
+def take_demonstrations(run: Run) -> tuple[list[Prompt], int]:
+    """This rank's prompts of the step, each with what to answer; and how many all ranks skipped on the way."""
     assert run.demos is not None
-    answers, mine, skipped, why = Answers(run.config.supervised), [], 0, ""
+    answers, prompts, skipped, reason = Answers(run.config.supervised), [], 0, ""
     for slot in range(run.config.supervised.batch):
         for _ in range(ATTEMPTS):
             prompt = answers.given(run.demos.take(1)[0])
-            refused = run.policy.check_demonstration(prompt)
-            if refused is None:
+            problem = run.policy.check_demonstration(prompt)
+            if problem is None:
                 break
-            skipped, why = skipped + 1, refused
+            skipped, reason = skipped + 1, problem
         else:
-            raise DataError(f"{ATTEMPTS} demonstrations in a row cannot be learned from; the last: {why}")
+            raise DataError(f"{ATTEMPTS} demonstrations in a row cannot be learned from; the last: {reason}")
         if slot % dist.world_size() == dist.rank():
-            mine.append(prompt)
+            prompts.append(prompt)
     if skipped:
-        log.warning("step %d: %d demonstrations were skipped; the last: %s", run.state.step, skipped, why)
-    return mine, skipped
+        log.warning("step %d: %d demonstrations were skipped; the last: %s", run.state.step, skipped, reason)
+    return prompts, skipped
 
 
 def demonstrations(run: Run, step_params: StepParams) -> tuple[Rollouts | None, dict[str, float]]:
-    """This rank's demonstrations of the step, and what is said of those of all; none while the policy rests."""
+    """This rank's demonstrations of the step, and the metrics of those of all; none in a critic's warmup."""
     if not step_params.sup_coef or step_params.is_critic_alone:
         return None, {}
     began = time.perf_counter()
-    prompts, skipped = drawn(run)
+    prompts, skipped = take_demonstrations(run)
     demos = run.policy.demonstrations(prompts, seed=run.config.seed)
     run.example = run.example or prompts[0]
-    seconds = time.perf_counter() - began
-    return demos, {"sup/skipped_count": float(skipped), "time/demos_s": seconds}
+    return demos, {"sup/skipped_count": float(skipped), "time/demos_s": time.perf_counter() - began}
 
 
 # --- batches and how they are cut -------------------------------------------------------------------------------------
@@ -220,13 +205,8 @@ def supervised_backward(
     run: Run, demos: Rollouts, step_params: StepParams, weights: Float[Tensor, "B T"], micro_batches: list[MicroBatch]
 ) -> dict[str, Stat]:
     """Accumulate gradients of the supervised term, and of the consistency where nothing is sampled; no collectives."""
-    names = [
-        "loss/sup",
-        "sup/nats",
-        "sup/tokens",
-        "update/micro_batches",
-        *(["loss/cons"] if step_params.cons_coef else []),
-    ]
+    names = ["loss/sup", "sup/nats", "sup/tokens", "update/micro_batches"]
+    names += ["loss/cons"] if step_params.cons_coef else []
     stats = dict.fromkeys(names, Stat())
     for micro_batch in micro_batches:
         likelihood = run.policy.likelihood(demos, micro_batch)

@@ -14,7 +14,7 @@ from gruppo.core.describe import describe_objective, objective_warnings
 from gruppo.core.schedules import parse_schedule
 from gruppo.protocols import peek
 from gruppo.trainer import dynamic_sampling, references
-from gruppo.trainer.demonstrations import drawn
+from gruppo.trainer.demonstrations import take_demonstrations
 from gruppo.trainer.memory import budget_for
 from gruppo.trainer.run import Run
 from gruppo.types import Request
@@ -185,7 +185,7 @@ def _example(run: Run) -> list[str]:
         ]
         lines += [f"  failed      {f.reward}: {f.kind}: {f.message}" for f in scores.failures]
     if run.demos is not None:
-        demonstration = drawn(run)[0][0]
+        demonstration = take_demonstrations(run)[0][0]
         target = run.policy.format_prompt(demonstration, is_target=True) or shown(demonstration.target)
         lines += [
             "",
