@@ -6,18 +6,19 @@ Nothing heavy is imported before a command needs it, so that help answers at onc
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
 
 EXIT_USAGE, EXIT_STOPPED = 2, 75
 
-_QUIET = {
+QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -54,80 +55,70 @@ in stages:   gruppo train arithmetic-format --stages supervised:6,ramp:10,full -
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command and exit."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit. A user's mistake is one line."""
     args = list(sys.argv[1:] if argv is None else argv)
     is_debug = "--debug" in args
-    sys.exit(run([arg for arg in args if arg != "--debug"], is_debug=is_debug))
-
-
-def run(args: list[str], *, is_debug: bool = False) -> int:
-    """Run a command and return its exit code. A user's mistake is one line."""
-    if not args or args[0] in ("-h", "--help", "help"):
+    name, *rest = [arg for arg in args if arg != "--debug"] or [""]
+    if name in ("", "-h", "--help", "help"):
         print(HELP, end="")
-        return 0 if args else EXIT_USAGE
-    if args[0] in ("-V", "--version"):
+        sys.exit(0 if name else EXIT_USAGE)
+    if name in ("-V", "--version"):
         from gruppo import __version__
 
         print(f"gruppo {__version__}")
-        return 0
-    _quiet()
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _interrupt) if is_main_thread else None
-    try:
-        return _run_command(args[0], args[1:], is_debug)
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        sys.exit(0)
+    with _exit_codes(is_debug):
+        from gruppo.cli.commands import COMMANDS, TAKING_RECIPE
+        from gruppo.cli.options import parse_command
+        from gruppo.loading import did_you_mean
+        from gruppo.types import GruppoError
 
-
-def _run_command(name: str, rest: list[str], is_debug: bool) -> int:
-    from gruppo.cli.commands import COMMANDS
-    from gruppo.types import GruppoError
-
-    try:
         if name not in COMMANDS:
-            near = difflib.get_close_matches(name, COMMANDS, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
-            raise GruppoError(f"unknown command {name!r}. {hint}")
-        return COMMANDS[name][0](rest)
+            hint = did_you_mean(name, COMMANDS, f" Commands: {', '.join(COMMANDS)}.")
+            raise GruppoError(f"unknown command {name!r}.{hint}")
+        if name in TAKING_RECIPE:
+            COMMANDS[name](rest)
+        else:
+            COMMANDS[name](**parse_command(name, COMMANDS[name], rest))
+    sys.exit(0)
+
+
+@contextmanager
+def _exit_codes(is_debug: bool) -> Iterator[None]:
+    """Within, exceptions become exit codes, SIGTERM acts like Ctrl-C, and only our own log lines are shown."""
+    warnings.filterwarnings("ignore")
+    os.environ.update({variable: value for variable, value in QUIET.items() if variable not in os.environ})
+    log = logging.getLogger("gruppo")
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main_thread else None
+    message, code = "", 0
+    try:
+        yield
     except KeyboardInterrupt:
-        return _fail("interrupted.", EXIT_STOPPED)
+        message, code = "interrupted.", EXIT_STOPPED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: let the last flush succeed
-        return 0
     except Exception as error:
         if is_debug:
             raise
+        from gruppo.types import GruppoError
+
+        message, code = f"{type(error).__name__}: {error} (this looks like a bug in gruppo; --debug shows where)", 1
         if isinstance(error, GruppoError):
-            return _fail(str(error), error.exit_code)
-        if isinstance(error, OSError) and error.errno is not None:
-            return _fail(f"{error.filename or 'the system'}: {error.strerror}. Fix that, then try again.", EXIT_USAGE)
-        kind = type(error).__name__
-        return _fail(f"{kind}: {error} (this looks like a bug in gruppo; --debug shows where)", 1)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"gruppo: {' '.join(message.split())}", file=sys.stderr)
-    return code
-
-
-def _quiet() -> None:
-    """Show our own log lines and silence other libraries."""
-    warnings.filterwarnings("ignore")
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    log = logging.getLogger("gruppo")
-    if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
+            message, code = str(error), error.exit_code
+        elif isinstance(error, OSError) and error.errno is not None:
+            message, code = f"{error.filename or 'the system'}: {error.strerror}. Fix that, then try again.", EXIT_USAGE
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+    if message:
+        print(f"gruppo: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from gruppo.config.options import Option, as_text, flag, is_list, options
@@ -17,23 +18,18 @@ from gruppo.core.objective import PRESETS
 
 WIDTH, COLUMN = 100, 38
 
-EXPERT = {
-    *("rollout.refill_by", "rollout.max_group_size", "optim.betas", "optim.eps", "optim.terms_every"),
-    *("objective.scale_eps", "objective.running_decay", "objective.dims", "objective.tau_pos", "objective.tau_neg"),
-    *("objective.kl_gradient", "objective.kl_mask", "objective.correction_level", "objective.correction_low"),
-    *("objective.correction_high", "objective.clip_unit", "objective.combine", "objective.whiten"),
-    *("stage.name", "stage.steps", "stage.until", "stage.cons_coef", "stage.difficulty", "stage.weight_decay"),
-    *("reference.watch_prompts", "evaluation.along_steps", "prompts.difficulty_column"),
-    *("environment.max_reply_tokens", "environment.timeout_s", "back_off.drop", "lora.adapter"),
-}
+EXPERT = re.compile(
+    r"rollout\.(refill_by|max_group_size)|optim\.(betas|eps|terms_every)|objective\.(scale_eps|running_decay|dims|"
+    r"tau_pos|tau_neg|kl_gradient|kl_mask|correction_level|correction_low|correction_high|clip_unit|combine|whiten)|"
+    r"stage\.(name|steps|until|cons_coef|difficulty|weight_decay)|reference\.watch_prompts|evaluation\.along_steps|"
+    r"prompts\.difficulty_column|environment\.(max_reply_tokens|timeout_s)|back_off\.drop|lora\.adapter"
+)
 """Options that only ``--help-all`` lists, unless a recipe sets them."""
-OF_CRITICS = {"objective.gamma", "objective.lam", "objective.value_clip", "stage.value_coef"}
-"""With ``critic.*``, listed where the objective has a critic."""
-OF_TEXT = {
-    *("rollout.max_new_tokens", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.stop"),
-    *("objective.overlong", "objective.mask_truncated", "stage.temperature", "stage.entropy_coef", "critic.model"),
-}
-"""With ``environment.*``, not listed for models of images."""
+OF_CRITICS = re.compile(r"critic\..*|objective\.(gamma|lam|value_clip)|stage\.value_coef")
+OF_TEXT = re.compile(
+    r"environment\..*|rollout\.(max_new_tokens|temperature|top_k|top_p|stop)|objective\.(overlong|mask_truncated)|"
+    r"stage\.(temperature|entropy_coef)|critic\.model"
+)
 
 
 def config_help(config: Config, command: str, *, is_complete: bool) -> str:
@@ -46,34 +42,40 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
     )
     if command.startswith("explain"):
         lines.append("--names trl, verl, ddpo or sources shows the options under the names that they have there.")
+    hidden = [EXPERT, re.compile(r"stages\..*")]
+    hidden += [] if config.objective.has_critic else [OF_CRITICS]
+    hidden += [] if config.modality is None else [OF_TEXT]
+    hidden += [re.compile(r"stage\..*")] if config.stages else []
     section: str | None = None
-    table = options(config)
-    for name in sorted(table, key=lambda name: "." in name):  # the sort is stable: single options first
-        option, group = table[name], name.rpartition(".")[0]
-        is_critic = name in OF_CRITICS or group == "critic"
-        is_hidden = name in EXPERT or (is_critic and not config.objective.has_critic)
-        is_hidden |= config.modality is not None and (name in OF_TEXT or group == "environment")
-        is_hidden |= (group == "stage" and bool(config.stages)) or group.startswith("stages.")
+    for name, option in sorted(options(config).items(), key=lambda item: "." in item[0]):  # single options first
+        is_hidden = any(pattern.fullmatch(name) for pattern in hidden)
         if is_hidden and not is_complete and option.value == option.default:
             continue
-        if group != section:
+        if (group := name.rpartition(".")[0]) != section:
             section = group
             lines.append(f"{group or 'run'}:")
         lines += _option_lines(option, is_complete=is_complete)
     return "\n".join([*lines, "", "--help-all lists all options, with details." if not is_complete else ""]).rstrip()
 
 
-def command_help(kind: type, name: str, positional: Sequence[str]) -> str:
+def parameters(command: Callable[..., Any]) -> tuple[dict[str, Option], dict[str, Option]]:
+    """Positional arguments and options of a command, by the name of its parameter."""
+    positional, named = dict[str, Option](), dict[str, Option]()
+    hints = typing.get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        value = parameter.default
+        option = Option(name, hints[name].__origin__, value, value, hints[name].__metadata__[0], None)
+        (named if parameter.kind is parameter.KEYWORD_ONLY else positional)[name] = option
+    return positional, named
+
+
+def command_help(name: str, command: Callable[..., Any]) -> str:
     """The usage, description and options of a command."""
-    table = options(kind())
-    usage = " ".join(f"{field.upper()} ..." if is_list(table[field].hint) else field.upper() for field in positional)
-    lines = [f"usage: gruppo {name} {usage} [--option value ...]", "", inspect.getdoc(kind) or "", ""]
-    for field, option in table.items():
-        if field in positional:
-            lines.append(f"  {field.upper():<{COLUMN - 4}}  {option.help}")
-        else:
-            lines += _option_lines(option, is_complete=True)
-    return "\n".join(lines)
+    positional, named = parameters(command)
+    usage = " ".join(f"{field.upper()} ..." if is_list(o.hint) else field.upper() for field, o in positional.items())
+    lines = [f"usage: gruppo {name} {usage} [--option value ...]", "", inspect.getdoc(command) or "", ""]
+    lines += [f"  {field.upper():<{COLUMN - 4}}  {option.help}" for field, option in positional.items()]
+    return "\n".join([*lines, *(line for option in named.values() for line in _option_lines(option, is_complete=True))])
 
 
 def _option_lines(option: Option, *, is_complete: bool) -> list[str]:
@@ -85,7 +87,7 @@ def _option_lines(option: Option, *, is_complete: bool) -> list[str]:
         lines = textwrap.wrap(text, WIDTH, initial_indent=f"{left:<{COLUMN}}", subsequent_indent=" " * COLUMN)
     else:
         lines = [left, *textwrap.wrap(text, 2 * WIDTH, initial_indent=" " * 6)]
-    if is_complete and details:
+    if is_complete:
         lines += textwrap.wrap(details, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return lines
 
@@ -95,10 +97,10 @@ def _metavar(hint: Any) -> str:
     if origin is Literal:
         return "{" + ",".join(map(str, inner)) + "}"
     if origin in (typing.Union, types.UnionType):
-        return "|".join(_metavar(kind) for kind in inner)
+        return "|".join(map(_metavar, inner))
     if origin is tuple:
         return f"{_metavar(inner[0])} ..." if inner[-1] is Ellipsis else " ".join(map(_metavar, inner))
-    return {int: "INT", float: "FLOAT", str: "TEXT", bool: "{true,false}", type(None): "None"}.get(hint, "PATH")
+    return {int: "INT", float: "FLOAT", str: "TEXT", bool: "{true,false}", type(None): "None"}.get(hint, "VALUE")
 
 
 # --- completion -------------------------------------------------------------------------------------------------------
@@ -112,43 +114,37 @@ def all_options() -> dict[str, Option]:
     return found
 
 
-def completion(shell: str, commands: Mapping[str, type | None], recipes: Sequence[str]) -> str:
+def completion(shell: str, tables: Mapping[str, Mapping[str, Option]], recipes: Mapping[str, Sequence[str]]) -> str:
     """A script that completes commands, recipes, options and their choices.
 
-    ``commands``: each with the dataclass of its own options, or None where it takes a recipe and a config's options.
+    ``tables``: the options of each command; ``recipes``: what a command takes before them.
     """
-    tables = {name: options(kind()) if kind else all_options() for name, kind in commands.items()}
+    choices = {}
+    for option in (option for table in tables.values() for option in table.values()):
+        literals = [kind for kind in (option.hint, *typing.get_args(option.hint)) if typing.get_origin(kind) is Literal]
+        choices[flag(option.name)] = " ".join(str(value) for kind in literals for value in typing.get_args(kind))
     if shell == "fish":
-        lines = [f"complete -c gruppo -f -n __fish_use_subcommand -a '{' '.join(commands)}'"]
+        lines = [f"complete -c gruppo -f -n __fish_use_subcommand -a '{' '.join(tables)}'"]
         for name, table in tables.items():
             where = f"complete -c gruppo -n '__fish_seen_subcommand_from {name}'"
-            if commands[name] is None:
-                lines.append(f"{where} -a '{' '.join(recipes)}'")
+            lines += [f"{where} -a '{' '.join(recipes[name])}'"] if name in recipes else []
             for option in table.values():
-                text = option.help.partition("\n\n")[0].replace("'", "").replace("\n", " ")
-                choices = f" -x -a '{' '.join(_choices(option))}'" if _choices(option) else " -r"
-                lines.append(f"{where} -l {flag(option.name)[2:]}{choices} -d '{text}'")
+                text, values = option.help.partition("\n\n")[0].replace("'", ""), choices[flag(option.name)]
+                takes = f"-x -a '{values}'" if values else "-r"
+                lines.append(f"{where} -l {flag(option.name)[2:]} {takes} -d '{text}'")
         return "\n".join(lines)
-    cases = []
-    for name, table in tables.items():
-        words = [flag(option.name) for option in table.values()] + (list(recipes) if commands[name] is None else [])
-        cases.append(f'    {name}) words="{" ".join(words)}" ;;')
-    choices_of = {flag(o.name): _choices(o) for table in tables.values() for o in table.values() if _choices(o)}
-    choice_cases = "\n".join(f'    {name}) words="{" ".join(values)}" ;;' for name, values in choices_of.items())
+    words = {name: [*map(flag, table), *recipes.get(name, ())] for name, table in tables.items()}
+    of_command = "\n".join(f'    {name}) words="{" ".join(known)}" ;;' for name, known in words.items())
+    of_option = "\n".join(f'    {name}) words="{values}" ;;' for name, values in choices.items() if values)
     return f"""{"autoload -U bashcompinit && bashcompinit" if shell == "zsh" else ""}
 _gruppo() {{
   local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
-  if [ "$COMP_CWORD" -eq 1 ]; then words="{" ".join(commands)}"; else case "${{COMP_WORDS[1]}}" in
-{chr(10).join(cases)}
+  if [ "$COMP_CWORD" -eq 1 ]; then words="{" ".join(tables)}"; else case "${{COMP_WORDS[1]}}" in
+{of_command}
   esac; fi
   case "$prev" in
-{choice_cases}
+{of_option}
   esac
   COMPREPLY=( $(compgen -W "$words" -- "$cur") )
 }}
 complete -o default -F _gruppo gruppo""".lstrip()
-
-
-def _choices(option: Option) -> list[str]:
-    kinds = [option.hint, *typing.get_args(option.hint)]
-    return [str(value) for kind in kinds if typing.get_origin(kind) is Literal for value in typing.get_args(kind)]

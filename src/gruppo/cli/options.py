@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gruppo.cli import help as help_text
 from gruppo.config import peer_options, serialization
@@ -16,12 +15,11 @@ from gruppo.config.options import Option, convert, describe_type, flag, is_list,
 from gruppo.config.schema import Config, CriticConfig
 from gruppo.config.sections import section_name, sections
 from gruppo.config.stages import planned
-from gruppo.loading import is_file_name, load_object
+from gruppo.loading import did_you_mean, is_file_name, load_object
 from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
 from gruppo.types import GruppoError
 
-T = TypeVar("T")
 HELP_FLAGS = ("-h", "--help", "--help-all")
 
 
@@ -31,11 +29,11 @@ def recipe_config(name: str) -> Config:
         return RECIPES[name]()
     path = Path(name) / "config.json" if (Path(name) / "config.json").is_file() else Path(name)
     if path.suffix in serialization.SUFFIXES:
-        return replace(serialization.load(path), name="") if path.name == "config.json" else serialization.load(path)
+        config = serialization.load(path)
+        return replace(config, name="") if path.name == "config.json" else config
     if ":" not in name and not is_file_name(name):
-        near = difflib.get_close_matches(name, RECIPES, 1)
-        hint = f"Did you mean {near[0]}?" if near else f"Built in: {', '.join(RECIPES)}; or give file.py:function."
-        raise GruppoError(f"unknown recipe {name!r}. {hint}")
+        hint = did_you_mean(name, RECIPES, f" Built in: {', '.join(RECIPES)}; or give file.py:function.")
+        raise GruppoError(f"unknown recipe {name!r}.{hint}")
     recipe = load_object(name)
     config = recipe() if callable(recipe) else recipe
     if not isinstance(config, Config):
@@ -52,10 +50,10 @@ def run_stem(recipe: str) -> str:
 
 def parse_config(command: str, args: Sequence[str]) -> Config:
     """The config of ``RECIPE --options``; with ``--help`` its options are printed, and the process exits."""
+    if args and args[0] in HELP_FLAGS:
+        print(help_text.config_help(Config(), f"{command} RECIPE", is_complete=args[0] == "--help-all"))
+        sys.exit(0)
     if not args or args[0].startswith("-"):
-        if args and args[0] in HELP_FLAGS:
-            print(help_text.config_help(Config(), f"{command} RECIPE", is_complete=args[0] == "--help-all"))
-            sys.exit(0)
         raise GruppoError(
             f"no recipe was given. gruppo {command} RECIPE, where RECIPE is {', '.join(RECIPES)}, file.py:function, or "
             "a config file (TOML, YAML, JSON)."
@@ -69,7 +67,9 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
     ``--objective NAME`` chooses a preset, ``--stages NAME:STEPS,...`` the stages; the other options, applied after
     them, change single values. ``--stage.x`` together with ``--stages`` changes what the stages are made from.
     """
-    values = _split([arg for arg in args if arg not in HELP_FLAGS], command, options(config))
+    values, stray = _split([arg for arg in args if arg not in HELP_FLAGS], options(config))
+    if stray:
+        raise GruppoError(f"not understood: {' '.join(stray)}. gruppo {command} --help lists the options.")
     if "objective" in values:
         objective = serialization.preset(" ".join(values.pop("objective")))
         if config.objective.kl == "exact" and objective.kl_in == "loss":  # a property of the recipe's model
@@ -81,77 +81,72 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
         config = _change(config, of_stage, command)
         config = planned(" ".join(values.pop("stages")), config)
     config = _change(config, values, command)
-    if shown := [arg for arg in args if arg in HELP_FLAGS]:
+    if requested := [arg for arg in args if arg in HELP_FLAGS]:
         if config.modality is None and config.model and (kind := find_modality(config.model).config_section):
             config = replace(config, modality=kind())
-        print(help_text.config_help(config, command, is_complete="--help-all" in shown))
+        print(help_text.config_help(config, command, is_complete="--help-all" in requested))
         sys.exit(0)
     return config
 
 
 def pop_option(args: Sequence[str], option: str) -> tuple[str | None, list[str]]:
     """The value of one option (None without it, "" if no value follows), and the other arguments."""
-    rest = [piece for arg in args for piece in (arg.split("=", 1) if arg.startswith(f"{option}=") else [arg])]
-    if option not in rest:
-        return None, rest
-    if rest.count(option) > 1:
-        raise _repeated(option, rest.count(option), is_many=False)
-    at = rest.index(option)
-    return rest[at + 1] if at + 1 < len(rest) else "", rest[:at] + rest[at + 2 :]
+    words = [word for arg in args for word in (arg.split("=", 1) if arg.startswith(f"{option}=") else [arg])]
+    if option not in words:
+        return None, words
+    if words.count(option) > 1:
+        raise GruppoError(f"{option} is given twice; leave one of them out.")
+    at = words.index(option)
+    return "".join(words[at + 1 : at + 2]), words[:at] + words[at + 2 :]
 
 
-def parse_command(kind: type[T], args: Sequence[str], name: str, *positional: str) -> T:
-    """A command's own arguments as a dataclass; ``positional``: its fields that are typed without a name."""
-    table = options(kind())
+def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -> dict[str, Any]:
+    """The keyword arguments for a command's function; with ``--help`` they are described, and the process exits."""
     if any(arg in HELP_FLAGS for arg in args):
-        print(help_text.command_help(kind, name, positional))
+        print(help_text.command_help(name, command))
         sys.exit(0)
-    words: list[str] = []
-    values = _split(args, name, {n: o for n, o in table.items() if n not in positional}, words)
-    parsed = {option: _parse(table[option], found, name) for option, found in values.items()}
-    for field in positional:
-        if is_list(table[field].hint):
-            parsed[field], words = tuple(words), []
-        elif words:
-            parsed[field] = words.pop(0)
-        else:
-            raise GruppoError(f"{field.upper()} is missing. gruppo {name} --help says more.")
+    positional, table = help_text.parameters(command)
+    values, words = _split(args, table)
+    if unknown := next((option for option in values if option not in table), ""):
+        raise _unknown(unknown, name, table)
+    parsed: dict[str, Any] = {option: _parse(table[option], value, name) for option, value in values.items()}
+    for parameter, option in positional.items():
+        if not words and not is_list(option.hint):
+            raise GruppoError(f"{parameter.upper()} is missing. gruppo {name} --help says more.")
+        taken = len(words) if is_list(option.hint) else 1
+        parsed[parameter] = tuple(words[:taken]) if is_list(option.hint) else words[0]
+        words = words[taken:]
     if words:
         raise GruppoError(f"not understood: {' '.join(words)}. gruppo {name} --help lists the options.")
-    return kind(**parsed)
+    return parsed
 
 
-def _split(
-    args: Sequence[str], command: str, table: Mapping[str, Option], positional: list[str] | None = None
-) -> dict[str, list[str]]:
-    """The words of each option, by dotted name. Other words go to ``positional``, or are refused."""
-    values: dict[str, list[str]] = {}
-    counts: dict[str, int] = {}
-    name, stray = "", [] if positional is None else positional
+def _split(args: Sequence[str], table: Mapping[str, Option]) -> tuple[dict[str, list[str]], list[str]]:
+    """The words of each option, by dotted name, and the words that belong to none."""
+    values, stray, name = dict[str, list[str]](), list[str](), ""
+    option: Option | None = None
     for arg in args:
         if arg.startswith("--") and len(arg) > 2:
             typed, equals, text = arg.partition("=")
             name = typed[2:].replace("-", "_")
-            counts[name] = counts.get(name, 0) + 1
+            option = table.get(re.sub(r"^stages\.\d+\.", "stage.", name))
+            if name in values:
+                count = sum(other.partition("=")[0].replace("_", "-") == flag(name) for other in args)
+                often = "twice" if count == 2 else f"{count} times"
+                is_many = option is not None and is_list(option.hint)
+                advice = f"write {flag(name)} A B" if is_many else "leave one of them out"
+                raise GruppoError(f"{flag(name)} is given {often}; {advice}.")
             values[name] = [text] if equals else []
             continue
-        option = table.get(re.sub(r"^stages\.\d+\.", "stage.", name))
-        is_open = name and (option is None or is_list(option.hint) or not values[name])
-        if option is not None and option.hint is bool and arg.lower() not in ("true", "false"):
-            is_open = False  # a switch without a value, and a word after it
-        (values[name] if is_open else stray).append(arg)
-    for name, count in counts.items():
-        option = table.get(re.sub(r"^stages\.\d+\.", "stage.", name))
-        if count > 1:
-            raise _repeated(flag(name), count, is_many=option is not None and is_list(option.hint))
-        if positional is not None and option is None:
-            raise _unknown(name, command, table)
-    if stray and positional is None:
-        raise GruppoError(f"not understood: {' '.join(stray)}. gruppo {command} --help lists the options.")
-    return values
+        takes_word = name and (option is None or is_list(option.hint) or not values[name])
+        # After a switch without a value, another word is not its value.
+        is_after_switch = option is not None and option.hint is bool and arg.lower() not in ("true", "false")
+        (values[name] if takes_word and not is_after_switch else stray).append(arg)
+    return values, stray
 
 
 def _change(config: Config, values: Mapping[str, list[str]], command: str) -> Config:
+    """The config with options by dotted name; those of a modality bring its section."""
     for name in {name.partition(".")[0] for name in values} & sections().keys():
         if config.modality is None:
             config = replace(config, modality=sections()[name]())
@@ -179,11 +174,6 @@ def _parse(option: Option, words: list[str], command: str) -> Any:
         f"{flag(option.name)} {' '.join(words) or 'has no value'}: it needs {describe_type(option.hint)}. "
         f"gruppo {command} --help says more."
     )
-
-
-def _repeated(option: str, count: int, *, is_many: bool) -> GruppoError:
-    often = "twice" if count == 2 else f"{count} times"
-    return GruppoError(f"{option} is given {often}; {f'write {option} A B' if is_many else 'leave one of them out'}.")
 
 
 def _unknown(name: str, command: str, table: Mapping[str, Option]) -> GruppoError:
