@@ -87,6 +87,15 @@ def command_line(args: Sequence[str]) -> None:
     app.main(list(args))
 
 
+def exit_code(args: Sequence[str]) -> int:
+    """What a command of this process exits with."""
+    try:
+        command_line(args)
+    except SystemExit as done:
+        return int(done.code or 0)
+    raise AssertionError("a command exits")
+
+
 def ranks(count: int, target: Callable[..., Any], *args: Any, folder: Path) -> list[Child]:
     """As many children as torchrun would start, with what it tells them."""
     with socket.socket() as probe:

@@ -247,6 +247,6 @@ def test_explain_says_what_a_recipe_of_a_document_would_do(tmp_path: Path, name:
 
 def test_recipes_are_listed_with_the_document_and_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     for name, document in {"ddpo": "000", "qwen": "001", "chat": "002"}.items():
-        commands.recipes([name])
+        commands.recipes((name,))
         out = " ".join(capsys.readouterr().out.split())
         assert out.startswith(f"{name} Document {document}'s") and "CPU" in out and "here" in out

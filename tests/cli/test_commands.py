@@ -22,7 +22,7 @@ from tests.trainer.runs import newest, steps_logged
 
 from gruppo import api
 from gruppo.cli import commands
-from gruppo.cli.options import parse_config
+from gruppo.cli.options import parse_command, parse_config
 from gruppo.config import schema as configs
 from gruppo.config import serialization
 from gruppo.loading import command_name
@@ -364,7 +364,7 @@ def test_a_stage_of_a_run_that_has_one_is_named_as_that_one():
 
 def test_an_option_of_a_command_that_is_given_twice_is_refused(tmp_path):
     with pytest.raises(GruppoError, match="--n is given twice"):
-        commands.sample(["model", "prompt", "--n", "2", "--n", "3"])
+        parse_command("sample", commands.sample, ["model", "prompt", "--n", "2", "--n", "3"])
 
 
 def test_no_command_shows_the_help_and_exits_2(tmp_path):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import processes
 
-from gruppo.cli import app
 from gruppo.cli.help import all_options
 from gruppo.cli.options import parse_config
 from gruppo.config.options import flag
@@ -254,7 +254,7 @@ def test_of_several_stages_the_one_with_the_largest_coefficient_is_named() -> No
 
 
 def said(capsys: Any, *args: str) -> tuple[int, str, str]:
-    code = app.run(list(args))
+    code = processes.exit_code(args)
     out, err = capsys.readouterr()
     return code, out, err
 

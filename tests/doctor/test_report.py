@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests import processes
 from tests.doctor.planted import STEPS, write
 from tests.doctor.test_rules import FAULTS, STOPS
 
-from gruppo.cli import app
 from gruppo.cli.help import all_options
 from gruppo.config.options import flag
 from gruppo.config.schema import Config
@@ -97,7 +97,7 @@ def test_control_characters_of_a_reward_reach_no_terminal(tmp_path):
 
 def test_the_command_prints_and_exits_with_0(tmp_path, capsys):
     run = write(tmp_path / "run", COLLAPSE)
-    assert app.run(["doctor", str(run)]) == 0
+    assert processes.exit_code(["doctor", str(run)]) == 0
     out, err = capsys.readouterr()
     assert err == "" and "The entropy has collapsed" in out
     change = "--stage.entropy-coef adaptive:0,target=0.5,delta=0.005"
@@ -106,7 +106,7 @@ def test_the_command_prints_and_exits_with_0(tmp_path, capsys):
 
 def test_json_holds_the_same(tmp_path, capsys):
     run = write(tmp_path / "run", COLLAPSE)
-    assert app.run(["doctor", str(run), "--json"]) == 0
+    assert processes.exit_code(["doctor", str(run), "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert (output["run"], output["steps"]) == (str(run), STEPS)
     (finding,) = output["findings"]
@@ -120,7 +120,7 @@ def test_json_holds_the_same(tmp_path, capsys):
 def test_a_run_from_python_gets_python_arguments(tmp_path, capsys):
     columns = {"kl/ref_nats": FAULTS["a KL that runs away"].columns["kl/ref_nats"], "reward/mean": STOPS}
     run = write(tmp_path / "run", columns, {"data": "<in memory>"})
-    assert app.run(["doctor", str(run)]) == 0
+    assert processes.exit_code(["doctor", str(run)]) == 0
     assert capsys.readouterr().out.endswith("started from Python: gruppo.train(..., stage__kl_coef=0.1)\n")
 
 
@@ -141,7 +141,7 @@ def test_a_value_of_the_shell_is_written_as_python(tmp_path, value, literal):
 
 @pytest.mark.parametrize("arguments", [["no/run"], ["no/run", "--json"]])
 def test_a_mistake_is_one_line_and_exits_with_2(capsys, arguments):
-    assert app.run(["doctor", *arguments]) == 2
+    assert processes.exit_code(["doctor", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("gruppo: the run folder no/run does not exist. Give the folder of a run")
@@ -153,7 +153,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path, monkeypatch):
     os.close(reader)
     with open(writer, "w", buffering=1) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert app.run(["doctor", str(run)]) == 0
+        assert processes.exit_code(["doctor", str(run)]) == 0
 
 
 def test_what_a_terminal_cannot_write_is_escaped(tmp_path, monkeypatch):
@@ -162,6 +162,6 @@ def test_what_a_terminal_cannot_write_is_escaped(tmp_path, monkeypatch):
     run = write(tmp_path / "run", {"reward/exception_count": 50.0}, files=files)
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
-    assert app.run(["doctor", str(run)]) == 0
+    assert processes.exit_code(["doctor", str(run)]) == 0
     stdout.flush()
     assert b"\\u6570" in stdout.buffer.getvalue()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests import tiny
+from tests import processes, tiny
 from tests.fakes import ByteTokenizer, TinyGPT
 from tests.trainer.runs import FULL, Signalling, metrics, newest, tensors
 from tests.trainer.test_ranks import both
@@ -19,7 +19,6 @@ from tests.trainer.test_ranks import both
 import gruppo
 from gruppo import api, inference
 from gruppo.build import Parts, build
-from gruppo.cli import app
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY
 from gruppo.modalities.common.adapters import read_adapter
@@ -154,7 +153,7 @@ def test_a_run_is_evaluated_and_sampled_through_its_adapter(whole, capsys):
     assert [row["completion"] for row in rows] != [texts[0] for texts in base]
     with_adapter = inference.sample(run, ["3 + 4 = ?"], max_new_tokens=8)
     assert with_adapter != inference.sample(tiny.model(), ["3 + 4 = ?"], max_new_tokens=8)
-    assert app.run(["sample", str(run), "3 + 4 = ?", "--max-new-tokens", "8"]) == 0
+    assert processes.exit_code(["sample", str(run), "3 + 4 = ?", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.strip() == with_adapter[0][0].strip()
 
 
@@ -163,7 +162,7 @@ def test_an_exported_run_opens_in_transformers_without_peft_and_says_the_same(tm
 
     run, folder = whole("float32"), tmp_path / "merged"
     policy = from_pretrained(run / "final", compute="float32")
-    assert app.run(["export", str(run), str(folder)]) == 0
+    assert processes.exit_code(["export", str(run), str(folder)]) == 0
     assert f"written to {folder}" in capsys.readouterr().out
     module = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     with torch.no_grad():
@@ -171,16 +170,16 @@ def test_an_exported_run_opens_in_transformers_without_peft_and_says_the_same(tm
         assert (module(IDS).logits - from_pretrained(tiny.model()).module(IDS).logits).abs().max() > 0.1
     assert not has_adapter(module) and not list(folder.glob("adapter*"))
     assert AutoTokenizer.from_pretrained(folder).encode("3 + 4") == policy.chat.tokenizer.encode("3 + 4")
-    assert app.run(["export", str(run), str(folder)]) == 2
+    assert processes.exit_code(["export", str(run), str(folder)]) == 2
     assert "exists already" in capsys.readouterr().err
 
 
 def test_an_exported_adapter_is_the_adapter(tmp_path, whole, capsys):
     run, folder = whole("float32"), tmp_path / "adapter"
-    assert app.run(["export", str(run), str(folder), "--adapter"]) == 0
+    assert processes.exit_code(["export", str(run), str(folder), "--adapter"]) == 0
     for name in ("adapter_model.safetensors", "adapter_config.json", "base.json", "tokenizer.json"):
         assert (folder / name).read_bytes() == (run / "final" / name).read_bytes()
-    assert app.run(["export", tiny.model(), str(tmp_path / "no"), "--adapter"]) == 2
+    assert processes.exit_code(["export", tiny.model(), str(tmp_path / "no"), "--adapter"]) == 2
     assert "has no adapter: its weights themselves were trained" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
