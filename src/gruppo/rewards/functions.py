@@ -67,9 +67,6 @@ class Answer:
     metrics: list[tuple[str, float]] = field(default_factory=list)
     extras: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
 
-    def log_metric(self, name: str, value: float) -> None:
-        self.metrics.append((name, float(value)))
-
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
         values = list(values)
         if len(values) != self.size:
@@ -100,8 +97,7 @@ class FunctionReward:
         if not callable(fn):
             raise DataError(
                 f"the reward is {fn!r:.80} ({type(fn).__name__}), which is not callable; it needs to be a function such"
-                " as def reward(completions, **kwargs) that returns one number per completion. Pass the function"
-                " itself, not its result."
+                " as def reward(completions, **kwargs). Pass the function itself, not its result."
             )
         self.fn, self.name = fn, name or function_name(fn)
         self.timeout_s: float | None = getattr(fn, "timeout_s", timeout_s)
@@ -157,7 +153,7 @@ class FunctionReward:
             answer = Answer(len(rows))
             arguments: dict[str, Any] = {
                 "trainer_state": TrainerState(step, max_steps),
-                "log_metric": answer.log_metric,
+                "log_metric": lambda name, value: answer.metrics.append((name, float(value))),
                 "log_extra": answer.log_extra,
             }
             if self.separator is not None:
@@ -288,8 +284,7 @@ def step_reward(separator: str = "\n") -> Callable[[Function], Function]:
     """
     if not isinstance(separator, str) or not separator:
         raise GruppoError(
-            f"separator={separator!r} splits nothing; it needs to be the text between steps, such as a line end. Write "
-            "@step_reward(), or set separator=\\n."
+            f"separator={separator!r} splits nothing; it needs the text between steps. Set separator=\\n."
         )
 
     def mark(fn: Function) -> Function:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from gruppo.loading import transformers_error
 from gruppo.rewards.functions import split_steps, step_reward
@@ -26,8 +27,11 @@ log = logging.getLogger("gruppo")
 Output = Literal["logit", "probability"]
 LogMetric = Callable[[str, float], None]
 Head = Literal["ForSequenceClassification", "ForTokenClassification"]
-SPEC_OF = {"ForSequenceClassification": "reward_model", "ForTokenClassification": "process_reward"}
-"""Name of the reward for each kind of model."""
+KINDS = {
+    "ForSequenceClassification": ("reward_model", "whole texts"),
+    "ForTokenClassification": ("process_reward", "each token"),
+}
+"""Name of the reward for each kind of model, and what it scores."""
 SUMMARIES: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda scores: math.fsum(scores) / len(scores),
     "min": min,
@@ -71,9 +75,8 @@ class RewardModel:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: LogMetric | None = None, **_: Any
     ) -> list[float]:
-        texts = [self.encode(*pair) for pair in zip(prompts, completions, strict=True)]
-        texts = self.network.truncate(texts, self.__name__, log_metric)
-        return [float(score) for score in self.network.scores(texts)]
+        texts = list(map(self.encode, prompts, completions))
+        return [float(score) for score in self.network.scores(self.network.truncate(texts, self.__name__, log_metric))]
 
     def encode(self, prompt: Any, completion: Any) -> list[int]:
         """Token ids of one text. An assistant message that the prompt begins is continued."""
@@ -114,11 +117,11 @@ class ProcessRewardModel:
         name: str = "process_reward",
         **options: Any,
     ) -> None:
-        if score != "steps" and score not in SUMMARIES:
+        if score not in ("steps", *SUMMARIES):
             raise GruppoError(f"score={score!r} is not one of steps, {', '.join(SUMMARIES)}. Set score=steps.")
-        scores_steps = step_reward(separator)  # refuses a separator that splits nothing
-        if score == "steps":
-            scores_steps(self)
+        step_reward(separator)(self)  # refuses a separator that splits nothing
+        if score != "steps":
+            self.step_separator = None
         self.__name__, self.separator, self.score = name, separator, score
         self.network = ScoringNetwork(model, tokenizer, "ForTokenClassification", output, **options)
         self.memory_bytes = self.network.memory_bytes
@@ -132,21 +135,17 @@ class ProcessRewardModel:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: LogMetric | None = None, **_: Any
     ) -> list[Any]:
-        texts, ends = [], []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            ids, positions = self._encode_prompt(prompt), []
+        texts, ends = [self._encode_prompt(prompt) for prompt in prompts], [list[int]() for _ in prompts]
+        for ids, positions, completion in zip(texts, ends, completions, strict=True):
             for step in split_steps(text_of(completion), self.separator):
                 ids += [*self._encode(step.text), *self.mark]
                 positions.append(len(ids) - 1)
-            texts.append(ids)
-            ends.append(positions)
         truncated = self.network.truncate(texts, self.__name__, log_metric)
         scores = []
-        of_token = self.network.scores(truncated)
-        for before, after, positions, x in zip(texts, truncated, ends, of_token, strict=True):
-            values, lost = x.tolist(), len(before) - len(after)
+        for n, values in enumerate(map(Tensor.tolist, self.network.scores(truncated))):
+            lost = len(texts[n]) - len(truncated[n])
             # The first id of a truncated text may be its opening token, which is not the end of a step.
-            scores.append([values[end - lost] if end - lost >= (lost > 0) else None for end in positions])
+            scores.append([values[end - lost] if end - lost >= (lost > 0) else None for end in ends[n]])
         if self.score == "steps":
             return scores
         known = [[score for score in row if score is not None] for row in scores]
@@ -226,9 +225,8 @@ class ScoringNetwork:
         count = int(getattr(config, "num_labels", 1))
         names = {str(name): int(n) for n, name in (getattr(config, "id2label", None) or {}).items()}
         default = count - 1 if count <= 2 else None  # of more than two labels, nobody knows which is good
-        index: Any = default if label is None else names.get(str(label), label)
-        index = int(index) if str(index).isdecimal() else index
-        if not isinstance(index, int) or not 0 <= index < count:
+        index = default if label is None else ({str(n): n for n in range(count)} | names).get(str(label))
+        if index is None:
             raise GruppoError(
                 f"reward model {self.name} got label={label!r}; it has {', '.join(names) or f'0 to {count - 1}'}. Set "
                 f"label to the good one's name or number, such as label={count - 1}."
@@ -240,22 +238,22 @@ class ScoringNetwork:
         limits = (getattr(self._config, "max_position_embeddings", None), self.tokenizer.model_max_length)
         longest = min((int(n) for n in limits if n and 0 < n < NO_LIMIT), default=NO_LIMIT)
         self.max_length = max_length or longest
-        self.work_device = accelerator() if offload else self.device
-        if offload and self.work_device.type == "cpu":
-            log.info("reward model %s: offload=True changes nothing, there is no accelerator here.", self.name)
-        self.device = torch.device("cpu") if offload else self.device
+        self.work_device = self.device
+        if offload:
+            self.device, self.work_device = torch.device("cpu"), accelerator()
+            if self.work_device == self.device:
+                log.info("reward model %s: offload=True changes nothing, there is no accelerator here.", self.name)
         self.module.to(self.device)
 
     def truncate(self, texts: Sequence[list[int]], name: str, log_metric: LogMetric | None = None) -> list[list[int]]:
         """The last ``max_length`` ids of each text, after the opening token where texts have one."""
-        result = []
-        for ids in texts:
+        result, count = list(texts), 0
+        for n, ids in enumerate(texts):
             if len(ids) > self.max_length:
                 opens = ids[0] in (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id)
                 opening = ids[:1] if opens and self.max_length > 1 else []
-                ids = [*opening, *ids[len(ids) - self.max_length + len(opening) :]]
-            result.append(ids)
-        count = sum(len(before) > len(after) for before, after in zip(texts, result, strict=True))
+                result[n] = [*opening, *ids[len(ids) - self.max_length + len(opening) :]]
+                count += 1
         if log_metric is not None:
             log_metric(f"{name}_truncated_frac", count / len(texts))
         if count and not self._has_warned:
@@ -275,11 +273,10 @@ class ScoringNetwork:
         """
         # Rows of similar length share a batch of at most batch_tokens, padding included; a longer row is alone.
         batches: list[list[int]] = []
-        for n in sorted(range(len(rows)), key=lambda n: (len(rows[n]), n)):
-            if batches and (len(batches[-1]) + 1) * len(rows[n]) <= self.batch_tokens:
-                batches[-1].append(n)
-            else:
-                batches.append([n])
+        for n in sorted(range(len(rows)), key=lambda n: len(rows[n])):
+            if not batches or (len(batches[-1]) + 1) * len(rows[n]) > self.batch_tokens:
+                batches.append([])
+            batches[-1].append(n)
         scores: dict[int, Tensor] = {}
         try:
             if self.work_device != self.device:
@@ -306,11 +303,9 @@ class ScoringNetwork:
         if pad is None:  # transformers finds the last token by the padding: use an id that no row holds
             used = {i for row in rows for i in row}
             pad = next(i for i in range(len(used) + 1) if i not in used)
-        lengths = torch.tensor([len(ids) for ids in rows])
-        ids = torch.full((len(rows), int(lengths.max())), pad)
-        for n, row in enumerate(rows):
-            ids[n, : len(row)] = torch.tensor(row)
-        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
+        ids = pad_sequence(tokens, batch_first=True, padding_value=pad)
+        mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
         try:
             config.pad_token_id = pad
             output = self.module(input_ids=ids.to(self.work_device), attention_mask=mask.to(self.work_device)).logits
@@ -332,8 +327,8 @@ class ScoringNetwork:
                 f"{'one number' if is_outcome else 'numbers for each token'} per label. Use a model ...{self.head}, or "
                 f"the reward {'process_reward' if is_outcome else 'reward_model'}."
             )
-        rows_of = zip(output.float().cpu(), lengths.tolist(), strict=True)
-        return [x if is_outcome else x[:length] for x, length in rows_of]
+        logits = output.float().cpu()
+        return [x if is_outcome else x[: len(row)] for x, row in zip(logits, rows, strict=True)]
 
 
 def accelerator() -> torch.device:
@@ -363,11 +358,10 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
     what = "config"
     try:
         architecture = (transformers.AutoConfig.from_pretrained(path, **options).architectures or [""])[0]
-        for other, spec in SPEC_OF.items():
+        for other, (spec, unit) in KINDS.items():
             if other != head and architecture.endswith(other):
-                unit = "each token" if other == "ForTokenClassification" else "whole texts"
                 raise GruppoError(
-                    f"{path!r} is a {architecture}, which scores {unit}; {SPEC_OF[head]} needs a ...{head}. Write "
+                    f"{path!r} is a {architecture}, which scores {unit}; {KINDS[head][0]} needs a ...{head}. Write "
                     f"{spec}:{path}."
                 )
         what = "tokenizer"

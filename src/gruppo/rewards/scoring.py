@@ -30,7 +30,6 @@ from gruppo.timeouts import (
     TimedCall,
     abandoned_count,
     call_with_timeout,
-    function_name,
     start_call,
 )
 from gruppo.types import GruppoError, Rollouts
@@ -87,26 +86,23 @@ class Scores:
     @staticmethod
     def cat(several: Sequence[Scores]) -> Scores:
         """All rows of all. Steps are padded to the widest; a metric is the mean over those that logged it."""
-        sizes = [len(scores.rewards) for scores in several]
-        first = several[0]
-        columns = sorted({name for scores in several for name in scores.extras})
+        sizes, names = [len(scores.rewards) for scores in several], sorted({name for x in several for name in x.extras})
         width = max((x.shape[1] for scores in several for x in scores.steps.values()), default=0)
-        padded = [{k: pad(x, (0, width - x.shape[1]), value=NAN) for k, x in s.steps.items()} for s in several]
+        starts = accumulate([0, *sizes[:-1]])
         return Scores(
             rewards=torch.cat([scores.rewards for scores in several]),
-            parts={name: torch.cat([scores.parts[name] for scores in several]) for name in first.parts},
-            steps={name: torch.cat([steps[name] for steps in padded]) for name in first.steps},
-            failures=tuple(
-                replace(f, row=f.row + begin)
-                for scores, begin in zip(several, accumulate([0, *sizes[:-1]]), strict=True)
-                for f in scores.failures
-            ),
+            parts={name: torch.cat([scores.parts[name] for scores in several]) for name in several[0].parts},
+            steps={
+                name: torch.cat([pad(x.steps[name], (0, width - x.steps[name].shape[1]), value=NAN) for x in several])
+                for name in several[0].steps
+            },
+            failures=tuple(replace(f, row=f.row + n) for n, x in zip(starts, several, strict=True) for f in x.failures),
             metrics=_means((name, [value]) for scores in several for name, value in scores.metrics.items()),
             extras={
                 name: tuple(
-                    x for s, size in zip(several, sizes, strict=True) for x in s.extras.get(name, [None] * size)
+                    cell for x, n in zip(several, sizes, strict=True) for cell in x.extras.get(name, [None] * n)
                 )
-                for name in columns
+                for name in names
             },
         )
 
@@ -143,19 +139,19 @@ class RewardSet:
         self.weights = tuple(float(weight) for weight in weights)
         self._rewards: list[FunctionReward | ObjectReward] = []
         names: list[str] = []
-        for reward in rewards:
-            if isinstance(reward, FunctionReward):
-                self._rewards.append(reward)
-            elif callable(reward) and isinstance(getattr(reward, "name", None), str):
-                self._rewards.append(ObjectReward(reward, timeout_s))  # type: ignore[arg-type]
+        for source in rewards:
+            if isinstance(source, FunctionReward):
+                reward: FunctionReward | ObjectReward = source
+            elif callable(source) and isinstance(getattr(source, "name", None), str):
+                reward = ObjectReward(source, timeout_s)  # type: ignore[arg-type]
             else:
-                name = function_name(reward) if callable(reward) else None
-                self._rewards.append(FunctionReward(reward, name=name, timeout_s=timeout_s))
-            name, used_s = self._rewards[-1].name, self._rewards[-1].timeout_s
-            if used_s is not None and not used_s > 0:
-                raise GruppoError(f"timeout_s={used_s} leaves reward {name!r} no time; use more than 0, or None.")
+                reward = FunctionReward(source, timeout_s=timeout_s)
+            if reward.timeout_s is not None and not reward.timeout_s > 0:
+                problem = f"timeout_s={reward.timeout_s} leaves reward {reward.name!r} no time"
+                raise GruppoError(f"{problem}; use more than 0, or None.")
+            self._rewards.append(reward)
             # Equal names get _2, _3, ...
-            candidates = [name, *(f"{name}_{n}" for n in range(2, len(rewards) + 2))]
+            candidates = [reward.name, *(f"{reward.name}_{n}" for n in range(2, len(rewards) + 2))]
             names.append(next(candidate for candidate in candidates if candidate not in names))
         self.names = tuple(names)
         self.weight_of = dict(zip(self.names, self.weights, strict=True))
@@ -184,23 +180,22 @@ class RewardSet:
     def score(self, rollouts: Rollouts, *, step: int = 0, max_steps: int = 0, is_evaluation: bool = False) -> Scores:
         """Score all rows. Asynchronous rewards run at the same time, the others one after the other."""
         rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
-        pairs = [
-            (reward, RewardResult(name, len(rollouts), rollouts.mask.shape[1] if reward.scores_steps else 0))
-            for name, reward in zip(self.names, self._rewards, strict=True)
-        ]
-        results = [result for _, result in pairs]
-        tasks = [partial(score_rows, r.prepare(rollouts, step, max_steps), rows, x, r.timeout_s) for r, x in pairs]
+        results, tasks = list[RewardResult](), list[Callable[[], None]]()
+        for name, reward in zip(self.names, self._rewards, strict=True):
+            results.append(RewardResult(name, len(rollouts), rollouts.mask.shape[1] if reward.scores_steps else 0))
+            call = reward.prepare(rollouts, step, max_steps)
+            tasks.append(partial(score_rows, call, rows, results[-1], reward.timeout_s))
         running = [start_call(task) for task, reward in zip(tasks, self._rewards, strict=True) if reward.is_async]
         for task, reward in zip(tasks, self._rewards, strict=True):
             if not reward.is_async:
                 task()
-        for call in running:  # each bounds its own time
-            call.done.wait()
-            call.result()
+        for thread in running:  # each bounds its own time
+            thread.done.wait()
+            thread.result()
         extras: dict[str, tuple[Any, ...]] = {}
-        for name, result in zip(self.names, results, strict=True):
+        for result in results:
             for column, values in result.extras.items():  # a column that two rewards log carries the second one's name
-                extras[f"{name}/{column}" if column in extras else column] = tuple(values)
+                extras[f"{result.name}/{column}" if column in extras else column] = tuple(values)
         return Scores(
             rewards=combine(results, self.weights, None if is_evaluation else rollouts.group_ids.cpu()),
             parts={result.name: result.rewards.float() for result in results},

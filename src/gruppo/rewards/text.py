@@ -75,9 +75,7 @@ def length_target(target: int, unit: Literal["words", "characters", "actions"] =
     Chinese has no spaces: use characters. Filler of the right length earns as much as a meaningful text.
     """
     if target < 1 or unit not in ("words", "characters", "actions"):
-        raise GruppoError(
-            f"length_target({target}, {unit!r}) needs a target of at least 1 and words, characters or actions."
-        )
+        raise GruppoError(f"length_target({target}, {unit!r}) needs at least 1, of words, characters or actions.")
 
     def length_target(completions: Sequence[Any], completion_ids: Sequence[Any], **_: Any) -> list[float | None]:
         texts = [text_of(completion).split() for completion in completions] if unit != "actions" else []
@@ -114,9 +112,7 @@ def repetition_penalty(n: int = 3, max_penalty: float = -1.0) -> RewardFunction:
     and for texts that are mostly punctuation, so that neither "spamspam..." nor "!!!!" escapes.
     """
     if n < 1 or max_penalty > 0:
-        raise GruppoError(
-            f"repetition_penalty({n}, {max_penalty}) needs n of at least 1 and a max_penalty of at most 0."
-        )
+        raise GruppoError(f"repetition_penalty({n}, {max_penalty}) needs n from 1 on and a max_penalty of at most 0.")
 
     def score(text: str) -> float:
         units = units_of(text)
