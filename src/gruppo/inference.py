@@ -21,7 +21,7 @@ from gruppo.data.restoration import WithReference
 from gruppo.loading import command_name
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.adapters import is_adapter, model_of
-from gruppo.modalities.text.bundled import BUNDLED, bundled_model
+from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import names_function
 from gruppo.protocols import Policy
 from gruppo.rewards.images import to_pillow
@@ -42,7 +42,7 @@ def load_policy(model: str | Path, *, compute: Any = "auto", trust_remote_code: 
     is_folder = not names_function(name)
     if is_folder and not path.exists() and path.parent != Path() and path.parent.is_dir():  # no hub id: it is here
         raise GruppoError(f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there.")
-    name = str(bundled_model(name).path) if name in BUNDLED else name
+    name = str(BUNDLED[name]().path) if name in BUNDLED else name
     return find_modality(name).load(name, compute=compute, trust_remote_code=trust_remote_code, **options)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from gruppo import distributed as dist
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.modalities.common.adapters import model_of
-from gruppo.modalities.text.custom import is_custom, names_function, open_custom, open_saved
+from gruppo.modalities.text.custom import is_custom, names_function, open_custom
 from gruppo.modalities.text.load import place
 from gruppo.modalities.text.modality import found_model
 from gruppo.modalities.text.policy import TextPolicy
@@ -42,8 +42,7 @@ class FunctionModality(Modality):
         is_merged: bool = False,
         seed: int = 0,
     ) -> Policy:
-        path = model_of(model)
-        policy = open_saved(path, seed=seed) if is_custom(path) else open_custom(path, seed=seed)
+        policy = open_custom(model_of(model), seed=seed)
         return place(policy, compute) if isinstance(policy, TextPolicy) else policy
 
 

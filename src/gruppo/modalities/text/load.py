@@ -16,9 +16,9 @@ from gruppo.loading import transformers_error
 from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
 from gruppo.modalities.common.lora import cast_base, has_adapter
 from gruppo.modalities.text.backbones import Backbone, probe
-from gruppo.modalities.text.bundled import BUNDLED, bundled_model
+from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.chat import PlainChat, TransformersChat
-from gruppo.modalities.text.custom import is_custom, names_function, open_custom, open_saved
+from gruppo.modalities.text.custom import is_custom, names_function, open_custom
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.modalities.text.precision import faster_dtype
 from gruppo.types import GruppoError
@@ -50,10 +50,10 @@ def from_pretrained(
     """
     path = model_of(path)
     if is_custom(path) or names_function(path):
-        made = open_saved(path, seed=seed) if is_custom(path) else open_custom(path, seed=seed)
-        if not isinstance(made, TextPolicy):
-            raise GruppoError(f"{path} makes a {type(made).__name__}; a language model is needed here.")
-        policy = place(made, compute)
+        policy = open_custom(path, seed=seed)
+        if not isinstance(policy, TextPolicy):
+            raise GruppoError(f"{path} makes a {type(policy).__name__}; a language model is needed here.")
+        place(policy, compute)
         if adapt is not None:
             give_adapter(policy, adapt)
         return policy
@@ -92,7 +92,7 @@ def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
     """Return where the base of an adapter is, and the function that adds the adapter to it."""
     for name in adapter.base_names:
         if name in BUNDLED:
-            base = str(bundled_model(name).path)
+            base = str(BUNDLED[name]().path)
         elif Path(name).exists() or not name.startswith((".", "/", "~")):
             base = model_of(name)
         else:

@@ -13,7 +13,7 @@ from gruppo.loading import command_name
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.common.validation import refuse_unused_options
-from gruppo.modalities.text.bundled import BUNDLED, bundled_model
+from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.custom import ModelFunction, is_custom, names_function
 from gruppo.modalities.text.load import Adapt, from_pretrained, give_adapter
@@ -119,7 +119,7 @@ def _adapter_of(config: Config) -> Adapt | None:
 def found_model(name: str) -> tuple[str, dict[str, Any]]:
     """Return where a language model is loaded from, and its origin for the manifest."""
     if name in BUNDLED:
-        found = bundled_model(name)
+        found = BUNDLED[name]()
         return str(found.path), {"name": name, "source": found.source, "sha256": found.sha256}
     if names_function(name) or is_custom(model_of(name)):
         made = (
