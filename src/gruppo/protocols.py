@@ -298,6 +298,14 @@ class Modality:
         """Return whether ``--model`` names a model of this modality; nothing is loaded."""
         return False
 
+    def check_objective(self, config: Any, **facts: Any) -> None:
+        """Raise GruppoError where the objective does not suit actions and lengths of this modality.
+
+        ``facts``: what ``Objective.check`` needs to know of the run beside.
+        """
+        max_length = config.rollout.max_new_tokens if self.has_lengths else None
+        config.objective.check(max_length=max_length, is_gaussian=self.is_gaussian, **facts)
+
     def validate(self, config: Any) -> None:
         """Raise GruppoError for options that this modality does not use or cannot satisfy; nothing is loaded."""
 

@@ -22,12 +22,11 @@ def check(config: Config, modality: Modality = NEUTRAL) -> None:
     check_config(config)
     trackers.check(config.track)
     modality.validate(config)
-    config.objective.check(
+    modality.check_objective(
+        config,
         group_size=smallest_group(config),
         updates_per_row=config.updates_per_batch,
         kl_coef=highest(config, "kl_coef"),
-        max_length=config.rollout.max_new_tokens if modality.has_lengths else None,
-        is_gaussian=modality.is_gaussian,
         has_positions=config.objective.credit == "position",  # known once the rewards are opened
     )
     if highest(config, "sup_coef"):

@@ -120,7 +120,7 @@ def _work(run: Run) -> list[str]:
 def _reference(run: Run) -> str:
     chosen, has_base = run.config.reference, bool(run.policy.frozen_base())
     where = "" if has_base else f", on {'the device' if chosen.place == 'device' else chosen.place}"
-    if chosen.kind == "frozen":
+    if not chosen.is_mixed:
         renewed = [run.stage_schedule.names[n] for n, stage in enumerate(run.config.plan) if stage.new_reference]
         then = f", renewed as {' and '.join(renewed)} begins" if renewed else ""
         return f"the base, with the adapter off{then}" if has_base else f"a copy of the first weights{then}{where}"

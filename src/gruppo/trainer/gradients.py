@@ -24,7 +24,7 @@ TERMS = {
     "entropy": "entropy_coef",
     "value": "value_coef",
 }
-"""Terms of the loss, and what each is multiplied by."""
+"""Terms of the loss, and the step parameter that each is multiplied by."""
 Backward = Callable[[Run, Batch, StepParams], Mapping[str, Stat]]
 
 
@@ -37,34 +37,28 @@ def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward
     """``grad_norm/TERM`` and ``grad_cosine/TERM/TERM``, of what each term adds to the gradient, over all ranks.
 
     Each term that takes part costs a forward and a backward pass of the minibatch, and a vector of all weights. A
-    cosine is NaN where a gradient is 0. The update that follows is as it would be without.
+    cosine is NaN where a gradient is 0. The update that follows is the same as without.
     """
-    acting = [name for name in TERMS if _acts(run, step_params, name)]
-    vectors = {name: _alone(run, batch, step_params, TERMS[name], backward) for name in acting}
+    vectors: dict[str, Float[Tensor, "N"]] = {}
+    for name, coef in TERMS.items():  # those that take part in this step's loss; the same on all ranks
+        is_used: bool = getattr(step_params, coef) > 0
+        if name == "value":
+            is_used = is_used and run.critic is not None and step_params.samples
+        elif name == "kl":
+            is_used = is_used and run.config.objective.kl_in == "loss"
+        if not is_used:
+            continue
+        others: dict[str, Any] = dict.fromkeys((c for c in TERMS.values() if c != coef), 0.0)
+        run.optimizer.zero_grad(set_to_none=True)
+        backward(run, batch, replace(step_params, **others))
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in run.parameters]
+        vector = torch.cat([gradient.flatten().float() for gradient in own])
+        run.optimizer.zero_grad(set_to_none=True)
+        vectors[name] = dist.all_sum(vector)
     norms = {name: float(vector.norm()) for name, vector in vectors.items()}
-    said = {f"grad_norm/{name}": norm for name, norm in norms.items()}
+    metrics = {f"grad_norm/{name}": norm for name, norm in norms.items()}
     for one, other in combinations(vectors, 2):
         product = norms[one] * norms[other]
         cosine = float(vectors[one] @ vectors[other]) / product if product else float("nan")
-        said[f"grad_cosine/{one}/{other}"] = cosine
-    return said
-
-
-def _acts(run: Run, step_params: StepParams, name: str) -> bool:
-    """Whether a term takes part in this step's loss; the same on all ranks."""
-    if name == "value":
-        return run.critic is not None and step_params.samples and step_params.value_coef > 0
-    if name == "kl":
-        return step_params.kl_coef > 0 and run.config.objective.kl_in == "loss"
-    return getattr(step_params, TERMS[name]) > 0
-
-
-def _alone(run: Run, batch: Batch, step_params: StepParams, coef: str, backward: Backward) -> Float[Tensor, "N"]:
-    """The gradient of one term, of all weights in a row."""
-    others: dict[str, Any] = dict.fromkeys((c for c in TERMS.values() if c != coef), 0.0)
-    run.optimizer.zero_grad(set_to_none=True)
-    backward(run, batch, replace(step_params, **others))
-    own = [torch.zeros_like(p) if p.grad is None else p.grad for p in run.parameters]
-    vector = torch.cat([gradient.flatten().float() for gradient in own])
-    run.optimizer.zero_grad(set_to_none=True)
-    return dist.all_sum(vector)
+        metrics[f"grad_cosine/{one}/{other}"] = cosine
+    return metrics

@@ -30,12 +30,12 @@ def check_reference(config: Config, modality: Modality) -> None:
         raise unread_error("a reference")
     of_mixing = ("update_rate", "update_every", "watch_prompts")
     unread = [name for name in of_mixing if getattr(chosen, name) != getattr(usual, name)]
-    if chosen.kind == "frozen" and unread:
+    if unread and not chosen.is_mixed:
         raise GruppoError(
             f"reference.{unread[0]} is of a reference that moves, and reference.kind='frozen' never does. Set "
             "--reference.kind mixed, or leave it out."
         )
-    if chosen.kind == "mixed" and chosen.update_every > config.steps:
+    if chosen.is_mixed and chosen.update_every > config.steps:
         raise GruppoError(
             f"reference.kind='mixed' with reference.update_every={chosen.update_every} never moves in {config.steps} "
             f"steps. Set --reference.update-every {max(config.steps // 10, 1)} or so, or --reference.kind frozen."
@@ -67,7 +67,7 @@ def cautions(config: Config, modality: Modality) -> list[str]:
     """What works and may not be meant."""
     if not has_reference(config, modality):
         return []
-    if config.reference.kind == "mixed":
+    if config.reference.is_mixed:
         return ["the reference follows the policy: the KL slows it down, and is no anchor to where it began"]
     if config.lora.adapter:
         return ["the reference is the base without the adapter that training begins with: the KL does not begin at 0"]
@@ -118,7 +118,7 @@ def watch(run: Run) -> dict[str, float]:
     if reference is None or not reference.follows_policy:
         return {}
     metrics = {"reference/distance_frac": reference.distance(run.policy)}
-    if run.config.reference.kind == "mixed" and (prompts := held_out(run, run.config.reference.watch_prompts)):
+    if run.config.reference.is_mixed and (prompts := held_out(run, run.config.reference.watch_prompts)):
         with reference.active() as policy:
             generate: Any = policy.sample
             if run.environment is not None:

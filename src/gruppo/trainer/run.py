@@ -107,9 +107,9 @@ def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]
 def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
     """Metrics from statistics: ``entries`` maps a statistic to the metrics it gives, ``"mean:len/mean_actions"``."""
     metrics = {}
-    for name, wanted in entries.items():
+    for name, named in entries.items():
         if name in stats:
-            for entry in wanted:
+            for entry in named:
                 what, metric = entry.split(":", 1)  # a reward may have one in its name
                 is_known = stats[name].count or what in ("sum", "count")
                 metrics[metric] = float(getattr(stats[name], what)) if is_known else float("nan")
