@@ -31,10 +31,10 @@ pytest.importorskip("PIL")
 
 KL = {"stage__kl_coef": 0.1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no noise": ({"diffusion__eta": 0.0}, r"eta=0 draws nothing: such a step has no density.*Set eta above 0"),
+    "no noise": ({"diffusion__eta": 0.0}, r"eta=0 draws nothing: without a density.*Set eta above 0"),
     "the ODE": ({"diffusion__transition": "ode"}, r"transition='ode' draws nothing.*evaluation, temperature 0"),
     "an unknown transition": ({"diffusion__transition": "dddim"}, r"transition='dddim' is not one of"),
-    "a step of a diffusion": ({"diffusion__transition": "ddpm"}, r"'ddpm' is for a diffusion schedule"),
+    "a step of a diffusion": ({"diffusion__transition": "ddpm"}, r"'ddpm' does not fit the flow schedule"),
     "guidance without dropped classes": (
         {"diffusion__guidance": 2.0},
         r"guidance=2 needs a prediction without a condition.*Set guidance 1",
@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no reward": ({"reward": ()}, r"no reward was given"),
     "a new network of texts": (
         {"model": "unet", "data": "arithmetic"},
-        r"--model unet is made for the data's pictures, and the data 'arithmetic' have none",
+        r"--model unet is made for the data's images, and a target of 'arithmetic' is a str",
     ),
     "a folder that is no model": ({"model": str(Path(__file__).parent)}, r"tests/trainer"),
 }
@@ -218,7 +218,7 @@ def test_pictures_drawn_at_temperature_1_hang_on_the_seed(finished, tmp_path):
 @pytest.mark.parametrize(
     ("args", "says", "code"),
     [
-        (["sample", "RUN", "77"], r"'0': 77 is no class of this network; it knows '0', '1', '2'.*0 to 2", 2),
+        (["sample", "RUN", "77"], r"'0': 77 is no class of this network; it knows '0', '1', '2'", 2),
         (["sample", "RUN", "²"], r"'²' is no class of this network", 2),
         (["sample", "RUN", "seven"], r"'seven' is no class of this network", 2),
         (["sample", "RUN", "1", "--n", "0"], r"--n 0 samples nothing", 2),

@@ -362,7 +362,7 @@ def test_temperature_0_is_the_ode_of_any_number_of_steps_from_latents_that_no_se
             x0 = fake.policy.module(x, torch.full((2,), t), label)
             x = x - (x - x0) / t / 7
     torch.testing.assert_close(rollouts.actions[:, -1], x, rtol=1e-4, atol=1e-5)
-    with pytest.raises(GruppoError, match=r"the ODE's .temperature 0., which has no density"):
+    with pytest.raises(GruppoError, match=r"the ODE .temperature 0. have no density"):
         fake.policy.likelihood(replace(rollouts, mask=~rollouts.mask), whole(rollouts))
 
 
@@ -552,13 +552,14 @@ def test_a_reference_is_the_policy_as_it_was_and_its_kl_begins_at_0(fake):
     assert torch.equal(reference.likelihood(rollouts, whole(rollouts)).logprobs, before)
 
 
-def test_a_mixed_reference_follows_and_samples():
+def test_a_mixed_reference_follows():
     fake = ancestral()
     mixed = ReferenceModel(fake.policy, rule="ema", rate=1.0, every=1)
     disturbed(fake.policy)
     mixed.update(fake.policy, 1)
-    theirs = mixed.sample(requests(2), fake.sampling, seed=3)
-    assert torch.equal(theirs.actions, fake.policy.sample(requests(2), fake.sampling, seed=3).actions)
+    rollouts = sampled(fake, 2)
+    theirs, ours = (of.likelihood(rollouts, whole(rollouts)).logprobs for of in (mixed, fake.policy))
+    assert torch.equal(theirs, ours)
 
 
 @pytest.mark.silent_bug(27)
@@ -619,7 +620,7 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, fake):
 
 def test_a_policy_with_parts_that_a_folder_cannot_name_is_not_saved(tmp_path):
     made = DenoiserPolicy(TinyDenoiser(), SHAPE, condition=object())
-    with pytest.raises(GruppoError, match=r"this policy has a object and a FlowSchedule. Save policy.module yourself"):
+    with pytest.raises(GruppoError, match=r"not a object and a FlowSchedule. Save policy.module yourself"):
         made.save(tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
@@ -630,7 +631,10 @@ def test_a_policy_with_parts_that_a_folder_cannot_name_is_not_saved(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"transition": "ddim", "eta": 0.0}, r"eta=0 draws nothing: .*no density.*policy gradient.*Set eta above 0"),
+        (
+            {"transition": "ddim", "eta": 0.0},
+            r"eta=0 draws nothing: without a density.*policy gradient.*Set eta above 0",
+        ),
         ({"eta": 0.0}, r"eta=0 draws nothing"),
         ({"transition": "ode"}, r"transition='ode' draws nothing: .*for evaluation, temperature 0"),
         ({"transition": "euler"}, r"transition='euler' is not one of 'ancestral', 'ddim'"),
@@ -673,12 +677,12 @@ def test_the_ode_is_let_through_for_evaluation():
         (
             lambda: denoiser(),
             {"transition": "ddim"},
-            r"is for a diffusion schedule.*on a flow schedule. Set one of ancestral, flow_sde",
+            r"'ddim' does not fit the flow schedule.*Set one of ancestral, flow_sde",
         ),
         (
             lambda: ddim().policy,
             {"transition": "cps"},
-            r"is for a flow schedule, and .*Set one of ancestral, ddim, ddpm",
+            r"'cps' does not fit the diffusion schedule.*Set one of ancestral, ddim, ddpm",
         ),
         (lambda: ddim().policy, {"max_actions": 1001}, r"1001 steps are more than the 1000"),
     ],
@@ -696,7 +700,7 @@ def test_prompts_that_are_no_class_are_refused_by_name_and_names_are_known():
     assert "None is no class" in policy.check_prompt(Prompt("x", None), None)
     assert "True is no class" in policy.check_prompt(Prompt("x", True), None)
     assert policy.check_prompt(Prompt("x", "2"), None) is None
-    assert int(ClassLabels(["a", "b"]).encode("b")) == 1 and int(ClassLabels(["a", "b"]).unconditional()) == 2
+    assert int(ClassLabels(["a", "b"]).encode("b")) == 1 and int(ClassLabels(["a", "b"]).unconditional) == 2
     with pytest.raises(GruppoError, match=r"'seven' is no class"):
         policy.sample([Request(Prompt("x", "seven"), 1)], DiffusionSampling(), seed=0)
     for wrong in ({"classes": ["a", "a"]}, {"classes": 0}, {"classes": 3, "dropped": 1.0}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gruppo.modalities.diffusion.unet import DenoisingUNet, timestep_embedding
+from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.types import GruppoError
 
 
@@ -51,10 +51,13 @@ def test_time_and_class_are_told_and_none_of_the_classes_is_another():
 
 
 def test_timestep_embeddings_by_hand():
-    """Frequencies 1 and 1 / 100 of four numbers."""
-    got = timestep_embedding(torch.tensor([0.5], dtype=torch.float64), 4)[0]
-    expected = torch.tensor([0.5, 0.005], dtype=torch.float64)
-    torch.testing.assert_close(got, torch.cat([expected.cos(), expected.sin()]))
+    """cos and sin of 500 times the frequencies 10000^(-k / 4), k = 0 to 3."""
+    made, seen = net((1, 8, 8), 3, width=8), []
+    made.times.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
+    x, _, labels = (part[:1] for part in asked(made))
+    made(x, torch.tensor([0.5], dtype=torch.float64), labels)
+    angles = 500 * torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)
+    torch.testing.assert_close(seen[0], torch.cat([angles.cos(), angles.sin()]))
 
 
 @pytest.mark.parametrize(

@@ -4,32 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from gruppo.modalities.diffusion.encoders import ConditionEncoder, PixelCodec
+from gruppo.core.images import quantize
+from gruppo.modalities.common.images import image_rollouts
 from gruppo.modalities.diffusion.schedules import NoiseSchedule
-from gruppo.modalities.diffusion.transitions import PredictionType, StepLevels, Transition, split_prediction
-from gruppo.types import Gaussian, GruppoError, MicroBatch, Rollouts
+from gruppo.modalities.diffusion.transitions import PredictionType, StepLevels, broadcast, split_prediction
+from gruppo.protocols import Outputs
+from gruppo.seeds import generator_at
+from gruppo.types import GruppoError, Likelihood, MicroBatch, Prompt, Rollouts
 
+Weighting = Literal["uniform", "clean"]
+"""Of the denoising loss: 1, or 1 / (sigma^2 + 0.05)."""
 MIN_ALPHA = 1e-3
 """Least alpha at which a noise prediction determines x0 well enough: log-ratios stay within 1e-5 nats per dimension."""
 
 
-@dataclass(frozen=True, eq=False)
-class DenoiserInputs:
-    """N states to step from; ``guidance`` is on the CPU, the others are on the network's device."""
+class ConditionEncoder(Protocol):
+    """From a prompt's inputs to the condition that the network reads beside x and t."""
 
-    x: Float[Tensor, "N ..."]
-    times: Float[Tensor, "N"]
-    condition: Tensor | None
-    """[N, ...]"""
-    guidance: Float[Tensor, "N"]
-    """Classifier-free guidance scale; at 1 the network is evaluated once, else twice."""
+    dropped: float
+    """Fraction of demonstrations trained without their condition; 0 for a network without guidance."""
+    unconditional: Tensor
+    """The condition that stands for none, of the same shape as the others."""
+
+    def encode(self, inputs: Any) -> Tensor:
+        """Condition of one prompt; all have the same shape. Raises GruppoError for inputs that it cannot encode."""
+        ...
+
+
+class ClassLabels:
+    """Class numbers of a class-conditional network, by number or name; the number after the last means no class."""
+
+    def __init__(self, classes: int | Sequence[str], *, dropped: float = 0.0) -> None:
+        names = [str(n) for n in range(classes)] if isinstance(classes, int) else list(classes)
+        if not names or len(set(names)) < len(names):
+            raise GruppoError(f"classes={classes!r:.80} needs at least one name, and no name twice. Change the list.")
+        if not 0 <= dropped < 1:
+            raise GruppoError(f"dropped={dropped} is out of range; it needs 0 <= dropped < 1. Use 0.1 for guidance.")
+        self.names, self.dropped, self.unconditional = tuple(names), dropped, torch.tensor(len(names))
+
+    def encode(self, inputs: Any) -> Tensor:
+        """Class number as a long scalar []."""
+        number = self.names.index(inputs) if isinstance(inputs, str) and inputs in self.names else inputs
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.names):
+            known = ", ".join(map(repr, self.names[:12])) + (", ..." if len(self.names) > 12 else "")
+            raise GruppoError(f"{inputs!r:.80} is no class of this network; it knows {known}. Use a name or its index.")
+        return torch.tensor(number)
+
+
+@dataclass
+class PixelCodec:
+    """States are the images themselves, in [-1, 1]. A latent diffusion model overrides both methods."""
+
+    image_shape: tuple[int, ...]
+    """[C, H, W]"""
+
+    def encode(self, image: Float[Tensor, "C H W"]) -> Tensor:
+        """State of an image in [0, 1]; float32, on the CPU."""
+        return (image.float() * 2 - 1).cpu()
+
+    def decode(self, states: Float[Tensor, "B ..."]) -> Float[Tensor, "B C H W"]:
+        """Images in [0, 1], rounded to the 8 bits of a file, so that a reward reads what a viewer sees."""
+        return quantize((states + 1) / 2)
+
+
+# --- the network ---
 
 
 class ModuleCall:
@@ -61,23 +106,17 @@ class Denoiser:
     call: ModuleCall
 
     def __post_init__(self) -> None:
-        names = dict(self.module.named_modules())
-        if self.middle and self.middle not in names:
-            raise GruppoError(
-                f"the network has no submodule {self.middle!r} to read features from; it has "
-                f"{', '.join(list(names)[1:9])}."
-            )
-        if self.predicts not in get_args(PredictionType):
-            known = ", ".join(map(repr, get_args(PredictionType)))
-            raise GruppoError(f"predicts={self.predicts!r} is not one of {known}. Use 'x0'.")
-        if self.predicts != "noise":
-            return
+        names, known = [name for name, _ in self.module.named_modules()], get_args(PredictionType)
+        if self.middle not in names:  # "" is the module itself
+            has = ", ".join(names[1:9])
+            raise GruppoError(f"the network has no submodule {self.middle!r} to read features from; it has {has}.")
+        if self.predicts not in known:
+            raise GruppoError(f"predicts={self.predicts!r} is not one of {', '.join(map(repr, known))}. Use 'x0'.")
         alpha = float(self.schedule.level(self.schedule.times(1)[:1])[0])
-        if alpha < MIN_ALPHA:
+        if self.predicts == "noise" and alpha < MIN_ALPHA:
             raise GruppoError(
-                f"predicts='noise' with a schedule that starts at alpha={alpha:.1g}: x0 is what remains of x without "
-                f"its noise, divided by alpha, and so are rounding errors. It needs alpha of at least {MIN_ALPHA:g}. "
-                "Train the network to predict 'v', 'velocity' or 'x0', or use DiffusionSchedule('linear')."
+                f"predicts='noise' with a schedule that starts at alpha={alpha:.1g} divides rounding errors by it; it "
+                f"needs at least {MIN_ALPHA:g}. Predict 'v', 'velocity' or 'x0', or use DiffusionSchedule('linear')."
             )
 
     @property
@@ -85,14 +124,15 @@ class Denoiser:
         return next(self.module.parameters()).device
 
     def encode(self, inputs: Sequence[object]) -> Tensor | None:
-        """Conditions [P, ...] of the inputs of prompts; None for a network without conditions."""
+        """Conditions [P, ...] of prompts' inputs; None for a network without conditions."""
         return None if self.condition is None else torch.stack([self.condition.encode(one) for one in inputs])
 
-    def dummy_inputs(self) -> DenoiserInputs:
-        """One state of zeros, to try the network with."""
-        condition = None if self.condition is None else self.condition.unconditional()[None].to(self.device)
-        zeros = torch.zeros(1, *self.shape, device=self.device)
-        return DenoiserInputs(zeros, torch.ones(1, device=self.device), condition, torch.ones(1))
+    def dummy_features(self) -> Float[Tensor, "1 F"]:
+        """Features of a state of zeros, for their width and for what they depend on."""
+        condition = None if self.condition is None else self.condition.unconditional[None].to(self.device)
+        x, one = torch.zeros(1, *self.shape, device=self.device), torch.ones(1)
+        groups = torch.zeros(1, dtype=torch.long)
+        return self.predict(x, one.to(self.device), condition, one, groups, features=True)[1]
 
     def levels(self, counts: Int[Tensor, "N"], columns: Int[Tensor, "N"]) -> tuple[StepLevels, Float[Tensor, "N"]]:
         """Levels of step ``columns`` of samplers with ``counts`` steps, and the time that the network is given."""
@@ -103,57 +143,47 @@ class Denoiser:
         levels = (*self.schedule.level(times[0]), *self.schedule.level(times[1]))
         return StepLevels(*(level.to(self.device) for level in levels)), times[0].to(self.device)
 
-    def step(
+    def predict(
         self,
-        inputs: DenoiserInputs,
-        levels: StepLevels,
-        transition: Transition,
+        x: Float[Tensor, "N ..."],
+        times: Float[Tensor, "N"],
+        condition: Tensor | None,
+        guidance: Float[Tensor, "N"],
         groups: Int[Tensor, "N"],
         *,
         features: bool = False,
-    ) -> tuple[Gaussian, Float[Tensor, "N ..."], Float[Tensor, "N F"]]:
-        """Distribution of the next states (mean [N, *E], std [N]), predicted x0, and features as ``predict``."""
-        prediction, pooled = self.predict(inputs, groups, features=features)
-        x0, noise = split_prediction(inputs.x, prediction, levels, self.predicts)
-        return transition(inputs.x, x0, noise, levels), x0, pooled
-
-    def features(self, inputs: DenoiserInputs, groups: Int[Tensor, "N"]) -> Float[Tensor, "N F"]:
-        """Features of the states with their conditions, for a value head."""
-        return self.predict(replace(inputs, guidance=torch.ones_like(inputs.guidance)), groups, features=True)[1]
-
-    def predict(
-        self, inputs: DenoiserInputs, groups: Int[Tensor, "N"], *, features: bool = False
     ) -> tuple[Float[Tensor, "N ..."], Float[Tensor, "N F"]]:
         """Guided prediction for each state, and the features under its condition (width 0 unless asked for).
 
         s + (g - 1) (s - n), where s has the condition and n has none (Ho & Salimans 2022, arXiv 2207.12598, eq. 6,
-        whose 1 + w is g). Rows of equal number in ``groups`` have the same condition. Those equal to the bit, which
-        shared noise has kept in one state, are evaluated once.
+        whose 1 + w is g); with guidance 1 the network is evaluated once, else twice. Rows of one number in ``groups``
+        have the same condition. Those equal to the bit, which shared noise has kept in one state, are evaluated once.
+        ``guidance`` and ``groups`` are on the CPU, the others on the network's device.
         """
         # Evaluate one row for each set of equal rows; ``answers`` says whose result is each row's.
         rows = torch.arange(len(groups))
         _, number = groups.unique(return_inverse=True)
         first = torch.full((len(rows),), len(rows)).scatter_reduce(0, number, rows, "amin")[number]
-        at = first.to(inputs.x.device)
-        is_same = (inputs.x == inputs.x[at]).flatten(1).all(dim=1) & (inputs.times == inputs.times[at])
-        is_same = is_same.cpu() & (inputs.guidance == inputs.guidance[first])
+        at = first.to(x.device)
+        is_same = (x == x[at]).flatten(1).all(dim=1) & (times == times[at])
+        is_same = is_same.cpu() & (guidance == guidance[first])
         kept, answers = torch.where(is_same, first, rows).unique(return_inverse=True)
-        at, answers = kept.to(inputs.x.device), answers.to(inputs.x.device)
-        x, times, guidance = inputs.x[at], inputs.times[at], inputs.guidance[kept]
-        condition = None if inputs.condition is None else inputs.condition[at]
+        at, answers = kept.to(x.device), answers.to(x.device)
+        x, times, guidance = x[at], times[at], guidance[kept]
+        condition = None if condition is None else condition[at]
 
         # Append the guided rows once more, without their conditions.
         n, shape, guided = len(x), x.shape, (guidance != 1).nonzero()[:, 0].to(x.device)
         if len(guided):
             assert condition is not None and self.condition is not None
-            empty = self.condition.unconditional().to(condition)
+            empty = self.condition.unconditional.to(condition)
             x, times = torch.cat([x, x[guided]]), torch.cat([times, times[guided]])
             condition = torch.cat([condition, empty.expand(len(guided), *empty.shape)])
 
         if features and not self.middle:
             raise GruppoError(
-                "a critic reads the output of the network's middle, and this policy names no submodule for it. Create "
-                "it with middle='NAME' of a submodule whose output is [N, F, ...]."
+                "a critic reads features of the network, and this policy names no submodule for it. Create it with "
+                "middle='NAME' of a submodule whose output is [N, F, ...]."
             )
         outputs: list[Any] = []
         middle = self.module.get_submodule(self.middle)
@@ -162,8 +192,7 @@ class Denoiser:
         if not isinstance(prediction, Tensor) or prediction.shape != x.shape:
             got = list(prediction.shape) if isinstance(prediction, Tensor) else type(prediction).__name__
             raise GruppoError(
-                f"the network returned {got} for states of shape {list(x.shape)}; it needs one number for each. "
-                "Return a tensor of the shape of x."
+                f"the network returned {got} for states of shape {list(x.shape)}. Return a tensor of that shape."
             )
         pooled = self.call.pool(outputs[0]) if features else prediction.new_zeros(len(x), 0)
         if len(guided):
@@ -200,12 +229,69 @@ class StepSelection:
         empty = values.new_full((*self.shape, *values.shape[1:]), fill)
         return empty.index_put(self.place, values)
 
-    def inputs(self, rollouts: Rollouts, times: Float[Tensor, "N"]) -> DenoiserInputs:
-        """The states before the steps, as they were sampled from."""
+    def inputs(
+        self, rollouts: Rollouts, denoiser: Denoiser
+    ) -> tuple[StepLevels, tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+        """Levels of the steps, and x, times, conditions and guidance as they were sampled with."""
+        levels, times = denoiser.levels(rollouts.per_row["steps"][self.row], self.column)
         before = rollouts.actions[self.row, (self.column - 1).clamp(min=0)]
         is_first = (self.column == 0).reshape(-1, *[1] * (before.ndim - 1))
         x = torch.where(is_first, rollouts.per_row["first"][self.row], before).to(times.device)
         condition = rollouts.shared.get("condition")
         if condition is not None:
             condition = condition[rollouts.group_ids[self.row]].to(times.device)
-        return DenoiserInputs(x, times, condition, rollouts.per_row["guidance"][self.row])
+        return levels, (x, times, condition, rollouts.per_row["guidance"][self.row])
+
+
+# --- denoising training on given images -------------------------------------------------------------------------------
+
+
+def demonstration_rollouts(denoiser: Denoiser, prompts: Sequence[Prompt], seed: int) -> Rollouts:
+    """One row and one action per prompt: its target as a state, with log-probs of 0.
+
+    ``per_row``: the noise (``first``), the time that it is added at (``level``), and whether the condition is left out
+    (``dropped``), all by (seed, draw).
+    """
+    conditions = denoiser.encode([prompt.inputs for prompt in prompts])
+    dropped = 0.0 if denoiser.condition is None else denoiser.condition.dropped
+    generators = [generator_at(seed, "demonstration", prompt.draw) for prompt in prompts]
+    uniforms = torch.stack([torch.rand(2, generator=generator, dtype=torch.float64) for generator in generators])
+    return image_rollouts(
+        prompts,
+        torch.stack([denoiser.codec.encode(prompt.target) for prompt in prompts])[:, None],  # [B, 1, *E]
+        [prompt.target for prompt in prompts],
+        shared={} if conditions is None else {"condition": conditions},
+        per_row={
+            "first": torch.stack([torch.randn(denoiser.shape, generator=generator) for generator in generators]),
+            "level": denoiser.schedule.training_times(uniforms[:, 0]),
+            "dropped": uniforms[:, 1] < dropped,
+        },
+    )
+
+
+def demonstration_likelihood(
+    denoiser: Denoiser, rollouts: Rollouts, steps: StepSelection, weighting: Weighting, outputs: Outputs
+) -> Likelihood:
+    """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its constant."""
+    device, row = denoiser.device, steps.row
+    image, noise = rollouts.actions[row, 0].to(device), rollouts.per_row["first"][row].to(device)
+    times = rollouts.per_row["level"][row]
+    alpha, sigma = (level.to(device) for level in denoiser.schedule.level(times))
+    levels = StepLevels(alpha, sigma, torch.ones_like(alpha), torch.zeros_like(sigma))
+    a, s, x0, e = broadcast(alpha, image), broadcast(sigma, image), image.double(), noise.double()
+    x = (a * x0 + s * e).float()  # as the network would see it in sampling, whose states are float32
+
+    condition: Tensor | None = rollouts.shared.get("condition")
+    if condition is not None:
+        condition = condition[rollouts.group_ids[row]].to(device)
+        if denoiser.condition is not None and denoiser.condition.dropped:
+            is_dropped = rollouts.per_row["dropped"][row].to(device).reshape(-1, *[1] * (condition.ndim - 1))
+            condition = torch.where(is_dropped, denoiser.condition.unconditional.to(condition), condition)
+
+    prediction, _ = denoiser.predict(x, times.to(device), condition, torch.ones(len(x)), torch.arange(len(x)))
+    truth = {"noise": e, "x0": x0, "v": a * e - s * x0, "velocity": e - x0}[denoiser.predicts]
+    error = (prediction.double() - truth).square().flatten(1).mean(dim=1)
+    weight = 1 / (sigma.square() + 0.05) if weighting == "clean" else torch.ones_like(sigma)
+    predicted_x0, _ = split_prediction(x, prediction, levels, denoiser.predicts)
+    output = steps.scatter(predicted_x0) if "output" in outputs else None
+    return Likelihood(steps.scatter(-weight * error), output=output)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
 
+from gruppo.config.options import flag
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, values_of
 from gruppo.modalities.common.adapters import model_of
+from gruppo.modalities.common.state_dict import load_strictly
 from gruppo.modalities.common.validation import refuse, refuse_unused_options
 from gruppo.modalities.diffusion.config import DiffusionConfig
-from gruppo.modalities.diffusion.diffusers_policy import DiffusersPolicy, add_adapter, load_diffusers
-from gruppo.modalities.diffusion.encoders import ClassLabels
-from gruppo.modalities.diffusion.load import SETTINGS
-from gruppo.modalities.diffusion.policy import DenoiserCritic, DenoiserPolicy, load_denoiser
+from gruppo.modalities.diffusion.denoiser import ClassLabels
+from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
+from gruppo.modalities.diffusion.policy import SETTINGS, WEIGHTS, DenoiserCritic, DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
 from gruppo.modalities.diffusion.trust_region import check_trust_region
@@ -27,6 +32,10 @@ from gruppo.types import DataError, GruppoError
 
 log = logging.getLogger("gruppo")
 
+NO_LORA = "LoRA puts adapters on the attention of a pipeline"
+
+SAMPLING_OPTIONS = ("transition", "eta", "guidance", "noise", "train_from", "train_to", "train_fraction")
+"""Options of ``DiffusionConfig`` and fields of ``DiffusionSampling``."""
 NEW, HUB, INDEX = "unet", "diffusers:", "model_index.json"
 NEW_OPTIONS = ("path", "shift", "predicts", "weighting", "dropped", "width")
 PIPELINE_OPTIONS = ("size", "embedded_guidance")
@@ -51,23 +60,21 @@ class DiffusionModality(Modality):
         refuse_unused_options(config, self)
         model, lora, chosen, default = config.model, config.lora, config.section(DiffusionConfig), DiffusionConfig()
         is_named, has_pipeline = model != IN_MEMORY, is_pipeline(model)
-        temperatures = [t for t in values_of(config, "temperature") if t != 1]
+        temperature = next((t for t in values_of(config, "temperature") if t != 1), 1.0)
         refuse(
-            temperatures
-            and f"a stage's temperature of {next(iter(temperatures), 1):g}: a denoising step has none but eta. Leave "
-            "temperature out of the stages, and set --diffusion.eta.",
+            temperature != 1
+            and f"a stage's temperature of {temperature:g}: a denoising step has none but eta. Leave temperature out "
+            "of the stages, and set --diffusion.eta.",
             highest(config, "entropy_coef")
-            and "a stage's entropy_coef is above 0, and the noise of a denoising step is fixed, so that its entropy "
-            "never changes. Set --stage.entropy-coef 0, and --diffusion.eta for more noise.",
+            and "a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed by eta. Set "
+            "--stage.entropy-coef 0, and --diffusion.eta for more noise.",
             chosen.path == "diffusion"
             and chosen.shift != 1
-            and f"diffusion.shift={chosen.shift:g} shifts times of a flow, and --diffusion.path is diffusion. Leave "
-            "one of them out.",
+            and f"diffusion.shift={chosen.shift:g} applies to --diffusion.path flow, not diffusion. Leave it out.",
             is_named
             and not has_pipeline
             and (lora.rank or lora.adapter)
-            and f"LoRA puts adapters on the attention of a pipeline, and {model!r} is a small network that is trained "
-            "itself. Leave the --lora options out.",
+            and f"{NO_LORA}, and {model!r} is a small network that is trained itself. Leave the --lora options out.",
             has_pipeline
             and lora.adapter
             and f"lora.adapter={lora.adapter!r}: adapters of pipelines are trained from scratch. Set --lora.rank, or "
@@ -78,14 +85,16 @@ class DiffusionModality(Modality):
             and f"compute='bfloat16' holds the base below adapters, and the weights of {model!r} are trained "
             "themselves. Set --compute float32, or --lora.rank with a pipeline.",
         )
-        for name in (*NEW_OPTIONS, *PIPELINE_OPTIONS):
-            is_read = has_pipeline if name in PIPELINE_OPTIONS else model == NEW
-            if getattr(chosen, name) != getattr(default, name) and not is_read:
-                owner = "a pipeline of diffusers" if name in PIPELINE_OPTIONS else f"a new network (--model {NEW})"
-                raise GruppoError(
-                    f"diffusion.{name} is of {owner}, and {model!r} already has its own. Leave --diffusion."
-                    f"{name.replace('_', '-')} out."
-                )
+        for names, is_read, owner in (
+            (NEW_OPTIONS, model == NEW, f"a new network (--model {NEW})"),
+            (PIPELINE_OPTIONS, has_pipeline, "a pipeline of diffusers"),
+        ):
+            for name in names:
+                if getattr(chosen, name) != getattr(default, name) and not is_read:
+                    raise GruppoError(
+                        f"diffusion.{name} is of {owner}, and {model!r} already has its own. Leave "
+                        f"{flag(f'diffusion.{name}')} out."
+                    )
 
     def open(self, config: Config, data: PromptSource | None) -> tuple[Policy, dict[str, Any]]:
         policy: Policy
@@ -106,10 +115,7 @@ class DiffusionModality(Modality):
         lora = config.lora
         if lora.rank or lora.adapter:
             if not isinstance(policy, DiffusersPolicy) or lora.adapter:
-                raise GruppoError(
-                    "LoRA puts new adapters on the attention of a diffusers pipeline, which this model is not. Leave "
-                    "the --lora options out."
-                )
+                raise GruppoError(f"{NO_LORA}, which this model is not. Leave the --lora options out.")
             base = config.model if config.model != IN_MEMORY else ""
             add_adapter(policy, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed, base=base)
         return policy
@@ -124,22 +130,10 @@ class DiffusionModality(Modality):
         return replace(sampling, temperature=float(temperature), noise="independent", train_from=0, train_to=0)
 
     def sampling(self, config: Config, policy: Policy | None = None) -> DiffusionSampling:
-        rollout, chosen = config.rollout, config.section(DiffusionConfig)
-        return DiffusionSampling(
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            max_actions=chosen.steps,
-            stop=rollout.stop,
-            transition=chosen.transition,
-            eta=chosen.eta,
-            guidance=chosen.guidance,
-            noise=chosen.noise,
-            train_from=chosen.train_from,
-            train_to=chosen.train_to,
-            train_fraction=chosen.train_fraction,
-            ode_steps=chosen.eval_steps,
-        )
+        chosen = config.section(DiffusionConfig)
+        options: dict[str, Any] = {name: getattr(chosen, name) for name in SAMPLING_OPTIONS}
+        options |= {"max_actions": chosen.steps, "ode_steps": chosen.eval_steps}
+        return DiffusionSampling(**vars(config.rollout.sampling) | options)
 
     def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         assert isinstance(policy, DenoiserPolicy)
@@ -150,17 +144,15 @@ class DiffusionModality(Modality):
         if all(refused):
             hint = " Put captions.jsonl or a .txt file beside each image." if is_pipeline(config.model) else ""
             raise DataError(
-                f"none of the first {len(first)} prompts of {config.data!r} can be drawn: {refused[0]}{hint}"
+                f"none of the first {len(first)} prompts of {config.data!r} can be used: {refused[0]}{hint}"
             )
         shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
         shape = tuple(policy.denoiser.codec.image_shape)
         if shapes and shape not in shapes:
-            log.warning(
-                "the model draws %s, and the pictures of %s are %s.", list(shape), config.data, list(min(shapes))
-            )
+            log.warning("the model samples images %s, and those of %s are %s.", [*shape], config.data, [*min(shapes)])
         if config.model == NEW and not highest(config, "sup_coef"):
             log.warning(
-                "a new network draws grey, and no stage has demonstrations to learn from: set --stages "
+                "a new network samples gray images, and no stage has demonstrations: set --stages "
                 "supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
             )
         if learns_from_samples(config):
@@ -170,8 +162,8 @@ class DiffusionModality(Modality):
         budget = config.optim.token_budget or policy.default_budget
         if config.objective.needs_whole_rows and sampling.noise != "branched" and evaluations > budget:
             raise GruppoError(
-                f"this objective compares whole rows, of up to {evaluations} evaluations of the network, and a "
-                f"micro-batch has {budget}. Set --optim.token-budget {evaluations}, or --objective.ratio token."
+                f"this objective needs whole rows, of up to {evaluations} evaluations of the network; a micro-batch "
+                f"has {budget}. Set --optim.token-budget {evaluations}, or --objective.ratio token."
             )
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
@@ -193,27 +185,57 @@ def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
     first, chosen = peek(data)[0], config.section(DiffusionConfig)
     if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
         raise DataError(
-            f"--model {NEW} is made for the data's pictures, and the data {config.data!r} have none: a target is a "
+            f"--model {NEW} is made for the data's images, and a target of {config.data!r} is a "
             f"{type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model."
         )
     if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
         raise DataError(
-            f"--model {NEW} is asked for classes, and the data {config.data!r} ask by {first.inputs!r:.60}. Put the "
-            "images of each class in a subfolder without captions, or give a --model of your own."
+            f"--model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}. Put the images of "
+            "each class in a subfolder without captions, or give a --model of your own."
         )
     shape, classes = list(first.target.shape), [""] if first.inputs == "" else data.classes
-    labels = ClassLabels(classes, dropped=chosen.dropped)
-    schedule = FlowSchedule(chosen.shift) if chosen.path == "flow" else DiffusionSchedule()
+    labels, is_flow = ClassLabels(classes, dropped=chosen.dropped), chosen.path == "flow"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        scale = 1000.0 if schedule.is_flow else 1.0
+        scale = 1000.0 if is_flow else 1.0
         module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
     return DenoiserPolicy(
         module,
         shape,
         predicts=chosen.predicts,
-        schedule=schedule,
+        schedule=FlowSchedule(chosen.shift) if is_flow else DiffusionSchedule(),
         condition=labels,
         weighting=chosen.weighting,
         middle="middle",
     )
+
+
+def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> DenoiserPolicy:
+    """The policy that ``save`` wrote; a module other than ``DenoisingUNet`` is given, and gets the weights."""
+    folder = Path(folder)
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        weights = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        needed = f"It needs {SETTINGS} and {WEIGHTS}, as policy.save(folder) writes them."
+        raise GruppoError(f"{folder} holds no denoiser: {reason}. {needed}") from None
+    try:
+        if module is None and settings["unet"] is None:
+            raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_denoiser that module.")
+        if module is None:
+            sizes = dict(settings["unet"])
+            module = DenoisingUNet(sizes.pop("shape"), sizes.pop("classes"), **sizes)
+        path, labels = dict(settings["path"]), settings["condition"]
+        options = {
+            **{name: settings[name] for name in ("shape", "predicts", "weighting", "middle")},
+            "schedule": {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[path.pop("kind")](**path),
+            "condition": None if labels is None else ClassLabels(labels["classes"], dropped=labels["dropped"]),
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise GruppoError(
+            f"{folder / SETTINGS} is damaged or of another version ({type(error).__name__}: {error}). Save the model "
+            "again with policy.save(folder), or give another --model."
+        ) from None
+    load_strictly(module, weights, str(folder))
+    return DenoiserPolicy(module, **options)

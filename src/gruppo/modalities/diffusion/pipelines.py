@@ -1,9 +1,16 @@
-"""Pipelines of ``diffusers``: what differs between their networks, captions, latents and schedules."""
+"""Stable Diffusion and FLUX as ``diffusers`` has them: policies over the network of a pipeline."""
 
 from __future__ import annotations
 
+import copy
+import difflib
+import inspect
+import json
+import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +18,27 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from gruppo.modalities.diffusion.demonstrations import Weighting
-from gruppo.modalities.diffusion.denoiser import ModuleCall
-from gruppo.modalities.diffusion.encoders import PixelCodec, postprocess
+from gruppo.loading import import_extra
+from gruppo.modalities.common.critic import module_weights
+from gruppo.modalities.common.lora import (
+    POLICY,
+    adapter_weights,
+    base_of,
+    base_weights,
+    cast_base,
+    has_adapter,
+    inject_config,
+    is_linear,
+    merge,
+)
+from gruppo.modalities.diffusion.denoiser import ModuleCall, PixelCodec, Weighting
+from gruppo.modalities.diffusion.policy import DenoiserPolicy
+from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import SchedulerDiffusion, SchedulerFlow
-from gruppo.types import GruppoError
+from gruppo.seeds import generator_at
+from gruppo.types import GruppoError, Prompt, Sampling
 
+SETTINGS = "gruppo.json"
 Embeddings = tuple[Tensor, ...]
 """What text encoders make of a caption: hidden states [N, L, D], and pooled ones [N, P] where there are any."""
 CAPTIONS_KEPT = 64
@@ -48,24 +70,22 @@ class StableDiffusion(ModuleCall):
     """Layers that LoRA adapts by default: all projections of attention."""
     has_guidance = True
     """Whether it can be used without a caption."""
+    embeddings: tuple[int, ...] = (0,)
+    """Indices of hidden states and pooled embeddings in what ``encode_prompt`` returns."""
     shapes: list[torch.Size]
-    """Of the embeddings that conditions hold flattened and concatenated."""
+    """Of the embeddings, which a condition holds flattened and concatenated."""
 
     def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
         self.pipeline, self.size, self.patch = pipeline, size, pipeline.vae_scale_factor
         self.middle, self.latent_channels = "mid_block", pipeline.unet.config.in_channels
         self.schedule: SchedulerDiffusion | SchedulerFlow = SchedulerDiffusion(pipeline.scheduler)
 
-    def encode(self, caption: str) -> Embeddings:
-        """Embeddings of one caption. One at a time, so that they are the same in any batch."""
-        hidden, _ = self.pipeline.encode_prompt(caption, self.pipeline.text_encoder.device, 1, False)
-        return (hidden,)
-
-    def unconditional(self) -> Embeddings:
-        return self.encode("")
-
     def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
-        return module(x, times, encoder_hidden_states=embeddings[0], return_dict=False)[0]
+        added = None
+        if len(embeddings) > 1:  # Stable Diffusion XL: pooled caption, and original size, crop and target size
+            sizes = x.new_tensor([*self.size, 0, 0, *self.size]).expand(len(x), -1)
+            added = {"text_embeds": embeddings[1], "time_ids": sizes}
+        return module(x, times, encoder_hidden_states=embeddings[0], added_cond_kwargs=added, return_dict=False)[0]
 
     def predict(self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor | None) -> Tensor:
         """Prediction in float32 or wider, so that guidance is not rounded; times are not rounded either."""
@@ -81,21 +101,7 @@ class StableDiffusion(ModuleCall):
 class StableDiffusionXl(StableDiffusion):
     """A UNet that adds a pooled caption and the size of the image, uncropped, to its time embedding."""
 
-    def encode(self, caption: str) -> Embeddings:
-        device = self.pipeline.text_encoder_2.device
-        hidden, _, pooled, _ = self.pipeline.encode_prompt(caption, device=device, do_classifier_free_guidance=False)
-        return hidden, pooled
-
-    def unconditional(self) -> Embeddings:
-        embeddings = self.encode("")
-        if self.pipeline.config.force_zeros_for_empty_prompt:
-            return tuple(torch.zeros_like(part) for part in embeddings)
-        return embeddings
-
-    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
-        sizes = x.new_tensor([*self.size, 0, 0, *self.size]).expand(len(x), -1)  # original, crop, target
-        added = {"text_embeds": embeddings[1], "time_ids": sizes}
-        return module(x, times, encoder_hidden_states=embeddings[0], added_cond_kwargs=added, return_dict=False)[0]
+    embeddings = (0, 2)
 
 
 class StableDiffusion3(StableDiffusion):
@@ -103,6 +109,7 @@ class StableDiffusion3(StableDiffusion):
 
     network = "transformer"
     targets = (*StableDiffusion.targets, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
+    embeddings = (0, 2)
     max_shift = 1.16
     has_even_sigmas = False
     packing = 1
@@ -112,7 +119,6 @@ class StableDiffusion3(StableDiffusion):
         self.pipeline, self.size = pipeline, size
         transformer, config = pipeline.transformer, pipeline.scheduler.config
         self.middle = f"transformer_blocks.{len(transformer.transformer_blocks) // 2}"
-        self._tokens = {"max_sequence_length": settings.caption_tokens} if settings.caption_tokens else {}
         self._per_sigma = float(config.num_train_timesteps)
         self._guidance = settings.embedded_guidance if transformer.config.get("guidance_embeds") else None
         self.patch = pipeline.vae_scale_factor * transformer.config.patch_size * self.packing
@@ -123,13 +129,6 @@ class StableDiffusion3(StableDiffusion):
         low, high = config.get("base_shift", 0.5), config.get("max_shift", self.max_shift)
         mu = low + (high - low) / (many - few) * (tokens - few)
         self.schedule = SchedulerFlow(pipeline.scheduler, mu=mu, is_even=self.has_even_sigmas)
-
-    def encode(self, caption: str) -> Embeddings:
-        device = self.pipeline.text_encoder.device
-        hidden, _, pooled, _ = self.pipeline.encode_prompt(
-            caption, None, None, device=device, do_classifier_free_guidance=False, **self._tokens
-        )
-        return hidden, pooled
 
     def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
         return module(
@@ -148,14 +147,10 @@ class Flux(StableDiffusion3):
     """A transformer over 2 x 2 patches of latents; it reads sigma, and a guidance scale where it is distilled."""
 
     has_guidance = False
+    embeddings = (0, 1)
     max_shift = 1.15
     has_even_sigmas = True
     packing = 2
-
-    def encode(self, caption: str) -> Embeddings:
-        device = self.pipeline.text_encoder.device
-        hidden, pooled, _ = self.pipeline.encode_prompt(caption, None, device=device, **self._tokens)
-        return hidden, pooled
 
     def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: Embeddings) -> Tensor:
         patches = pixel_unshuffle(x, 2)  # [N, 4 C, h, w]
@@ -186,33 +181,38 @@ ARCHITECTURES: dict[str, type[StableDiffusion]] = {
 class CaptionEncoder:
     """Captions as conditions: the embeddings of all text encoders, flattened into one row; float32, on the CPU."""
 
-    def __init__(self, architecture: StableDiffusion, dropped: float) -> None:
-        if not 0 <= dropped < 1:
-            raise GruppoError(f"dropped={dropped} is out of range; it needs 0 <= dropped < 1. Use 0.1 for guidance.")
-        self._architecture, self.dropped = architecture, dropped
-        with torch.no_grad():
-            embeddings = architecture.unconditional()
-        architecture.shapes = [part.shape[1:] for part in embeddings]
-        self._unconditional = self._packed(embeddings)
+    def __init__(self, architecture: StableDiffusion, settings: PipelineSettings) -> None:
+        self.dropped = settings.dropped if architecture.has_guidance else 0.0
+        if not 0 <= self.dropped < 1:
+            raise GruppoError(
+                f"dropped={self.dropped} is out of range; it needs 0 <= dropped < 1. Use 0.1 for guidance."
+            )
+        # The pipelines differ in what their ``encode_prompt`` takes.
+        options: dict[str, Any] = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
+        options |= {"num_images_per_prompt": 1}
+        options |= {"max_sequence_length": settings.caption_tokens} if settings.caption_tokens else {}
+        known = inspect.signature(architecture.pipeline.encode_prompt).parameters
+        self._options = {name: value for name, value in options.items() if name in known}
+        self._architecture = architecture
         self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        self.unconditional = self.encode("")
+        if architecture.pipeline.config.get("force_zeros_for_empty_prompt"):  # Stable Diffusion XL
+            self.unconditional = torch.zeros_like(self.unconditional)
 
     @torch.no_grad()
     def encode(self, inputs: Any) -> Float[Tensor, "numbers"]:
         if not isinstance(inputs, str):
             raise GruppoError(f"a {type(inputs).__name__} is no caption: {inputs!r:.80}. Give a string.")
-        if inputs not in self._cache:
-            self._cache[inputs] = self._packed(self._architecture.encode(inputs))
+        if inputs not in self._cache:  # one caption at a time, so that its embeddings are the same in any batch
+            architecture, pipeline = self._architecture, self._architecture.pipeline
+            encoded = pipeline.encode_prompt(inputs, device=pipeline.vae.device, **self._options)
+            embeddings = [encoded[index] for index in architecture.embeddings]
+            architecture.shapes = [part.shape[1:] for part in embeddings]
+            self._cache[inputs] = torch.cat([part[0].float().cpu().flatten() for part in embeddings])
             if len(self._cache) > CAPTIONS_KEPT:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(inputs)
         return self._cache[inputs]
-
-    def unconditional(self) -> Float[Tensor, "numbers"]:
-        return self._unconditional
-
-    @staticmethod
-    def _packed(embeddings: Embeddings) -> Float[Tensor, "numbers"]:
-        return torch.cat([part[0].float().cpu().flatten() for part in embeddings])
 
 
 class VaeCodec(PixelCodec):
@@ -226,19 +226,210 @@ class VaeCodec(PixelCodec):
         self._scale = torch.tensor([float(config.scaling_factor)])
         self._shift = torch.tensor([float(getattr(config, "shift_factor", None) or 0)])
         if getattr(config, "latents_mean", None) is not None and getattr(config, "latents_std", None) is not None:
-            self._shift, std = (
-                torch.tensor(numbers).reshape(-1, 1, 1) for numbers in (config.latents_mean, config.latents_std)
-            )
-            self._scale = self._scale / std
+            self._shift = torch.tensor(config.latents_mean).reshape(-1, 1, 1)
+            self._scale = self._scale / torch.tensor(config.latents_std).reshape(-1, 1, 1)
 
     @torch.no_grad()
     def encode(self, image: Tensor) -> Float[Tensor, "c h w"]:
         """The mode of the VAE's posterior: nothing is drawn."""
-        x = (image.float() * 2 - 1)[None].to(self._vae.device, self._vae.dtype)
+        x = super().encode(image)[None].to(self._vae.device, self._vae.dtype)
         return ((self._vae.encode(x).latent_dist.mode().float().cpu() - self._shift) * self._scale)[0]
 
     @torch.no_grad()
     def decode(self, states: Float[Tensor, "B c h w"]) -> Float[Tensor, "B 3 H W"]:
         latents = (states.float() / self._scale + self._shift).to(self._vae.device, self._vae.dtype)
         decoded = [self._vae.decode(latent[None], return_dict=False)[0].float().cpu() for latent in latents]
-        return postprocess(torch.cat(decoded).nan_to_num())
+        return super().decode(torch.cat(decoded).nan_to_num())
+
+
+# --- the policy ---
+
+
+class DiffusersPolicy(DenoiserPolicy):
+    """A pipeline's denoising network, trained itself or through adapters; text encoders and VAE are frozen.
+
+    States are latents in float32, at the noise levels of the pipeline's scheduler. ``module`` is the network itself.
+    Prompts are captions, each encoded once. Images are decoded one at a time.
+    """
+
+    batch_rows, default_budgets = 8, (8, 8)
+    supports = frozenset({"demonstrations", "lora", "separate_critic", "shared_critic"})
+
+    def __init__(self, pipeline: Any, settings: PipelineSettings | None = None) -> None:
+        settings = settings or PipelineSettings()
+        architecture_of = ARCHITECTURES.get(type(pipeline).__name__)
+        if architecture_of is None:
+            raise GruppoError(
+                f"a {type(pipeline).__name__} is not a pipeline that can be trained; it needs to be one of "
+                f"{', '.join(ARCHITECTURES)}. Load it with that class."
+            )
+        network, scale = getattr(pipeline, architecture_of.network), pipeline.vae_scale_factor
+        size = settings.size
+        if size is None:
+            sample = getattr(network.config, "sample_size", None) or pipeline.default_sample_size
+            height, width = (sample, sample) if isinstance(sample, int) else sample
+            size = (height * scale, width * scale)
+        architecture = architecture_of(pipeline, settings, size)
+        if min(size) < 1 or any(side % architecture.patch for side in size):
+            raise GruppoError(
+                f"size={size[0]} x {size[1]} does not fit the pipeline; both sides need to be multiples of "
+                f"{architecture.patch}. Set such a size."
+            )
+        if architecture.latent_channels != pipeline.vae.config.latent_channels:
+            raise GruppoError(
+                f"the network reads {architecture.latent_channels} channels and the VAE has "
+                f"{pipeline.vae.config.latent_channels}: it is for inpainting or editing. Give one of text to image."
+            )
+        if network.config.get("time_cond_proj_dim"):
+            raise GruppoError(
+                "the UNet reads its guidance as a number (a latent consistency model), which is not supported. Give "
+                "the pipeline that it was distilled from."
+            )
+        if has_adapter(network) and base_of(network) is None:
+            raise GruppoError(
+                "the pipeline has LoRA weights loaded. Call pipeline.fuse_lora() and pipeline.unload_lora_weights() "
+                "first."
+            )
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module) and part is not network:
+                part.requires_grad_(False).eval()
+        self.pipeline, self.settings = pipeline, replace(settings, size=size)
+        self.network_name, schedule = architecture.network, architecture.schedule
+        super().__init__(
+            network,
+            (architecture.latent_channels, size[0] // scale, size[1] // scale),
+            predicts=schedule.predicts,
+            schedule=schedule,
+            condition=CaptionEncoder(architecture, settings),
+            weighting=settings.weighting,
+            middle=architecture.middle,
+            call=architecture,
+            codec=VaeCodec(pipeline.vae, (3, *size)),
+        )
+
+    def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
+        """Why this prompt cannot be sampled from, or None; a caption is not encoded for it."""
+        return None if isinstance(prompt.inputs, str) else super().check_prompt(prompt, sampling)
+
+    def check_sampling(self, sampling: Sampling) -> DiffusionSampling:
+        sampling = DiffusionSampling.of(sampling)
+        if sampling.guidance != 1 and not ARCHITECTURES[type(self.pipeline).__name__].has_guidance:
+            raise GruppoError(
+                f"guidance={sampling.guidance:g} is classifier-free, and FLUX reads its guidance as a number. Set "
+                f"guidance 1, and PipelineSettings(embedded_guidance={sampling.guidance:g})."
+            )
+        return super().check_sampling(sampling)
+
+    def to(self, device: torch.device) -> None:
+        self.pipeline.to(device)
+
+    def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
+        parts = [p for p in self.pipeline.components.values() if isinstance(p, nn.Module) and p is not self.module]
+        size = sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
+        return {"text encoders and VAE": float(size)} if parts else {}
+
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        return module_weights(self.module)
+
+    def frozen_base(self) -> dict[str, Tensor]:
+        return base_weights(self.module) if has_adapter(self.module) else {}
+
+    @property
+    def base_sha256(self) -> str | None:
+        base = base_of(self.module)
+        return None if base is None else base.sha256
+
+    def save(self, folder: Path) -> None:
+        """Write a pipeline that ``diffusers.DiffusionPipeline.from_pretrained`` opens, with the trained weights.
+
+        Adapters are merged into a copy of the network, and also saved apart for ``pipeline.load_lora_weights(folder)``
+        on the base. ``load_diffusers`` opens the folder as a policy.
+        """
+        folder, module = Path(folder), self.module
+        pipeline = copy.copy(self.pipeline)
+        if has_adapter(module):
+            module = copy.deepcopy(module)
+            merge(module)
+        setattr(pipeline, self.network_name, module)
+        pipeline.save_pretrained(folder)
+        (folder / SETTINGS).write_text(json.dumps(asdict(self.settings), indent=1), encoding="utf-8")
+        if has_adapter(self.module):
+            own: Any = self.module
+            config = own.peft_config[POLICY].to_dict()
+            config["target_modules"] = sorted(config["target_modules"])
+            metadata = {name: config[name] for name in ("r", "lora_alpha", "target_modules")}
+            layers = {
+                f"{self.network_name}_lora_layers": dict(adapter_weights(self.module)),
+                f"{self.network_name}_lora_adapter_metadata": metadata,
+            }
+            type(self.pipeline).save_lora_weights(folder, **layers)
+
+
+def load_diffusers(
+    name: str | Path, settings: PipelineSettings | None = None, *, dtype: torch.dtype = torch.float32
+) -> DiffusersPolicy:
+    """The policy of a pipeline's folder or hub id; for a folder that ``save`` wrote, with its settings by default."""
+    diffusers = import_extra("diffusers", "diffusion", "an image pipeline")
+    logging, folder = diffusers.utils.logging, Path(name)
+    has_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        # diffusers needs to be told again which components a saved pipeline was without, such as SD 3's T5.
+        index = folder / "model_index.json"
+        components = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+        without = {part: None for part, place in components.items() if place == [None, None]}
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(name), dtype=dtype, **without)
+    except (OSError, ValueError, AttributeError, ImportError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise GruppoError(
+            f"{name} is no pipeline that diffusers opens: {reason} It needs a folder with model_index.json, as "
+            "policy.save(folder) writes it, or a hub id."
+        ) from None
+    finally:
+        if has_bar:
+            logging.enable_progress_bar()
+    file = folder / SETTINGS
+    if settings is None and file.is_file():
+        try:
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            settings = PipelineSettings(**{**saved, "size": tuple(saved["size"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise GruppoError(
+                f"{file} holds no settings of a pipeline: {error}. Delete it, and give load_diffusers its settings."
+            ) from None
+    return DiffusersPolicy(pipeline, settings)
+
+
+@torch.no_grad()
+def add_adapter(
+    policy: DiffusersPolicy, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0, base: str = ""
+) -> None:
+    """Add a LoRA adapter to linear layers of the network and freeze everything else; outputs do not change yet.
+
+    ``targets``: names of layers, or their last parts; all projections of attention by default. The base keeps its
+    dtype, and adapters are at least float32.
+    """
+    module = policy.module
+    peft = import_extra("peft", "lora", "LoRA (lora.rank)")
+    if has_adapter(module):
+        raise GruppoError("the network has an adapter already. Train that one, and leave --lora.rank out.")
+    parts = dict(module.named_modules())
+    for target in targets:
+        matches = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
+        if not matches or not all(map(is_linear, matches)):
+            known = sorted({name.rpartition(".")[2] for name, part in parts.items() if is_linear(part)})
+            near = difflib.get_close_matches(target, known, 1)
+            advice = f"Did you mean {near[0]}?" if near else f"Set --lora.targets to some of {', '.join(known)}."
+            raise GruppoError(f"lora.targets: the network has no linear layers {target!r}. {advice}")
+    chosen = sorted(targets or ARCHITECTURES[type(policy.pipeline).__name__].targets)
+    whole = int(alpha) if float(alpha).is_integer() else alpha
+    dtype = policy.compute_dtype
+    inject_config(module, peft.LoraConfig(r=rank, lora_alpha=whole, target_modules=chosen), base=base)
+    for name, weight in adapter_weights(module).items():
+        weight.data = weight.data.float()
+        if ".lora_B." in name:
+            weight.zero_()
+        else:
+            uniform = torch.rand(weight.shape, generator=generator_at(seed, "lora", name.removesuffix(".weight")))
+            weight.copy_((uniform * 2 - 1) / math.sqrt(weight.shape[1]))
+    cast_base(module, dtype)

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
+from gruppo.core.groups import group_std
+from gruppo.core.kl import masked_gaussian_kl
+from gruppo.core.loss import LossInputs
 from gruppo.modalities.common.critic import HeadCritic, ValueHead
 from gruppo.modalities.common.images import image_error, row_batches
-from gruppo.modalities.diffusion.demonstrations import Weighting, demonstration_likelihood, demonstration_rollouts
-from gruppo.modalities.diffusion.denoiser import Denoiser, ModuleCall, StepSelection
-from gruppo.modalities.diffusion.encoders import ClassLabels, ConditionEncoder, PixelCodec
-from gruppo.modalities.diffusion.load import read_denoiser, save_denoiser
-from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch, sampled_transition
-from gruppo.modalities.diffusion.schedules import FlowSchedule, NoiseSchedule
-from gruppo.modalities.diffusion.step_metrics import branch_stats, rewards_along_steps, update_stats
-from gruppo.modalities.diffusion.transitions import TRANSITIONS, PredictionType, build_transition
+from gruppo.modalities.diffusion.denoiser import (
+    ClassLabels,
+    ConditionEncoder,
+    Denoiser,
+    ModuleCall,
+    PixelCodec,
+    StepSelection,
+    Weighting,
+    demonstration_likelihood,
+    demonstration_rollouts,
+)
+from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch, sampled_step
+from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule
+from gruppo.modalities.diffusion.transitions import TRANSITIONS, PredictionType, split_prediction
 from gruppo.modalities.diffusion.trust_region import joint_clip_nats
+from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import Outputs, Policy
 from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat
 
+WEIGHTS, SETTINGS = "model.safetensors", "denoiser.json"
 NOISE = {
     "independent": "each sample its own",
     "shared": "a group has one first latent",
@@ -45,8 +58,6 @@ class DenoiserPolicy(Policy):
     to call the module. ``codec``: between states and images, where a state is not the image itself.
     """
 
-    copy = None
-    """No copy of the weights in another dtype."""
     supports = frozenset({"demonstrations", "separate_critic", "shared_critic"})
     likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
     action_name, budget_name, renders_images = "step", "evaluations", True
@@ -90,30 +101,49 @@ class DenoiserPolicy(Policy):
         return other
 
     def save(self, folder: Path) -> None:
-        """Write the weights and how they are called; ``load_denoiser`` reads them."""
-        save_denoiser(self.denoiser, self.weighting, folder)
+        """Write the weights and how they are called; ``load_denoiser`` reads them.
+
+        Of a module of your own, only the weights: it is an argument of ``load_denoiser``.
+        """
+        condition, schedule, module = self.denoiser.condition, self.denoiser.schedule, self.module
+        if not isinstance(condition, ClassLabels | None) or type(schedule) not in (FlowSchedule, DiffusionSchedule):
+            raise GruppoError(
+                f"a folder can hold ClassLabels and a FlowSchedule or DiffusionSchedule, not a "
+                f"{type(condition).__name__} and a {type(schedule).__name__}. Save policy.module yourself."
+            )
+        settings = {
+            "shape": self.denoiser.shape,
+            "predicts": self.denoiser.predicts,
+            "weighting": self.weighting,
+            "middle": self.denoiser.middle,
+            "path": {"kind": "flow" if schedule.is_flow else "diffusion", **asdict(schedule)},
+            "condition": None if condition is None else {"classes": condition.names, "dropped": condition.dropped},
+            "unet": module.sizes if isinstance(module, DenoisingUNet) else None,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.contiguous() for name, value in module.state_dict().items()}, folder / WEIGHTS)
+        (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
     @torch.no_grad()
     def feature_width(self) -> int:
         """Number of features that ``value_head`` reads for each state."""
-        return self.denoiser.features(self.denoiser.dummy_inputs(), torch.zeros(1, dtype=torch.long)).shape[-1]
+        return self.denoiser.dummy_features().shape[-1]
 
-    def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
-        sampling, rows = DiffusionSampling.of(sampling), config.rollout.prompts * group_size
-        evaluations = 2 if sampling.guidance != 1 else 1
-        last, is_branched = sampling.train_to or sampling.steps - 1, sampling.noise == "branched"
-        each = max(round(sampling.train_fraction * (last - sampling.train_from)), 1)
-        steps = "1, at which its group parts," if is_branched else f"{each}"
+    def describe(self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int) -> list[str]:
+        guided, is_branched = sampling.guidance != 1, sampling.noise == "branched"
+        rows, evaluations = config.rollout.prompts * group_size, 2 if guided else 1
+        last = sampling.train_to or sampling.steps - 1
+        trained = max(round(sampling.train_fraction * (last - sampling.train_from)), 1)
+        total = (config.rollout.prompts if is_branched else trained * rows) * evaluations
+        steps = "1, at which its group parts," if is_branched else f"{trained}"
         eta = "" if sampling.eta is None else f", eta {sampling.eta:g}"
-        trained = (config.rollout.prompts if is_branched else each * rows) * evaluations
         lines = [
             f"an image    {list(self.denoiser.codec.image_shape)}; an action has {self.dims:,} dimensions",
             f"sampled     {sampling.steps} steps of {sampling.transition}{eta}, the last without noise; "
-            f"{sampling.steps * rows * evaluations:,} evaluations of the network"
-            + (", guided" if evaluations == 2 else "")
+            f"{sampling.steps * rows * evaluations:,} evaluations of the network{', guided' if guided else ''}"
             + (", less where a group has its state in common" if sampling.noise != "independent" else ""),
             f"noise       {NOISE[sampling.noise]}",
-            f"trained on  {steps} of steps {sampling.train_from} to {last - 1} of each row, {trained:,} evaluations",
+            f"trained on  {steps} of steps {sampling.train_from} to {last - 1} of each row, {total:,} evaluations",
         ]
         if config.objective.surrogate in ("clip", "cispo"):
             nats = joint_clip_nats(config.objective, self.dims)
@@ -126,21 +156,72 @@ class DenoiserPolicy(Policy):
         is_number = isinstance(condition, ClassLabels) and text not in condition.names and text.isdecimal()
         return int(text) if is_number else text
 
+    # --- metrics of each denoising step K, counted from 0: timestep/NAME/K --------------------------------------------
+
     def batch_stats(
-        self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Sampling, *, is_evaluation: bool = False
+        self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Any, *, is_evaluation: bool = False
     ) -> dict[str, Stat]:
-        return {} if is_evaluation else branch_stats(rollouts, rewards, DiffusionSampling.of(sampling))
+        """Spread of rewards in groups whose samples part at step K alone: how much the noise of that step decides."""
+        if is_evaluation or sampling.noise != "branched":
+            return {}
+        spread = group_std(rewards, rollouts.group_ids)
+        chosen = torch.zeros(len(rollouts.prompts), rollouts.mask.shape[1])
+        parts_at = chosen.index_add(0, rollouts.group_ids, rollouts.mask.float()) > 0  # [P, T]; a failed row has none
+        return {
+            f"mean:timestep/reward_std_within_group/{step}": Stat.of(spread, parts_at[:, step] & spread.isfinite())
+            for step in range(rollouts.mask.shape[1] - 1)
+        }
 
     def update_stats(
-        self, batch: Batch, micro_batch: MicroBatch, likelihood: Likelihood, inputs: Any
+        self, batch: Batch, micro_batch: MicroBatch, likelihood: Likelihood, inputs: LossInputs
     ) -> dict[str, Stat]:
+        """Statistics of the actions of one micro-batch before its update."""
         assert batch.rollouts is not None
-        return update_stats(batch.rollouts, micro_batch, likelihood, inputs)
+        if batch.rollouts.mask.shape[1] == 1:
+            return {}
+        logprobs, mask = likelihood.logprobs.detach(), inputs.loss_mask
+        old = logprobs if inputs.old_logprobs is None else inputs.old_logprobs
+        values: dict[str, Tensor] = {
+            "sum:timestep/trained_count": mask.double(),
+            "mean:timestep/advantage_abs_mean": inputs.advantages.abs(),
+            "mean:timestep/ratio_abs_nats": (logprobs - old).abs(),
+        }
+        ref = None if inputs.ref is None else inputs.ref.gaussian
+        if ref is not None and likelihood.gaussian is not None:
+            with torch.no_grad():
+                values["mean:timestep/kl_ref_nats"] = masked_gaussian_kl(likelihood.gaussian, ref, mask)
+        first = micro_batch.cols.start or 0
+        return {
+            f"{name}/{first + column}": Stat.of(x[:, column], mask[:, column])
+            for name, x in values.items()
+            for column in range(mask.shape[1])
+        }
 
+    @torch.no_grad()
     def evaluate_steps(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, generate: Any, score: Any, budget: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: DiffusionSampling,
+        *,
+        generate: Callable[[Sequence[Request], Any], Rollouts],
+        score: Callable[[Rollouts], Float[Tensor, "B"]],
+        budget: int,
     ) -> dict[str, Stat]:
-        return rewards_along_steps(self, prompts, DiffusionSampling.of(sampling), generate, score, budget)
+        """Mean reward of the image that the network predicts at each step, sampled as in training."""
+        every_step = replace(sampling, noise="independent", train_from=0, train_to=0, train_fraction=1.0)
+        rollouts = generate([Request(prompt, 1) for prompt in prompts], every_step)
+        steps = rollouts.mask.shape[1] - 1
+        x0 = torch.zeros(len(rollouts), steps, *rollouts.actions.shape[2:])
+        for micro_batch in self.micro_batches(rollouts, rollouts.mask, budget):
+            output = self.likelihood(rollouts, micro_batch, outputs=("output",)).output.float().cpu()  # [b, t, *E]
+            columns = torch.arange(micro_batch.cols.start or 0, min(micro_batch.cols.stop, steps))
+            x0[micro_batch.rows[:, None], columns[None]] = output[:, : len(columns)]
+        images: list[Iterable[Tensor]] = [self.denoiser.codec.decode(x0[:, step]) for step in range(steps)]
+        stats = {}
+        for step, completions in enumerate([*images, rollouts.completions]):
+            rewards = score(replace(rollouts, completions=tuple(completions)))
+            stats[f"mean:timestep/reward/{step}"] = Stat.of(rewards, rewards.isfinite())
+        return stats
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
@@ -156,19 +237,17 @@ class DenoiserPolicy(Policy):
         """Sampling options in full; raises GruppoError for those that cannot be both sampled and scored."""
         sampling, condition, schedule = DiffusionSampling.of(sampling), self.denoiser.condition, self.denoiser.schedule
         schedule.times(sampling.steps)  # raises for more steps than the schedule has times
-        is_flow = build_transition(sampling.transition, sampling.eta).is_flow
-        if not sampling.is_mode and is_flow not in (None, schedule.is_flow):
-            names = [n for n, make in TRANSITIONS.items() if n != "ode" and make().is_flow in (None, schedule.is_flow)]
+        fitting = [name for name, t in TRANSITIONS.items() if t.is_flow in (None, schedule.is_flow)]
+        if not sampling.is_mode and sampling.transition not in fitting:
             raise GruppoError(
-                f"transition={sampling.transition!r} is for a {'flow' if is_flow else 'diffusion'} schedule, and this "
-                f"network was trained on a {'flow' if schedule.is_flow else 'diffusion'} schedule. Set one of "
-                f"{', '.join(names)}."
+                f"transition={sampling.transition!r} does not fit the {'flow' if schedule.is_flow else 'diffusion'} "
+                f"schedule that this network was trained on. Set one of {', '.join(fitting)}."
             )
         if sampling.guidance != 1 and not (condition and condition.dropped):
             what = "has no condition" if condition is None else "was never trained without its condition"
             raise GruppoError(
-                f"guidance={sampling.guidance:g} needs a prediction without a condition, and this network {what}. Set "
-                "guidance 1, or train with --diffusion.dropped 0.1 (ClassLabels(..., dropped=0.1))."
+                f"guidance={sampling.guidance:g} needs a prediction without a condition, and this network {what}. "
+                "Set guidance 1, or train with --diffusion.dropped 0.1 (ClassLabels(..., dropped=0.1))."
             )
         return sampling
 
@@ -227,21 +306,16 @@ class DenoiserPolicy(Policy):
         steps = StepSelection.of(rollouts, micro_batch, self.device)
         if "level" in rollouts.per_row:
             return demonstration_likelihood(self.denoiser, rollouts, steps, self.weighting, outputs)
-        transition = sampled_transition(rollouts, micro_batch.rows)
+        step = sampled_step(rollouts, micro_batch.rows)
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
-        if not len(steps.row):  # no network is called with an empty batch
-            zeros = steps.scatter(torch.zeros(0, dtype=torch.float64, device=self.device))
-            states = zeros.new_zeros(*steps.shape, *self.denoiser.shape)
-            return Likelihood(
-                zeros,
-                zeros if wants_entropy else None,
-                Gaussian(states, torch.ones_like(zeros)) if "gaussian" in outputs else None,
-                zeros.float() if "values" in outputs else None,
-                states if "output" in outputs else None,
-            )
-        levels, times = self.denoiser.levels(rollouts.per_row["steps"][steps.row], steps.column)
-        inputs = steps.inputs(rollouts, times)
-        normal, x0, features = self.denoiser.step(inputs, levels, transition, steps.group, features="values" in outputs)
+        if len(steps.row):
+            levels, inputs = steps.inputs(rollouts, self.denoiser)
+            prediction, features = self.denoiser.predict(*inputs, steps.group, features="values" in outputs)
+            x0, noise = split_prediction(inputs[0], prediction, levels, self.denoiser.predicts)
+            normal = step(inputs[0], x0, noise, levels)
+        else:  # no network is called with an empty batch
+            x0 = torch.zeros(0, *self.denoiser.shape, dtype=torch.float64, device=self.device)
+            normal, features = Gaussian(x0, x0.new_zeros(0)), None
         mean, std = normal.mean, normal.std
         actions = rollouts.actions[steps.row, steps.column].to(self.device)  # [N, *E]
         return Likelihood(
@@ -256,15 +330,17 @@ class DenoiserPolicy(Policy):
         """Values of the states before each step, by ``value_head``; 0 where mask is False."""
         self.module.eval()
         steps = StepSelection.of(rollouts, micro_batch, self.device)
-        if not len(steps.row):
-            return steps.scatter(torch.zeros(0, device=self.device))
-        _, times = self.denoiser.levels(rollouts.per_row["steps"][steps.row], steps.column)
-        return steps.scatter(self._values(self.denoiser.features(steps.inputs(rollouts, times), steps.group)))
+        features = None
+        if len(steps.row):
+            _, (x, times, condition, guidance) = steps.inputs(rollouts, self.denoiser)
+            unguided = torch.ones_like(guidance)
+            _, features = self.denoiser.predict(x, times, condition, unguided, steps.group, features=True)
+        return steps.scatter(self._values(features))
 
-    def _values(self, features: Tensor) -> Float[Tensor, "N"]:
+    def _values(self, features: Float[Tensor, "N F"] | None) -> Float[Tensor, "N"]:
         if self.value_head is None:
             raise GruppoError("values were requested from a policy without a value head. Set policy.value_head first.")
-        return self.value_head(features)
+        return torch.zeros(0, device=self.device) if features is None else self.value_head(features)
 
     # --- demonstrations -----------------------------------------------------------------------------------------------
 
@@ -286,12 +362,6 @@ class DenoiserPolicy(Policy):
         return demonstration_rollouts(self.denoiser, prompts, seed)
 
 
-def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> DenoiserPolicy:
-    """The policy that ``save`` wrote; a module other than ``DenoisingUNet`` is given, and gets the weights."""
-    module, shape, options = read_denoiser(Path(folder), module)
-    return DenoiserPolicy(module, shape, **options)
-
-
 class DenoiserCritic(HeadCritic):
     """Values of the states before each step from a network of its own: a copy of the policy's, with a value head.
 
@@ -305,8 +375,7 @@ class DenoiserCritic(HeadCritic):
         for parameter in trunk.parameters():  # the base below an adapter may be held in bfloat16
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         self._policy = policy.at(trunk)
-        denoiser, parameters = self._policy.denoiser, list(trunk.parameters())
-        features = denoiser.features(denoiser.dummy_inputs(), torch.zeros(1, dtype=torch.long))
+        features, parameters = self._policy.denoiser.dummy_features(), list(trunk.parameters())
         gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.requires_grad_(gradient is not None)

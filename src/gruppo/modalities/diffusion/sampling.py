@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gruppo.core.distributions import gaussian_logprob
 from gruppo.modalities.common.images import RowBatch, image_rollouts
-from gruppo.modalities.diffusion.denoiser import Denoiser, DenoiserInputs
-from gruppo.modalities.diffusion.transitions import TRANSITIONS, Ode, Transition, build_transition
+from gruppo.modalities.diffusion.denoiser import Denoiser
+from gruppo.modalities.diffusion.transitions import TRANSITIONS, Step, ode, split_prediction, step_of
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Rollouts, Sampling
 
@@ -30,9 +30,9 @@ class DiffusionSampling(Sampling):
     max_actions: int = 10
     """Denoising steps."""
     transition: str = "ancestral"
-    """How each step but the last is drawn: a name in ``TRANSITIONS``."""
+    """Sampler of every step but the last: a name in ``TRANSITIONS``."""
     eta: float | None = None
-    """Share of new noise in a step; None takes the transition's own default."""
+    """Scale of the noise added in a step; None takes the transition's own default."""
     guidance: float = 1.0
     """Classifier-free guidance: unconditional + guidance (conditional - unconditional), in sampling and scoring."""
     noise: NoiseSharing = "independent"
@@ -43,52 +43,45 @@ class DiffusionSampling(Sampling):
     train_to: int = 0
     """Step before which training ends; 0 for the last one."""
     train_fraction: float = 1.0
-    """Share of these steps that is trained, drawn anew for each group."""
+    """Fraction of these steps that is trained, sampled per group."""
     ode_steps: int = 0
-    """Steps at temperature 0; 0 for as many as ``max_actions``."""
+    """Steps at temperature 0; 0 for ``max_actions``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.transition not in TRANSITIONS:
-            known = ", ".join(map(repr, TRANSITIONS))
-            raise GruppoError(f"transition={self.transition!r} is not one of {known}. Set 'ancestral'.")
+        name, eta, choices = self.transition, self.eta, get_args(NoiseSharing)
+        if name not in TRANSITIONS:
+            raise GruppoError(f"transition={name!r} is not one of {', '.join(map(repr, TRANSITIONS))}.")
         if self.temperature not in (0, 1):
             raise GruppoError(
-                f"temperature={self.temperature}: a denoising step has no temperature but eta. Set 1, and "
-                "--diffusion.eta for its noise; 0 is the ODE."
+                f"temperature={self.temperature}: a denoising step has no temperature. Set 1, and --diffusion.eta for "
+                "its noise; 0 is the ODE."
             )
         if self.top_k or self.top_p != 1 or self.stop:
             raise GruppoError(
-                f"top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens, and denoising steps "
-                "have none. Leave them out."
+                f"top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens. Leave them out."
             )
-        if self.eta is not None and self.transition in ("ddpm", "ddpm_large") and self.eta != 1:
+        if eta is not None and name in ("ddpm", "ddpm_large") and eta != 1:
+            raise GruppoError(f"eta={eta:g} is not read by transition={name!r}. Set transition ddim, or leave eta out.")
+        if not self.is_mode and (name == "ode" or eta == 0):
+            got = "transition='ode'" if name == "ode" else f"eta={eta:g}"
             raise GruppoError(
-                f"eta={self.eta:g} is not read by transition={self.transition!r}, which is DDIM at 1. Set transition "
-                "ddim, or leave eta out."
+                f"{got} draws nothing: without a density there is no policy gradient. Set eta above 0; the ODE is for "
+                "evaluation, temperature 0."
             )
-        if not self.is_mode and (self.transition == "ode" or self.eta == 0):
-            got = "transition='ode'" if self.transition == "ode" else f"eta={self.eta:g}"
-            raise GruppoError(
-                f"{got} draws nothing: such a step has no density, so there is no policy gradient. Set eta above 0 (1 "
-                "for ddim and ancestral, 0.7 for flow_sde); the ODE is for evaluation, temperature 0."
-            )
-        build_transition(self.transition, self.eta)  # raises for an eta out of its range
-        if self.noise not in get_args(NoiseSharing):
-            known = ", ".join(map(repr, get_args(NoiseSharing)))
-            raise GruppoError(f"noise={self.noise!r} is not one of {known}. Set 'independent'.")
+        step_of(name, eta)  # raises for an eta out of its range
+        if self.noise not in choices:
+            raise GruppoError(f"noise={self.noise!r} is not one of {', '.join(map(repr, choices))}.")
         if not 0 <= self.guidance < math.inf:
             raise GruppoError(f"guidance={self.guidance} is out of range; it needs 0 <= guidance < inf. Set 1.")
         if self.ode_steps < 0:
             raise GruppoError(f"ode_steps={self.ode_steps} is negative; use 0 for as many steps as in training.")
-        if not self.is_mode:
-            self._check_trained_steps()
-
-    def _check_trained_steps(self) -> None:
+        if self.is_mode:
+            return
         noisy = self.max_actions - 1
         if noisy < 1:
             raise GruppoError(
-                f"{self.max_actions} step has no noise to learn from: the last one is an ODE step. Set 2 steps or more."
+                f"{self.max_actions} step has no noise to learn from: the last is of the ODE. Set 2 steps."
             )
         if not 0 <= self.train_from < (self.train_to or noisy) <= noisy:
             raise GruppoError(
@@ -105,16 +98,10 @@ class DiffusionSampling(Sampling):
 
     @staticmethod
     def of(sampling: Sampling) -> DiffusionSampling:
-        """The fields of a plain ``Sampling``, with the defaults of this class."""
+        """The options of a plain ``Sampling``, with the defaults of this class for the others."""
         if isinstance(sampling, DiffusionSampling):
             return sampling
-        return DiffusionSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            max_actions=sampling.max_actions,
-            stop=sampling.stop,
-        )
+        return DiffusionSampling(**{field.name: getattr(sampling, field.name) for field in fields(Sampling)})
 
     @property
     def is_mode(self) -> bool:
@@ -172,23 +159,22 @@ def step_noise(
 def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSampling, seed: int) -> Rollouts:
     """Rollouts of a batch of rows, with all that scoring needs to know about how they were sampled."""
     count, groups, device = len(batch.group_ids), batch.group_ids, denoiser.device
-    transition_index = list(TRANSITIONS).index("ode" if sampling.is_mode else sampling.transition)
+    name = "ode" if sampling.is_mode else sampling.transition
     per_row = {
         "first": step_noise(sampling, seed, batch.addresses, denoiser.shape, None),
         "steps": torch.full((count,), sampling.steps),
-        "transition": torch.full((count,), transition_index),
+        "transition": torch.full((count,), list(TRANSITIONS).index(name)),
         "eta": torch.full((count,), math.nan if sampling.eta is None else sampling.eta, dtype=torch.float64),
         "guidance": torch.full((count,), sampling.guidance, dtype=torch.float64),
     }
     condition = None if batch.inputs is None else batch.inputs[groups].to(device)
-    stochastic = build_transition("ode" if sampling.is_mode else sampling.transition, sampling.eta)
     x, states, logprobs = per_row["first"].to(device), [], []
     for column in range(sampling.steps):
         is_stochastic = column < sampling.steps - 1 and not sampling.is_mode
         levels, times = denoiser.levels(per_row["steps"], torch.full_like(groups, column))
-        inputs = DenoiserInputs(x, times, condition, per_row["guidance"])
-        transition = stochastic if is_stochastic else Ode(denoiser.schedule.is_flow)
-        normal, _, _ = denoiser.step(inputs, levels, transition, groups)
+        prediction, _ = denoiser.predict(x, times, condition, per_row["guidance"], groups)
+        step = step_of(name, sampling.eta) if is_stochastic else ode
+        normal = step(x, *split_prediction(x, prediction, levels, denoiser.predicts), levels)
         x, nats = normal.mean.float(), torch.zeros_like(normal.std)
         if is_stochastic:  # the log-prob is that of the float32 state, as it is stored
             noise = step_noise(sampling, seed, batch.addresses, denoiser.shape, column).to(normal.mean)
@@ -214,15 +200,13 @@ def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSamplin
     )
 
 
-def sampled_transition(rollouts: Rollouts, rows: Int[Tensor, "b"]) -> Transition:
-    """The transition that all of these rows were sampled with."""
+def sampled_step(rollouts: Rollouts, rows: Int[Tensor, "b"]) -> Step:
+    """The transition step that all of these rows were sampled with."""
     if (rollouts.temperature[rows] <= 0).any():
-        raise GruppoError(
-            "these rollouts are the ODE's (temperature 0), which has no density to learn from. Sample at 1."
-        )
-    indices, etas = (rollouts.per_row[name][rows].tolist() for name in ("transition", "eta"))
+        raise GruppoError("rollouts of the ODE (temperature 0) have no density to learn from. Sample at 1.")
     names = list(TRANSITIONS)
-    kinds = {(names[n], None if math.isnan(eta) else eta) for n, eta in zip(indices, etas, strict=True)}
+    numbers = torch.stack([rollouts.per_row["transition"][rows].double(), rollouts.per_row["eta"][rows]], dim=1)
+    kinds = {(names[int(n)], None if math.isnan(eta) else eta) for n, eta in numbers.tolist()}
     if len(kinds) > 1:
         raise GruppoError("these rollouts mix several transitions or etas; evaluate each kind apart.")
-    return build_transition(*next(iter(kinds), ("ancestral", None)))
+    return step_of(*next(iter(kinds), ("ancestral", None)))

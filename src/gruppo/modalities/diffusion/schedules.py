@@ -9,7 +9,6 @@ import copy
 import inspect
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -56,7 +55,7 @@ class FlowSchedule:
         return self.shift * t / (1 + (self.shift - 1) * t)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DiffusionSchedule:
     """Variance preserving: x = sqrt(a) x0 + sqrt(1 - a) e, a = cumprod(1 - beta) at a time 0 .. length - 1.
 
@@ -75,14 +74,21 @@ class DiffusionSchedule:
             raise GruppoError(f"betas={self.betas!r} is not one of {known}. Use 'linear'.")
         if self.length < 2:
             raise GruppoError(f"length={self.length} is out of range; it needs at least 2 times. Use 1000.")
+        if self.betas == "cosine":
+            angles = (torch.linspace(0, 1, self.length + 1, dtype=torch.float64) + 0.008) / 1.008 * math.pi / 2
+            cumprod = angles.cos().square()
+            betas = (1 - cumprod[1:] / cumprod[:-1]).clamp(max=0.999)
+        elif self.betas == "linear":
+            betas = torch.linspace(1e-4, 0.02, self.length, dtype=torch.float64)
+        else:
+            betas = torch.linspace(0.00085**0.5, 0.012**0.5, self.length, dtype=torch.float64).square()
+        # a at the times -1, 0, 1, ...
+        self.alphas_cumprod = torch.cat([torch.ones(1, dtype=torch.float64), (1 - betas).cumprod(0)])
 
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
         """Times of a sampler, from pure noise to clean data; float64."""
         if steps > self.length:
-            raise GruppoError(
-                f"{steps} steps are more than the {self.length} times of the schedule. Set fewer --diffusion.steps or "
-                "--diffusion.eval-steps."
-            )
+            raise GruppoError(f"{steps} steps are more than the {self.length} times of the schedule. Set fewer steps.")
         return (self.length * torch.linspace(1, 0, steps + 1, dtype=torch.float64)).round() - 1
 
     def level(self, times: Float[Tensor, "b"]) -> tuple[Float[Tensor, "b"], Float[Tensor, "b"]]:
@@ -93,19 +99,6 @@ class DiffusionSchedule:
     def training_times(self, uniforms: Float[Tensor, "b"]) -> Float[Tensor, "b"]:
         """Times of denoising training, from uniforms in [0, 1)."""
         return (uniforms.double() * self.length).floor()
-
-    @cached_property
-    def alphas_cumprod(self) -> Float[Tensor, "length+1"]:
-        """a at the times -1, 0, 1, ..."""
-        if self.betas == "cosine":
-            angles = (torch.linspace(0, 1, self.length + 1, dtype=torch.float64) + 0.008) / 1.008 * math.pi / 2
-            cumprod = angles.cos().square()
-            betas = (1 - cumprod[1:] / cumprod[:-1]).clamp(max=0.999)
-        elif self.betas == "linear":
-            betas = torch.linspace(1e-4, 0.02, self.length, dtype=torch.float64)
-        else:
-            betas = torch.linspace(0.00085**0.5, 0.012**0.5, self.length, dtype=torch.float64).square()
-        return torch.cat([torch.ones(1, dtype=torch.float64), (1 - betas).cumprod(0)])
 
 
 NoiseSchedule = FlowSchedule | DiffusionSchedule
@@ -128,7 +121,7 @@ class SchedulerDiffusion(DiffusionSchedule):
         config = scheduler.config
         if "beta_schedule" not in config or config.get("prediction_type", "epsilon") not in self.PREDICTS:
             raise GruppoError(
-                f"the pipeline's scheduler is a {type(scheduler).__name__}, and its UNet needs one with betas that "
+                f"the pipeline's scheduler is a {type(scheduler).__name__}; its UNet needs one with betas that "
                 f"predicts {', '.join(self.PREDICTS)}. Give the pipeline the DDIMScheduler of its own config."
             )
         ddim = import_extra("diffusers", "diffusion", "an image pipeline").DDIMScheduler
@@ -145,9 +138,7 @@ class SchedulerDiffusion(DiffusionSchedule):
             times = self._scheduler.timesteps.double().cpu()
             if len(times) == steps and times[0] < self.length:
                 return torch.cat([times, times.new_full((1,), -1)])
-        raise GruppoError(
-            f"{steps} steps are more than the pipeline's scheduler makes of its {self.length} times. Set fewer steps."
-        )
+        raise GruppoError(f"{steps} steps are more than the scheduler makes of {self.length} times. Set fewer steps.")
 
 
 class SchedulerFlow(FlowSchedule):
@@ -163,7 +154,7 @@ class SchedulerFlow(FlowSchedule):
         config = scheduler.config
         if "use_dynamic_shifting" not in config or config.get("invert_sigmas"):
             raise GruppoError(
-                f"the pipeline's scheduler is a {type(scheduler).__name__}, and its transformer needs a "
+                f"the pipeline's scheduler is a {type(scheduler).__name__}; its transformer needs a "
                 "FlowMatchEulerDiscreteScheduler whose sigmas fall. Give the pipeline that of its own config."
             )
         super().__init__(float(scheduler.shift))

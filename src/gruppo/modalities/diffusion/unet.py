@@ -13,7 +13,7 @@ from torch.nn.functional import interpolate, pixel_shuffle, pixel_unshuffle, sil
 from gruppo.types import GruppoError
 
 GROUPS = 8
-"""Channels are normalised in groups. No statistics of other rows, so that a row's output is the same in any batch."""
+"""Channels are normalized in groups. Other rows do not enter, so that a row's output is the same in any batch."""
 
 
 class DenoisingUNet(nn.Module):
@@ -23,12 +23,7 @@ class DenoisingUNet(nn.Module):
     """
 
     def __init__(
-        self,
-        shape: Sequence[int] = (1, 28, 28),
-        classes: int = 10,
-        *,
-        width: int = 32,
-        time_scale: float = 1000.0,
+        self, shape: Sequence[int] = (1, 28, 28), classes: int = 10, *, width: int = 32, time_scale: float = 1000.0
     ) -> None:
         super().__init__()
         channels, height, pixels = shape
@@ -54,7 +49,11 @@ class DenoisingUNet(nn.Module):
         self.leave = nn.Sequential(nn.GroupNorm(GROUPS, width), nn.SiLU(), last)
 
     def forward(self, x: Float[Tensor, "N C H W"], times: Float[Tensor, "N"], labels: Int[Tensor, "N"]) -> Tensor:
-        embedding = silu(self.times(timestep_embedding(times * self.time_scale, self.width)) + self.labels(labels))
+        # cos and sin of the times at width / 2 frequencies, from 1 down to 1 / 10000
+        half = self.width // 2
+        frequencies = (-math.log(10000) * torch.arange(half, device=times.device, dtype=times.dtype) / half).exp()
+        angles = (times * self.time_scale)[:, None] * frequencies
+        embedding = silu(self.times(torch.cat([angles.cos(), angles.sin()], dim=1)) + self.labels(labels))
         fine = self.fine(self.enter(pixel_unshuffle(x, 2)), embedding)  # [N, width, H/2, W/2]
         coarse = self.middle(self.coarse(self.down(fine), embedding), embedding)  # [N, 2 width, H/4, W/4]
         upsampled = self.up(interpolate(coarse, size=fine.shape[-2:]))
@@ -75,11 +74,3 @@ class ResBlock(nn.Module):
         scale, shift = self.told(embedding)[..., None, None].chunk(2, dim=1)
         hidden = self.again(self.first(silu(self.norm(x)))) * (1 + scale) + shift
         return self.past(x) + self.second(silu(hidden))
-
-
-def timestep_embedding(times: Float[Tensor, "N"], count: int) -> Float[Tensor, "N count"]:
-    """cos and sin of times at count / 2 frequencies, from 1 down to 1 / 10000."""
-    half = count // 2
-    frequencies = (-math.log(10000) * torch.arange(half, device=times.device, dtype=times.dtype) / half).exp()
-    angles = times[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=1)

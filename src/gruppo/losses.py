@@ -1,0 +1,312 @@
+"""Losses for other training loops: modules without weights, thin wrappers of ``core``.
+
+    loss_fn = GRPOLoss(kl_beta=0.04)
+    loss = loss_fn(logprobs, old_logprobs, rewards, ref_logprobs, mask)  # logprobs [B, T], rewards [prompts, group]
+    loss.backward()
+
+A call is one update: its means are over the rows that it gets. Accumulating micro-batches of unequal length gives
+another gradient than one batch does; ``gruppo.train`` fixes the denominator over the whole update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from gruppo.core.advantages import group_advantages
+from gruppo.core.loss import LossInputs, policy_loss
+from gruppo.core.objective import GRPO, PPO, PRESETS, Objective
+from gruppo.core.returns import gae, place_score, returns_to_go, whiten
+from gruppo.core.weights import loss_total, loss_weights
+from gruppo.types import GruppoError, Likelihood, Stat
+
+__all__ = ["GRPOLoss", "PPOLoss", "compute_gae"]
+
+Terms = tuple[dict[str, Tensor], dict[str, Stat]]
+"""Terms of a loss, coefficients included, so that their sum is the loss; and statistics of its actions."""
+
+
+class _PolicyLoss(nn.Module):
+    """An objective whose terms have coefficients; one call is one update."""
+
+    terms: Callable[..., Terms]
+    max_length: int | None = None
+
+    def __init__(self, objective: Objective, **coefficients: float) -> None:
+        super().__init__()
+        self.objective = objective
+        for name, value in coefficients.items():
+            if not 0 <= value < math.inf:
+                raise GruppoError(f"{name}={value} is out of range; it needs a finite number from 0. Use 0 for none.")
+            setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, ""]:
+        """Loss to be minimized: the sum of ``terms``, which takes the same arguments."""
+        terms, _ = self.terms(*args, **kwargs)
+        return torch.stack(list(terms.values())).sum()
+
+    def _terms(
+        self, likelihood: Likelihood, loss_mask: Bool[Tensor, "B T"], coefficients: dict[str, float], **inputs: Any
+    ) -> Terms:
+        """``policy_loss`` with this batch as the whole update, and its terms times their coefficients."""
+        average = self.objective.average
+        total = loss_total(loss_mask, average=average, max_length=self.max_length or 1)
+        weights = loss_weights(loss_mask, average=average, total=total)
+        batch = LossInputs(loss_mask=loss_mask, weights=weights, **inputs)
+        terms, stats = policy_loss(likelihood, batch, self.objective)
+        return {name: coefficients.get(name, 1) * term for name, term in terms.items()}, stats
+
+
+class GRPOLoss(_PolicyLoss):
+    """Group relative policy optimization (arXiv 2402.03300): a clipped surrogate and a KL to a reference.
+
+    L = -mean(min(r A, clip(r, 1 - e, 1 + e) A)) + kl_beta KL(policy || reference),  r = exp(logp - old_logp),
+    A = (reward - mean of its group) / (std of its group + 1e-4).
+
+    The KL is k3 times the ratio, in nats. A plain mean(logp - ref_logp), as in sketches of GRPO, has a gradient of zero
+    in expectation and no effect. ``objective`` is the name of a preset or an ``Objective``: "dr_grpo" does not divide
+    by the standard deviation, "rloo" compares with the other members of the group.
+    """
+
+    kl_beta: float
+
+    def __init__(
+        self,
+        clip_epsilon: float | None = None,
+        kl_beta: float = 0.1,
+        *,
+        objective: Objective | str = GRPO,
+        max_length: int | None = None,
+    ) -> None:
+        """``clip_epsilon``: both sides of the clip; None keeps the objective's own, 0.2 for GRPO.
+
+        ``max_length``: the longest rollout allowed, which average='constant' (Dr.GRPO) divides by.
+        """
+        if isinstance(objective, str):
+            if objective not in PRESETS:
+                raise GruppoError(f"objective={objective!r} is none of {', '.join(PRESETS)}. Use one, or an Objective.")
+            objective = PRESETS[objective]
+        if clip_epsilon is not None:
+            objective = replace(objective, clip_low=clip_epsilon, clip_high=clip_epsilon)
+        super().__init__(objective, kl_beta=kl_beta)
+        self.max_length = max_length
+        objective.check(group_size=2, kl_coef=kl_beta)
+        if objective.average == "constant" and (max_length is None or max_length < 1):
+            raise GruppoError(f"average='constant' divides by max_length={max_length}. Set it to the longest rollout.")
+        uses_memory = bool({"running", "prompt"} & {objective.baseline, objective.scale})
+        for is_unsupported, why in (
+            (objective.has_critic, "baseline='critic' needs values. Use PPOLoss."),
+            (uses_memory, "moving statistics need memory between steps. Use baseline='mean' and scale='group'."),
+            (objective.correction != "none", "a correction needs the sampler's log-probs. Set correction='none'."),
+            (
+                objective.mask_truncated or objective.overlong > 0,
+                "mask_truncated and overlong need to know which rows were truncated. Apply them to mask and rewards.",
+            ),
+        ):
+            if is_unsupported:
+                raise GruppoError(f"GRPOLoss does not support this objective; gruppo.train does: {why}")
+
+    def terms(
+        self,
+        policy_logprobs: Float[Tensor, "*rows"],
+        old_policy_logprobs: Float[Tensor, "*rows"] | None,
+        rewards: Tensor,
+        reference_logprobs: Float[Tensor, "*rows"] | None = None,
+        mask: Bool[Tensor, "B T"] | None = None,
+        group_ids: Int[Tensor, "B"] | None = None,
+    ) -> Terms:
+        """``policy`` and, with a KL in the loss, ``kl``; and statistics of ratio, clip, KL and rewards.
+
+        Without a mask, log-probs are of whole sequences, in the shape of the rewards: [prompts, group]. A ratio is then
+        that of a sequence, which leaves the clip range sooner than that of a token. With a mask (True where the policy
+        chose the token), log-probs are [B, T] and rewards [prompts, group], prompt after prompt, with
+        prompts * group = B; or rewards are [B], and ``group_ids`` [B] says which rows share a prompt.
+        ``old_policy_logprobs`` None: the policy itself sampled the rows. Surrogates without a ratio (rloo, reinforce,
+        nanochat) do not read them, and need rows of the policy itself.
+        Rewards that are not finite are not scored: their rows leave numerator and denominator, and are counted.
+        """
+        o = self.objective
+        _check_shapes(policy_logprobs, old_policy_logprobs=old_policy_logprobs, reference_logprobs=reference_logprobs)
+        rewards, group_ids, mask = _rows(policy_logprobs, rewards, mask, group_ids)
+        if o.needs_groups and group_ids.numel() and int(group_ids.bincount().max()) < 2:
+            raise GruppoError(
+                "every group has one row; GRPO needs at least 2. Sample more of each prompt, or use "
+                "GRPOLoss(objective='reinforce')."
+            )
+        if self.kl_beta > 0 and reference_logprobs is None:
+            raise GruppoError(f"kl_beta={self.kl_beta:g} needs reference_logprobs. Pass them, or set kl_beta=0.")
+        is_scored = rewards.isfinite()
+        loss_mask, logprobs = mask & is_scored[:, None], policy_logprobs.reshape(mask.shape)
+        old = (policy_logprobs if old_policy_logprobs is None else old_policy_logprobs).detach().reshape(mask.shape)
+        ref = None if reference_logprobs is None else reference_logprobs.detach().reshape(mask.shape)
+
+        # Advantages: the KL may be part of the reward, of the row or of each action.
+        penalty = torch.zeros_like(old)
+        if o.kl_in == "reward" and ref is not None:
+            _check_finite(loss_mask, old_policy_logprobs=old, reference_logprobs=ref)
+            penalty = self.kl_beta * torch.where(loss_mask, old - ref, 0)
+        score = rewards - penalty.sum(dim=1) if o.credit == "outcome" else rewards
+        row, _ = group_advantages(score, group_ids, baseline=o.baseline, scale=o.scale, eps=o.scale_eps)
+        if o.credit == "outcome":
+            advantages = torch.where(loss_mask, row[:, None], 0)
+        else:
+            advantages = returns_to_go(place_score(row, loss_mask) - penalty, loss_mask, gamma=o.gamma)
+        advantages = whiten(advantages, loss_mask) if o.whiten else advantages
+        advantages = advantages.clamp(-o.adv_clip, o.adv_clip) if o.adv_clip else advantages
+
+        stored = {"advantages": advantages, "old_logprobs": old, "ref": None if ref is None else Likelihood(ref)}
+        terms, stats = self._terms(Likelihood(logprobs), loss_mask, {"kl": self.kl_beta}, **stored)
+        stats |= {"reward": Stat.of(rewards, is_scored), "reward/unscored_frac": Stat.of((~is_scored).double())}
+        return terms, stats
+
+
+def compute_gae(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    mask: Bool[Tensor, "B T"] | None = None,
+    bootstrap: Float[Tensor, "B"] | None = None,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Advantages and returns (advantages + values) of each action, without gradient; see ``core.returns.gae``.
+
+    Every action has one, the last included: what comes after it is worth ``bootstrap`` [B], 0 by default. (A
+    ``values[:, 1:]`` without it drops the last step.) Time is the second dimension and skips columns where ``mask``
+    is False.
+    """
+    if rewards.ndim == 2 and values.shape == (len(rewards), rewards.shape[1] + 1):
+        raise GruppoError(
+            f"values have {values.shape[-1]} columns for {rewards.shape[-1]} rewards. Pass values[:, :-1], and the "
+            "last column as bootstrap=values[:, -1]."
+        )
+    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    _check_shapes(rewards, mask=mask, values=values)
+    if rewards.ndim != 2 or (bootstrap is not None and bootstrap.shape != rewards.shape[:1]):
+        ends = "" if bootstrap is None else f", bootstrap {list(bootstrap.shape)}"
+        raise GruppoError(
+            f"rewards are {list(rewards.shape)}{ends}; they need [B, T] and [B]. For one sequence pass rewards[None]."
+        )
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= value <= 1:
+            raise GruppoError(f"{name}={value} is outside [0, 1]; use {0.99 if name == 'gamma' else 0.95}.")
+    _check_finite(mask, rewards=rewards, values=values)
+    if bootstrap is not None:
+        _check_finite(torch.ones_like(bootstrap, dtype=torch.bool), bootstrap=bootstrap)
+    with torch.no_grad():
+        return gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
+
+
+class PPOLoss(_PolicyLoss):
+    """Proximal policy optimization (arXiv 1707.06347) with a critic and an entropy bonus.
+
+    L = -mean(min(r A, clip(r, 1 - e, 1 + e) A)) + c1 mean((V - R)^2) - c2 mean(entropy).
+
+    The squared error is not halved, as in ``F.mse_loss``; ``core`` and ``gruppo.train`` halve it, so their value_coef
+    is 2 c1. ``value_clip`` above 0 bounds the change of V from ``old_values``, those stored with the batch.
+    """
+
+    value_loss_coef: float
+    entropy_coef: float
+    compute_gae = staticmethod(compute_gae)
+
+    def __init__(
+        self,
+        clip_epsilon: float = 0.2,
+        value_loss_coef: float = 0.5,
+        entropy_coef: float = 0.01,
+        value_clip: float = 0.0,
+    ) -> None:
+        objective = replace(PPO, clip_low=clip_epsilon, clip_high=clip_epsilon, value_clip=value_clip)
+        super().__init__(objective, value_loss_coef=value_loss_coef, entropy_coef=entropy_coef)
+
+    def terms(
+        self,
+        policy_logprobs: Float[Tensor, "*rows"],
+        old_policy_logprobs: Float[Tensor, "*rows"],
+        values: Float[Tensor, "*rows"],
+        returns: Float[Tensor, "*rows"],
+        advantages: Float[Tensor, "*rows"],
+        entropy: Float[Tensor, "*rows"] | None = None,
+        mask: Bool[Tensor, "*rows"] | None = None,
+        old_values: Float[Tensor, "*rows"] | None = None,
+    ) -> Terms:
+        """``policy``, ``value`` and, with an entropy, ``entropy``; and statistics of ratio, clip and values.
+
+        All inputs are [batch], or all [B, T] with a mask, True where the policy chose the action. ``entropy`` may be
+        left out if entropy_coef is 0. Advantages are used as they are: whiten them first, over the whole batch and not
+        over a part of it (``core.returns.whiten``).
+        """
+        mask = torch.ones_like(policy_logprobs, dtype=torch.bool) if mask is None else mask
+        stored = {"returns": returns, "advantages": advantages, "old_policy_logprobs": old_policy_logprobs}
+        _check_shapes(policy_logprobs, mask=mask, values=values, entropy=entropy, old_values=old_values, **stored)
+        if self.entropy_coef > 0 and entropy is None:
+            raise GruppoError(f"entropy_coef={self.entropy_coef:g} needs entropy; pass it, or set entropy_coef=0.")
+        if self.objective.value_clip and old_values is None:
+            raise GruppoError(f"value_clip={self.objective.value_clip:g} needs old_values. Pass them, or set it to 0.")
+        _check_finite(mask, **stored)
+
+        def columns(x: Tensor) -> Tensor:
+            return x[:, None] if x.ndim == 1 else x  # [batch] is one action per row
+
+        nats = None if entropy is None else columns(entropy)
+        return self._terms(
+            Likelihood(columns(policy_logprobs), nats, values=columns(values)),
+            columns(mask),
+            {"value": 2 * self.value_loss_coef, "entropy": -self.entropy_coef},
+            advantages=columns(advantages).detach(),
+            old_logprobs=columns(old_policy_logprobs).detach(),
+            old_values=None if old_values is None else columns(old_values).detach(),
+            returns=columns(returns).detach(),
+        )
+
+
+def _rows(
+    logprobs: Tensor, rewards: Tensor, mask: Tensor | None, group_ids: Tensor | None
+) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"], Bool[Tensor, "B T"]]:
+    """Rewards of rows, group ids from 0, and the mask."""
+    if mask is None:
+        if logprobs.shape != rewards.shape:
+            raise GruppoError(
+                f"policy_logprobs are {list(logprobs.shape)} and rewards {list(rewards.shape)}; without a mask both "
+                "are [prompts, group]. For log-probs of tokens [B, T] pass mask [B, T]."
+            )
+        mask = torch.ones(rewards.numel(), 1, dtype=torch.bool, device=rewards.device)
+    else:
+        _check_shapes(logprobs, mask=mask)
+    rows = len(mask)
+    if (mask.ndim, rewards.numel()) != (2, rows) or rewards.ndim != (2 if group_ids is None else 1):
+        raise GruppoError(
+            f"rewards are {list(rewards.shape)} for {rows} rows; they need [prompts, group], prompt after prompt. For "
+            f"groups of other sizes pass rewards [{rows}] and group_ids [{rows}]."
+        )
+    if group_ids is None:
+        group_ids = torch.arange(len(rewards), device=rewards.device).repeat_interleave(rewards.shape[1])
+    _check_shapes(rewards.flatten(), group_ids=group_ids)
+    rewards = rewards.detach().flatten()
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    return rewards, group_ids.unique(return_inverse=True)[1], mask
+
+
+def _check_shapes(like: Tensor, mask: Tensor | None = None, **others: Tensor | None) -> None:
+    """Refuse shapes that differ from that of ``like``, and masks that are not boolean."""
+    for name, other in {"mask": mask, **others}.items():
+        if other is not None and other.shape != like.shape:
+            raise GruppoError(f"{name} is {list(other.shape)} beside {list(like.shape)}; give both the same shape.")
+    if mask is not None and mask.dtype != torch.bool:
+        raise GruppoError(f"mask is {mask.dtype}; it needs True where the policy chose. Use mask.bool().")
+
+
+def _check_finite(loss_mask: Tensor, **inputs: Tensor) -> None:
+    """Refuse numbers that are not finite where ``loss_mask`` is True."""
+    for name, x in inputs.items():
+        if count := int((loss_mask & ~x.isfinite()).sum()):
+            raise GruppoError(
+                f"{name} holds {count} numbers that are not finite where mask is True. Leave those rows out of the "
+                "mask; a failed reward is not a reward of 0."
+            )
