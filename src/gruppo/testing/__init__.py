@@ -1,16 +1,15 @@
-"""The contracts of the house, for parts of one's own: does this policy, engine or reward keep its promises?
+"""Contract checks for your own components: does this policy, engine or reward behave as training assumes?
 
     from gruppo import check_policy
 
     def test_my_policy():
         check_policy(MyPolicy(), ["1 + 1 =", "a longer prompt"])
 
-Each check returns nothing, or raises ``ContractError`` with what was got, what is needed and where to mend it.
+Each check returns nothing, or raises ``ContractError`` with what was found, what is needed and how to fix it.
 """
 
-from gruppo.testing.engine import check_engine
-from gruppo.testing.policy import check_policy
+from gruppo.testing.policy import check_engine, check_policy
 from gruppo.testing.reward import check_reward
-from gruppo.testing.shared import ContractError
+from gruppo.testing.sampling import ContractError
 
 __all__ = ["ContractError", "check_engine", "check_policy", "check_reward"]

@@ -1,33 +1,59 @@
-"""The contract of a policy."""
+"""The contracts of policies and engines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from gruppo.protocols import Policy
-from gruppo.testing.sampling import ALIKE, check_sampling
-from gruppo.testing.shared import (
-    ALL,
-    Case,
-    as_prompts,
-    disturb,
-    logprobs_of,
-    put_back,
-    require,
-    require_methods,
-    same_actions,
-    share_alike,
-    what,
-)
+from gruppo.protocols import Engine, Policy
+from gruppo.testing.sampling import MIN_SHARE, Case, as_prompts, check_sampling, require, same_actions, share_alike
 from gruppo.types import GruppoError, Rollouts, Sampling
+
+ALL = 1 << 30
+"""A budget that everything fits."""
+DEFAULT = Sampling(max_actions=8)
 
 
 def check_policy(
+    policy: Policy, prompts: Sequence[Any], *, sampling: Any = None, seed: int = 0, tolerance: float = 1e-3
+) -> None:
+    """Check that a policy samples by address and evaluates its samples to the same log-probs in any batch.
+
+    ``prompts``: ``Prompt`` or the inputs of one; two or more, of unequal length. ``sampling``: ``Sampling`` with eight
+    actions by default. ``tolerance`` in nats: 1e-3 suits float32, 0.1 bfloat16. The module's weights, gradients and
+    mode are restored afterwards.
+    """
+    _require_methods(policy, ("sample", "micro_batches", "likelihood"), "policy")
+    kind, module = type(policy).__name__, getattr(policy, "module", None)
+    require(
+        {
+            f"{kind} does not define {name}; see gruppo.Policy for what it returns.": (
+                getattr(type(policy), name, None) is not getattr(Policy, name)
+            )
+            for name in ("sample", "likelihood")
+        }
+    )
+    message = f"policy.module is a {type(module).__name__}; it needs to be the torch module that is trained."
+    require({message: isinstance(module, nn.Module)})
+    case = Case("policy.sample", policy.sample, as_prompts(prompts), sampling or DEFAULT, seed, tolerance)
+    with _restored(policy.module):
+        policy.module.eval()
+        rollouts = check_sampling(case)
+        _check_greedy(case)
+        _check_micro_batches(policy, rollouts)
+        _check_same_distribution(policy, case)
+        _check_batch_invariance(policy, case, rollouts)
+        _check_module_state(policy, case, rollouts)
+
+
+def check_engine(
+    engine: Engine,
     policy: Policy,
     prompts: Sequence[Any],
     *,
@@ -35,136 +61,169 @@ def check_policy(
     seed: int = 0,
     tolerance: float = 1e-3,
 ) -> None:
-    """A policy samples by address, and evaluates what it sampled to the same numbers in whatever company.
+    """Check that an engine samples by address from the weights of its last sync, and reports their version.
 
-    ``prompts``: ``Prompt`` or what stands in one; two or more, of unequal length. ``sampling``: ``Sampling`` with eight
-    actions by default. ``tolerance`` in nats: 1e-3 suits float32, 0.1 bfloat16. The module's weights, gradients and
-    mode are put back afterwards.
+    The policy's weights are changed meanwhile and restored; the engine then holds them as version 3, and is not closed.
+    ``tolerance`` in nats: an engine with arithmetic of its own needs about 0.1. For the rest see ``check_policy``.
     """
-    require_methods(policy, ("sample", "micro_batches", "likelihood"), "policy")
-    for name in ("sample", "likelihood"):
-        defined = getattr(type(policy), name, None) is not getattr(Policy, name)
-        require(defined, f"{type(policy).__name__} does not define {name}; see gruppo.Policy for what it returns.")
-    module = getattr(policy, "module", None)
-    require(isinstance(module, nn.Module), f"policy.module is {what(module)}; it needs to be the one that is trained.")
-    case = Case(
-        "policy.sample", policy.sample, as_prompts(prompts), sampling or Sampling(max_actions=8), seed, tolerance
-    )
-    with put_back(policy.module):
-        policy.module.eval()
-        rollouts = check_sampling(case)
-        _check_mode(case)
-        _check_micro_batches(policy, rollouts)
-        _check_same_distribution(policy, case)
-        _check_gradient(policy, rollouts)
-        _check_company(policy, case, rollouts)
-        _check_dropout(policy, case, rollouts)
-        _check_freshness(policy, case, rollouts)
+    _require_methods(engine, ("generate", "sync", "close"), "engine")
+    case = Case("engine.generate", engine.generate, as_prompts(prompts), sampling or DEFAULT, seed, tolerance)
+    for version in (1, 2, 3):
+        with _restored(policy.module):
+            if version == 2:
+                _perturb(policy.module)
+            engine.sync(policy, version)
+            rollouts = check_sampling(case) if version == 1 else case.sample()
+            reported = sorted(set(rollouts.policy_version[rollouts.mask].tolist()))
+            message = (
+                f"{case.who} after sync(policy, {version}) reports policy_version {reported} where mask is True; it "
+                f"needs [{version}], the version of the weights that chose the action."
+            )
+            require({message: reported == [version]})
+            problem = f"after sync(policy, {version}) the engine's sampler_logprobs are not the policy's log-probs"
+            advice = "sync may return only once the sampler holds the new weights; log-probs are in nats, at the "
+            evaluated = _logprobs(policy, rollouts)
+            case.require_close(
+                rollouts.sampler_logprobs, evaluated, rollouts.mask, problem, f"{advice}sampling temperature."
+            )
 
 
-def _check_mode(case: Case) -> None:
-    mode = case.sample(temperature=0.0)
-    require(
-        same_actions(mode, case.sample(temperature=0.0, seed=case.seed + 1)),
-        f"{case.who} at temperature 0 gave other actions for another seed; 0 means the most likely ones, not a draw.",
-    )
+def _require_methods(part: Any, names: Sequence[str], kind: str) -> None:
+    needed = f"it needs {', '.join(names)} (see gruppo.protocols)"
+    found = f"the {kind}, a {type(part).__name__}"
+    require({f"{found}, has no method {name}; {needed}.": callable(getattr(part, name, None)) for name in names})
+
+
+def _check_greedy(case: Case) -> None:
+    greedy = case.sample(temperature=0.0)
+    message = f"{case.who} at temperature 0 gave other actions for another seed; 0 means the most likely ones."
+    require({message: same_actions(greedy, case.sample(temperature=0.0, seed=case.seed + 1))})
     try:
-        share = share_alike(mode, case.sample(top_k=1))
+        share = share_alike(greedy, case.sample(top_k=1))
     except GruppoError:  # refused
         return
-    require(
-        share >= ALIKE, f"{case.who} with top_k=1 starts as at temperature 0 in {share:.0%} of the rows: it is ignored."
-    )
+    message = f"{case.who} with top_k=1 starts as at temperature 0 in {share:.0%} of the rows: it is ignored."
+    require({message: share >= MIN_SHARE})
 
 
 def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
+    """Micro-batches cover each kept action once; their log-probs have its shape and a gradient."""
     for budget in (1, ALL):
         micro_batches = policy.micro_batches(rollouts, rollouts.mask, budget)
-        times = torch.zeros(rollouts.mask.shape, dtype=torch.long)  # each action is covered
+        covered = torch.zeros(rollouts.mask.shape, dtype=torch.long)  # how often, per action
         for micro_batch in micro_batches:
-            rows = torch.zeros(len(rollouts), dtype=torch.long).index_add(
-                0, micro_batch.rows, torch.ones_like(micro_batch.rows)
-            )
-            times[:, micro_batch.cols] += rows[:, None]
-        kept = times[rollouts.mask]
+            covered[:, micro_batch.cols] += torch.bincount(micro_batch.rows, minlength=len(rollouts))[:, None]
+        kept = covered[rollouts.mask]
+        likelihood = policy.likelihood(rollouts, micro_batches[0])
+        shape, needed = tuple(likelihood.logprobs.shape), tuple(micro_batches[0].of(rollouts.mask).shape)
         require(
-            bool((kept == 1).all()),
-            f"policy.micro_batches with a budget of {budget} leaves out {int((kept == 0).sum())} of {len(kept)} kept "
-            f"actions and repeats {int((kept > 1).sum())}; each needs to be in exactly one micro-batch.",
+            {
+                f"policy.micro_batches with a budget of {budget} leaves out {int((kept == 0).sum())} of {len(kept)} "
+                f"kept actions and repeats {int((kept > 1).sum())}; each needs to be in exactly one micro-batch.": (
+                    (kept == 1).all()
+                ),
+                f"policy.likelihood gave log-probs of the shape {shape} for a micro-batch of the shape {needed}.": (
+                    shape == needed
+                ),
+            }
         )
-        got = tuple(policy.likelihood(rollouts, micro_batches[0]).logprobs.shape)
-        need = tuple(micro_batches[0].of(rollouts.mask).shape)
-        require(
-            got == need, f"policy.likelihood gave log-probs of the shape {got} for a micro-batch of the shape {need}."
-        )
+    if likelihood.logprobs.requires_grad:
+        likelihood.logprobs.sum().backward()
+    gradients = [parameter.grad for parameter in policy.module.parameters() if parameter.grad is not None]
+    message = "policy.likelihood sends no gradient to the parameters of policy.module; compute it without no_grad or "
+    require({f"{message}detach.": any(gradient.any() for gradient in gradients)})
 
 
 def _check_same_distribution(policy: Policy, case: Case) -> None:
-    """Temperature, top-k and top-p are in sampling and evaluation alike, or refused."""
+    """Sampling and evaluation apply temperature, top-k and top-p alike, or refuse them."""
     changed: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.7}]
     for changes in changed:
         try:
             rollouts = case.sample(**changes)
-            evaluated = logprobs_of(policy, rollouts)
+            evaluated = _logprobs(policy, rollouts)
         except GruppoError:
             if not changes:
                 raise
             continue
         how = ", ".join(f"{name}={value}" for name, value in changes.items()) or "as they are"
-        case.require_close(
-            rollouts.sampler_logprobs,
-            evaluated,
-            rollouts.mask,
-            f"policy.likelihood of its own samples ({how}) is not their sampler_logprobs",
+        problem = f"policy.likelihood of its own samples ({how}) is not their sampler_logprobs"
+        advice = (
             "Both need the logits from just before the action, divided by the temperature and cut to top-k and top-p; "
-            "what cannot be evaluated is refused with a GruppoError.",
+            "what cannot be evaluated is refused with a GruppoError."
         )
+        case.require_close(rollouts.sampler_logprobs, evaluated, rollouts.mask, problem, advice)
 
 
-def _check_gradient(policy: Policy, rollouts: Rollouts) -> None:
-    logprobs = policy.likelihood(rollouts, policy.micro_batches(rollouts, rollouts.mask, ALL)[0]).logprobs
-    if logprobs.requires_grad:
-        logprobs.sum().backward()
-    gradients = [parameter.grad for parameter in policy.module.parameters()]
-    require(
-        any(gradient is not None and bool(gradient.any()) for gradient in gradients),
-        "policy.likelihood sends no gradient to the parameters of policy.module; compute it without no_grad or detach.",
-    )
-
-
-def _check_company(policy: Policy, case: Case, rollouts: Rollouts) -> None:
-    """Neither the rows beside it nor padding nor the order of rows reach a log-probability."""
-    together, order = logprobs_of(policy, rollouts), torch.arange(len(rollouts)).flip(0)
+def _check_batch_invariance(policy: Policy, case: Case, rollouts: Rollouts) -> None:
+    """Log-probs depend neither on other rows nor on padding nor on the order of rows."""
+    expected, order = _logprobs(policy, rollouts), torch.arange(len(rollouts)).flip(0)
     exists = torch.arange(rollouts.mask.shape[1]) < rollouts.lengths[:, None]
     exists = exists.reshape(*exists.shape, *[1] * (rollouts.actions.ndim - 2))
     junk = torch.where(exists, rollouts.actions, (rollouts.actions == 0).to(rollouts.actions.dtype))
     others = {
-        "which rows share a micro-batch": logprobs_of(policy, rollouts, budget=1),
-        "the order of the rows": logprobs_of(policy, rollouts.take(order))[order],
-        "actions beyond lengths": logprobs_of(policy, replace(rollouts, actions=junk)),
+        "which rows share a micro-batch": _logprobs(policy, rollouts, budget=1),
+        "the order of the rows": _logprobs(policy, rollouts.take(order))[order],
+        "actions beyond lengths": _logprobs(policy, replace(rollouts, actions=junk)),
     }
-    for what_on, other in others.items():
-        mend = "Keep padding out of attention, and out of the positions."
-        case.require_close(together, other, rollouts.mask, f"log-probs depend on {what_on}", mend)
+    advice = "Keep padding out of attention, and out of the positions."
+    for cause, other in others.items():
+        case.require_close(expected, other, rollouts.mask, f"log-probs depend on {cause}", advice)
 
 
-def _check_dropout(policy: Policy, case: Case, rollouts: Rollouts) -> None:
-    quiet, mend = logprobs_of(policy, rollouts), "Call module.eval() before sampling and before scoring."
+def _check_module_state(policy: Policy, case: Case, rollouts: Rollouts) -> None:
+    """Dropout is off whatever the module's mode is, and every copy of the weights follows an in-place change."""
+    before, mask, advice = _logprobs(policy, rollouts), rollouts.mask, "Call module.eval() before sampling and scoring."
     policy.module.train()
-    noisy = logprobs_of(policy, rollouts)
-    case.require_close(quiet, noisy, rollouts.mask, "log-probs are others after module.train(): dropout is on", mend)
+    after = _logprobs(policy, rollouts)
+    case.require_close(before, after, mask, "log-probs differ after module.train(): dropout is on", advice)
     policy.module.train()
     share = share_alike(rollouts, case.sample())
-    require(share >= ALIKE, f"{share:.0%} of the samples start alike after module.train(): dropout is on. {mend}")
+    message = f"{share:.0%} of the samples start alike after module.train(): dropout is on. {advice}"
+    require({message: share >= MIN_SHARE})
     policy.module.eval()
 
-
-def _check_freshness(policy: Policy, case: Case, rollouts: Rollouts) -> None:
-    """Whoever holds a copy of the weights follows an in-place change."""
-    before, mend = logprobs_of(policy, rollouts), "Renew every copy of the weights before it is used."
-    disturb(policy.module)
-    moved = not torch.equal(before[rollouts.mask], logprobs_of(policy, rollouts)[rollouts.mask])
-    require(moved, f"log-probs did not move when the weights of policy.module did: they are stale. {mend}")
+    advice = "Renew every copy of the weights before it is used."
+    before = _logprobs(policy, rollouts)
+    _perturb(policy.module)
+    message = f"log-probs did not change when the weights of policy.module did: they are stale. {advice}"
+    require({message: not torch.equal(before[mask], _logprobs(policy, rollouts)[mask])})
     fresh = case.sample()
-    behind = "after a change of the weights, samples and their evaluation are of different weights"
-    case.require_close(fresh.sampler_logprobs, logprobs_of(policy, fresh), fresh.mask, behind, mend)
+    problem = "after a change of the weights, samples and their evaluation are of different weights"
+    case.require_close(fresh.sampler_logprobs, _logprobs(policy, fresh), fresh.mask, problem, advice)
+
+
+@torch.no_grad()
+def _logprobs(policy: Policy, rollouts: Rollouts, budget: int = ALL) -> Float[Tensor, "B T"]:
+    """The policy's evaluation, in float64 on the CPU; 0 where nothing was evaluated."""
+    logprobs = torch.zeros(rollouts.mask.shape, dtype=torch.float64)
+    columns = torch.arange(logprobs.shape[1])
+    for micro_batch in policy.micro_batches(rollouts, rollouts.mask, budget):
+        place = (micro_batch.rows[:, None], columns[micro_batch.cols][None])
+        logprobs[place] = policy.likelihood(rollouts, micro_batch).logprobs.double().cpu()
+    return logprobs
+
+
+@torch.no_grad()
+def _perturb(module: nn.Module) -> None:
+    """Change the weights, in place, by about a fifth of their size."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameter.add_(noise * (0.2 * parameter.abs().mean() + 1e-3))
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Restore weights, gradients and mode afterwards."""
+    weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    gradients = [parameter.grad for parameter in module.parameters()]
+    modes = [(part, part.training) for part in module.modules()]
+    module.zero_grad(set_to_none=True)
+    try:
+        yield
+    finally:
+        module.load_state_dict(weights)
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        for part, training in modes:
+            part.training = training

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gruppo.rewards import RewardSet, Scores, columns_of, resolve_reward
-from gruppo.testing.shared import ContractError, as_prompts, require
+from gruppo.testing.sampling import ContractError, as_prompts, require
 from gruppo.types import Prompt, Rollouts
 
 SUM = Prompt("sum", "1 + 1 =", "2")
@@ -16,70 +16,58 @@ WORD = Prompt("word", "Say yes.", "yes", draw=1)
 
 
 def check_reward(reward: Any, prompts: Sequence[Any] | None = None, *, timeout_s: float | None = 60.0) -> None:
-    """A reward scores whatever a model may write, an empty text too, and each score belongs to its completion.
+    """Check that a reward scores any completion, an empty one too, and that each score stays with its completion.
 
-    Of a reward of steps, each step's score too.
-
-    ``reward``: a function in TRL's calling convention, an object with the Reward protocol, or a name such as
-    ``file.py:function``. ``prompts``: some of your data, with the target and columns that the reward reads.
+    For rewards of steps, the scores of the steps are checked too. ``reward``: a function in TRL's calling convention,
+    an object with the Reward protocol, or a name such as ``file.py:function``. ``prompts``: some of your data, with the
+    target and columns that the reward reads.
     """
-    asked = as_prompts([SUM, WORD] if prompts is None else prompts)
+    prompts = as_prompts([SUM, WORD] if prompts is None else prompts)
     scorer = RewardSet([resolve_reward(reward)], timeout_s=timeout_s)
     who = f"reward {scorer.names[0]!r}"
-    scorer.check(columns_of(asked))
-    scorer.set_decoder(text_of_codes)
-    rollouts = completions_for(asked)
-    before = _seen(rollouts)
+    scorer.check(columns_of(prompts))
+    scorer.set_decoder(lambda ids: "".join(map(chr, filter(None, ids))))
+    rollouts = _completions(prompts)
+    before = _readable(rollouts)
     scores = scorer.score(rollouts)
-    _check_answers(who, rollouts, scores)
-    require(
-        _seen(rollouts) == before,
-        f"{who} changed the prompts or completions that it was given, which others read too; change a copy.",
-    )
-    _check_order(who, scorer, rollouts, scores)
-
-
-def _check_answers(who: str, rollouts: Rollouts, scores: Scores) -> None:
     for failure in scores.failures:
         raise ContractError(
             f"{who}, {failure.kind} for the completion {rollouts.completions[failure.row]!r:.80}: {failure.message}. "
             "It needs one finite number for each completion, whatever it says, or None for not scored."
         )
-    require(
-        bool(scores.rewards.isfinite().any()),
-        f"{who} scored none of {len(rollouts)} completions; it needs to score some. Give check_reward prompts with the "
-        "targets and columns that it reads.",
-    )
-
-
-def _check_order(who: str, scorer: RewardSet, rollouts: Rollouts, scores: Scores) -> None:
-    again, said = scorer.score(rollouts), scores.rewards.tolist()
-    require(
-        _same(again, scores),
-        f"{who} scored {again.rewards.tolist()} what it had scored {said}; the same completions need the same scores, "
-        "or a resumed run is another run. Seed whatever is random.",
-    )
     order = torch.arange(len(rollouts)).flip(0)
-    turned = scorer.score(rollouts.take(order)).take(order.tolist())
+    again, reverse, values = scorer.score(rollouts), scorer.score(rollouts.take(order)), scores.rewards.tolist()
+    reverse = reverse.take(order.tolist())
     require(
-        _same(turned, scores),
-        f"{who} scored {turned.rewards.tolist()} when the completions came in reverse, but {said} before; a score "
-        "stays with its completion. Return scores in the order of the completions.",
+        {
+            f"{who} scored none of {len(rollouts)} completions; it needs to score some. Give check_reward prompts with "
+            "the targets and columns that it reads.": scores.rewards.isfinite().any(),
+            f"{who} changed the prompts or completions that it was given, which others read too; change a copy.": (
+                _readable(rollouts) == before
+            ),
+            f"{who} scored {again.rewards.tolist()} what it had scored {values}; the same completions need the same "
+            "scores, or a resumed run is another run. Seed whatever is random.": _same(again, scores),
+            f"{who} scored {reverse.rewards.tolist()} when the completions came in reverse, but {values} before; a "
+            "score stays with its completion. Return scores in the order of the completions.": _same(reverse, scores),
+        }
     )
 
 
 def _same(a: Scores, b: Scores) -> bool:
-    """Of rows and of their steps."""
+    """Whether rows and their steps have the same scores."""
     pairs = zip([a.rewards, *a.steps.values()], [b.rewards, *b.steps.values()], strict=True)
     return all(torch.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True) for x, y in pairs)
 
 
-def completions_for(prompts: Sequence[Prompt]) -> Rollouts:
+def _completions(prompts: Sequence[Prompt]) -> Rollouts:
     """What models write: nothing, the answer, the answer in a sentence, in lines, nonsense, and a great deal.
 
     An action is the code of a character, or 0 at the end.
     """
-    rows = [(n, text) for n, prompt in enumerate(prompts) for text in _texts(prompt)]
+    rows: list[tuple[int, str]] = []
+    for n, answer in enumerate(str(prompt.target) for prompt in prompts):
+        texts = ["", answer, f"The answer is {answer}.", f"First,\n\nthen {answer}.\n"]
+        rows += [(n, text) for text in [*texts, "\u4f60\u597d \u2211 \\boxed{ <think>", "no " * 200]]
     lengths = torch.tensor([len(text) + 1 for _, text in rows])
     columns = int(lengths.max())
     return Rollouts(
@@ -88,7 +76,9 @@ def completions_for(prompts: Sequence[Prompt]) -> Rollouts:
         actions=torch.tensor([[*map(ord, text), *[0] * (columns - len(text))] for _, text in rows]),
         mask=torch.arange(columns) < lengths[:, None],
         lengths=lengths,
-        completions=tuple(_as_asked(prompts[n], text) for n, text in rows),
+        completions=tuple(
+            text if isinstance(prompts[n].inputs, str) else [{"role": "assistant", "content": text}] for n, text in rows
+        ),
         sampler_logprobs=torch.zeros(len(rows), columns),
         policy_version=torch.zeros(len(rows), columns, dtype=torch.long),
         temperature=torch.ones(len(rows)),
@@ -96,21 +86,7 @@ def completions_for(prompts: Sequence[Prompt]) -> Rollouts:
     )
 
 
-def text_of_codes(ids: Sequence[int]) -> str:
-    return "".join(map(chr, filter(None, ids)))
-
-
-def _texts(prompt: Prompt) -> list[str]:
-    answer = f"{prompt.target}"
-    lines = f"First,\n\nthen {answer}.\n"
-    return ["", answer, f"The answer is {answer}.", lines, "\u4f60\u597d \u2211 \\boxed{ <think>", "no " * 200]
-
-
-def _as_asked(prompt: Prompt, text: str) -> Any:
-    return text if isinstance(prompt.inputs, str) else [{"role": "assistant", "content": text}]
-
-
-def _seen(rollouts: Rollouts) -> tuple[Any, ...]:
+def _readable(rollouts: Rollouts) -> tuple[Any, ...]:
     """All that a reward can read, as text."""
     tensors = [x.tolist() for x in (rollouts.actions, rollouts.mask, rollouts.group_ids, rollouts.lengths)]
     prompts = [(repr(p.inputs), repr(p.target), repr(dict(p.meta))) for p in rollouts.prompts]

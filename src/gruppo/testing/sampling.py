@@ -1,103 +1,148 @@
-"""Well-formed rollouts whose randomness hangs on their address alone: the promise of policies and of engines."""
+"""The sampling contract of policies and engines: well-formed rollouts, random by their address alone."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from gruppo.testing.shared import Case, require, same_actions, share_alike, what
-from gruppo.types import Finish, Rollouts
+from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
 
-ALIKE = 0.75
+SIZES = (3, 2)
+"""Samples of every other prompt: groups may differ in size."""
+MIN_SHARE = 0.75
 """Share of rows whose first action must agree where only rounding differs: in bfloat16 it may turn a draw over."""
 
 
+class ContractError(GruppoError, AssertionError):
+    """A component breaks its contract."""
+
+
+def require(claims: Mapping[str, object]) -> None:
+    """Raise the message of the first claim that does not hold."""
+    for message, holds in claims.items():
+        if not holds:
+            raise ContractError(message)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sampler, and the requests that it is checked with."""
+
+    who: str
+    generate: Callable[..., Rollouts]
+    """(requests, sampling, seed=) to rollouts: of a policy or of an engine."""
+    prompts: list[Prompt]
+    sampling: Any
+    seed: int
+    tolerance: float
+    """Largest difference of log-probabilities, in nats."""
+
+    @property
+    def requests(self) -> list[Request]:
+        return [Request(prompt, SIZES[n % len(SIZES)]) for n, prompt in enumerate(self.prompts)]
+
+    def sample(self, requests: Sequence[Request] | None = None, *, seed: int | None = None, **changes: Any) -> Rollouts:
+        """The case's samples, or those of other requests, another seed or changed sampling options."""
+        sampling = replace(self.sampling, **changes)
+        return self.generate(requests or self.requests, sampling, seed=self.seed if seed is None else seed)
+
+    def require_close(
+        self, a: Float[Tensor, "B T"], b: Float[Tensor, "B T"], mask: Tensor, problem: str, advice: str
+    ) -> None:
+        """Equal log-probabilities where mask is True."""
+        apart = (a.double() - b.double())[mask].abs()
+        worst = float(apart.nan_to_num(nan=float("inf")).max()) if apart.numel() else 0.0
+        wide = f"{worst:.3g} nats apart at most, where tolerance={self.tolerance:g} is allowed"
+        require({f"{problem}: {wide}. {advice}": worst <= self.tolerance})
+
+
+def as_prompts(inputs: Sequence[Any]) -> list[Prompt]:
+    """Prompts as they are; anything else becomes the input of one."""
+    prompts = [p if isinstance(p, Prompt) else Prompt(f"check-{n}", p, draw=n) for n, p in enumerate(inputs)]
+    names = {(prompt.id, prompt.draw) for prompt in prompts}
+    require(
+        {
+            "there are no prompts to check with; give two or more, of unequal length.": prompts,
+            "two of the prompts have one id and draw, so they are one group; number them.": len(names) == len(prompts),
+        }
+    )
+    return prompts
+
+
 def check_sampling(case: Case) -> Rollouts:
-    """The case's rollouts, which keep every promise of sampling."""
+    """The case's rollouts, after all checks of sampling."""
     rollouts = case.sample()
-    check_record(case, rollouts)
-    _check_seeds(case, rollouts)
+    _check_record(case, rollouts)
     _check_addresses(case, rollouts)
     return rollouts
 
 
-def check_record(case: Case, rollouts: Any) -> None:
-    """The fields agree with each other and with what was asked for."""
-    require(isinstance(rollouts, Rollouts), f"{case.who} returned {what(rollouts)}; it needs gruppo.types.Rollouts.")
-    _check_shapes(case, rollouts)
-    _check_groups(case, rollouts)
-    _check_values(case, rollouts)
-
-
-def _check_shapes(case: Case, rollouts: Rollouts) -> None:
-    rows, columns = sum(request.size for request in case.requests), rollouts.actions.shape[1]
-    for name in ("group_ids", "lengths", "temperature"):
-        got = tuple(getattr(rollouts, name).shape)
-        require(got == (rows,), f"{case.who}: {name} has the shape {got}; {rows} samples need [{rows}].")
-    for name in ("actions", "mask", "sampler_logprobs", "policy_version"):
-        got = tuple(getattr(rollouts, name).shape[:2])
-        need = f"{rows} samples of {columns} actions need [{rows}, {columns}]"
-        require(got == (rows, columns), f"{case.who}: {name} has the shape {got}; {need}.")
-    for name in ("completions", "finish"):
-        count = len(getattr(rollouts, name))
-        require(count == rows, f"{case.who}: {count} {name} for {rows} samples; it needs one for each.")
-
-
-def _check_groups(case: Case, rollouts: Rollouts) -> None:
-    got = [(p.id, p.draw, int((rollouts.group_ids == n).sum())) for n, p in enumerate(rollouts.prompts)]
-    need = [(r.prompt.id, r.prompt.draw, r.size) for r in case.requests]
-    require(
-        sorted(got) == sorted(need),
-        f"{case.who}: the samples of each prompt (id, draw, count) are {got}; {need} were asked for. Each prompt needs "
-        "one entry in prompts, and the group_ids of its rows point to it.",
-    )
-
-
-def _check_values(case: Case, rollouts: Rollouts) -> None:
-    require(rollouts.mask.dtype == torch.bool, f"{case.who}: mask is {rollouts.mask.dtype}; it needs torch.bool.")
-    exists = torch.arange(rollouts.mask.shape[1]) < rollouts.lengths[:, None]
-    require(
-        not bool((rollouts.mask & ~exists).any()),
-        f"{case.who}: mask is True at or beyond lengths, where no action is. Make both from the number of actions.",
-    )
-    chosen, others = rollouts.sampler_logprobs[rollouts.mask], rollouts.sampler_logprobs[~rollouts.mask]
+def _check_record(case: Case, rollouts: Rollouts) -> None:
+    """The fields agree with each other and with the requests."""
+    who, rows = case.who, sum(request.size for request in case.requests)
+    kind = type(rollouts).__name__
+    require({f"{who} returned a {kind}; it needs gruppo.types.Rollouts.": isinstance(rollouts, Rollouts)})
+    columns = rollouts.actions.shape[1]
+    for name in ("group_ids", "lengths", "temperature", "actions", "mask", "sampler_logprobs", "policy_version"):
+        is_per_row = name in ("group_ids", "lengths", "temperature")
+        shape, needed = tuple(getattr(rollouts, name).shape), (rows,) if is_per_row else (rows, columns)
+        of = f"{rows} samples" if is_per_row else f"{rows} samples of {columns} actions"
+        is_shaped = (shape[:2] if name == "actions" else shape) == needed
+        require({f"{who}: {name} has the shape {shape}; {of} need {list(needed)}.": is_shaped})
+    groups = [(p.id, p.draw, int((rollouts.group_ids == n).sum())) for n, p in enumerate(rollouts.prompts)]
+    requested = [(r.prompt.id, r.prompt.draw, r.size) for r in case.requests]
+    mask, logprobs, temperature = rollouts.mask, rollouts.sampler_logprobs, case.sampling.temperature
+    unknown, known = set(rollouts.finish) - set(get_args(Finish)), ", ".join(map(repr, get_args(Finish)))
     highest = float("inf") if rollouts.actions.is_floating_point() else 1e-4
-    require(
-        bool(chosen.isfinite().all()) and bool((chosen <= highest).all()) and not bool(others.any()),
-        f"{case.who}: sampler_logprobs needs finite nats where mask is True (at most 0 for discrete actions) and 0 "
-        "elsewhere.",
+    counts = {name: len(getattr(rollouts, name)) for name in ("completions", "finish")}
+    require({f"{who}: {n} {name} for {rows} samples; it needs one for each.": n == rows for name, n in counts.items()})
+    message = (
+        f"{who}: the samples of each prompt (id, draw, count) are {groups}; {requested} were requested. Each prompt "
+        "needs one entry in prompts, and the group_ids of its rows point to it."
     )
-    wanted = torch.full(rollouts.temperature.shape, float(case.sampling.temperature))
+    require({message: sorted(groups) == sorted(requested)})
+    require({f"{who}: mask is {mask.dtype}; it needs torch.bool.": mask.dtype == torch.bool})
+    chosen, others = logprobs[mask], logprobs[~mask]
+    exists = torch.arange(columns) < rollouts.lengths[:, None]
+    temperatures = torch.full(rollouts.temperature.shape, float(temperature))
     require(
-        torch.allclose(rollouts.temperature.cpu().float(), wanted),
-        f"{case.who}: temperature is {rollouts.temperature.tolist()}, but {case.sampling.temperature} was asked for.",
-    )
-    require(bool(rollouts.mask.any()), f"{case.who} chose no action at all; check the prompts, and max_actions.")
-    strange, known = set(rollouts.finish) - set(get_args(Finish)), ", ".join(map(repr, get_args(Finish)))
-    require(not strange, f"{case.who}: finish holds {strange}; it needs to be one of {known}.")
-
-
-def _check_seeds(case: Case, rollouts: Rollouts) -> None:
-    require(
-        same_actions(rollouts, case.sample()),
-        f"{case.who} gave other actions for the same seed; draw with seeds.uniforms_at(seed, draw, sample, n).",
-    )
-    is_certain = bool((rollouts.sampler_logprobs[rollouts.mask].abs() < 1e-3).all())
-    require(
-        is_certain or not same_actions(rollouts, case.sample(seed=case.seed + 1)),
-        f"{case.who} gave the same actions for the seeds {case.seed} and {case.seed + 1}; the seed needs to reach the "
-        "draw.",
+        {
+            f"{who}: mask is True at or beyond lengths, where no action is. Make both from the number of actions.": (
+                not (mask & ~exists).any()
+            ),
+            f"{who}: sampler_logprobs needs finite nats where mask is True (at most 0 for discrete actions) and 0 "
+            "elsewhere.": chosen.isfinite().all() and (chosen <= highest).all() and not others.any(),
+            f"{who}: temperature is {rollouts.temperature.tolist()}, but {temperature} was requested.": (
+                torch.allclose(rollouts.temperature.cpu().float(), temperatures)
+            ),
+            f"{who} chose no action at all; check the prompts, and max_actions.": mask.any(),
+            f"{who}: finish holds {unknown}; it needs to be one of {known}.": not unknown,
+        }
     )
 
 
 def _check_addresses(case: Case, rollouts: Rollouts) -> None:
-    requests = case.requests
-    blind = [replace(request, prompt=replace(request.prompt, target=None)) for request in requests]
+    """A sample depends on (seed, prompt.draw, sample number) alone."""
+    who, requests, seed = case.who, case.requests, case.seed
+    without_target = [replace(request, prompt=replace(request.prompt, target=None)) for request in requests]
+    is_deterministic = bool((rollouts.sampler_logprobs[rollouts.mask].abs() < 1e-3).all())
     require(
-        same_actions(rollouts, case.sample(blind)),
-        f"{case.who} gave other actions for prompts without their target; it is for rewards, never read in sampling.",
+        {
+            f"{who} gave other actions for the same seed; draw with seeds.uniforms_at(seed, draw, sample, n).": (
+                same_actions(rollouts, case.sample())
+            ),
+            f"{who} gave the same actions for the seeds {seed} and {seed + 1}; the seed needs to reach the draw.": (
+                is_deterministic or not same_actions(rollouts, case.sample(seed=seed + 1))
+            ),
+            f"{who} gave other actions for prompts without their target; it is for rewards, never read in sampling.": (
+                same_actions(rollouts, case.sample(without_target))
+            ),
+        }
     )
     one_by_one = [case.sample([replace(r, size=1, first=i)]) for r in requests for i in range(r.size)]
     others = {
@@ -107,8 +152,22 @@ def _check_addresses(case: Case, rollouts: Rollouts) -> None:
     }
     for how, other in others.items():
         share = share_alike(rollouts, other)
-        require(
-            share >= ALIKE,
-            f"{case.who}: only {share:.0%} of the rows start alike when prompts are sampled {how}. A sample may depend "
-            "on (seed, prompt.draw, sample number) alone: draw with seeds.uniforms_at, counting from request.first.",
+        message = (
+            f"{who}: only {share:.0%} of the rows start alike when prompts are sampled {how}. A sample may depend on "
+            "(seed, prompt.draw, sample number) alone: draw with seeds.uniforms_at, counting from request.first."
         )
+        require({message: share >= MIN_SHARE})
+
+
+def same_actions(a: Rollouts, b: Rollouts) -> bool:
+    return torch.equal(a.mask, b.mask) and torch.equal(a.actions, b.actions)
+
+
+def share_alike(a: Rollouts, b: Rollouts) -> float:
+    """Share of the rows of ``b`` whose first action is that of the same sample in ``a``."""
+    rows_of_a, rows_of_b = (
+        {(p.id, p.draw): (r.group_ids == n).nonzero()[:, 0].tolist() for n, p in enumerate(r.prompts)} for r in (a, b)
+    )
+    pairs = [pair for key, rows in rows_of_b.items() for pair in zip(rows_of_a.get(key, ()), rows, strict=False)]
+    firsts = ((a.actions[row, 0].double(), b.actions[other, 0].double()) for row, other in pairs)
+    return sum(torch.allclose(x, y, rtol=1e-2, atol=1e-2) for x, y in firsts) / max(len(b), 1)
