@@ -27,7 +27,7 @@ REFUSED = "PermissionError"
 
 @pytest.fixture(scope="module")
 def jail():
-    with Jail(SandboxLimits(case_s=0.5, program_s=1.5, memory_mib=256)) as opened:
+    with Jail(SandboxLimits(case_s=0.25, program_s=0.75, memory_mib=256)) as opened:
         yield opened
 
 
@@ -40,15 +40,15 @@ def patient():
 
 def tried(jail: Jail, expression: str, program: str = "import os, sys, ctypes, socket, subprocess, threading") -> str:
     """What one expression gives: its value as text, or why there is none."""
-    said = jail.calls(program, [[expression]])[0]
-    return repr(said.value[0]) if said.status == "value" else said.message
+    result = jail.calls(program, [[expression]])[0]
+    return repr(result.value[0]) if result.status == "value" else result.message
 
 
 def tried_each(jail: Jail, expressions: list[str], program: str = "import os, sys, ctypes, socket") -> dict[str, str]:
     """``tried``, of expressions that all run in one process."""
     results = jail.calls(program, [[expression] for expression in expressions])
-    gave = (repr(each.value[0]) if each.status == "value" else each.message for each in results)
-    return dict(zip(expressions, gave, strict=True))
+    texts = [repr(result.value[0]) if result.status == "value" else result.message for result in results]
+    return dict(zip(expressions, texts, strict=True))
 
 
 def children_of(pid: int) -> list[int]:
@@ -81,8 +81,8 @@ def test_a_script_reads_its_input_however_it_likes_and_its_output_is_what_it_pri
         "'\\n'.join(sys.stdin)",
     ]
     for reader in [*readers, "input() + ' ' + input()", "sys.stdin.buffer.read().decode()"]:
-        said = jail.script(f"import os, sys\nprint(sum(map(int, ({reader}).split())))", ["1 2\n3", "4\n5\n"])
-        assert [each.value for each in said] == ["6\n", "9\n"], reader
+        results = jail.script(f"import os, sys\nprint(sum(map(int, ({reader}).split())))", ["1 2\n3", "4\n5\n"])
+        assert [result.value for result in results] == ["6\n", "9\n"], reader
     late = "import atexit, os, sys, threading\natexit.register(lambda: os.write(1, b'last'))\n"
     late += "threading.Thread(target=lambda: print('from a thread', flush=True)).start()\nsys.exit()"
     assert jail.script(late, [""])[0].value == "from a thread\nlast"
@@ -106,8 +106,8 @@ def test_a_script_reads_its_input_however_it_likes_and_its_output_is_what_it_pri
     ],
 )
 def test_what_a_script_wrote_is_there_however_it_wrote_it(jail, program):
-    (said,) = jail.script(program, [""])
-    assert (said.status, (said.value or said.message).strip()) == ("value", "42")
+    (result,) = jail.script(program, [""])
+    assert (result.status, (result.value or result.message).strip()) == ("value", "42")
 
 
 @jailed
@@ -125,8 +125,8 @@ def test_a_line_that_a_program_forged_has_as_many_values_as_were_asked_for(jail)
     forge = "import sys\nframe = sys._getframe()\nwhile 'report' not in frame.f_locals: frame = frame.f_back\n"
     forge += "frame.f_locals['report'](-1, 'v', 'null')\n"
     for text in ('["l", []]', '["l", [true, true]]', '{"a": 1}', "true"):
-        (said,) = jail.calls(forge + f"frame.f_locals['report'](0, 'v', {text!r})", [["1"]])
-        assert (said.status, said.message) == ("error", "it is no plain data")
+        (result,) = jail.calls(forge + f"frame.f_locals['report'](0, 'v', {text!r})", [["1"]])
+        assert (result.status, result.message) == ("error", "it is no plain data")
 
 
 @jailed
@@ -141,26 +141,26 @@ def test_where_memory_runs_out_the_kernel_ends_the_jail_and_not_the_trainer(jail
 
 @jailed
 def test_a_busy_machine_fails_nobody_and_sleep_has_an_end():
-    with Jail(SandboxLimits(case_s=0.1, program_s=0.3)) as own:
-        slow, asleep = own.calls("from time import sleep", [["sleep(0.6)"], ["sleep(99)"]])
+    with Jail(SandboxLimits(case_s=0.05, program_s=0.15)) as own:
+        slow, asleep = own.calls("from time import sleep", [["sleep(0.3)"], ["sleep(99)"]])
     assert (slow.status, asleep.status) == ("value", "timeout")
 
 
 @jailed
-def test_a_script_that_ends_badly_has_said_nothing(jail):
+def test_a_script_that_ends_badly_has_no_output(jail):
     program = "print('right')\nx = input()\nif x == 'raise': 1 / 0\nif x == 'exit': raise SystemExit(3)\n"
     program += "if x == 'die': import os; os.abort()"
-    said = jail.script(program, ["raise", "exit", "die", "no"])
-    assert [each.status for each in said] == ["error"] * 3 + ["value"]
-    assert [each.message for each in said[:2]] == [
+    results = jail.script(program, ["raise", "exit", "die", "no"])
+    assert [result.status for result in results] == ["error"] * 3 + ["value"]
+    assert [result.message for result in results[:2]] == [
         "ZeroDivisionError: division by zero",
         "the process ended with status 3",
     ]
-    assert said[2].message == "the process was ended by SIGABRT"
+    assert results[2].message == "the process was ended by SIGABRT"
 
 
 @jailed
-def test_the_standard_library_can_be_imported_and_used_and_nothing_installed_can(jail):
+def test_the_standard_library_can_be_imported_and_used_and_nothing_installed_can(jail, patient):
     program = """
 import asyncio, bz2, csv, ctypes, datetime, decimal, email, hashlib, lzma, sqlite3, statistics, unittest, uuid, zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -177,7 +177,7 @@ def all_of_it():
     year = datetime.datetime.strptime("2020", "%Y").year
     return asyncio.run(late()), squares, year, Point().x, sqlite3.connect(":memory:").execute("select 3").fetchone()
 """
-    assert tried(jail, "all_of_it()", program) == "(7, [1, 2], 2020, 1, (3,))"
+    assert tried(patient, "all_of_it()", program) == "(7, [1, 2], 2020, 1, (3,))"
     for name in ("torch", "numpy", "gruppo", "pip", "pytest"):
         assert tried(jail, "1", f"import {name}").startswith(f"ModuleNotFoundError: No module named '{name}'")
 
@@ -350,9 +350,9 @@ def test_the_environment_is_empty_and_no_descriptor_of_ours_is_open(jail, monkey
 @jailed
 def test_an_endless_loop_costs_its_case_and_the_others_are_kept(jail):
     program = "def f(x):\n    while x == 1: pass\n    return x"
-    said = jail.calls(program, [["f(0)"], ["f(1)"], ["f(2)"]])
-    assert [each.status for each in said] == ["value", "timeout", "value"]
-    assert (said[0].value, said[2].value) == ([0], [2])
+    results = jail.calls(program, [["f(0)"], ["f(1)"], ["f(2)"]])
+    assert [result.status for result in results] == ["value", "timeout", "value"]
+    assert (results[0].value, results[2].value) == ([0], [2])
     assert [each.status for each in jail.script("x = input()\nwhile x == '1': pass", ["0", "1", "2"])] == [
         "value",
         "timeout",
@@ -363,17 +363,16 @@ def test_an_endless_loop_costs_its_case_and_the_others_are_kept(jail):
 @jailed
 def test_a_program_has_a_time_for_all_its_cases(jail):
     began = time.monotonic()
-    said = jail.calls("def f():\n    while True: pass", [["f()"]] * 20)
-    statuses = [each.status for each in said]
+    results = jail.calls("def f():\n    while True: pass", [["f()"]] * 20)
+    statuses = [result.status for result in results]
     assert set(statuses[:3]) == {"timeout"} and set(statuses[5:]) == {"not_run"}
-    assert time.monotonic() - began < 10 * 1.5 + 3
+    assert time.monotonic() - began < 10 * 0.75 + 3
 
 
 @jailed
 @pytest.mark.parametrize(
     "hang",
     [
-        "import time\ndef f(): time.sleep(1000)",
         "import threading\ndef f(): threading.Event().wait()",
         "import os, time\ndef f():\n    os.close(3)\n    time.sleep(1000)",
         "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nsignal.signal(2, 1)\ndef f(): time.sleep(1000)",
@@ -382,9 +381,9 @@ def test_a_program_has_a_time_for_all_its_cases(jail):
 )
 def test_one_that_waits_or_hides_is_ended_too(hang):
     began = time.monotonic()
-    with Jail(SandboxLimits(case_s=0.1, program_s=0.3, memory_mib=256)) as own:
-        said = own.calls(hang, [["f()"]])[0]
-        assert said.status == "timeout" and said.message == "over 0.1 s for the case or 0.3 s in all"
+    with Jail(SandboxLimits(case_s=0.05, program_s=0.1, memory_mib=256)) as own:
+        result = own.calls(hang, [["f()"]])[0]
+        assert result.status == "timeout" and result.message == "over 0.05 s for the case or 0.1 s in all"
         assert time.monotonic() - began < 10 and children_of(own._process.pid) == []
 
 
@@ -412,9 +411,9 @@ def test_memory_threads_and_output_have_an_end(patient):
 def test_what_ends_the_process_costs_one_case_and_is_told(jail):
     program = "import os, ctypes\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2: ctypes.string_at(0)\n"
     program += "    return x"
-    said = jail.calls(program, [["f(0)"], ["f(1)"], ["f(2)"], ["f(3)"]])
-    assert [each.status for each in said] == ["value", "error", "error", "value"]
-    assert [each.message for each in said[1:3]] == [
+    results = jail.calls(program, [["f(0)"], ["f(1)"], ["f(2)"], ["f(3)"]])
+    assert [result.status for result in results] == ["value", "error", "error", "value"]
+    assert [result.message for result in results[1:3]] == [
         "the process ended with status 0",
         "the process was ended by SIGSEGV",
     ]
@@ -634,8 +633,8 @@ def test_what_is_nested_too_deep_or_forged_is_not_plain():
 
 @pytest.mark.parametrize("tag", ["s", "z", "d"])
 def test_a_table_of_items_that_hash_alike_is_not_filled(tag):
-    alike = [["i", format(n * (2**61 - 1), "x")] for n in range(1, 50_000)]
-    apart = [["i", format(n, "x")] for n in range(1, 50_000)]
+    alike = [["i", format(n * (2**61 - 1), "x")] for n in range(1, 10_000)]
+    apart = [["i", format(n, "x")] for n in range(1, 10_000)]
     began = time.process_time()
     for items, is_refused in [(alike, True), (apart, False)]:
         line = json.dumps([tag, [[item, None] for item in items] if tag == "d" else items])
@@ -643,7 +642,7 @@ def test_a_table_of_items_that_hash_alike_is_not_filled(tag):
             with pytest.raises(NotPlain, match="hash alike"):
                 decode(line)
         else:
-            assert len(decode(line)) == 49_999
+            assert len(decode(line)) == 9_999
     assert time.process_time() - began < 5
 
 

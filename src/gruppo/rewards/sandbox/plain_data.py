@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 DEEPEST = 100
 """Levels of nesting below the list of a case's values."""
 _MOST_COLLISIONS = 1000
 _NOT_PLAIN, _TOO_DEEP = "it is no plain data", f"it is nested deeper than {DEEPEST} levels"
+_ATOMS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
+    int: ("i", lambda value: int.__format__(value, "x"), lambda text: int(text, 16)),  # without a limit of digits
+    float: ("f", float.hex, float.fromhex),
+    bytes: ("b", bytes.hex, bytes.fromhex),
+}
 _NESTED: dict[type, str] = {list: "l", tuple: "t", dict: "d", set: "s", frozenset: "z"}
 
 
@@ -39,50 +45,42 @@ def _to_json(value: Any, depth: int) -> Any:
     kind = type(value)  # not __class__, which a program can override
     if issubclass(kind, str):
         return str.__str__(value)
-    if issubclass(kind, int):
-        return ["i", int.__format__(value, "x")]  # linear in the digits, and without Python's limit of them
-    if issubclass(kind, float):
-        return ["f", float.hex(value)]
-    if issubclass(kind, bytes):
-        return ["b", bytes.hex(value)]
     if issubclass(kind, complex):
         plain = complex.__add__(value, 0j)
         return ["c", [plain.real.hex(), plain.imag.hex()]]
-    base = next((base for base in _NESTED if issubclass(kind, base)), None)
+    base: Any = next((base for base in (*_ATOMS, *_NESTED) if issubclass(kind, base)), None)
     if base is None:
         raise NotPlain(f"it is a {kind.__name__}, which is no plain data")
+    if base in _ATOMS:
+        tag, write, _ = _ATOMS[base]
+        return [tag, write(value)]
     if depth > DEEPEST:
         raise NotPlain(_TOO_DEEP)
     if base is dict:
         return ["d", [[_to_json(key, depth + 1), _to_json(item, depth + 1)] for key, item in dict.items(value)]]
-    return [_NESTED[base], [_to_json(item, depth + 1) for item in base.__iter__(value)]]  # type: ignore[attr-defined]
+    return [_NESTED[base], [_to_json(item, depth + 1) for item in base.__iter__(value)]]
 
 
 def _from_json(tagged: Any, depth: int) -> Any:
     match tagged:
         case None | bool() | str():
             return tagged
-        case ["i", text]:
-            return int(text, 16)
-        case ["f", text]:
-            return float.fromhex(text)
-        case ["b", text]:
-            return bytes.fromhex(text)
         case ["c", [real, imag]]:
             return complex(float.fromhex(real), float.fromhex(imag))
+        case ["i" | "f" | "b" as tag, text]:
+            return next(read for name, _, read in _ATOMS.values() if name == tag)(text)
         case ["l" | "t" | "d" | "s" | "z" as tag, list(items)]:
             if depth > DEEPEST:
                 raise NotPlain(_TOO_DEEP)
-            pairs = [(key, item) for key, item in items] if tag == "d" else []
-            values = [_from_json(item, depth + 1) for item in ([key for key, _ in pairs] if pairs else items)]
-            if tag == "l":
-                return values
-            if tag == "t":
-                return tuple(values)
+            if tag == "d":
+                items, values = [key for key, _ in items], [item for _, item in items]
+            keys = [_from_json(item, depth + 1) for item in items]
+            if tag in "lt":
+                return keys if tag == "l" else tuple(keys)
             # A table of many items whose hashes collide would take hours to fill.
-            if len(values) - len(set(map(hash, values))) > _MOST_COLLISIONS:
+            if len(keys) - len(set(map(hash, keys))) > _MOST_COLLISIONS:
                 raise NotPlain(f"it has more than {_MOST_COLLISIONS} items that hash alike")
             if tag == "d":
-                return dict(zip(values, [_from_json(item, depth + 1) for _, item in pairs], strict=True))
-            return set(values) if tag == "s" else frozenset(values)
+                return dict(zip(keys, [_from_json(value, depth + 1) for value in values], strict=True))
+            return set(keys) if tag == "s" else frozenset(keys)
     raise NotPlain(_NOT_PLAIN)
