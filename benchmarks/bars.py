@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gruppo.tracking.plots import COLOURS, INK, PAPER, STYLE
+from gruppo.tracking.plots import COLORS, INK, PAPER, STYLE
 
 GREY = "#b9b9b9"
 NAMES = {"gruppo": "gruppo", "trl": "TRL", "hf-fp32": "transformers, float32", "hf-bf16": "transformers, bfloat16"}
@@ -20,18 +20,18 @@ def draw_steps(results: Mapping[str, Any], path: Path, heading: str) -> None:
         rows = _rows(results, ("gruppo", "trl"))
         for place, workload, side in rows:
             s, light = results[workload][side], side != "gruppo"
-            seconds.barh(place, s["rollout_s"], color=GREY if light else COLOURS[0])
+            seconds.barh(place, s["rollout_s"], color=GREY if light else COLORS[0])
             seconds.barh(
                 place,
                 s["update_s"],
                 left=s["rollout_s"],
-                color=GREY if light else COLOURS[0],
+                color=GREY if light else COLORS[0],
                 alpha=0.6,
                 hatch="//",
                 edgecolor=PAPER,
             )
             seconds.text(s["rollout_s"] + s["update_s"], place, f" {s['seconds_median']:.1f} s", va="center")
-            memory.barh(place, s["above_state_gb"], color=GREY if light else COLOURS[0])
+            memory.barh(place, s["above_state_gb"], color=GREY if light else COLORS[0])
             memory.text(s["above_state_gb"], place, f" {s['above_state_gb']:.2f} GB", va="center")
         for axes, title in ((seconds, "Seconds a step: rollout, update (hatched)"), (memory, "Memory above state, GB")):
             _label(axes, title, [(place, f"{_plain(workload)}: {NAMES[side]}") for place, workload, side in rows])
@@ -47,7 +47,7 @@ def draw_rates(results: Mapping[Any, Any], path: Path, heading: str) -> None:
         rows = _rows(results, tuple(NAMES))
         for place, count, side in rows:
             rate = results[count][side]["median"]
-            axes.barh(place, rate, color=COLOURS[0] if side == "gruppo" else GREY)
+            axes.barh(place, rate, color=COLORS[0] if side == "gruppo" else GREY)
             axes.text(rate, place, f" {rate:.0f}", va="center")
         _label(
             axes,
@@ -69,7 +69,7 @@ def draw_fractions(results: Mapping[str, Any], path: Path, heading: str) -> None
         rows = _rows(found, tuple(dict.fromkeys(name for phases in found.values() for name in phases)))
         for place, workload, name in rows:
             phase = found[workload][name]
-            axes.barh(place, phase["fraction"], color=COLOURS[0] if "flops" in phase else GREY)
+            axes.barh(place, phase["fraction"], color=COLORS[0] if "flops" in phase else GREY)
             peak = f"{phase['peak'] / 1e9:.0f} {'GFLOP/s' if 'flops' in phase else 'GB/s'}"
             axes.text(phase["fraction"], place, f" {phase['fraction']:.0%} of {peak}", va="center")
         _label(axes, "Of the measured peak", [(place, f"{_plain(workload)}: {name}") for place, workload, name in rows])

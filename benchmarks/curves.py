@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gruppo.tracking.plots import COLOURS, INK, STYLE
+from gruppo.tracking.plots import COLORS, INK, STYLE
 
 COLUMNS = 4
 GREY = "#c9c9c9"
@@ -71,9 +71,9 @@ def _panel(axes: Any, preset: str, found: dict[str, Band]) -> None:
             axes.plot(band.steps, band.mean, color=GREY, linewidth=0.8)
     band = found[preset]
     axes.axhline(band.mean[0], color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
-    axes.fill_between(band.steps, band.low, band.high, color=COLOURS[0], alpha=0.22, linewidth=0)
-    axes.plot(band.steps, band.mean, color=COLOURS[0], linewidth=1.9)
+    axes.fill_between(band.steps, band.low, band.high, color=COLORS[0], alpha=0.22, linewidth=0)
+    axes.plot(band.steps, band.mean, color=COLORS[0], linewidth=1.9)
     axes.set_title(preset)
-    axes.text(0.97, 0.05, f"{band.mean[-1]:.2f}", color=COLOURS[0], ha="right", transform=axes.transAxes)
+    axes.text(0.97, 0.05, f"{band.mean[-1]:.2f}", color=COLORS[0], ha="right", transform=axes.transAxes)
     axes.set_ylim(0, 1.03)
     axes.set_xlim(0, band.steps[-1])

@@ -136,12 +136,12 @@ def draw(found: Mapping[str, Mapping[int, Sequence[Row]]], path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from gruppo.tracking.plots import COLOURS, INK, STYLE
+    from gruppo.tracking.plots import COLORS, INK, STYLE
 
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")
         axes = figure.subplots()
-        for colour, (variant, of_seeds) in zip(COLOURS, found.items(), strict=False):
+        for colour, (variant, of_seeds) in zip(COLORS, found.items(), strict=False):
             for n, rows in enumerate(of_seeds.values()):
                 label = VARIANTS[variant][0] if n == 0 else None
                 x, y = [row["seconds"] for row in rows], [row[METRIC] for row in rows]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gruppo.tracking.plots import COLOURS, INK, PAPER, STYLE
+from gruppo.tracking.plots import COLORS, INK, PAPER, STYLE
 
 PANELS = (
     ("Group size", ("group size, short prompts", "group size, long prompts")),
@@ -48,7 +48,7 @@ def _panel(axes: Any, title: str, kinds: Sequence[Mapping[str, Any]]) -> None:
     top = (1.12 if len(kinds) == 1 else 1.42) * max(max(series[phase]) for series in kinds for phase in PHASES)
     ends: list[tuple[float, str, str]] = []
     for series, dashes in zip(kinds, DASHES, strict=False):
-        for (phase, word), colour in zip(PHASES.items(), COLOURS, strict=False):
+        for (phase, word), colour in zip(PHASES.items(), COLORS, strict=False):
             line = series["lines"][phase]
             ends.append((line["intercept"] + line["slope"] * last, f"{word}, {line['distance']:.0%} off", colour))
             axes.plot((0, last), (line["intercept"], ends[-1][0]), color=colour, linewidth=1.5, linestyle=dashes)

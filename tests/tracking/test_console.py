@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from gruppo.tracking.console import ConsoleTracker, best_and_worst, time_bar
 from gruppo.tracking.formatting import as_text, duration, number, shorten, trend, visible
+from gruppo.tracking.samples import sheet_name
 
 STEP = {
     "reward/mean": 0.4125,
@@ -93,13 +93,23 @@ def test_plain_lines_are_not_wrapped_and_markup_is_text():
     ]
 
 
-PICTURES = [{"prompt": n, "completion": torch.rand(1, 28, 28), "reward": n / 4, "target": None} for n in range(5)]
+@pytest.fixture
+def sheets(tmp_path, monkeypatch):
+    """The sheets of steps 1, 2 and 9 of the run runs/a."""
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2, 9):
+        for name in (sheet_name(step), sheet_name(step, is_held_out=True)):
+            (tmp_path / "runs/a" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "runs/a" / name).touch()
 
 
-def test_plain_lines_of_images_have_prompt_reward_and_the_file_of_the_sheet():
+IMAGES = [{"prompt": n, "completion": torch.rand(1, 28, 28), "reward": n / 4, "target": None} for n in range(5)]
+
+
+def test_plain_lines_of_images_have_prompt_reward_and_the_file_of_the_sheet(sheets):
     plain = tracker(9, is_terminal=False, run_dir="runs/a")
-    plain.log_samples(1, PICTURES)
-    plain.log_samples(1, [row | {"held_out": True} for row in PICTURES])
+    plain.log_samples(1, IMAGES)
+    plain.log_samples(1, [row | {"held_out": True} for row in IMAGES])
     assert output(plain).splitlines() == [
         '  reward 1  "4"',
         '  reward 0  "0"',
@@ -108,20 +118,19 @@ def test_plain_lines_of_images_have_prompt_reward_and_the_file_of_the_sheet():
     ]
 
 
-def test_no_picture_is_named_that_was_not_drawn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+def test_no_sheet_is_named_that_was_not_drawn():
     plain = tracker(9, is_terminal=False)
-    latents = [row | {"prompt": torch.rand(4, 8, 8), "held_out": False} for row in PICTURES[:1]]
+    latents = [row | {"prompt": torch.rand(4, 8, 8), "held_out": False} for row in IMAGES[:1]]
     plain.log_samples(1, latents)
-    plain.log_samples(1, [PICTURES[0] | {"held_out": True}])
+    plain.log_samples(1, [IMAGES[0] | {"held_out": True}])
     assert output(plain) == "  reward 0\n"
 
 
 @pytest.mark.parametrize("width", [30, 80])
-def test_the_live_screen_names_the_sheet_and_no_numbers_of_a_tensor(width):
+def test_the_live_screen_names_the_sheet_and_no_numbers_of_a_tensor(width, sheets):
     live = tracker(9, is_terminal=True, width=width, run_dir="runs/a")
-    live.log_samples(2, PICTURES)
-    live.log_samples(2, [row | {"held_out": True} for row in PICTURES])
+    live.log_samples(2, IMAGES)
+    live.log_samples(2, [row | {"held_out": True} for row in IMAGES])
     screen = final_screen(live)
     assert "runs/a/images/step_000002.png" in "".join(line.strip("│ ") for line in screen.splitlines())
     assert "tensor" not in screen and "completion" not in screen and "0.75" in screen
@@ -223,7 +232,7 @@ def test_spans_of_time():
 
 
 def test_a_trend_is_scaled_to_the_values_that_it_shows():
-    assert trend([9, 0, 7, math.nan, 3], 4) == "▁█ ▄"  # 9 has left the picture; 3 is 3/7 of the range
+    assert trend([9, 0, 7, math.nan, 3], 4) == "▁█ ▄"  # 9 is left out; 3 is 3/7 of the range
     assert trend([2, 2, 2], 10) == "▁▁▁"
     assert trend([], 10) == "" and trend([1], 0) == ""
 
@@ -249,18 +258,18 @@ def test_the_rate_is_in_the_units_of_the_policy_and_images_have_no_length(unit, 
     assert f"{unit}s per second" in final_screen(live) and ("length" in final_screen(live)) == (unit != "image")
 
 
-def test_any_object_is_shown_by_its_text_and_image_bytes_are_not(capsys):
+def test_any_object_is_shown_by_its_text_and_image_bytes_are_not(sheets):
     class Tour:
         def __repr__(self):
             return "Tour(0 2 1)"
 
-    plain = tracker(9, is_terminal=False)
+    plain = tracker(9, is_terminal=False, run_dir="runs/a")
     png = b"\x89PNG\r\n\x1a\n..."
     plain.log_samples(1, [{"prompt": "20 cities", "completion": Tour(), "reward": -3.5, "image": png}])
     plain.log_samples(9, [{"prompt": "20 cities", "completion": png, "reward": 1.0}])
     assert output(plain).splitlines() == [
         '  reward -3.5  "20 cities" -> "Tour(0 2 1)"',
-        "  images: images/step_000001.png",
+        "  images: runs/a/images/step_000001.png",
         '  reward 1  "20 cities"',
-        "  images: images/step_000009.png",
+        "  images: runs/a/images/step_000009.png",
     ]

@@ -1,4 +1,4 @@
-"""A sheet shows the pixels that were rewarded, each picture apart from the others, and words that fit."""
+"""A sheet shows the pixels that were rewarded, each image apart from the others, and words that fit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from PIL import Image
 
 from gruppo.core.images import to_uint8
 from gruppo.tracking import images
-from gruppo.tracking.images import MAX_SIDE, Cell, SheetRow, _Font, draw, is_image, to_pil
+from gruppo.tracking.images import CAPTION, MAX_SIDE, Cell, SheetRow, draw, fonts_for, is_image, load_font, to_pil, wrap
 
 
-def flat(colour, width=40, height=30):
-    return Image.new("RGB", (width, height), colour)
+def flat(color, width=40, height=30):
+    return Image.new("RGB", (width, height), color)
 
 
 @pytest.mark.silent_bug(38)
@@ -28,7 +28,7 @@ def test_each_pixel_is_a_square_of_its_8_bit_level(side, factor):
     assert (drawn == np.kron(levels, np.ones((factor, factor), dtype=np.uint8))[..., None]).all()
 
 
-def test_colours_are_red_green_blue_and_what_lies_outside_is_cut_off():
+def test_colors_are_red_green_blue_and_what_lies_outside_is_cut_off():
     image = torch.tensor([1.5, 0.5, -1.0]).reshape(3, 1, 1).expand(3, 2, 2)
     assert np.asarray(to_pil(image)).reshape(-1, 3).tolist() == [[255, 128, 0]] * 112**2
 
@@ -41,7 +41,7 @@ def test_a_pixel_that_is_not_finite_is_seen_and_the_others_are_as_they_were():
     assert (drawn.reshape(-1, 3) == 0).all(axis=1).sum() == 28 * 28 - 2
 
 
-def test_a_large_picture_is_made_smaller_and_keeps_its_proportions():
+def test_a_large_image_is_made_smaller_and_keeps_its_proportions():
     assert to_pil(torch.zeros(3, 300, 600)).size == (MAX_SIDE, MAX_SIDE // 2)
     assert to_pil(torch.zeros(1, 1, 2000)).size == (MAX_SIDE, 1)
 
@@ -62,10 +62,10 @@ def test_png_bytes_figures_and_pillow_images_are_drawn_like_tensors():
     assert not is_image(b"text") and not is_image(object())
 
 
-def test_each_picture_is_whole_in_its_box_and_no_two_overlap():
-    colours = ["red", "green", "blue", "black", "yellow", "cyan"]
+def test_each_image_is_whole_in_its_box_and_no_two_overlap():
+    colors = ["red", "green", "blue", "black", "yellow", "cyan"]
     sizes = [(112, 112), (56, 128), (256, 64), (1, 1), (112, 112), (30, 40)]
-    cells = [Cell(flat(c, *size), "0.5", "words " * 9) for c, size in zip(colours, sizes, strict=True)]
+    cells = [Cell(flat(c, *size), "0.5", "words " * 9) for c, size in zip(colors, sizes, strict=True)]
     lines = [SheetRow("a prompt of several words, and more of them", cells[:3]), SheetRow("", [None, *cells[3:]])]
     sheet, boxes = draw(lines, title="T " * 300, heads={0: "before", 2: "after"})
     assert boxes[1][0] is None and [len(line) for line in boxes] == [3, 4]
@@ -89,10 +89,10 @@ def test_columns_stand_below_each_other_and_those_with_a_head_apart():
 
 @pytest.mark.parametrize("text", ["a photo of a red bus on a snowy road at night", "x" * 300, "  two words ", ""])
 def test_words_are_broken_to_fit_and_what_is_left_out_is_marked(text):
-    font = _Font([text])
+    font = fonts_for([text])[CAPTION]
     for width in (30, 90, 2000):
-        lines = font.wrap(text, 13, width, max_lines=3)
-        assert all(font.width(line, 13) <= width for line in lines) and len(lines) <= 3
+        lines = wrap(text, font, width, max_lines=3)
+        assert all(font.getlength(line) <= width for line in lines) and len(lines) <= 3
         if lines and lines[-1].endswith("..."):
             assert text.strip().replace(" ", "").startswith("".join(lines)[:-3].replace(" ", ""))
         else:
@@ -100,9 +100,9 @@ def test_words_are_broken_to_fit_and_what_is_left_out_is_marked(text):
 
 
 def test_foreign_letters_are_written_in_a_font_that_has_them_and_never_stop_a_sheet(monkeypatch):
-    lacking = {name: images._lacks(name, "Ж") for name in ("", *images.FONTS) if images._load(name, 13)}
-    assert images._lacks("", "\U0010ffff") and not images._lacks("", "e")
-    assert lacking[_Font(["Ж"]).name] == min(lacking.values())
+    lacking = {name: images.lacks(name, "Ж") for name in ("", *images.FONTS) if load_font(name, CAPTION)}
+    assert images.lacks("", "\U0010ffff") and not images.lacks("", "e")
+    assert fonts_for(["Ж"])[CAPTION] is load_font(min(lacking, key=lacking.__getitem__), CAPTION)
     monkeypatch.setattr(images, "FONTS", ("no such font.ttf",))
     sheet, _ = draw([SheetRow("一只猫 \u202e", [Cell(flat("red"), "猫")])], title="Ж")
     assert sheet.width > 40

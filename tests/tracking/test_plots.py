@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from gruppo.tracking.files import MetricsFile, read_metrics
 from gruppo.tracking.panels import Panel, panels_of
-from gruppo.tracking.plots import colour_scale, draw_panel, heatmap_cells, plot_run, smooth, stage_starts
+from gruppo.tracking.plots import color_scale, draw_panel, heatmap_cells, plot_run, smooth, stage_starts
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_value_that_is_set_is_drawn_as_it_is_and_not_smoothed():
     assert list(line.get_ydata()) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
 
 
-def test_more_lines_than_colours_are_all_drawn():
+def test_more_lines_than_colors_are_all_drawn():
     names = [f"m{n}" for n in range(11)]
     axes = drawn(Panel("p", "", "", {n: n for n in names}), [{"step": 1} | dict.fromkeys(names, 1.0)])
     assert legend(axes) == names
@@ -197,10 +197,10 @@ def test_rewards_along_the_denoising_are_a_line_for_the_first_and_the_last_evalu
     assert names_of(timesteps(1, 0.5, name="reward")) == []
 
 
-def test_colours_are_of_both_signs_of_decades_or_plain():
+def test_colors_are_of_both_signs_of_decades_or_plain():
     def scale(*values: float) -> tuple[Any, ...]:
-        norm, colours = colour_scale(np.array([values]))
-        return type(norm).__name__, norm.vmin, norm.vmax, colours
+        norm, colors = color_scale(np.array([values]))
+        return type(norm).__name__, norm.vmin, norm.vmax, colors
 
     assert scale(-1.0, 3.0, math.nan) == ("Normalize", -3.0, 3.0, "RdBu_r")
     assert scale(-0.1, 3.0) == ("Normalize", -0.1, 3.0, "viridis")

@@ -14,7 +14,7 @@ from PIL import Image
 
 from gruppo.core.images import to_uint8
 from gruppo.tracking import samples
-from gruppo.tracking.samples import MAX_ROWS, MAX_SAMPLES, SamplesFile, has_sheet, sheet_name
+from gruppo.tracking.samples import MAX_ROWS, MAX_SAMPLES, SamplesFile, sheet_name
 from gruppo.types import GruppoError
 
 
@@ -122,7 +122,7 @@ def test_a_sheet_has_its_limits_and_no_row_is_lost(tmp_path, monkeypatch):
 def test_texts_leave_no_sheet(tmp_path):
     rows = [{"prompt": "2 + 2", "completion": "4", "reward": 1.0}]
     SamplesFile(tmp_path).log_samples(1, rows)
-    assert not has_sheet(rows) and [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
 
 
 def test_an_image_beside_a_completion_is_drawn_and_the_completion_stays_text(tmp_path):
@@ -168,7 +168,7 @@ def test_arrays_that_are_not_images_are_counted_once_and_their_rows_are_kept(tmp
 
 
 def test_a_missing_pillow_is_one_warning_and_rows_are_kept_without_pixels(tmp_path, caplog, monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    monkeypatch.setitem(sys.modules, "PIL", None)
     file = SamplesFile(tmp_path)
     with caplog.at_level(logging.WARNING, "gruppo"):
         for step in (1, 2):
@@ -177,7 +177,7 @@ def test_a_missing_pillow_is_one_warning_and_rows_are_kept_without_pixels(tmp_pa
         'Images are not saved: Pillow is not installed. Run: pip install "gruppo[images]"'
     ]
     assert {line["completion"] for line in lines_of(tmp_path)} == {"float32 [1, 28, 28]"}
-    assert not (tmp_path / "images").exists() and not has_sheet([row(1, 1)])
+    assert not (tmp_path / "images").exists()
 
 
 def test_a_sheet_that_cannot_be_drawn_costs_a_line_and_no_run(tmp_path, caplog, monkeypatch):

@@ -20,37 +20,27 @@ from rich.text import Text
 
 from gruppo.tracking.formatting import as_text, duration, number, percent, shorten, trend
 from gruppo.tracking.images import has_pixels
-from gruppo.tracking.samples import has_sheet, reward_of, sheet_name
+from gruppo.tracking.samples import reward_of, sheet_name
 
 Row = Mapping[str, Any]
 
-PLAIN = {
-    "sup/loss_nats": "sup",
-    "reward/mean": "reward",
-    "reward/std_within_group": "spread",
-    "kl/ref_nats": "kl",
-    "entropy/mean_nats": "entropy",
-    "len/mean_actions": "len",
+METRICS: Mapping[str, tuple[str, str, str, Callable[[float], str]]] = {
+    "sup/loss_nats": ("sup", "left", "demo loss, nats", number),
+    "reward/mean": ("reward", "top", "reward", number),
+    "reward/std_within_group": ("spread", "left", "spread in a group", number),
+    "group/zero_spread_frac": ("", "left", "groups w/o spread", percent),
+    "kl/ref_nats": ("kl", "left", "KL to reference", number),
+    "kl/old_nats": ("", "left", "KL of the update", number),
+    "entropy/mean_nats": ("entropy", "left", "entropy, nats", number),
+    "len/mean_actions": ("len", "left", "length, actions", number),
+    "clip/high_frac": ("", "right", "clipped above", percent),
+    "clip/low_frac": ("", "right", "clipped below", percent),
+    "grad/norm": ("", "right", "gradient norm", number),
+    "rate/tokens_per_s": ("", "right", "{unit}s per second", number),
+    "time/step_s": ("", "right", "seconds per step", number),
+    "mem/peak_gib": ("", "right", "memory, GiB", number),
 }
-"""Metrics of a plain line, with their names there."""
-LEARNING: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "sup/loss_nats": ("demo loss, nats", number),
-    "reward/std_within_group": ("spread in a group", number),
-    "group/zero_spread_frac": ("groups w/o spread", percent),
-    "kl/ref_nats": ("KL to reference", number),
-    "kl/old_nats": ("KL of the update", number),
-    "entropy/mean_nats": ("entropy, nats", number),
-    "len/mean_actions": ("length, actions", number),
-}
-"""Metrics in the left column of the live screen, with their names and formats there."""
-RUNNING: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "clip/high_frac": ("clipped above", percent),
-    "clip/low_frac": ("clipped below", percent),
-    "grad/norm": ("gradient norm", number),
-    "rate/tokens_per_s": ("{unit}s per second", number),
-    "time/step_s": ("seconds per step", number),
-    "mem/peak_gib": ("memory, GiB", number),
-}
+"""Name on a plain line, "" for none; part of the live screen, name there, and format."""
 TEXT_ONLY = ("entropy/mean_nats", "len/mean_actions")
 """Left out for images: constant, or dependent on which denoising steps were sampled."""
 PHASES = {"rollout": "cyan", "reward": "yellow", "update": "magenta"}
@@ -103,12 +93,20 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step; a second call for the same step adds to the first."""
-        metrics, held_out = self._derived(metrics), []
-        for name in metrics:
-            if name.startswith("eval/"):
-                held_out.append(f"{name.removeprefix('eval/').removesuffix('_mean')} {number(metrics[name])}")
+        metrics = dict(metrics)
+        if phases := [metrics[f"time/{name}_s"] for name in PHASES if f"time/{name}_s" in metrics]:
+            metrics.setdefault("time/step_s", sum(phases))
+        if self._unit == "image":
+            rate, actions = metrics.pop("rate/tokens_per_s", None), metrics.get("len/mean_actions", 0)
+            if rate is not None and actions > 0:
+                metrics["rate/tokens_per_s"] = rate / actions
+            metrics = {name: value for name, value in metrics.items() if name not in TEXT_ONLY}
+        evaluation = {
+            n.removeprefix("eval/").removesuffix("_mean"): v for n, v in metrics.items() if n.startswith("eval/")
+        }
+        held_out = ", ".join(f"{name} {number(value)}" for name, value in evaluation.items())
         if held_out:
-            self._held_out = f"held-out at step {step}: {', '.join(held_out)}"
+            self._held_out = f"held-out at step {step}: {held_out}"
         index = int(metrics.get("stage/number", 0)) - 1
         stage = self._stages[index] if 0 <= index < len(self._stages) else ""
         self._stage = stage or self._stage
@@ -121,14 +119,13 @@ class ConsoleTracker:
         if self._live:
             return self._update_body()
         words = [stage] if stage else []
-        words += [f"{label} {number(metrics[name])}" for name, label in PLAIN.items() if name in metrics]
+        words += [f"{row[0]} {number(metrics[name])}" for name, row in METRICS.items() if row[0] and name in metrics]
         if "rate/tokens_per_s" in metrics:
-            words.append(
-                f"{number(metrics['rate/tokens_per_s'])} {'tok' if self._unit == 'token' else self._unit + 's'}/s"
-            )
+            unit = "tok" if self._unit == "token" else f"{self._unit}s"
+            words.append(f"{number(metrics['rate/tokens_per_s'])} {unit}/s")
         words += [f"{number(metrics['time/step_s'])} s"] if "time/step_s" in metrics else []
         words += [f"{duration(left)} left"] if words and (left := self._seconds_left()) is not None else []
-        words += [f"held-out {', '.join(held_out)}"] if held_out else []
+        words += [f"held-out {held_out}"] if held_out else []
         self._print(Text("  ".join([f"step {step}/{self._total}", *words])))
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
@@ -137,14 +134,13 @@ class ConsoleTracker:
         Of an evaluation (``held_out``) only the sheet is named.
         """
         rows = [row for row in rows if "failures" not in row]  # the log warns of those
-        if any(row.get("held_out") for row in rows):
-            if has_sheet(rows):
-                self._print(Text(f"  held-out images: {self._run_dir / sheet_name(step, is_held_out=True)}"))
+        is_held_out = any(row.get("held_out") for row in rows)
+        sheet = self._run_dir / sheet_name(step, is_held_out)
+        if is_held_out and sheet.is_file():
+            self._print(Text(f"  held-out images: {sheet}"))
+        if is_held_out or not rows or (self._samples and step < self._samples[0] + self._samples_every):
             return
-        if not rows or (self._samples and step < self._samples[0] + self._samples_every):
-            return
-        sheet = str(self._run_dir / sheet_name(step)) if has_sheet(rows) else ""
-        self._samples = step, rows, sheet
+        self._samples = step, rows, str(sheet) if sheet.is_file() else ""
         if self._live:
             return self._update_body()
         for row in best_and_worst(rows, 2):
@@ -156,7 +152,7 @@ class ConsoleTracker:
                     if row.get("target") is not None:
                         line += f"  target {shorten(as_text(row['target']), 60)}"
             self._print(Text(line))
-        if sheet:
+        if sheet.is_file():
             self._print(Text(f"  images: {sheet}"))
 
     def note(self, message: str, *, is_warning: bool = False) -> None:
@@ -188,20 +184,6 @@ class ConsoleTracker:
         top = Constrain(Padding(Group(header, bar), (0, 1)), min(self.console.width, MAX_WIDTH))
         return Group(top, self._body, *([Text(f" {self._notice}", "bold yellow")] if self._notice else []))
 
-    def _derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics with the time of the step; of a policy that renders images, the rate is of images."""
-        shown = dict(metrics)
-        phases = [metrics[f"time/{name}_s"] for name in PHASES if f"time/{name}_s" in metrics]
-        if phases:
-            shown.setdefault("time/step_s", sum(phases))
-        if self._unit == "image":
-            if "rate/tokens_per_s" in shown and shown.get("len/mean_actions", 0) > 0:
-                shown["rate/tokens_per_s"] /= shown["len/mean_actions"]
-            else:
-                shown.pop("rate/tokens_per_s", None)
-            shown = {name: value for name, value in shown.items() if name not in TEXT_ONLY}
-        return shown
-
     def _seconds_left(self) -> float | None:
         """Seconds to the last step at the pace of the last steps; None until two of them have ended."""
         if len(self._step_ends) < 2 or self._step >= self._total:
@@ -211,41 +193,29 @@ class ConsoleTracker:
 
     def _update_body(self) -> None:
         """Draw what was logged; the refreshing thread only redraws the clock."""
-        width = min(self.console.width, MAX_WIDTH)
-        panels = [self._metrics_panel(width)]
-        if self._samples:
-            panels.append(_samples_panel(*self._samples, width))
-        self._body = Group(*panels)
-
-    def _metrics_panel(self, width: int) -> RenderableType:
-        """Current metrics with their trends; those that were not logged have no line."""
-        inner, metrics = width - BORDER, self._metrics
-        parts: list[RenderableType] = []
-
-        def grid(names: Mapping[str, tuple[str, Callable[[float], str]]], width: int, style: str = "cyan") -> Table:
-            table = Table.grid()
-            for name, (label, form) in names.items():
-                if name in metrics:
-                    value = Text(form(metrics[name]).rjust(VALUE - 1) + " ", "bold")
-                    blocks = trend(self._history.get(name, ()), width - LABEL - VALUE)
-                    table.add_row(Text(label.format(unit=self._unit).ljust(LABEL)), value, Text(blocks, style))
-            return table
-
-        if "reward/mean" in metrics:
-            parts.append(grid({"reward/mean": ("reward", number)}, inner, "bold green"))
-        is_wide = width >= TWO_COLUMNS
-        columns = [grid(names, inner // 2 - 1 if is_wide else inner) for names in (LEARNING, RUNNING)]
-        columns = [column for column in columns if column.row_count]
-        if len(columns) == 2 and is_wide:
+        width, metrics = min(self.console.width, MAX_WIDTH), self._metrics
+        inner, is_wide = width - BORDER, width >= TWO_COLUMNS
+        grids = {place: Table.grid() for place in ("top", "left", "right")}
+        for name, (_, place, label, form) in METRICS.items():
+            if name in metrics:  # a line with its trend; those that were not logged have none
+                room = inner // 2 - 1 if is_wide and place != "top" else inner
+                blocks = trend(self._history.get(name, ()), room - LABEL - VALUE)
+                value = Text(form(metrics[name]).rjust(VALUE - 1) + " ", "bold")
+                style = "bold green" if place == "top" else "cyan"
+                grids[place].add_row(Text(label.format(unit=self._unit).ljust(LABEL)), value, Text(blocks, style))
+        parts: list[RenderableType] = [grid for grid in grids.values() if grid.row_count]
+        if is_wide and grids["left"].row_count and grids["right"].row_count:
             both = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-            both.add_row(*columns)
-            columns = [both]
-        parts += columns
+            both.add_row(grids["left"], grids["right"])
+            parts[-2:] = [both]
         if any(f"time/{name}_s" in metrics for name in PHASES):
             parts.append(time_bar(metrics, inner))
         if self._held_out:
             parts.append(Text(self._held_out, "bold", no_wrap=True, overflow="ellipsis"))
-        return Panel(Group(*parts), border_style="dim", width=width) if parts else Text()
+        panels: list[RenderableType] = [Panel(Group(*parts), border_style="dim", width=width)] if parts else [Text()]
+        if self._samples:
+            panels.append(_samples_panel(*self._samples, width))
+        self._body = Group(*panels)
 
     def _print(self, text: Text) -> None:
         encoding = self.console.encoding

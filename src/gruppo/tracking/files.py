@@ -17,6 +17,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import as_text, is_array, shape_text
 from gruppo.types import GruppoError
 
@@ -26,7 +27,7 @@ MAX_ARRAY = 16
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError within into a ``GruppoError`` that says what to do."""
+    """Report an OSError as a ``GruppoError`` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -58,15 +59,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        data = path.read_bytes()
-        if data and not (data.endswith(b"\n") and _parse(data.splitlines()[-1]) is not None):
-            self.rewrite(self.rows())
-
-    def rows(self) -> list[dict[str, Any]]:
-        return read_lines(self.path)
+        self.rewrite(read_lines(path))
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         with writing(self.path), self.path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
@@ -77,30 +70,24 @@ class JsonLines:
 
     def cut(self, step: int) -> None:
         """Delete what was written after ``step``."""
-        rows = self.rows()
-        kept = [row for row in rows if row["step"] <= step]
-        if len(kept) < len(rows):
-            self.rewrite(kept)
+        self.rewrite([row for row in read_lines(self.path) if row["step"] <= step])
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Rows of a file of JSON lines, without a torn last line; none if there is no file."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    rows = [_parse(line) for line in lines if line.strip()]
-    if None in rows[:-1]:
-        raise GruppoError(
-            f"{path}, line {rows.index(None) + 1} is not a JSON object with a step. Delete that line, or move the file "
-            "away."
-        )
-    return [row for row in rows if row is not None]
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:  # neither JSON nor UTF-8
-        return None
-    return row if isinstance(row, dict) and "step" in row else None
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.exists() else []
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:  # neither JSON nor UTF-8
+            row = None
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+        elif number < len(lines):
+            text = f"line {number} is not a JSON object with a step. Delete that line, or move the file away."
+            raise GruppoError(f"{path}, {text}")
+    return rows
 
 
 def _json_text(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -128,7 +115,7 @@ def to_json(value: Any) -> Any:
 # --- metrics and samples ----------------------------------------------------------------------------------------------
 
 
-class MetricsFile:
+class MetricsFile(Tracker):
     """Tracker that writes ``metrics.jsonl``, one object per step, and its copy ``metrics.csv``.
 
     NaN is null in the JSON and ``nan`` in the CSV, where an empty cell means that the step did not log the metric.
@@ -143,12 +130,12 @@ class MetricsFile:
         self._write_csv()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        numbers = {name: v if isinstance(v, Integral) else float(v) for name, v in metrics.items()}  # of tensors too
-        row = {"step": step, **{name: int(v) if isinstance(v, bool) else to_json(v) for name, v in numbers.items()}}
+        row: dict[str, Any] = {"step": step}
+        row |= {name: int(v) if isinstance(v, Integral) else to_json(float(v)) for name, v in metrics.items()}
         if step < self._last.get("step", step):
             raise ValueError(f"step {step} was logged after step {self._last['step']}; call cut({step - 1}) first.")
         if step == self._last.get("step"):
-            self._lines.rewrite([*self._lines.rows()[:-1], self._last | row])
+            self._lines.rewrite([*read_lines(self._lines.path)[:-1], self._last | row])
             return self._write_csv()
         self._lines.append([row])
         if not row.keys() <= set(self._columns):
@@ -157,28 +144,21 @@ class MetricsFile:
         with writing(self._csv), self._csv.open("a", encoding="utf-8", newline="") as file:
             file.write(_csv_text(self._columns, [row]))
 
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Samples have a file of their own."""
-
     def cut(self, step: int) -> None:
         """Keep the steps up to ``step``, before a resumed run continues."""
         self._lines.cut(step)
         self._write_csv()
 
-    def close(self) -> None:
-        """Nothing is held open."""
-
     def _write_csv(self) -> None:
-        rows = self._lines.rows()
+        rows = read_lines(self._lines.path)
         self._last = rows[-1] if rows else {}
         self._columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
         replace_file(self._csv, _csv_text(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *rows]))
 
 
 def _csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
-    cells = ([row.get(name, "") for name in columns] for row in rows)
-    csv.writer(text, lineterminator="\n").writerows([["nan" if c is None else str(c) for c in row] for row in cells])
+    writer = csv.DictWriter(text := io.StringIO(), columns, lineterminator="\n")
+    writer.writerows({name: "nan" if value is None else value for name, value in row.items()} for row in rows)
     return text.getvalue()
 
 

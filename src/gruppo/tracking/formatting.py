@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -30,9 +32,7 @@ def percent(fraction: float) -> str:
 
 def duration(seconds: float) -> str:
     """1:42 or 2:05:09."""
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return re.sub("^0:0?", "", str(timedelta(seconds=round(max(seconds, 0)))))
 
 
 def trend(values: Sequence[float], width: int) -> str:
@@ -78,12 +78,7 @@ def as_text(value: Any) -> str:
         return f"{len(value)} bytes"
     if isinstance(value, list | tuple) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         is_completion = value[0].get("role") == "assistant"
-        messages = value if is_completion else value[-1:]
-        texts = [
-            f"[{message['content']}]"
-            if is_completion and message.get("role") != "assistant"
-            else str(message["content"])
-            for message in messages
-        ]
-        value = " ".join(texts)
+        forms = ["{}" if not is_completion or message.get("role") == "assistant" else "[{}]" for message in value]
+        texts = [form.format(message["content"]) for form, message in zip(forms, value, strict=True)]
+        value = " ".join(texts if is_completion else texts[-1:])
     return visible(str(value))

@@ -23,7 +23,10 @@ NOT_FINITE = (255, 0, 200)
 INK, FAINT, PAPER = "#222222", "#6f6f6f", "#ffffff"
 MARGIN, GAP, MIN_COLUMN, MAX_LABEL = 14, 8, 56, 180
 """Pixels: around the sheet, between images, the narrowest column, and the widest label."""
-TITLE_SIZE, LABEL_SIZE, CAPTION_SIZE = 17, 15, 13
+TITLE, LABEL, CAPTION = 17, 15, 13
+"""Sizes of text."""
+LEADING = {TITLE: 22, LABEL: 20, CAPTION: 17}
+"""Pixels from one line of text to the next, by its size."""
 FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "msyh.ttc", "PingFang.ttc", "DejaVuSans.ttf", "Arial.ttf")
 """System fonts that are tried where Pillow's own lacks a character."""
 MISSING = "\uffff"
@@ -83,16 +86,16 @@ def to_pil(image: Any) -> Any:
         levels = to_uint8(image.nan_to_num()).permute(1, 2, 0).expand(-1, -1, 3).numpy().copy()  # [H, W, 3]
         levels[~image.isfinite().all(dim=0).numpy()] = NOT_FINITE
         factor = max(1, round(MIN_SIDE / max(levels.shape[:2])))
-        picture = Image.fromarray(np.ascontiguousarray(levels.repeat(factor, axis=0).repeat(factor, axis=1)))
-    elif isinstance(image, Image.Image):
-        picture = image.convert("RGB")
-    else:
-        file = io.BytesIO(image if isinstance(image, bytes) else b"")
-        if not isinstance(image, bytes):  # a matplotlib figure
-            image.savefig(file, format="png")
-        picture = Image.open(file).convert("RGB")
-    picture.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
-    return picture
+        image = Image.fromarray(np.ascontiguousarray(levels.repeat(factor, axis=0).repeat(factor, axis=1)))
+    elif isinstance(image, bytes):
+        image = Image.open(io.BytesIO(image))
+    elif not isinstance(image, Image.Image):  # a matplotlib figure
+        file = io.BytesIO()
+        image.savefig(file, format="png")
+        image = Image.open(file)
+    image = image.convert("RGB")
+    image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
+    return image
 
 
 def draw(
@@ -106,9 +109,9 @@ def draw(
 
     heads = heads or {}
     captions = (text for row in rows for cell in row.cells if cell for text in (cell.caption, cell.note))
-    font = _Font([title, *heads.values(), *(row.label for row in rows), *captions])
-    labels = [font.wrap(row.label, LABEL_SIZE, MAX_LABEL, max_lines=8) for row in rows]
-    label_width = max((font.width(line, LABEL_SIZE) for lines in labels for line in lines), default=0)
+    fonts = fonts_for([title, *heads.values(), *(row.label for row in rows), *captions])
+    labels = [wrap(row.label, fonts[LABEL], MAX_LABEL, max_lines=8) for row in rows]
+    label_width = max((math.ceil(fonts[LABEL].getlength(line)) for lines in labels for line in lines), default=0)
     # Columns: each is as wide as its widest image.
     x, columns = MARGIN + label_width + (2 * GAP if label_width else 0), []
     for i in range(max((len(row.cells) for row in rows), default=0)):
@@ -117,34 +120,33 @@ def draw(
         x += 2 * GAP if i in heads and i else 0
         columns.append((x, width))
         x += width + GAP
-    right = max(x - GAP, MARGIN + font.width(title, TITLE_SIZE))
-    # Rows: images, then captions; the label is centred beside the images.
-    y = MARGIN + _leading(TITLE_SIZE) + GAP + (_leading(CAPTION_SIZE) if heads else 0)
-    texts = [(MARGIN, MARGIN, title, TITLE_SIZE, INK)]
-    texts += [(columns[i][0], y - _leading(CAPTION_SIZE), text, CAPTION_SIZE, FAINT) for i, text in heads.items()]
+    right = max(x - GAP, MARGIN + math.ceil(fonts[TITLE].getlength(title)))
+    # Rows: images, then captions; the label is centered beside the images.
+    y = MARGIN + LEADING[TITLE] + GAP + (LEADING[CAPTION] if heads else 0)
+    texts = [(MARGIN, MARGIN, title, TITLE, INK)]
+    texts += [(columns[i][0], y - LEADING[CAPTION], text, CAPTION, FAINT) for i, text in heads.items()]
     boxes: list[list[Box | None]] = []
     for row, label in zip(rows, labels, strict=True):
         height = max((cell.image.height for cell in row.cells if cell is not None), default=0)
-        label_height, caption_lines, row_boxes = len(label) * _leading(LABEL_SIZE), 0, list[Box | None]()
-        for n, line in enumerate(label):
-            label_y = y + max((height - label_height) // 2, 0) + n * _leading(LABEL_SIZE)
-            texts.append((MARGIN, label_y, line, LABEL_SIZE, INK))
+        label_height, caption_lines, row_boxes = len(label) * LEADING[LABEL], 0, list[Box | None]()
+        label_y = y + max((height - label_height) // 2, 0)
+        texts += [(MARGIN, label_y + n * LEADING[LABEL], line, LABEL, INK) for n, line in enumerate(label)]
         for (left, width), cell in zip(columns, row.cells, strict=False):
             if cell is None:
                 row_boxes.append(None)
                 continue
             row_boxes.append((left, y, left + cell.image.width, y + cell.image.height))
-            lines = [(line, INK) for line in font.wrap(cell.caption, CAPTION_SIZE, width)]
-            lines += [(line, FAINT) for line in font.wrap(cell.note, CAPTION_SIZE, width)]
-            for n, (line, colour) in enumerate(lines):
-                texts.append((left, y + height + 2 + n * _leading(CAPTION_SIZE), line, CAPTION_SIZE, colour))
+            lines = [(line, INK) for line in wrap(cell.caption, fonts[CAPTION], width)]
+            lines += [(line, FAINT) for line in wrap(cell.note, fonts[CAPTION], width)]
+            for n, (line, color) in enumerate(lines):
+                texts.append((left, y + height + 2 + n * LEADING[CAPTION], line, CAPTION, color))
             caption_lines = max(caption_lines, len(lines))
         boxes.append(row_boxes)
-        y += max(height + caption_lines * _leading(CAPTION_SIZE), label_height) + GAP
+        y += max(height + caption_lines * LEADING[CAPTION], label_height) + GAP
     sheet = Image.new("RGB", (right + MARGIN, y - GAP + MARGIN), PAPER)
     pen = ImageDraw.Draw(sheet)
-    for x, top, text, size, colour in texts:
-        pen.text((x, top), text, fill=colour, font=_load(font.name, size))
+    for x, top, text, size, color in texts:
+        pen.text((x, top), text, fill=color, font=fonts[size])
     for row, row_boxes in zip(rows, boxes, strict=True):
         for cell, box in zip(row.cells, row_boxes, strict=True):
             if cell is not None and box is not None:
@@ -152,53 +154,23 @@ def draw(
     return sheet, boxes
 
 
-def _leading(size: int) -> int:
-    """Pixels from one line of text to the next."""
-    return round(1.3 * size)
-
-
-class _Font:
-    """One font for all text of a sheet: Pillow's own, or the first that lacks fewer of its characters."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        letters = sorted({letter for text in texts for letter in text if not letter.isascii()})
-        names = [name for name in ("", *FONTS) if _load(name, CAPTION_SIZE) is not None] if letters else [""]
-        self.name = min(names, key=lambda name: sum(_lacks(name, letter) for letter in letters))
-
-    def width(self, text: str, size: int) -> int:
-        """In pixels."""
-        return math.ceil(_load(self.name, size).getlength(text))
-
-    def wrap(self, text: str, size: int, width: int, *, max_lines: int = 2) -> list[str]:
-        """Break a text into lines of at most ``width`` pixels, between words where possible."""
-        rest, lines = text.strip(), list[str]()
-        while rest:
-            is_last = len(lines) == max_lines - 1
-            count = self._fitting(rest, size, width)
-            if count < len(rest) and is_last:
-                count = self._fitting(rest, size, width - self.width("...", size))
-                return [*lines, rest[:count].rstrip() + "..."]
-            space = rest.rfind(" ", 0, count + 1) if count < len(rest) else -1
-            end = space if space > 0 else max(count, 1)
-            lines.append(rest[:end].rstrip())
-            rest = rest[end:].lstrip()
-        return lines
-
-    def _fitting(self, text: str, size: int, width: int) -> int:
-        count = 0
-        while count < len(text) and self.width(text[: count + 1], size) <= width:
-            count += 1
-        return count
+def fonts_for(texts: Sequence[str]) -> dict[int, Any]:
+    """By size, one font for all text of a sheet: Pillow's own, or the first that lacks fewer of its characters."""
+    letters = sorted({letter for text in texts for letter in text if not letter.isascii()})
+    names = [name for name in ("", *FONTS) if load_font(name, CAPTION) is not None] if letters else [""]
+    best = min(names, key=lambda name: sum(lacks(name, letter) for letter in letters))
+    return {size: load_font(best, size) for size in LEADING}
 
 
 @cache
-def _lacks(name: str, letter: str) -> bool:
-    font = _load(name, CAPTION_SIZE)
+def lacks(name: str, letter: str) -> bool:
+    """Whether a font draws a character as it draws any that is missing."""
+    font = load_font(name, CAPTION)
     return bytes(font.getmask(letter)) == bytes(font.getmask(MISSING))
 
 
 @cache
-def _load(name: str, size: int) -> Any:
+def load_font(name: str, size: int) -> Any:
     """A font of the system, or None if it is not installed; "" is Pillow's own."""
     from PIL import ImageFont
 
@@ -206,3 +178,22 @@ def _load(name: str, size: int) -> Any:
         return ImageFont.truetype(name, size) if name else ImageFont.load_default(size)
     except OSError:
         return None
+
+
+def wrap(text: str, font: Any, width: int, *, max_lines: int = 2) -> list[str]:
+    """Break a text into lines of at most ``width`` pixels, between words where possible."""
+    rest, lines = text.strip(), list[str]()
+    limits = width, width - math.ceil(font.getlength("..."))
+    while rest:
+        # characters that fit, without and with the dots that mark a text cut short
+        count, before_dots = (
+            next((n for n in range(len(rest)) if math.ceil(font.getlength(rest[: n + 1])) > limit), len(rest))
+            for limit in limits
+        )
+        if count < len(rest) and len(lines) == max_lines - 1:
+            return [*lines, rest[:before_dots].rstrip() + "..."]
+        space = rest.rfind(" ", 0, count + 1) if count < len(rest) else -1
+        end = space if space > 0 else max(count, 1)
+        lines.append(rest[:end].rstrip())
+        rest = rest[end:].lstrip()
+    return lines

@@ -33,10 +33,10 @@ class Panel:
     """Text where the curve is zero up to rounding, which is correct and looks wrong."""
     shown: Literal["always", "if nonzero", "if it changes"] = "always"
     style: Literal["smoothed", "steps", "shades", "histogram", "heatmap", "profile"] = "smoothed"
-    """Shades: one colour, darker with each line. Histogram: frequency of each size by step. Heatmap: a row for each
-    metric, coloured by its value; ``unit`` labels the rows. Profile: a line for some of the steps, over the metrics."""
+    """Shades: one color, darker with each line. Histogram: frequency of each size by step. Heatmap: a row for each
+    metric, colored by its value; ``unit`` labels the rows. Profile: a line for some of the steps, over the metrics."""
     value: str = ""
-    """Label of a heatmap's colours, and of a profile's horizontal axis."""
+    """Label of a heatmap's colors, and of a profile's horizontal axis."""
     in_overview: bool = True
 
 
@@ -77,12 +77,8 @@ def panels_of(metrics: Metrics) -> list[Panel]:
             panels.append(Panel(file, f"Reward {name}", "reward, mean over groups", own, in_overview=False))
     # The strongest correlations within groups, which are what learning sees.
     prefix = "reward_corr_within_group/"
-    strength = {}
-    for name in names:
-        if name.startswith(prefix):
-            values = series(metrics, name)[1]
-            strength[name] = abs(sum(values)) / len(values) if values else -1.0
-    strongest = sorted(strength, key=strength.__getitem__, reverse=True)[:MAX_LINES]
+    values = {name: series(metrics, name)[1] for name in names if name.startswith(prefix)}
+    strongest = sorted(values, key=lambda n: abs(sum(values[n])) / max(len(values[n]), 1), reverse=True)[:MAX_LINES]
     pairs = {name: name.removeprefix(prefix).replace("/", ", ") for name in strongest}
     unit = f"correlation of {next(iter(pairs.values()))}" if len(pairs) == 1 else "correlation"
     panels.append(Panel("correlations", "Correlation of rewards within groups", unit, pairs))
@@ -128,7 +124,7 @@ def _has_content(panel: Panel, metrics: Metrics) -> bool:
     lines = [series(metrics, name)[1] for name in (*panel.metrics, *list(panel.points)[:1])]
     if panel.style == "histogram":
         return sum(any(values) for values in lines) > 1
-    if panel.style in ("heatmap", "profile"):  # a single colour shows nothing
+    if panel.style in ("heatmap", "profile"):  # a single color shows nothing
         return sum(map(bool, lines)) > 1 and len({value for values in lines for value in values}) > 1
     if panel.shown == "if nonzero":
         return not is_zero(metrics, panel)

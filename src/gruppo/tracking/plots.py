@@ -6,20 +6,19 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from gruppo.tracking.files import read_metrics
 from gruppo.tracking.panels import Metrics, Panel, is_zero, panels_of, series
 
-if TYPE_CHECKING:
-    import numpy as np
-
-COLOURS = ("#2563a8", "#c2571a", "#3f8f4f", "#8b5fbf", "#b8901f", "#c44569", "#4a9a9a", "#7a7a7a")
+COLORS = ("#2563a8", "#c2571a", "#3f8f4f", "#8b5fbf", "#b8901f", "#c44569", "#4a9a9a", "#7a7a7a")
 INK, PAPER, RULE, STAGE, ABSENT = "#222222", "#ffffff", "#dddddd", "#8a8a8a", "#eeeeee"
 LOG_RANGE = 100
-"""Ratio of the largest value to a small one above which colours are logarithmic."""
+"""Ratio of the largest value to a small one above which colors are logarithmic."""
 MAX_COLUMNS, MAX_PROFILES = 60, 6
 """Columns of a heatmap, and lines over denoising steps."""
 STYLE = {
@@ -73,11 +72,10 @@ def plot_run(run_dir: str | Path, *, note: Callable[[str], None] = lambda messag
         figure = Figure(figsize=(4.4 * columns, 3.1 * rows + 0.4), layout="constrained")
         figure.suptitle(folder.absolute().parent.name, x=0.01, ha="left", fontsize=13, color=INK)
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
-        for i, ax in enumerate(axes):
-            if i < len(overview):
-                draw_panel(ax, overview[i], metrics, starts)
-            else:
-                ax.set_visible(False)
+        for ax, panel in zip_longest(axes, overview):
+            ax.set_visible(panel is not None)
+            if panel is not None:
+                draw_panel(ax, panel, metrics, starts)
         figure.savefig(paths[0])
         for panel in panels:
             figure = Figure(figsize=(6.4, 4.0), layout="constrained")
@@ -88,12 +86,10 @@ def plot_run(run_dir: str | Path, *, note: Callable[[str], None] = lambda messag
 
 
 def smooth(values: Sequence[float], width: float) -> list[float]:
-    """Mean of the neighbours, weighted by a Gaussian of ``width`` values, so that it neither lags nor leads.
+    """Mean of the neighbors, weighted by a Gaussian of ``width`` values, so that it neither lags nor leads.
 
     s_t = sum_i w_i x_i / sum_i w_i,  w_i = exp(-((t - i) / width)^2 / 2),  |t - i| <= 3 width.
     """
-    import numpy as np
-
     reach = min(math.ceil(3 * width), len(values) - 1)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
     sums = np.convolve(np.asarray(values, dtype=float), kernel)
@@ -142,27 +138,27 @@ def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, s
 
 def _draw_lines(axes: Any, panel: Panel, metrics: Metrics) -> None:
     """Thin lines of the values under thick lines of their moving average; evaluations as points."""
-    colours = _shades(len(panel.metrics)) if panel.style == "shades" else COLOURS
-    for i, ((name, label), colour) in enumerate(zip(panel.metrics.items(), cycle(colours), strict=False)):
+    colors = _shades(len(panel.metrics)) if panel.style == "shades" else COLORS
+    for i, ((name, label), color) in enumerate(zip(panel.metrics.items(), cycle(colors), strict=False)):
         steps, values = series(metrics, name)
         if not steps:
             continue
+        thick = {"color": color, "linewidth": 1.9, "label": label}
         if panel.style == "steps":
-            axes.plot(steps, values, color=colour, linewidth=1.9, label=label, drawstyle="steps-mid")
+            axes.plot(steps, values, drawstyle="steps-mid", **thick)
             continue
-        width = max(len(values) / 40, 1.0)
-        mean = smooth(values, width)
-        axes.plot(steps, values, color=colour, alpha=0.3, linewidth=0.8)
-        axes.plot(steps, mean, color=colour, linewidth=1.9, label=label)
+        mean = smooth(values, max(len(values) / 40, 1.0))
+        axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
+        axes.plot(steps, mean, **thick)
         if panel.band and i == 0:
             band_steps, stds = series(metrics, panel.band)
             std = dict(zip(band_steps, smooth(stds, max(len(stds) / 40, 1.0)) if stds else [], strict=True))
             low, high = ([m + s * std.get(x, math.nan) for x, m in zip(steps, mean, strict=True)] for s in (-1, 1))
-            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    for (name, label), colour in zip(panel.points.items(), [COLOURS[1], COLOURS[0]], strict=False):
+            axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+    for (name, label), color in zip(panel.points.items(), [COLORS[1], COLORS[0]], strict=False):
         steps, values = series(metrics, name)
         if steps:
-            axes.plot(steps, values, "o", color=colour, markersize=6, markeredgecolor=PAPER, label=label, zorder=4)
+            axes.plot(steps, values, "o", color=color, markersize=6, markeredgecolor=PAPER, label=label, zorder=4)
     if panel.zero_note and is_zero(metrics, panel):
         axes.set_ylim(-1, 1)
         at = {"transform": axes.transAxes, "ha": "center", "va": "bottom", "color": "#555555"}
@@ -171,7 +167,6 @@ def _draw_lines(axes: Any, panel: Panel, metrics: Metrics) -> None:
 
 def _draw_histogram(axes: Any, panel: Panel, metrics: Metrics) -> None:
     """The fraction of a step's groups that has each size, as darkness; white where there is none."""
-    import numpy as np
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -179,23 +174,20 @@ def _draw_histogram(axes: Any, panel: Panel, metrics: Metrics) -> None:
     steps = sorted({step for count in counts.values() for step in count})
     sizes = range(min(counts), max(counts) + 1)
     table = np.array([[counts.get(size, {}).get(step, 0.0) for step in steps] for size in sizes])  # [sizes, steps]
-    fractions = table / table.sum(axis=0)
-    edges = [steps[0] - 0.5, *(step + 0.5 for step in steps)]
+    fractions, edges = table / table.sum(axis=0), [steps[0] - 0.5, *(step + 0.5 for step in steps)]
     heights = [size - 0.5 for size in (*sizes, sizes[-1] + 1)]
-    colours = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))
-    mesh = axes.pcolormesh(edges, heights, np.where(fractions > 0, fractions, np.nan), cmap=colours, vmin=0, vmax=1)
+    colors = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))
+    mesh = axes.pcolormesh(edges, heights, np.where(fractions > 0, fractions, np.nan), cmap=colors, vmin=0, vmax=1)
     axes.figure.colorbar(mesh, ax=axes, label="fraction of the groups")
     axes.yaxis.get_major_locator().set_params(integer=True)
 
 
 def _draw_heatmap(axes: Any, panel: Panel, metrics: Metrics) -> None:
-    """The value of each metric at each step as a colour; grey where there is none."""
-    import numpy as np
-
+    """The value of each metric at each step as a color; gray where there is none."""
     edges, values = heatmap_cells(panel, metrics)
-    norm, colours = colour_scale(values)
+    norm, colors = color_scale(values)
     rows, clipped = np.arange(len(values) + 1) - 0.5, values.clip(norm.vmin, norm.vmax)
-    mesh = axes.pcolormesh(edges, rows, clipped, norm=norm, cmap=colours)
+    mesh = axes.pcolormesh(edges, rows, clipped, norm=norm, cmap=colors)
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, edges[0]), max(high, edges[-1]))
     axes.set_facecolor(ABSENT)
@@ -210,10 +202,10 @@ def _draw_profile(axes: Any, panel: Panel, metrics: Metrics) -> None:
     rows = [row for row in metrics if any(math.isfinite(row.get(name, math.nan)) for name in panel.metrics)]
     count = min(len(rows), MAX_PROFILES)
     rows = [rows[round(n * (len(rows) - 1) / max(count - 1, 1))] for n in range(count)]
-    for row, colour in zip(rows, _shades(count), strict=True):
+    for row, color in zip(rows, _shades(count), strict=True):
         values = [row.get(name, math.nan) for name in panel.metrics]
         finite = [value if math.isfinite(value) else math.nan for value in values]
-        line = {"color": colour, "linewidth": 1.9, "marker": "o", "markersize": 3.5, "label": f"step {row['step']:g}"}
+        line = {"color": color, "linewidth": 1.9, "marker": "o", "markersize": 3.5, "label": f"step {row['step']:g}"}
         axes.plot(list(map(int, panel.metrics.values())), finite, **line)
 
 
@@ -221,10 +213,8 @@ def heatmap_cells(panel: Panel, metrics: Metrics, *, max_columns: int = MAX_COLU
     """Edges of the columns [n + 1], and values by metric and column [m, n], NaN where nothing was logged.
 
     A column is as wide as the smallest distance of two logged steps, so that a gap in the run is a gap here. If there
-    are more than ``max_columns``, neighbours are merged into their mean, or for a metric ``*_max`` their maximum.
+    are more than ``max_columns``, neighbors are merged into their mean, or for a metric ``*_max`` their maximum.
     """
-    import numpy as np
-
     logged = [series(metrics, name) for name in panel.metrics]
     steps = sorted({step for at, _ in logged for step in at})
     width = min((after - before for before, after in pairwise(steps)), default=1)
@@ -240,9 +230,8 @@ def heatmap_cells(panel: Panel, metrics: Metrics, *, max_columns: int = MAX_COLU
     return steps[0] - half + width * np.arange(count + 1), values
 
 
-def colour_scale(values: np.ndarray) -> tuple[Any, str]:
-    """Normalization and colour map: white at 0 if both signs matter, logarithmic over a large range, else linear."""
-    import numpy as np
+def color_scale(values: np.ndarray) -> tuple[Any, str]:
+    """Normalization and color map: white at 0 if both signs matter, logarithmic over a large range, else linear."""
     from matplotlib.colors import LogNorm, Normalize
 
     low, high = float(np.nanmin(values)), float(np.nanmax(values))

@@ -63,9 +63,9 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     if n <= 0:
         return math.nan, math.nan
     p, z_sq = successes / n, Z_95**2
-    centre = p + z_sq / (2 * n)
+    center = p + z_sq / (2 * n)
     half = Z_95 * math.sqrt(p * (1 - p) / n + z_sq / (4 * n * n))
-    low, high = (centre - half) / (1 + z_sq / n), (centre + half) / (1 + z_sq / n)
+    low, high = (center - half) / (1 + z_sq / n), (center + half) / (1 + z_sq / n)
     return low if successes > 0 else 0.0, high if successes < n else 1.0  # exact, which the formula is only to rounding
 
 
@@ -95,9 +95,8 @@ def closing_lines(
         summary.append(f"; reward {sum(rewards) / len(rewards):.3f} over the last {len(rewards)} steps")
     parts: list[RenderableType] = [summary]
     if before or after:
-        parts.append(Padding(_evaluation_table(before, after), (1, 0, 0, 0)))
-    if files := [(str(run_dir / name), text) for name, text in FILES.items() if (run_dir / name).exists()]:
-        parts.append(_aligned("Files", files, "  "))
+        parts.append(Padding(_evaluation_table(before or {}, after or {}), (1, 0, 0, 0)))
+    files = [(str(run_dir / name), text) for name, text in FILES.items() if (run_dir / name).exists()]
     run, gruppo = shlex.quote(str(run_dir)), shlex.quote(command_name())
     prompt = question if question and question.isprintable() and len(question) <= MAX_PROMPT else "..."
     config = shlex.quote(str(run_dir / "config.json"))
@@ -107,42 +106,34 @@ def closing_lines(
         (f"{gruppo} resume {run}", "continue, if it was stopped"),
         (f"{gruppo} train {config} {longer or f'--steps {2 * len(steps) or 300}'}", "train again, for longer"),
     ]
-    return Group(*parts, _aligned("Next", commands, "  # "))
+    for title, rows, separator in (("Files", files, "  "), ("Next", commands, "  # ")):
+        if rows:
+            width = max(len(left) for left, _ in rows)
+            lines = [part for left, right in rows for part in (f"\n  {left.ljust(width)}", (separator + right, "dim"))]
+            parts.append(Text.assemble((f"\n{title}", "bold"), *lines))
+    return Group(*parts)
 
 
-def _evaluation_table(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Table:
-    sides = (before or {}, after or {})
-    evaluation = after or before or {}
+def _evaluation_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+    evaluation, sides = after or before, (before, after)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column(f"held-out, {evaluation.get('prompts', '?')} prompts")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right", no_wrap=True)
-    means = {"reward [95% interval]": [side.get("mean") for side in sides]}
+    rows = [("reward [95% interval]", *(side.get("mean") for side in sides))]
     if len(evaluation.get("parts", {})) > 1:
-        means |= {f"  {name}": [side.get("parts", {}).get(name) for side in sides] for name in evaluation["parts"]}
-    for i, (name, (old, new)) in enumerate(means.items()):
+        rows += [(f"  {name}", *(side.get("parts", {}).get(name) for side in sides)) for name in evaluation["parts"]]
+    for i, (name, old, new) in enumerate(rows):
         cells = ["-" if mean is None else f"{mean:.3f}" for mean in (old, new)]
         if i == 0:
-            cells = [
-                f"{cell} [{side['low']:.3f}, {side['high']:.3f}]" if side else cell
-                for cell, side in zip(cells, sides, strict=True)
-            ]
+            ends = [f" [{side['low']:.3f}, {side['high']:.3f}]" if side else "" for side in sides]
+            cells = [cell + interval for cell, interval in zip(cells, ends, strict=True)]
         change = Text("-")
         if old is not None and new is not None:
-            colour = "green" if new > old else "red" if new < old else ""
-            change = Text(f"{new - old:+.3f}", f"{'' if i else 'bold '}{colour}")
+            color = "green" if new > old else "red" if new < old else ""
+            change = Text(f"{new - old:+.3f}", f"{'' if i else 'bold '}{color}")
         table.add_row(Text(name), *map(Text, cells), change)
     return table
-
-
-def _aligned(title: str, rows: Sequence[tuple[str, str]], separator: str) -> Text:
-    width = max(len(left) for left, _ in rows)
-    text = Text(f"\n{title}\n", "bold")
-    for left, right in rows:
-        text.append(f"  {left.ljust(width)}", "not bold")
-        text.append(f"{separator}{right}\n", "not bold dim")
-    text.rstrip()
-    return text
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -154,13 +145,7 @@ def write_page(run_dir: str | Path) -> Path | None:
     Call it after ``plot_run``: it shows the plots that are there.
     """
     run_dir = Path(run_dir)
-    parts: list[str] = []
-
-    def figure(path: Path) -> str:
-        name = path.relative_to(run_dir).as_posix()
-        image = f'<a href="{quote(name)}"><img src="{quote(name)}" alt=""></a>'
-        return f"<figure>{image}<figcaption>{html.escape(name)}</figcaption></figure>"
-
+    sections: list[tuple[str, str | Path]] = []  # each a heading, and a table or the file of an image
     try:
         evaluations = json.loads((run_dir / "evaluations.json").read_text(encoding="utf-8"))
         names = list(dict.fromkeys(name for each in evaluations for name in each["parts"])) if evaluations else []
@@ -173,35 +158,36 @@ def write_page(run_dir: str | Path) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not an evaluation of ours
         rows = []
     if rows:
-        parts += [
-            "<h2>Held-out prompts</h2>",
-            _table(["step", "mean reward", "95% interval", *names], rows, numbers=99),
-        ]
-    compared = run_dir / FOLDER / BEFORE_AFTER
-    if compared.exists():
-        parts += ["<h2>Before and after</h2>", figure(compared)]
+        table = _table(["step", "mean reward", "95% interval", *names], rows, numbers=99)
+        sections.append(("Held-out prompts", table))
+    sections.append(("Before and after", run_dir / FOLDER / BEFORE_AFTER))
     # The first, the middle and the last sheet of training.
     sheets = sorted((run_dir / FOLDER).glob("step_*.png"), key=lambda path: (len(path.name), path.name))
     chosen = list(dict.fromkeys(sheets[i] for i in (0, len(sheets) // 2, -1))) if sheets else []
     if chosen:
-        parts.append("<h2>Samples during training</h2>")
-        if len(chosen) < len(sheets):
-            parts.append(f"<p>{len(chosen)} of {len(sheets)} sheets; all are in {FOLDER}/.</p>")
-        parts += map(figure, chosen)
+        text = f"{len(chosen)} of {len(sheets)} sheets; all are in {FOLDER}/."
+        sections.append(("Samples during training", f"<p>{text}</p>" if len(chosen) < len(sheets) else ""))
+        sections += [("", sheet) for sheet in chosen]
     samples = [row for row in read_lines(run_dir / "samples.jsonl") if "failures" not in row]
     samples = [row for row in samples if isinstance(row.get("completion"), str | list)]
     samples = [row for row in samples if row["step"] == samples[-1]["step"]][:MAX_SAMPLES]
     if samples:
-        parts.append(f"<h2>Samples of step {samples[0]['step']}</h2>")
         columns, cells = ("prompt", "completion", "target"), []
         for row in samples:
             reward = row.get("reward")  # infinities are text
             texts = [as_text(row.get(name, ""))[:MAX_TEXT] for name in columns]
             cells.append([reward if isinstance(reward, str) else number(reward), *texts])
-        parts.append(_table(["reward", *columns], cells, numbers=1))
-    overview = run_dir / "plots" / "overview.png"
-    if overview.exists():
-        parts += ["<h2>Plots</h2>", figure(overview)]
+        sections.append((f"Samples of step {samples[0]['step']}", _table(["reward", *columns], cells, numbers=1)))
+    sections.append(("Plots", run_dir / "plots" / "overview.png"))
+    parts: list[str] = []
+    for title, content in sections:
+        if isinstance(content, Path):
+            if not content.exists():
+                continue
+            name = content.relative_to(run_dir).as_posix()
+            image = f'<a href="{quote(name)}"><img src="{quote(name)}" alt=""></a>'
+            content = f"<figure>{image}<figcaption>{html.escape(name)}</figcaption></figure>"
+        parts += [text for text in (title and f"<h2>{title}</h2>", content) if text]
     if not parts:
         return None
     path = run_dir / "report.html"

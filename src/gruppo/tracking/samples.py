@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import logging
@@ -11,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gruppo.tracking.files import MAX_ARRAY, JsonLines, replace_file, to_json
+from gruppo.protocols import Tracker
+from gruppo.tracking.files import JsonLines, read_lines, replace_file, to_json
 from gruppo.tracking.formatting import as_text, is_array, number, shape_text
 from gruppo.tracking.images import Cell, SheetRow, draw, has_pixels, is_image, to_pil
 
@@ -38,26 +40,13 @@ def image_field(row: Row) -> str:
     return "image" if row.get("image") is not None else "completion"
 
 
-def has_sheet(rows: Sequence[Row]) -> bool:
-    """Whether a sheet is drawn of these rows: some have images, and Pillow is installed."""
-    return any(is_image(row.get(image_field(row))) for row in rows) and can_draw()
-
-
-def can_draw() -> bool:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-class SamplesFile:
+class SamplesFile(Tracker):
     """Tracker that writes ``samples.jsonl``: prompts, completions, rewards, and where their images are.
 
     A row is a mapping with ``prompt``, ``completion``, ``reward`` and further fields; rows of an evaluation have
     ``held_out``. Completions may be text, messages, images, or any object with a ``str``; ``image`` is an image to show
     instead. An image becomes ``{"file", "line", "column", "box"}``: its sheet, its place there from 1, and the box for
-    Pillow's ``crop``. What cannot be drawn is warned of once for each kind; no row is lost.
+    Pillow's ``crop``. One warning is logged for each kind of sample that cannot be drawn; no row is lost.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
@@ -65,29 +54,19 @@ class SamplesFile:
         self._lines = JsonLines(self.run_dir / "samples.jsonl")
         self._warned: set[str] = set()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics have a file of their own."""
-
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
-        placed = [dict(row) for row in rows]
-        values: list[Any] = [row.get(image_field(row)) for row in rows]
+        placed, values = [dict(row) for row in rows], [row.get(image_field(row)) for row in rows]
         if odd := [value for value in values if is_array(value) and not is_image(value)]:
             shape = shape_text(odd[0])
-            self._warn_once(
-                shape,
-                f"{len(odd)} of {len(rows)} samples of step {step} are not drawn: {shape} is not an image, which has "
-                "floats [C, H, W] with 1 or 3 channels.",
-            )
+            text = f"{shape} is not an image, which has floats [C, H, W] with 1 or 3 channels."
+            self._warn_once(shape, f"{len(odd)} of {len(rows)} samples of step {step} are not drawn: {text}")
         for is_held_out in (False, True):
-            images = [row for row in placed if is_image(row.get(image_field(row)))]
-            images = [row for row in images if bool(row.get("held_out")) == is_held_out]
-            if images and can_draw():
+            drawable = [row for row in placed if is_image(row.get(image_field(row)))]
+            if images := [row for row in drawable if bool(row.get("held_out")) == is_held_out]:
                 self._draw(step, images, is_held_out)
-            elif images:
-                self._warn_once(
-                    "Pillow", 'Images are not saved: Pillow is not installed. Run: pip install "gruppo[images]"'
-                )
-        self._lines.append([{"step": step} | {name: _plain(value) for name, value in row.items()} for row in placed])
+        for row in placed:  # images that are on no sheet are named, without their pixels
+            row.update({n: shape_text(x) if is_array(x) else type(x).__name__ for n, x in row.items() if is_image(x)})
+        self._lines.append([{"step": step} | to_json(row) for row in placed])
         if any(row.get("held_out") for row in rows):
             self._compare_evaluations()
 
@@ -100,9 +79,6 @@ class SamplesFile:
                 path.unlink()
         self._compare_evaluations()
 
-    def close(self) -> None:
-        """Nothing is held open."""
-
     def _draw(self, step: int, rows: Sequence[dict[str, Any]], is_held_out: bool) -> None:
         """Write the sheet, and replace the images of the rows by their places on it."""
         title = f"{'held-out prompts at' if is_held_out else 'samples of'} step {step}"
@@ -112,9 +88,13 @@ class SamplesFile:
             count = sum(cell.source[0] not in ENDS for line in layout for cell in line.cells if cell is not None)
             title += f" ({count} of {len(rows)} images)" if count < len(rows) else ""
             sheet, boxes = draw(layout, title=title)
+        except ImportError:
+            text = 'Images are not saved: Pillow is not installed. Run: pip install "gruppo[images]"'
+            return self._warn_once("Pillow", text)
         except Exception as error:  # a sheet is not worth a run
-            self._warn_once("draw", f"the images of step {step} cannot be drawn: {type(error).__name__}: {error}")
-            return
+            return self._warn_once(
+                "draw", f"the images of step {step} cannot be drawn: {type(error).__name__}: {error}"
+            )
         name = sheet_name(step, is_held_out)
         save_sheet(self.run_dir / name, sheet)
         for n, (line, line_boxes) in enumerate(zip(layout, boxes, strict=True), start=1):
@@ -128,15 +108,14 @@ class SamplesFile:
     def _compare_evaluations(self) -> None:
         """Draw the same prompts at the first and the last evaluation; with fewer than two, delete the sheet."""
         path = self.run_dir / FOLDER / BEFORE_AFTER
-        rows = [row for row in self._lines.rows() if row.get("held_out") and _is_place(row.get(image_field(row)))]
+        rows = [r for r in read_lines(self._lines.path) if r.get("held_out") and _is_place(r.get(image_field(r)))]
         steps = sorted({row["step"] for row in rows})
-        if len(steps) < 2 or not can_draw():
+        if len(steps) < 2:
             return path.unlink(missing_ok=True)
         try:
             sheet = _before_and_after(self.run_dir, rows, steps[0], steps[-1])
         except Exception as error:
-            self._warn_once("compare", f"{BEFORE_AFTER} cannot be drawn: {type(error).__name__}: {error}")
-            return
+            return self._warn_once("compare", f"{BEFORE_AFTER} cannot be drawn: {type(error).__name__}: {error}")
         save_sheet(path, sheet)
 
     def _warn_once(self, key: str, message: str) -> None:
@@ -150,27 +129,16 @@ def _is_place(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() == {"file", "line", "column", "box"}
 
 
-def _plain(value: Any) -> Any:
-    """A field without pixels, as JSON."""
-    is_large = is_image(value) and not is_array(value)
-    is_large |= is_array(value) and (is_image(value) or math.prod(value.shape) > MAX_ARRAY)
-    if not is_large:
-        return to_json(value)
-    return shape_text(value) if is_array(value) else type(value).__name__
-
-
 def write_sheet(path: Path, rows: Sequence[Row], title: str) -> bool:
     """Draw the images of rows like those of a run; return False, without a file, if there are none."""
     images = [dict(row) for row in rows if is_image(row.get(image_field(row)))]
-    if not has_sheet(images):
-        return False
-    save_sheet(path, draw(_layout(images), title=title)[0])
-    return True
+    if is_drawn := bool(images) and importlib.util.find_spec("PIL") is not None:
+        save_sheet(path, draw(_layout(images), title=title)[0])
+    return is_drawn
 
 
 def save_sheet(path: Path, sheet: Any) -> None:
-    file = io.BytesIO()
-    sheet.save(file, "PNG")
+    sheet.save(file := io.BytesIO(), "PNG")
     replace_file(path, file.getvalue())
 
 

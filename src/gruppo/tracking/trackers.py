@@ -15,10 +15,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
-from functools import partial
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from gruppo.config.schema import Config
 from gruppo.config.serialization import to_dict
@@ -26,7 +27,7 @@ from gruppo.loading import import_extra, is_file_name, load_object
 from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import as_text
 from gruppo.tracking.images import has_pixels
-from gruppo.tracking.samples import has_sheet, sheet_name
+from gruppo.tracking.samples import sheet_name
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -50,22 +51,21 @@ def check(names: Sequence[str]) -> None:
             except (ImportError, ValueError):
                 is_installed = False
             if not is_installed:
-                raise GruppoError(
-                    f'--track {name} needs the package "{name}", which is not installed; run: pip install '
-                    '"gruppo[track]"'
-                )
+                text = 'which is not installed; run: pip install "gruppo[track]"'
+                raise GruppoError(f'--track {name} needs the package "{name}", {text}')
             continue
         if ":" not in name:
             close = difflib.get_close_matches(name, TRACKERS, 1)
             hint = f"Did you mean {close[0]}?" if close else f"Available: {', '.join(TRACKERS)}."
             raise GruppoError(f"unknown tracker {name!r}. {hint} For your own class write path/to/file.py:Class.")
-        factory = _load_factory(name)
+        factory = load_object(name)
+        if not callable(factory):
+            found = f"{factory!r:.80} ({type(factory).__name__})"
+            raise GruppoError(f"the tracker {name} is {found}; name a class, as file.py:Class.")
         missing = [method for method in METHODS if not callable(getattr(factory, method, None))]
         if inspect.isclass(factory) and missing:
-            raise GruppoError(
-                f"the tracker {name} has no {' and no '.join(missing)}; it needs log(step, metrics), "
-                "log_samples(step, rows) and close()."
-            )
+            need = "log(step, metrics), log_samples(step, rows) and close()"
+            raise GruppoError(f"the tracker {name} has no {' and no '.join(missing)}; it needs {need}.")
     if repeated := sorted({name for name in names if list(names).count(name) > 1}):
         raise GruppoError(f"--track names {repeated[0]} more than once; leave one of them out.")
 
@@ -80,49 +80,45 @@ def absolute(name: str) -> str:
 
 def open_trackers(names: Sequence[str], run_dir: Path, config: Any, *, from_step: int | None) -> list[Tracker]:
     """Open trackers by name, each guarded. ``from_step``: the last step before a resume, None for a new run."""
-    opened: list[Tracker] = []
-    for name in names:
-        if name in TRACKERS:
-            factory = partial(TRACKERS[name], run_dir, settings(config), from_step)
-        else:
-            factory = partial(lambda name: _load_factory(name)(run_dir, config), name)
-        opened.append(GuardedTracker(name, factory))
-    return opened
+    options = settings(config)
+    factories: dict[str, Callable[[], Tracker]] = {
+        name: (lambda name=name: TRACKERS[name](run_dir, options, from_step))
+        if name in TRACKERS
+        else (lambda name=name: load_object(name)(run_dir, config))
+        for name in names
+    }
+    return [GuardedTracker(name, factory) for name, factory in factories.items()]
 
 
 def settings(config: Any) -> dict[str, Any]:
     """Leaves of a config by dotted name, as numbers, texts or booleans."""
     leaves: dict[str, Any] = {}
-
-    def collect(value: Any, name: str) -> None:
+    nodes = [("", to_dict(config) if isinstance(config, Config) else config)]
+    while nodes:
+        name, value = nodes.pop(0)
+        if isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
+            value = dict(enumerate(value))
         if isinstance(value, Mapping):
-            for part, inner in value.items():
-                collect(inner, f"{name}.{part}" if name else part)
-        elif isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
-            for number, inner in enumerate(value):
-                collect(inner, f"{name}.{number}")
+            nodes[:0] = [(f"{name}.{part}" if name else part, inner) for part, inner in value.items()]
         else:
             leaves[name] = value if isinstance(value, bool | int | float | str) else _json(value)
-
-    collect(to_dict(config) if isinstance(config, Config) else config, "")
     return leaves
 
 
 class GuardedTracker:
-    """A tracker whose first error becomes a warning, after which it is not called again. Ctrl-C passes through."""
+    """A tracker whose first error becomes a warning, after which it is only closed. Ctrl-C passes through."""
 
     def __init__(self, name: str, factory: Callable[[], Tracker]) -> None:
-        self.name = name
-        self._tracker: Tracker | None = None
-        self._tracker = self._call("could not be opened", factory)
+        self.name, self._has_failed = name, False
+        self._tracker: Tracker | None = self._call("could not be opened", factory)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if (tracker := self._tracker) is not None:
-            self._call("failed", lambda: tracker.log(step, {name: float(value) for name, value in metrics.items()}))
+        if self._tracker is not None and not self._has_failed:
+            self._call("failed", self._tracker.log, step, {name: float(value) for name, value in metrics.items()})
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        if (tracker := self._tracker) is not None:
-            self._call("failed", lambda: tracker.log_samples(step, rows))
+        if self._tracker is not None and not self._has_failed:
+            self._call("failed", self._tracker.log_samples, step, rows)
 
     def close(self) -> None:
         """Let it send what is pending, for at most ``CLOSE_S``. May be called twice."""
@@ -135,26 +131,15 @@ class GuardedTracker:
         if closing.is_alive():
             log.warning("the tracker %s has not closed within %g s; the run does not wait for it.", self.name, CLOSE_S)
 
-    def _call(self, problem: str, function: Callable[[], Any]) -> Any:
+    def _call(self, problem: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return function()
+            return function(*arguments)
         except (Exception, SystemExit) as error:
-            log.warning(
-                "the tracker %s %s and is not used any more: %s: %s. The run continues; metrics.jsonl and "
-                "samples.jsonl hold everything.",
-                self.name,
-                problem,
-                type(error).__name__,
-                (str(error).strip().splitlines() or [""])[0],
-            )
-            tracker, self._tracker = self._tracker, None
-            if tracker is not None:  # in the background: a tracker without a network may wait for it
-                threading.Thread(target=_close_quietly, args=(tracker,), daemon=True).start()
-
-
-def _close_quietly(tracker: Tracker) -> None:
-    with suppress(Exception):
-        tracker.close()
+            if not self._has_failed:
+                reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+                text = "The run continues; metrics.jsonl and samples.jsonl hold everything."
+                log.warning("the tracker %s %s and is not used any more: %s. %s", self.name, problem, reason, text)
+            self._has_failed = True
 
 
 # --- trackers by name -------------------------------------------------------------------------------------------------
@@ -188,7 +173,6 @@ class TensorBoard:
             if texts:
                 self._writer.add_text(tag, _markdown(*texts), step)
             if sheet:
-                import numpy
                 from PIL import Image
 
                 with Image.open(sheet) as image:
@@ -226,25 +210,24 @@ def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None
     wandb, mode = import_extra("wandb", "track", "--track wandb"), None
     if not os.environ.get("WANDB_MODE"):
         try:
-            has_key = bool(wandb.login(prompt=False))
+            mode = None if wandb.login(prompt=False) else "offline"
         except TypeError:  # older versions, which prompt
-            has_key = True
-        mode = None if has_key else "offline"
-    if mode is not None:
+            mode = None
+    if mode == "offline":
         log.info("wandb has no API key: it writes to %s; wandb sync uploads it.", run_dir / "wandb")
+    limits = {"init_timeout": 30.0, "login_timeout": 10.0, "finish_timeout": CLOSE_S - 10}
+    ids = _tracker_ids(run_dir)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=run_dir.name,
-        id=_tracker_ids(run_dir).get("wandb"),
+        id=ids.get("wandb"),
         resume="allow",
         dir=str(run_dir),
         config=dict(settings),
         mode=mode,
-        settings=wandb.Settings(
-            silent=True, console="off", init_timeout=30.0, login_timeout=10.0, finish_timeout=CLOSE_S - 10
-        ),
+        settings=wandb.Settings(silent=True, console="off", **limits),
     )
-    _save_tracker_id(run_dir, "wandb", run.id)
+    _tracker_ids(run_dir, wandb=run.id)
     # The step is a column of its own, so that rows which a resumed run repeats are drawn over the earlier ones.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
@@ -262,8 +245,20 @@ def open_trackio(run_dir: Path, settings: Mapping[str, Any], from_step: int | No
             resume="allow" if name else "never",
             embed=False,
         )
-    _save_tracker_id(run_dir, "trackio", run.name)
+    _tracker_ids(run_dir, trackio=run.name)
     return HostedTracker(trackio, run, run_dir, lambda step, row: run.log(row, step=step))
+
+
+def _tracker_ids(run_dir: Path, **opened: str) -> dict[str, str]:
+    """Ids of the run in its trackers, by which a resume continues it; saved where one was opened."""
+    path = run_dir / STATE_FILE
+    try:
+        ids = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        ids = {}
+    if opened:
+        path.write_text(json.dumps({**ids, **opened}), encoding="utf-8")
+    return ids
 
 
 TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], int | None], Tracker]] = {
@@ -272,16 +267,6 @@ TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any], int | None], Tracker]]
     "trackio": open_trackio,
 }
 """By the name that ``--track`` takes, which is also the package's name."""
-
-
-def _load_factory(name: str) -> Callable[[Path, Any], Tracker]:
-    """The class or function of a file, called with the run's folder and config."""
-    factory = load_object(name)
-    if not callable(factory):
-        raise GruppoError(
-            f"the tracker {name} is {factory!r:.80} ({type(factory).__name__}); name a class, as file.py:Class."
-        )
-    return factory
 
 
 # --- samples as tables ------------------------------------------------------------------------------------------------
@@ -299,7 +284,7 @@ def _samples(
         columns = [name for name in FIELDS if name in COLUMNS or any(name in row for row in texts)]
         data = [[_cell(name, row.get(name)) for name in columns] for row in texts]
         sheet = run_dir / sheet_name(step, is_held_out)
-        yield tag, (columns, data) if texts else None, sheet if has_sheet(tagged) and sheet.is_file() else None
+        yield tag, (columns, data) if texts else None, sheet if sheet.is_file() else None
 
 
 def _cell(name: str, value: Any) -> float | str:
@@ -320,14 +305,3 @@ def _markdown(columns: Sequence[str], rows: Any) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _tracker_ids(run_dir: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads((run_dir / STATE_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _save_tracker_id(run_dir: Path, name: str, run_id: str) -> None:
-    (run_dir / STATE_FILE).write_text(json.dumps({**_tracker_ids(run_dir), name: run_id}), encoding="utf-8")
