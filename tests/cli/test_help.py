@@ -14,8 +14,6 @@ from gruppo.cli.help import all_options, config_help
 from gruppo.cli.options import apply_options, parse_config
 from gruppo.config.options import flag
 from gruppo.config.schema import Config
-from gruppo.config.sections import sections
-from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES
 from gruppo.types import GruppoError
 
@@ -53,9 +51,6 @@ def test_help_shows_the_values_of_the_options_before_it(capsys: Any) -> None:
 
 def test_a_model_of_a_modality_brings_its_options_into_the_help(capsys: Any) -> None:
     assert "--diffusion.steps" in run(capsys, "train", "plain", "--model", "unet", "--help")
-    assert {name: modality.config_section for name, modality in modalities().items() if modality.config_section} == (
-        sections()
-    )
 
 
 def test_every_option_has_one_line_of_help() -> None:

@@ -13,7 +13,6 @@ from tests.fakes import adapted, bpe_tokenizer, causal_lm, doubled, llama, plain
 from gruppo.modalities.common.adapters import read_adapter
 from gruppo.modalities.common.lora import (
     LowRank,
-    adapter,
     adapter_weights,
     base_of,
     base_weights,
@@ -84,7 +83,7 @@ def test_with_the_adapter_off_a_trained_policy_is_its_base_to_the_bit(compute):
     before = digest(base_weights(policy.compute_module))
     for _ in range(3):
         step(policy, rollouts)
-    with adapter(policy.compute_module, None):
+    with without_adapter(policy.compute_module):
         off = logprobs(policy, rollouts)
     assert torch.equal(off, logprobs(base, rollouts))
     assert (logprobs(policy, rollouts) - off).abs().mean() > 0.1
@@ -95,7 +94,7 @@ def test_switching_an_adapter_leaves_what_is_trained_alone_and_comes_back_after_
     policy = adapted()
     trained = [name for name, p in policy.module.named_parameters() if p.requires_grad]
     on = policy.module(IDS).logits
-    with pytest.raises(ZeroDivisionError), adapter(policy.module, None):
+    with pytest.raises(ZeroDivisionError), without_adapter(policy.module):
         assert not torch.equal(policy.module(IDS).logits, on)
         assert [name for name, p in policy.module.named_parameters() if p.requires_grad] == trained
         _ = 1 / 0
@@ -236,7 +235,7 @@ def test_products_of_adapted_layers_are_what_the_layers_say(dtype, targets):
 def test_products_are_fused_wherever_there_is_one_plain_adapter_or_none():
     layer = adapted().module.model.layers[0].mlp.up_proj
     assert isinstance(low_rank(layer), LowRank) and low_rank(layer.base_layer) is layer.base_layer
-    with adapter(layer, None):
+    with without_adapter(layer):
         assert low_rank(layer) is layer.base_layer
     layer.forward = layer.forward
     assert low_rank(layer) is None
@@ -313,5 +312,5 @@ def test_a_copy_of_an_adapted_module_is_a_module_of_its_own():
     policy = adapted()
     other = copy.deepcopy(policy.module)
     assert base_of(other) == base_of(policy.module)
-    with adapter(other, None):
+    with without_adapter(other):
         assert not torch.equal(other(IDS).logits, policy.module(IDS).logits)

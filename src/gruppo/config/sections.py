@@ -1,4 +1,4 @@
-"""Config sections that modalities bring: their names, in files and on the command line, and their dataclasses."""
+"""Modalities by name, and the config sections that they bring: their names, in files and on the command line."""
 
 from __future__ import annotations
 
@@ -7,25 +7,46 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from gruppo.loading import load_object
+from gruppo.protocols import Modality
+from gruppo.types import GruppoError
 
-BUILT_IN = {
-    "diffusion": "gruppo.modalities.diffusion.config:DiffusionConfig",
-    "restoration": "gruppo.modalities.restoration.config:RestorationConfig",
-}
-"""Loaded by name: modalities are a layer above."""
+ENTRY_POINTS = "gruppo.modalities"
+"""Entry point group in which an installed package names a ``Modality`` of its own."""
+BUILT_IN = (
+    "gruppo.modalities.diffusion.modality:DIFFUSION",
+    "gruppo.modalities.restoration.modality:RESTORATION",
+    "gruppo.modalities.functions:FUNCTION",
+    "gruppo.modalities.text.modality:TEXT",
+)
+"""In the order in which they are asked whether a model is theirs; any other name is a language model's. They are loaded
+by name: modalities are a layer above."""
 
 
 @cache
+def modalities() -> dict[str, Modality]:
+    """Return all modalities by name: those of installed packages first, then the built-in ones."""
+    found: dict[str, Modality] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        modality = point.load()
+        if not isinstance(modality, Modality):
+            raise GruppoError(
+                f"the entry point {point.name!r} of {ENTRY_POINTS} is a {type(modality).__name__}; it needs a "
+                "gruppo.Modality. Uninstall or repair its package."
+            )
+        found[modality.name] = modality
+    return found | {modality.name: modality for modality in map(load_object, BUILT_IN)}
+
+
+def find_modality(model: str) -> Modality:
+    """Return the modality of a model's name, folder or id; nothing is loaded."""
+    return next(modality for modality in modalities().values() if modality.matches(model))
+
+
 def sections() -> dict[str, type]:
-    """The section of each modality by name, including installed packages (entry point group ``gruppo.modalities``)."""
-    found = {name: load_object(spec) for name, spec in BUILT_IN.items()}
-    for entry_point in entry_points(group="gruppo.modalities"):
-        modality = entry_point.load()
-        if modality.config_section is not None:
-            found[modality.name] = modality.config_section
-    return found
+    """Return the config section of each modality that has one, by its name."""
+    return {name: modality.config_section for name, modality in modalities().items() if modality.config_section}
 
 
 def section_name(section: Any) -> str:
-    """The name of a modality's section: that of its modality."""
+    """Return the name of a config section: that of its modality."""
     return next(name for name, kind in sections().items() if type(section) is kind)

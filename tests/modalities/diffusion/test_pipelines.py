@@ -16,7 +16,7 @@ from gruppo.core.distributions import gaussian_logprob
 from gruppo.core.images import quantize
 from gruppo.core.kl import gaussian_kl
 from gruppo.modalities.common.critic import SharedCritic
-from gruppo.modalities.common.lora import adapter, adapter_weights
+from gruppo.modalities.common.lora import adapter_weights, without_adapter
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoiserCritic, DiffusionSampling
 from gruppo.modalities.diffusion.transitions import StepLevels, ddim, ode, split_prediction
@@ -487,7 +487,7 @@ def test_a_few_steps_change_an_adapter_alone_and_without_it_the_base_is_there_to
     with torch.no_grad():
         base = plain.policy.likelihood(rollouts, micro_batch, outputs=outputs)
         reference = ReferenceModel(fake.policy, rule="adapter_off").likelihood(rollouts, micro_batch, outputs=outputs)
-        with adapter(fake.policy.module, None):
+        with without_adapter(fake.policy.module):
             off = fake.policy.likelihood(rollouts, micro_batch)
     assert torch.equal(reference.logprobs, base.logprobs) and torch.equal(off.logprobs, base.logprobs)
     assert torch.equal(reference.gaussian.mean, base.gaussian.mean)

@@ -136,20 +136,20 @@ def resolve_targets(module: Any, targets: Sequence[str]) -> set[str]:
 
 
 @contextmanager
-def adapter(module: nn.Module, name: str | None) -> Iterator[None]:
-    """Compute through this adapter only for the length of the block; with None through the base alone.
+def without_adapter(module: nn.Module) -> Iterator[None]:
+    """Compute through the base alone for the length of the block.
 
     ``requires_grad`` does not change; peft's own switches would change it.
     """
     layers: list[Any] = [layer for layer in module.modules() if is_adapted(layer)]
-    before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+    before = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
-            layer._active_adapter, layer._disable_adapters = [name or POLICY], name is None
+            layer._disable_adapters = True
         yield
     finally:
-        for layer, (active, is_off) in zip(layers, before, strict=True):
-            layer._active_adapter, layer._disable_adapters = active, is_off
+        for layer, is_disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = is_disabled
 
 
 def is_adapted(module: Any) -> bool:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gruppo.modalities.common.lora import adapter, has_adapter
+from gruppo.modalities.common.lora import has_adapter, without_adapter
 from gruppo.protocols import Outputs, Policy
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
@@ -56,19 +56,20 @@ class ReferenceModel:
         self.shares_module = rule == "adapter_off" or (rule == "ema" and has_adapter(policy.module))
         self.follows_policy = rule == "ema"
         self.is_offloaded = storage != "device" and not self.shares_module
+        self._policy = policy
         self._read: Callable[[], dict[str, Tensor]]
         if self.shares_module:
-            self._policy = policy
-            self._trained = set(trained(policy.module))
-            self._read = store(trained(policy.module), "device", folder) if rule == "ema" else dict
+            weights = trained(policy.module)
+            self._trained = set(weights)
+            self._read = store(weights, "device", folder) if rule == "ema" else dict
             return
         policy.refresh(force=True)
         module = copy.deepcopy(policy.compute_module).requires_grad_(False).eval()
         self._policy = policy.at(module)
-        computing = _parameters(module)
-        tensors = _parameters(policy.module) if rule == "ema" else computing
-        if self.is_offloaded or any(computing[name].dtype != tensor.dtype for name, tensor in tensors.items()):
-            self._read = store(tensors, storage, folder)
+        computing = dict(module.named_parameters())
+        kept = dict(policy.module.named_parameters()) if rule == "ema" else computing
+        if self.is_offloaded or any(computing[name].dtype != tensor.dtype for name, tensor in kept.items()):
+            self._read = store(kept, storage, folder)
         else:  # one copy serves for both storage and compute
             self._read = computing.copy
         if self.is_offloaded:
@@ -76,21 +77,22 @@ class ReferenceModel:
                 parameter.data = parameter.data.new_empty(0)
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
-        """Bytes held during updates, with ``dtype_bytes`` per number of what computes.
+        """Return bytes held during updates, with ``dtype_bytes`` per number of what computes.
 
         Weights on disk are loaded before the updates alone, and then need less than gradients do afterwards.
         """
-        if self.rule == "adapter_off":
+        if self.rule == "adapter_off" or (
+            self.is_offloaded and (self.storage == "disk" or self._policy.device.type != "cpu")
+        ):
             return {}
         if self.shares_module:
             return {"reference's adapter": 4 * sum(tensor.numel() for tensor in self.state_dict().values())}
-        if self.is_offloaded and (self.storage == "disk" or self._policy.device.type != "cpu"):
-            return {}
-        numbers = self.numbers
         if self.rule == "frozen":
-            return {"reference": dtype_bytes * numbers}
-        copied = {} if self.is_offloaded or dtype_bytes == 4 else {"reference's copy": float(dtype_bytes * numbers)}
-        return {"reference, float32": 4.0 * numbers, **copied}
+            return {"reference": dtype_bytes * self.numbers}
+        estimate = {"reference, float32": 4.0 * self.numbers}
+        if not self.is_offloaded and dtype_bytes != 4:
+            estimate["reference's copy"] = float(dtype_bytes * self.numbers)
+        return estimate
 
     @property
     def module(self) -> nn.Module:
@@ -100,29 +102,23 @@ class ReferenceModel:
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Load offloaded weights for the length of the block; nested calls and other storage cost nothing."""
-        parameters = dict(self.module.named_parameters())
-        if not self.is_offloaded or any(parameter.numel() for parameter in parameters.values()):
-            yield
-            return
-        weights = self._read()
-        with swapped(parameters, {name: weights.pop(name).to(p.device, p.dtype) for name, p in parameters.items()}):
+        if self.is_offloaded and not any(parameter.numel() for parameter in self.module.parameters()):
+            with swapped(self.module, self._read()):
+                yield
+        else:
             yield
 
     @contextmanager
     def active(self) -> Iterator[Any]:
-        """The policy object over the reference's weights."""
-        if self.rule == "adapter_off":
-            with adapter(self.module, None):
-                yield self._policy.at(self.module)
-        elif self.shares_module:
-            self._policy.refresh()
-            weights = self._read()
-            parameters = {name: p for name, p in self.module.named_parameters() if name in weights}
-            with swapped(parameters, {name: weights[name].to(p.device, p.dtype) for name, p in parameters.items()}):
-                yield self._policy.at(self.module)
-        else:
+        """Yield the policy over the reference's weights."""
+        if not self.shares_module:
             with self.on_device():
                 yield self._policy
+            return
+        if self.follows_policy:
+            self._policy.refresh()  # not while its weights are swapped
+        with swapped(self.module, self._read()) if self.follows_policy else without_adapter(self.module):
+            yield self._policy.at(self.module)
 
     @torch.no_grad()
     def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
@@ -134,21 +130,22 @@ class ReferenceModel:
     def update(self, policy: Policy, step: int) -> None:
         """Mix the policy's weights in, if the rule says so after this step (1, 2, ...)."""
         if self.every and step % self.every == 0:
-            self._mix(policy, self.rate)
+            self._mix(trained(policy.module), self.rate)
 
     def reset_to(self, policy: Policy) -> None:
         """Copy the policy's current weights ("ema" only)."""
-        self._mix(policy, 1.0)
-
-    def _mix(self, policy: Policy, rate: float) -> None:
-        weights = self._read()
-        for name, tensor in trained(policy.module).items():
-            mix(weights.pop(name), tensor, rate=rate)
-        self._cast()
+        self._mix(trained(policy.module), 1.0)
 
     @torch.no_grad()
-    def _cast(self) -> None:
-        """Copy the stored weights to the module that computes, where both are on the device."""
+    def _mix(self, tensors: Mapping[str, Tensor], rate: float) -> None:
+        """reference <- rate tensors + (1 - rate) reference. Rates 0 and 1 keep and copy every bit, NaN included."""
+        weights = self._read()
+        for name, tensor in tensors.items():
+            target = weights.pop(name)  # mapped from disk: what is released needs no memory
+            if rate == 1:
+                target.copy_(tensor)
+            elif rate:
+                target.mul_(1 - rate).add_(rate * tensor.to(target.device))
         if not self.is_offloaded and not self.shares_module:
             weights = self._read()
             for name, parameter in self.module.named_parameters():
@@ -159,7 +156,7 @@ class ReferenceModel:
         weights = self._read()
         difference = norm = 0.0
         for name, tensor in trained(policy.module).items():
-            reference = weights.pop(name)  # mapped from disk: what is let go of needs no memory
+            reference = weights.pop(name)
             difference += float((tensor.to(reference.device) - reference).square_().sum(dtype=torch.float64))
             norm += float(reference.square().sum(dtype=torch.float64))
         return (difference / norm) ** 0.5 if norm else float("nan")
@@ -169,113 +166,86 @@ class ReferenceModel:
     def frozen_state_dict(self) -> Mapping[str, Tensor]:
         """The weights that must never change, by name: all of a frozen copy, or the base below an adapter."""
         if self.shares_module:
-            return {name: tensor for name, tensor in _parameters(self.module).items() if name not in self._trained}
+            return {name: p.detach() for name, p in self.module.named_parameters() if name not in self._trained}
         return self._read() if self.rule == "frozen" else {}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights that change; none unless the rule is "ema", since the others are rebuilt from the first model."""
-        return self._read() if self.rule == "ema" else {}
+        return self._read() if self.follows_policy else {}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        weights = self.state_dict()
-        if odd := sorted(weights.keys() ^ state.keys()):
+        saved, needed = ({name: list(t.shape) for name, t in found.items()} for found in (state, self.state_dict()))
+        if odd := sorted(name for name in saved.keys() | needed.keys() if saved.get(name) != needed.get(name)):
             raise GruppoError(
-                f"the saved reference does not fit this run: {len(odd)} tensor names differ, among them {odd[0]}. "
-                "Resume with the run's own config and model, or start a new run."
+                f"the saved reference does not fit this run: {len(odd)} tensors differ, among them {odd[0]}, which is "
+                f"{saved.get(odd[0], 'missing')} in the save, and this run needs {needed.get(odd[0], 'none')}. Resume "
+                "with the run's own config and model, or start a new run."
             )
-        for name, tensor in weights.items():
-            if tensor.shape != state[name].shape:
-                raise GruppoError(
-                    f"the saved reference does not fit this run: its {name} is {list(state[name].shape)}, this run "
-                    f"needs {list(tensor.shape)}. Resume with the run's own config and model, or start a new run."
-                )
-        for name, tensor in weights.items():
-            tensor.copy_(state[name])
-        self._cast()
+        self._mix(state, 1.0)
 
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, by name."""
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
-def _parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
-
-
-@torch.no_grad()
-def mix(target: Tensor, source: Tensor, *, rate: float) -> None:
-    """target <- rate source + (1 - rate) target, in place. Rates 0 and 1 keep and copy every bit, NaN included."""
-    if rate == 1:
-        target.copy_(source)
-    elif rate:
-        target.mul_(1 - rate).add_(rate * source.to(target.device))
-
-
 @contextmanager
-def swapped(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the parameters' data for the length of the block; the tensors must fit in device and dtype.
+def swapped(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Replace the data of the parameters that ``weights`` names for the length of the block.
 
     Autograd does not notice (``.data``), so the backward pass of an earlier forward still works afterwards.
     """
+    parameters = {name: parameter for name, parameter in module.named_parameters() if name in weights}
     before = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
-            parameter.data = tensors[name]
+            parameter.data = weights.pop(name).to(parameter.device, parameter.dtype)
         yield
     finally:
         for name, parameter in parameters.items():
             parameter.data = before[name]
 
 
-# --- storage ----------------------------------------------------------------------------------------------------------
-
-
 def store(tensors: Mapping[str, Tensor], storage: Storage, folder: Path | None) -> Callable[[], dict[str, Tensor]]:
-    """Copy the tensors to the storage; return the function that reads them. In-place changes of its result persist."""
-    if storage == "disk":
-        return MappedTensors(tensors, folder or Path()).read
-    device = torch.device("cpu") if storage == "cpu" else None
-    return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}.copy
+    """Copy the tensors to the storage; return the function that reads them. In-place changes of its result persist.
 
-
-class MappedTensors:
-    """A safetensors file, mapped into memory while it is read, so that the system may drop its pages.
-
-    The file is unlinked at once: its space is free again when this object or the process ends, however it ends.
+    "disk" is a safetensors file that is mapped into memory while it is read, so that the system may drop its pages. It
+    is unlinked at once: its space is free again when the function or the process ends, however it ends.
     """
-
-    def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    if storage != "disk":
+        device = torch.device("cpu") if storage == "cpu" else None
+        return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}.copy
+    try:
+        handle, name = tempfile.mkstemp(prefix=".gruppo-reference-", suffix=".safetensors", dir=folder)
         try:
-            handle, name = tempfile.mkstemp(prefix=".gruppo-reference-", suffix=".safetensors", dir=folder)
-            try:
-                save_file({n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}, name)
-                # save_file may have replaced the file that mkstemp opened. Windows unlinks no open file, but deletes a
-                # temporary one on its last close.
-                flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0)
-                self._handle = os.open(name, flags)
-            finally:
-                os.close(handle)
-                if not hasattr(os, "O_TEMPORARY"):
-                    os.unlink(name)
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise GruppoError(
-                f"the reference could not be written to {folder}: {reason}. Give a --runs-dir with free space, or set "
-                "--reference.place device."
-            ) from error
-        weakref.finalize(self, os.close, self._handle)
-        self._like = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+            save_file({n: tensor.detach().cpu().contiguous() for n, tensor in tensors.items()}, name)
+            # save_file may have replaced the file that mkstemp opened. Windows unlinks no open file, but deletes a
+            # temporary one on its last close.
+            flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0)
+            mapped = os.open(name, flags)
+        finally:
+            os.close(handle)
+            if not hasattr(os, "O_TEMPORARY"):
+                os.unlink(name)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise GruppoError(
+            f"the reference could not be written to {folder}: {reason}. Give a --runs-dir with free space, or set "
+            "--reference.place device."
+        ) from error
+    shapes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
 
-    def read(self) -> dict[str, Tensor]:
-        """Map each tensor separately, so that a tensor that is dropped needs no memory."""
-        tensors = {}
-        with os.fdopen(os.dup(self._handle), "r+b") as file:
+    def read() -> dict[str, Tensor]:
+        found = {}
+        with os.fdopen(os.dup(mapped), "r+b") as file:
             file.seek(0)
             start = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(start - 8))
-            for name, like in self._like.items():
+            for name, like in shapes.items():  # each by itself, so that a tensor that is dropped needs no memory
                 offset = start + header[name]["data_offsets"][0]
                 raw: Any = np.memmap(file, np.uint8, "r+", offset=offset, shape=(like.nbytes,))
-                tensors[name] = torch.from_numpy(raw).view(like.dtype).view(like.shape)
-        return tensors
+                found[name] = torch.from_numpy(raw).view(like.dtype).view(like.shape)
+        return found
+
+    weakref.finalize(read, os.close, mapped)
+    return read
