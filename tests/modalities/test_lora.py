@@ -22,6 +22,7 @@ from gruppo.modalities.common.lora import (
     is_adapted,
     low_rank,
     merge,
+    without_adapter,
 )
 from gruppo.modalities.text import blocks, decoder, from_transformers
 from gruppo.modalities.text.critic import SeparateCritic
