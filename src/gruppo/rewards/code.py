@@ -31,10 +31,8 @@ class ProgramScore:
 
     passed: int
     total: int
-    failures: tuple[str, ...] = ()
-    """Of each case that failed: error, timeout, not_run, wrong, no_program."""
-    message: str = ""
-    """Why the first case failed; empty where all passed."""
+    failures: tuple[str, ...] = ()  # of each case that failed: error, timeout, not_run, wrong, no_program
+    message: str = ""  # why the first case failed; empty where all passed
 
 
 class CodeTests:
@@ -51,8 +49,7 @@ class CodeTests:
     """
 
     __name__ = "code_tests"
-    timeout_s = None
-    """Each program has its own limits."""
+    timeout_s = None  # each program has its own limits
 
     def __init__(
         self,
@@ -142,8 +139,7 @@ class CodeTests:
                 jail.close()
 
 
-code_tests = CodeTests
-"""``CodeTests`` under the name that ``--reward`` has for it."""
+code_tests = CodeTests  # ``CodeTests`` under the name that ``--reward`` has for it
 
 
 class _JailPool:
@@ -151,18 +147,17 @@ class _JailPool:
 
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits, self.opened, self._idle = limits, list[Jail](), queue.SimpleQueue[Jail]()
-        self._setup_problems = dict[str, str]()
-        """By the text of a setup; empty where there is none."""
+        self._setup_problems = dict[str, str]()  # by the text of a setup; empty where there is none
 
     def score(self, program: str, tests: ProgramTests | BadTest | None) -> ProgramScore | CallError | None:
         if tests is None:
             return None
-        if isinstance(tests, BadTest):
-            return _unusable(str(tests))
-        if not program.strip():
+        if isinstance(tests, ProgramTests) and not program.strip():
             return ProgramScore(0, len(tests.cases), ("no_program",) * len(tests.cases), "there is no program")
-        requests, caps = [case.request for case in tests.cases], [tests.cap] * len(tests.cases)
         try:
+            if isinstance(tests, BadTest):
+                raise BadTest(str(tests))
+            requests, caps = [case.request for case in tests.cases], [tests.cap] * len(tests.cases)
             try:
                 jail = self._idle.get_nowait()
             except queue.Empty:
@@ -180,17 +175,15 @@ class _JailPool:
                     is_its_own = alone.status != "value" and not alone.message.startswith("NameError")
                     self._setup_problems[tests.setup] = _printable(alone.message) if is_its_own else ""
                 problem = self._setup_problems[tests.setup]
+            self._idle.put(jail)
+            if problem:
+                raise BadTest(f"its setup (test_imports, test_setup_code) fails: {problem}")
+            return score_results(results, tests)
         except JailError as error:  # the jail is not used again
             return CallError("exception", f"the jail failed: {error}", "jail")
-        self._idle.put(jail)
-        if problem:
-            return _unusable(f"its setup (test_imports, test_setup_code) fails: {problem}")
-        return score_results(results, tests)
-
-
-def _unusable(problem: str) -> CallError:
-    message = f"its tests cannot be used: {problem}"
-    return CallError("exception", message, message)
+        except BadTest as error:
+            message = f"its tests cannot be used: {error}"
+            return CallError("exception", message, message)
 
 
 def program_in(text: str) -> str:

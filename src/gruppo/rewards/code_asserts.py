@@ -29,14 +29,10 @@ class BadTest(Exception):
 class ProgramCase:
     """A request to the jail, and how its result is judged. Only ``request`` ever enters the jail."""
 
-    request: Any
-    """Expressions, a tuple; or the text of standard input."""
-    judge: Callable[[Any], Any]
-    """Whether the expressions' values, or the printed text, are as expected."""
-    length: int
-    """Upper bound of the characters of the expected output."""
-    exceptions: tuple[str, ...] = ()
-    """Types of which the request has to raise one; then no value is right."""
+    request: Any  # expressions, a tuple; or the text of standard input
+    judge: Callable[[Any], Any]  # whether the expressions' values, or the printed text, are as expected
+    length: int  # upper bound of the characters of the expected output
+    exceptions: tuple[str, ...] = ()  # types of which the request has to raise one; then no value is right
 
     def passes(self, result: CaseResult) -> bool:
         """Whether the result is as expected. A value that cannot be compared is not.

@@ -28,8 +28,7 @@ FORMS = (
 class ProgramTests:
     """The tests of one row."""
 
-    is_script: bool
-    """Each case is the whole program with a standard input; else they are calls."""
+    is_script: bool  # each case is the whole program with a standard input; else they are calls
     cases: tuple[ProgramCase, ...]
     setup: str = ""
     entry: str | None = None
@@ -82,7 +81,15 @@ def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any 
         return _calls(calls, entry, code)
     items = list(cell) if isinstance(cell, Sequence) and not isinstance(cell, str) else [cell]
     if all(isinstance(item, str) for item in items):
-        return _asserts(items, entry, code)
+        cases: list[ProgramCase] = []
+        for number, text in enumerate(items, start=1):
+            try:
+                asserts, imported = read_asserts(text)
+            except BadTest as error:
+                raise BadTest(f"test {number}: {error}") from None
+            cases += asserts
+            code = "\n".join(filter(None, [code, imported]))
+        return ProgramTests(is_script=False, cases=tuple(cases), setup=code, entry=entry) if cases else None
     if not all(isinstance(item, Mapping) for item in items):
         raise BadTest(f"it is {cell!r:.60}; it needs {FORMS}")
     if all("input" in item and "output" in item for item in items):
@@ -111,18 +118,6 @@ def _joined(value: Any, what: str, need: str) -> str:
     return "\n".join(lines)
 
 
-def _asserts(texts: Sequence[str], entry: str | None, setup: str) -> ProgramTests | None:
-    cases: list[ProgramCase] = []
-    for number, text in enumerate(texts, start=1):
-        try:
-            read, imports = read_asserts(text)
-        except BadTest as error:
-            raise BadTest(f"test {number}: {error}") from None
-        setup = "\n".join(filter(None, [setup, imports]))
-        cases += read
-    return ProgramTests(is_script=False, cases=tuple(cases), setup=setup, entry=entry) if cases else None
-
-
 def _script(pairs: Sequence[tuple[Any, Any]]) -> ProgramTests:
     what, need = "an input or output is", "without a column entry_point it needs text"
     texts = [[_joined(value, what, need) for value in pair] for pair in pairs]
@@ -145,12 +140,9 @@ def _calls(calls: Sequence[tuple[Any, Any, Sequence[Any]]], entry: Any, setup: s
             length = len(encode(outputs[0]))
         except NotPlain as error:
             raise BadTest(f"an output cannot be compared: {error}") from None
-        cases.append(ProgramCase((f"{entry}({', '.join(sources)})",), partial(_is_one_of, outputs), length))
+        is_right = lambda values, outputs=outputs: any(equal(values[0], x, is_json=True) for x in outputs)  # noqa: E731
+        cases.append(ProgramCase((f"{entry}({', '.join(sources)})",), is_right, length))
     return ProgramTests(is_script=False, cases=tuple(cases), setup=setup, entry=entry)
-
-
-def _is_one_of(outputs: Sequence[Any], values: Sequence[Any]) -> bool:
-    return any(equal(values[0], output, is_json=True) for output in outputs)
 
 
 def _source(value: Any) -> str:

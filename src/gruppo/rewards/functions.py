@@ -24,8 +24,7 @@ PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_me
 """Arguments that every reward function can request, besides the columns of the data. In addition: ``steps`` where the
 function scores steps, ``images`` where the policy makes images, ``state`` where it talks to an environment."""
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, without special tokens."""
+Decode = Callable[[Sequence[int]], str]  # token ids to text, without special tokens
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -41,10 +40,8 @@ class TrainerState:
 class TextStep:
     """One step of a completion."""
 
-    text: str
-    """Without its separator."""
-    end: int
-    """Characters of the completion up to the end of the step, its separator included."""
+    text: str  # without its separator
+    end: int  # characters of the completion up to the end of the step, its separator included
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,7 @@ class StepScores:
 
     columns: Sequence[int]
     """The action that ends each step, as a column of the rollouts. Steps that end in the same action are added."""
-    scores: Sequence[Any]
-    """A number for each step, or None where it is not scored."""
+    scores: Sequence[Any]  # a number for each step, or None where it is not scored
 
 
 @dataclass
@@ -62,8 +58,7 @@ class Answer:
     """What one call returned and logged for its rows."""
 
     size: int
-    values: Sequence[Any] = ()
-    """For each row a number or None, ``StepScores``, or the error that makes it a failure."""
+    values: Sequence[Any] = ()  # for each row a number or None, ``StepScores``, or the error that makes it a failure
     metrics: list[tuple[str, float]] = field(default_factory=list)
     extras: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
 

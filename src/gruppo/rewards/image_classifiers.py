@@ -18,8 +18,7 @@ from gruppo.rewards.images import NAN, Image, ImageReward
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError
 
-Augment = Callable[[Tensor, torch.Generator], Tensor]
-"""Images [b, C, H, W] to other images of the same classes."""
+Augment = Callable[[Tensor, torch.Generator], Tensor]  # images [b, C, H, W] to other images of the same classes
 
 
 def classifier(

@@ -28,12 +28,10 @@ Image = Float[Tensor, "C H W"]
 ImageReward = Callable[..., list[float | None]]
 Delta = Literal["none", "input", "reference"]
 Against = Literal["target", "input", "reference"]
-OcrReader = Callable[[np.ndarray], str]
-"""An image [H, W, 3] of bytes to the text in it."""
+OcrReader = Callable[[np.ndarray], str]  # an image [H, W, 3] of bytes to the text in it
 MODES = {1: "L", 3: "RGB"}
 NAN = float("nan")
-MAX_PSNR = 100.0
-"""dB of two equal images, whose PSNR is infinite: nothing can be learned from an infinity."""
+MAX_PSNR = 100.0  # dB of two equal images, whose PSNR is infinite: nothing can be learned from an infinity
 _COLUMN_OF = {"target": "target", "input": "prompts", "reference": "reference"}
 
 

@@ -38,8 +38,7 @@ SUMMARIES: dict[str, Callable[[list[float]], float]] = {
     "last": lambda scores: scores[-1],
     "product": math.prod,
 }
-NO_LIMIT = 1 << 20
-"""A tokenizer without a maximum length states an astronomical one."""
+NO_LIMIT = 1 << 20  # a tokenizer without a maximum length states an astronomical one
 
 
 class RewardModel:
@@ -51,8 +50,7 @@ class RewardModel:
     of a conversation joined by line ends. ``chat`` overrides this. ``options``: see ``ScoringNetwork``.
     """
 
-    timeout_s = None
-    """A forward pass is waited for: a retry after a deadline would start a second one beside it."""
+    timeout_s = None  # a forward pass is waited for: a retry after a deadline would start a second one beside it
 
     def __init__(
         self,
@@ -102,8 +100,7 @@ class ProcessRewardModel:
     """
 
     timeout_s = None
-    step_separator: str | None = None
-    """As ``step_reward`` sets it."""
+    step_separator: str | None = None  # as ``step_reward`` sets it
 
     def __init__(
         self,

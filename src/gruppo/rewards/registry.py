@@ -50,8 +50,7 @@ BUILT_INS |= {
         *(preference.hps_score, preference.image_reward),
     )
 }
-_OPTION = r",(?=\s*[A-Za-z_]+=)"
-"""The comma before an option; others belong to the path or to the value before."""
+_OPTION = r",(?=\s*[A-Za-z_]+=)"  # the comma before an option; others belong to the path or to the value before
 
 
 def resolve_reward(spec: Any) -> Any:

@@ -10,7 +10,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -34,11 +34,9 @@ from gruppo.timeouts import (
 )
 from gruppo.types import GruppoError, Rollouts
 
-SAME_ERRORS = 4
-"""Single rows that repeat the error of the whole batch before the remaining rows count as failed too."""
+SAME_ERRORS = 4  # single rows that repeat the error of the whole batch before the remaining rows count as failed too
 POOL_THREADS = 8
-MAX_ABANDONED = 32
-"""With this many calls still running past their deadline, rows are not retried."""
+MAX_ABANDONED = 32  # with this many calls still running past their deadline, rows are not retried
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 NAN = float("nan")
 
@@ -97,7 +95,7 @@ class Scores:
                 for name in several[0].steps
             },
             failures=tuple(replace(f, row=f.row + n) for n, x in zip(starts, several, strict=True) for f in x.failures),
-            metrics=_means((name, [value]) for scores in several for name, value in scores.metrics.items()),
+            metrics=_means(entry for scores in several for entry in scores.metrics.items()),
             extras={
                 name: tuple(
                     cell for x, n in zip(several, sizes, strict=True) for cell in x.extras.get(name, [None] * n)
@@ -108,7 +106,7 @@ class Scores:
 
 
 class RewardSet:
-    """One or several rewards, called together; their weighted sum is the reward ("sum, then normalise").
+    """One or several rewards, called together; their weighted sum is the reward ("sum, then normalize").
 
     A reward that scores no row of a group, by returning None for each, does not apply to that group and is left out of
     its sum. Otherwise a row that lacks a part is NaN in the sum: a missing part never acts as a 0. In an evaluation,
@@ -137,8 +135,7 @@ class RewardSet:
         if not all(math.isfinite(weight) for weight in weights):
             raise GruppoError(f"reward weights {list(weights)} are not all finite; use 0 to leave a reward out.")
         self.weights = tuple(float(weight) for weight in weights)
-        self._rewards: list[FunctionReward | ObjectReward] = []
-        names: list[str] = []
+        self._rewards: dict[str, FunctionReward | ObjectReward] = {}
         for source in rewards:
             if isinstance(source, FunctionReward):
                 reward: FunctionReward | ObjectReward = source
@@ -146,77 +143,77 @@ class RewardSet:
                 reward = ObjectReward(source, timeout_s)  # type: ignore[arg-type]
             else:
                 reward = FunctionReward(source, timeout_s=timeout_s)
-            if reward.timeout_s is not None and not reward.timeout_s > 0:
-                problem = f"timeout_s={reward.timeout_s} leaves reward {reward.name!r} no time"
-                raise GruppoError(f"{problem}; use more than 0, or None.")
-            self._rewards.append(reward)
+            name, used_s = reward.name, reward.timeout_s
+            if used_s is not None and not used_s > 0:
+                raise GruppoError(f"timeout_s={used_s} leaves reward {name!r} no time; use more than 0, or None.")
             # Equal names get _2, _3, ...
-            candidates = [reward.name, *(f"{reward.name}_{n}" for n in range(2, len(rewards) + 2))]
-            names.append(next(candidate for candidate in candidates if candidate not in names))
-        self.names = tuple(names)
+            candidates = [name, *(f"{name}_{n}" for n in range(2, len(rewards) + 2))]
+            self._rewards[next(candidate for candidate in candidates if candidate not in self._rewards)] = reward
+        self.names = tuple(self._rewards)
         self.weight_of = dict(zip(self.names, self.weights, strict=True))
-        self.step_names = tuple(name for name, r in zip(self.names, self._rewards, strict=True) if r.scores_steps)
+        self.step_names = tuple(name for name, reward in self._rewards.items() if reward.scores_steps)
         """Rewards that score steps."""
         self.has_step_rewards = any(self.weight_of[name] for name in self.step_names)
         """Whether a reward that scores steps has a weight."""
         self.has_outcome_rewards = any(w for name, w in self.weight_of.items() if name not in self.step_names)
         """Whether a reward that scores whole rows has a weight."""
-        self.requested_columns = frozenset(name for reward in self._rewards for name in reward.requested_columns)
+        self.requested_columns = frozenset[str]().union(*(r.requested_columns for r in self._rewards.values()))
         """Columns that some reward reads, where the data have them."""
-        sizes = {name: getattr(r.fn, "memory_bytes", 0) for name, r in zip(self.names, self._rewards, strict=True)}
+        sizes = {name: getattr(reward.fn, "memory_bytes", 0) for name, reward in self._rewards.items()}
         self.memory_bytes = {name: size for name, size in sizes.items() if size}
         """Memory of the reward models' weights, by name."""
 
     def set_decoder(self, decode: Decode) -> None:
         """Set the policy's decoder, which step rewards need: ``policy.chat.text``."""
-        for reward in self._rewards:
+        for reward in self._rewards.values():
             reward.decode = decode
 
     def check(self, columns: Collection[str]) -> None:
         """Refuse, before sampling, rewards that require a column which the data do not have."""
-        for reward in self._rewards:
+        for reward in self._rewards.values():
             reward.check(columns)
 
     def score(self, rollouts: Rollouts, *, step: int = 0, max_steps: int = 0, is_evaluation: bool = False) -> Scores:
         """Score all rows. Asynchronous rewards run at the same time, the others one after the other."""
         rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
-        results, tasks = list[RewardResult](), list[Callable[[], None]]()
-        for name, reward in zip(self.names, self._rewards, strict=True):
-            results.append(RewardResult(name, len(rollouts), rollouts.mask.shape[1] if reward.scores_steps else 0))
-            call = reward.prepare(rollouts, step, max_steps)
-            tasks.append(partial(score_rows, call, rows, results[-1], reward.timeout_s))
-        running = [start_call(task) for task, reward in zip(tasks, self._rewards, strict=True) if reward.is_async]
-        for task, reward in zip(tasks, self._rewards, strict=True):
-            if not reward.is_async:
-                task()
-        for thread in running:  # each bounds its own time
-            thread.done.wait()
-            thread.result()
+        results, tasks, concurrent = dict[str, RewardResult](), list[Callable[[], None]](), list[Callable[[], None]]()
+        for name, reward in self._rewards.items():
+            columns = rollouts.mask.shape[1] if reward.scores_steps else 0
+            results[name] = RewardResult(name, len(rollouts), columns)
+            task = partial(score_rows, reward.prepare(rollouts, step, max_steps), rows, results[name], reward.timeout_s)
+            (concurrent if reward.is_async else tasks).append(task)
+        running = list(map(start_call, concurrent))
+        for run in tasks:
+            run()
+        for call in running:  # each bounds its own time
+            call.done.wait()
+            call.result()
         extras: dict[str, tuple[Any, ...]] = {}
-        for result in results:
+        for name, result in results.items():
             for column, values in result.extras.items():  # a column that two rewards log carries the second one's name
-                extras[f"{result.name}/{column}" if column in extras else column] = tuple(values)
+                extras[f"{name}/{column}" if column in extras else column] = tuple(values)
+        logged = (entry for result in results.values() for entry in result.metrics)
+        group_ids = None if is_evaluation else rollouts.group_ids.cpu()
         return Scores(
-            rewards=combine(results, self.weights, None if is_evaluation else rollouts.group_ids.cpu()),
-            parts={result.name: result.rewards.float() for result in results},
-            steps={result.name: result.steps for result in results if result.name in self.step_names},
-            failures=tuple(result.failures[row] for result in results for row in sorted(result.failures)),
-            metrics=_means((f"reward_metric/{name}", x) for result in results for name, x in result.metrics.items()),
+            rewards=combine(list(results.values()), self.weights, group_ids),
+            parts={name: result.rewards.float() for name, result in results.items()},
+            steps={name: results[name].steps for name in self.step_names},
+            failures=tuple(result.failures[row] for result in results.values() for row in sorted(result.failures)),
+            metrics=_means((f"reward_metric/{name}", value) for name, value in logged),
             extras=extras,
         )
 
 
 class RewardResult:
-    """What one reward has given so far for the rows of a batch, entered call by call."""
+    """Scores and failures of one reward for the rows of a batch, recorded call by call."""
 
     def __init__(self, name: str, rows: int, columns: int) -> None:
         self.name = name
         self.rewards = torch.full((rows,), NAN, dtype=torch.float64)
         """[B]; NaN = not scored. Of a step reward, the sum over steps."""
-        self.steps = torch.full((rows, columns), NAN)
-        """[B, T] float32; NaN = no step ends here, or it is not scored."""
+        self.steps = torch.full((rows, columns), NAN)  # [B, T] float32; NaN = no step ends here, or it is not scored
         self.failures: dict[int, Failure] = {}
-        self.metrics: dict[str, list[float]] = {}
+        self.metrics: list[tuple[str, float]] = []
         self.extras: dict[str, list[Any]] = {}
 
     def record(self, rows: Sequence[int], answer: Answer) -> None:
@@ -235,8 +232,7 @@ class RewardResult:
                         self.steps[row, column] = score + self.steps[row, column].nan_to_num()
             except CallError as error:
                 self.fail([row], error)
-        for metric, number in answer.metrics:
-            self.metrics.setdefault(metric, []).append(number)
+        self.metrics += answer.metrics
         for extra, values in answer.extras:
             logged = self.extras.setdefault(extra, [None] * len(self.rewards))
             for row, value in zip(rows, values, strict=True):
@@ -371,9 +367,9 @@ def reward_stats(scores: Scores) -> dict[str, float]:
     }
 
 
-def _means(logged: Any) -> dict[str, float]:
-    """Mean of all numbers under each name."""
-    numbers: dict[str, list[float]] = {}
-    for name, values in logged:
-        numbers.setdefault(name, []).extend(values)
-    return {name: sum(values) / len(values) for name, values in numbers.items()}
+def _means(logged: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Mean of all values under each name."""
+    values_of: dict[str, list[float]] = {}
+    for name, value in logged:
+        values_of.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in values_of.items()}

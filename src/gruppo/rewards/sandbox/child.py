@@ -12,18 +12,18 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from .lockdown import Lockdown
-from .program import CHANNEL, LOADING, LOCKED, describe, open_streams, reporter, run_calls, run_script
+from .program import CHANNEL, LOADING, LOCKED, describe, open_streams, run_calls, run_script, write_report
 
 TICK_S = 0.02
 WALL_FACTOR = 10
 """Seconds on the clock for each of the processor. A program that sleeps is ended too; a right one only where the
 machine gives it less than a tenth of a processor."""
 MOST_THREADS = 64
-ASKER = 0
-"""The supervisor's standard input: the trainer holds its other end."""
+ASKER = 0  # the supervisor's standard input: the trainer holds its other end
 _CHUNK = 1 << 16
 _LINE = re.compile(rb"(?P<nonce>[0-9a-f]+) (?P<case>-?[0-9]{1,6}) (?P<kind>[ve]) (?P<text>.*)", re.DOTALL)
 
@@ -47,17 +47,13 @@ class Child:
     channel: int
     output: int | None
     nonce: str
-    caps: Mapping[int, int]
-    """Bytes beyond the usual that each case may report."""
-    reports: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """By case: v or e, and the text."""
+    caps: Mapping[int, int]  # bytes beyond the usual that each case may report
+    reports: dict[int, tuple[str, str]] = field(default_factory=dict)  # by case: v or e, and the text
     printed: bytearray = field(default_factory=bytearray)
-    end_reason: str = ""
-    """Why it was killed, if it was: time, output, threads, orphan."""
+    end_reason: str = ""  # why it was killed, if it was: time, output, threads, orphan
     status: int = 0
     _line: bytes = b""
-    _unread: int = 0
-    """Bytes since the last line that was ours."""
+    _unread: int = 0  # bytes since the last line that was ours
     _began: float = field(default_factory=time.monotonic)
     _case_began: Meter = field(default_factory=Meter)
 
@@ -149,9 +145,16 @@ def start(request: Mapping[str, Any], first: int, caps: Mapping[int, int], lockd
     pid = os.fork()
     if pid == 0:
         try:
-            report = reporter(nonce)
+            report = partial(write_report, nonce)
             try:
-                _set_descriptors(reads, prints, reports, keep=lockdown.rules)
+                # Descriptors 0 to 3 are the child's own, ``rules`` is for its lockdown, and no other is open.
+                null = os.open(os.devnull, os.O_RDWR)
+                sources = [reads or null, prints or null, null, reports]
+                copies = [os.dup2(fd, 100 + place, inheritable=False) for place, fd in enumerate(sources)]
+                for place, copy in enumerate(copies):
+                    os.dup2(copy, place)
+                os.closerange(CHANNEL + 1, lockdown.rules)
+                os.closerange(lockdown.rules + 1, 1024)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 open_streams()
                 lockdown.apply(memory=request["memory"], cpu_s=int(request["program_s"]) + 2)
@@ -163,22 +166,8 @@ def start(request: Mapping[str, Any], first: int, caps: Mapping[int, int], lockd
                 run_script(request, report) if is_script else run_calls(request, first, report)
         finally:
             os._exit(1)  # whatever happened: a child that goes on as the supervisor would be a free one
-    for fd in (reports, prints, reads):
-        if fd is not None:
-            os.close(fd)
-    for fd in (channel, output):
-        if fd is not None:
-            os.set_blocking(fd, False)
+    for end in filter(None, (reports, prints, reads)):
+        os.close(end)
+    for end in filter(None, (channel, output)):
+        os.set_blocking(end, False)
     return Child(pid, channel, output, nonce, {LOADING: caps[first]} if is_script else caps)
-
-
-def _set_descriptors(reads: int | None, prints: int | None, reports: int, *, keep: int) -> None:
-    """Descriptors 0 to 3 are the child's own, ``keep`` is for its lockdown, and no other is open."""
-    null = os.open(os.devnull, os.O_RDWR)
-    sources = [null if reads is None else reads, null if prints is None else prints, null, reports]
-    copies = [os.dup2(fd, 100 + place, inheritable=False) for place, fd in enumerate(sources)]
-    for place, fd in enumerate(copies):
-        os.dup2(fd, place)
-    assert len(sources) - 1 == CHANNEL
-    os.closerange(len(sources), keep)
-    os.closerange(keep + 1, 1024)

@@ -27,8 +27,7 @@ _START_S = 30.0
 _GRACE_S = 30.0
 _WALL_FACTOR = 10  # as in child.py, which cannot be imported where there is no fcntl
 _LEAST_MIB, _MOST_MIB = 128, 1 << 20
-_KEPT = ("LD_LIBRARY_PATH",)
-"""What an interpreter may need to start; a program sees no environment at all."""
+_KEPT = ("LD_LIBRARY_PATH",)  # what an interpreter may need to start; a program sees no environment at all
 _FOLDER = Path(__file__).parents[1]
 _BARE = "import sys; sys.path.append(sys.argv[1]); from sandbox.supervisor import main; sys.path.pop(); main()"
 

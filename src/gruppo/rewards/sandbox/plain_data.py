@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-DEEPEST = 100
-"""Levels of nesting below the list of a case's values."""
+DEEPEST = 100  # levels of nesting below the list of a case's values
 _MOST_COLLISIONS = 1000
 _NOT_PLAIN, _TOO_DEEP = "it is no plain data", f"it is nested deeper than {DEEPEST} levels"
 _ATOMS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from .plain_data import encode
 
-CHANNEL = 3
-"""Descriptor that results go to, one line each."""
+CHANNEL = 3  # descriptor that results go to, one line each
 LOCKED, LOADING = -2, -1
 """In the place of a case: that the process is confined, and the program's own top level."""
 _LONGEST_MESSAGE = 300
@@ -25,20 +24,15 @@ _LONGEST_MESSAGE = 300
 Report = Callable[[int, str, str], None]
 
 
-def reporter(nonce: str) -> Report:
-    """A function that writes a line: nonce, case, v for a value or e for an error, the text.
+def write_report(nonce: str, case: int, kind: str, text: str, write: Callable[[int, bytes], int] = os.write) -> None:
+    """Write a line: nonce, case, v for a value or e for an error, the text.
 
     The nonce tells our lines from what a program may write there. A program that finds it can report what a return
     value or an exception can, and no more: what is expected is not in this process.
     """
-    write = os.write
-
-    def report(case: int, kind: str, text: str) -> None:
-        line = f"{nonce} {case} {kind} {text}\n".encode("ascii", "backslashreplace")
-        while line:
-            line = line[write(CHANNEL, line) :]
-
-    return report
+    line = f"{nonce} {case} {kind} {text}\n".encode("ascii", "backslashreplace")
+    while line:
+        line = line[write(CHANNEL, line) :]
 
 
 def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoReturn:
