@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.variants import VARIANTS
 from gruppo.modalities.text.modality import found_model
-from gruppo.trainer.hardware import cpu_name
+from gruppo.trainer.run_dir import environment
 
 KL_COEF = {"off": 0.0, "on": 0.02}
 PHASES = ("rollout_s", "credit_s", "update_s")
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spec |= {"model": found_model(options.model)[0], "compute": options.compute, "words": 8}
     results = measure(spec, VARIANTS, options.kl)
     summaries = summarise(results)
-    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {"cpu": environment()["hardware"]["cpu"], "cores": os.cpu_count(), "python": platform.python_version()}
     compute = next(iter(results[options.kl[0]].values()))["compute"]
     told = {"machine": machine, "workload": spec | {"compute": compute}, "summary": summaries, "steps": results}
     text = json.dumps(told, indent=1)

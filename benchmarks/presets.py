@@ -33,7 +33,7 @@ from gruppo.config.schema import (
     SavingConfig,
 )
 from gruppo.core.objective import GRPO, PRESETS
-from gruppo.trainer.hardware import cpu_name
+from gruppo.trainer.run_dir import environment
 
 STEPS, POINTS = 80, 20
 LR = 3e-4
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = run_all(options.only, options.seeds, options.steps, options.processes)
     summaries = summarise(runs)
     print(table(summaries))
-    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {"cpu": environment()["hardware"]["cpu"], "cores": os.cpu_count(), "python": platform.python_version()}
     results = {"machine": machine, "steps": options.steps, "summary": summaries, "runs": runs}
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import GB
-from gruppo.trainer.hardware import hardware
+from gruppo.trainer.run_dir import environment
 
 
 def machine() -> dict[str, Any]:
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
             versions[name] = None
     return {
         "date": time.strftime("%Y-%m-%d"),
-        **hardware(),
+        **environment()["hardware"],
         "memory_gb": _memory_gb(),
         "python": platform.python_version(),
         **versions,

@@ -1,30 +1,24 @@
-"""Starting a run, and continuing it."""
+"""Training runs: start, resume, explain."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gruppo import distributed as dist
-from gruppo.build import Parts, build, missing_parts, modality_of, name_of, require_named, with_absolute_paths
+from gruppo.build import Parts, build, check_config, missing_parts, name_of, with_absolute_paths
 from gruppo.config import serialization
 from gruppo.config.schema import Config
 from gruppo.loading import RunDuringImport, is_importing
-from gruppo.protocols import Tracker
 from gruppo.seeds import seed_at
-from gruppo.trainer import checkpoint, checks, dry_run, loop
+from gruppo.trainer import checkpoint, dry_run, loop
 from gruppo.trainer.evaluate import held_out
-from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder
-from gruppo.trainer.watch import draw, heard, on_screen, say_closing
+from gruppo.trainer.watch import finish, logged, on_screen
 from gruppo.types import GruppoError
-
-Watch = Callable[[Run, Path], Sequence[Tracker]]
-"""Makes further trackers once all is loaded, the console for one."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +74,8 @@ def train(
         config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
     if engine is not None:
         config = replace(config, engine=name_of(engine))
-    with heard() if show else nullcontext():
-        return finished(start(config, parts, watch=on_screen if show else None), show=show)
+    with logged() if show else nullcontext():
+        return finish(start(config, parts, show=show), show=show)
 
 
 def resume(
@@ -99,101 +93,82 @@ def resume(
     What the run was given as Python objects without a name (a ``TextPolicy``, a list of rows, a lambda) is given again,
     the model as it was before training.
     """
-    with heard() if show else nullcontext():
-        done = go_on(path, Parts.of(model, data, reward, environment, engine), watch=on_screen if show else None)
-        return finished(done, show=show)
+    parts = Parts.of(model, data, reward, environment, engine)
+    with logged() if show else nullcontext():
+        return finish(start(path, parts, show=show), show=show)
 
 
-def finished(result: Result, *, show: bool) -> Result:
-    """The same result, after its curves are drawn and, where people watch, its table is shown."""
-    if dist.is_main():
-        draw(result.folder)
-        if show:
-            say_closing(result)
-    return result
+def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool = False) -> Result:
+    """Train a config from the beginning, or continue the run in a folder from its newest whole checkpoint.
 
-
-def start(config: Config, parts: Parts | None = None, *, watch: Watch | None = None) -> Result:
-    """Train from the beginning."""
+    ``parts``: Python objects in place of the config's names. ``show``: the live screen.
+    """
     if is_importing():
         raise RunDuringImport
     dist.init()
-    parts = parts or Parts()
-    checks.check(config, modality_of(config, parts))
-    require_named(config, parts)
-    config = with_absolute_paths(replace(config, name=config.name or new_name("run", config.runs_dir)))
-    path = Path(config.runs_dir) / config.name
-    with dist.fail_together():
-        if dist.is_main():
-            RunFolder(path).check_is_new()
-    run, model_source = build(config, parts)
-    folder = RunFolder.create(path, run.config)
+    parts, is_new = parts or Parts(), isinstance(source, Config)
+    if isinstance(source, Config):
+        check_config(source, parts)
+        config = with_absolute_paths(replace(source, name=source.name or new_name("run", source.runs_dir)))
+        path = Path(config.runs_dir) / config.name
+    else:
+        path = Path(source)
+        if not (path / "config.json").is_file():
+            what = "has no config.json" if path.exists() else "does not exist"
+            raise GruppoError(f"the run folder {path} {what}. Give the folder of a run, such as runs/arithmetic-...")
+        config = serialization.load(path / "config.json")
+        if missing := missing_parts(config, parts):
+            raise GruppoError(
+                f"this run's {' and '.join(missing)} came from Python objects. Continue it with "
+                f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
+            )
     with ExitStack() as stack:
+        folder = RunFolder(path)
         stack.callback(folder.close)
-        with dist.fail_together():
-            folder.write_manifest(run, model_source)
-        return _go(run, folder, watch, stack, from_step=None)
-
-
-def go_on(path: str | Path, parts: Parts | None = None, *, watch: Watch | None = None) -> Result:
-    """Continue a run; see ``resume``."""
-    if is_importing():
-        raise RunDuringImport
-    dist.init()
-    path, parts = Path(path), parts or Parts()
-    if not (path / "config.json").is_file():
-        what = "has no config.json" if path.exists() else "does not exist"
-        raise GruppoError(f"the run folder {path} {what}. Give the folder of a run, such as runs/arithmetic-...")
-    config = serialization.load(path / "config.json")
-    if missing := missing_parts(config, parts):
-        raise GruppoError(
-            f"this run's {' and '.join(missing)} came from Python objects. Continue it with "
-            f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
-        )
-    folder = RunFolder(path)
-    with dist.fail_together():
-        folder.open()
-    with ExitStack() as stack:
-        stack.callback(folder.close)
+        with dist.fail_together():  # before the model is opened, which may take minutes
+            if not is_new:
+                folder.open()
+            elif dist.is_main():
+                folder.check_is_new()
         run, model_source = build(config, parts)
         with dist.fail_together():
-            folder.check_first_weights(run)
-            folder.warn_of_other_source(model_source)
-            is_going_on = folder.restore(run)
-            if not is_going_on:
+            if is_new:
+                folder.create(run.config)
+            else:
+                folder.check_model(run, model_source)
+            is_restored = not is_new and folder.restore(run)
+            if not is_restored:
                 folder.write_manifest(run, model_source)
-        return _go(run, folder, watch, stack, from_step=run.state.step if is_going_on else None)
-
-
-def _go(run: Run, folder: RunFolder, watch: Watch | None, stack: ExitStack, *, from_step: int | None) -> Result:
-    began = time.perf_counter()
-    stack.enter_context(run.stopper.listening())
-    stack.callback(run.engine.close)
-    with dist.fail_together():
-        files = folder.trackers(from_step=from_step)
-    for tracker in files:
-        run.trackers.append(tracker)
-        stack.callback(tracker.close)
-    for tracker in watch(run, folder.path) if watch is not None and dist.is_main() else ():
-        run.trackers.append(tracker)
-        stack.callback(tracker.close)
-    if from_step is None:
-        checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
-    loop.train(run, folder)
-    with dist.fail_together():
-        model = folder.write_final(run)
-    ends, seconds = loop.summary(run), time.perf_counter() - began
-    return Result(
-        folder.path, model, ends["before"], ends["after"], int(run.state.totals["tokens"]), seconds, _question(run)
-    )
+        began = time.perf_counter()
+        stack.enter_context(run.stopper.listening())
+        stack.callback(run.engine.close)
+        with dist.fail_together():
+            files = folder.trackers(from_step=run.state.step if is_restored else None)
+        for tracker in files:
+            run.trackers.append(tracker)
+            stack.callback(tracker.close)
+        if show and dist.is_main():
+            run.trackers.append(on_screen(run, folder.path))
+            stack.callback(run.trackers[-1].close)
+        if not is_restored:
+            checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
+        loop.train(run, folder)
+        with dist.fail_together():
+            model = folder.write_final(run)
+        ends, seconds = loop.summary(run), time.perf_counter() - began
+    # a prompt for people to try: a held-out one, or one that was trained on
+    example = next(iter(held_out(run, 1)), run.example)
+    question = "" if example is None else example.inputs
+    if isinstance(question, list | tuple) and all(isinstance(message, dict) for message in question):
+        question = next((message["content"] for message in question if message["role"] == "user"), "")
+    tokens = int(run.state.totals["tokens"])
+    return Result(folder.path, model, ends["before"], ends["after"], tokens, seconds, str(question))
 
 
 def explain(config: Config) -> list[str]:
     """Describe what training would do, without training: objective, stages, work, memory, one prompt and its reward."""
-    parts = Parts()
-    checks.check(config, modality_of(config, parts))
-    require_named(config, parts)
-    return dry_run.explain(build(config, parts)[0])
+    check_config(config, Parts())
+    return dry_run.explain(build(config, Parts())[0])
 
 
 def new_name(stem: str, runs_dir: str | Path) -> str:
@@ -206,11 +181,3 @@ def new_name(stem: str, runs_dir: str | Path) -> str:
 def change(config: Config, changes: dict[str, Any]) -> Config:
     """A config with the given leaves, dotted names with two underscores: ``{"rollout__group_size": 4}``."""
     return serialization.change(config, {name.replace("__", "."): value for name, value in changes.items()})
-
-
-def _question(run: Run) -> str:
-    example = next(iter(held_out(run, 1)), run.example)
-    inputs = "" if example is None else example.inputs
-    if not isinstance(inputs, list | tuple) or not all(isinstance(message, dict) for message in inputs):
-        return str(inputs)
-    return next((message["content"] for message in inputs if message["role"] == "user"), "")

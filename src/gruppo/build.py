@@ -102,8 +102,9 @@ def missing_parts(config: Config, parts: Parts) -> list[str]:
     return [name for name, is_missing in missing.items() if is_missing]
 
 
-def require_named(config: Config, parts: Parts) -> None:
-    """Refuse a config from a file that needs Python objects which are not given now."""
+def check_config(config: Config, parts: Parts) -> None:
+    """Refuse options that contradict each other, and a config that needs Python objects which are not given."""
+    checks.check(config, modality_of(config, parts))
     if missing := missing_parts(config, parts):
         raise GruppoError(
             f"the {' and '.join(missing)} of this config came from Python objects, which a file does not hold. "

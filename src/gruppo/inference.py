@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +183,10 @@ def export(model: str | Path, folder: Path, *, is_adapter_kept: bool = False) ->
                 f"{model} has no adapter: its weights themselves were trained. Leave --adapter out for the model."
             )
         ignore = shutil.ignore_patterns("COMPLETE")  # the new folder gets a seal of its own
-        return checkpoint.write_folder(folder, partial(shutil.copytree, path, dirs_exist_ok=True, ignore=ignore))
+        with checkpoint.replacing(folder) as temporary:
+            shutil.copytree(path, temporary, dirs_exist_ok=True, ignore=ignore)
+        return folder
     policy = load_policy(model, compute="float32", is_merged=True)
-    return checkpoint.write_folder(folder, policy.save_with_origin)
+    with checkpoint.replacing(folder) as temporary:
+        policy.save_with_origin(temporary)
+    return folder

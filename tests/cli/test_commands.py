@@ -406,7 +406,8 @@ def test_a_damaged_only_checkpoint_is_one_line_and_nothing_is_lost(tmp_path, fin
 def test_a_foreign_checkpoint_is_one_line(tmp_path, finished):
     run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(newest(run))
-    checkpoint.write_folder(run / "checkpoints/step_000002", lambda place: (place / "weights.pt").write_text("pickle"))
+    with checkpoint.replacing(run / "checkpoints/step_000002") as place:
+        (place / "weights.pt").write_text("pickle")
     code, line = one_line(tmp_path, "resume", str(run))
     assert code == 2 and "state.json" in line
 

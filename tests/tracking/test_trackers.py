@@ -415,7 +415,8 @@ def test_a_missing_package_is_one_line_at_the_start_and_a_warning_in_a_resume(
 
 
 def test_only_the_main_rank_has_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = RunFolder.create(tmp_path / "run", tiny.config(tmp_path, track=(mine("Mine"),)))
+    folder = RunFolder(tmp_path / "run")
+    folder.create(tiny.config(tmp_path, track=(mine("Mine"),)))
     assert [type(tracker).__name__ for tracker in folder.trackers(from_step=None)] == [
         "MetricsFile",
         "SamplesFile",

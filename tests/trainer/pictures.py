@@ -147,7 +147,7 @@ def stopped_and_resumed(
         patch.setattr(loop, "learn", interrupted)
         trained(folder, **changes)
     assert checkpoint.steps(folder / "runs/run/checkpoints") == [after]
-    return api.go_on(folder / "runs/run", parts_of(config(folder, **changes))).folder
+    return api.start(folder / "runs/run", parts_of(config(folder, **changes))).folder
 
 
 # --- rewards, named as file.py:function ------------------------------------------------------------------------------

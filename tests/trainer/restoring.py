@@ -151,7 +151,7 @@ def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, *, after:
         patch.setattr(loop, "learn", interrupted)
         trained(folder, **changes)
     assert checkpoint.steps(folder / "runs/run/checkpoints") == [after]
-    return api.go_on(folder / "runs/run").folder
+    return api.start(folder / "runs/run").folder
 
 
 # --- networks, named as file.py:class ---------------------------------------------------------------------------------

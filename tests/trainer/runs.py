@@ -85,7 +85,7 @@ def begin_or_go_on(config: dict[str, Any], parts: Parts | None = None) -> None:
     run = Path(config["runs_dir"]) / config["name"]
     try:
         if (run / "config.json").is_file():
-            api.go_on(run, parts)
+            api.start(run, parts)
         else:
             api.start(serialization.from_dict(config), parts)
     except Stopped:

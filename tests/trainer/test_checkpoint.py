@@ -88,10 +88,10 @@ def system_calls(monkeypatch, at: int, act) -> list[str]:
 def test_a_save_syncs_each_file_before_the_rename_and_the_parent_after(tmp_path, monkeypatch):
     calls = system_calls(monkeypatch, -1, None)
     save(tmp_path, 1)
-    rename = calls.index("rename")
-    assert calls[:rename].count("fsync") == 5  # model, optimizer, state, COMPLETE, the folder
-    assert calls[rename + 1] == "fsync"
-    assert max(n for n, c in enumerate(calls[:rename]) if c in ("write_text", "save_file")) < calls.index("fsync")
+    replace = calls.index("replace")
+    assert calls[:replace].count("fsync") == 5  # model, optimizer, state, COMPLETE, the folder
+    assert calls[replace + 1] == "fsync"
+    assert max(n for n, c in enumerate(calls[:replace]) if c in ("write_text", "save_file")) < calls.index("fsync")
 
 
 def raise_broken():
@@ -186,11 +186,9 @@ def test_a_damaged_save_is_written_anew_when_its_step_comes_again(tmp_path):
 
 
 def sealed(folder: Path, files: dict[str, str]) -> None:
-    def fill(place: Path) -> None:
+    with checkpoint.replacing(folder) as place:
         for name, text in files.items():
             (place / name).write_text(text)
-
-    checkpoint.write_folder(folder, fill)
 
 
 @pytest.mark.parametrize(

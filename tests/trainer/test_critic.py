@@ -64,7 +64,8 @@ def opened(tmp_path):
 
     def open_folder(config):
         path = tmp_path / "runs" / f"{config.name}-{len(folders)}"
-        folders.append(RunFolder.create(path, config))
+        folders.append(RunFolder(path))
+        folders[-1].create(config)
         return folders[-1]
 
     yield open_folder
@@ -298,7 +299,7 @@ def test_a_run_that_was_stopped_and_resumed_is_the_run_that_was_not(tmp_path, ki
     config = replace(config_in(tmp_path / "parts", kind, **changes), data=str(tmp_path / "whole/data.jsonl"))
     with pytest.raises(Stopped):
         api.start(config, Parts(rewards=[stopping(Signalling(4))]))
-    assert_same(api.go_on(tmp_path / "parts/runs/run").folder, whole)
+    assert_same(api.start(tmp_path / "parts/runs/run").folder, whole)
 
 
 def stopping(reward):

@@ -106,7 +106,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path, kind):
     folder = tmp_path / "parts"
     with pytest.raises(Stopped):
         api.start(replace(config(tmp_path, **changes), runs_dir=str(folder)), parts)
-    assert_same(api.go_on(folder / "run").folder, whole)
+    assert_same(api.start(folder / "run").folder, whole)
 
 
 def test_what_the_environment_said_is_neither_learned_from_nor_counted(tmp_path):
@@ -159,7 +159,7 @@ def test_functions_may_be_given_in_python(tmp_path):
     with pytest.raises(GruppoError, match=r"environment of this config came from .*Set --environment.reply"):
         api.start(replace(saved, name="again"))
     with pytest.raises(GruppoError, match=r"resume\(.*environment=\.\.\."):
-        api.go_on(done.folder)
+        api.start(done.folder)
     named = train(model=tiny.model(), data=rows, reward=tiny.digits, environment=f"{HERE}:reply", **common)
     assert serialization.load(named.folder / "config.json").environment.reply == f"{HERE}:reply"
     with pytest.raises(GruppoError, match=r"environment is 3 \(int\); it needs to be a function"):

@@ -289,7 +289,7 @@ def test_a_run_with_growing_groups_and_a_curriculum_resumes_to_the_bit(tmp_path)
     config = replace(serialization.load(whole / "config.json"), name="parts")
     with pytest.raises(Stopped):
         api.start(config, Parts(rewards=[stopping]))
-    assert_same(api.go_on(tmp_path / "runs/parts", Parts(rewards=[dull_odd])).folder, whole)
+    assert_same(api.start(tmp_path / "runs/parts", Parts(rewards=[dull_odd])).folder, whole)
     said = [row for row in metrics(whole) if "difficulty/mean" in row]
     assert len({row["stage/difficulty"] for row in said}) > 2
     assert sum(row["difficulty/passed_over_count"] for row in said) > 0

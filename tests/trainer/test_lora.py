@@ -70,7 +70,7 @@ def test_an_adapter_resumes_to_the_bit(tmp_path, whole, compute):
     config = serialization.to_dict(serialization.load(whole(compute) / "config.json")) | {"runs_dir": str(tmp_path)}
     with pytest.raises(Stopped):
         api.start(serialization.from_dict(config), Parts(rewards=[noisy]))
-    assert_same(api.go_on(tmp_path / "run").folder, whole(compute))
+    assert_same(api.start(tmp_path / "run").folder, whole(compute))
 
 
 @pytest.mark.silent_bug(18)
@@ -113,7 +113,7 @@ def test_another_base_is_refused_on_resume(tmp_path, whole, kept):
     if not kept:
         (run / "manifest.json").unlink()
     with pytest.raises(GruppoError, match=r"its weights have changed" if kept else r"belongs to another base"):
-        api.go_on(run)
+        api.start(run)
 
 
 def test_a_checkpoint_of_all_weights_is_refused_by_a_run_with_an_adapter(tmp_path, whole):
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_all_weights_is_refused_by_a_run_with_an_adapter(tmp_pat
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"lora": {}}))
     with pytest.raises(GruppoError, match=r"holds an adapter, and this run trains all weights"):
-        api.go_on(run)
+        api.start(run)
 
 
 def test_an_adapter_learns(whole):
@@ -246,7 +246,7 @@ def test_policy_and_separate_critic_resume_to_the_bit(tmp_path):
     config = serialization.to_dict(serialization.load(whole / "config.json")) | {"runs_dir": str(tmp_path / "again")}
     with pytest.raises(Stopped):
         api.start(serialization.from_dict(config), Parts(rewards=[digits]))
-    resumed = api.go_on(tmp_path / "again/run").folder
+    resumed = api.start(tmp_path / "again/run").folder
     assert_same(resumed, whole)
     assert tensors(newest(resumed) / "critic.safetensors") == tensors(newest(whole) / "critic.safetensors")
 

@@ -130,7 +130,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path, kind):
     stopped = api.change(stopped, {"runs_dir": str(tmp_path / "runs")})
     with pytest.raises(Stopped):
         api.start(stopped, Parts(rewards=[stopping]))
-    assert_same(api.go_on(tmp_path / "runs/run").folder, whole)
+    assert_same(api.start(tmp_path / "runs/run").folder, whole)
 
 
 FROM_A_FILE = """
@@ -161,16 +161,16 @@ def stopped_at_step_1(folder: Path, **changes: Any) -> tuple[Path, Path]:
 def test_a_function_that_makes_other_weights_by_now_is_refused_where_they_are_the_reference(tmp_path):
     run, file = stopped_at_step_1(tmp_path, stage__kl_coef=0.1)
     (file.parent / "bias").write_text("0.5")
-    assert f"the model {file}:model is not the one that {run} began with" in one_line(lambda: api.go_on(run))
+    assert f"the model {file}:model is not the one that {run} began with" in one_line(lambda: api.start(run))
     (file.parent / "bias").write_text("0.25")
-    assert api.go_on(run).model == run / "final"
+    assert api.start(run).model == run / "final"
 
 
 def test_a_file_that_changed_while_the_run_lay_still_is_said_once(tmp_path, caplog):
     run, file = stopped_at_step_1(tmp_path)
     file.write_text(FROM_A_FILE + "\n\nLATER = 1\n")
     with caplog.at_level(logging.WARNING, "gruppo"):
-        api.go_on(run)
+        api.start(run)
     said = [text for text in caplog.messages if "has changed" in text]
     assert len(said) == 1 and f"the file of the model {file}:model has changed since {run} began" in said[0]
 
@@ -178,7 +178,7 @@ def test_a_file_that_changed_while_the_run_lay_still_is_said_once(tmp_path, capl
 def test_a_file_as_it_was_is_no_warning(tmp_path, caplog):
     run, _ = stopped_at_step_1(tmp_path)
     with caplog.at_level(logging.WARNING, "gruppo"):
-        api.go_on(run)
+        api.start(run)
     assert not [message for message in caplog.messages if "has changed" in message]
 
 

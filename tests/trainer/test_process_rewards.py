@@ -269,7 +269,7 @@ def test_a_run_with_models_of_rows_and_of_steps_refills_stops_and_goes_on_to_the
     parts = Parts(rewards=[*map(resolve_reward, names[:2]), stopping])
     with pytest.raises(Stopped):
         api.start(replace(config, runs_dir=str(tmp_path / "stopped")), parts)
-    assert_same(api.go_on(tmp_path / "stopped/run").folder, whole)
+    assert_same(api.start(tmp_path / "stopped/run").folder, whole)
     rows = [row for row in metrics(whole) if "reward/mean" in row]
     assert all(0 < row["reward/process_reward/step_mean"] < 1 for row in rows)
     assert all(row["reward_metric/reward_model_truncated_frac"] == 0 for row in rows)

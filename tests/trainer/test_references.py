@@ -184,7 +184,8 @@ def test_explain_says_what_a_reference_costs_and_what_a_moving_one_means(tmp_pat
 @pytest.mark.parametrize("kind", ["device", "disk", "base", "mixed adapter"])
 def test_the_frozen_weights_have_one_hash_from_the_manifest_to_the_end(tmp_path, kind):
     run = built(tmp_path, **KINDS[kind])
-    folder = api.RunFolder.create(tmp_path / "runs/run", run.config)
+    folder = api.RunFolder(tmp_path / "runs/run")
+    folder.create(run.config)
     folder.write_manifest(run, {})
     then = json.loads((folder.path / "manifest.json").read_text())["reference_sha256"]
     train(run, folder)
@@ -200,7 +201,8 @@ def test_the_frozen_weights_have_one_hash_from_the_manifest_to_the_end(tmp_path,
 @pytest.mark.parametrize("kind", ["device", "base"])
 def test_a_run_whose_reference_was_changed_stops_and_keeps_the_saves_before(tmp_path, kind):
     run = built(tmp_path, **KINDS[kind], saving__every=1, evaluation__prompts=0)
-    folder = api.RunFolder.create(tmp_path / "runs/run", run.config)
+    folder = api.RunFolder(tmp_path / "runs/run")
+    folder.create(run.config)
     update = run.reference.update
 
     def spoiling(policy: Any, step: int) -> None:
@@ -220,7 +222,7 @@ def test_resuming_with_another_reference_than_the_manifest_proves_is_refused(tmp
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | {"reference_sha256": "0" * 64}))
     with pytest.raises(GruppoError, match="frozen weights of the reference have changed"):
-        api.go_on(run)
+        api.start(run)
 
 
 # --- saved and resumed ------------------------------------------------------------------------------------------------
@@ -252,7 +254,7 @@ def test_a_reference_is_resumed_to_the_bit(tmp_path, kind):
     first = built(tmp_path / "first", **KINDS[kind]).reference.state_dict()
     saved = load_file(newest(run) / "reference.safetensors") if moves else {}
     assert not moves or any(not torch.equal(saved[name], tensor) for name, tensor in first.items())
-    api.go_on(run)
+    api.start(run)
     assert own_bits(run) == own_bits(whole) and metrics(run) == metrics(whole)
     assert max(row.get("kl/ref_nats", 0) for row in metrics(run)[-3:]) > 1e-3
 

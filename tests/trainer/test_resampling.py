@@ -337,7 +337,7 @@ def test_a_run_that_was_stopped_while_it_refilled_is_the_run_that_was_not(tmp_pa
     stopping.__name__ = "dull_odd"
     with pytest.raises(Stopped):
         api.start(replace(config, runs_dir=str(tmp_path / "parts")), Parts(rewards=[stopping]))
-    assert_same(api.go_on(tmp_path / "parts/run").folder, whole)
+    assert_same(api.start(tmp_path / "parts/run").folder, whole)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

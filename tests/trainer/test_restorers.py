@@ -646,5 +646,5 @@ def test_a_name_means_the_same_from_another_folder(tmp_path, monkeypatch):
     assert said.model == f"restore:{tmp_path}/mine.py:TinyNetwork" and said.data.startswith(f"degrade:{tmp_path}/")
     assert said.modality.weights == str(path / "final")
     assert inference.evaluate_run(tmp_path / again, prompts=2)[0].scored == 2
-    assert api.go_on(tmp_path / "runs/again").folder.name == "again"
+    assert api.start(tmp_path / "runs/again").folder.name == "again"
     assert NETWORK.startswith("restore:/")

@@ -68,7 +68,7 @@ def test_2n_steps_are_n_steps_a_stop_and_n_steps(tmp_path, kind, whole, calls_be
     stopping.__name__ = "noisy" if kind else "digits"
     with pytest.raises(Stopped, match="gruppo resume"):
         api.start(serialization.from_dict(config), Parts(rewards=[stopping]))
-    assert_same(api.go_on(tmp_path / "runs/run").folder, whole(kind))
+    assert_same(api.start(tmp_path / "runs/run").folder, whole(kind))
 
 
 @pytest.mark.silent_bug(33)
@@ -208,7 +208,7 @@ def test_the_signal_handlers_of_the_caller_are_put_back(tmp_path):
 def test_resuming_a_finished_run_changes_nothing(tmp_path, whole):
     run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "log.txt"}
-    api.go_on(run)
+    api.start(run)
     assert files == {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "log.txt"}
 
 
@@ -219,7 +219,7 @@ def test_a_damaged_newest_checkpoint_is_resumed_from_the_one_before_to_the_bit(t
     with (newest(run) / "model.safetensors").open("r+b") as file:
         file.seek(200)
         file.write(b"?")
-    assert_same(api.go_on(run).folder, whole(SIMPLE))
+    assert_same(api.start(run).folder, whole(SIMPLE))
 
 
 def test_a_run_whose_only_checkpoint_is_damaged_says_so_and_keeps_its_metrics(tmp_path, whole):
@@ -227,7 +227,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_says_so_and_keeps_its_metrics(tm
     (newest(run) / "COMPLETE").unlink()
     before = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(GruppoError, match="cannot be read"):
-        api.go_on(run)
+        api.start(run)
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
@@ -237,7 +237,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, whole):
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(other.folder / "checkpoints", run / "checkpoints")
     with pytest.raises(GruppoError, match="does not belong to this model"):
-        api.go_on(run)
+        api.start(run)
 
 
 def other_model(folder: Path) -> str:
@@ -256,7 +256,7 @@ def test_changed_data_are_refused(tmp_path, whole):
     config["data"] = tiny.write_rows(tmp_path / "other.jsonl", tiny.rows(20))
     (run / "config.json").write_text(json.dumps(config))
     with pytest.raises(GruppoError, match="saved position does not belong"):
-        api.go_on(run)
+        api.start(run)
 
 
 def test_a_folder_that_is_in_use_is_refused(tmp_path, whole):
@@ -265,7 +265,7 @@ def test_a_folder_that_is_in_use_is_refused(tmp_path, whole):
     folder.open()
     try:
         with pytest.raises(GruppoError, match="another process is writing"):
-            api.go_on(run)
+            api.start(run)
     finally:
         folder.close()
 
@@ -306,4 +306,4 @@ def test_a_run_killed_before_its_first_save_starts_again(tmp_path, whole):
     shutil.rmtree(run / "checkpoints")
     shutil.rmtree(run / "final")
     (run / "config.json").write_text(json.dumps(config))
-    assert_same(api.go_on(run).folder, whole(SIMPLE))
+    assert_same(api.start(run).folder, whole(SIMPLE))

@@ -55,7 +55,7 @@ def test_moving_statistics_are_saved_and_resumed_to_the_bit(tmp_path, kind):
         folder = tmp_path / f"parts-{calls}"
         with pytest.raises(Stopped):
             api.start(replace(config, runs_dir=str(folder)), parts)
-        assert_same(api.go_on(folder / "run").folder, whole)
+        assert_same(api.start(folder / "run").folder, whole)
 
 
 def rewards_of(run: Any, count: int) -> list[tuple[torch.Tensor, Any]]:

@@ -260,7 +260,7 @@ def test_a_staged_run_that_is_stopped_goes_on_to_the_bit(whole, tmp_path, calls_
     reward.__name__ = "digits"
     with pytest.raises(Stopped):
         api.start(config, Parts(rewards=[reward]))
-    assert_same(api.go_on(tmp_path / "runs/run").folder, whole)
+    assert_same(api.start(tmp_path / "runs/run").folder, whole)
 
 
 def train(config) -> None:
@@ -335,7 +335,7 @@ def test_a_run_with_a_return_is_resumed_to_the_bit(tmp_path, calls_before):
     stopping.__name__ = "falls"
     with pytest.raises(Stopped):
         api.start(other, Parts(rewards=[stopping]))
-    assert_same(api.go_on(tmp_path / "other/run", Parts(rewards=[Falls(2)])).folder, whole)
+    assert_same(api.start(tmp_path / "other/run", Parts(rewards=[Falls(2)])).folder, whole)
 
 
 def test_the_optimiser_returns_with_the_weights(tmp_path):
@@ -547,7 +547,7 @@ def test_a_run_waits_until_its_evaluation_is_flat_and_is_resumed_to_the_bit(tmp_
     with pytest.raises(Stopped):
         api.start(config, Parts(rewards=[reward]))
     assert checkpoint.steps(tmp_path / "other/run/checkpoints")[-1] < 3
-    assert_same(api.go_on(tmp_path / "other/run").folder, path)
+    assert_same(api.start(tmp_path / "other/run").folder, path)
 
 
 # --- what a stage sets beside coefficients ---
@@ -598,7 +598,7 @@ def test_the_reference_of_an_adapter_is_renewed_and_resumed_to_the_bit(tmp_path)
         api.start(config, Parts(rewards=[reward]))
     assert checkpoint.steps(tmp_path / "other/run/checkpoints")[-1] >= 3
     assert (newest(tmp_path / "other/run") / "reference.safetensors").is_file()
-    other = api.go_on(tmp_path / "other/run").folder
+    other = api.start(tmp_path / "other/run").folder
     assert metrics(other) == metrics(path)
     for name in ("model", "optimizer", "reference"):
         assert tensors(newest(other) / f"{name}.safetensors") == tensors(newest(path) / f"{name}.safetensors"), name

@@ -380,7 +380,7 @@ def test_a_reward_that_stops_scoring_ends_the_run_after_ten_steps_with_the_bound
         api.start(config, Parts(rewards=[reward]))
     run = tmp_path / "runs/run"
     assert newest(run).name == "step_000011"
-    finished = api.go_on(run)  # with the config's own reward, which scores
+    finished = api.start(run)  # with the config's own reward, which scores
     assert finished.tokens > 0 and metrics(run)[-1]["step"] == 30
 
 

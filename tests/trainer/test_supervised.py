@@ -280,7 +280,7 @@ def test_a_run_that_is_continued_within_a_stage_is_the_run_that_was_not_stopped(
     for step_ in range(stop + 1, 7):
         shutil.rmtree(copied / f"checkpoints/step_{step_:06d}")
     shutil.rmtree(copied / "final")
-    api.go_on(copied)
+    api.start(copied)
     assert_same(copied, whole)
 
 

@@ -40,21 +40,21 @@ def train(args: list[str]) -> None:
     """Train from the beginning."""
     config = parse_config("train", args)
     from gruppo import api
-    from gruppo.trainer.watch import on_screen
+    from gruppo.trainer.watch import finish
 
     if not config.name:
         config = replace(config, name=api.new_name(run_stem(args[0]), config.runs_dir))
     with _until_stopped(Path(config.runs_dir) / config.name):
-        api.finished(api.start(config, watch=on_screen), show=True)
+        finish(api.start(config, show=True), show=True)
 
 
 def resume(run: Annotated[str, "Folder of the run, such as runs/arithmetic-20260101-120000."]) -> None:
     """Continue a stopped or killed run from its newest complete checkpoint, to the bit."""
     from gruppo import api
-    from gruppo.trainer.watch import on_screen
+    from gruppo.trainer.watch import finish
 
     with _until_stopped(Path(run)):
-        api.finished(api.go_on(Path(run), watch=on_screen), show=True)
+        finish(api.start(run, show=True), show=True)
 
 
 def evaluate(

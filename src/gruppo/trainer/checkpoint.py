@@ -1,8 +1,8 @@
-"""Saves that are whole or absent, in safetensors and JSON alone.
+"""Checkpoints that are complete or absent, in safetensors and JSON.
 
-A save is written to a temporary folder, each file synced; COMPLETE, with the size and SHA-256 of every file, is written
-last; then the folder is renamed and its parent synced. Measured with 25 kills each: overwriting one file lost 25 of 25
-newest saves, writing in place 15, this none.
+A checkpoint is written to a temporary folder; COMPLETE, with the size and SHA-256 of every file, is written last; all
+files are synced, then the folder is renamed and its parent synced. Measured with 25 kills each: overwriting one file
+lost 25 of 25 newest saves, writing in place 15, this none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -46,9 +47,9 @@ class Saved:
     optimizer: dict[str, Tensor]
     state: dict[str, Any]
     critic: dict[str, Tensor] | None = None
-    """The critic's weights, where the run has one."""
+    """Weights of the critic, if the run has one."""
     reference: dict[str, Tensor] = field(default_factory=dict)
-    """The weights of a reference that moves."""
+    """Weights of a reference that follows the policy."""
 
 
 def save(
@@ -57,84 +58,89 @@ def save(
     step: int,
     weights: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
-    state: Any,
+    state: Mapping[str, Any],
     critic: Mapping[str, Tensor] | None = None,
     reference: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
     """Write ``folder/step_NNNNNN`` atomically and point ``folder/latest`` at it."""
-
-    def fill(temporary: Path) -> None:
-        save_file(dict(weights), temporary / "model.safetensors")
-        save_file(dict(optimizer), temporary / "optimizer.safetensors")
-        if critic is not None:
-            save_file(dict(critic), temporary / "critic.safetensors")
-        if reference:
-            save_file(dict(reference), temporary / "reference.safetensors")
-        (temporary / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}), encoding="utf-8")
-
     target = folder / name_of(step)
-    if not seal_holds(target):  # a resumed run may stop again where it began: the same step is the same save
-        write_folder(target, fill)
+    if not seal_holds(target):  # a resumed run that is stopped again before its first step writes the same save
+        files = {"model": weights, "optimizer": optimizer, "critic": critic, "reference": reference or None}
+        with replacing(target) as temporary:
+            for name, tensors in files.items():
+                if tensors is not None:
+                    save_file(dict(tensors), temporary / f"{name}.safetensors")
+            text = json.dumps({"format": FORMAT, "step": step, **state})
+            (temporary / "state.json").write_text(text, encoding="utf-8")
     write_text(folder / "latest", target.name)
     return target
 
 
-def write_folder(target: Path, fill: Callable[[Path], None]) -> Path:
-    """Fill a temporary folder, seal it with COMPLETE, and rename it to ``target``, which it replaces."""
+@contextmanager
+def replacing(target: Path, *, is_folder: bool = True) -> Iterator[Path]:
+    """Yield a temporary folder, or the path of a file, that takes the place of ``target`` if the block succeeds.
+
+    A folder is sealed with COMPLETE. A full disk and other failures to write are raised as GruppoError.
+    """
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        fill(temporary)
-        _seal(temporary)
-        _put_in_place(temporary, target)
-    except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _as_user_error(error, target) from error
-    return target
-
-
-def _seal(folder: Path) -> None:
-    """COMPLETE names every file; all of it reaches the disk before the folder gets its name."""
-    inside = sorted(folder.rglob("*"))
-    seal = {path.relative_to(folder).as_posix(): _fingerprint(path) for path in inside if path.is_file()}
-    (folder / "COMPLETE").write_text(json.dumps(seal, indent=1), encoding="utf-8")
-    for path in (*inside, folder / "COMPLETE", folder):
-        sync_to_disk(path)
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
     replaced = target.with_name(f".{target.name}.old-{os.getpid()}")
-    if target.exists():
-        target.rename(replaced)
-    temporary.rename(target)
-    sync_to_disk(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        if is_folder:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove(temporary)
+            temporary.mkdir()
+        yield temporary
+        written = [temporary]
+        if is_folder:
+            inside = sorted(temporary.rglob("*"))
+            seal = {path.relative_to(temporary).as_posix(): _fingerprint(path) for path in inside if path.is_file()}
+            (temporary / "COMPLETE").write_text(json.dumps(seal, indent=1), encoding="utf-8")
+            written = [*inside, temporary / "COMPLETE", temporary]
+        for path in written:  # all of it reaches the disk before it gets its name
+            sync_to_disk(path)
+        if is_folder and target.exists():
+            target.rename(replaced)
+        temporary.replace(target)
+        sync_to_disk(target.parent)
+        remove(replaced)
+    except Exception as error:
+        remove(temporary)
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise GruppoError(
+                f"the disk is full: {target} could not be written, and the save before it is intact. Free some space, "
+                f"then continue with {command_name()} resume."
+            ) from error
+        if isinstance(error, OSError | SafetensorError):
+            raise GruppoError(
+                f"{target} could not be written: {getattr(error, 'strerror', None) or error}; what was saved before is "
+                "intact. Check the folder, its permissions and its limits."
+            ) from error
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a text file atomically."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
+    with replacing(path, is_folder=False) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        sync_to_disk(temporary)
-        temporary.replace(path)
-        sync_to_disk(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise _as_user_error(error, path) from error
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def prune(folder: Path, keep: int, *, newest: int) -> None:
     """Remove all but the ``keep`` checkpoints up to step ``newest``, which was just written and always stays.
 
-    A later one is damaged or was never pointed at, or the run would have gone on from it: it is not counted, and
-    nothing whole gives way to it.
+    A later one is damaged or was never pointed at, since the run would have continued from it: it is not counted and
+    not removed.
     """
     older = [step for step in steps(folder) if step < newest]
-    for step in older[: max(len(older) + 1 - max(keep, 1), 0)]:
-        shutil.rmtree(folder / name_of(step), ignore_errors=True)
+    dropped = older[: max(len(older) + 1 - max(keep, 1), 0)]
+    keep_only(folder, set(steps(folder)) - set(dropped))
     sweep(folder)
 
 
@@ -142,16 +148,13 @@ def keep_only(folder: Path, kept: Collection[int | None]) -> None:
     """Remove the checkpoints of all other steps."""
     for step in steps(folder):
         if step not in kept:
-            shutil.rmtree(folder / name_of(step), ignore_errors=True)
+            remove(folder / name_of(step))
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed process left half-written. Only for the process that holds the run."""
+    """Remove the partial writes of a killed process. Only for the process that holds the run's lock."""
     for leftover in (*folder.glob(".*.tmp-*"), *folder.glob(".*.old-*")):
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
+        remove(leftover)
 
 
 def name_of(step: int) -> str:
@@ -166,36 +169,30 @@ def steps(folder: Path) -> list[int]:
 
 
 def load_latest(folder: Path) -> Saved | None:
-    """The checkpoint that ``latest`` names, else the newest that is whole; None where there is none at all.
+    """Load the checkpoint that ``latest`` names, else the newest that is whole; None if there are none at all.
 
-    Where one is damaged, the one before it is used; where none is whole, the error says what is wrong with the first.
+    A damaged one gives way to the one before. If none is whole, the error is that of the first.
     """
-    problem = None
-    newest_first = [name_of(step) for step in reversed(steps(folder))]
-    for name in sorted(newest_first, key=lambda name: name != _latest(folder)):
+    problem, latest = None, ""
+    with suppress(OSError, ValueError):
+        latest = (folder / "latest").read_text(encoding="utf-8").strip()
+    for name in sorted(map(name_of, reversed(steps(folder))), key=lambda name: name != latest):
         try:
             saved = load(folder / name)
         except GruppoError as error:
             problem = problem or error
             continue
         if problem:
-            log.warning("%s Going on from step %d.", problem, saved.step)
+            log.warning("%s Continuing from step %d.", problem, saved.step)
         return saved
     if problem:
         raise problem
     return None
 
 
-def _latest(folder: Path) -> str:
-    try:
-        return (folder / "latest").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
-
-
 def load(path: Path) -> Saved:
-    """A checkpoint, every file compared with its seal first."""
-    advice = "Delete that folder to go on from an earlier save, or start the run again."
+    """Load a checkpoint, after comparing every file with its seal."""
+    advice = "Delete that folder to continue from an earlier save, or start the run again."
     try:
         verify(path)
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -204,22 +201,18 @@ def load(path: Path) -> Saved:
                 f"checkpoint {path} has format {state.get('format')!r}, this version reads {FORMAT}. {advice}"
             )
         weights, optimizer = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
-        critic = load_file(path / "critic.safetensors") if (path / "critic.safetensors").is_file() else None
-        moving = path / "reference.safetensors"
-        reference = load_file(moving) if moving.is_file() else {}
-        return Saved(int(state["step"]), weights, optimizer, state, critic, reference)
+        files = {name: path / f"{name}.safetensors" for name in ("critic", "reference")}
+        optional = {name: load_file(file) for name, file in files.items() if file.is_file()}
+        return Saved(int(state["step"]), weights, optimizer, state, **optional)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, SafetensorError) as error:
-        raise GruppoError(f"checkpoint {path} cannot be read: {_reason(error)}. {advice}") from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename:
-        return f"{Path(error.filename).name}: {error.strerror}"
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{Path(error.filename).name}: {error.strerror}"
+        raise GruppoError(f"checkpoint {path} cannot be read: {reason}. {advice}") from error
 
 
 def verify(path: Path) -> None:
-    """Raise ValueError unless every file that COMPLETE names has the size and SHA-256 it says."""
+    """Raise ValueError unless every file that COMPLETE names has the size and SHA-256 given there."""
     if not (path / "COMPLETE").is_file():
         raise ValueError("it has no COMPLETE, which is written last")
     seal = json.loads((path / "COMPLETE").read_text(encoding="utf-8"))
@@ -248,23 +241,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _as_user_error(error: Exception, target: Path) -> Exception:
-    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-    if is_full:
-        return GruppoError(
-            f"the disk is full: {target} could not be written, and the save before it is intact. Free some space, then "
-            f"continue with {command_name()} resume."
-        )
-    if isinstance(error, OSError | SafetensorError):
-        reason = getattr(error, "strerror", None) or error
-        return GruppoError(
-            f"{target} could not be written: {reason}; what was saved before is intact. Check the "
-            "folder, its rights and its limits."
-        )
-    return error
-
-
-# --- optimiser and random state as tensors and JSON -----------------------------------------------------------------
+# --- optimizer and random state as tensors and JSON ------------------------------------------------------------------
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
@@ -286,7 +263,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 
 
 def random_state() -> dict[str, Any]:
-    """Python's, numpy's and torch's global generators. gruppo draws from none of them; a reward function may."""
+    """State of the global generators of Python, numpy and torch, which only functions of users draw from."""
     numpy_state: Any = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = numpy_state
     version, internal, gauss = random.getstate()
@@ -298,7 +275,7 @@ def random_state() -> dict[str, Any]:
 
 
 def seed_random_state(seed: int) -> None:
-    """Begin the global generators anew, so that the seed also determines what reward functions draw."""
+    """Seed the global generators, so that the seed also determines the random numbers of reward functions."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,63 +1,45 @@
-"""A run's folder: config, manifest, metrics, samples, log, checkpoints, final model."""
+"""Run folders: config, manifest, metrics, samples, log, checkpoints, final model."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
+import os
+import platform
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gruppo import distributed as dist
 from gruppo.config import serialization
-from gruppo.config.schema import Config
+from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.loading import command_name
 from gruppo.platforms import FileLock
+from gruppo.protocols import digest
 from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
 from gruppo.tracking.files import MetricsFile
 from gruppo.tracking.samples import SamplesFile
 from gruppo.trainer import checkpoint
-from gruppo.trainer.hardware import hardware, versions
 from gruppo.trainer.memory import token_budget
 from gruppo.trainer.references import check_unchanged, remember
 from gruppo.trainer.run import Run, State
-from gruppo.trainer.weights import check_base, check_critic, first_weights, restore_weights
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
 
-def boundary_state(run: Run) -> dict[str, Any]:
-    """The JSON of a checkpoint at a step boundary; weights and optimizer state are held by the run itself.
-
-    A collective: ``random`` holds the generators of every rank, as rewards that draw numbers draw others on each.
-    """
-    random_states = dist.all_gather(json.dumps(checkpoint.random_state()).encode())
-    return {
-        **{name: copy(value) for name, value in vars(run.state).items()},
-        "base_sha256": run.policy.base_sha256,
-        "source": run.source.state_dict(),
-        "demos": None if run.demos is None else run.demos.state_dict(),
-        "stage_schedule": run.stage_schedule.state_dict(),
-        "random": list(map(json.loads, random_states)),
-    }
-
-
-class _LogFile(logging.FileHandler):
-    """The run's log. What cannot be written is left out: the metrics file says that the disk is full."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
-
-
 class RunFolder:
-    """Only the main rank writes; the others have the same object and do nothing."""
+    """The folder of a run. Only the main rank writes; on the others, methods that write do nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,32 +49,8 @@ class RunFolder:
         self._lock: FileLock | None = None
         self._handler: logging.Handler | None = None
 
-    @classmethod
-    def create(cls, path: Path, config: Config) -> RunFolder:
-        """A new folder; one that is there already is left alone."""
-        folder = cls(path)
-        with dist.fail_together():
-            if dist.is_main():
-                folder._fill(config)
-        return folder
-
-    def _fill(self, config: Config) -> None:
-        self.check_is_new()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise GruppoError(
-                f"the run folder {self.path} cannot be made: {error.strerror}. Choose another --runs-dir."
-            ) from error
-        self.open()
-        try:
-            checkpoint.write_text(self.path / "config.json", json.dumps(serialization.to_dict(config), indent=2))
-        except GruppoError:
-            self.close()
-            raise
-
     def check_is_new(self) -> None:
-        """Refuse a folder that holds more than a start which wrote nothing leaves."""
+        """Refuse a folder that holds more than what an aborted start leaves."""
         if not self.path.exists():
             return
         if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - {".lock", ".lock-owner", "log.txt"}:
@@ -101,13 +59,27 @@ class RunFolder:
                 f"resume {self.path}, or delete it."
             )
 
+    def create(self, config: Config) -> None:
+        """Make a new folder with its config, and open it."""
+        if not dist.is_main():
+            return
+        self.check_is_new()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise GruppoError(
+                f"the run folder {self.path} cannot be made: {error.strerror}. Choose another --runs-dir."
+            ) from error
+        self.open()
+        checkpoint.write_text(self.path / "config.json", json.dumps(serialization.to_dict(config), indent=2))
+
     def open(self) -> None:
-        """Take the folder for this process, clear away what a killed one left half-written, and start the log."""
+        """Lock the folder for this process, remove the partial writes of a killed one, and start the log."""
         if not dist.is_main():
             return
         try:
             self._lock = FileLock(self.path / ".lock")
-            self._handler = _LogFile(self.path / "log.txt", encoding="utf-8")
+            self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         except BlockingIOError:
             raise GruppoError(f"another process is writing to {self.path}; wait for it or stop it first.") from None
         except OSError as error:
@@ -118,12 +90,14 @@ class RunFolder:
             ) from error
         for folder in (self.path, self.checkpoints):
             checkpoint.sweep(folder)
+        # lines that cannot be written are dropped: the metrics file reports a full disk
+        self._handler.handleError = lambda record: None  # type: ignore[method-assign]
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logging.getLogger("gruppo").addHandler(self._handler)
+        log.addHandler(self._handler)
 
     def close(self) -> None:
         if self._handler is not None:
-            logging.getLogger("gruppo").removeHandler(self._handler)
+            log.removeHandler(self._handler)
             with suppress(OSError):
                 self._handler.close()
         if self._lock is not None:
@@ -131,9 +105,9 @@ class RunFolder:
         self._handler = self._lock = None
 
     def trackers(self, *, from_step: int | None) -> list[Any]:
-        """The files that are always written, then what ``Config.track`` names.
+        """Open the metrics and samples files, then what ``Config.track`` names.
 
-        Rows after ``from_step`` are cut away: they will be written again.
+        Rows after ``from_step`` are removed, since they will be written again.
         """
         if not dist.is_main():
             return []
@@ -143,7 +117,7 @@ class RunFolder:
         config = serialization.load(self.path / "config.json")
         return [*files, *trackers.open_trackers(config.track, self.path, config, from_step=from_step)]
 
-    # --- saving and restoring ---
+    # --- checkpoints ---
 
     def save(self, run: Run, state: Mapping[str, Any]) -> None:
         """Write a checkpoint of ``state``, which ``boundary_state`` made, and delete old ones."""
@@ -155,7 +129,7 @@ class RunFolder:
             checkpoint.keep_only(self.best, {self._saved_best, newest_best})
 
     def keep_best(self, run: Run) -> None:
-        """The weights and the optimiser's state as the best so far, beside those that the last checkpoint names."""
+        """Write weights and optimizer state as the best so far, beside those that the last checkpoint names."""
         if dist.is_main():
             self._write(self.best, run, run.state.step, {})
             checkpoint.keep_only(self.best, {self._saved_best, run.state.step})
@@ -172,12 +146,12 @@ class RunFolder:
         )
 
     def best_weights(self, run: Run) -> checkpoint.Saved:
-        """What was kept at the run's best."""
+        """Load what ``keep_best`` wrote last."""
         assert run.state.best is not None
         return checkpoint.load(self.best / checkpoint.name_of(int(run.state.best["step"])))
 
     def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
-        """Weights, reference and optimiser as they were saved; the rest of the run goes on."""
+        """Restore weights, reference and optimizer; nothing else of the run changes."""
         restore_weights(run.policy.checkpoint_weights(), saved.weights)
         if run.critic is not None and saved.critic is not None:
             restore_weights(run.critic.checkpoint_weights(), saved.critic)
@@ -186,12 +160,12 @@ class RunFolder:
         checkpoint.restore_optimizer(run.optimizer, saved.optimizer, run.parameter_names)
 
     def restore(self, run: Run) -> bool:
-        """Put the run where its newest checkpoint is; False where there is none."""
+        """Restore the run from its newest checkpoint; return False if there is none."""
         saved = checkpoint.load_latest(self.checkpoints)
         if saved is None:
             return False
-        check_critic(run, saved, self.checkpoints)
-        check_base(run, saved, self.checkpoints)
+        if mismatch := _mismatch(run, saved):
+            raise GruppoError(f"the checkpoint of step {saved.step} in {self.checkpoints} {mismatch}")
         try:
             self.return_to(run, saved)
             run.source.load_state_dict(saved.state["source"])
@@ -199,7 +173,10 @@ class RunFolder:
                 run.demos.load_state_dict(saved.state["demos"])
             run.state = State(**{field.name: saved.state[field.name] for field in fields(State)})
             run.stage_schedule.load_state_dict(saved.state["stage_schedule"])
-            self._restore_random_state(run, saved.state["random"])
+            if dist.rank() < len(saved.state["random"]):
+                checkpoint.restore_random_state(saved.state["random"][dist.rank()])
+            else:  # there are more ranks than when it was saved
+                checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank(), run.state.step))
             self._saved_best = None if run.state.best is None else int(run.state.best["step"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise GruppoError(
@@ -209,32 +186,29 @@ class RunFolder:
         run.engine.sync(run.policy, run.state.version)
         return True
 
-    def _restore_random_state(self, run: Run, states: Sequence[Mapping[str, Any]]) -> None:
-        if dist.rank() < len(states):
-            checkpoint.restore_random_state(states[dist.rank()])
-        else:  # there are more ranks than when it was saved
-            checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank(), run.state.step))
-
     # --- other files ---
 
     def write_evaluations(self, run: Run) -> None:
-        if dist.is_main():
-            checkpoint.write_text(self.path / "evaluations.json", json.dumps(_no_nan(run.state.evaluations), indent=2))
+        if dist.is_main():  # JSON has no NaN: null
+            evaluations = json.loads(json.dumps(run.state.evaluations), parse_constant=lambda _: None)
+            checkpoint.write_text(self.path / "evaluations.json", json.dumps(evaluations, indent=2))
 
     def write_manifest(self, run: Run, model_source: Mapping[str, Any]) -> None:
-        """Versions, hardware, seed, and where model and data came from. Nothing of the environment is copied."""
+        """Write versions, hardware, seed, and the origin of model and data; no environment variables."""
         if not dist.is_main():
             return
+        config, demos = run.config, run.demos
         manifest = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "seed": run.config.seed,
+            "seed": config.seed,
             "model": dict(model_source),
-            "data": _of_source(run.config.data, run.source),
-            "demonstrations": _of_source(run.config.supervised.data or run.config.data, run.demos),
+            "data": {"name": config.data, "fingerprint": run.source.fingerprint()},
+            "demonstrations": None
+            if demos is None
+            else {"name": config.supervised.data or config.data, "fingerprint": demos.fingerprint()},
             "token_budget": token_budget(run),
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
-            "versions": versions(),
-            "hardware": hardware(),
+            **environment(),
             "world": dist.world_size(),
             "first_weights_sha256": first_weights(run),
             "base_sha256": run.policy.base_sha256,
@@ -242,61 +216,132 @@ class RunFolder:
         }
         checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))
 
-    def check_first_weights(self, run: Run) -> None:
-        """Refuse to resume with a model that is not the one the run began with, where nothing else would tell.
+    def check_model(self, run: Run, model_source: Mapping[str, Any]) -> None:
+        """Refuse to resume with a model whose weights are not those that the run began with; warn of another file.
 
-        The reference is a copy of it; and a model given in memory may have been trained since.
+        The reference is a copy of the model, and a model given in memory may have been trained since.
         """
         if not dist.is_main():
             return
         try:
             manifest = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
-            then, of_reference = manifest["first_weights_sha256"], manifest["reference_sha256"]
+            weights_then, reference_then = manifest["first_weights_sha256"], manifest["reference_sha256"]
+            model_then = manifest["model"]
         except (OSError, ValueError, KeyError, TypeError):
             return  # a run killed before its manifest was written has no step to continue
-        if then is not None and then != first_weights(run):
+        if weights_then is not None and weights_then != first_weights(run):
             raise GruppoError(
                 f"the model {run.config.model} is not the one that {self.path} began with: its weights have changed. "
                 "Resume with the model as it was before training, which is the KL reference and the starting point."
             )
-        run.reference_sha256 = of_reference
+        run.reference_sha256 = reference_then
         check_unchanged(run)
-
-    def warn_of_other_source(self, model_source: Mapping[str, Any]) -> None:
-        """Say where the model's file is another than when the run began; the weights are checked apart."""
-        try:
-            then = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))["model"]["sha256"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return
-        if dist.is_main() and (now := model_source.get("sha256")) != then:
+        if "sha256" in model_then and (file_now := model_source.get("sha256")) != model_then["sha256"]:
             log.warning(
-                "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): it may go on "
-                "otherwise than it would have.",
+                "the file of the model %s has changed since %s began (SHA-256 %.12s..., now %.12s...): the run may "
+                "continue differently.",
                 model_source["name"],
                 self.path,
-                then or "none",
-                now or "none",
+                model_then["sha256"] or "none",
+                file_now or "none",
             )
 
     def write_final(self, run: Run) -> Path:
-        """The trained model as a folder of its own."""
+        """Write the trained model to a folder of its own."""
         target = self.path / "final"
         if dist.is_main() and not checkpoint.seal_holds(target):
-            checkpoint.write_folder(target, run.policy.save_with_origin)
+            with checkpoint.replacing(target) as temporary:
+                run.policy.save_with_origin(temporary)
         return target
 
 
-def _of_source(name: str, source: Any) -> dict[str, Any] | None:
-    """What a manifest says of prompts; None where there are none."""
-    if source is None:
+def boundary_state(run: Run) -> dict[str, Any]:
+    """The JSON of a checkpoint at a step boundary; weights and optimizer state are held by the run itself.
+
+    A collective: ``random`` holds the generators of every rank, since rewards on each rank draw different numbers.
+    """
+    random_states = dist.all_gather(json.dumps(checkpoint.random_state()).encode())
+    return {
+        **{name: copy(value) for name, value in vars(run.state).items()},
+        "base_sha256": run.policy.base_sha256,
+        "source": run.source.state_dict(),
+        "demos": None if run.demos is None else run.demos.state_dict(),
+        "stage_schedule": run.stage_schedule.state_dict(),
+        "random": list(map(json.loads, random_states)),
+    }
+
+
+@torch.no_grad()
+def restore_weights(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy saved weights in place; ValueError if names or shapes differ."""
+    if difference := weights_difference(weights, saved):
+        raise ValueError(difference)
+    for name, tensor in weights.items():
+        tensor.copy_(saved[name])
+
+
+def weights_difference(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> str | None:
+    """Return how names or shapes of saved weights differ from those of a module; None if they do not."""
+    if odd := sorted(weights.keys() ^ saved.keys()):
+        return f"{len(odd)} tensors differ by name, {odd[0]} among them"
+    for name, tensor in weights.items():
+        if tensor.shape != saved[name].shape:
+            return f"its {name} is {list(saved[name].shape)}, this run needs {list(tensor.shape)}"
+    return None
+
+
+def _mismatch(run: Run, saved: checkpoint.Saved) -> str | None:
+    """Return why a checkpoint is of another critic, or of an adapter on another base; None if it fits."""
+    critic = None if run.critic is None else run.critic.checkpoint_weights()
+    difference = None
+    if critic is None and saved.critic is not None:
+        difference = "holds a critic, and this run has none"
+    elif critic is not None and saved.critic is None:
+        difference = "holds no critic, and this run needs one"
+    elif critic is not None and saved.critic is not None and (change := weights_difference(critic, saved.critic)):
+        difference = f"holds another critic than this run's: {change}"
+    if difference is not None:
+        return f"{difference}. Resume with the run's own objective and critic, or start a new run."
+    base, saved_base = run.policy.base_sha256, saved.state.get("base_sha256")
+    if base == saved_base:
         return None
-    return {"name": name, "fingerprint": source.fingerprint()}
+    if base is None:
+        difference = "holds an adapter, and this run trains all weights"
+    elif saved_base is None:
+        difference = "holds all weights, no adapter"
+    else:
+        difference = f"holds an adapter of weights with SHA-256 {saved_base[:16]}..., and {run.config.model} has "
+        difference += f"{base[:16]}..."
+    return (
+        f"{difference}: it belongs to another base. Resume with the run's own config and the model as it was, or start "
+        "a new run."
+    )
 
 
-def _no_nan(value: Any) -> Any:
-    """NaN as null, which is what JSON has."""
-    if isinstance(value, Mapping):
-        return {name: _no_nan(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_no_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def first_weights(run: Run) -> str | None:
+    """SHA-256 of the untrained weights, if a resume depends on them and no file name identifies them."""
+    if run.reference is None and run.config.model != IN_MEMORY:
+        return None
+    return digest(run.policy.frozen_base() | run.policy.checkpoint_weights())
+
+
+def environment() -> dict[str, Any]:
+    """Versions of packages and the hardware, for the manifest."""
+    versions = {"python": sys.version.split()[0]}
+    for name in ("gruppo", "torch", "transformers", "safetensors", "numpy"):
+        versions[name] = "not installed"
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    cpu = platform.processor()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    hardware = {
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+    return {"versions": versions, "hardware": hardware}
