@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo import distributed as dist
-from gruppo.build import Parts, build, check_config, missing_parts, name_of, with_absolute_paths
+from gruppo.build import Parts, build, missing_parts, name_of, validate, with_absolute_paths
 from gruppo.config import serialization
 from gruppo.config.schema import Config
 from gruppo.loading import RunDuringImport, is_importing
@@ -108,7 +108,7 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
     dist.init()
     parts, is_new = parts or Parts(), isinstance(source, Config)
     if isinstance(source, Config):
-        check_config(source, parts)
+        validate(source, parts)
         config = with_absolute_paths(replace(source, name=source.name or new_name("run", source.runs_dir)))
         path = Path(config.runs_dir) / config.name
     else:
@@ -167,7 +167,7 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
 
 def explain(config: Config) -> list[str]:
     """Describe what training would do, without training: objective, stages, work, memory, one prompt and its reward."""
-    check_config(config, Parts())
+    validate(config, Parts())
     return dry_run.explain(build(config, Parts())[0])
 
 

@@ -1,4 +1,4 @@
-"""From a config, and Python objects in place of its names, to the parts of a run."""
+"""Build the components of a run from a config, and from Python objects in place of its names."""
 
 from __future__ import annotations
 
@@ -86,12 +86,8 @@ class Parts:
         )
 
 
-OPTIONS = {"environment": "environment.reply"}
-"""Options of parts that are not named like them."""
-
-
 def missing_parts(config: Config, parts: Parts) -> list[str]:
-    """Return the parts that the config had as Python objects and that are not given now."""
+    """Return the names of parts that the config had as Python objects and that are not given."""
     missing = {
         "model": config.model == IN_MEMORY and parts.model is None,
         "data": config.data == IN_MEMORY and parts.data is None,
@@ -102,19 +98,15 @@ def missing_parts(config: Config, parts: Parts) -> list[str]:
     return [name for name, is_missing in missing.items() if is_missing]
 
 
-def check_config(config: Config, parts: Parts) -> None:
-    """Refuse options that contradict each other, and a config that needs Python objects which are not given."""
-    checks.check(config, modality_of(config, parts))
+def validate(config: Config, parts: Parts) -> None:
+    """Refuse options that contradict each other, and a config whose Python objects are not given; nothing is loaded."""
+    checks.check(config, find_modality(config.model) if parts.model is None else parts.model.modality)
     if missing := missing_parts(config, parts):
+        options = ["--environment.reply" if name == "environment" else f"--{name}" for name in missing]
         raise GruppoError(
             f"the {' and '.join(missing)} of this config came from Python objects, which a file does not hold. "
-            f"Set {' and '.join('--' + OPTIONS.get(name, name) for name in missing)}."
+            f"Set {' and '.join(options)}."
         )
-
-
-def modality_of(config: Config, parts: Parts) -> Modality:
-    """Return the modality of the policy that is given, or that the config names; nothing is loaded."""
-    return find_modality(config.model) if parts.model is None else parts.model.modality
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -159,11 +151,18 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
             f"rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()} ranks without a prompt. "
             f"Set --rollout.prompts {dist.world_size()} or more, or start fewer ranks."
         )
-    source = open_data(config, parts)
-    environment = open_environment(config, parts, source)
-    modality = modality_of(config, parts)
-    rewards = open_rewards(config, parts, source, modality)
-    demos = open_demos(config, config.data if parts.data is None else parts.data)
+    data = config.data if parts.data is None else parts.data
+    source = open_source(
+        data,
+        seed=config.seed,
+        prompt_column=config.prompts.column,
+        target_column=config.prompts.target_column,
+        held_out_fraction=config.prompts.held_out_fraction,
+        difficulty_column=config.prompts.difficulty_column,
+    )
+    modality = find_modality(config.model) if parts.model is None else parts.model.modality
+    rewards, environment = open_rewards(config, parts, source, modality)
+    demos = open_demos(config, data)
     if parts.model is not None:
         policy, origin = modality.adapt(config, parts.model, source), {"name": config.model}
     else:
@@ -171,12 +170,11 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     if policy.modality is not modality:  # a function made another kind of policy than its name could tell
         modality = policy.modality
         checks.check(config, modality)
-    to_device(policy, config.device)
-    config = replace(config, compute=agreed_compute(policy))
+    config = place(policy, config)
     sampling = modality.sampling(config, policy)
     modality.check(config, policy, sampling, source, rewards)
     check_capabilities(config, policy)
-    if not type(policy).__module__.startswith("gruppo."):  # its contract is proved before anything is trained
+    if not type(policy).__module__.startswith("gruppo."):  # a policy from outside
         tolerance = 1e-3 if policy.compute_dtype == torch.float32 else 0.1
         check_policy(policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=tolerance)
     reads_reference = modality.rewards_read_reference and "reference" in rewards.requested_columns
@@ -185,7 +183,9 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         source = with_reference(source, policy, reference)
     if demos is not None:
         check_demos(config, demos, policy)
-    critic = open_critic(config, policy, source) if config.objective.has_critic else None
+    critic: Critic | None = None
+    if config.objective.has_critic:  # new; on resume, its weights come from the checkpoint
+        critic = modality.critic(config, policy, source) or SharedCritic(policy)
     engine = open_engine(config, parts, policy, sampling, source)
     run = Run(
         config=config,
@@ -200,12 +200,13 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         sampling=sampling,
         environment=environment,
     )
-    if config.evaluation.prompts and not rewards.names and not policy.renders_images:
-        run.config = replace(config, evaluation=replace(config.evaluation, prompts=0))  # nothing says what is good
-    elif config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
+    is_evaluated = bool(rewards.names) or policy.renders_images  # without rewards, images are still shown
+    if is_evaluated and config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
             "the data have no held-out prompts: nothing is evaluated. Set --prompts.held-out-fraction above 0 for some."
         )
+        is_evaluated = False
+    if not is_evaluated:
         run.config = replace(config, evaluation=replace(config.evaluation, prompts=0))
     return run, origin
 
@@ -226,8 +227,12 @@ def check_capabilities(config: Config, policy: Policy) -> None:
             )
 
 
-def to_device(policy: Policy, device: str) -> None:
-    """Move a policy to the device that the options name; "auto" takes this rank's GPU if there is one."""
+def place(policy: Policy, config: Config) -> Config:
+    """Move a policy to the device of the config, "auto" being this rank's GPU if any; return the config with its dtype.
+
+    Ranks that measured different dtypes to be faster would train two models.
+    """
+    device: str = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -239,6 +244,11 @@ def to_device(policy: Policy, device: str) -> None:
         raise GruppoError("--device mps: torch finds no Metal device. Set --device cpu.")
     if policy.device != torch.device(device):
         policy.to(torch.device(device))
+    is_half = policy.compute_dtype == torch.bfloat16
+    if dist.all_max(int(is_half)) and dist.all_max(int(not is_half)):
+        raise GruppoError("the ranks measured different --compute to be faster. Set --compute float32 or bfloat16.")
+    compute: Any = str(policy.compute_dtype).removeprefix("torch.")
+    return replace(config, compute=compute)
 
 
 def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, source: Any) -> Engine:
@@ -297,118 +307,70 @@ def with_reference(source: Any, policy: Policy, reference: Reference | None) -> 
     return WithReference(source, restore)
 
 
-def reward_columns(columns: Sequence[str], config: Config, modality: Modality) -> set[str]:
-    """Return what a reward may ask for: the data's columns, the target as answer and target, and images."""
-    targets = {"answer", "target", "solution", "label", config.prompts.target_column}
-    found = {*columns} | ({"answer", "target"} if targets & {*columns} else set())
-    found |= {"reference"} if modality.rewards_read_reference else set()
-    found |= {"state"} if config.environment.reply else set()
-    return found | {"images"} if modality.rewards_read_images else found
-
-
-def open_data(config: Config, parts: Parts) -> Any:
-    return open_source(
-        config.data if parts.data is None else parts.data,
-        seed=config.seed,
-        prompt_column=config.prompts.column,
-        target_column=config.prompts.target_column,
-        held_out_fraction=config.prompts.held_out_fraction,
-        difficulty_column=config.prompts.difficulty_column,
-    )
-
-
-def open_environment(config: Config, parts: Parts, source: Any) -> Environment | None:
-    """What replies to the policy, or None where each prompt is answered once."""
-    chosen = config.environment
-    if not chosen.reply:
-        return None
-    environment = Environment(
-        load_object(chosen.reply) if parts.environment is None else parts.environment,
-        turns=chosen.turns,
-        max_reply_tokens=chosen.max_reply_tokens,
-        timeout_s=chosen.timeout_s,
-    )
-    if source.columns is not None:
-        columns = reward_columns(source.columns, config, Modality()) - {"state"}
-        if taken := sorted({*source.columns} & {*PROVIDED} - {"prompt", config.prompts.column}):
-            raise DataError(
-                f"the data have a column {taken[0]!r}, and an environment is given something else by that name. Rename "
-                "the column."
-            )
-        environment.check(columns)
-    return environment
-
-
-def open_rewards(config: Config, parts: Parts, source: Any, modality: Modality) -> RewardSet:
-    given = parts.rewards or config.reward
+def open_rewards(config: Config, parts: Parts, source: Any, modality: Modality) -> tuple[RewardSet, Environment | None]:
+    """Open the rewards, and the environment that replies to the policy, if any; check the columns that they read."""
+    columns: set[str] | None = None
+    if source.columns is not None:  # the data's columns, and the target as answer and target
+        targets = {"answer", "target", "solution", "label", config.prompts.target_column}
+        columns = {*source.columns} | ({"answer", "target"} if targets & {*source.columns} else set())
+    chosen, environment = config.environment, None
+    if chosen.reply:
+        environment = Environment(
+            load_object(chosen.reply) if parts.environment is None else parts.environment,
+            turns=chosen.turns,
+            max_reply_tokens=chosen.max_reply_tokens,
+            timeout_s=chosen.timeout_s,
+        )
+        if columns is not None:
+            if taken := sorted({*source.columns} & {*PROVIDED} - {"prompt", config.prompts.column}):
+                raise DataError(
+                    f"the data have a column {taken[0]!r}, and an environment is given something else by that name. "
+                    "Rename the column."
+                )
+            environment.check(columns - {"state"})
     rewards = RewardSet(
-        list(map(resolve_reward, given)),
+        list(map(resolve_reward, parts.rewards or config.reward)),
         config.scoring.weights,
         config.scoring.timeout_s,
         may_be_empty=not learns_from_samples(config),
     )
-    if source.columns is not None:
-        rewards.check(reward_columns(source.columns, config, modality))
-    if config.environment.reply and rewards.step_names:
+    if columns is not None:
+        columns |= {"reference"} if modality.rewards_read_reference else set()
+        columns |= {"images"} if modality.rewards_read_images else set()
+        rewards.check(columns | {"state"} if environment else columns)
+    if environment is not None and rewards.step_names:
         raise GruppoError(
             f"reward {rewards.step_names[0]!r} scores the steps of one answer, and with an environment a row has "
             "several. Leave it or --environment.reply out."
         )
-    check_refill_by(config, rewards)
-    config.objective.check_rewards(of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards)
-    return rewards
-
-
-def open_critic(config: Config, policy: Policy, source: Any) -> Critic:
-    """Return a new critic of the untrained policy; on resume, its weights come from the checkpoint."""
-    return policy.modality.critic(config, policy, source) or SharedCritic(policy)
-
-
-def check_refill_by(config: Config, rewards: RewardSet) -> None:
-    wanted = config.rollout.refill_by
-    if wanted and wanted not in rewards.names:
+    by = config.rollout.refill_by
+    if by and by not in rewards.names:
         raise GruppoError(
-            f"rollout.refill_by={wanted!r} is none of this run's rewards, {', '.join(rewards.names)}. Set "
+            f"rollout.refill_by={by!r} is none of this run's rewards, {', '.join(rewards.names)}. Set "
             "--rollout.refill-by to one of them, or leave it out for their sum."
         )
-
-
-def agreed_compute(policy: Any) -> Any:
-    """The dtype of the arithmetic, for the run's config. Ranks that measured different ones would train two models."""
-    is_half = policy.compute_dtype == torch.bfloat16
-    if dist.all_max(int(is_half)) and dist.all_max(int(not is_half)):
-        raise GruppoError("the ranks measured different --compute to be faster. Set --compute float32 or bfloat16.")
-    return str(policy.compute_dtype).removeprefix("torch.")
+    config.objective.check_rewards(of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards)
+    return rewards, environment
 
 
 def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.AdamW:
     """Return AdamW over the policy's parameter groups, then the critic's with a learning rate of its own."""
     optim, own = config.optim, trained(policy.module, None)
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [own[name] for name in group.names],
-            "is_critic": False,
-            "lr_factor": group.lr_factor,
-            "norm": group.norm,
-        }
-        for group in policy.modality.parameter_groups(config, policy)
-    ]
+    groups: list[dict[str, Any]] = []
+    for group in policy.modality.parameter_groups(config, policy):
+        params = [own[name] for name in group.names]
+        groups.append({"params": params, "is_critic": False, "lr_factor": group.lr_factor, "norm": group.norm})
     if critic is not None:
         params = [p for p in critic.module.parameters() if p.requires_grad]
         norm = "norm" if critic.is_shared else "critic_norm"
         groups.append({"params": params, "is_critic": True, "lr_factor": 1.0, "norm": norm})
     return torch.optim.AdamW(
-        groups,
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=True,
+        groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )
 
 
 def name_of(part: Any) -> str:
-    """What a config says of a part: its name or path; of a function that can be loaded again, file.py:function."""
+    """Return what the config holds of a part: a name, a path, or file.py:function of a function that can be loaded."""
     if isinstance(part, str | os.PathLike):
         return str(part)
     module = sys.modules.get(getattr(part, "__module__", None) or "")

@@ -27,7 +27,7 @@ from gruppo.rewards.images import to_pillow
 from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
 from gruppo.tracking.samples import FOLDER, write_sheet
 from gruppo.trainer import checkpoint
-from gruppo.trainer.evaluate import Evaluated, evaluate_rows, held_out
+from gruppo.trainer.evaluate import Evaluated, evaluate, held_out
 from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
 
 PIPELINE_ADAPTER = "pytorch_lora_weights.safetensors"
@@ -76,7 +76,7 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
             f"the data of {path} have no held-out prompts to evaluate on. Train with "
             "--prompts.held-out-fraction above 0."
         )
-    return evaluate_rows(run, held)
+    return evaluate(run, held)
 
 
 def with_saved_reference(path: Path, config: Config, source: WithReference) -> WithReference:

@@ -23,7 +23,7 @@ from gruppo.modalities import modalities
 from gruppo.recipes.guess import found, guess
 from gruppo.recipes.guess import reply as say
 from gruppo.trainer import checks
-from gruppo.trainer.evaluate import evaluate_rows, held_out
+from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.loop import Stopped
 from gruppo.types import DataError, GruppoError
 
@@ -187,7 +187,7 @@ def test_an_environment_that_always_fails_ends_the_run_in_one_line(tmp_path):
 def test_failures_in_an_evaluation_are_told(tmp_path, caplog):
     changes = settings(environment__reply=f"{HERE}:always_fails", evaluation__prompts=4)
     run = run_in(tmp_path, **(changes | {"rollout__stop": tuple(tiny.CHARACTERS)}))
-    evaluated, _ = evaluate_rows(run, held_out(run, 4))
+    evaluated, _ = evaluate(run, held_out(run, 4))
     assert evaluated.scored < 4
     assert re.search(
         r"held out: the environment failed in [1-4] of 4 conversations: ValueError: the server", caplog.text
@@ -298,8 +298,8 @@ def test_rewards_of_steps_are_refused_beside_an_environment(tmp_path):
 
 def test_held_out_conversations_are_greedy(tmp_path):
     run = run_in(tmp_path, **settings(evaluation__prompts=4))
-    first, rows = evaluate_rows(run, held_out(run, 4))
-    again, others = evaluate_rows(run, held_out(run, 4))
+    first, rows = evaluate(run, held_out(run, 4))
+    again, others = evaluate(run, held_out(run, 4))
     assert first.mean == again.mean and [r["completion"] for r in rows] == [r["completion"] for r in others]
 
 

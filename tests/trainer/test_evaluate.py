@@ -12,7 +12,7 @@ from tests.trainer.test_step import run_in, vector
 
 from gruppo.build import Parts
 from gruppo.trainer.collect import collect
-from gruppo.trainer.evaluate import evaluate, evaluate_rows, held_out
+from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.stages import step_params_at
 from gruppo.types import Request, Sampling
@@ -33,7 +33,7 @@ def test_an_evaluation_is_the_mean_over_what_is_scored_of_the_greedy_answers(tmp
     run = run_in(tmp_path, Parts(rewards=[but_one]), rollout__temperature=5.0)
     prompts = [p for p in run.source.all_prompts() if p.id in ("3", str(UNSCORED), "8")]
     assert len(prompts) == 3
-    done, rows = evaluate_rows(run, prompts)
+    done, rows = evaluate(run, prompts)
     assert (done.prompts, done.scored, done.mean, done.parts) == (3, 2, 5.5, {"but_one": 5.5})
     greedy = run.policy.sample([Request(p, 1) for p in prompts], Sampling(temperature=0.0, max_actions=8), seed=99)
     assert [row["completion"] for row in rows] == list(greedy.completions)

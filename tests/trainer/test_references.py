@@ -276,7 +276,7 @@ def test_a_mixed_reference_is_watched_at_each_evaluation(tmp_path, kind):
 def test_the_reference_is_judged_on_so_many_held_out_prompts(tmp_path):
     two, four = (watch(built(tmp_path, **MIXED, reference__watch_prompts=count)) for count in (2, 4))
     run = built(tmp_path)
-    assert two["reference/eval_reward_mean"] == evaluate(run, held_out(run, 2)).mean
+    assert two["reference/eval_reward_mean"] == evaluate(run, held_out(run, 2))[0].mean
     assert two["reference/eval_reward_mean"] != four["reference/eval_reward_mean"]
 
 

@@ -114,7 +114,7 @@ def test_an_evaluation_follows_the_ode(tmp_path):
     pictured = run.policy.sample([Request(prompt, 1) for prompt in asked], mode, seed=99)
     assert pictured.actions.shape[1] == 5 and not pictured.mask.any()
     mean = sum(float(picture.mean()) for picture in pictured.completions) / 3
-    assert evaluate(run, asked).mean == pytest.approx(mean, rel=1e-6)
+    assert evaluate(run, asked)[0].mean == pytest.approx(mean, rel=1e-6)
 
 
 def test_one_step_that_is_not_finite_hides_no_branch(tmp_path):

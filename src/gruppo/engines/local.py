@@ -36,7 +36,7 @@ class LocalEngine:
         policy.refresh(force=True)
         named = policy.module.named_parameters()
         for (name, master), sampled in zip(named, policy.compute_module.parameters(), strict=True):
-            wanted, held = _some(master).to(sampled.dtype), _some(sampled)
+            wanted, held = spread_sample(master).to(sampled.dtype), spread_sample(sampled)
             if not torch.allclose(wanted, held, rtol=0, atol=0, equal_nan=True):
                 raise RuntimeError(
                     f"after sync the sampler's {name} is not the trainer's: version {version} did not arrive."
@@ -47,7 +47,7 @@ class LocalEngine:
         """Nothing to close."""
 
 
-def _some(parameter: Tensor) -> Tensor:
-    """Up to about 512 numbers, from all over the parameter."""
-    flat = parameter.detach().flatten()
+def spread_sample(x: Tensor) -> Tensor:
+    """Return 256 to 511 numbers at equal distances in ``x``; all of a smaller tensor."""
+    flat = x.detach().flatten()
     return flat[:: max(1, len(flat) // 256)]

@@ -1,11 +1,11 @@
-"""Greedy answers to held-out prompts."""
+"""Evaluation: greedy completions of held-out prompts, scored."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +22,10 @@ from gruppo.types import Prompt, Request, Rollouts, Stat
 
 log = logging.getLogger("gruppo")
 
-Generate = Callable[..., Rollouts]
-"""An engine's ``generate``, or a policy's ``sample``: who answers."""
-
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Mean reward with its 95% interval, by reward and of their sum."""
+    """Mean of the total reward with its 95% interval, and of each reward."""
 
     step: int
     prompts: int
@@ -42,57 +39,57 @@ class Evaluated:
         parts = {f"eval/{name}": value for name, value in self.parts.items()}
         return {"eval/reward_mean": self.mean, **parts}
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def held_out(run: Run, count: int) -> list[Prompt]:
-    """At most ``count`` evaluation prompts: the same at every evaluation of a run; none where the data keep none."""
-    source: Any = run.source
-    prompts = source.held_out(count) if count else []
+    """Return at most ``count`` evaluation prompts, the same at every evaluation of a run."""
+    prompts = run.source.held_out(count) if count else []
     return [prompt for prompt in prompts if run.policy.check_prompt(prompt, run.sampling) is None]
 
 
-def evaluate(run: Run, prompts: Sequence[Prompt], *, generate: Generate | None = None) -> Evaluated:
-    """Answers at temperature 0, one for each prompt, shared out over ranks."""
-    return evaluate_rows(run, prompts, generate=generate)[0]
-
-
-def evaluate_rows(
-    run: Run, prompts: Sequence[Prompt], *, generate: Generate | None = None
+def evaluate(
+    run: Run, prompts: Sequence[Prompt], *, generate: Callable[..., Rollouts] | None = None
 ) -> tuple[Evaluated, list[dict[str, Any]]]:
-    """The evaluation, and this rank's answers: those of the run's engine, or of ``generate``."""
+    """Sample and score one greedy completion per prompt; return the result over all ranks and this rank's samples.
+
+    ``generate``: an engine's ``generate`` or a policy's ``sample``; by default that of the run's engine.
+    """
     generate = generate or run.engine.generate
     mine = list(prompts)[dist.rank() :: dist.world_size()]
     sampling = run.sampling.greedy()
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}
     own: dict[str, Stat] = {}
     rows: list[dict[str, Any]] = []
-    if mine and not run.rewards.names:  # pictures are to be seen all the same
+    if mine:
         rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
-        unscored = Scores(torch.full((len(mine),), torch.nan), {})
-        rows = sample_rows(run.policy, rollouts, unscored, range(len(rollouts)), is_held_out=True)
-    elif mine:
-        rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
-        scores = run.rewards.score(rollouts, step=run.state.step, max_steps=run.config.steps, is_evaluation=True)
-        if refused := environment_failures(rollouts):
-            why = next(iter(refused.values()))
-            log.warning("held out: the environment failed in %d of %d conversations: %s", len(refused), len(mine), why)
+        scores = Scores(torch.full((len(mine),), torch.nan), {})  # without rewards, images are still shown
+        if run.rewards.names:
+            scores = run.rewards.score(rollouts, step=run.state.step, max_steps=run.config.steps, is_evaluation=True)
+            if failed := environment_failures(rollouts):
+                why = next(iter(failed.values()))
+                log.warning(
+                    "held out: the environment failed in %d of %d conversations: %s", len(failed), len(mine), why
+                )
+            stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
+            stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
+            own = run.policy.batch_stats(rollouts, scores.rewards, sampling, is_evaluation=True)
         rows = sample_rows(run.policy, rollouts, scores, range(len(rollouts)), is_held_out=True)
-        stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
-        stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
-        own = run.policy.batch_stats(rollouts, scores.rewards, sampling, is_evaluation=True)
     stats = dist.merge_stats(stats)
     total = stats.pop("")
-    # A restored image scored against the reference is exactly 0 at first, which is no share of successes.
-    low, high = interval(total, may_be_share=not run.policy.actions_are_positions)
+    # 95% interval: Wilson's for a share of successes, else the normal one. A restored image that is scored against the
+    # reference is exactly 0 at first, which is no share.
+    is_share = total.min >= 0 and total.max <= 1 and abs(total.sum - total.sum_sq) < 1e-9 * total.count
+    if total.count and is_share and not run.policy.actions_are_positions:
+        low, high = wilson_interval(total.sum, total.count)
+    else:
+        half = Z_95 * total.std / math.sqrt(max(total.count - 1, 1))
+        low, high = total.mean - half, total.mean + half
     parts = {name: stat.mean for name, stat in stats.items()}
     parts |= {name: value for name, value in reduced(dist.merge_stats(own)).items() if name not in parts}
     return Evaluated(run.state.step, len(prompts), int(total.count), total.mean, low, high, parts), rows
 
 
 def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """The policy's metrics of samples of their own, such as rewards along denoising steps."""
+    """Metrics of the policy that need samples of their own, such as rewards along denoising steps."""
     mine = list(prompts)[: run.config.evaluation.along_steps][dist.rank() :: dist.world_size()]
     if not run.rewards.names or not run.config.evaluation.along_steps:
         return {}
@@ -110,32 +107,21 @@ def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
     return reduced(dist.merge_stats(stats))
 
 
-def interval(stat: Stat, *, may_be_share: bool = True) -> tuple[float, float]:
-    """95% interval of a mean: Wilson's where every value is 0 or 1, the normal one otherwise."""
-    if stat.count == 0:
-        return float("nan"), float("nan")
-    is_share = may_be_share and stat.min >= 0 and stat.max <= 1 and abs(stat.sum - stat.sum_sq) < 1e-9 * stat.count
-    if is_share:
-        return wilson_interval(stat.sum, stat.count)
-    half = Z_95 * stat.std / math.sqrt(max(stat.count - 1, 1))
-    return stat.mean - half, stat.mean + half
-
-
 def sample_rows(
     policy: Policy, rollouts: Rollouts, scores: Scores, rows: Sequence[int], *, is_held_out: bool = False
 ) -> list[dict[str, Any]]:
-    """Rows as people read them, for the screen and samples.jsonl; ``extra`` is what rewards logged with log_extra.
+    """Return samples as trackers show them; ``extra`` is what rewards logged with log_extra.
 
-    Of pictures also their group, and whether they are an evaluation's: trackers draw them on sheets.
+    Images also have their group, and whether they are of an evaluation: trackers draw them on sheets.
     """
-    shown = {row: policy.render(rollouts, row) for row in rows}
-    has_pictures = any(isinstance(sample, Tensor) for sample in shown.values())
+    rendered = {row: policy.render(rollouts, row) for row in rows}
+    has_images = any(isinstance(sample, Tensor) for sample in rendered.values())
     tokens = completion_lengths(rollouts)
     return [
         {
-            **({"group": int(rollouts.group_ids[row]), "held_out": is_held_out} if has_pictures else {}),
+            **({"group": int(rollouts.group_ids[row]), "held_out": is_held_out} if has_images else {}),
             "prompt": rollouts.prompts[int(rollouts.group_ids[row])].inputs,
-            "completion": shown[row],
+            "completion": rendered[row],
             "reward": float(scores.rewards[row]),
             "parts": {name: float(part[row]) for name, part in scores.parts.items()},
             **({"extra": {name: values[row] for name, values in scores.extras.items()}} if scores.extras else {}),

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gruppo.platforms import peak_memory_gib
 from gruppo.seeds import seed_at
 from gruppo.trainer import back_off, checkpoint, references
 from gruppo.trainer.collect import Collected, collect
-from gruppo.trainer.evaluate import Evaluated, evaluate_rows, evaluate_steps, held_out, sample_rows
+from gruppo.trainer.evaluate import Evaluated, evaluate, evaluate_steps, held_out, sample_rows
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.signals import Interrupted
@@ -156,11 +157,11 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
         return {}
     with boundary_kept(run, folder):
         prompts = held_out(run, count)
-        done, rows = evaluate_rows(run, prompts)
+        done, rows = evaluate(run, prompts)
         watched = references.watch(run) | evaluate_steps(run, prompts)
     with dist.fail_together():
         if run.rewards.names:
-            run.state.evaluations.append(done.to_dict())
+            run.state.evaluations.append(asdict(done))
             folder.write_evaluations(run)
             run.log(done.metrics() | watched)
         if run.policy.renders_images and dist.is_main() and run.config.show_samples_every:

@@ -1,4 +1,4 @@
-"""The reference of a run: which one it is, the proof that a frozen one is frozen, and a watch on one that moves."""
+"""References of the KL term: checks of the options, proof that frozen weights are frozen, metrics of moving ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 from functools import partial
 from typing import Any
 
-from gruppo.config.schema import Config
-from gruppo.config.schema import ReferenceConfig as Settings
+from gruppo.config.schema import Config, ReferenceConfig
 from gruppo.config.stages import highest, stage_path
 from gruppo.environments import converse
-from gruppo.protocols import Modality, Reference, digest
+from gruppo.protocols import Modality, digest
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError
@@ -19,22 +18,21 @@ log = logging.getLogger("gruppo")
 
 
 def check_reference(config: Config, modality: Modality) -> None:
-    """Refuse settings that nothing would read."""
-    chosen, usual = config.reference, Settings()
+    """Refuse options that nothing would read."""
+    chosen, default = config.reference, ReferenceConfig()
     renewed = [index for index, stage in enumerate(config.plan) if stage.new_reference]
     if renewed and not has_reference(config, modality) and not modality.rewards_read_reference:
         raise unread_error(f"{stage_path(config, renewed[0])}.new_reference")  # of a restorer, a reward may read it
-    if chosen == usual:
+    if chosen == default:
         return
     if not has_reference(config, modality):
         raise unread_error("a reference")
-    of_mixing = ("update_rate", "update_every", "watch_prompts")
-    unread = [name for name in of_mixing if getattr(chosen, name) != getattr(usual, name)]
-    if unread and not chosen.is_mixed:
-        raise GruppoError(
-            f"reference.{unread[0]} is of a reference that moves, and reference.kind='frozen' never does. Set "
-            "--reference.kind mixed, or leave it out."
-        )
+    for name in ("update_rate", "update_every", "watch_prompts") if not chosen.is_mixed else ():
+        if getattr(chosen, name) != getattr(default, name):
+            raise GruppoError(
+                f"reference.{name} is of a reference that moves, and reference.kind='frozen' never does. Set "
+                "--reference.kind mixed, or leave it out."
+            )
     if chosen.is_mixed and chosen.update_every > config.steps:
         raise GruppoError(
             f"reference.kind='mixed' with reference.update_every={chosen.update_every} never moves in {config.steps} "
@@ -64,7 +62,7 @@ def has_reference(config: Config, modality: Modality) -> bool:
 
 
 def cautions(config: Config, modality: Modality) -> list[str]:
-    """What works and may not be meant."""
+    """Notes of ``gruppo explain`` on options that work but may not be intended."""
     if not has_reference(config, modality):
         return []
     if config.reference.is_mixed:
@@ -75,45 +73,34 @@ def cautions(config: Config, modality: Modality) -> list[str]:
 
 
 def renew_if_asked(run: Run) -> None:
-    """As a stage begins: its reference is the policy of now, where it says so."""
+    """Reset the reference to the current policy as a stage with ``new_reference`` begins."""
     if run.stage_schedule.stage.new_reference and run.reference is not None and run.reference.follows_policy:
         run.reference.reset_to(run.policy)
         log.info("step %d: the reference is now the policy as it is.", run.state.step)
 
 
-# --- a frozen one is frozen -------------------------------------------------------------------------------------------
-
-
 def remember(run: Run) -> str | None:
-    """SHA-256 of the weights that must not change, taken before the first update; None without any."""
-    if run.reference is not None and not run.reference_sha256:
-        run.reference_sha256 = _sha256(run.reference)
+    """Return the SHA-256 of the weights that must not change, taken before the first update; None without any."""
+    if run.reference is not None and not run.reference_sha256 and (frozen := run.reference.frozen_state_dict()):
+        run.reference_sha256 = digest(frozen)
     return run.reference_sha256
 
 
 def check_unchanged(run: Run) -> None:
-    """Stop a run whose frozen weights are no longer what they were at its start."""
+    """Stop a run whose frozen weights are no longer those of its start."""
     then = run.reference_sha256
     if run.reference is None or then is None:
         return
-    if (now := _sha256(run.reference)) != then:
+    if (now := digest(run.reference.frozen_state_dict())) != then:
         raise GruppoError(
             f"step {run.state.step}: the frozen weights of the reference have changed since the start (SHA-256 "
-            f"{(now or 'none')[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this "
+            f"{now[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this "
             "step; every save before it is kept. Something other than gruppo writes to the model: find it, then resume."
         )
 
 
-def _sha256(reference: Reference) -> str | None:
-    frozen = reference.frozen_state_dict()
-    return digest(frozen) if frozen else None
-
-
-# --- a watch on one that moves ----------------------------------------------------------------------------------------
-
-
 def watch(run: Run) -> dict[str, float]:
-    """Of a mixed reference, how far the policy is from it and how well it answers by itself."""
+    """Distance of the policy from a reference that moves, and the reference's own evaluation."""
     reference = run.reference
     if reference is None or not reference.follows_policy:
         return {}
@@ -123,5 +110,5 @@ def watch(run: Run) -> dict[str, float]:
             generate: Any = policy.sample
             if run.environment is not None:
                 generate = partial(converse, policy.sample, policy.continue_rollouts, run.environment)
-            metrics["reference/eval_reward_mean"] = evaluate(run, prompts, generate=generate).mean
+            metrics["reference/eval_reward_mean"] = evaluate(run, prompts, generate=generate)[0].mean
     return metrics

@@ -1,6 +1,6 @@
-"""Do the weights move? A change below half the gap between two numbers is rounded away, and the run learns nothing.
+"""Share of the weights that an update changes. Changes below half the gap between two numbers are rounded away.
 
-In bfloat16 that gap is 1/256 of a weight: at a learning rate of 1e-6, most weights stay what they are to the bit.
+In bfloat16 that gap is 1/256 of a weight: at a learning rate of 1e-6, most weights keep every bit.
 """
 
 from __future__ import annotations
@@ -8,41 +8,33 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import Tensor
 
+from gruppo.engines.local import spread_sample
 from gruppo.trainer.run import Run
 from gruppo.types import Stat
 
 log = logging.getLogger("gruppo")
 
 EVERY = 50
-"""Steps from one look to the next."""
-LOOKED_AT = 256
-"""Numbers of each tensor, from all over it."""
+"""Steps between measurements."""
 LEAST = 0.05
-"""Below this share of changed weights there is a warning."""
+"""Share of changed weights below which there is a warning."""
 
 
 class Moved:
-    """A sample of the weights that have a gradient and a learning rate, as they were before an update."""
+    """Sample of the weights that have a gradient and a learning rate, from before an update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         trained = [p for group in optimizer.param_groups if group["lr"] > 0 for p in group["params"]]
         self._parameters = [parameter for parameter in trained if parameter.grad is not None]
-        self._moves = [some(parameter.grad) != 0 for parameter in self._parameters]
-        self._before = [some(parameter).clone() for parameter in self._parameters]
+        self._moves = [spread_sample(parameter.grad) != 0 for parameter in self._parameters]
+        self._before = [spread_sample(parameter).clone() for parameter in self._parameters]
 
     def stat(self) -> Stat:
-        """1 for each that differs now, 0 for each that does not."""
-        looks = zip(self._parameters, self._before, self._moves, strict=True)
-        differs = [(some(parameter) != before)[moves] for parameter, before, moves in looks]
+        """Return 1 for each weight that has changed, 0 for each that has not."""
+        sampled = zip(self._parameters, self._before, self._moves, strict=True)
+        differs = [(spread_sample(parameter) != before)[moves] for parameter, before, moves in sampled]
         return Stat.of(torch.cat(differs).double()) if differs else Stat()
-
-
-def some(x: Tensor) -> Tensor:
-    """About ``LOOKED_AT`` numbers."""
-    flat = x.detach().flatten()
-    return flat[:: max(1, len(flat) // LOOKED_AT)]
 
 
 def warn_if_still(run: Run, changed: Stat) -> None:
