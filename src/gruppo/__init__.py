@@ -7,44 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "train": "gruppo.api",
-    "resume": "gruppo.api",
-    "Stopped": "gruppo.trainer.loop",
-    "load_policy": "gruppo.inference",
-    **dict.fromkeys(
-        ("Config", "EvaluationConfig", "OptimConfig", "RolloutConfig", "SavingConfig", "Stage"), "gruppo.config.schema"
-    ),
-    "Policy": "gruppo.protocols",
-    "Modality": "gruppo.protocols",
-    "IndexedSource": "gruppo.data.source",
-    "Objective": "gruppo.core.objective",
-    "PRESETS": "gruppo.core.objective",
-    "GRPOLoss": "gruppo.losses",
-    "PPOLoss": "gruppo.losses",
-    "compute_gae": "gruppo.losses",
-    "TextPolicy": "gruppo.modalities.text",
-    "from_pretrained": "gruppo.modalities.text",
-    "from_transformers": "gruppo.modalities.text",
-    "from_module": "gruppo.modalities.text",
-    "DenoiserPolicy": "gruppo.modalities.diffusion",
-    "DiffusionSampling": "gruppo.modalities.diffusion",
-    "load_denoiser": "gruppo.modalities.diffusion",
-    "load_diffusers": "gruppo.modalities.diffusion",
-    "RestorationPolicy": "gruppo.modalities.restoration",
-    "open_restorer": "gruppo.modalities.restoration",
-    "load_restorer": "gruppo.modalities.restoration",
-    "Environment": "gruppo.environments",
-    "converse": "gruppo.environments",
-    **dict.fromkeys(("Gaussian", "Likelihood", "MicroBatch", "Prompt"), "gruppo.types"),
-    "Request": "gruppo.types",
-    "Rollouts": "gruppo.types",
-    "Sampling": "gruppo.types",
-    "GruppoError": "gruppo.types",
-    "check_policy": "gruppo.testing",
-    "check_reward": "gruppo.testing",
-    "check_engine": "gruppo.testing",
+_NAMES = {
+    "gruppo.api": "train resume",
+    "gruppo.trainer.loop": "Stopped",
+    "gruppo.inference": "load_policy",
+    "gruppo.config.schema": "Config EvaluationConfig OptimConfig RolloutConfig SavingConfig Stage",
+    "gruppo.protocols": "Policy Modality",
+    "gruppo.data.source": "IndexedSource",
+    "gruppo.core.objective": "Objective PRESETS",
+    "gruppo.losses": "GRPOLoss PPOLoss compute_gae",
+    "gruppo.modalities.text": "TextPolicy from_pretrained from_transformers from_module",
+    "gruppo.modalities.diffusion": "DenoiserPolicy DiffusionSampling load_denoiser load_diffusers",
+    "gruppo.modalities.restoration": "RestorationPolicy open_restorer load_restorer",
+    "gruppo.environments": "Environment converse",
+    "gruppo.types": "Gaussian Likelihood MicroBatch Prompt Request Rollouts Sampling GruppoError",
+    "gruppo.testing": "check_policy check_reward check_engine",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *_HOMES]
 

@@ -18,7 +18,7 @@ from gruppo.types import GruppoError
 
 
 class RunDuringImport(GruppoError):
-    """A file that is imported for what it defines started a run."""
+    """A file that is imported for an object in it starts a run."""
 
 
 _depth = 0
@@ -46,7 +46,13 @@ def load_object(spec: str) -> Any:
             ) from error
     if name in vars(module):
         return vars(module)[name]
-    names = public_names(module)
+    names = [
+        public
+        for public, value in vars(module).items()
+        if not public.startswith("_")
+        and not isinstance(value, ModuleType)
+        and getattr(value, "__module__", module.__name__) == module.__name__
+    ]
     has = ", ".join(names) or "nothing public"
     raise GruppoError(f"{place} has no {name!r}; it has: {has}.{did_you_mean(name, names, prefix=f'{place}:')}")
 
@@ -54,17 +60,6 @@ def load_object(spec: str) -> Any:
 def is_file_name(place: str) -> bool:
     """Whether a name is that of a file and not of a module."""
     return place.endswith(".py") or "/" in place or "\\" in place
-
-
-def public_names(module: ModuleType) -> list[str]:
-    """Public names that a module defines itself, in order."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and not isinstance(value, ModuleType)
-        and getattr(value, "__module__", module.__name__) == module.__name__
-    ]
 
 
 def load_file(path: Path) -> ModuleType:

@@ -55,7 +55,9 @@ class TimedCall:
     future: Future | None = None
     """The coroutine that the call waits for."""
 
-    def run(self) -> None:
+    def run(self, device: int | None = None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # the current device is per thread, and a new thread starts at 0
         _current.call = self
         try:
             with torch.no_grad():
@@ -99,16 +101,10 @@ def start_call(fn: Callable[[], Any], on_done: Callable[[], None] = lambda: None
     call = TimedCall(fn, on_done)
     if inline:
         call.run()
-        return call
-    context = contextvars.copy_context()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def body() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)  # the current device is per thread, and a new thread starts at 0
-        context.run(call.run)
-
-    threading.Thread(target=body, name="gruppo-reward", daemon=True).start()
+    else:
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        run = contextvars.copy_context().run
+        threading.Thread(target=run, args=(call.run, device), name="gruppo-reward", daemon=True).start()
     return call
 
 

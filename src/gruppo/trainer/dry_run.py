@@ -1,7 +1,8 @@
-"""What a run would do, in words; nothing is trained."""
+"""Description of a run for ``gruppo explain``; nothing is trained."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from gruppo.config.options import flag
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, stage_path
 from gruppo.core.describe import describe_objective, objective_warnings
-from gruppo.core.schedules import parse_schedule
 from gruppo.protocols import peek
 from gruppo.trainer import dynamic_sampling, references
 from gruppo.trainer.demonstrations import take_demonstrations
@@ -20,7 +20,7 @@ from gruppo.trainer.run import Run
 from gruppo.types import Request
 
 PROMPTS_READ = 32
-"""Prompts whose lengths stand for all."""
+"""Prompts whose lengths are measured."""
 
 
 def explain(run: Run) -> list[str]:
@@ -58,7 +58,7 @@ def _objective(run: Run) -> list[str]:
 
 
 def _stages(config: Config) -> list[str]:
-    """The stages and what each changes; nothing for one stage of constants."""
+    """The stages and the values that each sets; nothing for a single stage of constants."""
     if len(config.plan) == 1 and not any(isinstance(getattr(config.stage, name), str) for name in SCHEDULED):
         return []
     lines = ["STAGES"]
@@ -72,18 +72,11 @@ def _stages(config: Config) -> list[str]:
             name if value is True else f"{name}={value if isinstance(value, str) else f'{value:g}'}"
             for name, value in values.items()
         )
-        samples = any(_reaches(config, index, name) for name in ("rl_coef", "kl_coef", "entropy_coef"))
+        samples = learns_from_samples(replace(config, stages=(stage,)))
         where = flag(stage_path(config, index))
         nothing = "" if samples else "; samples nothing"
         lines.append(f"  {where:<11} {stage.name or '(no name)':<12}{steps}{until}: {sets}{nothing}")
     return [*lines, ""]
-
-
-def _reaches(config: Config, index: int, name: str) -> bool:
-    """Whether a coefficient of a stage is above 0 in some step."""
-    return any(
-        v > 0 for v in parse_schedule(getattr(config.plan[index], name), f"{stage_path(config, index)}.{name}").values
-    )
 
 
 def _work(run: Run) -> list[str]:
@@ -93,7 +86,7 @@ def _work(run: Run) -> list[str]:
     lines = lines if learns_from_samples(config) else []
     lines += [f"  {line}" for line in policy.describe(config, run.sampling, peek(run.source, PROMPTS_READ), size)]
     if run.demos is not None:
-        stages = [n for n in range(len(config.plan)) if _reaches(config, n, "sup_coef")]
+        stages = [n for n, stage in enumerate(config.plan) if highest(replace(config, stages=(stage,)), "sup_coef") > 0]
         where = ", ".join(flag(stage_path(config, n)) for n in stages)
         lines.append(f"  supervised  {config.supervised.batch} demonstrations per step, in {where}")
     if base := policy.frozen_base():
@@ -102,7 +95,17 @@ def _work(run: Run) -> list[str]:
             f"  adapter     {trained:,} trained weights on a frozen base of {sum(map(torch.numel, base.values())):,}"
         )
     if run.reference is not None:
-        lines.append(f"  reference   {_reference(run)}")
+        chosen = config.reference
+        where = "" if base else f", on {'the device' if chosen.place == 'device' else chosen.place}"
+        if chosen.is_mixed:
+            source = "a second adapter" if base else "a copy"
+            source += f" that follows the policy: {chosen.update_rate:g} policy + {1 - chosen.update_rate:g} reference "
+            source += f"after every {chosen.update_every} steps"
+        else:
+            source = "the base, with the adapter off" if base else "a copy of the first weights"
+            if renewed := [run.stage_schedule.names[n] for n, stage in enumerate(config.plan) if stage.new_reference]:
+                source += f", renewed as {' and '.join(renewed)} begins"
+        lines.append(f"  reference   {source}{where}")
     if run.environment is not None:
         lines.append(
             f"  environment {run.environment.name}: up to {config.environment.turns} answers per row, replies of up to "
@@ -117,20 +120,8 @@ def _work(run: Run) -> list[str]:
     return ["WORK", *lines]
 
 
-def _reference(run: Run) -> str:
-    chosen, has_base = run.config.reference, bool(run.policy.frozen_base())
-    where = "" if has_base else f", on {'the device' if chosen.place == 'device' else chosen.place}"
-    if not chosen.is_mixed:
-        renewed = [run.stage_schedule.names[n] for n, stage in enumerate(run.config.plan) if stage.new_reference]
-        then = f", renewed as {' and '.join(renewed)} begins" if renewed else ""
-        return f"the base, with the adapter off{then}" if has_base else f"a copy of the first weights{then}{where}"
-    rate, every = chosen.update_rate, chosen.update_every
-    mixed = f"{rate:g} policy + {1 - rate:g} reference after every {every} steps"
-    return f"{'a second adapter' if has_base else 'a copy'} that follows the policy: {mixed}{where}"
-
-
 def _memory(run: Run) -> list[str]:
-    """Weights, gradients, optimizer state and what the policy knows of a step, in bytes."""
+    """Estimated bytes of weights, gradients, optimizer state, and of a step as the policy estimates them."""
     policy, width = run.policy, 2 if run.policy.compute_dtype == torch.bfloat16 else 4
     trained, base = sum(p.numel() for p in run.parameters), policy.frozen_base()
     own = sum(p.numel() for p in policy.module.parameters() if p.requires_grad or not base)
