@@ -69,26 +69,30 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
     policy = load_policy(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
     run, _ = build(policy.modality.without_training_options(config), Parts(policy))
-    if isinstance(run.source, WithReference):
-        # by now compared with the trained policy: rewards compared with the policy that the run began with, or with its
-        # reference as it was last saved
-        if first.model == IN_MEMORY:
-            raise GruppoError(
-                f"the rewards of {path} are measured against the policy that it began with, a Python object which no "
-                "file holds. Train with rewards that have delta=none, or against=target."
-            )
-        first_policy, _ = find_modality(first.model).open(first, run.source)
-        saved = checkpoint.load_latest(path / "checkpoints")
-        for name, parameter in first_policy.module.named_parameters():
-            if saved is not None and name in saved.reference:
-                parameter.data.copy_(saved.reference[name])
-        run.source = with_reference(run.source.source, first_policy, None)
+    if isinstance(run.source, WithReference):  # by now compared with the trained policy
+        run.source = with_saved_reference(path, first, run.source)
     if not (held := held_out(run, prompts)):
         raise DataError(
             f"the data of {path} have no held-out prompts to evaluate on. Train with "
             "--prompts.held-out-fraction above 0."
         )
     return evaluate(run, held)
+
+
+def with_saved_reference(path: Path, config: Config, source: WithReference) -> WithReference:
+    """Return the data with the images that a run's rewards compared with: those of its reference as last saved, or of
+    the policy that it began with."""
+    if config.model == IN_MEMORY:
+        raise GruppoError(
+            f"the rewards of {path} are measured against the policy that it began with, a Python object which no file "
+            "holds. Train with rewards that have delta=none, or against=target."
+        )
+    policy, _ = find_modality(config.model).open(config, source)
+    saved = checkpoint.load_latest(path / "checkpoints")
+    for name, parameter in policy.module.named_parameters():
+        if saved is not None and name in saved.reference:
+            parameter.data.copy_(saved.reference[name])
+    return with_reference(source.source, policy, None)
 
 
 def evaluation_sheet(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:

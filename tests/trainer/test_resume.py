@@ -55,7 +55,7 @@ def same_data(folder: Path, kind: dict, whole) -> dict:
 
 @pytest.mark.silent_bug(33)
 @KINDS
-@pytest.mark.parametrize("calls_before", [1, 4, 9, 13])
+@pytest.mark.parametrize("calls_before", [1, 9])
 def test_2n_steps_are_n_steps_a_stop_and_n_steps(tmp_path, kind, whole, calls_before):
     config = same_data(tmp_path, kind, whole)
     reward = Signalling(calls_before + 1)
@@ -72,9 +72,8 @@ def test_2n_steps_are_n_steps_a_stop_and_n_steps(tmp_path, kind, whole, calls_be
 
 
 @pytest.mark.silent_bug(33)
-@KINDS
-def test_sigterm_at_random_moments_exits_75_and_resumes_to_the_bit(tmp_path, kind, whole):
-    config = same_data(tmp_path, kind, whole)
+def test_sigterm_at_random_moments_exits_75_and_resumes_to_the_bit(tmp_path, whole):
+    config = same_data(tmp_path, SIMPLE, whole)
     chance, codes, run = random.Random(5), [], tmp_path / "runs/run"
     while 0 not in codes:
         child = processes.start(begin_or_go_on, config, folder=tmp_path / "child")
@@ -87,13 +86,12 @@ def test_sigterm_at_random_moments_exits_75_and_resumes_to_the_bit(tmp_path, kin
         assert codes[-1] in (0, 75), child.err
         assert "Traceback" not in child.err
     assert codes.count(75) >= 2
-    assert_same(run, whole(kind))
+    assert_same(run, whole(SIMPLE))
 
 
 @pytest.mark.silent_bug(33)
-@KINDS
-def test_sigkill_at_random_moments_resumes_to_the_bit(tmp_path, kind, whole):
-    config = same_data(tmp_path, kind, whole)
+def test_sigkill_at_random_moments_resumes_to_the_bit(tmp_path, whole):
+    config = same_data(tmp_path, FULL, whole)
     chance, codes, run = random.Random(6), [], tmp_path / "runs/run"
     while 0 not in codes:
         child = processes.start(begin_or_go_on, config, folder=tmp_path / "child")
@@ -105,7 +103,7 @@ def test_sigkill_at_random_moments_resumes_to_the_bit(tmp_path, kind, whole):
         codes.append(child.wait())
         assert codes[-1] in (0, -signal.SIGKILL), child.err
     assert codes.count(-signal.SIGKILL) >= 3
-    assert_same(run, whole(kind))
+    assert_same(run, whole(FULL))
     assert not [path for path in run.rglob(".*") if path.name != ".lock"]
 
 
@@ -274,7 +272,7 @@ def test_parts_in_memory_are_asked_for_by_name_and_resume_to_the_bit(tmp_path):
     def parts():
         return {"model": from_pretrained(tiny.model(), compute="float32"), "data": tiny.rows()}
 
-    settings = dataclasses.asdict(config_in(tmp_path, SIMPLE, stage__kl_coef=0.1))
+    settings = dataclasses.asdict(config_in(tmp_path, SIMPLE, stage__kl_coef=0.1, steps=6))
     config = serialization.from_dict(settings)
 
     def train(name, reward):
