@@ -14,7 +14,7 @@ from gruppo.engines import LocalEngine
 from gruppo.environments import ConversationEngine, Environment, completion_lengths, converse, environment_failures
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.text import from_module, from_pretrained
-from gruppo.modalities.text.chat import TransformersChat
+from gruppo.modalities.text.chat import Chat
 from gruppo.modalities.text.generation import cut_at_stop
 from gruppo.rewards import RewardSet
 from gruppo.testing import check_engine
@@ -228,7 +228,7 @@ ONE, TWO, THREE = ([{"role": r, "content": c}] for r, c in (("user", "one"), ("a
 def test_the_tail_of_a_conversation_has_the_tokens_that_it_has_within_it(template, style):
     """A space before the end token, and one that the tokenizer puts before a text that is alone."""
     tokenizer = sentencepiece(template, style)
-    chat = TransformersChat(tokenizer, [tokenizer.eos_token_id])
+    chat = Chat(tokenizer, [tokenizer.eos_token_id])
     tokens = tokenizer.convert_ids_to_tokens
     whole = tokens(tokenizer.apply_chat_template([*ONE, *TWO, *THREE], return_dict=False))
     after = whole.index("</s>") + 1

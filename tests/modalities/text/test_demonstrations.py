@@ -12,7 +12,7 @@ from tests.fakes import HUGGING_FACE, ByteTokenizer, Says, bpe_tokenizer, llama,
 
 from gruppo.core.weights import loss_weights
 from gruppo.modalities.text import from_module
-from gruppo.modalities.text.chat import PlainChat, TransformersChat
+from gruppo.modalities.text.chat import Chat
 from gruppo.modalities.text.demonstrations import answer_ids, target_text
 from gruppo.types import GruppoError, Prompt, Request, Sampling
 
@@ -20,13 +20,13 @@ USER = {"role": "user", "content": "abc"}
 END = bpe_tokenizer().eos_token_id
 
 
-def chat(template: str | None = None) -> TransformersChat:
+def chat(template: str | None = None) -> Chat:
     tokenizer = bpe_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
-    return TransformersChat(tokenizer, [END])
+    return Chat(tokenizer, [END])
 
 
-def said(of: TransformersChat, inputs: Any, text: str) -> str:
+def said(of: Chat, inputs: Any, text: str) -> str:
     return of.text_with_specials(answer_ids(of, inputs, text))
 
 
@@ -73,14 +73,14 @@ def test_a_template_that_begins_the_answer_for_the_policy_does_not_begin_it_twic
 
 def test_the_end_is_the_tokenizers_own_where_a_model_names_others_first():
     tokenizer = bpe_tokenizer()
-    several = TransformersChat(tokenizer, [tokenizer.convert_tokens_to_ids("!"), END])
+    several = Chat(tokenizer, [tokenizer.convert_tokens_to_ids("!"), END])
     assert answer_ids(several, "a", "12")[-1] == END
-    without = TransformersChat(tokenizer, [tokenizer.convert_tokens_to_ids("!")])
+    without = Chat(tokenizer, [tokenizer.convert_tokens_to_ids("!")])
     assert answer_ids(without, "a", "12")[-1] == tokenizer.convert_tokens_to_ids("!")
 
 
 def test_a_tokenizer_of_ones_own_writes_text_and_the_end():
-    own = PlainChat(ByteTokenizer(), [256], render=lambda messages: [1])
+    own = Chat(ByteTokenizer(), [256], is_plain=True, render=lambda messages: [1])
     assert answer_ids(own, "a", "bc") == answer_ids(own, [USER], "bc") == [98, 99, 256]
 
 

@@ -91,10 +91,10 @@ def test_a_stop_text_may_be_a_special_token():
 
 
 def from_transformers_chat(module, tokenizer):
-    from gruppo.modalities.text.chat import TransformersChat
+    from gruppo.modalities.text.chat import Chat
 
     policy = from_module(module, tokenizer, eos_ids=[tokenizer.eos_token_id])
-    policy.chat = TransformersChat(tokenizer, [tokenizer.eos_token_id])
+    policy.chat = Chat(tokenizer, [tokenizer.eos_token_id])
     return policy
 
 

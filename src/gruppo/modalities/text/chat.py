@@ -1,12 +1,16 @@
-"""Prompts to token ids, and sampled ids to completions. Sampled text is never tokenised again."""
+"""Prompts to token ids, and sampled ids to completions. Sampled text is never tokenized again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gruppo.types import DataError
+
+_GREETING = {"role": "user", "content": "Hello."}
+_PLACEHOLDER = "gruppo5spoke5here"
+"""Stands for the assistant's turn where only the text that a template writes behind it is needed."""
 
 
 def as_completion(text: str, inputs: Any) -> Any:
@@ -14,22 +18,27 @@ def as_completion(text: str, inputs: Any) -> Any:
     return text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]
 
 
-_GREETING = {"role": "user", "content": "Hello."}
-_PLACEHOLDER = "gruppo5spoke5here"
-"""Stands for the assistant's turn where only the text that a template writes behind it is needed."""
+class Chat:
+    """A tokenizer and its way of writing conversations.
 
+    A Hugging Face tokenizer with its chat template, without empty system messages that the template refuses; or, with
+    ``is_plain``, one with ``encode(text) -> ids`` and ``decode(ids) -> text``, and ``render(messages) -> ids``.
+    """
 
-class TransformersChat:
-    """A Hugging Face tokenizer and its chat template. Empty system messages that the template refuses are left out."""
-
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        self.eos_ids = tuple(eos_ids)
-        end = tokenizer.eos_token_id
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        *,
+        is_plain: bool = False,
+        render: Callable[[Sequence[Any]], list[int]] | None = None,
+    ) -> None:
+        self.tokenizer, self.eos_ids, self.is_plain, self.render = tokenizer, tuple(eos_ids), is_plain, render
+        end = None if is_plain else tokenizer.eos_token_id
         self.closing = [end] if end in self.eos_ids else list(self.eos_ids[:1])
         """The end token that closes a completion where the conversation does not say which; empty if there is none."""
         self._drops_empty_system = False
-        if self.can_chat:
+        if self.can_chat and not is_plain:
             try:
                 self._drops_empty_system = not self._encode_messages([{"role": "system", "content": ""}, _GREETING])
             except Exception:  # a template may fail in any way; the error is raised when a conversation needs it
@@ -38,37 +47,42 @@ class TransformersChat:
     @property
     def can_chat(self) -> bool:
         """Whether conversations can be encoded."""
-        return bool(self.tokenizer.chat_template)
-
-    @property
-    def vocabulary(self) -> Mapping[str, int] | None:
-        return self.tokenizer.get_vocab()
+        return self.render is not None if self.is_plain else bool(self.tokenizer.chat_template)
 
     def encode(self, inputs: Any) -> list[int]:
         """Ids of a string, or of messages up to where the assistant answers."""
         if isinstance(inputs, str):
-            return _check_tokens(list(self.tokenizer(inputs)["input_ids"]), inputs)
-        if not self.can_chat:
+            ids = list(self.tokenizer.encode(inputs))
+        elif self.can_chat:
+            ids = self._encode_messages(inputs)
+        else:
             raise DataError(
-                "the prompt is a conversation, but this tokenizer has no chat template. Use a chat model, give prompts "
-                "as plain strings, or set tokenizer.chat_template."
+                "the prompt is a conversation, but this policy was built without render. Pass render=messages_to_ids "
+                "to from_module, or give prompts as plain strings."
+                if self.is_plain
+                else "the prompt is a conversation, but this tokenizer has no chat template. Use a chat model, give "
+                "prompts as plain strings, or set tokenizer.chat_template."
             )
-        return _check_tokens(self._encode_messages(self._accepted(inputs)), inputs)
+        if not ids:
+            raise DataError(f"the prompt {inputs!r} has no tokens; a model needs at least one to answer.")
+        return ids
 
     def encode_answered(self, inputs: Any, text: str) -> list[int]:
         """Ids of the prompt with an answer, encoded together; empty if that is impossible."""
         if isinstance(inputs, str):
-            return list(self.tokenizer(inputs + text)["input_ids"])
-        messages = self._accepted(inputs)
-        begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+            return list(self.tokenizer.encode(inputs + text))
+        if self.is_plain:
+            return []
+        begun = inputs[-1]["content"] if inputs[-1]["role"] == "assistant" else ""
+        before = inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs
         try:
-            return self._encode_messages([*messages, {"role": "assistant", "content": begun + text}], is_whole=True)
+            return self._encode_messages([*before, {"role": "assistant", "content": begun + text}], is_whole=True)
         except DataError:
             return []
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a text between others, without tokens of a beginning or end."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer.encode(text, **({} if self.is_plain else {"add_special_tokens": False})))
 
     def encode_reply(self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool) -> list[int]:
         """Ids from where the assistant ended to where it answers again, with a reply between: a text or messages.
@@ -77,11 +91,20 @@ class TransformersChat:
         its last token was an end token, which is then not written again.
         """
         if isinstance(reply, str):
-            return self._encode_between(reply)
-        before = self._accepted(inputs)
-        before = before[:-1] if before[-1]["role"] == "assistant" else before  # an answer begun there is in completion
-        answer = {"role": "assistant", "content": _PLACEHOLDER}
-        messages = [*before, *completion[:-1], answer, *reply]
+            return self.encode_text(reply) if self.is_plain else self._encode_between(reply)
+        if self.is_plain:
+            begun = self._encode_messages([*inputs, *completion[:-1]]) + self.encode_text(completion[-1]["content"])
+            whole = self._encode_messages([*inputs, *completion, *reply])
+            if whole[: len(begun)] != begun:
+                raise DataError(
+                    "render writes the beginning of a longer conversation differently, so no reply can be added to the "
+                    "sampled tokens. Let render(messages) begin with render(messages before the answer) and the "
+                    "answer's ids, or give prompts as plain strings."
+                )
+            ids = whole[len(begun) :]
+            return ids[1:] if is_closed and ids and ids[0] in self.eos_ids else ids
+        before = inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs  # an answer begun there is in completion
+        messages = [*before, *completion[:-1], {"role": "assistant", "content": _PLACEHOLDER}, *reply]
         text = self._apply_template(messages, tokenize=False, add_generation_prompt=True)
         _, found, tail = text.rpartition(_PLACEHOLDER)
         if not found:
@@ -107,15 +130,10 @@ class TransformersChat:
                 return whole[len(before) :]
         return self.encode_text(text)
 
-    def _accepted(self, inputs: Any) -> list[Any]:
-        """The messages, without an empty system message that the template refuses."""
-        messages = list(inputs)
-        if self._drops_empty_system and (messages[0]["role"], messages[0]["content"]) == ("system", ""):
-            return messages[1:] or messages
-        return messages
-
-    def _encode_messages(self, messages: list[Any], *, is_whole: bool = False) -> list[int]:
+    def _encode_messages(self, messages: Sequence[Any], *, is_whole: bool = False) -> list[int]:
         """Ids up to where the assistant answers or continues; with ``is_whole``, up to the end of its last turn."""
+        if self.render is not None:
+            return list(self.render(messages))
         continues = messages[-1]["role"] == "assistant" and not is_whole
         ids = self._apply_template(
             messages,
@@ -126,9 +144,12 @@ class TransformersChat:
         )
         return list(ids)
 
-    def _apply_template(self, messages: list[Any], **options: Any) -> Any:
+    def _apply_template(self, messages: Sequence[Any], **options: Any) -> Any:
         from jinja2 import TemplateError
 
+        messages = list(messages)
+        if self._drops_empty_system and (messages[0]["role"], messages[0]["content"]) == ("system", ""):
+            messages = messages[1:] or messages
         try:
             return self.tokenizer.apply_chat_template(messages, **options)
         except TemplateError as error:
@@ -140,78 +161,14 @@ class TransformersChat:
 
     def text(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without special tokens and end tokens."""
-        return self.tokenizer.decode([i for i in ids if i not in self.eos_ids], skip_special_tokens=True)
+        options = {} if self.is_plain else {"skip_special_tokens": True}
+        return self.tokenizer.decode([i for i in ids if i not in self.eos_ids], **options)
 
     def text_with_specials(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    def save(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
-
-
-class PlainChat:
-    """A tokenizer with ``encode(text) -> ids`` and ``decode(ids) -> text``; ``render(messages) -> ids`` for chats."""
-
-    vocabulary: Mapping[str, int] | None = None
-    """Unknown."""
-
-    def __init__(
-        self, tokenizer: Any, eos_ids: Sequence[int], render: Callable[[Sequence[Any]], list[int]] | None = None
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.eos_ids = tuple(eos_ids)
-        self.closing = list(self.eos_ids[:1])
-        self.render = render
-        self.can_chat = render is not None
-
-    def encode(self, inputs: Any) -> list[int]:
-        if isinstance(inputs, str):
-            return _check_tokens(list(self.tokenizer.encode(inputs)), inputs)
-        if self.render is None:
-            raise DataError(
-                "the prompt is a conversation, but this policy was built without render. Pass render=messages_to_ids "
-                "to from_module, or give prompts as plain strings."
-            )
-        return _check_tokens(list(self.render(inputs)), inputs)
-
-    def encode_answered(self, inputs: Any, text: str) -> list[int]:
-        return list(self.tokenizer.encode(inputs + text)) if isinstance(inputs, str) else []
-
-    def encode_text(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text))
-
-    def encode_reply(self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool) -> list[int]:
-        if isinstance(reply, str):
-            return self.encode_text(reply)
-        assert self.render is not None  # it wrote the prompt
-        begun = list(self.render([*inputs, *completion[:-1]]))
-        begun += self.encode_text(completion[-1]["content"])
-        whole = list(self.render([*inputs, *completion, *reply]))
-        if whole[: len(begun)] != begun:
-            raise DataError(
-                "render writes the beginning of a longer conversation differently, so no reply can be added to the "
-                "sampled tokens. Let render(messages) begin with render(messages before the answer) and the answer's "
-                "ids, or give prompts as plain strings."
-            )
-        ids = whole[len(begun) :]
-        return ids[1:] if is_closed and ids and ids[0] in self.eos_ids else ids
-
-    def text(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode([i for i in ids if i not in self.eos_ids])
-
-    def text_with_specials(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids))
 
     def save(self, folder: Path) -> None:
-        """Write nothing: the tokenizer is saved by its owner."""
-
-
-Chat = TransformersChat | PlainChat
-"""A tokenizer and its way of writing conversations."""
-
-
-def _check_tokens(ids: list[int], inputs: Any) -> list[int]:
-    if not ids:
-        raise DataError(f"the prompt {inputs!r} has no tokens; a model needs at least one to answer.")
-    return ids
+        """Save a Hugging Face tokenizer; another one is saved by its owner."""
+        if not self.is_plain:
+            self.tokenizer.save_pretrained(folder)

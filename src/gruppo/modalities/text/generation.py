@@ -102,7 +102,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class _Turn:
+class Turn:
     """The next turn of one row."""
 
     row: int
@@ -115,22 +115,15 @@ class _Turn:
     """Tokens that the policy may still sample."""
 
 
-def continue_rollouts(
-    policy: TextPolicy,
-    rollouts: Rollouts,
-    replies: Mapping[int, Any],
-    sampling: Sampling,
-    *,
-    seed: int,
-    max_reply_tokens: int,
-    max_rows: int,
-) -> Rollouts:
-    """Append to each row in ``replies`` its reply, with mask False, and a sampled turn of the policy.
+def next_turns(
+    policy: TextPolicy, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Sampling, max_reply_tokens: int
+) -> tuple[Rollouts, list[Turn]]:
+    """Encode the reply to each row, and return the turns that can be sampled.
 
     A row without space for another token ends as "length", one whose reply cannot be encoded as "error"; both stay as
-    they are. Histories are read again each turn, the prompt of a group once.
+    they are.
     """
-    turns: list[_Turn] = []
+    turns: list[Turn] = []
     finish, failures = list(rollouts.finish), list(rollouts.per_row["environment_failure"])
     for row, reply in sorted(replies.items()):
         group = int(rollouts.group_ids[row])
@@ -149,14 +142,11 @@ def continue_rollouts(
             before = len(rollouts.shared["prompt_ids"][group]) + len(prefix) + len(added)
             limit = min(limit, policy.context - before)
         if limit > 0:
-            turns.append(_Turn(row, reply, prefix, added, limit))
+            turns.append(Turn(row, reply, prefix, added, limit))
         else:
             finish[row] = "length"
     per_row = {**rollouts.per_row, "environment_failure": tuple(failures)}
-    rollouts = replace(rollouts, finish=tuple(finish), per_row=per_row)
-    for start in range(0, len(turns), max_rows):
-        rollouts = _extend(policy, rollouts, turns[start : start + max_rows], sampling, seed)
-    return rollouts
+    return replace(rollouts, finish=tuple(finish), per_row=per_row), turns
 
 
 def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
@@ -174,10 +164,13 @@ def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
     return messages
 
 
-def _extend(policy: TextPolicy, rollouts: Rollouts, turns: Sequence[_Turn], sampling: Sampling, seed: int) -> Rollouts:
-    """Append the replies of some rows, and sample their next turns.
+def append_turns(
+    policy: TextPolicy, rollouts: Rollouts, turns: Sequence[Turn], sampling: Sampling, seed: int
+) -> Rollouts:
+    """Append to each of these rows its reply, with mask False, and a sampled turn of the policy.
 
-    Randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before.
+    Randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before. Histories are read
+    again each turn, the prompt of a group once.
     """
     limits = torch.tensor([turn.limit for turn in turns])
     uniforms = torch.zeros(len(turns), int(limits.max()), dtype=torch.float64)

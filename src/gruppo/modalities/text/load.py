@@ -17,7 +17,7 @@ from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_o
 from gruppo.modalities.common.lora import cast_base, has_adapter
 from gruppo.modalities.text.backbones import Backbone, probe
 from gruppo.modalities.text.bundled import BUNDLED
-from gruppo.modalities.text.chat import PlainChat, TransformersChat
+from gruppo.modalities.text.chat import Chat
 from gruppo.modalities.text.custom import is_custom, names_function, open_custom
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.modalities.text.precision import faster_dtype
@@ -176,7 +176,7 @@ def from_transformers(
     return TextPolicy(
         module,
         backbone,
-        TransformersChat(tokenizer, tuple(dict.fromkeys(i for i in ends if i is not None))),
+        Chat(tokenizer, tuple(dict.fromkeys(i for i in ends if i is not None))),
         context=getattr(module.config.get_text_config(), "max_position_embeddings", None),
         compute_dtype=dtype,
         chunk=chunk,
@@ -231,7 +231,7 @@ def from_module(
             parameter.data = parameter.data.float()
     widths = [parameter.shape[-1] for parameter in module.parameters() if parameter.dim() == 2]
     dtype = _compute_dtype(compute, max(widths, default=64), module)
-    chat = PlainChat(tokenizer, eos_ids, render)
+    chat = Chat(tokenizer, eos_ids, is_plain=True, render=render)
     return TextPolicy(module, Backbone(module, is_plain=True), chat, context=context, compute_dtype=dtype, chunk=chunk)
 
 

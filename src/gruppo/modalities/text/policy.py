@@ -8,23 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
 from gruppo.modalities.common.critic import module_weights
 from gruppo.modalities.common.lora import base_of, base_weights, has_adapter
-from gruppo.modalities.text import generation
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, as_completion
-from gruppo.modalities.text.demonstrations import check_demonstration, demonstration_rollouts
-from gruppo.modalities.text.generation import cut_at_stop, generate
+from gruppo.modalities.text.demonstrations import answer_ids, target_text
+from gruppo.modalities.text.generation import Generated, append_turns, cut_at_stop, generate, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
 from gruppo.modalities.text.precision import ComputeCopy
 from gruppo.protocols import Outputs, Policy
 from gruppo.seeds import uniforms_at
-from gruppo.types import GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
+from gruppo.types import Finish, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
 
 BATCH_ROWS = 128
 """Rows decoded together. Groups are not split; a larger group is a batch of its own."""
@@ -201,41 +200,12 @@ class TextPolicy(Policy):
         with torch.no_grad():
             decoding = self.backbone.start(prompts, owners.to(self.device))
             generated = generate(decoding, uniforms, sampling, self.chat)
-        columns = max(int(generated.lengths.max()), 1)
-        mask = torch.arange(columns) < generated.lengths[:, None]
-        rows = len(owners)
-        completions = []
-        for row, owner in enumerate(owners.tolist()):
-            ids = generated.tokens[row, mask[row].nonzero()[:, 0]].tolist()
-            completions.append(
-                as_completion(cut_at_stop(self.chat.text(ids), sampling.stop), requests[owner].prompt.inputs)
-            )
-        return Rollouts(
-            prompts=tuple(r.prompt for r in requests),
-            group_ids=owners,
-            actions=generated.tokens[:, :columns],
-            mask=mask,
-            lengths=generated.lengths,
-            completions=tuple(completions),
-            sampler_logprobs=torch.where(mask, generated.logprobs[:, :columns], 0),
-            policy_version=torch.zeros(rows, columns, dtype=torch.long),
-            temperature=torch.full((rows,), float(sampling.temperature)),
-            finish=generated.finish,
-            shared={"prompt_ids": tuple(prompt.cpu() for prompt in prompts)},
-            per_row={
-                "top_k": torch.full((rows,), sampling.top_k),
-                "top_p": torch.full((rows,), sampling.top_p, dtype=torch.float64),
-            },
-        )
+        ids = [row[:length].tolist() for row, length in zip(generated.tokens, generated.lengths, strict=True)]
+        texts = [cut_at_stop(self.chat.text(row), sampling.stop) for row in ids]
+        return _rollouts([r.prompt for r in requests], owners, prompts, generated, texts, sampling)
 
     def continue_rollouts(
-        self,
-        rollouts: Rollouts,
-        replies: Mapping[int, Any],
-        sampling: Sampling,
-        *,
-        seed: int,
-        max_reply_tokens: int = 256,
+        self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, *, seed: int, max_reply_tokens: int = 256
     ) -> Rollouts:
         """Append replies (a text or messages, by row) and a further turn of the policy; other rows stay as they are.
 
@@ -244,9 +214,10 @@ class TextPolicy(Policy):
         the row's number in its group, "text", its last turn, and "environment_failure".
         """
         self.refresh()
-        return generation.continue_rollouts(
-            self, rollouts, replies, sampling, seed=seed, max_reply_tokens=max_reply_tokens, max_rows=BATCH_ROWS
-        )
+        rollouts, turns = next_turns(self, rollouts, replies, sampling, max_reply_tokens)
+        for start in range(0, len(turns), BATCH_ROWS):
+            rollouts = append_turns(self, rollouts, turns[start : start + BATCH_ROWS], sampling, seed)
+        return rollouts
 
     # --- likelihood ---
 
@@ -318,14 +289,66 @@ class TextPolicy(Policy):
     # --- demonstrations ---
 
     def check_demonstration(self, prompt: Prompt) -> str | None:
-        return check_demonstration(self.chat, prompt, self.context)
+        try:
+            text = target_text(prompt.target)
+            if not text.strip():
+                return f"prompt {prompt.id!r} has no target to learn from: it is {prompt.target!r}. Give it one."
+            tokens = len(self.chat.encode(prompt.inputs)) + len(answer_ids(self.chat, prompt.inputs, text))
+        except GruppoError as error:
+            return f"prompt {prompt.id!r}: {error}"
+        if self.context is None or tokens <= self.context:
+            return None
+        return (
+            f"prompt {prompt.id!r} and its target have {tokens} tokens; the model's context holds {self.context}. "
+            "Shorten or remove it."
+        )
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
-        """Each prompt with its target as completion, as the policy would write and end it; nothing is sampled."""
+        """Each prompt with its target as completion, as the policy would write and end it.
+
+        There was no sampler: ``sampler_logprobs`` are 0.
+        """
         for prompt in prompts:
             if why := self.check_demonstration(prompt):
                 raise GruppoError(why)
-        return demonstration_rollouts(self.chat, prompts)
+        texts = [target_text(prompt.target) for prompt in prompts]
+        answers = [torch.tensor(answer_ids(self.chat, p.inputs, text)) for p, text in zip(prompts, texts, strict=True)]
+        actions = nn.utils.rnn.pad_sequence(answers, batch_first=True)  # [B, T]
+        lengths = torch.tensor([len(ids) for ids in answers])
+        stops: list[Finish] = ["stop"] * len(prompts)
+        rows = Generated(actions, torch.zeros(actions.shape), lengths, tuple(stops))
+        prompt_ids = [torch.tensor(self.chat.encode(prompt.inputs)) for prompt in prompts]
+        return _rollouts(prompts, torch.arange(len(prompts)), prompt_ids, rows, texts, Sampling())
+
+
+def _rollouts(
+    prompts: Sequence[Prompt],
+    owners: Int[Tensor, "B"],
+    prompt_ids: Sequence[Int[Tensor, "L"]],
+    generated: Generated,
+    texts: Sequence[str],
+    sampling: Sampling,
+) -> Rollouts:
+    """Collect rows and their texts into a batch; each row belongs to the prompt that owns it, an index."""
+    rows, columns = len(owners), max(int(generated.lengths.max()), 1)
+    mask = torch.arange(columns) < generated.lengths[:, None]
+    return Rollouts(
+        prompts=tuple(prompts),
+        group_ids=owners,
+        actions=generated.tokens[:, :columns],
+        mask=mask,
+        lengths=generated.lengths,
+        completions=tuple(as_completion(t, prompts[o].inputs) for t, o in zip(texts, owners.tolist(), strict=True)),
+        sampler_logprobs=torch.where(mask, generated.logprobs[:, :columns], 0),
+        policy_version=torch.zeros(rows, columns, dtype=torch.long),
+        temperature=torch.full((rows,), float(sampling.temperature)),
+        finish=generated.finish,
+        shared={"prompt_ids": tuple(ids.cpu() for ids in prompt_ids)},
+        per_row={
+            "top_k": torch.full((rows,), sampling.top_k),
+            "top_p": torch.full((rows,), sampling.top_p, dtype=torch.float64),
+        },
+    )
 
 
 def _scatter(values: Float[Tensor, "N"], place: tuple[Tensor, Tensor], shape: Sequence[int]) -> Float[Tensor, "b t"]:
