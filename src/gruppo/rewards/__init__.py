@@ -1,4 +1,4 @@
-"""Rewards: what scores a rollout, and the one place that owns exceptions, timeouts and weights."""
+"""Rewards of rollouts; one place handles their exceptions, timeouts and weights."""
 
 from gruppo.rewards.code import code_tests
 from gruppo.rewards.functions import FunctionReward, columns_of, step_reward

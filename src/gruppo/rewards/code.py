@@ -19,7 +19,7 @@ from gruppo.timeouts import CallError
 from gruppo.types import DataError
 
 COLUMNS = ("tests", "test_list", "input_output")
-"""Columns that tests are read from, the first that exists, unless ``column`` names another."""
+"""Columns of tests, of which the first that exists is read; ``column`` names another."""
 _FENCE = re.compile(r"(?P<prefix>[ \t>]*+)(?P<mark>`{3,}+|~{3,}+)(?P<rest>[^`]*+)")  # possessive: in linear time
 _PYTHON = {"python", "py", "python3", "{python}", "{.python}"}
 _MOST_WORKERS = 16
@@ -86,7 +86,7 @@ class CodeTests:
         log_extra: Callable[[str, Iterable[Any]], None] | None = None,
         **columns: Any,
     ) -> list[Any]:
-        """One number for each completion; None without tests; ``CallError`` where none could be found."""
+        """One score per completion; None without tests; ``CallError`` where it could not be scored."""
         programs = [program_in(text_of(completion)) for completion in completions]
         results = self._run(programs, self._read_tests(len(completions), columns))
         scores = [result if isinstance(result, ProgramScore) else None for result in results]
@@ -104,7 +104,7 @@ class CodeTests:
         ]
 
     def _read_tests(self, size: int, columns: dict[str, Any]) -> list[ProgramTests | BadTest | None]:
-        """Tests of each row. Rows of a group hold the same cell, which is read once."""
+        """Read the tests of each row. Rows of a group hold the same cell, which is read once."""
         column = self.column or next((name for name in COLUMNS if name in columns), COLUMNS[0])
         names = (column, "entry_point", "test_setup_code", "test_imports")
         known: dict[Any, ProgramTests | BadTest | None] = {}
@@ -123,7 +123,7 @@ class CodeTests:
     def _run(
         self, programs: Sequence[str], tests: Sequence[ProgramTests | BadTest | None]
     ) -> list[ProgramScore | CallError | None]:
-        """Score each row. A program that is written twice for one task, as by a policy that is sure, is run once."""
+        """Score each row. A program that occurs several times for one task is run once."""
         keys = [(program, id(test)) for program, test in zip(programs, tests, strict=True)]
         tasks = dict(zip(keys, zip(programs, tests, strict=True), strict=True))
         jails = _JailPool(self.limits)
@@ -143,7 +143,7 @@ code_tests = CodeTests  # ``CodeTests`` under the name that ``--reward`` has for
 
 
 class _JailPool:
-    """Idle interpreters, and as many as are in use at once."""
+    """Pool of jails, opened as threads need them."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits, self.opened, self._idle = limits, list[Jail](), queue.SimpleQueue[Jail]()
@@ -187,7 +187,7 @@ class _JailPool:
 
 
 def program_in(text: str) -> str:
-    """The program in a completion: the last Python block, else the last block, else the whole text."""
+    """Extract the program of a completion: the last Python block, else the last block, else the whole text."""
     blocks, opened = list[tuple[str, list[str]]](), None  # language and lines; one that is not closed goes to the end
     for line in text.splitlines():
         fence = _FENCE.fullmatch(line)
@@ -204,7 +204,7 @@ def program_in(text: str) -> str:
 
 
 def score_results(results: Sequence[CaseResult], tests: ProgramTests) -> ProgramScore:
-    """Compare each case's result with what was expected; this is the only place where both are."""
+    """Compare the result of each case with its expected output; only here do both exist."""
     failures, first = [], ""
     for number, (case, result) in enumerate(zip(tests.cases, results, strict=True), start=1):
         if case.passes(result):
@@ -221,7 +221,7 @@ def score_results(results: Sequence[CaseResult], tests: ProgramTests) -> Program
 
 
 def code_metrics(scores: Sequence[ProgramScore]) -> dict[str, float]:
-    """Shares of the programs that were run."""
+    """Shares of programs that passed, raised, timed out or were missing."""
     kinds = [{*score.failures} for score in scores]
     shares = {"code_passed_frac": sum(not failures for failures in kinds) / len(scores)}
     for kind in ("error", "timeout", "no_program"):

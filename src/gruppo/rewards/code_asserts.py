@@ -1,4 +1,4 @@
-"""Assert statements in two parts: calls of the program, which go into the jail, and what is expected, which does not.
+"""Splits assert statements into calls of the program, which run in the jail, and expected values, which stay outside.
 
 ``assert abs(f(2) - 1.41) < 0.01``: the jail evaluates ``f(2)``; 1.41, the difference and ``<`` stay outside.
 """
@@ -22,7 +22,7 @@ _MOST_ITEMS = 10_000_000
 
 
 class BadTest(Exception):
-    """A test that cannot be judged from outside, and why."""
+    """A test that cannot be judged outside the jail; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"math.{f.__name__}": f for f in (math.isclose, math.isnan, math.isinf, math.floor, math.ceil, math.sqrt)},
     **{"pytest.approx": Approx, "approx": Approx},
 }
-"""Functions that are not the program's. An expected value may call those that build plain data."""
+"""Functions that are not the program's. Expected values may call those that build plain data."""
 _EXCEPTIONS = {
     name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
 }
@@ -72,7 +72,7 @@ _OUTER = (
     *(ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.keyword, ast.Lambda),
     *(ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.comprehension),
 )
-"""What may stand around the program's calls in the jail: nothing with a place for an expected value."""
+"""Syntax allowed around the program's calls in the jail: nothing that could hold an expected value."""
 
 
 def _contains(item: Any, container: Any) -> bool:
@@ -90,7 +90,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 
 
 def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
-    """Cases of a test's text, and its imports, for the program's namespace. Raises BadTest for any other statement."""
+    """Parse a test into cases and its imports, for the program's namespace. Raises BadTest for other statements."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -128,7 +128,7 @@ def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
 
 
 def _split(node: ast.expr, sources: list[str], *, is_truth: bool = False) -> ast.expr:
-    """The part of an assert that stays outside. ``sources`` gets the expressions that the jail evaluates.
+    """Return the part of an assert that stays outside; append to ``sources`` the expressions for the jail.
 
     In the result, constants have their values, and an expression of the program's is its index in ``sources``, as a
     name. ``is_truth``: the value is taken as true or false, so that the program must not have compared anything itself.
@@ -166,7 +166,7 @@ def _split(node: ast.expr, sources: list[str], *, is_truth: bool = False) -> ast
 
 
 def _split_sides(sides: Sequence[ast.expr], sources: list[str], ops: Sequence[ast.cmpop] = ()) -> list[ast.expr]:
-    """``_split`` of values to compare. Refused where the program could make them agree, or has compared already."""
+    """Split values to compare; raise BadTest where the program could make them agree or compares them itself."""
     for pair, op in zip(pairwise(sides), ops, strict=False):
         constants = [side.value for side in pair if isinstance(side, ast.Constant)]
         if isinstance(op, (ast.Is, ast.IsNot)) and not any(c is None or isinstance(c, bool) for c in constants):
@@ -183,7 +183,7 @@ def _split_sides(sides: Sequence[ast.expr], sources: list[str], ops: Sequence[as
 
 
 def _send(node: ast.expr, sources: list[str]) -> ast.expr:
-    """The name of an expression that the jail evaluates. An expected value must not be in it."""
+    """Append an expression for the jail and return its name. It must not contain an expected value."""
     if not _mentions(node):
         raise BadTest("it calls nothing of the program")
     for part in ast.walk(node):
@@ -223,12 +223,12 @@ def _is_plain_call(node: ast.expr) -> bool:
 
 
 def _mentions(node: ast.AST) -> bool:
-    """Whether it names anything of the program's."""
+    """Whether the expression uses a name of the program."""
     return any(isinstance(part, ast.Name) and part.id not in _KNOWN for part in ast.walk(node))
 
 
 def _names(node: ast.expr) -> list[str]:
-    """Names of a type, or of a tuple of types."""
+    """Names of a type or of a tuple of types."""
     return list(map(_name, node.elts if isinstance(node, ast.Tuple) else [node]))
 
 
@@ -248,7 +248,7 @@ def _show(node: ast.AST) -> str:
 
 
 def _constant(node: ast.expr) -> ast.Constant:
-    """The value of an expression that names nothing of the program's; BadTest where it has none."""
+    """Evaluate an expression without names of the program; BadTest if that fails."""
     for part in ast.walk(node):
         if isinstance(part, (ast.BoolOp, ast.Compare, ast.Not)):
             raise BadTest(f"{_show(node)} is not understood, and calls nothing of the program")
@@ -261,7 +261,7 @@ def _constant(node: ast.expr) -> ast.Constant:
 
 
 def _evaluate(node: ast.expr, values: Sequence[Any] = ()) -> Any:
-    """The value of an expression, with ``values`` of the program's in the place of their indices."""
+    """Evaluate an expression in which index names stand for ``values`` of the program."""
     match node:
         case ast.Constant(value=value):
             return value

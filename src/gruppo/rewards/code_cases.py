@@ -1,4 +1,4 @@
-"""The tests of a row: from the forms of data sets to cases for the jail."""
+"""Reads the tests of a row, in the formats of common data sets, into cases for the jail."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ProgramTests:
 
 
 def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any = None) -> ProgramTests | None:
-    """The tests in a cell of the data; None where it holds none. BadTest for what is not understood.
+    """Read the tests in a cell of the data; None if it is empty, BadTest if it is not understood.
 
     ``entry``: the function under test, where the tests do not name it. ``setup`` and ``imports``: code for the
     program's namespace, text or a list of lines.
@@ -111,7 +111,7 @@ def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any 
 
 
 def _joined(value: Any, what: str, need: str) -> str:
-    """A text, given as such or as a list of its lines."""
+    """Join a text that may be a list of its lines."""
     lines = [value] if isinstance(value, str) else value
     if not isinstance(lines, (list, tuple)) or not all(isinstance(line, str) for line in lines):
         raise BadTest(f"{what} {value!r:.60}; {need}")
@@ -126,7 +126,7 @@ def _script(pairs: Sequence[tuple[Any, Any]]) -> ProgramTests:
 
 
 def _calls(calls: Sequence[tuple[Any, Any, Sequence[Any]]], entry: Any, setup: str) -> ProgramTests:
-    """Cases of args, kwargs and the outputs of which any is right."""
+    """Build cases from args, kwargs and the outputs of which any is right."""
     if not isinstance(entry, str) or not _PATH.fullmatch(entry):
         raise BadTest("the tests have arguments and no function; it needs a column entry_point with its name")
     cases = []
@@ -146,7 +146,7 @@ def _calls(calls: Sequence[tuple[Any, Any, Sequence[Any]]], entry: Any, setup: s
 
 
 def _source(value: Any) -> str:
-    """Python that makes a value of JSON."""
+    """Python source of a JSON value."""
     match value:
         case float() if not math.isfinite(value):
             return f"float('{value}')"

@@ -1,4 +1,4 @@
-"""How a reward is called: functions in TRL's calling convention, functions that score steps, and reward objects.
+"""Calls of rewards: functions in TRL's calling convention, functions that score steps, and reward objects.
 
 ``prepare`` binds a reward to a batch and returns a call that scores some of its rows. ``gruppo.rewards.scoring`` makes
 the calls: for all rows at once, and for single rows where that fails.
@@ -55,7 +55,7 @@ class StepScores:
 
 @dataclass
 class Answer:
-    """What one call returned and logged for its rows."""
+    """Values that one call returned and logged for its rows."""
 
     size: int
     values: Sequence[Any] = ()  # for each row a number or None, ``StepScores``, or the error that makes it a failure
@@ -70,7 +70,7 @@ class Answer:
 
 
 RowCall = Callable[[Sequence[int]], Answer]
-"""Scores the given rows. Raises whatever the reward raises, or ``CallError``."""
+"""Scores the given rows. Raises the reward's exceptions, or ``CallError``."""
 
 
 class FunctionReward:
@@ -108,7 +108,7 @@ class FunctionReward:
         self._data_columns: set[str] = set()
 
     def check(self, columns: Collection[str]) -> None:
-        """Refuse data without a column that the function requires. ``columns_of`` lists the columns of prompts."""
+        """Raise DataError if the data lack a column that the function requires; see ``columns_of``."""
         for name, is_required in self._parameters.items():
             if is_required and name not in {*self._provided, *columns}:
                 raise DataError(missing_column_message(f"reward {self.name!r}", name, columns, self._provided))
@@ -167,7 +167,7 @@ class FunctionReward:
         return call
 
     def _place(self, rollouts: Rollouts, row: int, entry: Any, steps: Sequence[TextStep]) -> Any:
-        """A row's entry, one number per step, at the actions that end the steps."""
+        """Place a row's numbers, one per step, at the actions that end the steps."""
         assert self.decode is not None
         columns = rollouts.mask[row].nonzero()[:, 0]
         text, ids = text_of(rollouts.completions[row]), rollouts.actions[row][columns].tolist()
@@ -240,7 +240,7 @@ class ObjectReward:
 
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
-    """Columns that a reward function can request: every key of ``meta``; ``answer`` and ``target`` if there are any."""
+    """Columns that a reward function can request: every key of ``meta``; ``answer``, ``target`` if a prompt has one."""
     names = set[str]()
     for prompt in prompts:
         names |= {*prompt.meta, *(("answer", "target") if prompt.target is not None else ())}
@@ -248,7 +248,7 @@ def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
 
 
 def _as_list(returned: Any, size: int) -> list[Any]:
-    """The returned values as a list; ``CallError`` unless there is one for each of ``size`` rows."""
+    """Convert the returned values to a list; ``CallError`` unless there is one per row."""
     if isinstance(returned, (Tensor, np.ndarray)) and returned.ndim != 1:
         raise CallError("count", f"returned shape {tuple(returned.shape)}; it needs one number per completion")
     if not isinstance(returned, (list, tuple, Tensor, np.ndarray)):
@@ -260,7 +260,7 @@ def _as_list(returned: Any, size: int) -> list[Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of messages, images and state, so that a function that edits them in place does not edit the rollouts."""
+    """Copy messages, images and state, so that a function that edits them in place does not edit the rollouts."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, list):
@@ -302,7 +302,7 @@ def split_steps(text: str, separator: str) -> list[TextStep]:
 def step_ends(steps: Sequence[TextStep], text: str, ids: Sequence[int], decode: Decode) -> list[int]:
     """Index of the id that completes each step; the last step ends with the last id, so it owns the end token.
 
-    The ids are the policy's own, decoded from the first on: tokenising the text again could give other ids. A character
+    The ids are the policy's own, decoded from the first on: tokenizing the text again could give other ids. A character
     of several ids is complete at its last one.
     """
     if not decode(ids).startswith(text):

@@ -1,4 +1,4 @@
-"""Frozen image classifiers as rewards, and a small one with its training."""
+"""Frozen image classifiers as rewards, and a small classifier with its training."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def classifier(
 
 @torch.no_grad()
 def log_probabilities(module: nn.Module, images: Sequence[Image], batch: int = 256) -> list[Float[Tensor, "classes"]]:
-    """Nats of each class, of each image as it would be saved; on the CPU, in float64."""
+    """Log-probabilities of all classes, in nats, for each image as it would be saved; float64 on the CPU."""
     module.eval()  # another owner may have set it to train
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     nats: list[Tensor] = []
@@ -85,7 +85,7 @@ class ImageClassifier(nn.Module):
         safetensors.torch.save_file(self.state_dict(), path)
 
     def load(self, path: Path) -> ImageClassifier:
-        """Load all weights; a file that lacks one or holds another is refused."""
+        """Load all weights; raise DataError if the file does not fit."""
         try:
             self.load_state_dict(safetensors.torch.load_file(path))
         except Exception as error:  # safetensors and torch raise various errors for files that do not fit
@@ -107,7 +107,7 @@ def train_classifier(
 ) -> nn.Module:
     """Train by AdamW on the cross-entropy, with a one-cycle learning rate; returns ``module`` in eval mode.
 
-    The order of batches and the augmentation depend on the seed alone; so do the weights, if initialised by it.
+    The order of batches and the augmentation depend on the seed alone; so do the weights, if initialized by it.
     """
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=1e-2)
     steps = epochs * -(-len(images) // batch)

@@ -68,7 +68,7 @@ def jpeg_saving(quality: int = 90, *, against: Against = "reference") -> ImageRe
 
 
 def _jpeg_sizes(name: str, quality: int, without_header: bool) -> Callable[[Image], int]:
-    """Function of an image: its bytes as a JPEG. A header has about the bytes of a black image of the same size."""
+    """Return a function that gives the JPEG bytes of an image. A header counts as the bytes of a black image."""
     if not isinstance(quality, int) or not 1 <= quality <= 100:
         raise GruppoError(f"{name} got quality={quality!r}; it needs a whole number from 1 to 100, such as 95.")
     import_extra("PIL", "images", name)
@@ -91,7 +91,7 @@ def brightness(target: float | None = None) -> ImageReward:
 def symmetry(axis: Literal["vertical", "horizontal"] = "vertical") -> ImageReward:
     """Correlation of the image with its mirror image, -1 to 1; 0 for a blank image, in which nothing is symmetric.
 
-    ``axis``: of the mirror; "vertical" mirrors left to right. A single centred dot earns as much as a face.
+    ``axis``: of the mirror; "vertical" mirrors left to right. A single centered dot earns as much as a face.
     """
     if axis not in ("vertical", "horizontal"):
         raise GruppoError(f"symmetry got axis={axis!r}; it needs vertical (left to right) or horizontal.")
@@ -132,7 +132,7 @@ def brisque() -> ImageReward:
 
 
 def ocr_match(read: OcrReader | None = None, *, line: bool = False) -> ImageReward:
-    """max(0, 1 - edits / characters) between the recognised text and the column ``text``, without spaces and case.
+    """max(0, 1 - edits / characters) between the recognized text and the column ``text``, without spaces and case.
 
     0 to 1, as in Flow-GRPO (arXiv 2505.05470); additional words in the image cost edits. A row without a text is not
     scored. ``read`` is rapidocr (extra ``ocr``) by default. ``line``: every image is one line of text; text detection,
@@ -142,7 +142,7 @@ def ocr_match(read: OcrReader | None = None, *, line: bool = False) -> ImageRewa
 
 
 def ocr_accuracy(read: OcrReader | None = None, *, line: bool = True, ignore_case: bool = False) -> ImageReward:
-    """1 - edits / characters between the recognised text and the column ``text``, at least 0, without spaces.
+    """1 - edits / characters between the recognized text and the column ``text``, at least 0, without spaces.
 
     One minus the character error rate, cut at 0. Options as of ``ocr_match``.
     """
@@ -205,7 +205,7 @@ def _fidelity(name: str, measure: Callable[..., Tensor], delta: Delta, patch: in
         raise GruppoError(f"{name} got patch={patch!r}; it needs a whole number of pixels, or 0 for one number.")
 
     def score(image: Image, target: Any, *other: Any) -> Tensor:
-        """[] or [patches]: the measure of the image, minus that of the other one."""
+        """[] or [patches]: the measure of the image, minus that of the other image."""
         clean = _saved_like(image, target, "target")
         found = measure(quantize(image)[None], clean, patch=patch)[0]
         return found - measure(_saved_like(image, other[0], delta), clean, patch=patch)[0] if other else found
@@ -249,7 +249,7 @@ class PatchReward:
 
 
 def _saved_like(image: Image, other: Any, what: str) -> Float[Tensor, "1 C H W"]:
-    """Another image as saved; an error unless it has the shape of ``image``."""
+    """Quantize another image; ValueError unless it has the shape of ``image``."""
     if not isinstance(other, Tensor) or other.shape != image.shape:
         got = f"{list(other.shape)}" if isinstance(other, Tensor) else f"a {type(other).__name__}"
         raise ValueError(f"the {what} is {got} and the image {list(image.shape)}; both need one shape")
@@ -260,7 +260,7 @@ def _saved_like(image: Image, other: Any, what: str) -> Float[Tensor, "1 C H W"]
 
 
 def per_image(name: str, score: Callable[..., float | None], *columns: str, is_network: bool = False) -> ImageReward:
-    """Reward function ``name(images, **columns)`` that scores one image at a time, with its cells of the columns.
+    """Return a reward function ``name(images, **columns)`` that scores one image at a time.
 
     ``is_network``: without a deadline, since a retry after it would start a second forward pass beside the first.
     """
@@ -279,7 +279,7 @@ def per_image(name: str, score: Callable[..., float | None], *columns: str, is_n
 
 
 def score_or_nothing(score: Callable[..., Any], image: Image, *cells: Any) -> Any:
-    """The score of an image; None where a cell is missing, NaN where a pixel is not finite."""
+    """Score an image; None where a cell is missing, NaN where a pixel is not finite."""
     if any(cell is None for cell in cells):
         return None
     return score(image, *cells) if image.isfinite().all() else NAN
@@ -293,7 +293,7 @@ def jpeg_bytes(image: Image, quality: int = 95) -> int:
 
 
 def to_pillow(image: Image) -> Any:
-    """The image as a file would hold it."""
+    """Convert an image tensor to PIL, quantized to 8 bits."""
     pillow = import_extra("PIL.Image", "images", "turning a tensor into an image file")
     if image.ndim != 3 or image.shape[0] not in MODES:
         raise ValueError(f"an image of shape {tuple(image.shape)}; it needs [1, H, W] or [3, H, W]")

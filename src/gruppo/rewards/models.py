@@ -77,7 +77,7 @@ class RewardModel:
         return [float(score) for score in self.network.scores(self.network.truncate(texts, self.__name__, log_metric))]
 
     def encode(self, prompt: Any, completion: Any) -> list[int]:
-        """Token ids of one text. An assistant message that the prompt begins is continued."""
+        """Tokenize one text. An assistant message that the prompt begins is continued."""
         tokenizer, answer = self.network.tokenizer, text_of(completion)
         if not self.uses_chat:
             return list(tokenizer(plain_text(prompt) + answer)["input_ids"])
@@ -92,7 +92,7 @@ class ProcessRewardModel:
     """Any ``AutoModelForTokenClassification`` in TRL's convention: a number for each step of each completion.
 
     A completion is split at ``separator``. The model reads the prompt, then each step followed by ``mark`` (by default
-    the separator), each tokenised by itself; a step's score is that of the last token of its mark, which cannot attend
+    the separator), each tokenized by itself; a step's score is that of the last token of its mark, which cannot attend
     to later steps. A conversation is written by the chat template, if there is one.
 
     ``score="steps"`` gives each step its score; "mean", "min", "last" or "product" one number of them, an outcome.
@@ -162,7 +162,7 @@ class ProcessRewardModel:
 
 
 def plain_text(prompt: Any) -> str:
-    """A prompt as text: of a conversation the text of all messages, each with a line end."""
+    """Convert a prompt to text; the messages of a conversation each end with a line end."""
     if isinstance(prompt, str):
         return prompt
     return "".join(f"{text_of([{**message, 'role': 'assistant'}])}\n" for message in prompt)
@@ -243,7 +243,7 @@ class ScoringNetwork:
         self.module.to(self.device)
 
     def truncate(self, texts: Sequence[list[int]], name: str, log_metric: LogMetric | None = None) -> list[list[int]]:
-        """The last ``max_length`` ids of each text, after the opening token where texts have one."""
+        """Keep the last ``max_length`` ids of each text, and its opening token if there is one."""
         result, count = list(texts), 0
         for n, ids in enumerate(texts):
             if len(ids) > self.max_length:
@@ -336,7 +336,7 @@ def accelerator() -> torch.device:
 
 
 def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Model and tokenizer of a folder or a hub id. A model with another head, or none, is refused."""
+    """Load model and tokenizer from a folder or hub id; raise GruppoError for a model without the head."""
     import transformers
     from transformers.utils import logging as hf_logging
 

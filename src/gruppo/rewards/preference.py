@@ -65,7 +65,7 @@ def _package(module: str, reward: str, install: str) -> ModuleType:
 
 
 def _clip_reward(name: str, model: str, processor: str, scale: float | None, batch: int, device: str) -> ImageReward:
-    """``scale`` multiplies the cosine; None is the model's own."""
+    """Load a CLIP model as a reward. ``scale`` multiplies the cosine; None: the model's own scale."""
     import transformers
     from transformers.utils import logging as hf_logging
 
@@ -99,7 +99,7 @@ def _clip_reward(name: str, model: str, processor: str, scale: float | None, bat
 def _per_caption(
     name: str, score: Callable[[str, list[Any]], Sequence[float]], *, reads_files: bool = False
 ) -> ImageReward:
-    """Reward function that scores the images of one caption in one call. ``reads_files``: of paths to PNG files."""
+    """Return a reward function that scores the images of one caption at once. ``reads_files``: as PNG files."""
 
     @torch.no_grad()
     def reward(images: Sequence[Tensor], prompts: Sequence[Any], **_: Any) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""Names to rewards: built-in rewards with their options, functions in files and modules."""
+"""Resolves reward specs: built-in rewards with options, functions in files and modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gruppo.types import DataError, GruppoError
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in reward, and how its arguments are written after the colon."""
+    """A built-in reward and the syntax of its arguments after the colon."""
 
     factory: Callable[..., Any]
     arguments: Literal["none", "text", "values", "options", "path"] = "options"
@@ -54,7 +54,7 @@ _OPTION = r",(?=\s*[A-Za-z_]+=)"  # the comma before an option; others belong to
 
 
 def resolve_reward(spec: Any) -> Any:
-    """The reward of a spec: a callable or FunctionReward as it is, a built-in, ``file.py:name`` or ``module:name``."""
+    """Resolve a callable or FunctionReward (returned as it is), a built-in, ``file.py:name`` or ``module:name``."""
     if callable(spec) or isinstance(spec, FunctionReward):
         return spec
     if not isinstance(spec, str):
@@ -87,7 +87,7 @@ def resolve_reward(spec: Any) -> Any:
 
 
 def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Callable[..., Any]:
-    """The reward of a factory, given the text after the colon; None where there is no colon."""
+    """Call a factory with the arguments after the colon; None: there is no colon."""
     if style == "none":
         if arguments is not None:
             raise ValueError("it takes no arguments")
@@ -128,7 +128,7 @@ def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Ca
 
 
 def _parse(name: str, value: str, hint: Any) -> Any:
-    """A value in the type of its parameter; text where that may be a string."""
+    """Convert a value to the type of its parameter; text stays text where the parameter may be a string."""
     types = [part for part in get_args(hint) or (hint,) if part in (int, float, bool, str)]
     if not types or str in types:
         return value.replace("\\n", "\n").replace("\\t", "\t")
@@ -140,7 +140,7 @@ def _parse(name: str, value: str, hint: Any) -> Any:
 
 
 def absolute_spec(spec: str) -> str:
-    """The spec with an absolute path of its file or folder, so that it means the same in any working directory."""
+    """Make the path in a spec absolute, so that it means the same in any working directory."""
 
     def absolute(path: str) -> str:
         expanded = Path(path).expanduser()

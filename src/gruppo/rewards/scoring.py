@@ -1,7 +1,7 @@
-"""Scoring of a batch by several rewards: weighted sum, failures, retries.
+"""Scoring of batches by several rewards: weighted sum, failures, retries.
 
-The one place that owns failures. A row that a reward cannot score (None, NaN, an exception, a timeout) is NaN and, but
-for None, counted; it never acts as 0.
+The one place that handles failures. A row that a reward cannot score (None, NaN, an exception, a timeout) is NaN and,
+but for None, counted; it never acts as 0.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Scores:
     """Columns that functions logged, each [B]; None where a row has no entry."""
 
     def take(self, rows: Sequence[int]) -> Scores:
-        """The given rows, in the given order. Failures of other rows are dropped."""
+        """Select rows, in the given order. Failures of other rows are dropped."""
         rows = list(rows)
         place = {row: n for n, row in enumerate(rows)}
         return replace(
@@ -83,7 +83,7 @@ class Scores:
 
     @staticmethod
     def cat(several: Sequence[Scores]) -> Scores:
-        """All rows of all. Steps are padded to the widest; a metric is the mean over those that logged it."""
+        """Concatenate rows. Steps are padded to the widest; a metric is the mean over the scores that have it."""
         sizes, names = [len(scores.rewards) for scores in several], sorted({name for x in several for name in x.extras})
         width = max((x.shape[1] for scores in several for x in scores.steps.values()), default=0)
         starts = accumulate([0, *sizes[:-1]])
@@ -169,7 +169,7 @@ class RewardSet:
             reward.decode = decode
 
     def check(self, columns: Collection[str]) -> None:
-        """Refuse, before sampling, rewards that require a column which the data do not have."""
+        """Raise DataError, before sampling, if the data lack a column that a reward requires."""
         for reward in self._rewards.values():
             reward.check(columns)
 
@@ -244,7 +244,7 @@ class RewardResult:
 
 
 def as_reward(value: Any) -> float:
-    """One returned value as a float: NaN for None; ``CallError`` for anything but a finite float32."""
+    """Convert one returned value: None to NaN; ``CallError`` for anything but a finite float32."""
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         value = value.item()
     if value is None:
@@ -353,7 +353,7 @@ def applies_to_group(scored: Bool[Tensor, "parts B"], group_ids: Int[Tensor, "B"
 
 
 def reward_stats(scores: Scores) -> dict[str, float]:
-    """Counts of what could not be scored.
+    """Count the rows and rewards that could not be scored.
 
     ``reward/unscored_count`` counts rows without a sum; the others count failures, so that a row that fails in two
     rewards counts twice. A wrong number of rewards counts as an exception.

@@ -152,7 +152,7 @@ _LONGEST_NUMBER = 100
 
 
 def text_of(completion: Any) -> str:
-    """Text that the policy wrote: a string as it is; of a message list the assistant's messages, line by line."""
+    """Return the text that the policy wrote: a string, or the assistant's messages joined by line ends."""
     if isinstance(completion, str):
         return completion
     if not isinstance(completion, (list, tuple)) or not all(isinstance(message, dict) for message in completion):
@@ -168,7 +168,7 @@ def text_of(completion: Any) -> str:
 
 
 def units_of(text: str) -> list[str]:
-    """Words in lower case; Chinese, Japanese and Korean characters one by one.
+    """Split into lower-case words; Chinese, Japanese and Korean into characters.
 
     A run of more than 24 letters is not a word and is split into characters, as is a text that is mostly punctuation.
     """
@@ -180,7 +180,7 @@ def units_of(text: str) -> list[str]:
 
 
 def numbers_in(text: str) -> list[Fraction]:
-    """Every number of a text, exactly.
+    """Extract every number of a text, exactly.
 
     Reads 1,234 and -3 and 3.0 and .5 and 1e3 and 1/2 and \\frac{1}{2}, and full-width digits. A minus right after a
     digit, a letter or a closing bracket subtracts: 5-3 is 5 and 3. Units and % are ignored; a mixed number (1 1/2)
@@ -190,13 +190,13 @@ def numbers_in(text: str) -> list[Fraction]:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The number that a text is, as a whole; None if it is anything else. A currency sign and a % are allowed."""
+    """Parse a text that is a number as a whole, else None. A currency sign and a % are allowed."""
     match = _NUMBER.fullmatch(_plain(text).strip().rstrip("% ."))
     return None if match is None else _fraction(match)
 
 
 def _plain(text: str) -> str:
-    """Numbers in ASCII, without LaTeX, with spaces around a minus that subtracts."""
+    """Normalize numbers: ASCII digits, no LaTeX, spaces around a minus that subtracts."""
     text = text.translate(_PLAIN).replace("{,}", ",").replace("\\,", "").replace("\\$", "$").replace("\\%", "%")
     text = _FRACTION.sub(r"\1/\2", re.sub(r"(?<=[A-Za-z0-9])(?=\\[dt]?frac)", " ", text))
     text = re.sub(r"(?<=[0-9A-Za-z)\]}])(?<![0-9][eE])-(?=[$.0-9])", " - ", text)
@@ -213,7 +213,7 @@ def _fraction(match: re.Match[str]) -> Fraction | None:
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...}, braces matched; None without one."""
+    """Return the content of the last \\boxed{...}, braces matched; None without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -256,7 +256,7 @@ def reasoning_gym_score(completions: Sequence[Any], entry: Sequence[Any], **_: A
 
 @cache
 def _verifier(dataset: str) -> tuple[Callable[[str | None, Any], float], str | None]:
-    """The verifier of a data set, and the evaluator that it passes answers to, read from its source."""
+    """Return the verifier of a data set and the evaluator, found in its source, that it passes answers to."""
     verify = import_extra("reasoning_gym", "tasks", "reasoning_gym_score").get_score_answer_fn(dataset)
     found = _EVALUATES.search(inspect.getsource(verify))
     return verify, found[1] if found else None
@@ -280,7 +280,7 @@ def is_harmless(answer: str, evaluator: str) -> bool:
 
 
 def _is_formula(node: ast.AST) -> bool:
-    """Whether a node may be in a formula, whatever its own parts are."""
+    """Whether a node is allowed in a formula; its parts are checked by themselves."""
     match node:
         case ast.Constant(value=value):
             return isinstance(value, (int, float)) and abs(value) < 1e12

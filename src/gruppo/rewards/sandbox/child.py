@@ -1,4 +1,4 @@
-"""A confined process: how it starts, what it reports and costs, and its end."""
+"""Start of a confined process, collection of its reports, and enforcement of its limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LINE = re.compile(rb"(?P<nonce>[0-9a-f]+) (?P<case>-?[0-9]{1,6}) (?P<kind>[ve])
 
 @dataclass
 class Meter:
-    """Time spent, by the processor and by the clock."""
+    """CPU and wall-clock time."""
 
     cpu_s: float = 0.0
     wall_s: float = 0.0
@@ -58,7 +58,7 @@ class Child:
     _case_began: Meter = field(default_factory=Meter)
 
     def watch(self, case_s: float, program_s: float, used: Meter) -> Meter:
-        """Wait until it ends, or end it. Returns what it used, added to ``used`` by earlier processes of its program.
+        """Wait for the end, or kill it. Returns its time plus ``used``, the time of earlier processes of the program.
 
         Seconds of the processor: ``case_s`` for a case, ``program_s`` for all of them.
         """
@@ -99,7 +99,7 @@ class Child:
         return Meter(used.cpu_s + spent.cpu_s, used.wall_s + spent.wall_s)
 
     def _take(self, fd: int, chunk: bytes) -> None:
-        """Collect what it printed, and its reports: the first line of each case that has the nonce."""
+        """Collect printed text and reports: the first line of each case that has the nonce."""
         if self.end_reason == "output":
             return
         self._unread += len(chunk)
@@ -123,7 +123,7 @@ class Child:
             self._kill("output")
 
     def _spent(self) -> Meter:
-        """Since it began. The clock of a process that has ended stands still until it is waited for."""
+        """Time since the start. The CPU clock of an ended process can be read until it is waited for."""
         return Meter(time.clock_gettime((~self.pid << 3) | 2), time.monotonic() - self._began)
 
     def _kill(self, reason: str) -> None:

@@ -33,7 +33,7 @@ _BARE = "import sys; sys.path.append(sys.argv[1]); from sandbox.supervisor impor
 
 
 class JailError(GruppoError):
-    """The jail itself failed: nothing is known of the program."""
+    """The jail itself failed; nothing is known about the program."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,19 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What one case of a program gave."""
+    """Result of one case of a program."""
 
     status: Literal["value", "error", "timeout", "not_run"]
     value: Any = None
-    """Of calls the list of the expressions' values, of a script the text that it printed."""
+    """Calls: the list of the expressions' values. Scripts: the printed text."""
     message: str = ""
-    """Why there is no value; of an exception its type and text."""
+    """Why there is no value; for an exception, its type and text."""
     exception: str = ""
     """Built-in type of the exception that the case raised, or the one that its type derives from."""
 
 
 class Jail(AbstractContextManager["Jail"]):
-    """A bare interpreter that runs programs one after the other, each in a confined process. A context manager.
+    """A bare interpreter that runs programs one after another, each in a confined process. A context manager.
 
     Raises JailError where it cannot be used.
     """
@@ -101,7 +101,7 @@ class Jail(AbstractContextManager["Jail"]):
         self.close()
 
     def end(self) -> None:
-        """Kill it, and with it a program that still runs: whoever waits for an answer gets a JailError."""
+        """Kill the interpreter and a program that still runs; pending requests raise JailError."""
         self._process.kill()
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Jail(AbstractContextManager["Jail"]):
         entry: str | None = None,
         caps: Sequence[int] | None = None,
     ) -> list[CaseResult]:
-        """Values of each case's expressions in the program's namespace, after ``setup``.
+        """Evaluate the expressions of each case in the program's namespace, after ``setup``.
 
         All cases share one process, as a row of asserts does; after one that ended the process, a new one goes on with
         the next. ``caps``: bytes beyond 64 KiB that the values of a case may have.
@@ -139,7 +139,7 @@ class Jail(AbstractContextManager["Jail"]):
         return results
 
     def script(self, program: str, inputs: Sequence[str], *, caps: Sequence[int] | None = None) -> list[CaseResult]:
-        """What the program prints for each standard input, in a new process for each."""
+        """Run the program with each standard input, in a new process each; the value is the printed text."""
         return self._run(caps, kind="script", program=program, cases=list(inputs))
 
     def _run(self, caps: Sequence[int] | None, **request: Any) -> list[CaseResult]:
@@ -151,7 +151,7 @@ class Jail(AbstractContextManager["Jail"]):
         return [CaseResult(**record) for record in answer["results"]]
 
     def _exchange(self, request: bytes, patience_s: float) -> Mapping[str, Any]:
-        """Send a request and return its answer; a jail that does not answer in time is killed."""
+        """Send a request and return the answer; kill the jail if it does not answer in time."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         began, timer = time.monotonic(), threading.Timer(patience_s, self.end)
@@ -188,12 +188,12 @@ ATTEMPTS = {
     "signal another process": "__import__('os').kill({pid}, 0)",
     "limit another process": "__import__('resource').prlimit({pid}, 0)",
 }
-"""What is tried before the first program is run; each has to be refused."""
+"""Escapes that ``probe`` tries before the first program is run; each has to be refused."""
 
 
 @cache
 def probe() -> str | None:
-    """None where the jail holds, else why it does not. Tried once in a process, in about 0.2 s."""
+    """Return why the jail does not hold, or None if it does. Cached; takes about 0.2 s."""
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.write_text("secret", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a process gives up, for good and for its threads: files, network, other processes, memory. Linux only.
+"""Irrevocable confinement of a process and its threads: files, network, other processes, memory. Linux only.
 
 Layers, each of which holds by itself: no new rights (prctl), no capabilities, limits of resources, Landlock for what
 can be opened, and a seccomp filter for the system calls that may be made at all.
@@ -38,7 +38,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Lockdown:
-    """Landlock rules for the files that programs may read, made once; ``apply`` confines the calling process."""
+    """Landlock rules for the files that programs may read; ``apply`` confines the calling process."""
 
     def __init__(self) -> None:
         self.machine = platform.machine()
@@ -90,7 +90,7 @@ class Lockdown:
 
 
 def _call(function: Any, *arguments: int | ctypes.Array | None) -> int:
-    """Result of a function of the C library; raises OSError where it is refused."""
+    """Call a function of the C library; raise OSError if it fails."""
     answer = int(function(*(ctypes.c_long(word) if isinstance(word, int) else word for word in arguments)))
     if answer < 0:
         code = ctypes.get_errno()
@@ -99,7 +99,7 @@ def _call(function: Any, *arguments: int | ctypes.Array | None) -> int:
 
 
 def _readable() -> Iterator[Path]:
-    """The standard library without what is installed beside it, and shared libraries, file by file."""
+    """Yield the standard library without site-packages, and shared libraries file by file."""
     roots = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
     for root in roots:
         yield from (entry for entry in root.iterdir() if entry.name not in _NOT_STDLIB)
@@ -110,7 +110,7 @@ def _readable() -> Iterator[Path]:
 
 
 def _filter(machine: str, pid: int) -> bytes:
-    """The BPF program that the kernel runs at each system call: allowed, allowed for some arguments, or refused."""
+    """Assemble the BPF program of seccomp: system calls are allowed, allowed for some arguments, or refused."""
 
     def line(code: int, number: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("=HBBI", code, if_true, if_false, number)

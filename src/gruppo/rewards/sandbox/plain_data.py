@@ -1,4 +1,4 @@
-"""Plain data as one line of text: the only thing that a program can hand out."""
+"""Serialization of plain data as one line of text, the only output of a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run one program in its confined process: its calls, or the program as a script. Never returns."""
+"""Runs one program in its confined process: its calls, or the program as a script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .plain_data import encode
 
 CHANNEL = 3  # descriptor that results go to, one line each
 LOCKED, LOADING = -2, -1
-"""In the place of a case: that the process is confined, and the program's own top level."""
+"""Case numbers of the reports that the process is confined, and that the program's top level has run."""
 _LONGEST_MESSAGE = 300
 
 Report = Callable[[int, str, str], None]
@@ -91,7 +91,7 @@ def run_script(request: Mapping[str, Any], report: Report) -> NoReturn:
 
 
 def open_streams() -> None:
-    """Text streams over descriptors 0, 1 and 2, as a new process has them."""
+    """Open text streams over descriptors 0, 1 and 2, as a new process has them."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         stream = os.fdopen(fd, "w" if fd else "r", encoding="utf-8", errors="surrogateescape", closefd=False)
         setattr(sys, name, stream)
@@ -101,7 +101,7 @@ def open_streams() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an exception; its ``__str__`` belongs to the program and may fail."""
+    """Format type and message of an exception, whose ``__str__`` belongs to the program and may fail."""
     try:
         text = " ".join(str(error).split())
     except BaseException:
@@ -110,7 +110,7 @@ def describe(error: BaseException) -> str:
 
 
 def _new_module(name: str) -> dict[str, Any]:
-    """The namespace of a new module, under which classes find themselves."""
+    """Register a new module and return its namespace."""
     module = ModuleType(name)
     sys.modules[name] = module
     return vars(module)

@@ -1,4 +1,4 @@
-"""One request a line on standard input, one answer a line on standard output; a confined child for each run.
+"""Serves requests, one per line of standard input, each in a confined child; answers are lines of standard output.
 
 This process never runs a program itself and never holds an expected answer. It is a bare interpreter, so that a child
 forked from it starts within a millisecond and finds nothing of the trainer in memory.
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _run(request: Mapping[str, Any], lockdown: Lockdown) -> dict[str, Any]:
-    """A result for each case of a program. Calls share one process, a script has one for each case.
+    """Return a result per case of a program. Calls share one process, a script has one per case.
 
     What ends a process costs the case that it was at; the cases after it run in a new one.
     """
@@ -92,7 +92,7 @@ def _run(request: Mapping[str, Any], lockdown: Lockdown) -> dict[str, Any]:
 
 
 def _failure(child: Child, case_s: float, program_s: float) -> dict[str, str]:
-    """Result of a case that the process ended in."""
+    """Return the result of the case during which the process ended."""
     if child.end_reason == "time":
         return {"status": "timeout", "message": f"over {case_s:g} s for the case or {program_s:g} s in all"}
     message = _END_REASONS.get(child.end_reason, f"the process ended with status {child.status >> 8}")

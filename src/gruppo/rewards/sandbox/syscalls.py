@@ -60,7 +60,7 @@ ABSENT = ("clone3", "openat2")
 
 
 def conditions(pid: int) -> dict[str, tuple[Condition, ...]]:
-    """What the arguments have to be, of the calls that are allowed in part to process ``pid``."""
+    """Return conditions on the arguments of system calls that process ``pid`` may make only in part."""
     return {
         "open": ((1, _WRITES, (0,)),),
         "openat": ((2, _WRITES, (0,)),),
