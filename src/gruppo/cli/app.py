@@ -1,34 +1,4 @@
-"""The command line, ``gruppo COMMAND``.
-
-Exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop, 75 stopped by a signal and resumable.
-Nothing heavy is imported before a command needs it, so that help answers at once.
-"""
-
-from __future__ import annotations
-
-import logging
-import os
-import signal
-import sys
-import threading
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NoReturn
-
-EXIT_USAGE, EXIT_STOPPED = 2, 75
-
-QUIET = {
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_HUB_VERBOSITY": "error",
-    "DATASETS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Read by the libraries when they are imported; variables that the user has set keep their value."""
-
-HELP = """gruppo: GRPO and PPO for anything that samples
+"""gruppo: GRPO and PPO for anything that samples
 
 usage: gruppo COMMAND ...
 
@@ -54,6 +24,33 @@ your data:   gruppo train plain --model smollm2-135m --data mine.jsonl --reward 
 in stages:   gruppo train arithmetic-format --stages supervised:6,ramp:10,full --steps 80
 """
 
+# The module's docstring is what --help prints. Nothing heavy is imported before a command needs it, so that help
+# answers at once.
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+EXIT_USAGE, EXIT_STOPPED = 2, 75
+
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Read by the libraries when they are imported; variables that the user has set keep their value."""
+
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit. A user's mistake is one line."""
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     is_debug = "--debug" in args
     name, *rest = [arg for arg in args if arg != "--debug"] or [""]
     if name in ("", "-h", "--help", "help"):
-        print(HELP, end="")
+        print(__doc__, end="")
         sys.exit(0 if name else EXIT_USAGE)
     if name in ("-V", "--version"):
         from gruppo import __version__

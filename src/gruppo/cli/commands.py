@@ -57,7 +57,7 @@ def resume(run: Annotated[str, "Folder of the run, such as runs/arithmetic-20260
         finish(api.start(run, show=True), show=True)
 
 
-def evaluate(
+def eval_(
     run: Annotated[str, "Folder of the run."],
     *,
     prompts: Annotated[int, "Number of held-out prompts."] = 256,
@@ -180,17 +180,7 @@ def completion(shell: Annotated[str, "bash, zsh or fish."]) -> None:
     print(help_text.completion(shell, tables, {name: list(RECIPES) for name in TAKING_RECIPE}))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "train": train,
-    "resume": resume,
-    "eval": evaluate,
-    "sample": sample,
-    "export": export,
-    "explain": explain,
-    "doctor": doctor,
-    "config": config,
-    "recipes": recipes,
-    "completion": completion,
-}
+_ALL = (train, resume, eval_, sample, export, explain, doctor, config, recipes, completion)
+COMMANDS: dict[str, Callable[..., None]] = {command.__name__.rstrip("_"): command for command in _ALL}
 TAKING_RECIPE = ("train", "explain", "config")
 """Commands of a recipe and the options of its config, which they parse themselves."""

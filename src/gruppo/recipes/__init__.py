@@ -7,23 +7,9 @@ from gruppo.recipes.guess import guess
 from gruppo.recipes.restoration import denoise_photos, restore, restore_progressive, restore_quick, restore_text
 from gruppo.recipes.text import chat, plain, qwen
 
-RECIPES = {
-    "arithmetic": arithmetic,
-    "arithmetic-format": arithmetic_format,
-    "arithmetic-ppo": arithmetic_ppo,
-    "guess": guess,
-    "digits-pretrain": digits_pretrain,
-    "digits-compress": digits_compress,
-    "digits-sevens": digits_sevens,
-    "denoise-photos": denoise_photos,
-    "restore-text": restore_text,
-    "restore": restore,
-    "restore-progressive": restore_progressive,
-    "restore-quick": restore_quick,
-    "pictures": pictures,
-    "plain": plain,
-    "chat": chat,
-    "qwen": qwen,
-    "ddpo": ddpo,
-}
+_ALL = (
+    *(arithmetic, arithmetic_format, arithmetic_ppo, guess, digits_pretrain, digits_compress, digits_sevens),
+    *(denoise_photos, restore_text, restore, restore_progressive, restore_quick, pictures, plain, chat, qwen, ddpo),
+)
+RECIPES = {recipe.__name__.replace("_", "-"): recipe for recipe in _ALL}
 """The built-in recipes, by the name that ``gruppo train`` takes."""

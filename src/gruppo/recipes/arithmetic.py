@@ -6,17 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gruppo.config.schema import (
-    Config,
-    CriticConfig,
-    EvaluationConfig,
-    OptimConfig,
-    PromptsConfig,
-    RolloutConfig,
-    SavingConfig,
-    Stage,
-    SupervisedConfig,
-)
+from gruppo.config import schema
+from gruppo.config.schema import Config
 from gruppo.core.objective import PPO
 from gruppo.rewards.text import text_of
 
@@ -36,11 +27,11 @@ def arithmetic() -> Config:
         data="arithmetic:0:20:natural",
         reward=("exact_match",),
         steps=50,
-        rollout=RolloutConfig(prompts=48, group_size=8, max_new_tokens=6, temperature=1.5, top_k=12),
-        optim=OptimConfig(lr=1.2e-5, warmup_steps=3),
-        prompts=PromptsConfig(held_out_fraction=0.4),
-        evaluation=EvaluationConfig(prompts=256),
-        saving=SavingConfig(every=25, keep=1),
+        rollout=schema.RolloutConfig(prompts=48, group_size=8, max_new_tokens=6, temperature=1.5, top_k=12),
+        optim=schema.OptimConfig(lr=1.2e-5, warmup_steps=3),
+        prompts=schema.PromptsConfig(held_out_fraction=0.4),
+        evaluation=schema.EvaluationConfig(prompts=256),
+        saving=schema.SavingConfig(every=25, keep=1),
     )
 
 
@@ -56,9 +47,9 @@ def arithmetic_ppo() -> Config:
         recipe,
         objective=PPO,
         rollout=replace(recipe.rollout, prompts=24),
-        critic=CriticConfig(kind="shared", lr=1e-3),
-        stage=Stage(kl_coef=0.005, value_coef=0.1),
-        optim=OptimConfig(lr=6e-6, warmup_steps=3, epochs=2),
+        critic=schema.CriticConfig(kind="shared", lr=1e-3),
+        stage=schema.Stage(kl_coef=0.005, value_coef=0.1),
+        optim=schema.OptimConfig(lr=6e-6, warmup_steps=3, epochs=2),
     )
 
 
@@ -78,10 +69,10 @@ def arithmetic_format() -> Config:
         steps=50,
         rollout=replace(recipe.rollout, prompts=24, max_new_tokens=12),
         stages=(
-            Stage(name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3),
-            Stage(name="full", warmup_steps=3),
+            schema.Stage(name="supervised", steps=6, rl_coef=0.0, sup_coef=1.0, lr=5e-5, warmup_steps=3),
+            schema.Stage(name="full", warmup_steps=3),
         ),
-        supervised=SupervisedConfig(template=f" {OPENING}{{target}}{CLOSING}", batch=32),
+        supervised=schema.SupervisedConfig(template=f" {OPENING}{{target}}{CLOSING}", batch=32),
         optim=replace(recipe.optim, warmup_steps=0),
     )
 

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from gruppo.config.schema import (
-    Config,
-    EvaluationConfig,
-    OptimConfig,
-    ReferenceConfig,
-    RolloutConfig,
-    SavingConfig,
-    Stage,
-)
+from gruppo.config import schema
+from gruppo.config.schema import Config
 from gruppo.core.objective import Objective
 from gruppo.modalities.diffusion.config import DiffusionConfig
 
@@ -30,12 +23,12 @@ def pictures() -> Config:
     return Config(
         steps=200,
         objective=CLIP_IN_NATS,
-        rollout=RolloutConfig(prompts=4, group_size=8),
+        rollout=schema.RolloutConfig(prompts=4, group_size=8),
         modality=DiffusionConfig(noise="branched"),
-        optim=OptimConfig(lr=1e-5, warmup_steps=5),
-        stage=Stage(kl_coef=0.01),
-        evaluation=EvaluationConfig(prompts=16, every=50),
-        saving=SavingConfig(every=20),
+        optim=schema.OptimConfig(lr=1e-5, warmup_steps=5),
+        stage=schema.Stage(kl_coef=0.01),
+        evaluation=schema.EvaluationConfig(prompts=16, every=50),
+        saving=schema.SavingConfig(every=20),
     )
 
 
@@ -58,12 +51,12 @@ def ddpo() -> Config:
         reward=("jpeg_compressibility",),
         steps=200,
         objective=Objective(kl="exact", clip_unit="nats", clip_low=0.2, clip_high=0.2),
-        rollout=RolloutConfig(prompts=16, group_size=8),
+        rollout=schema.RolloutConfig(prompts=16, group_size=8),
         modality=DiffusionConfig(eta=1.0),
-        optim=OptimConfig(lr=5e-5, minibatches=2),
-        stage=Stage(kl_coef=0.04),
-        reference=ReferenceConfig(kind="mixed", update_rate=0.6, update_every=50),
-        evaluation=EvaluationConfig(prompts=100, every=50),
-        saving=SavingConfig(every=50, keep=1),
+        optim=schema.OptimConfig(lr=5e-5, minibatches=2),
+        stage=schema.Stage(kl_coef=0.04),
+        reference=schema.ReferenceConfig(kind="mixed", update_rate=0.6, update_every=50),
+        evaluation=schema.EvaluationConfig(prompts=100, every=50),
+        saving=schema.SavingConfig(every=50, keep=1),
         show_samples_every=25,
     )

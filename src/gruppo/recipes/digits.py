@@ -12,16 +12,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from gruppo.config.schema import (
-    Config,
-    EvaluationConfig,
-    OptimConfig,
-    RolloutConfig,
-    SavingConfig,
-    ScoringConfig,
-    Stage,
-    SupervisedConfig,
-)
+from gruppo.config import schema
+from gruppo.config.schema import Config
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.recipes.diffusion import CLIP_IN_NATS, PRETRAINED
 
@@ -44,11 +36,11 @@ def digits_pretrain() -> Config:
         name="digits-pretrain",
         steps=4500,
         modality=DiffusionConfig(shift=3.0),
-        optim=OptimConfig(lr=2e-3, warmup_steps=50, decay="cosine"),
-        stage=Stage(rl_coef=0.0, sup_coef=1.0),
-        supervised=SupervisedConfig(batch=128),
-        evaluation=EvaluationConfig(prompts=100, every=1000),
-        saving=SavingConfig(every=1000, keep=1),
+        optim=schema.OptimConfig(lr=2e-3, warmup_steps=50, decay="cosine"),
+        stage=schema.Stage(rl_coef=0.0, sup_coef=1.0),
+        supervised=schema.SupervisedConfig(batch=128),
+        evaluation=schema.EvaluationConfig(prompts=100, every=1000),
+        saving=schema.SavingConfig(every=1000, keep=1),
         show_samples_every=1000,
     )
 
@@ -67,13 +59,13 @@ def digits_compress() -> Config:
         reward=("jpeg_compressibility", "gruppo.recipes.digits:reads_as_asked"),
         steps=170,
         objective=replace(CLIP_IN_NATS, scale="batch"),
-        rollout=RolloutConfig(prompts=40, group_size=8),
+        rollout=schema.RolloutConfig(prompts=40, group_size=8),
         modality=DiffusionConfig(noise="branched"),
-        optim=OptimConfig(lr=5e-5, decay="linear", final_lr_frac=0.2),
-        stage=Stage(kl_coef=0.005),
-        scoring=ScoringConfig(weights=(5.0, 1.0)),
-        evaluation=EvaluationConfig(prompts=100, every=50),
-        saving=SavingConfig(every=50, keep=1),
+        optim=schema.OptimConfig(lr=5e-5, decay="linear", final_lr_frac=0.2),
+        stage=schema.Stage(kl_coef=0.005),
+        scoring=schema.ScoringConfig(weights=(5.0, 1.0)),
+        evaluation=schema.EvaluationConfig(prompts=100, every=50),
+        saving=schema.SavingConfig(every=50, keep=1),
         show_samples_every=25,
     )
 
@@ -89,10 +81,10 @@ def digits_sevens() -> Config:
         reward=("gruppo.recipes.digits:reads_as_seven",),
         steps=100,
         objective=CLIP_IN_NATS,
-        scoring=ScoringConfig(),
+        scoring=schema.ScoringConfig(),
         modality=DiffusionConfig(noise="branched", train_to=6),
-        optim=OptimConfig(lr=1.5e-4),
-        stage=Stage(kl_coef=0.02),
+        optim=schema.OptimConfig(lr=1.5e-4),
+        stage=schema.Stage(kl_coef=0.02),
     )
 
 

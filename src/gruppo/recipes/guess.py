@@ -7,15 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gruppo.config.schema import (
-    Config,
-    EnvironmentConfig,
-    EvaluationConfig,
-    OptimConfig,
-    PromptsConfig,
-    RolloutConfig,
-    SavingConfig,
-)
+from gruppo.config import schema
+from gruppo.config.schema import Config
 
 PROMPTS = Path(__file__).with_name("guess_prompts.jsonl")
 """Each number from 1 to 7 after each of eight openings; the split is by opening."""
@@ -38,12 +31,12 @@ def guess() -> Config:
         data=str(PROMPTS),
         reward=("gruppo.recipes.guess:found",),
         steps=60,
-        rollout=RolloutConfig(prompts=8, group_size=8, max_new_tokens=20),
-        optim=OptimConfig(lr=1e-5, warmup_steps=3),
-        environment=EnvironmentConfig(reply="gruppo.recipes.guess:reply", turns=3),
-        prompts=PromptsConfig(held_out_fraction=0.2),
-        evaluation=EvaluationConfig(prompts=64),
-        saving=SavingConfig(every=20, keep=1),
+        rollout=schema.RolloutConfig(prompts=8, group_size=8, max_new_tokens=20),
+        optim=schema.OptimConfig(lr=1e-5, warmup_steps=3),
+        environment=schema.EnvironmentConfig(reply="gruppo.recipes.guess:reply", turns=3),
+        prompts=schema.PromptsConfig(held_out_fraction=0.2),
+        evaluation=schema.EvaluationConfig(prompts=64),
+        saving=schema.SavingConfig(every=20, keep=1),
     )
 
 

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gruppo.config.schema import (
-    BackOffConfig,
-    Config,
-    EvaluationConfig,
-    OptimConfig,
-    PromptsConfig,
-    RolloutConfig,
-    SavingConfig,
-    ScoringConfig,
-    Stage,
-    SupervisedConfig,
-)
+from gruppo.config import schema
+from gruppo.config.schema import Config
 from gruppo.core.objective import Objective
 from gruppo.modalities.restoration.config import RestorationConfig
 
@@ -38,15 +28,17 @@ def restore() -> Config:
         steps=3000,
         modality=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=2.0),
         objective=EXACT_KL,
-        rollout=RolloutConfig(prompts=16, group_size=8),
-        optim=OptimConfig(lr=1e-3),
+        rollout=schema.RolloutConfig(prompts=16, group_size=8),
+        optim=schema.OptimConfig(lr=1e-3),
         stages=(
-            Stage("supervised", steps=2800, rl_coef=0.0, sup_coef=1.0, lr="cosine:1e-3,1e-5", until="eval/psnr flat 4"),
-            Stage("full", kl_coef=0.01, lr=1e-3, new_reference=True),
+            schema.Stage(
+                "supervised", steps=2800, rl_coef=0.0, sup_coef=1.0, lr="cosine:1e-3,1e-5", until="eval/psnr flat 4"
+            ),
+            schema.Stage("full", kl_coef=0.01, lr=1e-3, new_reference=True),
         ),
-        supervised=SupervisedConfig(batch=16),
-        evaluation=EvaluationConfig(prompts=64, every=200),
-        saving=SavingConfig(every=500, keep=1),
+        supervised=schema.SupervisedConfig(batch=16),
+        evaluation=schema.EvaluationConfig(prompts=64, every=200),
+        saving=schema.SavingConfig(every=500, keep=1),
         show_samples_every=100,
     )
 
@@ -60,34 +52,25 @@ def restore_progressive() -> Config:
     learning rate for the action. Photographs of installed packages. One CPU core: 6 minutes; 30.2 dB after supervision
     and no more after GRPO: PSNR and SSIM are differentiable, and supervision follows their gradient.
     """
-    return Config(
-        model="restore:unet",
-        data="photos:noise=25",
+    full = schema.Stage("full", sup_coef=0.5, cons_coef=0.1, kl_coef=0.01, lr=5e-5)
+    ramp = replace(full, name="ramp", steps=150, rl_coef="linear:0,1", sup_coef="linear:1,0.5", new_reference=True)
+    return replace(
+        restore(),
         reward=("psnr", "ssim"),
         steps=1000,
         modality=RestorationConfig(action="low_resolution:grid=8,std=0.02", action_lr_factor=20.0),
         objective=replace(EXACT_KL, adv_clip=3.0),
-        rollout=RolloutConfig(prompts=8, group_size=8),
-        optim=OptimConfig(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0, terms_every=50),
+        rollout=schema.RolloutConfig(prompts=8, group_size=8),
+        optim=schema.OptimConfig(lr=1e-3, weight_decay=0.01, max_grad_norm=1.0, terms_every=50),
         stages=(
-            Stage("supervised", steps=700, rl_coef=0.0, sup_coef=1.0, lr="cosine:2e-3,5e-5", warmup_steps=10),
-            Stage(
-                "ramp",
-                steps=150,
-                rl_coef="linear:0,1",
-                sup_coef="linear:1,0.5",
-                cons_coef=0.1,
-                kl_coef=0.01,
-                lr=5e-5,
-                new_reference=True,
-            ),
-            Stage("full", sup_coef=0.5, cons_coef=0.1, kl_coef=0.01, lr=5e-5),
+            schema.Stage("supervised", steps=700, rl_coef=0.0, sup_coef=1.0, lr="cosine:2e-3,5e-5", warmup_steps=10),
+            ramp,
+            full,
         ),
-        supervised=SupervisedConfig(batch=16),
-        back_off=BackOffConfig(metric="eval/psnr", drop=0.5),
-        scoring=ScoringConfig(weights=(0.6 / 40, 0.4)),
-        evaluation=EvaluationConfig(prompts=64, every=50),
-        saving=SavingConfig(every=200, keep=1),
+        back_off=schema.BackOffConfig(metric="eval/psnr", drop=0.5),
+        scoring=schema.ScoringConfig(weights=(0.6 / 40, 0.4)),
+        evaluation=schema.EvaluationConfig(prompts=64, every=50),
+        saving=schema.SavingConfig(every=200, keep=1),
         show_samples_every=50,
     )
 
@@ -106,7 +89,7 @@ def restore_quick() -> Config:
         modality=RestorationConfig(action_lr_factor=20.0),
         optim=replace(staged.optim, lr=5e-5, warmup_steps=10),
         stages=(),
-        stage=Stage(sup_coef=0.5, cons_coef=0.1, kl_coef=0.01),
+        stage=schema.Stage(sup_coef=0.5, cons_coef=0.1, kl_coef=0.01),
     )
 
 
@@ -124,18 +107,17 @@ def denoise_photos() -> Config:
         reward=("psnr", "jpeg_compressibility:quality=90,without_header=true"),
         steps=6170,
         modality=RestorationConfig(action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0),
-        objective=Objective(),
-        rollout=RolloutConfig(prompts=8, group_size=8),
-        optim=OptimConfig(lr=2e-3),
+        rollout=schema.RolloutConfig(prompts=8, group_size=8),
+        optim=schema.OptimConfig(lr=2e-3),
         stages=(
-            Stage("supervised", steps=6000, rl_coef=0.0, sup_coef=1.0, lr="cosine:2e-3,2e-5", warmup_steps=20),
-            Stage("ramp", steps=20, rl_coef="linear:0,1", sup_coef="linear:1,0", lr=2.5e-5, warmup_steps=10),
-            Stage("full", lr="cosine:2.5e-5,1.25e-6"),
+            schema.Stage("supervised", steps=6000, rl_coef=0.0, sup_coef=1.0, lr="cosine:2e-3,2e-5", warmup_steps=20),
+            schema.Stage("ramp", steps=20, rl_coef="linear:0,1", sup_coef="linear:1,0", lr=2.5e-5, warmup_steps=10),
+            schema.Stage("full", lr="cosine:2.5e-5,1.25e-6"),
         ),
-        supervised=SupervisedConfig(batch=8),
-        scoring=ScoringConfig(weights=(1.0, 6.0)),
-        evaluation=EvaluationConfig(prompts=142, every=600),
-        saving=SavingConfig(every=600, keep=1),
+        supervised=schema.SupervisedConfig(batch=8),
+        scoring=schema.ScoringConfig(weights=(1.0, 6.0)),
+        evaluation=schema.EvaluationConfig(prompts=142, every=600),
+        saving=schema.SavingConfig(every=600, keep=1),
         show_samples_every=200,
     )
 
@@ -157,16 +139,15 @@ def restore_text() -> Config:
         modality=RestorationConfig(
             action="controls:blur=0-2.5@2,noise=0-60@30,mix=0-1@1,std=0.15,unit=true", supervises="told"
         ),
-        objective=Objective(),
-        rollout=RolloutConfig(prompts=12, group_size=8),
-        optim=OptimConfig(lr=3e-3),
+        rollout=schema.RolloutConfig(prompts=12, group_size=8),
+        optim=schema.OptimConfig(lr=3e-3),
         stages=(
-            Stage("supervised", steps=1000, rl_coef=0.0, sup_coef=1.0, lr="cosine:3e-3,0", warmup_steps=30),
-            Stage("full", lr="linear:1.3e-3,2e-4"),
+            schema.Stage("supervised", steps=1000, rl_coef=0.0, sup_coef=1.0, lr="cosine:3e-3,0", warmup_steps=30),
+            schema.Stage("full", lr="linear:1.3e-3,2e-4"),
         ),
-        supervised=SupervisedConfig(data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16),
-        prompts=PromptsConfig(held_out_fraction=0.25),
-        evaluation=EvaluationConfig(prompts=256, every=1000),
-        saving=SavingConfig(every=500, keep=1),
+        supervised=schema.SupervisedConfig(data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16),
+        prompts=schema.PromptsConfig(held_out_fraction=0.25),
+        evaluation=schema.EvaluationConfig(prompts=256, every=1000),
+        saving=schema.SavingConfig(every=500, keep=1),
         show_samples_every=20,
     )

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from gruppo.config.schema import (
-    Config,
-    EvaluationConfig,
-    OptimConfig,
-    PromptsConfig,
-    RolloutConfig,
-    SavingConfig,
-    Stage,
-)
+from gruppo.config import schema
+from gruppo.config.schema import Config
+from gruppo.recipes.arithmetic import arithmetic
 
 QWEN_PROMPTS = Path(__file__).with_name("qwen_prompts.jsonl")
 """Thirty questions in Chinese that ask for a reason; document 001 has none of its own."""
@@ -27,10 +22,10 @@ def plain() -> Config:
     """
     return Config(
         steps=200,
-        rollout=RolloutConfig(prompts=8, group_size=8, max_new_tokens=128),
-        optim=OptimConfig(lr=1e-5, warmup_steps=5),
-        evaluation=EvaluationConfig(prompts=64),
-        saving=SavingConfig(every=20),
+        rollout=schema.RolloutConfig(prompts=8, group_size=8, max_new_tokens=128),
+        optim=schema.OptimConfig(lr=1e-5, warmup_steps=5),
+        evaluation=schema.EvaluationConfig(prompts=64),
+        saving=schema.SavingConfig(every=20),
     )
 
 
@@ -48,17 +43,11 @@ def chat() -> Config:
     transformers: a minute of one core, half of it to pretrain the module; held-out 0.09 to 0.93 and 0.07 to 0.91 (seeds
     0 and 1). Your own module, task and reward: --model mine.py:function --data mine.jsonl --reward numeric_match.
     """
-    return Config(
-        model="smollm2-135m",
-        data="arithmetic:0:20:natural",
-        reward=("exact_match",),
-        steps=50,
-        rollout=RolloutConfig(prompts=16, group_size=16, max_new_tokens=6, temperature=1.0, top_k=50),
-        optim=OptimConfig(lr=1.2e-5, decay="linear"),
-        stage=Stage(kl_coef=0.04),
-        prompts=PromptsConfig(held_out_fraction=0.4),
-        evaluation=EvaluationConfig(prompts=256),
-        saving=SavingConfig(every=25, keep=1),
+    return replace(
+        arithmetic(),
+        rollout=schema.RolloutConfig(prompts=16, group_size=16, max_new_tokens=6, temperature=1.0, top_k=50),
+        optim=schema.OptimConfig(lr=1.2e-5, decay="linear"),
+        stage=schema.Stage(kl_coef=0.04),
     )
 
 
@@ -76,10 +65,10 @@ def qwen() -> Config:
         data=str(QWEN_PROMPTS),
         reward=("length_target:50,characters", "keywords:因为,所以,然而,但是"),
         steps=100,
-        rollout=RolloutConfig(prompts=4, group_size=8, max_new_tokens=96, temperature=0.8),
-        optim=OptimConfig(lr=1e-5, max_grad_norm=0.5),
-        stage=Stage(kl_coef=0.1, entropy_coef=0.01),
-        prompts=PromptsConfig(held_out_fraction=0.2),
-        evaluation=EvaluationConfig(prompts=8),
-        saving=SavingConfig(every=50, keep=1),
+        rollout=schema.RolloutConfig(prompts=4, group_size=8, max_new_tokens=96, temperature=0.8),
+        optim=schema.OptimConfig(lr=1e-5, max_grad_norm=0.5),
+        stage=schema.Stage(kl_coef=0.1, entropy_coef=0.01),
+        prompts=schema.PromptsConfig(held_out_fraction=0.2),
+        evaluation=schema.EvaluationConfig(prompts=8),
+        saving=schema.SavingConfig(every=50, keep=1),
     )
