@@ -33,7 +33,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,8 +90,7 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
     log.propagate = False
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main_thread else None
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     message, code = "", 0
     try:
         yield
@@ -111,12 +109,7 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
         elif isinstance(error, OSError) and error.errno is not None:
             message, code = f"{error.filename or 'the system'}: {error.strerror}. Fix that, then try again.", EXIT_USAGE
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGTERM, previous)
     if message:
         print(f"gruppo: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -173,11 +173,7 @@ def completion(shell: Annotated[str, "bash, zsh or fish."]) -> None:
     """Print a completion script, as in: source <(gruppo completion bash)."""
     if shell not in ("bash", "zsh", "fish"):
         raise GruppoError(f"no completion for {shell!r}; it needs one of bash, zsh, fish.")
-    tables = {
-        name: help_text.all_options() if name in TAKING_RECIPE else help_text.parameters(command)[1]
-        for name, command in COMMANDS.items()
-    }
-    print(help_text.completion(shell, tables, {name: list(RECIPES) for name in TAKING_RECIPE}))
+    print(help_text.completion(shell, COMMANDS, {name: list(RECIPES) for name in TAKING_RECIPE}))
 
 
 _ALL = (train, resume, eval_, sample, export, explain, doctor, config, recipes, completion)

@@ -114,11 +114,13 @@ def all_options() -> dict[str, Option]:
     return found
 
 
-def completion(shell: str, tables: Mapping[str, Mapping[str, Option]], recipes: Mapping[str, Sequence[str]]) -> str:
+def completion(shell: str, commands: Mapping[str, Callable[..., Any]], recipes: Mapping[str, Sequence[str]]) -> str:
     """A script that completes commands, recipes, options and their choices.
 
-    ``tables``: the options of each command; ``recipes``: what a command takes before them.
+    ``recipes``: what stands before the options in those commands that take the options of a config.
     """
+    config_options = all_options()
+    tables = {name: config_options if name in recipes else parameters(run)[1] for name, run in commands.items()}
     choices = {}
     for option in (option for table in tables.values() for option in table.values()):
         literals = [kind for kind in (option.hint, *typing.get_args(option.hint)) if typing.get_origin(kind) is Literal]

@@ -37,18 +37,15 @@ def smallest_group(config: Config) -> int:
 
 def _required(config: Config) -> Rules:
     return {
-        "no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set --model.": (
-            not config.model
-        ),
+        "no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set "
+        "--model.": not config.model,
         "no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set "
         "--data.": not config.data,
-        "no reward was given; it needs a built-in name or file.py:function. Set --reward.": (
-            not config.reward and learns_from_samples(config)
-        ),
+        "no reward was given; it needs a built-in name or file.py:function. Set --reward.": not config.reward
+        and learns_from_samples(config),
         "both stage and stages were set; with several stages, each has its own settings. Set "
-        f"--stages.{len(config.stages) - 1}.kl-coef and the like instead of --stage.kl-coef.": (
-            config.stages and config.stage != Stage()
-        ),
+        f"--stages.{len(config.stages) - 1}.kl-coef and the like instead of "
+        "--stage.kl-coef.": config.stages and config.stage != Stage(),
     }
 
 
@@ -61,13 +58,11 @@ def _stage_rules(config: Config, index: int) -> Rules:
     return {
         f"{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its maximum "
         "length.": not is_last and not stage.steps,
-        f"{where}.until={stage.until!r} ends the last stage, and nothing follows. Leave it out, or add a stage.": (
-            is_last and stage.until
-        ),
+        f"{where}.until={stage.until!r} ends the last stage, and nothing follows. Leave it out, or add a "
+        "stage.": is_last and stage.until,
         f"{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after training. "
-        "Set --evaluation.every to the steps between evaluations.": (
-            stage.until.strip().startswith("eval/") and not _evaluates(config)
-        ),
+        "Set --evaluation.every to the steps between "
+        "evaluations.": stage.until.strip().startswith("eval/") and not _evaluates(config),
         f"{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set "
         f"{flag(where)}.rl-coef 1.": not any(value > 0 for value in coefs),
     }
@@ -109,21 +104,17 @@ def _batch_rules(config: Config) -> Rules:
         f"rollout.max_group_size={largest} has no effect: groups grow only with --rollout.first-samples. Set it, or "
         "leave --rollout.max-group-size out.": largest and not first,
         f"rollout.first_samples={first} is out of range; it needs at least 2, for a spread, and fewer than the "
-        f"{min(sizes)} samples of rollout.group_size, to leave some to grow by. Set --rollout.first-samples 2.": (
-            first and not 2 <= first < min(sizes)
-        ),
+        f"{min(sizes)} samples of rollout.group_size, to leave some to grow by. Set --rollout.first-samples "
+        "2.": first and not 2 <= first < min(sizes),
         f"rollout.max_group_size={largest} is below rollout.group_size={max(sizes)}: the budget of prompts x "
-        f"group_size could never be spent. Set --rollout.max-group-size {max(sizes)} or more, or 0 for twice that.": (
-            largest and largest < max(sizes)
-        ),
+        f"group_size could never be spent. Set --rollout.max-group-size {max(sizes)} or more, or 0 for twice "
+        "that.": largest and largest < max(sizes),
         f"rollout.refill_by={rollout.refill_by!r} has no effect while rollout.refill_rounds=0. Set "
-        "--rollout.refill-rounds 1 or more, or leave --rollout.refill-by out.": (
-            rollout.refill_by and not rollout.refill_rounds and not first
-        ),
+        "--rollout.refill-rounds 1 or more, or leave --rollout.refill-by "
+        "out.": rollout.refill_by and not rollout.refill_rounds and not first,
         f"rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards, which a group of one always "
-        "has. Set --rollout.group-size 2 or more, or --rollout.refill-rounds 0.": (
-            rollout.refill_rounds and smallest_group(config) < 2
-        ),
+        "has. Set --rollout.group-size 2 or more, or --rollout.refill-rounds "
+        "0.": rollout.refill_rounds and smallest_group(config) < 2,
         **{
             f"{name}={getattr(objective, name)!r} compares the rows of a step, but rollout.prompts=1 with rollout."
             "group_size=1 has one, whose advantage is always 0. Set --rollout.prompts 2 or more.": rows == 1
@@ -155,9 +146,8 @@ def _section_rules(config: Config) -> Rules:
         f"supervised.template={supervised.template!r} names its columns itself, so supervised.column="
         f"{supervised.column!r} has no effect. Leave one of them out.": supervised.template and supervised.column,
         f"optim.minibatches={optim.minibatches} is more than supervised.batch={supervised.batch}, which leaves some "
-        "updates without a demonstration. Set --supervised.batch to that or more.": (
-            demonstrates and optim.minibatches > supervised.batch
-        ),
+        "updates without a demonstration. Set --supervised.batch to that or "
+        "more.": demonstrates and optim.minibatches > supervised.batch,
         "demonstrations were set, but no stage's sup_coef is above 0. Set --stages supervised:50,full or "
         "--stage.sup-coef 1, or leave the --supervised options out.": "supervised" in is_set and not demonstrates,
         "back_off was set without a metric. Set --back-off.metric eval/reward_mean, or leave the --back-off options "

@@ -42,9 +42,8 @@ def check_reward(reward: Any, prompts: Sequence[Any] | None = None, *, timeout_s
         {
             f"{who} scored none of {len(rollouts)} completions; it needs to score some. Give check_reward prompts with "
             "the targets and columns that it reads.": scores.rewards.isfinite().any(),
-            f"{who} changed the prompts or completions that it was given, which others read too; change a copy.": (
-                _readable(rollouts) == before
-            ),
+            f"{who} changed the prompts or completions that it was given, which others read too; change a "
+            "copy.": _readable(rollouts) == before,
             f"{who} scored {again.rewards.tolist()} what it had scored {values}; the same completions need the same "
             "scores, or a resumed run is another run. Seed whatever is random.": _same(again, scores),
             f"{who} scored {reverse.rewards.tolist()} when the completions came in reverse, but {values} before; a "

@@ -112,13 +112,12 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
     temperatures = torch.full(rollouts.temperature.shape, float(temperature))
     require(
         {
-            f"{who}: mask is True at or beyond lengths, where no action is. Make both from the number of actions.": (
-                not (mask & ~exists).any()
-            ),
+            f"{who}: mask is True at or beyond lengths, where no action is. Make both from the number of "
+            "actions.": not (mask & ~exists).any(),
             f"{who}: sampler_logprobs needs finite nats where mask is True (at most 0 for discrete actions) and 0 "
             "elsewhere.": chosen.isfinite().all() and (chosen <= highest).all() and not others.any(),
-            f"{who}: temperature is {rollouts.temperature.tolist()}, but {temperature} was requested.": (
-                torch.allclose(rollouts.temperature.cpu().float(), temperatures)
+            f"{who}: temperature is {rollouts.temperature.tolist()}, but {temperature} was requested.": torch.allclose(
+                rollouts.temperature.cpu().float(), temperatures
             ),
             f"{who} chose no action at all; check the prompts, and max_actions.": mask.any(),
             f"{who}: finish holds {unknown}; it needs to be one of {known}.": not unknown,
@@ -133,15 +132,12 @@ def _check_addresses(case: Case, rollouts: Rollouts) -> None:
     is_deterministic = bool((rollouts.sampler_logprobs[rollouts.mask].abs() < 1e-3).all())
     require(
         {
-            f"{who} gave other actions for the same seed; draw with seeds.uniforms_at(seed, draw, sample, n).": (
-                same_actions(rollouts, case.sample())
-            ),
-            f"{who} gave the same actions for the seeds {seed} and {seed + 1}; the seed needs to reach the draw.": (
-                is_deterministic or not same_actions(rollouts, case.sample(seed=seed + 1))
-            ),
-            f"{who} gave other actions for prompts without their target; it is for rewards, never read in sampling.": (
-                same_actions(rollouts, case.sample(without_target))
-            ),
+            f"{who} gave other actions for the same seed; draw with seeds.uniforms_at(seed, draw, sample, "
+            "n).": same_actions(rollouts, case.sample()),
+            f"{who} gave the same actions for the seeds {seed} and {seed + 1}; the seed needs to reach the "
+            "draw.": is_deterministic or not same_actions(rollouts, case.sample(seed=seed + 1)),
+            f"{who} gave other actions for prompts without their target; it is for rewards, never read in "
+            "sampling.": same_actions(rollouts, case.sample(without_target)),
         }
     )
     one_by_one = [case.sample([replace(r, size=1, first=i)]) for r in requests for i in range(r.size)]
