@@ -15,23 +15,19 @@ from gruppo.seeds import seed_at
 from gruppo.timeouts import CallError
 from gruppo.types import Finish, Request, Rollouts
 
-Generate = Callable[..., Rollouts]
-"""``sample`` of a policy or ``generate`` of an engine."""
-ContinueRollouts = Callable[..., Rollouts]
-"""``continue_rollouts`` of either: the next turn of rows that got a reply."""
-
 
 def converse(
-    generate: Generate,
-    continue_rollouts: ContinueRollouts,
+    generate: Callable[..., Rollouts],
+    continue_rollouts: Callable[..., Rollouts],
     environment: Environment,
     requests: Sequence[Request],
     sampling: Any,
     *,
     seed: int,
 ) -> Rollouts:
-    """Rollouts of several turns, in the order of the requests.
+    """Sample rollouts of several turns, in the order of the requests.
 
+    ``generate`` and ``continue_rollouts`` (the next turn of rows that got a reply) are those of an engine or a policy.
     A row ends as "stop" where its environment returns None or the policy has given ``environment.turns`` answers; as
     "length" where the policy has written ``sampling.max_actions`` tokens in all, or the model's context is full; as
     "error" where the environment fails. ``per_row`` then has ``state`` (the dict of its conversation), ``turns``
@@ -89,10 +85,6 @@ class ConversationEngine:
 
     def __init__(self, engine: Any, environment: Environment) -> None:
         self.engine, self.environment = engine, environment
-
-    @property
-    def version(self) -> int:
-        return self.engine.version
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         engine = self.engine

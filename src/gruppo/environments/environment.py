@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gruppo.timeouts import (
@@ -90,75 +91,72 @@ class Environment:
     def _sequential(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Any]:
         """One after another in one thread; in a new one after each late reply."""
         answers: dict[int, Any] = {}
-        waiting, late = list(requests), 0
-        while waiting:
-            if late == MAX_LATE_REPLIES:  # each one costs timeout_s, and the rest would probably be late too
-                problem = CallError("timeout", f"skipped: {late} replies of this turn were late")
-                return answers | dict.fromkeys(waiting, problem)
-            finished = self._until_late([requests[key] for key in waiting])
-            answers |= dict(zip(waiting, finished, strict=False))
-            waiting = waiting[len(finished) :]
-            late += 1
-        return answers
+        for _ in range(MAX_LATE_REPLIES):
+            waiting = {key: request for key, request in requests.items() if key not in answers}
+            began, is_over = [time.monotonic()], threading.Event()
+            work = partial(self._call_each, waiting, answers, began, is_over)
+            if self.timeout_s is None:
+                call_with_timeout(work, None)
+                return answers
+            call = start_call(work)
+            while not call.done.wait(max(began[0] + self.timeout_s - time.monotonic(), 0.001)):
+                if time.monotonic() - began[0] >= self.timeout_s:
+                    break
+            else:
+                call.result()
+                return answers
+            is_over.set()
+            call.abandon()
+            late = [key for key in waiting if key not in answers][:1]
+            answers |= dict.fromkeys(late, CallError("timeout", f"no answer within {self.timeout_s:.3g} s"))
+        # each late reply costs timeout_s, and the others would probably be late too
+        problem = CallError("timeout", f"skipped: {MAX_LATE_REPLIES} replies of this turn were late")
+        return answers | dict.fromkeys((key for key in requests if key not in answers), problem)
 
-    def _until_late(self, requests: Sequence[ReplyRequest]) -> list[Any]:
-        """Replies of the first conversations, up to one that is late."""
-        answers: list[Any] = []
-        began, is_over = [time.monotonic()], threading.Event()
-
-        def work() -> None:
-            for request in requests:
-                if is_over.is_set():  # a thread cannot be stopped, but it must not call the function any more
-                    return
-                began[0] = time.monotonic()
-                try:
-                    raw = self.fn(**self._keywords(request))
-                    raw = run_awaitable(raw) if inspect.isawaitable(raw) else raw
-                    answer: Reply | CallError | None = parse_reply(raw, request.prompt.inputs)
-                except CallError as problem:
-                    answer = problem
-                except (Exception, SystemExit) as error:
-                    answer = CallError.from_exception(error)
-                if not is_over.is_set():
-                    answers.append(answer)
-
-        if self.timeout_s is None:
-            call_with_timeout(work, None)
-            return answers
-        call = start_call(work)
-        while not call.done.wait(max(began[0] + self.timeout_s - time.monotonic(), 0.001)):
-            if time.monotonic() - began[0] >= self.timeout_s:
-                is_over.set()
-                call.abandon()
-                return [*answers, CallError("timeout", f"no answer within {self.timeout_s:.3g} s")]
-        call.result()
-        return answers
+    def _call_each(
+        self,
+        requests: Mapping[int, ReplyRequest],
+        answers: dict[int, Any],
+        began: list[float],
+        is_over: threading.Event,
+    ) -> None:
+        """Fill ``answers`` until ``is_over``; ``began`` holds the time at which the current call began."""
+        for key, request in requests.items():
+            if is_over.is_set():  # a thread cannot be stopped, but it must not call the function any more
+                return
+            began[0] = time.monotonic()
+            try:
+                raw = self.fn(**self._keywords(request))
+                raw = run_awaitable(raw) if inspect.isawaitable(raw) else raw
+                answer: Reply | CallError | None = parse_reply(raw, request.prompt.inputs)
+            except CallError as problem:
+                answer = problem
+            except (Exception, SystemExit) as error:
+                answer = CallError.from_exception(error)
+            if not is_over.is_set():
+                answers[key] = answer
 
     def _concurrent(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Any]:
-        async def call(request: ReplyRequest) -> Any:
-            try:
-                return await self.fn(**self._keywords(request))
-            except SystemExit as error:  # it would end the event loop
-                return CallError.from_exception(error)
+        """All at the same time, in one event loop."""
 
         async def reply(request: ReplyRequest) -> Any:
-            began = time.monotonic()
+            deadline = asyncio.timeout(self.timeout_s)
             try:
-                raw = await asyncio.wait_for(call(request), self.timeout_s)
-                return raw if isinstance(raw, CallError) else parse_reply(raw, request.prompt.inputs)
+                async with deadline:
+                    raw = await self.fn(**self._keywords(request))
+                return parse_reply(raw, request.prompt.inputs)
             except CallError as problem:
                 return problem
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # SystemExit would end the event loop
                 # a TimeoutError of the function itself is an ordinary exception
-                is_late = self.timeout_s is not None and time.monotonic() - began >= self.timeout_s
-                if isinstance(error, TimeoutError) and is_late:
+                if isinstance(error, TimeoutError) and deadline.expired():
                     return CallError("timeout", f"no answer within {self.timeout_s:.3g} s")
                 return CallError.from_exception(error)
 
         async def reply_all() -> list[Any]:
             return await asyncio.gather(*map(reply, requests.values()))
 
-        # wait_for cannot interrupt a coroutine that blocks the event loop
+        # a timeout cannot interrupt a coroutine that blocks the event loop
         deadline = None if self.timeout_s is None else self.timeout_s + 1.0
         try:
             answers = call_with_timeout(lambda: run_awaitable(reply_all()), deadline)
@@ -173,16 +171,9 @@ class Environment:
         """Arguments of the function: copies, apart from the state, so that it cannot change the data."""
         prompt, completion = request.prompt, request.completion
         targets = {} if prompt.target is None else {"answer": prompt.target, "target": prompt.target}
-        values = {
-            **targets,
-            **prompt.meta,
-            "text": request.text,
-            "messages": prompt.inputs + completion if isinstance(prompt.inputs, str) else [*prompt.inputs, *completion],
-            "state": request.state,
-            "turn": request.turn,
-            "seed": request.seed,
-            "prompt": prompt.inputs,
-        }
+        messages = prompt.inputs + completion if isinstance(prompt.inputs, str) else [*prompt.inputs, *completion]
+        values = {**targets, **prompt.meta, "messages": messages, "prompt": prompt.inputs}
+        values |= {name: getattr(request, name) for name in ("text", "state", "turn", "seed")}
         values |= dict.fromkeys(name for name, required in self._parameters.items() if required and name not in values)
         return {
             name: copy.deepcopy(value) if isinstance(value, list | dict) and name != "state" else value
