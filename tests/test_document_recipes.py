@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests import tiny
 from tests.test_examples import EXAMPLES, example
-from tests.trainer import pictures
+from tests.trainer import diffusion_runs
 from tests.trainer.runs import metrics, weights
 
 from gruppo import api
@@ -63,8 +63,8 @@ def test_ddpo_trains_a_denoiser_against_a_reference_that_follows_it(tmp_path: Pa
     config = short(
         "ddpo",
         tmp_path,
-        model=pictures.denoiser(),
-        data=f"images:{pictures.write_images(tmp_path / 'images')}",
+        model=diffusion_runs.denoiser(),
+        data=f"images:{diffusion_runs.write_images(tmp_path / 'images')}",
         diffusion__steps=4,
         reference__update_every=1,
         reference__watch_prompts=2,
@@ -236,8 +236,8 @@ def test_explain_says_what_a_recipe_of_a_document_would_do(tmp_path: Path, name:
     changes: dict[str, Any] = {"model": tiny.model(), "compute": "float32"}
     if name == "ddpo":
         pytest.importorskip("PIL")
-        images = pictures.write_images(tmp_path / "images")
-        changes = {"model": pictures.denoiser(), "data": f"images:{images}", "diffusion__steps": 4}
+        images = diffusion_runs.write_images(tmp_path / "images")
+        changes = {"model": diffusion_runs.denoiser(), "data": f"images:{images}", "diffusion__steps": 4}
     else:
         changes["rollout__max_new_tokens"] = 8
     said = "\n".join(explain(api.change(RECIPES[name](), changes)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.trainer import by_hand
-from tests.trainer.test_measures import shift
+from tests.trainer.test_metrics import shift
 from tests.trainer.test_step import run_in, step
 
 from gruppo.trainer.collect import collect

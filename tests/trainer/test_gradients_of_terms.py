@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from tests import processes, tiny
-from tests.trainer import restoring
-from tests.trainer.restoring import built, gradient, in_double, trained
+from tests.trainer import restoration_runs
+from tests.trainer.restoration_runs import built, gradient, in_double, trained
 from tests.trainer.runs import assert_same, metrics, weights
 from torch import Tensor
 
@@ -35,7 +35,7 @@ ALL = {
     "stage__cons_coef": 0.4,
     "stage__entropy_coef": 0.02,
     "restoration__consistency": "equivariance",
-    "restoration__action": restoring.ACTION + ",learned=true",
+    "restoration__action": restoration_runs.ACTION + ",learned=true",
 }
 COEFS = {"policy": "rl_coef", "sup": "sup_coef", "cons": "cons_coef", "kl": "kl_coef", "entropy": "entropy_coef"}
 CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none", "clip_unit": "nats", "kl": "exact"}
@@ -108,7 +108,7 @@ SEVERAL = {
         Stage(),
     ),
     "steps": 6,
-    "restoration__action": restoring.ACTION + ",learned=true",
+    "restoration__action": restoration_runs.ACTION + ",learned=true",
     "optim__epochs": 2,
     "optim__minibatches": 2,
     "show_samples_every": 1,
@@ -116,7 +116,7 @@ SEVERAL = {
 
 
 def test_looking_at_the_terms_changes_no_bit_of_the_run(tmp_path):
-    data = restoring.degraded(tmp_path)
+    data = restoration_runs.degraded(tmp_path)
     found = [
         trained(tmp_path / name, data=data, optim__terms_every=every, evaluation__prompts=2, **SEVERAL)
         for name, every in (("looked", 1), ("not", 0))
@@ -169,10 +169,10 @@ def train(config: dict[str, Any]) -> None:
 def test_two_ranks_say_what_one_says(tmp_path):
     """Of all rows, with demonstrations of which one rank has more; and the runs are one."""
     changes = SEVERAL | {"optim__terms_every": 1, "optim__eps": 0.1, "optim__lr": 0.01, "rollout__prompts": 3}
-    changes |= {"data": restoring.degraded(tmp_path), "evaluation__prompts": 2}
+    changes |= {"data": restoration_runs.degraded(tmp_path), "evaluation__prompts": 2}
     found: list[Path] = []
     for name, count in (("one", 1), ("two", 2)):
-        config = serialization.to_dict(restoring.config(tmp_path, name=name, **changes))
+        config = serialization.to_dict(restoration_runs.config(tmp_path, name=name, **changes))
         children = processes.ranks(count, train, config, folder=tmp_path / name)
         assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
         found.append(tmp_path / "runs" / name)

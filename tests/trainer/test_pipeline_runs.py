@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer import pictures
-from tests.trainer.pictures import stopped_and_resumed
+from tests.trainer import diffusion_runs
+from tests.trainer.diffusion_runs import stopped_and_resumed
 from tests.trainer.runs import metrics
-from tests.trainer.test_pictures import assert_same
+from tests.trainer.test_diffusion_runs import assert_same
 
 pytest.importorskip("PIL")
 diffusers = pytest.importorskip("diffusers")
@@ -77,7 +77,7 @@ def test_a_pipeline_is_trained_resumed_to_the_bit_and_opened_by_diffusers(tmp_pa
     changes = chosen(saved, kind)
     if "lora__rank" in changes:
         pytest.importorskip("peft")
-    run = pictures.trained(tmp_path / "whole", **changes)
+    run = diffusion_runs.trained(tmp_path / "whole", **changes)
     rows = [row for row in metrics(run) if "reward/mean" in row]
     assert rows[0]["kl/ref_nats"] == 0.0 < rows[2]["kl/ref_nats"] and rows[2]["mismatch/max_nats"] <= 1e-5 * 256
     assert_same(stopped_and_resumed(tmp_path / "parts", monkeypatch, after=1, **changes), run)
@@ -110,7 +110,7 @@ def read(file: Path) -> torch.Tensor:
 def test_what_is_set_is_laid_over_the_settings_beside_the_pipeline(saved):
     """A size alone keeps the number of caption tokens that the folder says."""
     changes = chosen(saved, "SD 3") | {"diffusion__size": (8, 16)}
-    policy = build(pictures.config(saved, **changes), Parts())[0].policy
+    policy = build(diffusion_runs.config(saved, **changes), Parts())[0].policy
     assert (policy.settings.size, policy.settings.caption_tokens) == ((8, 16), 6)
     assert policy.denoiser.codec.image_shape == (3, 8, 16)
     assert api.change(Config(), changes).modality.size == (8, 16)
@@ -144,11 +144,11 @@ def test_what_a_pipeline_cannot_do_is_refused_in_one_line(tmp_path, saved, what)
     kind, changes, why = REFUSED[what]
     changes = {"evaluation__prompts": 0} | chosen(saved, kind) | changes
     with pytest.raises(GruppoError, match=why) as error:
-        api.start(pictures.config(tmp_path, **changes))
+        api.start(diffusion_runs.config(tmp_path, **changes))
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
 def test_a_missing_package_is_named_in_one_line(tmp_path, monkeypatch, saved):
     monkeypatch.setitem(__import__("sys").modules, "diffusers", None)
     with pytest.raises(GruppoError, match=r'needs the package "diffusers".*pip install "gruppo\[diffusion\]"$'):
-        api.start(pictures.config(tmp_path, **chosen(saved, "SD 1.5")))
+        api.start(diffusion_runs.config(tmp_path, **chosen(saved, "SD 1.5")))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tests import processes
-from tests.trainer import pictures
-from tests.trainer.pictures import built, stepped, whole
+from tests.trainer import diffusion_runs
+from tests.trainer.diffusion_runs import built, stepped, whole
 from tests.trainer.runs import metrics, weights
 
 from gruppo import api
@@ -49,7 +49,7 @@ def test_ratios_of_steps_are_those_of_all_updates(tmp_path):
     with torch.no_grad():
         old, new = (
             of.likelihood(batch.rollouts, whole(batch.rollouts)).logprobs
-            for of in (load_denoiser(pictures.denoiser()), once.policy)
+            for of in (load_denoiser(diffusion_runs.denoiser()), once.policy)
         )
     counts = batch.loss_mask.sum(dim=0)
     moved = (new - old).abs().where(batch.loss_mask, 0).sum(dim=0) / counts / 2
@@ -130,7 +130,7 @@ def test_one_step_that_is_not_finite_hides_no_branch(tmp_path):
     run.policy.sample = broken
     said = collect(run, run.stage_schedule.step_params(0)).metrics
     told = of_steps(said, "reward_std_within_group")
-    rollouts = sample([Request(p, 4) for p in pictures.labelled().take(2)], run.sampling, seed=run.config.seed)
+    rollouts = sample([Request(p, 4) for p in diffusion_runs.labelled().take(2)], run.sampling, seed=run.config.seed)
     assert told.keys() == {int(rollouts.mask[row].nonzero()) for row in (0, 4)}
 
 
@@ -147,7 +147,7 @@ def test_two_ranks_give_the_weights_and_metrics_of_one(tmp_path):
     """Branched groups, several updates, one of them without a row on some rank, an exact KL, evaluations."""
     pytest.importorskip("PIL")
     changes = {
-        "data": f"images:{pictures.write_images(tmp_path / 'images')}",
+        "data": f"images:{diffusion_runs.write_images(tmp_path / 'images')}",
         "diffusion__noise": "branched",
         "optim__eps": 0.1,
         "optim__lr": 0.01,
@@ -159,7 +159,7 @@ def test_two_ranks_give_the_weights_and_metrics_of_one(tmp_path):
         "steps": 2,
     }
     for name, count in (("one", 1), ("two", 2)):
-        config = serialization.to_dict(pictures.config(tmp_path, name=name, **changes))
+        config = serialization.to_dict(diffusion_runs.config(tmp_path, name=name, **changes))
         children = processes.ranks(count, train, config, folder=tmp_path / name)
         codes = [child.wait() for child in children]
         assert not any(codes), "\n".join(child.err for child in children)

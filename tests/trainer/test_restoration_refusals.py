@@ -12,8 +12,8 @@ import pytest
 import torch
 from tests import tiny
 from tests.modalities.restoration import fakes
-from tests.trainer import pictures, restoring
-from tests.trainer.restoring import ACTION, built, here, said_in_one_line, trained
+from tests.trainer import diffusion_runs, restoration_runs
+from tests.trainer.restoration_runs import ACTION, built, here, said_in_one_line, trained
 from tests.trainer.runs import metrics
 
 from gruppo import api, inference
@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         network("Weightless") | {"restoration__action": "pixels"},
         r"nothing is to be trained",
     ),
-    "no such class": (network("TinyNetwrk"), r"restoring.py has no 'TinyNetwrk'"),
+    "no such class": (network("TinyNetwrk"), r"restoration_runs.py has no 'TinyNetwrk'"),
     "no such file": ({"model": "restore:nowhere.py:Net"}, r"nowhere.py"),
     "no module": (network("NO_FUNCTION"), r"NO_FUNCTION is a int|NO_FUNCTION is an int"),
     "an unknown action": ({"restoration__action": "band_gain"}, r"no action 'band_gain'.*Did you mean 'band_gains'"),
@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(tmp_path, capsys, what):
     """The same in Python and on the command line."""
     changes, why = REFUSED[what]
-    config = restoring.config(tmp_path, **changes)
+    config = restoration_runs.config(tmp_path, **changes)
     said = said_in_one_line(lambda: api.start(config), GruppoError)
     assert re.search(why, said), said
     on_the_command_line(tmp_path, capsys, config, why)
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(tmp_pa
 
 
 def test_options_of_diffusion_models_are_refused(tmp_path, capsys):
-    config = replace(restoring.config(tmp_path), modality=DiffusionConfig(steps=7))
+    config = replace(restoration_runs.config(tmp_path), modality=DiffusionConfig(steps=7))
     why = r"diffusion settings were given, and .* is no diffusion model"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
@@ -155,14 +155,14 @@ def on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], config
 
 def test_a_choice_that_is_none_is_refused_where_it_is_set(tmp_path):
     with pytest.raises(GruppoError, match=r"restoration.trains.*all.*action"):
-        restoring.config(tmp_path, restoration__trains="head")
+        restoration_runs.config(tmp_path, restoration__trains="head")
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
 def test_images_that_are_smaller_than_the_crop_are_refused(tmp_path, capsys):
-    config = restoring.config(tmp_path, data=restoring.degraded(tmp_path, "noise=25,crop=32"))
+    config = restoration_runs.config(tmp_path, data=restoration_runs.degraded(tmp_path, "noise=25,crop=32"))
     why = r"8 of 8 images of .* are smaller than the crop of 32 pixels.*Set crop=24"
     assert re.search(why, said_in_one_line(lambda: api.start(config), DataError))
     on_the_command_line(tmp_path, capsys, config, why)
@@ -170,11 +170,11 @@ def test_images_that_are_smaller_than_the_crop_are_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("what", ["another size", "without an other"])
 def test_pairs_that_do_not_match_are_refused(tmp_path, capsys, what):
-    clean, given = restoring.write_images(tmp_path / "clean"), tmp_path / "given"
-    restoring.write_images(given, side=20 if what == "another size" else 24)
+    clean, given = restoration_runs.write_images(tmp_path / "clean"), tmp_path / "given"
+    restoration_runs.write_images(given, side=20 if what == "another size" else 24)
     if what == "without an other":
         (given / "3.png").unlink()
-    config = restoring.config(tmp_path, data=f"pairs:{given}:{clean}:crop=8")
+    config = restoration_runs.config(tmp_path, data=f"pairs:{given}:{clean}:crop=8")
     why = {
         "another size": r"the pair 0 of .* does not match: degraded 20 x 20, clean 24 x 24 pixels",
         "without an other": r"1 images are unpaired: 3 ",
@@ -184,20 +184,20 @@ def test_pairs_that_do_not_match_are_refused(tmp_path, capsys, what):
 
 
 def test_pairs_that_match_are_learned_from(tmp_path):
-    clean, given = restoring.write_images(tmp_path / "clean"), restoring.write_images(tmp_path / "given")
+    clean, given = restoration_runs.write_images(tmp_path / "clean"), restoration_runs.write_images(tmp_path / "given")
     path = trained(tmp_path, data=f"pairs:{given}:{clean}:crop=8", stage__sup_coef=1.0, steps=1)
     assert metrics(path)[-1]["loss/sup"] > 0
 
 
 def test_a_grey_network_for_colour_data_is_refused_and_so_are_its_weights(tmp_path, capsys):
-    grey = restoring.degraded(tmp_path, "noise=25,crop=8,channels=1")
+    grey = restoration_runs.degraded(tmp_path, "noise=25,crop=8,channels=1")
     path = trained(tmp_path, model="restore:dncnn:width=4,depth=2", data=grey, steps=1)
-    colour = restoring.config(tmp_path, model=str(path), name="colour")
+    colour = restoration_runs.config(tmp_path, model=str(path), name="colour")
     why = r"none of the first 8 prompts of .* can be restored: .* has 3 channels in its input, and the network reads 1"
     assert re.search(why, said_in_one_line(lambda: api.start(colour), GruppoError))
     on_the_command_line(tmp_path, capsys, colour, why)
     weights = {"model": "restore:dncnn:width=4,depth=2", "restoration__weights": str(path), "name": "weights"}
-    config = restoring.config(tmp_path, **weights)
+    config = restoration_runs.config(tmp_path, **weights)
     why = r"the weights in .* are of another network than DnCNN: 3 of another shape: body.0.weight"
     assert re.search(why, said := said_in_one_line(lambda: api.start(config), GruppoError)), said
     assert str(path) in said
@@ -207,11 +207,11 @@ def test_a_grey_network_for_colour_data_is_refused_and_so_are_its_weights(tmp_pa
 def test_weights_of_another_network_are_refused(tmp_path, capsys):
     path = trained(tmp_path, model="restore:dncnn:width=4,depth=2", steps=1)
     other = {"model": "restore:unet:width=4", "restoration__weights": str(path / "final"), "name": "other"}
-    config = restoring.config(tmp_path, **other)
+    config = restoration_runs.config(tmp_path, **other)
     why = r"the weights in .* are of another network than RestorationUNet: .* missing: .* unknown: .* Give the network"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
-    nothing = restoring.config(tmp_path, **(other | {"restoration__weights": str(tmp_path / "none")}))
+    nothing = restoration_runs.config(tmp_path, **(other | {"restoration__weights": str(tmp_path / "none")}))
     assert "none" in said_in_one_line(lambda: api.start(nothing), GruppoError)
 
 
@@ -219,7 +219,7 @@ def test_weights_of_another_network_are_refused(tmp_path, capsys):
 def test_settings_of_a_new_policy_are_refused_for_a_saved_one(tmp_path, capsys, name):
     path = trained(tmp_path, steps=1)
     value = {"action": "pixels", "weights": str(path), "patches": 2}[name]
-    config = restoring.config(tmp_path, model=str(path), name="again", **{f"restoration__{name}": value})
+    config = restoration_runs.config(tmp_path, model=str(path), name="again", **{f"restoration__{name}": value})
     why = rf"restoration.{name} is of a new policy, and .* has its own. Leave --restoration.{name} out"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
@@ -264,36 +264,36 @@ def given(*changes: Any, count: int = 8) -> Parts:
 )
 def test_prompts_outside_the_range_are_refused_with_what_to_do(tmp_path, inputs, why):
     parts = given(lambda prompt: Prompt(prompt.id, inputs, prompt.target, draw=prompt.draw))
-    config = restoring.config(tmp_path, data="<in memory>")
+    config = restoration_runs.config(tmp_path, data="<in memory>")
     assert re.search(why, said := said_in_one_line(lambda: api.start(config, parts), GruppoError)), said
 
 
 def test_one_prompt_outside_the_range_is_passed_over_and_named(tmp_path, caplog):
     parts = given(lambda p: Prompt(p.id, p.inputs * (3 if p.id == "p3" else 1), p.target, draw=p.draw))
-    path = api.start(restoring.config(tmp_path, data="<in memory>"), parts).folder
+    path = api.start(restoration_runs.config(tmp_path, data="<in memory>"), parts).folder
     assert "left out: prompt 'p3' has values from" in caplog.text
     assert len([row for row in metrics(path) if "optim/lr" in row]) == 4
 
 
 def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
     parts = given(lambda prompt: Prompt(prompt.id, prompt.inputs, None, draw=prompt.draw))
-    parts = Parts(data=parts.data, rewards=[restoring.bright])
-    pairs = f"degrade:{restoring.write_images(tmp_path / 'images')}:noise=25,crop=8"
-    config = restoring.config(tmp_path, data="<in memory>", supervised__data=pairs, **SUP)
+    parts = Parts(data=parts.data, rewards=[restoration_runs.bright])
+    pairs = f"degrade:{restoration_runs.write_images(tmp_path / 'images')}:noise=25,crop=8"
+    config = restoration_runs.config(tmp_path, data="<in memory>", supervised__data=pairs, **SUP)
     api.start(config, parts)  # where they have a source of their own, all is well
     with pytest.raises(GruppoError, match=r"demonstrations cannot be drawn from as well. Set --supervised.data"):
-        api.start(restoring.config(tmp_path, data="<in memory>", name="own", **SUP), parts)
+        api.start(restoration_runs.config(tmp_path, data="<in memory>", name="own", **SUP), parts)
     demos = tiny.write_rows(tmp_path / "demos.jsonl")
     with pytest.raises(
         DataError, match=r"none of the first 8 demonstrations can be learned from: .* it needs an image"
     ):
-        api.start(restoring.config(tmp_path, supervised__data=demos, name="texts", **SUP))
+        api.start(restoration_runs.config(tmp_path, supervised__data=demos, name="texts", **SUP))
 
 
 def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
-    clean, noisy = restoring.write_images(tmp_path / "clean"), restoring.write_images(tmp_path / "given")
+    clean, noisy = restoration_runs.write_images(tmp_path / "clean"), restoration_runs.write_images(tmp_path / "given")
     changes = CONS | {"restoration__consistency": "degradation", "data": f"pairs:{noisy}:{clean}:crop=8"}
-    config = restoring.config(tmp_path, **changes)
+    config = restoration_runs.config(tmp_path, **changes)
     why = r"consistency='degradation' degrades a restored image as the data were, and these data do not say how"
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
@@ -320,9 +320,9 @@ def test_models_that_restore_nothing_are_told_so(tmp_path, capsys, kind, changes
         return  # its pictures have clean ones beside them
     changes = dict(changes)
     section = changes.pop("modality", None)
-    config = tiny.config(tmp_path, **changes) if kind == "text" else pictures.config(tmp_path, **changes)
+    config = tiny.config(tmp_path, **changes) if kind == "text" else diffusion_runs.config(tmp_path, **changes)
     config = config if section is None else replace(config, modality=section)
-    parts = Parts() if kind == "text" else pictures.parts_of(config)
+    parts = Parts() if kind == "text" else diffusion_runs.parts_of(config)
     assert re.search(why, said := said_in_one_line(lambda: api.start(config, parts), GruppoError)), said
     if kind == "text":
         on_the_command_line(tmp_path, capsys, config, why)
@@ -334,12 +334,12 @@ def test_models_that_restore_nothing_are_told_so(tmp_path, capsys, kind, changes
 @pytest.mark.parametrize(("patch", "shown"), [(2, "4 x 4"), (8, "1 x 1"), (3, "2.66667 x 2.66667")])
 def test_a_reward_of_patches_that_do_not_fit_is_one_clear_line(tmp_path, capsys, patch, shown):
     changes = PATCHES | {"reward": [f"psnr:patch={patch}"], "objective__credit": "position"}
-    config = restoring.config(tmp_path, **changes)
+    config = restoration_runs.config(tmp_path, **changes)
     why = rf"patch={patch} gives {shown} squares of images of 8 x 8, and the policy has 4 actions. Set patch"
     said = said_in_one_line(lambda: api.start(config), GruppoError)
     assert re.search(why, said), said
     (tmp_path / "again").mkdir()
-    config = restoring.config(tmp_path / "again", **changes)
+    config = restoration_runs.config(tmp_path / "again", **changes)
     on_the_command_line(tmp_path / "again", capsys, config, why)
 
 
@@ -350,7 +350,7 @@ def test_a_reward_against_a_reference_of_a_text_model_is_refused(tmp_path):
 
 def test_a_reward_that_is_nan_costs_its_rows_and_the_run_goes_on(tmp_path):
     run = built(tmp_path, reward=[here("sometimes_nan")])
-    batch, said = restoring.stepped(run)
+    batch, said = restoration_runs.stepped(run)
     assert batch.rewards.isnan().tolist() == [True, False, False, False] * 2
     assert torch.equal(batch.loss_mask[:, 0], ~batch.rewards.isnan())
     assert said["update/updates_count"] == 1 and said["update/skipped_count"] == 0
@@ -361,7 +361,7 @@ def test_a_reward_that_is_nan_costs_its_rows_and_the_run_goes_on(tmp_path):
 
 def test_a_network_that_makes_nan_of_some_pictures_costs_those_rows(tmp_path):
     """They end in error, are counted, and the gradient is finite."""
-    data = restoring.degraded(tmp_path, "noise=25,crop=8")
+    data = restoration_runs.degraded(tmp_path, "noise=25,crop=8")
     run = built(tmp_path, data=data, rollout__prompts=8, stage__kl_coef=0.1, **(CONS | network("BreaksOnSome")))
     step_params = run.stage_schedule.step_params(0)
     batch = collect(run, step_params).batch
@@ -371,14 +371,14 @@ def test_a_network_that_makes_nan_of_some_pictures_costs_those_rows(tmp_path):
     first = batch.rollouts.shared["degraded"][batch.rollouts.group_ids][:, 0, 0, 0]
     assert torch.equal(broken, first > 0.55)
     backward(run, batch, step_params)
-    assert restoring.gradient(run).isfinite().all() and restoring.gradient(run).norm() > 0
+    assert restoration_runs.gradient(run).isfinite().all() and restoration_runs.gradient(run).norm() > 0
     path = trained(tmp_path, data=data, rollout__prompts=8, steps=2, **network("BreaksOnSome"))
     rows = [row for row in metrics(path) if "optim/lr" in row]
     assert rows[0]["finish/error_count"] == int(broken.sum()) and rows[1]["update/updates_count"] == 1
 
 
 def test_a_network_that_makes_nan_of_everything_ends_in_one_line(tmp_path):
-    config = restoring.config(tmp_path, **network("BreaksAlways"))
+    config = restoration_runs.config(tmp_path, **network("BreaksAlways"))
     said = said_in_one_line(lambda: api.start(config), NumericalStop)
     assert re.search(r"step 0: every rollout ended in .* not finite", said)
 
@@ -388,7 +388,7 @@ def test_a_network_that_makes_nan_of_everything_ends_in_one_line(tmp_path):
 
 def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):
     path = trained(tmp_path, steps=1, **PATCHES)
-    odd = restoring.write_images(tmp_path / "odd", 1, side=7) / "0.png"
+    odd = restoration_runs.write_images(tmp_path / "odd", 1, side=7) / "0.png"
     (tmp_path / "text.png").write_text("no image")
     for file, why in (
         (odd, r"7 x 7, which 2 x 2 patches do not divide"),
@@ -407,7 +407,7 @@ def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):
 
 def test_a_policy_from_python_of_another_size_of_data_is_refused(tmp_path):
     policy = fakes.policy_of(LowResolution(channels=1, grid=2), module={"channels": 1}, channels=1)
-    config = restoring.config(tmp_path, model="<in memory>")
+    config = restoration_runs.config(tmp_path, model="<in memory>")
     said = said_in_one_line(lambda: api.start(config, Parts(policy)), GruppoError)
     assert "has 3 channels in its input, and the network reads 1" in said
     assert ACTION.startswith("low_resolution")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from tests import processes, tiny
-from tests.trainer import pictures
-from tests.trainer.pictures import built, reward, stepped
+from tests.trainer import diffusion_runs
+from tests.trainer.diffusion_runs import built, reward, stepped
 from tests.trainer.runs import metrics
 
 from gruppo import api, inference
@@ -86,9 +86,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_an_image_model_cannot_do_is_refused_in_one_line_before_anything_is_written(tmp_path, what):
     changes, why = REFUSED[what]
-    config = pictures.config(tmp_path, **changes)
+    config = diffusion_runs.config(tmp_path, **changes)
     with pytest.raises(GruppoError, match=why) as error:
-        api.start(config, pictures.parts_of(config))
+        api.start(config, diffusion_runs.parts_of(config))
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
@@ -125,9 +125,9 @@ def test_rewards_in_whole_numbers_give_whole_advantages_no_more_than_others_do(t
 
 
 def test_a_reward_of_the_wrong_count_stops_the_run_in_one_line(tmp_path):
-    config = pictures.config(tmp_path, reward=[reward("one_too_many")], evaluation__prompts=0)
+    config = diffusion_runs.config(tmp_path, reward=[reward("one_too_many")], evaluation__prompts=0)
     with pytest.raises(DataError, match=r"scored none of 12 completions: .*13.*12") as error:
-        api.start(config, pictures.parts_of(config))
+        api.start(config, diffusion_runs.parts_of(config))
     assert "\n" not in str(error.value)
 
 
@@ -135,9 +135,11 @@ def test_a_reward_of_the_wrong_count_stops_the_run_in_one_line(tmp_path):
 
 
 def test_a_file_that_is_no_image_is_left_out_with_one_line_that_names_it(tmp_path, caplog):
-    folder = pictures.write_images(tmp_path / "images", 12)
+    folder = diffusion_runs.write_images(tmp_path / "images", 12)
     (folder / "a/broken.png").write_bytes(b"no image")
-    config = pictures.config(tmp_path, data=f"images:{folder}", evaluation__prompts=0, steps=4, rollout__prompts=6)
+    config = diffusion_runs.config(
+        tmp_path, data=f"images:{folder}", evaluation__prompts=0, steps=4, rollout__prompts=6
+    )
     api.start(config, Parts())
     said = [record.getMessage() for record in caplog.records if "broken.png" in record.getMessage()]
     assert len(said) == 1 and said[0].startswith("left out:") and "\n" not in said[0]
@@ -145,12 +147,12 @@ def test_a_file_that_is_no_image_is_left_out_with_one_line_that_names_it(tmp_pat
 
 def test_a_class_that_the_network_does_not_know_is_passed_over(tmp_path):
     folder = tmp_path / "images"
-    pictures.write_images(folder, 12)
+    diffusion_runs.write_images(folder, 12)
     (folder / "c").rename(folder / "y")
     for n in range(8):
         (folder / "d").mkdir(exist_ok=True)
         (folder / "d" / f"{n}.png").write_bytes(next((folder / "a").iterdir()).read_bytes())
-    config = pictures.config(tmp_path, data=f"images:{folder}", evaluation__prompts=0, steps=2)
+    config = diffusion_runs.config(tmp_path, data=f"images:{folder}", evaluation__prompts=0, steps=2)
     path = api.start(config, Parts()).folder
     assert "3 is no class of this network" in (path / "log.txt").read_text()
 
@@ -162,9 +164,9 @@ def test_a_missing_package_is_named_in_one_line(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     load_digits.cache_clear()  # an earlier test may have read them
     changes = {"reward": ["jpeg_compressibility"]} if package == "PIL" else {"data": "digits", "model": "unet"}
-    config = pictures.config(tmp_path, **changes)
+    config = diffusion_runs.config(tmp_path, **changes)
     with pytest.raises(GruppoError, match=rf'the package "?{package}.*pip install "gruppo\[\w+\]"') as error:
-        api.start(config, pictures.parts_of(config))
+        api.start(config, diffusion_runs.parts_of(config))
     assert "\n" not in str(error.value)
 
 
@@ -175,9 +177,9 @@ def test_a_missing_package_is_named_in_one_line(tmp_path, monkeypatch, package):
 def finished(tmp_path_factory):
     """A run with all its parts named, of two branches."""
     folder = tmp_path_factory.mktemp("finished")
-    images = pictures.write_images(folder / "images")
+    images = diffusion_runs.write_images(folder / "images")
     changes = {"data": f"images:{images}", "prompts__held_out_fraction": 0.3, "steps": 2, "optim__epochs": 2}
-    config = pictures.config(folder, diffusion__noise="branched", diffusion__eval_steps=3, **(changes | KL))
+    config = diffusion_runs.config(folder, diffusion__noise="branched", diffusion__eval_steps=3, **(changes | KL))
     return api.start(config).folder
 
 
@@ -239,10 +241,10 @@ def test_mistakes_at_the_shell_are_one_line_and_exit_with_2(finished, tmp_path, 
 
 
 def test_a_run_without_a_reward_has_nothing_to_evaluate_and_can_be_asked(tmp_path):
-    images = pictures.write_images(tmp_path / "images")
+    images = diffusion_runs.write_images(tmp_path / "images")
     changes = {"model": "unet", "data": f"images:{images}", "reward": (), "stage__rl_coef": 0.0, "stage__sup_coef": 1.0}
     changes |= {"objective": "grpo", "diffusion__width": 8, "evaluation__prompts": 0, "steps": 1}
-    run = api.start(pictures.config(tmp_path, **changes)).folder
+    run = api.start(diffusion_runs.config(tmp_path, **changes)).folder
     with pytest.raises(GruppoError, match=r"was trained without a reward, so nothing is measured. Ask it: .* sample"):
         inference.evaluate_run(run, prompts=3)
     assert len(inference.sample(run, ["1"], tmp_path / "drawn")) == 2
@@ -260,7 +262,7 @@ DDPO = [option for option in peer_options.peer_options("ddpo") if option.part ==
 
 def test_what_is_printed_can_be_typed(tmp_path):
     """Each line's option and value, as the parser reads them; without the notes."""
-    config = pictures.config(tmp_path, data="digits", diffusion__guidance=2.0, diffusion__eta=0.5, **KL)
+    config = diffusion_runs.config(tmp_path, data="digits", diffusion__guidance=2.0, diffusion__eta=0.5, **KL)
     recipe = tmp_path / "recipe.json"
     recipe.write_text(json.dumps(serialization.to_dict(Config())))
     words: list[str] = [str(recipe)]

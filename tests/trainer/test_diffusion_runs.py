@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer import pictures
-from tests.trainer.pictures import DIMS, built, stepped, stopped_and_resumed, trained, whole
+from tests.trainer.diffusion_runs import DIMS, built, stepped, stopped_and_resumed, trained, whole
 from tests.trainer.runs import metrics, newest, tensors
 
 from gruppo import api
@@ -40,7 +39,7 @@ REFERENCES = {
 
 def model_of(changes: dict[str, Any]) -> dict[str, Any]:
     """Guidance needs a network that was asked without its class."""
-    return {"model": pictures.denoiser(dropped=0.1)} if "diffusion__guidance" in changes else {}
+    return {"model": diffusion_runs.denoiser(dropped=0.1)} if "diffusion__guidance" in changes else {}
 
 
 def assert_same(run: Path, other: Path) -> None:
@@ -67,7 +66,7 @@ def assert_same(run: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder_of_images(tmp_path_factory):
-    return pictures.write_images(tmp_path_factory.mktemp("images"))
+    return diffusion_runs.write_images(tmp_path_factory.mktemp("images"))
 
 
 def teaching(folder_of_images: Path) -> dict[str, Any]:
@@ -92,7 +91,7 @@ def teaching(folder_of_images: Path) -> dict[str, Any]:
 def taught(tmp_path_factory, folder_of_images):
     """A run of demonstrations alone."""
     folder = tmp_path_factory.mktemp("taught")
-    return api.start(pictures.config(folder, **teaching(folder_of_images)))
+    return api.start(diffusion_runs.config(folder, **teaching(folder_of_images)))
 
 
 def test_demonstrations_alone_need_no_reward_and_lower_the_loss_of_others(taught, folder_of_images):
@@ -100,7 +99,7 @@ def test_demonstrations_alone_need_no_reward_and_lower_the_loss_of_others(taught
     assert policy.denoiser.shape == (3, 8, 8) and policy.denoiser.condition.names == ("a", "b", "c")
     assert (taught.before, taught.after, taught.tokens) == (None, None, 0)
     untaught = api.start(
-        pictures.config(taught.folder.parent, **(teaching(folder_of_images) | {"steps": 1, "name": "1"}))
+        diffusion_runs.config(taught.folder.parent, **(teaching(folder_of_images) | {"steps": 1, "name": "1"}))
     )
     generator = torch.Generator().manual_seed(0)
     prompts = []
@@ -196,7 +195,7 @@ def test_the_old_kl_of_several_updates_is_exact(tmp_path):
     """The second update's: that of the normals after the first one to those before it."""
     run, once = (built(tmp_path, optim__epochs=epochs) for epochs in (2, 1))
     batch, said = stepped(run)
-    before = load_denoiser(pictures.denoiser())
+    before = load_denoiser(diffusion_runs.denoiser())
     stepped(once)  # the weights between the two updates
     with torch.no_grad():
         ours, theirs = (

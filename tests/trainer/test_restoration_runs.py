@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.modalities.restoration import fakes
-from tests.trainer import restoring
-from tests.trainer.restoring import EACH, NETWORK, built, gradient, here, in_double, stepped, trained, vector
+from tests.trainer import restoration_runs
+from tests.trainer.restoration_runs import EACH, NETWORK, built, gradient, here, in_double, stepped, trained, vector
 from tests.trainer.runs import assert_same, metrics, newest
 from torch import Tensor
 
@@ -40,7 +40,7 @@ COEFS = {
     "stage__cons_coef": 0.4,
     "stage__entropy_coef": 0.02,
 }
-LEARNED = {"restoration__action": restoring.ACTION + ",learned=true"}
+LEARNED = {"restoration__action": restoration_runs.ACTION + ",learned=true"}
 
 
 # --- a step by hand ---------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ HELD_TO = ["reference", "equivariance", "degradation", here("half")]
 @pytest.mark.parametrize("consistency", HELD_TO, ids=["reference", "equivariance", "degradation", "a function"])
 def test_a_gradient_of_all_terms_is_the_one_by_hand(tmp_path, consistency):
     """Among several pieces, with a policy that is not its reference."""
-    data = restoring.degraded(tmp_path, "blur=0.5-1.5,noise=25,crop=8")
+    data = restoration_runs.degraded(tmp_path, "blur=0.5-1.5,noise=25,crop=8")
     several = {"data": data, "restoration__consistency": consistency, "optim__token_budget": 3}
     run = in_double(built(tmp_path, is_disturbed=True, **(COEFS | LEARNED | several)))
     step_params = run.stage_schedule.step_params(0)
@@ -133,7 +133,7 @@ def test_a_gradient_of_all_terms_is_the_one_by_hand(tmp_path, consistency):
 
 @pytest.mark.parametrize("consistency", HELD_TO, ids=["reference", "equivariance", "degradation", "a function"])
 def test_where_nothing_is_sampled_the_consistency_is_of_the_demonstrations(tmp_path, consistency):
-    data = restoring.degraded(tmp_path, "blur=0.5-1.5,noise=25,crop=8")
+    data = restoration_runs.degraded(tmp_path, "blur=0.5-1.5,noise=25,crop=8")
     alone = {"stage__rl_coef": 0.0, "stage__sup_coef": 0.6, "stage__cons_coef": 0.4}
     changes = alone | {"data": data, "restoration__consistency": consistency, "optim__token_budget": 2}
     run = in_double(built(tmp_path, is_disturbed=True, **changes))
@@ -243,9 +243,9 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", RUNS)
 def test_a_run_that_is_stopped_in_the_ramp_goes_on_to_the_bit(tmp_path, monkeypatch, what):
     changes = STAGED | RUNS[what]
-    one = trained(tmp_path / "one", **changes, data=restoring.degraded(tmp_path))
-    other = restoring.stopped_and_resumed(
-        tmp_path / "two", monkeypatch, after=4, **changes, data=restoring.degraded(tmp_path)
+    one = trained(tmp_path / "one", **changes, data=restoration_runs.degraded(tmp_path))
+    other = restoration_runs.stopped_and_resumed(
+        tmp_path / "two", monkeypatch, after=4, **changes, data=restoration_runs.degraded(tmp_path)
     )
     assert_same(one, other)
     assert [row["stage/number"] for row in metrics(one) if "stage/number" in row] == [1, 1, 2, 2, 2, 3, 3]
@@ -497,7 +497,7 @@ def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluatio
     ids=["psnr", "several, with a KL", "a function", "patches", "a new network", "degradation", "a curriculum"],
 )
 def test_a_run_that_is_evaluated_again_is_measured_against_what_its_rewards_were(tmp_path, changes):
-    data = restoring.degraded(tmp_path, "noise=10-40,crop=8")
+    data = restoration_runs.degraded(tmp_path, "noise=10-40,crop=8")
     path = trained(tmp_path, evaluation__prompts=3, optim__lr=0.01, **{"data": data, **changes})
     said = json.loads((path / "evaluations.json").read_text())
     again, _ = inference.evaluate_run(path, prompts=3)
@@ -506,7 +506,7 @@ def test_a_run_that_is_evaluated_again_is_measured_against_what_its_rewards_were
 
 
 def test_a_curriculum_is_followed_where_a_reward_asks_for_the_reference(tmp_path):
-    data = restoring.degraded(tmp_path, "noise=10-40,crop=8")
+    data = restoration_runs.degraded(tmp_path, "noise=10-40,crop=8")
     easy = {"data": data, "prompts__difficulty_column": "noise", "stage__difficulty": "steps:0.3,2=1"}
     path = trained(tmp_path, reward=["psnr:delta=reference"], rollout__prompts=4, **easy)
     hardest = [row["difficulty/max"] for row in metrics(path) if "difficulty/max" in row]
@@ -600,7 +600,7 @@ def test_export_leaves_a_folder_that_opens(finished, tmp_path, capsys):
 
 
 def test_a_run_of_pictures_to_restore_is_explained(tmp_path, capsys):
-    config = restoring.config(tmp_path, **(STAGED | PATCHES | {"stages": (WARM, RAMP, FULL), "name": "told"}))
+    config = restoration_runs.config(tmp_path, **(STAGED | PATCHES | {"stages": (WARM, RAMP, FULL), "name": "told"}))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(serialization.to_dict(config)))
     shell("explain", str(file))

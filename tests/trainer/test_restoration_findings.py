@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer import restoring
-from tests.trainer.restoring import built, here, stepped, trained
+from tests.trainer import restoration_runs
+from tests.trainer.restoration_runs import built, here, stepped, trained
 from tests.trainer.runs import metrics
 from torch import nn
 
@@ -63,7 +63,7 @@ def test_a_network_with_tied_weights_is_saved_and_opens_again(tmp_path):
 def test_psnr_is_evaluated_whatever_is_rewarded(tmp_path):
     run = trained(tmp_path, reward=[here("bright")], evaluation__prompts=3, steps=1)
     first = metrics(run)[0]
-    source = built(tmp_path / "again", evaluation__prompts=3, data=restoring.degraded(tmp_path))
+    source = built(tmp_path / "again", evaluation__prompts=3, data=restoration_runs.degraded(tmp_path))
     prompts = held_out(source, 3)
     shown = source.policy.restore(torch.stack([p.inputs for p in prompts]))
     wanted = float(psnr(shown, quantize(torch.stack([p.target for p in prompts]))).mean())
