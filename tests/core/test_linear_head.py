@@ -83,7 +83,7 @@ def test_the_gradient_in_float64_is_that_of_finite_differences():
     def score(x, weight, bias):
         for parameter, value in ((head.weight, weight), (head.bias, bias)):
             parameter.data = value.detach()
-        return linear_head._LinearCategorical.apply(x, weight, bias, actions, temperature.double(), True, True)
+        return linear_head._LinearCategorical.apply("gradient", x, weight, bias, actions, temperature.double())
 
     arguments = [x.detach().clone().requires_grad_() for x in (features, head.weight, head.bias)]
     assert torch.autograd.gradcheck(score, arguments)

@@ -190,7 +190,7 @@ def test_every_preset_is_in_the_list_above():
 
 
 def test_what_an_objective_says_of_itself():
-    assert CISPO.needs_groups and not PPO.needs_groups and PPO.has_critic and PPO.has_credit_in_time
+    assert CISPO.needs_groups and not PPO.needs_groups and PPO.has_critic
     assert [name for name, preset in PRESETS.items() if preset.needs_whole_rows] == ["gspo"]
     assert Objective(correction="mask", correction_level="sequence").needs_whole_rows
     assert not Objective(correction_level="sequence").needs_whole_rows

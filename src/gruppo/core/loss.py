@@ -63,7 +63,7 @@ def policy_loss(
     dims = batch.dims if o.dims == "mean" else 1
     level: RatioLevel = "token"
     if o.ratio == "sequence":  # advantages that differ within a row need the gradient of each action
-        level = "sequence_token" if o.has_credit_in_time else "sequence"
+        level = "sequence" if o.credit == "outcome" else "sequence_token"
     if level != "token" or dims != 1:
         ratio = log_ratio(logprobs, old_logprobs, loss_mask, level=level, dims=dims)
 

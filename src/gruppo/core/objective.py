@@ -105,97 +105,68 @@ class Objective:
     """
 
     def __post_init__(self) -> None:
-        """Refuse values that no field takes, and combinations that the fields alone rule out."""
+        """Refuse values that no field takes, and choices that rule each other out, with the nearest valid choice."""
         hints = get_type_hints(type(self))
         for field in fields(self):
-            name, value, option = field.name, getattr(self, field.name), f"--objective.{field.name.replace('_', '-')}"
+            name, value, option = field.name, getattr(self, field.name), field.name.replace("_", "-")
             choices = get_args(hints[name])
             if choices and value not in choices:
-                raise GruppoError(
-                    f"objective.{name}={value!r} is not one of {', '.join(map(repr, choices))}. Set {option} "
-                    f"{field.default}."
-                )
+                options = ", ".join(map(repr, choices))
+                raise _invalid(f"objective.{name}={value!r} is not one of {options}", f"{option} {field.default}")
             low, high = RANGES.get(name, (0, math.inf))
             if hints[name] in (int, float) and (not low <= value <= high or math.isinf(value)):
-                at_most = f"at most {high:g}" if high < math.inf else "finite"
-                raise GruppoError(
-                    f"objective.{name}={value} is out of range; it needs to be at least {low:g} and {at_most}. Set "
-                    f"{option} {field.default:g}."
-                )
-        if conflict := self._conflict():
-            raise GruppoError(conflict)
+                needs = f"needs to be at least {low:g} and {f'at most {high:g}' if high < math.inf else 'finite'}"
+                problem = f"objective.{name}={value} is out of range; it {needs}"
+                raise _invalid(problem, f"{option} {field.default:g}")
 
-    def _conflict(self) -> str | None:
-        """First pair of choices that rule each other out, with the nearest valid choice."""
-        clips_nats = self.clip_unit == "nats"
-        if not clips_nats and self.clip_low > 1:
-            return (
-                f"objective.clip_low={self.clip_low}: the ratio is clipped below 1 - clip_low, which needs "
-                "clip_low <= 1. Set --objective.clip-low 0.2."
-            )
-        if clips_nats and self.clip_high > MAX_LOG_RATIO:
-            return (
-                f"objective.clip_high={self.clip_high:g} nats never clips: ratios are bounded at e^{MAX_LOG_RATIO:g}. "
-                "Set --objective.clip-high 1."
-            )
-        if self.dual_clip and self.surrogate != "clip":
-            return (
-                f"dual_clip={self.dual_clip:g} belongs to surrogate='clip', not {self.surrogate!r}. Set "
-                "--objective.dual-clip 0."
-            )
+        clips_nats, low, high = self.clip_unit == "nats", self.correction_low, self.correction_high
         highest = math.exp(self.clip_high) if clips_nats else 1 + self.clip_high
+        if not clips_nats and self.clip_low > 1:
+            problem = f"objective.clip_low={self.clip_low}: clipping below 1 - clip_low needs clip_low <= 1"
+            raise _invalid(problem, "clip-low 0.2")
+        if clips_nats and self.clip_high > MAX_LOG_RATIO:
+            problem = f"objective.clip_high={self.clip_high:g} nats never clips: ratios end at e^{MAX_LOG_RATIO:g}"
+            raise _invalid(problem, "clip-high 1")
+        if self.dual_clip and self.surrogate != "clip":
+            problem = f"dual_clip={self.dual_clip:g} belongs to surrogate='clip', not {self.surrogate!r}"
+            raise _invalid(problem, "dual-clip 0")
         if self.dual_clip and self.dual_clip <= highest:
-            return (
-                f"dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}; it needs to be "
-                "larger. Set --objective.dual-clip 3."
-            )
-        low, high = self.correction_low, self.correction_high
+            problem = f"dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}"
+            raise _invalid(f"{problem}; it needs to be larger", "dual-clip 3")
         if self.correction != "none" and not (low <= 1 <= high and low < high):
-            return (
-                f"correction_low={low:g}, correction_high={high:g}: the weight of an action on which sampler and "
-                "trainer agree is 1, which needs to lie between them. Set --objective.correction-low 0 "
-                "--objective.correction-high 3."
+            problem = (
+                f"correction_low={low:g}, correction_high={high:g}: 1, the weight where sampler and trainer agree,"
             )
+            raise _invalid(f"{problem} needs to lie between them", "correction-low 0 --objective.correction-high 3")
         if self.has_critic and self.credit != "return_to_go":
-            return (
-                f"baseline='critic' gives each action its own advantage, not credit={self.credit!r}. Set "
-                "--objective.credit return_to_go."
-            )
+            problem = f"baseline='critic' gives each action its own advantage, not credit={self.credit!r}"
+            raise _invalid(problem, "credit return_to_go")
         if self.has_critic and self.scale != "none":
-            return (
-                f"baseline='critic' compares returns with values, which scale={self.scale!r} of rewards does not fit. "
-                "Set --objective.scale none --objective.whiten True."
+            problem = (
+                f"baseline='critic' compares returns with values, which scale={self.scale!r} of rewards does not fit"
             )
+            raise _invalid(problem, "scale none --objective.whiten True")
         if self.has_critic and self.combine != "sum_then_normalize":
-            return (
-                "combine='normalize_then_sum' normalizes rewards before a critic can learn them. Set "
-                "--objective.combine sum_then_normalize."
-            )
+            problem = "combine='normalize_then_sum' normalizes rewards before a critic can learn them"
+            raise _invalid(problem, "combine sum_then_normalize")
         if self.gamma != 1 and self.credit != "return_to_go":
-            return (
-                f"gamma={self.gamma:g} discounts nothing under credit={self.credit!r}. Set --objective.credit "
-                "return_to_go, or --objective.gamma 1."
-            )
+            problem = f"gamma={self.gamma:g} discounts nothing under credit={self.credit!r}"
+            raise _invalid(problem, "credit return_to_go, or --objective.gamma 1")
         has_prompt = "prompt" in (self.baseline, self.scale)
         if self.credit == "position" and (has_prompt or self.combine != "sum_then_normalize"):
-            return (
-                "credit='position' has no combine='normalize_then_sum' and no scale='prompt'. Set --objective.credit "
-                "outcome."
-            )
+            problem = "credit='position' has no combine='normalize_then_sum' and no scale='prompt'"
+            raise _invalid(problem, "credit outcome")
         if self.ratio == "sequence" and self.surrogate in ("reinforce", "vespo"):
             uses = "uses no ratio" if self.surrogate == "reinforce" else "has a sequence weight of its own"
-            return f"ratio='sequence' has no effect: surrogate={self.surrogate!r} {uses}. Set --objective.ratio token."
+            raise _invalid(f"ratio='sequence' has no effect: surrogate={self.surrogate!r} {uses}", "ratio token")
         if self.kl_in == "reward" and self.combine == "normalize_then_sum" and self.credit == "outcome":
-            return (
-                "kl_in='reward' with combine='normalize_then_sum' would normalize the KL, and kl_coef with it, away. "
-                "Set --objective.credit return_to_go or --objective.kl-in loss."
+            problem = (
+                "kl_in='reward' with combine='normalize_then_sum' would normalize the KL, and kl_coef with it, away"
             )
+            raise _invalid(problem, "credit return_to_go or --objective.kl-in loss")
         if self.kl_in == "reward" and self.kl != "k1":
-            return (
-                f"kl_in='reward' needs kl='k1': the gradient of kl={self.kl!r} in the reward is 37 to 125% off. Set "
-                "--objective.kl k1."
-            )
-        return None
+            problem = f"kl_in='reward' needs kl='k1': the gradient of kl={self.kl!r} in the reward is 37 to 125% off"
+            raise _invalid(problem, "kl k1")
 
     def check(
         self,
@@ -224,47 +195,36 @@ class Objective:
                 f"{updates_per_row} updates. Set --optim.epochs 1 --optim.minibatches 1 or --objective.surrogate clip."
             )
         if kl_coef > 0 and self.kl_in == "loss" and self.kl == "k1" and self.kl_gradient == "naive":
-            raise GruppoError(
-                f"kl='k1' with kl_gradient='naive' has a gradient of zero in expectation, so kl_coef={kl_coef:g} has "
-                "no effect. Set --objective.kl-gradient unbiased, or --objective.kl k2 or k3."
-            )
+            problem = "kl='k1' with kl_gradient='naive' has a gradient of zero in expectation"
+            remedy = "kl-gradient unbiased, or --objective.kl k2 or k3"
+            raise _invalid(f"{problem}, so kl_coef={kl_coef:g} has no effect", remedy)
         if kl_coef > 0 and self.kl == "exact" and is_gaussian is False:
-            raise GruppoError(
-                "kl='exact' is the closed form of Gaussian policies; this policy's actions are discrete, and no logits "
-                "are kept. Set --objective.kl k3."
-            )
+            problem = "kl='exact' is the closed form of Gaussian policies; this policy's actions are discrete"
+            raise _invalid(f"{problem}, and no logits are kept", "kl k3")
         if kl_coef > 0 and self.kl == "k3" and is_gaussian:
-            raise GruppoError(
-                "kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed over the dimensions of an "
-                "action, often tens of nats, and overflows. Its KL has a closed form. Set --objective.kl exact."
-            )
+            problem = "kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed over the dimensions of"
+            raise _invalid(f"{problem} an action, which overflows. Its KL has a closed form", "kl exact")
         self.check_rewards(of_steps=has_positions, of_rows=not has_positions)
         if max_length is not None and self.overlong >= max_length:
-            raise GruppoError(
-                f"overlong={self.overlong} penalizes every length up to the longest, {max_length}; it needs to be "
-                f"smaller. Set --objective.overlong {max_length // 5}."
-            )
+            problem = f"overlong={self.overlong} penalizes every length up to the longest, {max_length}"
+            raise _invalid(f"{problem}; it needs to be smaller", f"overlong {max_length // 5}")
 
     def check_rewards(self, *, of_steps: bool, of_rows: bool) -> None:
         """Refuse a credit that the rewards cannot give. Rewards score single steps, whole rows, or both."""
         if self.credit == "position" and not of_steps:
-            raise GruppoError(
-                "credit='position' needs a reward for each action; these rewards score whole rows. Set "
-                "--objective.credit outcome, or --reward process_reward:PATH."
-            )
+            problem = "credit='position' needs a reward for each action; these rewards score whole rows"
+            raise _invalid(problem, "credit outcome, or --reward process_reward:PATH")
         if not of_steps or self.credit == "outcome" or self.has_critic:
             return
         if "prompt" in (self.baseline, self.scale):
-            raise GruppoError(
-                "baseline='prompt' and scale='prompt' keep the scores of rows, but steps are compared with steps. Set "
-                " --objective.baseline mean --objective.scale group, or --objective.credit outcome."
-            )
+            problem = "baseline='prompt' and scale='prompt' keep the scores of rows, but steps are compared with steps"
+            raise _invalid(problem, "baseline mean --objective.scale group, or --objective.credit outcome")
         if of_rows and self.scale != "none" and self.combine == "sum_then_normalize":
             remedy = "combine normalize_then_sum" if self.credit == "return_to_go" else "scale none"
-            raise GruppoError(
-                f"rewards of rows and of steps are normalized separately, and scale={self.scale!r} would divide out "
-                f"their weights in the sum. Set --objective.{remedy}, or --objective.credit outcome."
+            problem = (
+                "rewards of rows and of steps are normalized separately, and their weights in the sum divided out by"
             )
+            raise _invalid(f"{problem} scale={self.scale!r}", f"{remedy}, or --objective.credit outcome")
 
     @property
     def needs_groups(self) -> bool:
@@ -275,15 +235,14 @@ class Objective:
         return self.baseline == "critic"
 
     @property
-    def has_credit_in_time(self) -> bool:
-        """Whether the actions of one row get different advantages."""
-        return self.credit != "outcome"
-
-    @property
     def needs_whole_rows(self) -> bool:
         """Whether a row's loss cannot be computed from some of its columns."""
         corrects_sequences = self.correction != "none" and self.correction_level == "sequence"
         return self.ratio == "sequence" or self.surrogate == "vespo" or corrects_sequences
+
+
+def _invalid(problem: str, remedy: str) -> GruppoError:
+    return GruppoError(f"{problem}. Set --objective.{remedy}.")
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------

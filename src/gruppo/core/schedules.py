@@ -27,8 +27,8 @@ def warmup_decay(step: int, *, peak: float, warmup: int, total: int, decay: Deca
     return peak * (final_frac + (1 - final_frac) * _remaining(step - warmup, total - warmup, decay))
 
 
-def _remaining(step: int, steps: int, kind: Decay | Literal["steps"]) -> float:
-    """Remaining fraction of a decay: 1 at step 0, 0 from step ``steps`` on."""
+def _remaining(step: int, steps: int, kind: str) -> float:
+    """Remaining fraction of a linear or cosine decay: 1 at step 0, 0 from step ``steps`` on."""
     done = min(step / max(steps, 1), 1.0)
     return 1 - done if kind == "linear" else (1 + math.cos(math.pi * done)) / 2
 
@@ -37,7 +37,8 @@ def _remaining(step: int, steps: int, kind: Decay | Literal["steps"]) -> float:
 class Schedule:
     """A value that is a function of the step."""
 
-    kind: Decay | Literal["steps"]
+    kind: str
+    """constant, linear, cosine or steps."""
     initial: float
     final: float
     steps: int = 0
@@ -79,46 +80,40 @@ def parse_schedule(value: float | str, name: str) -> Schedule | AdaptiveSpec:
 
     ``name`` is the field that errors refer to.
     """
-    if not isinstance(value, str):
-        return Schedule("constant", float(value), float(value))
-    kind, _, rest = value.strip().partition(":")
+    kind, _, rest = str(value).strip().partition(":")
     words = [word.strip() for word in rest.split(",")] if rest else []
     try:
         if kind in ("linear", "cosine"):
             if len(words) not in (2, 3):
                 raise ValueError(f"{kind} has {len(words)} numbers")
-            if len(words) == 3 and int(words[2]) < 1:
-                raise ValueError(f"{int(words[2])} steps")
             steps = int(words[2]) if len(words) == 3 else 0
-            return Schedule("linear" if kind == "linear" else "cosine", float(words[0]), float(words[1]), steps)
-        settings = []
-        for word in words[1:]:
-            key, equals, number = word.partition("=")
-            if not equals:
-                raise ValueError(f"{word!r} has no =")
-            settings.append((key.strip(), float(number)))
+            if len(words) == 3 and steps < 1:
+                raise ValueError(f"{steps} steps")
+            return Schedule(kind, float(words[0]), float(words[1]), steps)
+        if kind not in ("adaptive", "steps"):
+            return Schedule("constant", float(value), float(value))
+        pairs = [word.partition("=") for word in words[1:]]
+        if unassigned := [key for key, equals, _ in pairs if not equals]:
+            raise ValueError(f"{unassigned[0]!r} has no =")
         if kind == "adaptive":
-            return AdaptiveSpec(float(words[0]), tuple(settings))
-        if kind == "steps":
-            milestones = tuple((int(step), number) for step, number in settings)
-            starts = [start for start, _ in milestones]
-            if not starts or starts != sorted(set(starts)) or starts[0] < 1:
-                raise ValueError("the steps need to rise from 1")
-            return Schedule("steps", float(words[0]), milestones[-1][1], milestones=milestones)
-        return Schedule("constant", float(value), float(value))
+            return AdaptiveSpec(float(words[0]), tuple((key.strip(), float(number)) for key, _, number in pairs))
+        milestones = tuple((int(step), float(number)) for step, _, number in pairs)
+        starts = [start for start, _ in milestones]
+        if not starts or starts != sorted(set(starts)) or starts[0] < 1:
+            raise ValueError("the steps need to rise from 1")
+        return Schedule("steps", float(words[0]), milestones[-1][1], milestones=milestones)
     except (ValueError, IndexError) as error:
         raise GruppoError(f"{name}={value!r} is not understood ({error}); it needs {SYNTAX}.") from None
 
 
+@dataclass
 class Controller:
-    """A value that follows a metric. Its numbers are its fields, which a checkpoint holds."""
+    """A value that follows a metric. Its fields are numbers, which a checkpoint holds."""
 
     metric: ClassVar[str]
     """Name of the metric that ``update`` is called with."""
-
-    @property
-    def value(self) -> float:
-        raise NotImplementedError
+    value: float
+    target: float
 
     def update(self, measured: float, *, rows: float) -> None:
         """Follow the metric of a step of ``rows`` samples. A metric that is not finite leaves the value."""
@@ -140,18 +135,12 @@ class AdaptiveKl(Controller):
     """
 
     metric: ClassVar[str] = "kl/ref_nats"
-    coef: float
-    target: float
     horizon: float = 10_000.0
-
-    @property
-    def value(self) -> float:
-        return self.coef
 
     def update(self, measured: float, *, rows: float) -> None:
         if math.isfinite(measured):
             error = min(max(measured / self.target - 1, -0.2), 0.2)
-            self.coef = self.coef * (1 + error * min(rows / self.horizon, 1.0))
+            self.value = self.value * (1 + error * min(rows / self.horizon, 1.0))
 
 
 @dataclass
@@ -159,25 +148,19 @@ class AdaptiveEntropy(Controller):
     """Entropy coefficient that grows while the entropy, in nats per action, is below a target.
 
     c <- max(c + delta, 0) where the entropy is below the target, max(c - delta, 0) where it is not. The value is c
-    where the last entropy was at or below the target, else 0. He et al. 2025 (Skywork-OR1, arXiv 2505.22312),
-    section 4.3.
+    where the last entropy was at or below the target, else 0; before the first step it is c. He et al. 2025
+    (Skywork-OR1, arXiv 2505.22312), section 4.3.
     """
 
     metric: ClassVar[str] = "entropy/mean_nats"
-    coef: float
-    target: float
     delta: float = 0.005
-    measured: float = -math.inf
-    """Last entropy. Before the first step the coefficient acts."""
-
-    @property
-    def value(self) -> float:
-        return self.coef if self.measured <= self.target else 0.0
+    idle: float = 0.0
+    """c while the value is 0."""
 
     def update(self, measured: float, *, rows: float) -> None:
         if math.isfinite(measured):
-            self.coef = max(self.coef + (self.delta if measured < self.target else -self.delta), 0.0)
-            self.measured = measured
+            coef = max(self.value + self.idle + (self.delta if measured < self.target else -self.delta), 0.0)
+            self.value, self.idle = (coef, 0.0) if measured <= self.target else (0.0, coef)
 
 
 @dataclass
@@ -188,23 +171,14 @@ class AdaptiveDifficulty(Controller):
     """
 
     metric: ClassVar[str] = "reward/mean"
-    level: float
-    target: float
     rate: float = 0.05
     first: float = -1.0
-    """Lower bound. The initial level where negative."""
-
-    def __post_init__(self) -> None:
-        if self.first < 0:
-            self.first = self.level
-
-    @property
-    def value(self) -> float:
-        return self.level
+    """Lower bound: the initial level, set by the first update."""
 
     def update(self, measured: float, *, rows: float) -> None:
         if math.isfinite(measured):
-            self.level = min(max(self.level + self.rate * (measured - self.target), self.first), 1.0)
+            self.first = self.value if self.first < 0 else self.first
+            self.value = min(max(self.value + self.rate * (measured - self.target), self.first), 1.0)
 
 
 CONTROLLERS = {
@@ -218,9 +192,8 @@ CONTROLLERS = {
 def make_controller(field: str, spec: AdaptiveSpec, name: str) -> Controller:
     """New controller of a field of a stage. ``name`` is the field that errors refer to."""
     if field not in CONTROLLERS:
-        raise GruppoError(
-            f"{name} cannot be adaptive; {', '.join(CONTROLLERS)} can. Give it a schedule, such as linear:FROM,TO."
-        )
+        fields = ", ".join(CONTROLLERS)
+        raise GruppoError(f"{name} cannot be adaptive; {fields} can. Give it a schedule, such as linear:FROM,TO.")
     (controller, option), settings = CONTROLLERS[field], dict(spec.settings)
     if "target" not in settings or not set(settings) <= {"target", option}:
         raise GruppoError(

@@ -58,7 +58,7 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
     counts = {name: value for name, value in reward_stats(scores).items() if name.endswith("_count")}
     finish, lengths = rollouts.finish, completion_lengths(rollouts)
     kept = batch.loss_mask
-    if not run.config.objective.has_credit_in_time:  # once a row, where its actions share one advantage
+    if run.config.objective.credit == "outcome":  # once a row, where its actions share one advantage
         kept = kept & (kept.cumsum(dim=1) == 1)
     stats = {
         "size": Stat.of(rollouts.group_ids.bincount()),
