@@ -14,7 +14,7 @@ from gruppo.core.groups import AllGather, AllSum, group_max, group_std, group_su
 Baseline = Literal["none", "mean", "leave_one_out", "batch_mean", "running", "prompt", "critic"]
 Scale = Literal["none", "group", "batch", "running", "prompt"]
 PROMPT_HISTORY = 32
-"""Rewards of one prompt that its mean and standard deviation are taken over, the newest last."""
+"""Last scored rewards of a prompt that its mean and standard deviation are taken over. The same on all ranks."""
 
 
 class Ema(NamedTuple):
@@ -87,8 +87,14 @@ def group_advantages(
     if "prompt" in (baseline, scale):
         if prompt_ids is None:
             raise ValueError("baseline='prompt' and scale='prompt' need prompt_ids, one for each group.")
-        state["prompts"] = update_prompt_history(state.get("prompts", {}), rewards, group_ids, prompt_ids, all_gather)
-        history = [torch.tensor(state["prompts"][prompt], dtype=torch.float64) for prompt in prompt_ids]
+        local = [[prompt, rewards[(group_ids == g) & scored].tolist()] for g, prompt in enumerate(prompt_ids)]
+        updated = dict(
+            state.get("prompts", {})
+        )  # lists are replaced, never changed: a checkpoint may hold the old ones
+        for prompt, new in (pair for rank in all_gather(local) for pair in rank):
+            updated[prompt] = [*updated.get(prompt, ()), *new][-PROMPT_HISTORY:]
+        state["prompts"] = updated
+        history = [torch.tensor(updated[prompt], dtype=torch.float64) for prompt in prompt_ids]
 
     if baseline == "none":
         base = torch.zeros_like(r)
@@ -193,19 +199,3 @@ def normalized_sum(
     std = (all_sum(deviation.square().sum()) / (sums[0] - 1).clamp(min=1)).sqrt()
     is_residue = deviation.abs() <= 4 * torch.finfo(torch.float32).eps * sums[2] / count
     return torch.where(is_residue, 0.0, deviation / (std + eps)).float()
-
-
-def update_prompt_history(
-    history: Mapping[str, Sequence[float]],
-    rewards: Float[Tensor, "B"],
-    group_ids: Int[Tensor, "B"],
-    prompt_ids: Sequence[str],
-    all_gather: AllGather,
-) -> dict[str, Sequence[float]]:
-    """Last ``PROMPT_HISTORY`` scored rewards of every prompt, those of this batch included. The same on all ranks."""
-    local = [[prompt, rewards[(group_ids == g) & rewards.isfinite()].tolist()] for g, prompt in enumerate(prompt_ids)]
-    updated = dict(history)  # lists are replaced, never changed: a checkpoint may hold the old ones
-    for rank in all_gather(local):
-        for prompt, new in rank:
-            updated[prompt] = [*updated.get(prompt, ()), *new][-PROMPT_HISTORY:]
-    return updated

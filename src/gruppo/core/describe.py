@@ -97,22 +97,16 @@ def objective_warnings(
 ) -> list[str]:
     """Choices that are valid and likely mistakes. ``truncates``: whether sampling uses top-k or top-p."""
     o, defaults = objective, Objective()
-    clips, corrects = o.surrogate in ("clip", "cispo"), o.correction != "none"
     is_used = {
-        "clip_low": clips,
-        "clip_high": clips,
-        "clip_unit": clips,
-        "tau_pos": o.surrogate == "sapo",
-        "tau_neg": o.surrogate == "sapo",
-        "lam": o.has_critic,
-        "value_clip": o.has_critic,
+        "clip_low clip_high clip_unit": o.surrogate in ("clip", "cispo"),
+        "tau_pos tau_neg": o.surrogate == "sapo",
+        "lam value_clip": o.has_critic,
         "running_decay": "running" in (o.baseline, o.scale),
-        "correction_level": corrects,
-        "correction_low": corrects,
-        "correction_high": corrects,
+        "correction_level correction_low correction_high": o.correction != "none",
     }
-    unused = [name for name, used in is_used.items() if not used and getattr(o, name) != getattr(defaults, name)]
-    warnings = [f"{name} is set but has no effect here" for name in unused]
+    unused = [name for names, used in is_used.items() if not used for name in names.split()]
+    changed = [name for name in unused if getattr(o, name) != getattr(defaults, name)]
+    warnings = [f"{name} is set but has no effect here" for name in changed]
     if o.baseline == "running":
         warnings.append("a running mean over prompts makes advantages measure prompt difficulty; a group mean does not")
     if updates_per_batch == 1 and o.surrogate == "clip":

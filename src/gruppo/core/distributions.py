@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from gruppo.core.linear_head import is_plain_linear, linear_categorical
+from gruppo.core.linear_head import EntropyMode, is_plain_linear, linear_categorical
 
 CDF_BLOCK = 256
 """Columns summed at once by the two-level inverse CDF."""
@@ -24,9 +24,6 @@ LOGITS_PER_PASS = 2**19
 SHORTLIST = 256
 """Initial number of sorted actions when sampling a truncated distribution."""
 LOG_2_PI = math.log(2 * math.pi)
-
-EntropyMode = Literal["none", "value", "gradient"]
-"""Whether the entropy is computed, and whether it can be differentiated."""
 
 
 # --- temperature, top-k and top-p -------------------------------------------------------------------------------------
@@ -233,9 +230,7 @@ def chunked_categorical(
     of ``chunk`` rows, whose logits the backward pass computes again.
     """
     if len(actions) and top_k == 0 and top_p == 1 and is_plain_linear(head) and head.weight.dtype == features.dtype:
-        flags = {"with_entropy": entropy != "none", "entropy_gradient": entropy == "gradient"}
-        logprobs, nats = linear_categorical(features, head, actions, temperature, **flags)
-        return logprobs, None if entropy == "none" else nats
+        return linear_categorical(features, head, actions, temperature, entropy)
 
     parts: list[tuple[Tensor, Tensor | None]] = []
     for start in range(0, len(actions), chunk):
@@ -268,14 +263,12 @@ def gaussian_logprob(x: Float[Tensor, "b t ..."], mean: Float[Tensor, "b t ..."]
     x, mean = x.double(), mean.double()
     std = std.double().reshape(*std.shape, *[1] * (mean.ndim - std.ndim))
     nats = -((x - mean) / std).square() / 2 - std.log() - LOG_2_PI / 2
-    return _sum_event_dims(nats.expand_as(mean))
+    nats = nats.expand_as(mean)
+    return nats.flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
 
 
 def gaussian_entropy(mean: Float[Tensor, "b t ..."], std: Tensor) -> Float[Tensor, "b t"]:
     """d log std + (d / 2) (1 + log 2 pi), float64. Only the shape of ``mean`` is used."""
     std = std.double().reshape(*std.shape, *[1] * (mean.ndim - std.ndim))
-    return _sum_event_dims((std.log() + (1 + LOG_2_PI) / 2).expand(mean.shape))
-
-
-def _sum_event_dims(nats: Tensor) -> Float[Tensor, "b t"]:
-    return nats.flatten(2).sum(dim=-1, dtype=torch.float64) if nats.ndim > 2 else nats
+    nats = (std.log() + (1 + LOG_2_PI) / 2).expand(mean.shape)
+    return nats.flatten(2).sum(dim=-1) if mean.ndim > 2 else nats

@@ -81,22 +81,16 @@ def allocate_samples(std: Float[Tensor, "P"], sizes: Int[Tensor, "P"], *, budget
     "Discrete optimization via marginal analysis"); without a cap, sizes tend to be proportional to s_g (Neyman 1934).
     Groups without spread get nothing. The budget is not used up once all others have reached the cap.
     """
-
-    def priority(s: float, n: int) -> float:
-        return -(s**2 / (n * (n + 1)))  # heapq pops the smallest
-
     groups = enumerate(zip(std.double().tolist(), sizes.tolist(), strict=True))
-    heap = [(priority(s, n), group, s, n) for group, (s, n) in groups if s > 0 and n < cap]
-    heapq.heapify(heap)
+    heap = [(-(s**2 / (n * (n + 1))), group, s, n) for group, (s, n) in groups if s > 0 and n < cap]
+    heapq.heapify(heap)  # which pops the smallest
     added = torch.zeros_like(sizes)
     while heap and budget > 0:
-        _, group, s, n = heap[0]
+        _, group, s, n = heapq.heappop(heap)
         added[group] += 1
         budget -= 1
         if n + 1 < cap:
-            heapq.heapreplace(heap, (priority(s, n + 1), group, s, n + 1))
-        else:
-            heapq.heappop(heap)
+            heapq.heappush(heap, (-(s**2 / ((n + 1) * (n + 2))), group, s, n + 1))
     return added
 
 

@@ -68,10 +68,9 @@ def gaussian_kl(
 
 def masked_gaussian_kl(policy: Gaussian, reference: Gaussian, loss_mask: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
     """``gaussian_kl`` of each kept action, 0 elsewhere; with a gradient for the policy alone."""
-
-    def kept(x: Tensor, fill: float) -> Tensor:
+    parts = []
+    for x, fill in (policy.mean, 0.0), (policy.std, 1.0), (reference.mean.detach(), 0.0), (reference.std.detach(), 1.0):
         # Masked entries may be NaN, and NaN * 0 would reach the gradient: put a standard normal there first.
-        return torch.where(loss_mask.reshape(*loss_mask.shape, *[1] * (x.ndim - 2)), x, fill)
-
-    ref_mean, ref_std = kept(reference.mean, 0.0).detach(), kept(reference.std, 1.0).detach()
-    return gaussian_kl(kept(policy.mean, 0.0), kept(policy.std, 1.0), ref_mean, ref_std)
+        kept = loss_mask.reshape(*loss_mask.shape, *[1] * (x.ndim - 2))
+        parts.append(torch.where(kept, x, fill))
+    return gaussian_kl(*parts)

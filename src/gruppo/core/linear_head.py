@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+EntropyMode = Literal["none", "value", "gradient"]
+"""Whether the entropy is computed, and whether it can be differentiated."""
 TILE_ON_CPU, TILE = (256, 4096), (4096, 8192)
 """Rows and columns of logits computed at once. On a CPU they stay in the cache from one pass to the next."""
 ROW_MULTIPLE = 16
@@ -19,19 +21,14 @@ NO_LOGIT = -1e30
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs more than its forward."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
 
 
 def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
     """Whether the module computes x W^T + b and nothing else: no subclass, hook, replaced forward or odd weight."""
-    return (
-        type(module) is nn.Linear
-        and type(module.weight) in (nn.Parameter, Tensor)
-        and "forward" not in vars(module)
-        and not has_hooks(module)
-    )
+    is_linear = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor)
+    return is_linear and "forward" not in vars(module) and not has_hooks(module)
 
 
 def linear_categorical(
@@ -39,11 +36,9 @@ def linear_categorical(
     head: nn.Linear,
     actions: Int[Tensor, "N"],
     temperature: Float[Tensor, "N"],
-    *,
-    with_entropy: bool,
-    entropy_gradient: bool,
-) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """``categorical`` of the logits z = (W x + b) / temperature. The entropy is 0 where it is not requested.
+    entropy: EntropyMode,
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
+    """``categorical`` of the logits z = (W x + b) / temperature.
 
     Block b of the vocabulary holds the share s_b = exp(log sum_b exp z - log sum exp z) of the mass, and the entropy is
     H = sum_b s_b (H_b - log s_b). The backward pass computes logits again, with p their softmax:
@@ -56,10 +51,8 @@ def linear_categorical(
     padding = -count % ROW_MULTIPLE
     features, actions = nn.functional.pad(features, (0, 0, 0, padding)), nn.functional.pad(actions, (0, padding))
     temperature = nn.functional.pad(temperature, (0, padding), value=1.0)
-    logprobs, entropy = _LinearCategorical.apply(
-        features, head.weight, head.bias, actions, temperature, with_entropy, entropy_gradient
-    )
-    return logprobs[:count], entropy[:count]
+    logprobs, nats = _LinearCategorical.apply(entropy, features, head.weight, head.bias, actions, temperature)
+    return logprobs[:count], None if entropy == "none" else nats[:count]
 
 
 def tile_bytes(rows: int, vocabulary: int, width: int, device: torch.device) -> int:
@@ -74,20 +67,10 @@ def tile_bytes(rows: int, vocabulary: int, width: int, device: torch.device) -> 
 
 class _LinearCategorical(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        features: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        actions: Tensor,
-        temperature: Tensor,
-        with_entropy: bool,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        tiles = _LogitTiles(features, weight, bias, actions, temperature)
-        log_totals = features.new_empty(
-            len(tiles.columns), len(features), dtype=tiles.dtype
-        )  # log sum exp z of each block
+    def forward(ctx: Any, mode: EntropyMode, *inputs: Any) -> tuple[Tensor, Tensor]:
+        tiles, features = _LogitTiles(*inputs), inputs[0]
+        # log sum exp z of each block
+        log_totals = features.new_empty(len(tiles.columns), len(features), dtype=tiles.dtype)
         entropies = torch.zeros_like(log_totals)  # of the softmax of each block alone
         action_logits = torch.empty_like(log_totals[0])
         for block, columns in enumerate(tiles.columns):
@@ -97,16 +80,16 @@ class _LinearCategorical(torch.autograd.Function):
                 log_totals[block, rows] = top - log_top
                 inside, place = tiles.action_places(rows, columns)
                 action_logits[rows] = torch.where(inside, z.gather(-1, place)[:, 0], action_logits[rows])
-                if with_entropy:
+                if mode != "none":
                     entropies[block, rows] = -log_top - z.sub_(top[:, None]).mul_(p).sum(dim=-1)
         log_total = log_totals.logsumexp(dim=0)
         log_share = log_totals.log_softmax(dim=0)  # share of each block in the mass
         entropy = torch.zeros_like(log_total)
-        if with_entropy:
+        if mode != "none":
             entropy = (log_share.exp() * (entropies - log_share)).sum(dim=0)
-        ctx.save_for_backward(features, weight, bias, actions, temperature, log_totals, log_total, entropy)
-        ctx.entropy_gradient = entropy_gradient
-        if not entropy_gradient:
+        ctx.save_for_backward(*inputs, log_totals, log_total, entropy)
+        ctx.mode = mode
+        if mode != "gradient":
             ctx.mark_non_differentiable(entropy)
         return action_logits - log_total, entropy
 
@@ -114,7 +97,7 @@ class _LinearCategorical(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         features, weight, bias, actions, temperature, log_totals, log_total, entropy = ctx.saved_tensors
-        needs_features, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_features, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
         tiles = _LogitTiles(features, weight, bias, actions, temperature)
         grad, entropy_grad = grad / temperature.to(grad.dtype), entropy_grad / temperature.to(grad.dtype)
         grad_features = torch.zeros_like(features, dtype=tiles.dtype) if needs_features else None
@@ -126,7 +109,7 @@ class _LinearCategorical(torch.autograd.Function):
             grad_logits = buffer[: len(features) * width].view(-1, width)
             for rows in tiles.rows:
                 z, p = tiles.logits_and_softmax(rows, columns)
-                if ctx.entropy_gradient:
+                if ctx.mode == "gradient":
                     z -= (log_total - entropy)[rows, None]  # log p + H
                     p *= z.mul_(entropy_grad[rows, None]).add_(grad[rows, None]).mul_(-share[rows, None])
                 else:
@@ -140,7 +123,8 @@ class _LinearCategorical(torch.autograd.Function):
                 torch.mm(grad_logits.T, features, out=grad_weight[columns])
             if grad_bias is not None:
                 grad_bias[columns] = grad_logits.sum(dim=0)
-        return None if grad_features is None else grad_features.to(features.dtype), grad_weight, grad_bias, *[None] * 4
+        grad_features = None if grad_features is None else grad_features.to(features.dtype)
+        return None, grad_features, grad_weight, grad_bias, None, None
 
 
 class _LogitTiles:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from gruppo.core import surrogates
 from gruppo.core.kl import kl_penalty, masked_gaussian_kl
 from gruppo.core.objective import Objective
-from gruppo.core.surrogates import (
-    RatioLevel,
-    cispo_surrogate,
-    clip_surrogate,
-    log_ratio,
-    reinforce_surrogate,
-    sapo_surrogate,
-    value_loss,
-    vespo_surrogate,
-)
+from gruppo.core.surrogates import log_ratio, value_loss
 from gruppo.core.weights import correction_weights
 from gruppo.types import Gaussian, GruppoError, Likelihood, Stat
 
@@ -61,7 +54,7 @@ def policy_loss(
     advantages = torch.where(loss_mask, batch.advantages, 0)
     ratio = token_ratio = log_ratio(logprobs, old_logprobs, loss_mask)
     dims = batch.dims if o.dims == "mean" else 1
-    level: RatioLevel = "token"
+    level: surrogates.RatioLevel = "token"
     if o.ratio == "sequence":  # advantages that differ within a row need the gradient of each action
         level = "sequence" if o.credit == "outcome" else "sequence_token"
     if level != "token" or dims != 1:
@@ -69,38 +62,43 @@ def policy_loss(
 
     low, high = clip_range(o)
     if o.surrogate == "clip":
-        per_action = clip_surrogate(ratio, advantages, low=low, high=high, dual=o.dual_clip or None)
+        per_action = surrogates.clip_surrogate(ratio, advantages, low=low, high=high, dual=o.dual_clip or None)
     elif o.surrogate == "cispo":
-        per_action = cispo_surrogate(ratio, logprobs, advantages, loss_mask, low=low, high=high)
+        per_action = surrogates.cispo_surrogate(ratio, logprobs, advantages, loss_mask, low=low, high=high)
     elif o.surrogate == "sapo":
-        per_action = sapo_surrogate(ratio, advantages, tau_pos=o.tau_pos, tau_neg=o.tau_neg)
+        per_action = surrogates.sapo_surrogate(ratio, advantages, tau_pos=o.tau_pos, tau_neg=o.tau_neg)
     elif o.surrogate == "vespo":
-        per_action = vespo_surrogate(token_ratio, logprobs, advantages, loss_mask)
+        per_action = surrogates.vespo_surrogate(token_ratio, logprobs, advantages, loss_mask)
     else:
-        per_action = reinforce_surrogate(logprobs, advantages, loss_mask)
+        per_action = surrogates.reinforce_surrogate(logprobs, advantages, loss_mask)
 
-    terms: dict[str, Tensor] = {}
-    stats = _ratio_stats(ratio.detach(), token_ratio.detach(), advantages, loss_mask, o)
+    # Distance to the policy that sampled the batch, and the fraction of actions that the clip stops.
+    drift, size = token_ratio.detach(), ratio.detach().exp()
+    kl_old = drift.expm1() - drift
+    too_high, too_low = size > 1 + high, size < 1 - low
+    if o.surrogate == "clip":  # the minimum keeps the gradient where the clip would raise the loss
+        too_high, too_low = too_high & (advantages > 0), too_low & (advantages < 0)
+    clips = o.surrogate in ("clip", "cispo")
+    stats = {
+        "ratio": Stat.of(size, loss_mask),
+        "kl/old_nats": Stat.of(-drift, loss_mask),
+        "kl/old_k3_nats": Stat.of(kl_old, loss_mask),
+        "clip/high_frac": Stat.of((too_high & clips).double(), loss_mask),
+        "clip/low_frac": Stat.of((too_low & clips).double(), loss_mask),
+    }
+
     if o.correction != "none":
         if batch.sampler_logprobs is None:
             raise GruppoError(
                 f"correction={o.correction!r} compares with the sampler's log-probs, and there are none. Use an "
                 "engine that reports them, or set --objective.correction none."
             )
-        weight = correction_weights(
-            old_logprobs,
-            batch.sampler_logprobs,
-            loss_mask,
-            mode=o.correction,
-            level=o.correction_level,
-            low=o.correction_low,
-            high=o.correction_high,
-        )
+        kind: Any = {"mode": o.correction, "level": o.correction_level}
+        kind |= {"low": o.correction_low, "high": o.correction_high}
+        weight = correction_weights(old_logprobs, batch.sampler_logprobs, loss_mask, **kind)
         per_action = weight * per_action
         stats["correction/weight"] = Stat.of(weight, loss_mask)
 
-    drift = token_ratio.detach()
-    kl_old = drift.expm1() - drift
     if likelihood.gaussian is not None and batch.old_gaussian is not None:  # exact, in place of estimates
         kl_old = masked_gaussian_kl(likelihood.gaussian, batch.old_gaussian, loss_mask).detach()
         stats |= dict.fromkeys(("kl/old_nats", "kl/old_k3_nats"), Stat.of(kl_old, loss_mask))
@@ -108,26 +106,22 @@ def policy_loss(
         is_masked = loss_mask & (kl_old > o.kl_mask) & (advantages * drift > 0)
         per_action = torch.where(is_masked, 0, per_action)
         stats["clip/kl_mask_frac"] = Stat.of(is_masked.double(), loss_mask)
-    terms["policy"] = _weighted_sum(batch.weights, loss_mask, per_action)
+    terms = {"policy": _weighted_sum(batch.weights, loss_mask, per_action)}
 
     if batch.ref is not None:
         ref_logprobs, is_exact = batch.ref.logprobs.detach(), o.kl == "exact"
-        has_gaussians = likelihood.gaussian is not None and batch.ref.gaussian is not None
-        if is_exact and not has_gaussians:
-            raise GruppoError("kl='exact' needs the policy's and the reference's Gaussian. Set --objective.kl k3.")
         if likelihood.gaussian is not None and batch.ref.gaussian is not None:
             with torch.set_grad_enabled(torch.is_grad_enabled() and is_exact):  # a metric needs no gradient
-                kl_ref = masked_gaussian_kl(likelihood.gaussian, batch.ref.gaussian, loss_mask)
+                kl = masked_gaussian_kl(likelihood.gaussian, batch.ref.gaussian, loss_mask)
+        elif is_exact:
+            raise GruppoError("kl='exact' needs the policy's and the reference's Gaussian. Set --objective.kl k3.")
         else:  # the plain estimate: a ratio belongs to the loss, not to the metric
-            on_policy = torch.zeros_like(token_ratio)
-            kl_ref = kl_penalty(logprobs.detach(), ref_logprobs, on_policy, loss_mask, estimator="k3")
-        stats["kl/ref_nats"] = Stat.of(kl_ref, loss_mask)
+            kl = kl_penalty(logprobs.detach(), ref_logprobs, drift, loss_mask, estimator="k3", gradient="naive")
+        stats["kl/ref_nats"] = Stat.of(kl, loss_mask)
         if o.kl_in == "loss":
             if not is_exact:
-                kl_ref = kl_penalty(
-                    logprobs, ref_logprobs, token_ratio, loss_mask, estimator=o.kl, gradient=o.kl_gradient
-                )
-            terms["kl"] = _weighted_sum(batch.weights, loss_mask, kl_ref)
+                kl = kl_penalty(logprobs, ref_logprobs, token_ratio, loss_mask, estimator=o.kl, gradient=o.kl_gradient)
+            terms["kl"] = _weighted_sum(batch.weights, loss_mask, kl)
     if likelihood.values is not None and batch.returns is not None:
         terms["value"], stats["value/clip_frac"] = critic_loss(likelihood.values, batch, o)
     if likelihood.entropy is not None:
@@ -153,28 +147,6 @@ def clip_range(objective: Objective) -> tuple[float, float]:
     if objective.clip_unit == "nats":
         return -math.expm1(-objective.clip_low), math.expm1(objective.clip_high)
     return objective.clip_low, objective.clip_high
-
-
-def _ratio_stats(
-    log_ratio: Float[Tensor, "b t"],
-    token_log_ratio: Float[Tensor, "b t"],
-    advantages: Float[Tensor, "b t"],
-    loss_mask: Bool[Tensor, "b t"],
-    objective: Objective,
-) -> dict[str, Stat]:
-    """Distance to the policy that sampled the batch, and the fraction of actions that the clip stops."""
-    ratio, (low, high) = log_ratio.exp(), clip_range(objective)
-    too_high, too_low = ratio > 1 + high, ratio < 1 - low
-    if objective.surrogate == "clip":  # the minimum keeps the gradient where the clip would raise the loss
-        too_high, too_low = too_high & (advantages > 0), too_low & (advantages < 0)
-    clips = objective.surrogate in ("clip", "cispo")
-    return {
-        "ratio": Stat.of(ratio, loss_mask),
-        "kl/old_nats": Stat.of(-token_log_ratio, loss_mask),
-        "kl/old_k3_nats": Stat.of(token_log_ratio.expm1() - token_log_ratio, loss_mask),
-        "clip/high_frac": Stat.of((too_high & clips).double(), loss_mask),
-        "clip/low_frac": Stat.of((too_low & clips).double(), loss_mask),
-    }
 
 
 def _weighted_sum(weights: Tensor, loss_mask: Tensor, per_action: Tensor) -> Float[Tensor, ""]:
