@@ -72,7 +72,7 @@ class CodeTests:
 
     def check(self, columns: Collection[str]) -> None:
         """Raise DataError where the data have no column of tests."""
-        if not {self.column} & {*columns} and (self.column or not {*COLUMNS} & {*columns}):
+        if not {*columns} & {*([self.column] if self.column else COLUMNS)}:
             required = self.column or " or ".join(COLUMNS)
             raise DataError(
                 f"reward code_tests reads the column {required}, which the data do not have; they have: "
@@ -125,11 +125,11 @@ class CodeTests:
     ) -> list[ProgramScore | CallError | None]:
         """Score each row. A program that occurs several times for one task is run once."""
         keys = [(program, id(test)) for program, test in zip(programs, tests, strict=True)]
-        tasks = dict(zip(keys, zip(programs, tests, strict=True), strict=True))
+        tasks = dict(zip(keys, tests, strict=True))
         jails = _JailPool(self.limits)
         pool = ThreadPoolExecutor(max(1, min(self.workers, len(tasks))), thread_name_prefix="gruppo-code")
         try:
-            scores = dict(zip(tasks, pool.map(lambda task: jails.score(*task), tasks.values()), strict=True))
+            scores = dict(zip(tasks, pool.map(lambda key: jails.score(key[0], tasks[key]), tasks), strict=True))
             return [scores[key] for key in keys]
         finally:
             for jail in jails.opened:  # whoever waits for one gets a JailError

@@ -97,20 +97,19 @@ class Jail(AbstractContextManager["Jail"]):
             self.close()
             raise
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def end(self) -> None:
         """Kill the interpreter and a program that still runs; pending requests raise JailError."""
         self._process.kill()
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         """``end`` it and free its pipes."""
         self.end()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):  # what it did not read is lost
                 pipe.close()  # type: ignore[union-attr]
         self._process.wait()
+
+    __exit__ = close
 
     def calls(
         self,
@@ -204,10 +203,9 @@ def probe() -> str | None:
                 (printed,) = jail.script("print(6 * int(input()))", ["7"])
         except JailError as error:
             return str(error)
-    if computed != CaseResult("value", [42]):
-        return f"a program that computes 6 * 7 does not run in it: {computed.message or computed.value}"
-    if printed != CaseResult("value", "42\n"):
-        return f"a script that prints 6 * 7 does not run in it: {printed.message or repr(printed.value)}"
+    for what, result, value in (("program that computes", computed, [42]), ("script that prints", printed, "42\n")):
+        if result != CaseResult("value", value):
+            return f"a {what} 6 * 7 does not run in it: {result.message or repr(result.value)}"
     for attempt, result in zip(ATTEMPTS, tried, strict=True):
         if result.status != "error" or not result.message.startswith("PermissionError"):
             return f"a program in it could {attempt}"

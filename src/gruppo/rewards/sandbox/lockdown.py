@@ -67,15 +67,9 @@ class Lockdown:
         pid = os.getpid()
         _call(libc.prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _call(libc.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
-        limits = {
-            resource.RLIMIT_AS: memory,
-            resource.RLIMIT_CPU: cpu_s,
-            resource.RLIMIT_FSIZE: 0,
-            resource.RLIMIT_CORE: 0,
-            resource.RLIMIT_NOFILE: 64,
-            resource.RLIMIT_MEMLOCK: 0,
-            resource.RLIMIT_MSGQUEUE: 0,
-        }
+        limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_NOFILE: 64}
+        for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
+            limits[kind] = 0
         for kind, most in limits.items():
             resource.setrlimit(kind, (most, most))
         no_capabilities = ctypes.create_string_buffer(24)

@@ -40,7 +40,8 @@ def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoRetur
 
     The names of ``typing`` are there without an import, as where the solutions of LeetCode are run.
     """
-    names, entry = _new_module("program"), request["entry"]
+    module = sys.modules["program"] = ModuleType("program")  # under which classes find themselves
+    names, entry = vars(module), request["entry"]
     vars(builtins).update({name: getattr(typing, name) for name in typing.__all__})
     try:
         # dont_inherit: without what ``from __future__`` says in this file
@@ -68,7 +69,8 @@ def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoRetur
 
 def run_script(request: Mapping[str, Any], report: Report) -> NoReturn:
     """Run the program with text on its standard input. Exit status 0 only where a plain Python process has it."""
-    names, status = _new_module("__main__"), 0
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    names, status = vars(module), 0
     try:
         exec(compile(request["program"], "program.py", "exec", dont_inherit=True), names)
     except SystemExit as end:
@@ -107,10 +109,3 @@ def describe(error: BaseException) -> str:
     except BaseException:
         text = ""
     return f"{type(error).__name__}: {text}"[:_LONGEST_MESSAGE]
-
-
-def _new_module(name: str) -> dict[str, Any]:
-    """Register a new module and return its namespace."""
-    module = ModuleType(name)
-    sys.modules[name] = module
-    return vars(module)
