@@ -17,9 +17,9 @@ import torch
 from gruppo import distributed as dist
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import learns_from_samples, stage_path
-from gruppo.data.curriculum import Curriculum
 from gruppo.data.open import is_function_name, open_source
 from gruppo.data.restoration import WithReference
+from gruppo.data.source import Curriculum
 from gruppo.engines import LocalEngine
 from gruppo.environments import PROVIDED, ConversationEngine, Environment
 from gruppo.loading import load_object

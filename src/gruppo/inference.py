@@ -15,7 +15,7 @@ from gruppo.build import Parts, build, missing_parts, with_reference
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config, LoraConfig, Stage
 from gruppo.core.objective import Objective
-from gruppo.data.image_files import read_image
+from gruppo.data.images import read_image
 from gruppo.data.restoration import WithReference
 from gruppo.loading import command_name
 from gruppo.modalities import find_modality

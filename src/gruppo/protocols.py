@@ -466,13 +466,16 @@ class Reference(Protocol):
 
 
 class Tracker(Protocol):
-    """A destination of metrics and samples."""
+    """A destination of metrics and samples. What a subclass does not override does nothing."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        return
 
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 class PromptSource(Protocol):

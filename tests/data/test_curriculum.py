@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gruppo.data.arithmetic import arithmetic
-from gruppo.data.curriculum import PROBED, Curriculum
 from gruppo.data.open import open_source
+from gruppo.data.source import PROBED, Curriculum
 from gruppo.types import DataError, Prompt
 
 SIZES = [3, 1, 2, 2, 5, 4, 2, 1, 5, 9]

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gruppo.data.image_files import read_image
-from gruppo.data.images import image_folder, image_prompts
+from gruppo.data.images import image_folder, image_prompts, read_image
 from gruppo.data.open import open_source
 from gruppo.types import DataError, GruppoError
 

@@ -88,7 +88,7 @@ def primitives() -> dict[str, Any]:
     stat = {0: Stat(2, 5, 13, 2, 3), 1: Stat()}[dist.rank()]
     names = {"b": Stat.of(torch.tensor([7.0 - dist.rank()])), "a": stat}
     names = names if dist.rank() == 0 else dict(reversed(names.items()))  # the order of names must not matter
-    dist.barrier()
+    torch.distributed.barrier()
     return {
         "rank": dist.rank(),
         "world": dist.world_size(),

@@ -12,8 +12,16 @@ import pytest
 from matplotlib.figure import Figure
 
 from gruppo.tracking.files import MetricsFile, read_metrics
-from gruppo.tracking.panels import Panel, panels_of
-from gruppo.tracking.plots import color_scale, draw_panel, heatmap_cells, plot_run, smooth, stage_starts
+from gruppo.tracking.plots import (
+    Panel,
+    color_scale,
+    draw_panel,
+    heatmap_cells,
+    panels_of,
+    plot_run,
+    smooth,
+    stage_starts,
+)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from gruppo.data.image_files import package_file
+from gruppo.data.images import package_file
 from gruppo.data.source import IndexedSource, split_by_hash
 from gruppo.types import DataError, GruppoError, Prompt
 

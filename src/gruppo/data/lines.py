@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gruppo.core.images import quantize
 from gruppo.data.degrade import Degradation
-from gruppo.data.image_files import package_file
+from gruppo.data.images import package_file
 from gruppo.data.source import IndexedSource, digest_of, split_by_hash
 from gruppo.loading import import_extra
 from gruppo.seeds import generator_at

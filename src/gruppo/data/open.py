@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
 from gruppo.data.arithmetic import arithmetic
-from gruppo.data.curriculum import Curriculum
 from gruppo.data.degrade import parse_data_options
 from gruppo.data.digits import labelled_images, load_digits
 from gruppo.data.images import image_folder
@@ -17,7 +15,7 @@ from gruppo.data.lines import text_lines
 from gruppo.data.reasoning_gym import reasoning_gym
 from gruppo.data.restoration import open_pairs
 from gruppo.data.rows import FILE_KINDS, read_dataset, read_jsonl, row_source
-from gruppo.data.source import IndexedSource, SourceWrapper, nearest
+from gruppo.data.source import Curriculum, IndexedSource, SourceWrapper, nearest
 from gruppo.loading import load_object
 from gruppo.types import DataError
 
@@ -112,7 +110,7 @@ def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:
             raise DataError(f"data={str(data)!r} is no file, folder or known name{nearest(str(data), KINDS)}. {FORMS}")
         return read_dataset(hub_name[1], hub_name[2], hub_name[3] or "train"), str(data)
     if hasattr(data, "column_names"):  # a Hugging Face data set, recognized without importing the package
-        if isinstance(data, Sized) and not isinstance(data, dict):
+        if hasattr(data, "__len__") and not isinstance(data, dict):
             return list(data), "the data set"
         need = 'one split that fits in memory, such as data["train"] or Dataset.from_list(list(data.take(10000)))'
         raise DataError(f"a {type(data).__name__} has several splits or no known length; it needs {need}.")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gruppo.core.images import random_crop, random_symmetry, to_uint8
 from gruppo.data.degrade import Degradation, parse_data_options
-from gruppo.data.image_files import SUFFIXES, image_size, list_images, package_file, read_image
+from gruppo.data.images import SUFFIXES, image_size, list_images, package_file, read_image
 from gruppo.data.source import IndexedSource, SourceWrapper, digest_of, leave_out, split_by_hash
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
@@ -108,9 +108,9 @@ def image_pairs(
             cache[image] = levels
         return levels
 
-    def prompt_at(item: str | tuple[str, int, int, int, int], draw: int) -> Prompt | None:
-        """Prompt of a name, at a random crop; or of a place: name, top, left, height, width."""
-        n, *place = [item] if isinstance(item, str) else item
+    def prompt_at(item: str | tuple[str, tuple[int, int]], draw: int) -> Prompt | None:
+        """Prompt of a name, at a random crop; or of a name and the top left corner of a crop."""
+        n, corner = (item, None) if isinstance(item, str) else item
         try:
             images = [read(image) for image in files[n]]
             if any(tuple(image.shape[1:]) != sizes[n] for image in images):
@@ -118,8 +118,8 @@ def image_pairs(
         except DataError as problem:  # a truncated file
             leave_out(unreadable, n, str(problem))
             return None
-        if place:
-            top, left, height, width = place
+        if corner is not None:
+            (top, left), (height, width) = corner, (crop, crop) if crop else sizes[n]
             generator = generator_at("held out", n, top, left)  # without the seed: all runs see the same noise
             images = [image[..., top : top + height, left : left + width] for image in images]
         else:
@@ -131,12 +131,12 @@ def image_pairs(
         return Prompt(n, degraded, images[0], {"image": n, **strengths, **pairs[n].meta}, draw)
 
     # held-out crops lie side by side, in a random order: the first of each image, then the second of each, and so on
-    turns: list[tuple[int, str, int, int, int, int]] = []
+    turns: list[tuple[int, str, tuple[int, int]]] = []
     for n in evaluation:
         (height, width), (h, w) = sizes[n], (crop, crop) if crop else sizes[n]
         corners = [(top, left) for top in range(0, height - h + 1, h) for left in range(0, width - w + 1, w)]
         order = torch.randperm(len(corners), generator=generator_at("held out", n)).tolist()
-        turns += [(turn, n, *corners[index], h, w) for turn, index in enumerate(order)]
+        turns += [(turn, n, corners[index]) for turn, index in enumerate(order)]
     # sizes of files show that an image was replaced under its old name; tensors are hashed
     contents = [
         x.stat().st_size if isinstance(x, Path) else hashlib.sha256(to_uint8(x).numpy().tobytes()).hexdigest()
@@ -178,9 +178,9 @@ def _checked_sizes(
     if not sizes:
         raise DataError(f"{name} holds no image that can be read; it needs {', '.join(SUFFIXES)} files.")
     if small := [n for n, size in sizes.items() if min(size) < crop]:
-        problem = f"{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels"
+        found = f"{len(small)} of {len(sizes)} images of {name} are smaller than the crop of {crop} pixels"
         first = "{} with {} x {}".format(small[0], *sizes[small[0]])
-        raise DataError(f"{problem}, first {first}. Set crop={min(map(min, sizes.values()))}, or remove them.")
+        raise DataError(f"{found}, first {first}. Set crop={min(map(min, sizes.values()))}, or remove them.")
     first, (height, width) = next(iter(sizes.items()))
     if not crop and (other := next((n for n in sizes if sizes[n] != (height, width)), None)):
         text = f"{other} with {sizes[other][0]} x {sizes[other][1]}; whole images need one size. Set crop={CROP}."

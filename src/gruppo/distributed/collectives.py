@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gruppo.types import GruppoError, Stat
 
-__all__ = ["all_gather", "all_max", "all_sum", "barrier", "fail_together", "init", "is_main", "merge_stats", "rank"]
-__all__ += ["shutdown", "sum_gradients", "world_size"]
+__all__ = ["all_gather", "all_max", "all_sum", "fail_together", "init", "is_main", "merge_stats", "rank", "shutdown"]
+__all__ += ["sum_gradients", "world_size"]
 
 
 def init() -> None:
@@ -38,11 +38,6 @@ def world_size() -> int:
 
 def is_main() -> bool:
     return rank() == 0
-
-
-def barrier() -> None:
-    if world_size() > 1:
-        td.barrier()
 
 
 def all_sum(x: Tensor) -> Tensor:

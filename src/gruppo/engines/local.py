@@ -32,15 +32,14 @@ class LocalEngine:
         return replace(rollouts, policy_version=torch.where(rollouts.mask, self.version, 0))
 
     def sync(self, policy: Any, version: int) -> None:
-        """Bring the sampling weights up to the trained ones, and look that they are."""
+        """Copy the trained weights to those that are sampled from, and check that they are equal."""
         policy.refresh(force=True)
         named = policy.module.named_parameters()
         for (name, master), sampled in zip(named, policy.compute_module.parameters(), strict=True):
-            wanted, held = spread_sample(master).to(sampled.dtype), spread_sample(sampled)
-            if not torch.allclose(wanted, held, rtol=0, atol=0, equal_nan=True):
-                raise RuntimeError(
-                    f"after sync the sampler's {name} is not the trainer's: version {version} did not arrive."
-                )
+            trained, held = spread_sample(master).to(sampled.dtype), spread_sample(sampled)
+            if not torch.allclose(trained, held, rtol=0, atol=0, equal_nan=True):
+                text = f"is not the trainer's: version {version} did not arrive."
+                raise RuntimeError(f"after sync the sampler's {name} {text}")
         self.policy, self.version = policy, version
 
     def close(self) -> None:

@@ -120,10 +120,10 @@ def _evaluation_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ta
     table.add_column(f"held-out, {evaluation.get('prompts', '?')} prompts")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [("reward [95% interval]", *(side.get("mean") for side in sides))]
+    rows: dict[str, list[Any]] = {"reward [95% interval]": [side.get("mean") for side in sides]}
     if len(evaluation.get("parts", {})) > 1:
-        rows += [(f"  {name}", *(side.get("parts", {}).get(name) for side in sides)) for name in evaluation["parts"]]
-    for i, (name, old, new) in enumerate(rows):
+        rows |= {f"  {name}": [side.get("parts", {}).get(name) for side in sides] for name in evaluation["parts"]}
+    for i, (name, (old, new)) in enumerate(rows.items()):
         cells = ["-" if mean is None else f"{mean:.3f}" for mean in (old, new)]
         if i == 0:
             ends = [f" [{side['low']:.3f}, {side['high']:.3f}]" if side else "" for side in sides]

@@ -55,7 +55,8 @@ class SamplesFile(Tracker):
         self._warned: set[str] = set()
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
-        placed, values = [dict(row) for row in rows], [row.get(image_field(row)) for row in rows]
+        placed = [dict(row) for row in rows]
+        values: list[Any] = [row.get(image_field(row)) for row in rows]
         if odd := [value for value in values if is_array(value) and not is_image(value)]:
             shape = shape_text(odd[0])
             text = f"{shape} is not an image, which has floats [C, H, W] with 1 or 3 channels."

@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,13 @@ def absolute(name: str) -> str:
 
 def open_trackers(names: Sequence[str], run_dir: Path, config: Any, *, from_step: int | None) -> list[Tracker]:
     """Open trackers by name, each guarded. ``from_step``: the last step before a resume, None for a new run."""
-    options = settings(config)
-    factories: dict[str, Callable[[], Tracker]] = {
-        name: (lambda name=name: TRACKERS[name](run_dir, options, from_step))
-        if name in TRACKERS
-        else (lambda name=name: load_object(name)(run_dir, config))
-        for name in names
-    }
-    return [GuardedTracker(name, factory) for name, factory in factories.items()]
+
+    def open_tracker(name: str) -> Tracker:
+        if name in TRACKERS:
+            return TRACKERS[name](run_dir, settings(config), from_step)
+        return load_object(name)(run_dir, config)
+
+    return [GuardedTracker(name, partial(open_tracker, name)) for name in names]
 
 
 def settings(config: Any) -> dict[str, Any]:
