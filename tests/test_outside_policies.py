@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.trainer.runs import assert_same, metrics
 
 import gruppo
 from gruppo import api, inference
+from gruppo.cli.app import main
 from gruppo.config.serialization import load
 from gruppo.doctor.record import read
 from gruppo.doctor.report import diagnose
@@ -44,16 +46,31 @@ def test_a_policy_from_outside_is_killed_and_resumes_to_the_bit(finished, tmp_pa
     name, run = finished
     learn = loop.learn
 
-    def interrupted(state: Any, *arguments: Any) -> Any:
-        if state.step == 1:
+    def interrupted(run: Any, *arguments: Any) -> Any:
+        if run.state.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return learn(state, *arguments)
+        return learn(run, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(gruppo.Stopped):
         patch.setattr(loop, "learn", interrupted)
         api.start(config(name, tmp_path))
     assert len(metrics(tmp_path / "runs/run")) < len(metrics(run))
     assert_same(gruppo.resume(tmp_path / "runs/run", show=False).folder, run)
+
+
+def test_a_command_reaches_backward_in_eight_frames_of_ours(tmp_path, monkeypatch, capsys):
+    backward, depths, source = torch.Tensor.backward, [], str(Path(gruppo.__file__).parent)
+
+    def counted(self: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        frames = [frame.name for frame in traceback.extract_stack() if frame.filename.startswith(source)]
+        depths.append(frames[frames.index("main") :])
+        backward(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "backward", counted)
+    options = ["--steps", "1", "--rollout.prompts", "2", "--evaluation.prompts", "0", "--runs-dir", str(tmp_path)]
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", f"{EXAMPLES / 'pendulum.py'}:pendulum", "--optim.minibatches", "1", *options])
+    assert depths and all(len(frames) <= 8 for frames in depths), depths[0]
 
 
 def test_it_is_evaluated_sampled_exported_and_explained(finished, tmp_path):
@@ -147,7 +164,7 @@ def replayed(policy: Any) -> Replayed:
     ("engine", "why"),
     [
         (f"{Path(__file__).resolve()}:replayed", "engine.generate"),
-        (Unversioned, "says policy_version"),
+        (Unversioned, "reports policy_version"),
         (object(), "has no method generate"),
     ],
 )
