@@ -18,7 +18,7 @@ def rollouts_of(
     metas: Sequence[dict[str, Any]] | None = None,
     finish: Sequence[Any] | None = None,
 ) -> Rollouts:
-    """One group unless told otherwise. Row i has i % 3 + 1 actions: the numbers 10 i, 10 i + 1, ..."""
+    """One group by default. Row i has i % 3 + 1 actions: the numbers 10 i, 10 i + 1, ..."""
     size = len(outputs)
     metas = [{} for _ in targets] if metas is None else metas
     lengths = torch.arange(size) % 3 + 1

@@ -340,10 +340,10 @@ def test_nothing_of_what_is_expected_can_be_told_from_the_request(monkeypatch):
     )
     text = "```python\ndef f(x): pass\n```"
     for form, columns in [
-        (lambda want: [f"assert f(1) == {want!r}"], {}),
-        (lambda want: [{"input": "1", "output": want}, {"input": "2", "output": "x"}], {}),
-        (lambda want: [{"args": [1], "output": want}], {"entry_point": "f"}),
-        (lambda want: {"inputs": ["1"], "outputs": [want]}, {}),
+        (lambda expected: [f"assert f(1) == {expected!r}"], {}),
+        (lambda expected: [{"input": "1", "output": expected}, {"input": "2", "output": "x"}], {}),
+        (lambda expected: [{"args": [1], "output": expected}], {"entry_point": "f"}),
+        (lambda expected: {"inputs": ["1"], "outputs": [expected]}, {}),
     ]:
         sent.clear()
         answers = ("YES", "NO", "True", "False", "", "a long answer" * 30)

@@ -25,10 +25,10 @@ def gave(values: list) -> CaseResult:
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "right", "wrong"),
+    ("text", "requests", "right", "wrong"),
     [
         ("assert f(2, 'a') == 'zebra'", ["f(2, 'a')"], ["zebra"], ["Zebra"]),
-        ("assert 'zebra' == f(2), 'zebra wanted'", ["f(2)"], ["zebra"], [None]),
+        ("assert 'zebra' == f(2), 'zebra expected'", ["f(2)"], ["zebra"], [None]),
         ("assert f(2) == [1, (2, 3), {4: None}]", ["f(2)"], [[1, (2, 3), {4: None}]], [[1, [2, 3], {4: None}]]),
         ("assert f(2) != 3", ["f(2)"], [4], [3]),
         ("assert f(2) is True", ["f(2)"], [True], [1]),
@@ -70,9 +70,9 @@ def gave(values: list) -> CaseResult:
         ("assert Counter(f(2)) == {'a': 1}", ["Counter(f(2))"], [{"a": 1}], [{"a": 2}]),
     ],
 )
-def test_calls_go_inside_and_what_is_expected_stays_outside(text, asked, right, wrong):
+def test_calls_go_inside_and_what_is_expected_stays_outside(text, requests, right, wrong):
     read = one(text)
-    assert list(read.request) == asked
+    assert list(read.request) == requests
     assert WORD not in "".join(read.request) and "1.41" not in "".join(read.request)
     assert read.passes(gave(right)) and not read.passes(gave(wrong))
 
@@ -176,7 +176,7 @@ def test_imports_of_a_test_are_for_the_program():
 
 
 @pytest.mark.parametrize(
-    ("got", "want"),
+    ("got", "expected"),
     [
         *((3, 3.0), (True, 1), (0.1 + 0.2, 0.3), (1e-12, 0.0), (NAN, NAN), (-math.inf, -math.inf), (10**400, 10**400)),
         *(
@@ -188,12 +188,12 @@ def test_imports_of_a_test_are_for_the_program():
         ),
     ],
 )
-def test_what_is_the_same(got, want):
-    assert equal(got, want) and equal(want, got)
+def test_what_is_the_same(got, expected):
+    assert equal(got, expected) and equal(expected, got)
 
 
 @pytest.mark.parametrize(
-    ("got", "want"),
+    ("got", "expected"),
     [
         *((3, "3"), (3, 3.1), (1.00001, 1), (NAN, 1.0), (math.inf, -math.inf), (10**400, 1.0), (10**16, 10**16 + 1)),
         *(
@@ -208,8 +208,8 @@ def test_what_is_the_same(got, want):
         *((None, False), ("", None), ([[]], [()]), (1 + 1j, 1.0), ("nan", NAN), ([], {})),
     ],
 )
-def test_what_is_not(got, want):
-    assert not equal(got, want) and not equal(want, got)
+def test_what_is_not(got, expected):
+    assert not equal(got, expected) and not equal(expected, got)
 
 
 def test_json_has_no_tuples_and_so_a_tuple_is_its_list():
@@ -217,7 +217,7 @@ def test_json_has_no_tuples_and_so_a_tuple_is_its_list():
 
 
 @pytest.mark.parametrize(
-    ("got", "want"),
+    ("got", "expected"),
     [
         ("1 2\n3\n", "1  2 \n3"),
         ("\n\na\r\nb", "a\nb\n\n"),
@@ -226,12 +226,12 @@ def test_json_has_no_tuples_and_so_a_tuple_is_its_list():
         ("1e3 x", "1000 x"),
     ],
 )
-def test_printed_text_is_compared_by_the_words_of_each_line(got, want):
-    assert equal_text(got, want)
+def test_printed_text_is_compared_by_the_words_of_each_line(got, expected):
+    assert equal_text(got, expected)
 
 
 @pytest.mark.parametrize(
-    ("got", "want"),
+    ("got", "expected"),
     [
         *(("1 2", "1\n2"), ("a", "A"), ("12345678901234567890", "12345678901234567891"), ("0.34", "0.33"), ("", "0")),
         *(
@@ -244,13 +244,13 @@ def test_printed_text_is_compared_by_the_words_of_each_line(got, want):
         ),
     ],
 )
-def test_and_differs_by_anything_else(got, want):
-    assert not equal_text(got, want)
+def test_and_differs_by_anything_else(got, expected):
+    assert not equal_text(got, expected)
 
 
 def test_a_mapping_that_compares_oddly_is_never_asked():
     class Odd(dict):
         def __eq__(self, other):
-            raise AssertionError("asked")
+            raise AssertionError("requests")
 
     assert not equal(Odd(a=1), {"a": 2}) and isinstance(Odd(), Mapping)

@@ -69,7 +69,7 @@ def test_rapidocr_reads_a_line():
     pytest.importorskip("onnxruntime")
     from PIL import Image, ImageDraw, ImageFont
 
-    picture = Image.new("RGB", (200, 40), "white")
-    ImageDraw.Draw(picture).text((8, 6), "Hello 42", font=ImageFont.load_default(24), fill="black")
-    image = torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
+    drawing = Image.new("RGB", (200, 40), "white")
+    ImageDraw.Draw(drawing).text((8, 6), "Hello 42", font=ImageFont.load_default(24), fill="black")
+    image = torch.from_numpy(np.array(drawing)).permute(2, 0, 1) / 255
     assert ocr_match(line=True)(images=[image, torch.zeros(3, 40, 200)], text=["hello 42"] * 2) == [1.0, 0.0]

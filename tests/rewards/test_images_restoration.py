@@ -136,7 +136,7 @@ def test_no_cheap_picture_scores_above_a_restored_one(make):
 
 
 def patched(outputs, columns: int, **changes) -> Rollouts:
-    """Rows of two pictures, one action of each patch."""
+    """Rows of two images, one action per patch."""
     prompts = tuple(Prompt(f"p{n}", DEGRADED[n], CLEAN[n], {"reference": RESTORED[n]}, draw=n) for n in range(2))
     rows = len(outputs)
     rollouts = Rollouts(

@@ -462,7 +462,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-# --- what the one who asks is told when the jail itself fails
+# --- failures of the jail itself
 
 
 @jailed

@@ -55,8 +55,8 @@ def test_clip_score_is_the_cosine_of_each_image_and_its_caption(clip):
     images, captions = [noise(0), noise(1), noise(2)], ["a cat", "a dog", "a cat"]
     module = transformers.CLIPModel.from_pretrained(clip).eval()
     processor = transformers.CLIPProcessor.from_pretrained(clip)
-    pictures = [PIL.fromarray(to_uint8(image).permute(1, 2, 0).numpy()) for image in images]
-    inputs = processor(text=captions, images=pictures, return_tensors="pt", padding=True)
+    pil_images = [PIL.fromarray(to_uint8(image).permute(1, 2, 0).numpy()) for image in images]
+    inputs = processor(text=captions, images=pil_images, return_tensors="pt", padding=True)
     with torch.no_grad():
         cosines = module(**inputs).logits_per_image.diagonal() / module.logit_scale.exp()
     scores = clip_score(clip)(images=images, prompts=captions)

@@ -161,8 +161,8 @@ def _ocr_reward(name: str, read: OcrReader | None, line: bool, ignore_case: bool
     def score(image: Image, text: Any) -> float | None:
         if not (expected := normalize("".join(str(text).split()))):
             return None
-        found = normalize("".join(read(np.asarray(to_pillow(image).convert("RGB"))).split()))
-        return max(0.0, 1 - edit_distance(found, expected) / len(expected))
+        recognized = normalize("".join(read(np.asarray(to_pillow(image).convert("RGB"))).split()))
+        return max(0.0, 1 - edit_distance(recognized, expected) / len(expected))
 
     return per_image(name, score, "text", is_network=True)
 
@@ -207,8 +207,8 @@ def _fidelity(name: str, measure: Callable[..., Tensor], delta: Delta, patch: in
     def score(image: Image, target: Any, *other: Any) -> Tensor:
         """[] or [patches]: the measure of the image, minus that of the other image."""
         clean = _saved_like(image, target, "target")
-        found = measure(quantize(image)[None], clean, patch=patch)[0]
-        return found - measure(_saved_like(image, other[0], delta), clean, patch=patch)[0] if other else found
+        value = measure(quantize(image)[None], clean, patch=patch)[0]
+        return value - measure(_saved_like(image, other[0], delta), clean, patch=patch)[0] if other else value
 
     columns = ("target",) if delta == "none" else ("target", _COLUMN_OF[delta])
     name = name if delta == "none" else f"{name}_gain"
@@ -242,9 +242,9 @@ class PatchReward:
                 )
             prompt = rollouts.prompts[group]
             columns = {"target": prompt.target, "prompts": prompt.inputs, "reference": prompt.meta.get("reference")}
-            found = self.score(image, *(columns[name] for name in self.inputs))
-            is_scored = isinstance(found, Tensor)
-            rows.append(found.flatten().float() / count if is_scored else torch.full((count,), NAN))
+            scores = self.score(image, *(columns[name] for name in self.inputs))
+            is_scored = isinstance(scores, Tensor)
+            rows.append(scores.flatten().float() / count if is_scored else torch.full((count,), NAN))
         return torch.where(rollouts.mask, torch.stack(rows), NAN)
 
 

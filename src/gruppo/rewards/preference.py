@@ -119,8 +119,8 @@ def _per_caption(
                 for n, image in enumerate(inputs if reads_files else ()):
                     inputs[n] = f"{folder}/{n}.png"
                     image.save(inputs[n])
-                found = score(caption, inputs) if rows else []
-            for n, value in zip(rows, found, strict=True):
+                values = score(caption, inputs) if rows else []
+            for n, value in zip(rows, values, strict=True):
                 scores[n] = float(value)
         return scores
 

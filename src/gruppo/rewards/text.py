@@ -101,8 +101,8 @@ def keywords(words: Sequence[str] = COHERENCE_WORDS, each: float = 0.2, cap: flo
         right = r"(?![^\W_])" if word[-1].isascii() and word[-1].isalnum() else ""
         patterns.append(re.compile(left + re.escape(word) + right, re.ASCII))
 
-    found = lambda text: sum(pattern.search(text.lower()) is not None for pattern in patterns)  # noqa: E731
-    return _per_text("keywords", lambda text: min(cap, each * found(text)))
+    count = lambda text: sum(pattern.search(text.lower()) is not None for pattern in patterns)  # noqa: E731
+    return _per_text("keywords", lambda text: min(cap, each * count(text)))
 
 
 def repetition_penalty(n: int = 3, max_penalty: float = -1.0) -> RewardFunction:
@@ -258,8 +258,8 @@ def reasoning_gym_score(completions: Sequence[Any], entry: Sequence[Any], **_: A
 def _verifier(dataset: str) -> tuple[Callable[[str | None, Any], float], str | None]:
     """Return the verifier of a data set and the evaluator, found in its source, that it passes answers to."""
     verify = import_extra("reasoning_gym", "tasks", "reasoning_gym_score").get_score_answer_fn(dataset)
-    found = _EVALUATES.search(inspect.getsource(verify))
-    return verify, found[1] if found else None
+    evaluator = _EVALUATES.search(inspect.getsource(verify))
+    return verify, evaluator and evaluator[1]
 
 
 def is_harmless(answer: str, evaluator: str) -> bool:

@@ -108,15 +108,16 @@ class Child:
         else:
             *lines, self._line = (self._line + chunk).split(b"\n")
             for line in lines:
-                found = _LINE.fullmatch(line)
-                case = LOCKED if found is None else int(found["case"])
-                is_ours = found is not None and found["nonce"].decode() == self.nonce and case not in self.reports
-                if found is None or not is_ours or case not in (LOCKED, LOADING, *self.caps):
+                fields = _LINE.fullmatch(line)
+                if fields is None or fields["nonce"].decode() != self.nonce:
                     continue
-                if len(found["text"]) > self.caps.get(case, 0) + _CHUNK:
+                case = int(fields["case"])
+                if case in self.reports or case not in (LOCKED, LOADING, *self.caps):
+                    continue
+                if len(fields["text"]) > self.caps.get(case, 0) + _CHUNK:
                     self._kill("output")
                     continue
-                self.reports[case] = (found["kind"].decode(), found["text"].decode("ascii", "backslashreplace"))
+                self.reports[case] = (fields["kind"].decode(), fields["text"].decode("ascii", "backslashreplace"))
                 self._case_began, self._unread = self._spent(), len(self._line)
         current = max(self.reports, default=LOCKED) + 1
         if self._unread > self.caps.get(current, 0) + _CHUNK:
