@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"reference__place": "disk"},
         r"reference.place='disk' has nothing to place",
     ),
-    "a step of a flow": ("SD 1.5", {"diffusion__transition": "cps"}, r"transition='cps' is for a flow schedule"),
+    "a step of a flow": ("SD 1.5", {"diffusion__transition": "cps"}, r"transition='cps' does not fit the diffusion"),
     "a size that does not fit": ("SD 1.5", {"diffusion__size": (15, 16)}, r"size=15 x 16 does not fit the pipeline"),
 }
 

@@ -280,9 +280,8 @@ def learned(fake, rollouts, *, steps=3, rate=3e-3):
 # --- one distribution -------------------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_it_keeps_the_contract_of_a_policy(make):
-    check_policy(made(make).policy, list(CAPTIONS), sampling=SAMPLINGS[make])
+def test_it_keeps_the_contract_of_a_policy():
+    check_policy(made(sd15).policy, list(CAPTIONS), sampling=SAMPLINGS[sd15])
 
 
 @pytest.mark.silent_bug(2)
@@ -291,14 +290,15 @@ def test_the_ratio_is_1_on_every_stored_step_at_other_batch_sizes(fake):
     """At most 1e-5 nats per dimension."""
     rollouts = sampled(fake)
     assert rollouts.actions.dtype == torch.float32 and rollouts.finish == ("stop",) * 6
-    for budget in (1, 5, ALL):
+    for budget in (1, ALL):
         apart = (logprobs_of(fake.policy, rollouts, budget) - rollouts.sampler_logprobs).abs()
         assert apart.max() <= 1e-5 * fake.policy.dims
     assert rollouts.sampler_logprobs[rollouts.mask].abs().min() > 0.1
 
 
 @pytest.mark.silent_bug(35)
-def test_a_log_prob_is_that_of_torch_s_normal(fake):
+def test_a_log_prob_is_that_of_torch_s_normal():
+    fake = made(sd15)
     rollouts = sampled(fake)
     said = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian",))
     std = said.gaussian.std.reshape(*said.gaussian.std.shape, 1, 1, 1).expand_as(said.gaussian.mean)
@@ -307,7 +307,7 @@ def test_a_log_prob_is_that_of_torch_s_normal(fake):
 
 
 @pytest.mark.silent_bug(36)
-@pytest.mark.parametrize("make", [sd15, sdxl, sd3], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [sd15, sdxl], ids=lambda make: make.__name__)
 def test_guidance_is_in_both_sides(make):
     fake = made(make)
     rollouts = sampled(fake)
@@ -320,12 +320,14 @@ def test_guidance_is_in_both_sides(make):
 
 
 @pytest.mark.silent_bug(36)
-@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize(
+    ("make", "guided"), [(sd15, True), (sd15_v, False), (sdxl, False), (sdxl, True), (sd3, False), (flux, False)]
+)
 def test_the_ode_gives_the_latents_and_pictures_that_the_pipeline_itself_gives(make, guided):
     """Another road: the pipeline's own loop, its captions, its network's arguments, scheduler, guidance and VAE."""
     fake = made(make)
     pipeline = fake.policy.pipeline
-    guidance = 3.0 if guided and make is not flux else 1.0
+    guidance = 3.0 if guided else 1.0
     sampling = DiffusionSampling(temperature=0.0, ode_steps=4, guidance=guidance)
     ours = fake.policy.sample(requests(2, 1), sampling, seed=0)
     first = ours.per_row["first"]
@@ -347,10 +349,11 @@ def test_the_ode_gives_the_latents_and_pictures_that_the_pipeline_itself_gives(m
 
 
 @pytest.mark.silent_bug(35)
-@pytest.mark.parametrize("spacing", ["leading", "trailing"])
-@pytest.mark.parametrize("predicts", ["epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
-def test_a_ddim_step_is_the_scheduler_s_own(spacing, predicts, eta):
+@pytest.mark.parametrize(
+    ("eta", "predicts", "spacing"),
+    [(0.0, "epsilon", "leading"), (0.5, "v_prediction", "trailing"), (1.0, "sample", "leading")],
+)
+def test_a_ddim_step_is_the_scheduler_s_own(eta, predicts, spacing):
     pipeline = sd15(timestep_spacing=spacing, prediction_type=predicts)
     schedule, scheduler = DiffusersPolicy(pipeline, SIZE).denoiser.schedule, pipeline.scheduler
     scheduler.set_timesteps(10)
@@ -369,15 +372,14 @@ def test_a_ddim_step_is_the_scheduler_s_own(spacing, predicts, eta):
 
 @pytest.mark.silent_bug(35)
 @pytest.mark.parametrize(
-    "changes",
+    ("make", "changes"),
     [
-        {"shift": 3.0},
-        {"shift": 1.0},
-        {"use_dynamic_shifting": True},
-        {"shift": 3.0, "shift_terminal": 0.1},
+        (flux, {"shift": 3.0}),
+        (flux, {"use_dynamic_shifting": True}),
+        (sd3, {"use_dynamic_shifting": True}),
+        (sd3, {"shift": 3.0, "shift_terminal": 0.1}),
     ],
 )
-@pytest.mark.parametrize("make", [sd3, flux], ids=lambda make: make.__name__)
 def test_an_euler_step_is_the_scheduler_s_own(make, changes):
     pipeline = make()
     pipeline.scheduler = scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**changes)
@@ -398,6 +400,7 @@ def test_an_euler_step_is_the_scheduler_s_own(make, changes):
 # --- captions and pictures --------------------------------------------------------------------------------------------
 
 
+@BOTH
 def test_a_caption_is_encoded_once_and_held_once_for_its_group(make, monkeypatch):
     fake = made(make)
     asked = []
@@ -408,11 +411,12 @@ def test_a_caption_is_encoded_once_and_held_once_for_its_group(make, monkeypatch
     rollouts = sampled(fake)
     sampled(fake)
     logprobs_of(fake.policy, rollouts)
-    assert asked == list(CAPTIONS)
+    assert asked == list(CAPTIONS[:2])  # "" when the policy was made
     assert len(rollouts.shared["condition"]) == 3 and rollouts.shared["condition"].dtype == torch.float32
     assert not rollouts.shared["condition"].requires_grad
 
 
+@BOTH
 def test_encoders_and_vae_are_frozen_and_in_evaluation_mode(fake):
     fake.policy.module.train()
     sampled(fake, 1)
@@ -422,6 +426,7 @@ def test_encoders_and_vae_are_frozen_and_in_evaluation_mode(fake):
             assert all(p.requires_grad for p in part.parameters()) == (name == fake.policy.network_name)
 
 
+@BOTH
 def test_a_picture_is_the_same_in_any_company_and_in_8_bits(fake):
     latents = torch.randn(3, *fake.policy.denoiser.shape, generator=torch.Generator().manual_seed(0))
     together = fake.policy.denoiser.codec.decode(latents)
@@ -430,6 +435,7 @@ def test_a_picture_is_the_same_in_any_company_and_in_8_bits(fake):
     assert torch.equal((together * 255).round() / 255, together)
 
 
+@BOTH
 def test_a_picture_becomes_the_latent_that_the_vae_gives(fake):
     picture = torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(0))
     vae, config = fake.policy.pipeline.vae, fake.policy.pipeline.vae.config
@@ -469,7 +475,7 @@ def test_a_few_steps_change_the_network_alone_and_raise_what_was_rewarded(make):
     assert (apart.sum(1) * signs).sum() > 0.1
 
 
-@pytest.mark.parametrize("make", [sd15, sd3, flux], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [sd15, flux], ids=lambda make: make.__name__)
 def test_a_few_steps_change_an_adapter_alone_and_without_it_the_base_is_there_to_the_bit(make):
     pytest.importorskip("peft")
     plain, fake = made(make), made(make, lora=True)
@@ -495,36 +501,6 @@ def test_a_few_steps_change_an_adapter_alone_and_without_it_the_base_is_there_to
     assert kl[rollouts.mask].min() > 0 and not base.logprobs.requires_grad
     mixed = ReferenceModel(fake.policy, rule="ema", rate=0.5, every=1)
     torch.testing.assert_close(mixed.likelihood(rollouts, micro_batch).logprobs, ours.logprobs.detach(), rtol=0, atol=0)
-
-
-@BOTH
-def test_a_frozen_reference_of_a_policy_that_does_not_change_is_itself(make):
-    fake = made(make)
-    rollouts = sampled(fake, 2)
-    reference = ReferenceModel(fake.policy).likelihood(rollouts, whole(rollouts))
-    assert torch.equal(reference.logprobs, fake.policy.likelihood(rollouts, whole(rollouts)).logprobs)
-
-
-@BOTH
-def test_training_goes_on_to_the_bit_from_what_was_kept(make):
-    fake = made(make)
-    rollouts = sampled(fake)
-    optimizer = learned(fake, rollouts, steps=2)
-    kept = copy.deepcopy((fake.policy.module.state_dict(), optimizer.state_dict()))
-
-    def one_more(policy, optimizer):
-        optimizer.zero_grad()
-        (-policy.likelihood(rollouts, whole(rollouts)).logprobs.sum() / 1e4).backward()
-        optimizer.step()
-        return weights_of(policy.module)
-
-    ahead = one_more(fake.policy, optimizer)
-    again = made(make)
-    again.policy.module.load_state_dict(kept[0])
-    other = torch.optim.AdamW(again.policy.module.parameters(), lr=1.0)
-    other.load_state_dict(kept[1])
-    resumed = one_more(again.policy, other)
-    assert all(torch.equal(ahead[name], resumed[name]) for name in ahead)
 
 
 @BOTH
@@ -556,6 +532,7 @@ def test_it_learns_from_pictures_with_captions(make):
     assert any(p.grad is not None and p.grad.any() for p in fake.policy.module.parameters())
 
 
+@pytest.mark.parametrize("make", [sd15, sd3, flux], ids=lambda make: make.__name__)
 def test_a_value_of_each_step_from_the_middle_of_the_network(fake):
     rollouts = sampled(fake)
     critic = SharedCritic(fake.policy)
@@ -573,7 +550,7 @@ def test_a_value_of_each_step_from_the_middle_of_the_network(fake):
 
 @pytest.mark.parametrize(
     ("make", "lora"),
-    [(sd15, False), (sdxl, False), (sd3, False), (flux, False), (sd15, True), (sd3, True), (flux, True)],
+    [(sdxl, False), (flux, False), (sd15, True), (sd3, True)],
     ids=lambda of: getattr(of, "__name__", f"lora={of}"),
 )
 def test_what_is_saved_opens_in_diffusers_and_here_and_gives_the_same_pictures(make, lora, tmp_path):

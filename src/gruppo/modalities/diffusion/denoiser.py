@@ -12,12 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.images import quantize
-from gruppo.modalities.common.images import image_rollouts
+from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.diffusion.schedules import NoiseSchedule
 from gruppo.modalities.diffusion.transitions import PredictionType, StepLevels, broadcast, split_prediction
 from gruppo.protocols import Outputs
-from gruppo.seeds import generator_at
-from gruppo.types import GruppoError, Likelihood, MicroBatch, Prompt, Rollouts
+from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
 Weighting = Literal["uniform", "clean"]
 """Of the denoising loss: 1, or 1 / (sigma^2 + 0.05)."""
@@ -107,17 +106,17 @@ class Denoiser:
 
     def __post_init__(self) -> None:
         names, known = [name for name, _ in self.module.named_modules()], get_args(PredictionType)
-        if self.middle not in names:  # "" is the module itself
-            has = ", ".join(names[1:9])
-            raise GruppoError(f"the network has no submodule {self.middle!r} to read features from; it has {has}.")
-        if self.predicts not in known:
-            raise GruppoError(f"predicts={self.predicts!r} is not one of {', '.join(map(repr, known))}. Use 'x0'.")
         alpha = float(self.schedule.level(self.schedule.times(1)[:1])[0])
-        if self.predicts == "noise" and alpha < MIN_ALPHA:
-            raise GruppoError(
-                f"predicts='noise' with a schedule that starts at alpha={alpha:.1g} divides rounding errors by it; it "
-                f"needs at least {MIN_ALPHA:g}. Predict 'v', 'velocity' or 'x0', or use DiffusionSchedule('linear')."
-            )
+        refuse(
+            self.middle not in names  # "" is the module itself
+            and f"the network has no submodule {self.middle!r} to read features from; it has {', '.join(names[1:9])}.",
+            self.predicts not in known
+            and f"predicts={self.predicts!r} is not one of {', '.join(map(repr, known))}. Use 'x0'.",
+            self.predicts == "noise"
+            and alpha < MIN_ALPHA
+            and f"predicts='noise' with a schedule that starts at alpha={alpha:.1g} divides rounding errors by it; it "
+            f"needs at least {MIN_ALPHA:g}. Predict 'v', 'velocity' or 'x0', or use DiffusionSchedule('linear').",
+        )
 
     @property
     def device(self) -> torch.device:
@@ -202,92 +201,48 @@ class Denoiser:
         return prediction[answers], pooled[:n][answers]
 
 
-@dataclass(frozen=True, eq=False)
 class StepSelection:
     """The N steps of a micro-batch that the policy chose, flattened to one dimension."""
 
-    row: Int[Tensor, "N"]
-    column: Int[Tensor, "N"]
-    group: Int[Tensor, "N"]
-    """A number for each group and column."""
-    place: tuple[Tensor, Tensor]
-    """Row and column in the micro-batch."""
-    shape: tuple[int, int]
-    """Of the micro-batch."""
-
-    @classmethod
-    def of(cls, rollouts: Rollouts, micro_batch: MicroBatch, device: torch.device) -> StepSelection:
+    def __init__(self, rollouts: Rollouts, micro_batch: MicroBatch, device: torch.device) -> None:
         mask = micro_batch.of(rollouts.mask)
         row, column = mask.nonzero(as_tuple=True)
-        place = (row.to(device), column.to(device))
-        row, column = micro_batch.rows[row], column + (micro_batch.cols.start or 0)
-        group = rollouts.group_ids[row] * rollouts.mask.shape[1] + column
-        return cls(row, column, group, place, (mask.shape[0], mask.shape[1]))
+        self.rollouts, self.shape = rollouts, mask.shape
+        self.place = (row.to(device), column.to(device))  # in the micro-batch
+        self.row, self.column = micro_batch.rows[row], column + (micro_batch.cols.start or 0)  # in the rollouts
+        group = rollouts.group_ids[self.row]
+        self.group = group * rollouts.mask.shape[1] + self.column  # a number for each group and column
+        condition: Tensor | None = rollouts.shared.get("condition")
+        self.condition = None if condition is None else condition[group].to(device)
 
     def scatter(self, values: Tensor, fill: float = 0.0) -> Float[Tensor, "b t ..."]:
         """[N, ...] to the shape [b, t, ...] of the micro-batch."""
-        empty = values.new_full((*self.shape, *values.shape[1:]), fill)
-        return empty.index_put(self.place, values)
+        return values.new_full((*self.shape, *values.shape[1:]), fill).index_put(self.place, values)
 
-    def inputs(
-        self, rollouts: Rollouts, denoiser: Denoiser
-    ) -> tuple[StepLevels, tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+    def inputs(self, denoiser: Denoiser) -> tuple[StepLevels, tuple[Tensor, Tensor, Tensor | None, Tensor]]:
         """Levels of the steps, and x, times, conditions and guidance as they were sampled with."""
-        levels, times = denoiser.levels(rollouts.per_row["steps"][self.row], self.column)
-        before = rollouts.actions[self.row, (self.column - 1).clamp(min=0)]
+        per_row = self.rollouts.per_row
+        levels, times = denoiser.levels(per_row["steps"][self.row], self.column)
+        before = self.rollouts.actions[self.row, (self.column - 1).clamp(min=0)]
         is_first = (self.column == 0).reshape(-1, *[1] * (before.ndim - 1))
-        x = torch.where(is_first, rollouts.per_row["first"][self.row], before).to(times.device)
-        condition = rollouts.shared.get("condition")
-        if condition is not None:
-            condition = condition[rollouts.group_ids[self.row]].to(times.device)
-        return levels, (x, times, condition, rollouts.per_row["guidance"][self.row])
-
-
-# --- denoising training on given images -------------------------------------------------------------------------------
-
-
-def demonstration_rollouts(denoiser: Denoiser, prompts: Sequence[Prompt], seed: int) -> Rollouts:
-    """One row and one action per prompt: its target as a state, with log-probs of 0.
-
-    ``per_row``: the noise (``first``), the time that it is added at (``level``), and whether the condition is left out
-    (``dropped``), all by (seed, draw).
-    """
-    conditions = denoiser.encode([prompt.inputs for prompt in prompts])
-    dropped = 0.0 if denoiser.condition is None else denoiser.condition.dropped
-    generators = [generator_at(seed, "demonstration", prompt.draw) for prompt in prompts]
-    uniforms = torch.stack([torch.rand(2, generator=generator, dtype=torch.float64) for generator in generators])
-    return image_rollouts(
-        prompts,
-        torch.stack([denoiser.codec.encode(prompt.target) for prompt in prompts])[:, None],  # [B, 1, *E]
-        [prompt.target for prompt in prompts],
-        shared={} if conditions is None else {"condition": conditions},
-        per_row={
-            "first": torch.stack([torch.randn(denoiser.shape, generator=generator) for generator in generators]),
-            "level": denoiser.schedule.training_times(uniforms[:, 0]),
-            "dropped": uniforms[:, 1] < dropped,
-        },
-    )
+        x = torch.where(is_first, per_row["first"][self.row], before).to(times.device)
+        return levels, (x, times, self.condition, per_row["guidance"][self.row])
 
 
 def demonstration_likelihood(
-    denoiser: Denoiser, rollouts: Rollouts, steps: StepSelection, weighting: Weighting, outputs: Outputs
+    denoiser: Denoiser, steps: StepSelection, weighting: Weighting, outputs: Outputs
 ) -> Likelihood:
     """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its constant."""
-    device, row = denoiser.device, steps.row
-    image, noise = rollouts.actions[row, 0].to(device), rollouts.per_row["first"][row].to(device)
-    times = rollouts.per_row["level"][row]
+    device, row, per_row = denoiser.device, steps.row, steps.rollouts.per_row
+    image, noise = steps.rollouts.actions[row, 0].to(device), per_row["first"][row].to(device)
+    times, condition = per_row["level"][row], steps.condition
     alpha, sigma = (level.to(device) for level in denoiser.schedule.level(times))
     levels = StepLevels(alpha, sigma, torch.ones_like(alpha), torch.zeros_like(sigma))
     a, s, x0, e = broadcast(alpha, image), broadcast(sigma, image), image.double(), noise.double()
     x = (a * x0 + s * e).float()  # as the network would see it in sampling, whose states are float32
-
-    condition: Tensor | None = rollouts.shared.get("condition")
-    if condition is not None:
-        condition = condition[rollouts.group_ids[row]].to(device)
-        if denoiser.condition is not None and denoiser.condition.dropped:
-            is_dropped = rollouts.per_row["dropped"][row].to(device).reshape(-1, *[1] * (condition.ndim - 1))
-            condition = torch.where(is_dropped, denoiser.condition.unconditional.to(condition), condition)
-
+    if condition is not None and denoiser.condition is not None and denoiser.condition.dropped:
+        is_dropped = per_row["dropped"][row].to(device).reshape(-1, *[1] * (condition.ndim - 1))
+        condition = torch.where(is_dropped, denoiser.condition.unconditional.to(condition), condition)
     prediction, _ = denoiser.predict(x, times.to(device), condition, torch.ones(len(x)), torch.arange(len(x)))
     truth = {"noise": e, "x0": x0, "v": a * e - s * x0, "velocity": e - x0}[denoiser.predicts]
     error = (prediction.double() - truth).square().flatten(1).mean(dim=1)

@@ -89,12 +89,10 @@ class DiffusionModality(Modality):
             (NEW_OPTIONS, model == NEW, f"a new network (--model {NEW})"),
             (PIPELINE_OPTIONS, has_pipeline, "a pipeline of diffusers"),
         ):
-            for name in names:
-                if getattr(chosen, name) != getattr(default, name) and not is_read:
-                    raise GruppoError(
-                        f"diffusion.{name} is of {owner}, and {model!r} already has its own. Leave "
-                        f"{flag(f'diffusion.{name}')} out."
-                    )
+            changed = [name for name in names if getattr(chosen, name) != getattr(default, name)]
+            if changed and not is_read:
+                option = f"diffusion.{changed[0]}"
+                raise GruppoError(f"{option} is of {owner}, and {model!r} has its own. Leave {flag(option)} out.")
 
     def open(self, config: Config, data: PromptSource | None) -> tuple[Policy, dict[str, Any]]:
         policy: Policy

@@ -31,6 +31,7 @@ from gruppo.modalities.common.lora import (
     is_linear,
     merge,
 )
+from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.diffusion.denoiser import ModuleCall, PixelCodec, Weighting
 from gruppo.modalities.diffusion.policy import DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
@@ -62,7 +63,7 @@ class PipelineSettings:
 
 
 class StableDiffusion(ModuleCall):
-    """A UNet with cross-attention to CLIP's hidden states: SD 1 and 2. Base class of the other architectures."""
+    """A UNet with cross-attention to CLIP's hidden states: SD 1, 2 and XL. Base class of the transformers."""
 
     network = "unet"
     """Its name in the pipeline."""
@@ -70,8 +71,8 @@ class StableDiffusion(ModuleCall):
     """Layers that LoRA adapts by default: all projections of attention."""
     has_guidance = True
     """Whether it can be used without a caption."""
-    embeddings: tuple[int, ...] = (0,)
-    """Indices of hidden states and pooled embeddings in what ``encode_prompt`` returns."""
+    embeddings = slice(0, 3, 2)
+    """Hidden states and pooled embeddings, where there are any, in what ``encode_prompt`` returns."""
     shapes: list[torch.Size]
     """Of the embeddings, which a condition holds flattened and concatenated."""
 
@@ -98,18 +99,11 @@ class StableDiffusion(ModuleCall):
         return prediction.to(torch.promote_types(prediction.dtype, torch.float32))
 
 
-class StableDiffusionXl(StableDiffusion):
-    """A UNet that adds a pooled caption and the size of the image, uncropped, to its time embedding."""
-
-    embeddings = (0, 2)
-
-
 class StableDiffusion3(StableDiffusion):
     """A transformer over text and image tokens with a flow schedule; it reads 1000 sigma."""
 
     network = "transformer"
     targets = (*StableDiffusion.targets, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
-    embeddings = (0, 2)
     max_shift = 1.16
     has_even_sigmas = False
     packing = 1
@@ -147,7 +141,7 @@ class Flux(StableDiffusion3):
     """A transformer over 2 x 2 patches of latents; it reads sigma, and a guidance scale where it is distilled."""
 
     has_guidance = False
-    embeddings = (0, 1)
+    embeddings = slice(0, 2)
     max_shift = 1.15
     has_even_sigmas = True
     packing = 2
@@ -171,7 +165,7 @@ class Flux(StableDiffusion3):
 
 ARCHITECTURES: dict[str, type[StableDiffusion]] = {
     "StableDiffusionPipeline": StableDiffusion,
-    "StableDiffusionXLPipeline": StableDiffusionXl,
+    "StableDiffusionXLPipeline": StableDiffusion,
     "StableDiffusion3Pipeline": StableDiffusion3,
     "FluxPipeline": Flux,
 }
@@ -206,7 +200,7 @@ class CaptionEncoder:
         if inputs not in self._cache:  # one caption at a time, so that its embeddings are the same in any batch
             architecture, pipeline = self._architecture, self._architecture.pipeline
             encoded = pipeline.encode_prompt(inputs, device=pipeline.vae.device, **self._options)
-            embeddings = [encoded[index] for index in architecture.embeddings]
+            embeddings = encoded[architecture.embeddings]
             architecture.shapes = [part.shape[1:] for part in embeddings]
             self._cache[inputs] = torch.cat([part[0].float().cpu().flatten() for part in embeddings])
             if len(self._cache) > CAPTIONS_KEPT:
@@ -270,26 +264,20 @@ class DiffusersPolicy(DenoiserPolicy):
             height, width = (sample, sample) if isinstance(sample, int) else sample
             size = (height * scale, width * scale)
         architecture = architecture_of(pipeline, settings, size)
-        if min(size) < 1 or any(side % architecture.patch for side in size):
-            raise GruppoError(
-                f"size={size[0]} x {size[1]} does not fit the pipeline; both sides need to be multiples of "
-                f"{architecture.patch}. Set such a size."
-            )
-        if architecture.latent_channels != pipeline.vae.config.latent_channels:
-            raise GruppoError(
-                f"the network reads {architecture.latent_channels} channels and the VAE has "
-                f"{pipeline.vae.config.latent_channels}: it is for inpainting or editing. Give one of text to image."
-            )
-        if network.config.get("time_cond_proj_dim"):
-            raise GruppoError(
-                "the UNet reads its guidance as a number (a latent consistency model), which is not supported. Give "
-                "the pipeline that it was distilled from."
-            )
-        if has_adapter(network) and base_of(network) is None:
-            raise GruppoError(
-                "the pipeline has LoRA weights loaded. Call pipeline.fuse_lora() and pipeline.unload_lora_weights() "
-                "first."
-            )
+        refuse(
+            (min(size) < 1 or any(side % architecture.patch for side in size))
+            and f"size={size[0]} x {size[1]} does not fit the pipeline; both sides need to be multiples of "
+            f"{architecture.patch}. Set such a size.",
+            architecture.latent_channels != pipeline.vae.config.latent_channels
+            and f"the network reads {architecture.latent_channels} channels and the VAE has "
+            f"{pipeline.vae.config.latent_channels}: it is for inpainting or editing. Give one of text to image.",
+            network.config.get("time_cond_proj_dim")
+            and "the UNet reads its guidance as a number (a latent consistency model). Give the pipeline that it was "
+            "distilled from.",
+            has_adapter(network)
+            and base_of(network) is None
+            and "the pipeline has LoRA weights loaded. Call its fuse_lora() and unload_lora_weights() first.",
+        )
         for part in pipeline.components.values():
             if isinstance(part, nn.Module) and part is not network:
                 part.requires_grad_(False).eval()

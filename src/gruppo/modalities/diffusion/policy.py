@@ -20,7 +20,8 @@ from gruppo.core.groups import group_std
 from gruppo.core.kl import masked_gaussian_kl
 from gruppo.core.loss import LossInputs
 from gruppo.modalities.common.critic import HeadCritic, ValueHead
-from gruppo.modalities.common.images import image_error, row_batches
+from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
+from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.diffusion.denoiser import (
     ClassLabels,
     ConditionEncoder,
@@ -30,7 +31,6 @@ from gruppo.modalities.diffusion.denoiser import (
     StepSelection,
     Weighting,
     demonstration_likelihood,
-    demonstration_rollouts,
 )
 from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch, sampled_step
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule
@@ -38,6 +38,7 @@ from gruppo.modalities.diffusion.transitions import TRANSITIONS, PredictionType,
 from gruppo.modalities.diffusion.trust_region import joint_clip_nats
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import Outputs, Policy
+from gruppo.seeds import generator_at
 from gruppo.types import Batch, Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat
 
 WEIGHTS, SETTINGS = "model.safetensors", "denoiser.json"
@@ -162,7 +163,7 @@ class DenoiserPolicy(Policy):
         self, rollouts: Rollouts, rewards: Float[Tensor, "B"], sampling: Any, *, is_evaluation: bool = False
     ) -> dict[str, Stat]:
         """Spread of rewards in groups whose samples part at step K alone: how much the noise of that step decides."""
-        if is_evaluation or sampling.noise != "branched":
+        if is_evaluation or DiffusionSampling.of(sampling).noise != "branched":
             return {}
         spread = group_std(rewards, rollouts.group_ids)
         chosen = torch.zeros(len(rollouts.prompts), rollouts.mask.shape[1])
@@ -237,18 +238,18 @@ class DenoiserPolicy(Policy):
         """Sampling options in full; raises GruppoError for those that cannot be both sampled and scored."""
         sampling, condition, schedule = DiffusionSampling.of(sampling), self.denoiser.condition, self.denoiser.schedule
         schedule.times(sampling.steps)  # raises for more steps than the schedule has times
-        fitting = [name for name, t in TRANSITIONS.items() if t.is_flow in (None, schedule.is_flow)]
-        if not sampling.is_mode and sampling.transition not in fitting:
-            raise GruppoError(
-                f"transition={sampling.transition!r} does not fit the {'flow' if schedule.is_flow else 'diffusion'} "
-                f"schedule that this network was trained on. Set one of {', '.join(fitting)}."
-            )
-        if sampling.guidance != 1 and not (condition and condition.dropped):
-            what = "has no condition" if condition is None else "was never trained without its condition"
-            raise GruppoError(
-                f"guidance={sampling.guidance:g} needs a prediction without a condition, and this network {what}. "
-                "Set guidance 1, or train with --diffusion.dropped 0.1 (ClassLabels(..., dropped=0.1))."
-            )
+        fitting = [n for n, t in TRANSITIONS.items() if n != "ode" and t.is_flow in (None, schedule.is_flow)]
+        what = "has no condition" if condition is None else "was never trained without its condition"
+        refuse(
+            not sampling.is_mode
+            and sampling.transition not in fitting
+            and f"transition={sampling.transition!r} does not fit the {'flow' if schedule.is_flow else 'diffusion'} "
+            f"schedule that this network was trained on. Set one of {', '.join(fitting)}.",
+            sampling.guidance != 1
+            and not (condition and condition.dropped)
+            and f"guidance={sampling.guidance:g} needs a prediction without a condition, and this network {what}. Set "
+            "guidance 1, or train with --diffusion.dropped 0.1 (ClassLabels(..., dropped=0.1)).",
+        )
         return sampling
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
@@ -256,9 +257,7 @@ class DenoiserPolicy(Policy):
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
         sampling = self.check_sampling(sampling)
-        for request in requests:
-            if error := self.check_prompt(request.prompt, sampling):
-                raise GruppoError(error)
+        refuse(*(self.check_prompt(request.prompt, sampling) for request in requests))
         conditions = self.denoiser.encode([request.prompt.inputs for request in requests])
         self.module.eval()
         batch_rows = self.batch_rows if sampling.guidance == 1 else max(self.batch_rows // 2, 1)
@@ -303,13 +302,13 @@ class DenoiserPolicy(Policy):
         "output" is the predicted x0 of each step. For demonstrations the log-probs are minus the denoising loss.
         """
         self.module.eval()
-        steps = StepSelection.of(rollouts, micro_batch, self.device)
+        steps = StepSelection(rollouts, micro_batch, self.device)
         if "level" in rollouts.per_row:
-            return demonstration_likelihood(self.denoiser, rollouts, steps, self.weighting, outputs)
+            return demonstration_likelihood(self.denoiser, steps, self.weighting, outputs)
         step = sampled_step(rollouts, micro_batch.rows)
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
         if len(steps.row):
-            levels, inputs = steps.inputs(rollouts, self.denoiser)
+            levels, inputs = steps.inputs(self.denoiser)
             prediction, features = self.denoiser.predict(*inputs, steps.group, features="values" in outputs)
             x0, noise = split_prediction(inputs[0], prediction, levels, self.denoiser.predicts)
             normal = step(inputs[0], x0, noise, levels)
@@ -329,10 +328,10 @@ class DenoiserPolicy(Policy):
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values of the states before each step, by ``value_head``; 0 where mask is False."""
         self.module.eval()
-        steps = StepSelection.of(rollouts, micro_batch, self.device)
+        steps = StepSelection(rollouts, micro_batch, self.device)
         features = None
         if len(steps.row):
-            _, (x, times, condition, guidance) = steps.inputs(rollouts, self.denoiser)
+            _, (x, times, condition, guidance) = steps.inputs(self.denoiser)
             unguided = torch.ones_like(guidance)
             _, features = self.denoiser.predict(x, times, condition, unguided, steps.group, features=True)
         return steps.scatter(self._values(features))
@@ -352,14 +351,28 @@ class DenoiserPolicy(Policy):
         return self.check_prompt(prompt, DiffusionSampling())
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
-        """Each prompt's target once, at a noise level and with noise that depend on (seed, draw).
+        """One row and one action per prompt: its target as a state, with log-probs of 0.
 
-        Their supervised loss is w mean((prediction - truth)^2) over the dimensions, with w by ``weighting``.
+        ``per_row``: the noise (``first``), the time that it is added at (``level``), and whether the condition is left
+        out (``dropped``), all by (seed, draw). The supervised loss is w mean((prediction - truth)^2) over the
+        dimensions, with w by ``weighting``.
         """
-        for prompt in prompts:
-            if error := self.check_demonstration(prompt):
-                raise GruppoError(error)
-        return demonstration_rollouts(self.denoiser, prompts, seed)
+        refuse(*map(self.check_demonstration, prompts))
+        denoiser = self.denoiser
+        conditions = denoiser.encode([prompt.inputs for prompt in prompts])
+        generators = [generator_at(seed, "demonstration", prompt.draw) for prompt in prompts]
+        uniforms = torch.stack([torch.rand(2, generator=generator, dtype=torch.float64) for generator in generators])
+        return image_rollouts(
+            prompts,
+            torch.stack([denoiser.codec.encode(prompt.target) for prompt in prompts])[:, None],  # [B, 1, *E]
+            [prompt.target for prompt in prompts],
+            shared={} if conditions is None else {"condition": conditions},
+            per_row={
+                "first": torch.stack([torch.randn(denoiser.shape, generator=generator) for generator in generators]),
+                "level": denoiser.schedule.training_times(uniforms[:, 0]),
+                "dropped": uniforms[:, 1] < (0.0 if denoiser.condition is None else denoiser.condition.dropped),
+            },
+        )
 
 
 class DenoiserCritic(HeadCritic):

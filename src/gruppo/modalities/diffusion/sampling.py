@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gruppo.core.distributions import gaussian_logprob
 from gruppo.modalities.common.images import RowBatch, image_rollouts
+from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.diffusion.denoiser import Denoiser
 from gruppo.modalities.diffusion.transitions import TRANSITIONS, Step, ode, split_prediction, step_of
 from gruppo.seeds import generator_at
@@ -49,52 +50,46 @@ class DiffusionSampling(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, eta, choices = self.transition, self.eta, get_args(NoiseSharing)
-        if name not in TRANSITIONS:
-            raise GruppoError(f"transition={name!r} is not one of {', '.join(map(repr, TRANSITIONS))}.")
-        if self.temperature not in (0, 1):
-            raise GruppoError(
-                f"temperature={self.temperature}: a denoising step has no temperature. Set 1, and --diffusion.eta for "
-                "its noise; 0 is the ODE."
-            )
-        if self.top_k or self.top_p != 1 or self.stop:
-            raise GruppoError(
-                f"top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens. Leave them out."
-            )
-        if eta is not None and name in ("ddpm", "ddpm_large") and eta != 1:
-            raise GruppoError(f"eta={eta:g} is not read by transition={name!r}. Set transition ddim, or leave eta out.")
-        if not self.is_mode and (name == "ode" or eta == 0):
-            got = "transition='ode'" if name == "ode" else f"eta={eta:g}"
-            raise GruppoError(
-                f"{got} draws nothing: without a density there is no policy gradient. Set eta above 0; the ODE is for "
-                "evaluation, temperature 0."
-            )
+        name, eta, noise_choices = self.transition, self.eta, get_args(NoiseSharing)
+        got = "eta=0" if eta == 0 else f"transition={name!r}"
+        refuse(
+            name not in TRANSITIONS
+            and f"transition={name!r} is not one of {', '.join(map(repr, TRANSITIONS))}. Set one of them.",
+            self.temperature not in (0, 1)
+            and f"temperature={self.temperature}: a denoising step has no temperature. Set 1, and --diffusion.eta for "
+            "its noise; 0 is the ODE.",
+            (self.top_k or self.top_p != 1 or self.stop)
+            and f"top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r} apply to tokens. Leave them out.",
+            name in ("ddpm", "ddpm_large")
+            and eta not in (None, 1)
+            and f"eta={eta} is not read by transition={name!r}. Set transition ddim, or leave eta out.",
+            not self.is_mode
+            and (name == "ode" or eta == 0)
+            and f"{got} draws nothing: without a density there is no policy gradient. Set eta above 0; the ODE is for "
+            "evaluation, temperature 0.",
+            self.noise not in noise_choices
+            and f"noise={self.noise!r} is not one of {', '.join(map(repr, noise_choices))}. Set one of them.",
+            not 0 <= self.guidance < math.inf
+            and f"guidance={self.guidance} is out of range; it needs to be at least 0. Set 1 for none.",
+            self.ode_steps < 0 and f"ode_steps={self.ode_steps} is negative; use 0 for as many steps as in training.",
+        )
         step_of(name, eta)  # raises for an eta out of its range
-        if self.noise not in choices:
-            raise GruppoError(f"noise={self.noise!r} is not one of {', '.join(map(repr, choices))}.")
-        if not 0 <= self.guidance < math.inf:
-            raise GruppoError(f"guidance={self.guidance} is out of range; it needs 0 <= guidance < inf. Set 1.")
-        if self.ode_steps < 0:
-            raise GruppoError(f"ode_steps={self.ode_steps} is negative; use 0 for as many steps as in training.")
         if self.is_mode:
             return
         noisy = self.max_actions - 1
-        if noisy < 1:
-            raise GruppoError(
-                f"{self.max_actions} step has no noise to learn from: the last is of the ODE. Set 2 steps."
-            )
-        if not 0 <= self.train_from < (self.train_to or noisy) <= noisy:
-            raise GruppoError(
-                f"train_from={self.train_from}, train_to={self.train_to} are not a range of the steps 0 to {noisy} "
-                f"that have noise. Set train_from below train_to, and train_to at most {noisy}."
-            )
-        if not 0 < self.train_fraction <= 1:
-            raise GruppoError(f"train_fraction={self.train_fraction:g} is out of range; it needs above 0, up to 1.")
-        if self.noise == "branched" and self.train_fraction != 1:
-            raise GruppoError(
-                f"train_fraction={self.train_fraction:g} with noise='branched', which trains one step of each group. "
-                "Set train_fraction 1, or noise 'shared'."
-            )
+        refuse(
+            noisy < 1
+            and f"{self.max_actions} step has no noise to learn from: the last is of the ODE. Set 2 steps or more.",
+            not 0 <= self.train_from < (self.train_to or noisy) <= noisy
+            and f"train_from={self.train_from}, train_to={self.train_to} are not a range of the steps 0 to {noisy} "
+            f"that have noise. Set train_from below train_to, and train_to at most {noisy}.",
+            not 0 < self.train_fraction <= 1
+            and f"train_fraction={self.train_fraction:g} is out of range; it needs to be above 0 and at most 1.",
+            self.noise == "branched"
+            and self.train_fraction != 1
+            and f"train_fraction={self.train_fraction:g} with noise='branched', which trains one step of each group. "
+            "Set train_fraction 1, or noise 'shared'.",
+        )
 
     @staticmethod
     def of(sampling: Sampling) -> DiffusionSampling:
