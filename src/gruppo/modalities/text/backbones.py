@@ -73,14 +73,13 @@ class Backbone:
         return self.module(input_ids=ids, **inputs, use_cache=False).logits
 
     def features_before(
-        self,
-        prompts: Sequence[Int[Tensor, "P"]],
-        completions: Sequence[Int[Tensor, "R"]],
-        owners: Int[Tensor, "b"],
-        row: Int[Tensor, "n"],
-        column: Int[Tensor, "n"],
+        self, prompts: Sequence[Tensor], completions: Sequence[Tensor], owners: Tensor, row: Tensor, column: Tensor
     ) -> Float[Tensor, "n F"]:
-        """Features at the token before each action, which predicts it; an action is a completion and its column."""
+        """Features at the token before each action, which predicts it.
+
+        ``owners`` [b]: the prompt of each completion. An action is a completion and its column, ``row`` and ``column``
+        [n].
+        """
         weight, layout = next(self.module.parameters()), self.layout
         tokens = LAY_OUT[layout](prompts, completions, owners)
         if layout == "stream":
@@ -98,10 +97,7 @@ class Backbone:
         return features[tokens.before(row, column).to(weight.device)]
 
     def start(
-        self,
-        prompts: Sequence[Int[Tensor, "L"]],
-        owners: Int[Tensor, "N"],
-        prefixes: Sequence[Int[Tensor, "H"]] | None = None,
+        self, prompts: Sequence[Tensor], owners: Int[Tensor, "N"], prefixes: Sequence[Tensor] | None = None
     ) -> Decoding:
         """Read each prompt, and open one row for each owner, an index into the prompts.
 
@@ -126,12 +122,11 @@ class Backbone:
         elif has_adapter(self.module):
             save_adapter(self.module, folder)
         else:
-            generation: Any = getattr(self.module, "generation_config", None)
-            try:
-                if generation is not None:
+            if (generation := getattr(self.module, "generation_config", None)) is not None:
+                try:
                     generation.validate(strict=True)
-            except ValueError:  # a published temperature without do_sample, which transformers loads but does not save
-                generation.do_sample = True
+                except ValueError:  # a published temperature without do_sample: transformers loads it, but cannot save
+                    generation.do_sample = True
             self.module.save_pretrained(folder)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
@@ -29,16 +29,12 @@ class Decoder:
     """The model's own: x + attention(norm(x)), then x + down(act(gate) * up) of norm(x)."""
     norm: nn.Module
     rotary: nn.Module
+    """Gives cosines and sines [1, N, D] at positions [1, N], in the dtype of its first argument."""
     heads: int
     kv_heads: int
     head_dim: int
     is_silu: bool
     """Whether ``act`` is x sigmoid(x), judged by its values: it has several names."""
-
-    def rotations(self, like: Tensor, positions: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-        """Return cosines and sines at the positions, in the dtype of ``like``."""
-        cos, sin = self.rotary(like, positions[None])
-        return cos[0], sin[0]
 
 
 _PROBE = torch.tensor([-9.0, -1.0, -0.1, 0.0, 0.3, 2.0, 7.0])
@@ -86,7 +82,7 @@ def stream_features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
     wide = torch.promote_types(weight.dtype, torch.float32)
     stream = stream.to(weight.device, wide)
     x = decoder.embed(stream.ids)
-    cos, sin = (half.contiguous() for half in decoder.rotations(x.to(wide), stream.positions))
+    cos, sin = (half[0].contiguous() for half in decoder.rotary(x.to(wide), stream.positions[None]))
     for layer in decoder.layers:
         # functions, so that the tensors of one half are freed before the other
         x = x + _attention(decoder, layer.self_attn, norm(layer.input_layernorm, x), stream, cos, sin)
@@ -176,21 +172,13 @@ class _GatedDown(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        gate: Tensor,
-        up: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        a: Tensor | None,
-        b: Tensor | None,
-        scale: float,
-    ) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
+        a, b, scale = adapter
         ctx.save_for_backward(gate, up, weight, a, b)
         ctx.scale = scale
         gated = silu(gate).mul_(up)
         out = linear(gated, weight, bias)
-        return out if a is None or b is None else out.add_(linear(linear(gated, a), b).mul_(scale))
+        return out if a is None else out.add_(linear(linear(gated, a), b).mul_(scale))
 
     @staticmethod
     @once_differentiable

@@ -143,41 +143,40 @@ class LayeredDecoding:
                 total = 0
             runs[-1] += group
             total += size
-        last = [self._read_at_once(prompts, texts, run) for run in runs]
+        kv_heads, last = self.decoder.kv_heads, []
+        for run in runs:
+            unread = torch.zeros(1, dtype=torch.long)  # a stream leaves the last token of a row out
+            completions = [torch.cat([texts[n][1].cpu(), unread]) for n in run]
+            used, owners = torch.tensor([texts[n][0] for n in run]).unique(return_inverse=True)
+            tokens = stream([prompts[prompt].cpu() for prompt in used.tolist()], completions, owners)
+            kept = []  # row of the buffers, its columns, and the tokens that they store
+            for n, start, end in zip(run, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True):
+                (prompt, prefix), at = texts[n], slice(n * kv_heads, (n + 1) * kv_heads)
+                length = len(prompts[prompt])
+                kept.append((at, slice(0, length), slice(end + 1 - length, end + 1)))
+                kept.append((at, slice(length, length + len(prefix)), slice(start, start + len(prefix))))
+            tokens = tokens.to(self.owners.device, self.exact)
+            x = self.decoder.embed(tokens.ids)  # [N, F]
+            turns = self._turns(x, tokens.positions)
+            for block, buffer in zip(self.blocks, self.prompts, strict=True):
+                q, k, v = block.rotate(block.qkv(block.attention_norm(x)), turns)
+                q, k = (q * block.scale).to(self.dtype), k.to(self.dtype)
+                for at, columns, part in kept:
+                    buffer[0, at, columns], buffer[1, at, columns] = k[part].transpose(0, 1), v[part].transpose(0, 1)
+                x = block.finish(x, attend(q, k, v, tokens.blocks).flatten(1))
+            ends = tokens.before(
+                torch.arange(len(run)), torch.tensor([len(completion) - 1 for completion in completions])
+            )
+            last.append(x[ends.to(x.device)])
         return self.norm(torch.cat(last)[torch.tensor(order).argsort().to(self.owners.device)])
-
-    def _read_at_once(
-        self, prompts: Sequence[Tensor], texts: Sequence[tuple[int, Tensor]], run: Sequence[int]
-    ) -> Float[Tensor, "b F"]:
-        unread = torch.zeros(1, dtype=torch.long)  # a stream leaves the last token of a row out
-        completions = [torch.cat([texts[n][1].cpu(), unread]) for n in run]
-        used, owners = torch.tensor([texts[n][0] for n in run]).unique(return_inverse=True)
-        tokens = stream([prompts[prompt].cpu() for prompt in used.tolist()], completions, owners)
-        kept: dict[int, list[slice]] = {}  # rows of the buffers to the tokens that they store
-        for n, start, end in zip(run, tokens.start.tolist(), tokens.prompt_end.tolist(), strict=True):
-            prompt, prefix = texts[n]
-            kept[n] = [slice(end + 1 - len(prompts[prompt]), end + 1)]
-            kept[n] += [slice(start, start + len(prefix))] if len(prefix) else []
-        kv_heads = self.decoder.kv_heads
-        tokens = tokens.to(self.owners.device, self.exact)
-        x = self.decoder.embed(tokens.ids)  # [N, F]
-        turns = self._turns(x, tokens.positions)
-        for block, buffer in zip(self.blocks, self.prompts, strict=True):
-            q, k, v = block.rotate(block.qkv(block.attention_norm(x)), turns)
-            q, k = (q * block.scale).to(self.dtype), k.to(self.dtype)
-            for n, parts in kept.items():
-                at, column = slice(n * kv_heads, (n + 1) * kv_heads), 0
-                for part in parts:
-                    span = slice(column, column := column + part.stop - part.start)
-                    buffer[0, at, span], buffer[1, at, span] = k[part].transpose(0, 1), v[part].transpose(0, 1)
-            x = block.finish(x, attend(q, k, v, tokens.blocks).flatten(1))
-        return x[torch.tensor([parts[-1].stop - 1 for parts in kept.values()], device=x.device)]
 
     def _turns(self, like: Tensor, positions: Int[Tensor, "N"]) -> Complex[Tensor, "N 1 d"]:
         """Rotations of the two halves of a head, as complex numbers."""
-        cos, sin = self.decoder.rotations(like.to(self.exact), positions)
         half = self.decoder.head_dim // 2
-        return torch.complex(cos[:, None, :half].to(self.exact), sin[:, None, :half].to(self.exact))
+        cos, sin = (
+            x[0, :, None, :half].to(self.exact) for x in self.decoder.rotary(like.to(self.exact), positions[None])
+        )
+        return torch.complex(cos, sin)
 
     # --- writing ---
 
@@ -196,15 +195,12 @@ class LayeredDecoding:
         self.logits = self.head(self.norm(x))
 
     def _attend(
-        self,
-        q: Float[Tensor, "cells H D"],
-        k: Float[Tensor, "cells K D"],
-        v: Float[Tensor, "cells K D"],
-        prompt: Float[Tensor, "2 p P D"],
-        suffix: Float[Tensor, "2 c T D"],
-        scale: float,
+        self, q: Tensor, k: Tensor, v: Tensor, prompt: Tensor, suffix: Tensor, scale: float
     ) -> Float[Tensor, "cells B"]:
-        """Over [the group's prompt | the tokens that the row has sampled], with one softmax over both."""
+        """Over [the group's prompt | the tokens that the row has sampled], with one softmax over both.
+
+        q [cells, H, D], k and v [cells, K, D]; keys and values of prompts [2, g K, P, D] and suffixes [2, cells K, T, D].
+        """
         g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
         rep = self.decoder.heads // kv_heads
         now = suffix.view(2, g, kv_heads, j, -1, dim)[:, :, :, :, self.written]

@@ -178,14 +178,9 @@ def _blocks(shared: slice, texts: Sequence[tuple[int, int]]) -> Iterator[Attenti
 
 
 def split_rows(
-    prompt_lengths: Int[Tensor, "B"],
-    lengths: Int[Tensor, "B"],
-    group_ids: Int[Tensor, "B"],
-    rows: Sequence[int],
-    budget: int,
-    layout: Layout,
+    prompt_lengths: Tensor, lengths: Tensor, group_ids: Tensor, rows: Sequence[int], budget: int, layout: Layout
 ) -> list[list[int]]:
-    """Split rows into micro-batches of at most ``budget`` tokens, prompts and padding included.
+    """Split rows, of all [B] that have lengths, into micro-batches of at most ``budget`` tokens, padding included.
 
     Where a prompt is read once for its group, rows of a group stay together if they fit; a larger group is cut into as
     few parts of like size as possible, each of which reads the prompt again. Padded parts are of like length.

@@ -57,7 +57,7 @@ def from_pretrained(
         if adapt is not None:
             give_adapter(policy, adapt)
         return policy
-    tokenizer_path = model_path = path
+    model_path, tokenizer_path = path, None
     if is_adapter(path):
         if adapt is not None:
             raise GruppoError(
@@ -66,21 +66,20 @@ def from_pretrained(
             )
         model_path, adapt = _base_of_adapter(read_adapter(path), is_merged=is_merged)
         folder = Path(path).expanduser()
-        tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else model_path
+        tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else None
     module, tokenizer, loading = _load(model_path, tokenizer_path, trust_remote_code)
     missing = sorted(loading["missing_keys"])
     # of a reward model, nothing but the output embedding is missing, and at most a score is in its place
-    head = module.get_output_embeddings()
-    head_names = {name for name, part in module.named_modules() if part is head}
-    lacks_head = bool(missing) and not needs_head and all(name.rpartition(".")[0] in head_names for name in missing)
-    lacks_head = lacks_head and all(name.startswith("score.") for name in loading["unexpected_keys"])
-    if missing and not lacks_head:
+    head_names = {name for name, part in module.named_modules() if part is module.get_output_embeddings()}
+    is_reward_model = all(name.rpartition(".")[0] in head_names for name in missing)
+    is_reward_model &= all(name.startswith("score.") for name in loading["unexpected_keys"])
+    if missing and (needs_head or not is_reward_model):
         raise GruppoError(
             f"model {path!r} lacks {len(missing)} weights that a {type(module).__name__} has, {missing[0]} first; they "
             "would be random. Give a folder with all weights of a causal language model."
         )
     policy = from_transformers(module, tokenizer, compute=compute, chunk=chunk, adapt=adapt)
-    if lacks_head and policy.trunk() is policy.module:
+    if missing and policy.trunk() is policy.module:
         raise GruppoError(
             f"model {path!r} lacks the language head, and a {type(module).__name__} cannot be run without one. Give a "
             "folder with all weights of a causal language model."
@@ -106,7 +105,7 @@ def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
     )
 
 
-def _load(path: str, tokenizer_path: str, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
+def _load(path: str, tokenizer_path: str | None, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
     """Return module, tokenizer, and transformers' loading info: the names of missing and unexpected weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging
@@ -118,21 +117,13 @@ def _load(path: str, tokenizer_path: str, trust_remote_code: bool) -> tuple[Any,
         raise GruppoError(
             f"the model folder {path!r} {problem}. Give a folder that save_pretrained wrote, or a hub id."
         )
-    source = str(folder) if is_local else path
+    source, kind = str(folder) if is_local else path, "tokenizer"
+    options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
     hf_logging.disable_progress_bar()
-    kind = "tokenizer"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source if tokenizer_path == path else tokenizer_path, trust_remote_code=trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path or source, trust_remote_code=trust_remote_code)
         kind = "model"
-        module, loading = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        module, loading = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
     except Exception as error:  # whatever transformers and the formats raise for files that they cannot read
         raise GruppoError(
             f"model {source!r} could not be loaded: {transformers_error(error, kind)} Give a local folder that "
@@ -168,19 +159,14 @@ def from_transformers(
     dtype = _compute_dtype(compute, module.get_input_embeddings().weight.shape[1], module)
     if adapt is not None:
         adapt(module)
-    if has_adapter(module):
+    if has_adapter(module):  # not where the adapter was merged
         cast_base(module, dtype)
     # every id that ends a completion: those of the generation config, one or several, and the tokenizer's
     ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
     ends = [*(ends if isinstance(ends, list | tuple) else [ends]), tokenizer.eos_token_id]
-    return TextPolicy(
-        module,
-        backbone,
-        Chat(tokenizer, tuple(dict.fromkeys(i for i in ends if i is not None))),
-        context=getattr(module.config.get_text_config(), "max_position_embeddings", None),
-        compute_dtype=dtype,
-        chunk=chunk,
-    )
+    chat = Chat(tokenizer, tuple(dict.fromkeys(i for i in ends if i is not None)))
+    context = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    return TextPolicy(module, backbone, chat, context=context, compute_dtype=dtype, chunk=chunk)
 
 
 def place(policy: TextPolicy, compute: Compute) -> TextPolicy:

@@ -53,12 +53,9 @@ def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: in
             "logits while sampling": width * rows * length * vocabulary,
         }
     model = policy.module.config.get_text_config()
-    is_tiled = isinstance(policy.backbone.head, torch.nn.Linear) and limit.top_k == 0 and limit.top_p == 1
-    logits = (
-        tile_bytes(budget, model.vocab_size, width, policy.device)
-        if is_tiled
-        else 3 * 4 * min(policy.chunk, budget) * model.vocab_size  # a chunk in float32: raw, tempered, gradient
-    )
+    logits = 3 * 4 * min(policy.chunk, budget) * model.vocab_size  # a chunk in float32: raw, tempered, gradient
+    if isinstance(policy.backbone.head, torch.nn.Linear) and limit.top_k == 0 and limit.top_p == 1:
+        logits = tile_bytes(budget, model.vocab_size, width, policy.device)
     return {
         "activations": activations(model, budget, policy.compute_dtype, policy.backbone.layout),
         "logits": logits,
@@ -72,12 +69,10 @@ def kept_bytes(policy: Any, length: int) -> int:
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = policy.backbone.features(torch.zeros(1, length, dtype=torch.long, device=policy.device))
     del logits  # alive until here, so that no address is counted for two storages
-    return sum(kept.values())
+    return sum(size for address, size in kept.items() if address not in weights)
