@@ -68,7 +68,7 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
     policy = load_policy(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
-    run, _ = build(policy.modality.without_training_options(config), Parts(policy))
+    run, _ = build(config, Parts(policy))
     if isinstance(run.source, WithReference):  # by now compared with the trained policy
         run.source = with_saved_reference(path, first, run.source)
     if not (held := held_out(run, prompts)):

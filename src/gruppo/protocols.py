@@ -190,8 +190,8 @@ class Policy:
         """Return the activation memory of one unit of the budget; 0 if unknown. ``least``: of the leanest layout."""
         return 0
 
-    def longest_prompt(self, rollouts: Rollouts) -> int:
-        """Return the units of the budget that the longest prompt takes; 0 if prompts take none."""
+    def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
+        """Return the units of the budget that the longest of these prompts takes; 0 if prompts take none."""
         return 0
 
     def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
@@ -270,10 +270,6 @@ class Policy:
         """Return the prompt, or its target, as the model reads it, for ``gruppo explain``; None if that is the same."""
         return None
 
-    def longest_prompt_of(self, prompts: Sequence[Prompt]) -> int:
-        """Return the units of the budget that the longest of these prompts takes; 0 if prompts take none."""
-        return 0
-
     def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
         """Return bytes by name that a step needs beside weights, gradients and optimizer state."""
         return {}
@@ -334,10 +330,6 @@ class Modality:
     def inference_sampling(self, sampling: Any, temperature: float) -> Any:
         """Return the sampling parameters of ``gruppo sample``, from those of training."""
         return replace(sampling, temperature=float(temperature))
-
-    def without_training_options(self, config: Any) -> Any:
-        """Return a run's config with the options that a saved policy has of its own left out, to evaluate it."""
-        return config
 
     def check(self, config: Any, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         """Raise GruppoError for data, rewards and options that this policy cannot be trained with."""
@@ -469,12 +461,15 @@ class Tracker(Protocol):
     """A destination of metrics and samples. What a subclass does not override does nothing."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
         return
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write samples of a step or an evaluation."""
         return
 
     def close(self) -> None:
+        """Write what is still to be written and release the destination."""
         return
 
 

@@ -140,7 +140,7 @@ def _memory(run: Run) -> list[str]:
         critic_more = run.critic.bytes_per_unit() - policy.bytes_per_unit()
     parts |= {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
     prompts = peek(run.source, PROMPTS_READ)
-    budget = budget_for(run, policy.longest_prompt_of(prompts))
+    budget = budget_for(run, policy.longest_prompt(prompts))
     if run.critic is not None and critic_more > 0:
         parts["critic's activations"] = critic_more * budget
     largest = dynamic_sampling.max_group_size(run.config.rollout, max(group_sizes(run.config)))

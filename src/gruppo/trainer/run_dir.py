@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.config import serialization
@@ -151,10 +150,30 @@ class RunFolder:
         return checkpoint.load(self.best / checkpoint.name_of(int(run.state.best["step"])))
 
     def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
-        """Restore weights, reference and optimizer; nothing else of the run changes."""
-        restore_weights(run.policy.checkpoint_weights(), saved.weights)
-        if run.critic is not None and saved.critic is not None:
-            restore_weights(run.critic.checkpoint_weights(), saved.critic)
+        """Restore weights, reference and optimizer; nothing else of the run changes.
+
+        ValueError if the weights of the policy or the critic differ in names or shapes, before anything is restored.
+        """
+        critic = None if run.critic is None else run.critic.checkpoint_weights()
+        if (critic is None) != (saved.critic is None):
+            kinds = ("a critic, and this run has none", "no critic, and this run needs one")
+            raise ValueError(f"it holds {kinds[critic is not None]}")
+        pairs = {
+            "model": (run.policy.checkpoint_weights(), saved.weights),
+            "critic": (critic or {}, saved.critic or {}),
+        }
+        for what, (weights, loaded) in pairs.items():
+            if odd := sorted(weights.keys() ^ loaded.keys()):
+                difference = f"{len(odd)} tensors differ by name, {odd[0]} among them"
+                raise ValueError(f"it holds another {what} than this run's: {difference}")
+            for name, tensor in weights.items():
+                if tensor.shape != loaded[name].shape:
+                    difference = f"its {name} is {list(loaded[name].shape)}, this run needs {list(tensor.shape)}"
+                    raise ValueError(f"it holds another {what} than this run's: {difference}")
+        with torch.no_grad():
+            for weights, loaded in pairs.values():
+                for name, tensor in weights.items():
+                    tensor.copy_(loaded[name])
         if run.reference is not None:
             run.reference.load_state_dict(saved.reference)
         checkpoint.restore_optimizer(run.optimizer, saved.optimizer, run.parameter_names)
@@ -164,9 +183,17 @@ class RunFolder:
         saved = checkpoint.load_latest(self.checkpoints)
         if saved is None:
             return False
-        if mismatch := _mismatch(run, saved):
-            raise GruppoError(f"the checkpoint of step {saved.step} in {self.checkpoints} {mismatch}")
+        base, saved_base = run.policy.base_sha256, saved.state.get("base_sha256")
         try:
+            if base is None and saved_base is not None:
+                raise ValueError("it holds an adapter, and this run trains all weights")
+            if base is not None and saved_base is None:
+                raise ValueError("it holds all weights, and this run trains an adapter")
+            if base != saved_base:
+                raise ValueError(
+                    f"it holds an adapter of weights with SHA-256 {saved_base:.16}..., and {run.config.model} has "
+                    f"{base:.16}...: it belongs to another base"
+                )
             self.return_to(run, saved)
             run.source.load_state_dict(saved.state["source"])
             if run.demos is not None:
@@ -179,9 +206,10 @@ class RunFolder:
                 checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank(), run.state.step))
             self._saved_best = None if run.state.best is None else int(run.state.best["step"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise GruppoError(
                 f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
-                f"({type(error).__name__}: {error}). Resume with the run's own config, or start a new run."
+                f"({reason}). Resume with the run's own config and the model as it was, or start a new run."
             ) from error
         run.engine.sync(run.policy, run.state.version)
         return True
@@ -269,53 +297,6 @@ def boundary_state(run: Run) -> dict[str, Any]:
         "stage_schedule": run.stage_schedule.state_dict(),
         "random": list(map(json.loads, random_states)),
     }
-
-
-@torch.no_grad()
-def restore_weights(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy saved weights in place; ValueError if names or shapes differ."""
-    if difference := weights_difference(weights, saved):
-        raise ValueError(difference)
-    for name, tensor in weights.items():
-        tensor.copy_(saved[name])
-
-
-def weights_difference(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> str | None:
-    """Return how names or shapes of saved weights differ from those of a module; None if they do not."""
-    if odd := sorted(weights.keys() ^ saved.keys()):
-        return f"{len(odd)} tensors differ by name, {odd[0]} among them"
-    for name, tensor in weights.items():
-        if tensor.shape != saved[name].shape:
-            return f"its {name} is {list(saved[name].shape)}, this run needs {list(tensor.shape)}"
-    return None
-
-
-def _mismatch(run: Run, saved: checkpoint.Saved) -> str | None:
-    """Return why a checkpoint is of another critic, or of an adapter on another base; None if it fits."""
-    critic = None if run.critic is None else run.critic.checkpoint_weights()
-    difference = None
-    if critic is None and saved.critic is not None:
-        difference = "holds a critic, and this run has none"
-    elif critic is not None and saved.critic is None:
-        difference = "holds no critic, and this run needs one"
-    elif critic is not None and saved.critic is not None and (change := weights_difference(critic, saved.critic)):
-        difference = f"holds another critic than this run's: {change}"
-    if difference is not None:
-        return f"{difference}. Resume with the run's own objective and critic, or start a new run."
-    base, saved_base = run.policy.base_sha256, saved.state.get("base_sha256")
-    if base == saved_base:
-        return None
-    if base is None:
-        difference = "holds an adapter, and this run trains all weights"
-    elif saved_base is None:
-        difference = "holds all weights, no adapter"
-    else:
-        difference = f"holds an adapter of weights with SHA-256 {saved_base[:16]}..., and {run.config.model} has "
-        difference += f"{base[:16]}..."
-    return (
-        f"{difference}: it belongs to another base. Resume with the run's own config and the model as it was, or start "
-        "a new run."
-    )
 
 
 def first_weights(run: Run) -> str | None:

@@ -196,9 +196,6 @@ class RestorationModality(Modality):
         ]
         return [group for group in groups if group.names]
 
-    def without_training_options(self, config: Config) -> Config:
-        return replace(config, modality=None)
-
     def consistency_reads_reference(self, config: Config) -> bool:
         return highest(config, "cons_coef") > 0 and config.section(RestorationConfig).consistency == "reference"
 

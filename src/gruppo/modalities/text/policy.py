@@ -139,19 +139,18 @@ class TextPolicy(Policy):
         ids = demonstration.actions[0, : int(demonstration.lengths[0])].tolist()
         return f"{self.chat.text_with_specials(ids)!r}  ({len(ids)} tokens)"
 
-    def longest_prompt_of(self, prompts: Sequence[Prompt]) -> int:
-        return max(len(self.chat.encode(prompt.inputs)) for prompt in prompts)
-
     def memory_estimate(self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int) -> dict[str, float]:
         rows = max(min(BATCH_ROWS, config.rollout.prompts * config.rollout.group_size), group_size)
-        return working_memory(self, config, self.longest_prompt_of(prompts), budget, rows)
+        return working_memory(self, config, self.longest_prompt(prompts), budget, rows)
 
     def bytes_per_unit(self, *, least: bool = False) -> int:
         layout = "stream" if least else self.backbone.layout
         return activations(getattr(self.module, "config", None), 1, self.compute_dtype, layout)
 
-    def longest_prompt(self, rollouts: Rollouts) -> int:
-        return max((len(ids) for ids in rollouts.shared["prompt_ids"]), default=0)
+    def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
+        if isinstance(prompts, Rollouts):
+            return max(map(len, prompts.shared["prompt_ids"]), default=0)
+        return max((len(self.chat.encode(prompt.inputs)) for prompt in prompts), default=0)
 
     def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
         prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids[rows]]
