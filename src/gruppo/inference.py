@@ -125,22 +125,20 @@ def sample(
     if policy.renders_images or is_run:
         trained = policy.modality.sampling(config, policy)
         sampling = policy.check_sampling(policy.modality.inference_sampling(trained, temperature))
-        if not policy.renders_images:
-            sampling = replace(
-                sampling, max_actions=max_new_tokens if policy.modality.has_lengths else sampling.max_actions
-            )
+        if policy.modality.has_lengths and not policy.renders_images:
+            sampling = replace(sampling, max_actions=max_new_tokens)
     requests = []
     for index, text in enumerate(prompts):
         prompt = Prompt(str(index), policy.parse_prompt(text, is_plain=is_plain, read_image=read_image), draw=index)
         if why := policy.check_prompt(prompt, sampling):
             raise GruppoError(why)
         requests.append(Request(prompt, n))
-    rendered: list[list[Any]] = []
-    for request in requests if policy.renders_images else [None]:
-        rollouts = policy.sample(requests if request is None else [request], sampling, seed=seed)
-        shown = [policy.render(rollouts, row) for row in range(len(rollouts))]
-        shown = [s[-1]["content"] if isinstance(s, list) else s for s in shown]  # the last message
-        rendered += [shown[i : i + n] for i in range(0, len(shown), n)]
+    rendered: list[Any] = []
+    for batch in [[request] for request in requests] if policy.renders_images else [requests]:
+        rollouts = policy.sample(batch, sampling, seed=seed)
+        for completion in (policy.render(rollouts, row) for row in range(len(rollouts))):
+            rendered.append(completion[-1]["content"] if isinstance(completion, list) else completion)
+    rendered = [rendered[i : i + n] for i in range(0, len(rendered), n)]
     return _written(rendered, prompts, requests, folder, str(model)) if policy.renders_images else rendered
 
 

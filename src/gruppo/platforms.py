@@ -1,4 +1,4 @@
-"""What differs between Linux, macOS and Windows: file locks, syncing to disk, peak memory, processors."""
+"""Differences between Linux, macOS and Windows: file locks, syncing to disk, peak memory, processors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 try:
@@ -22,10 +23,10 @@ except ImportError:
 
 
 class FileLock:
-    """Exclusive lock on the file ``path``, which is made, until ``release`` or the end of the process.
+    """Exclusive lock on the file ``path``, which is created, until ``release`` or the end of the process.
 
-    Raises BlockingIOError where another process, or another lock of this one, holds it; OSError where the file cannot
-    be written.
+    Raises BlockingIOError if another process, or another lock of this one, holds it; OSError if the file cannot be
+    written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +39,15 @@ class FileLock:
                 self._file.seek(0)
                 msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
             elif self._owner is not None:
-                _create(self._owner)
+                # Lock by the existence of a file with the id of the process; that of a killed process is removed. The
+                # file may be missing, or its process may belong to another user.
+                with suppress(OSError, ValueError):
+                    try:
+                        os.kill(int(self._owner.read_text(encoding="utf-8")), 0)
+                    except ProcessLookupError:
+                        self._owner.unlink()
+                with self._owner.open("x", encoding="utf-8") as file:
+                    file.write(str(os.getpid()))
         except OSError as error:
             self._file.close()
             raise BlockingIOError(error.errno, error.strerror, str(path)) from error
@@ -47,18 +56,6 @@ class FileLock:
         self._file.close()
         if self._owner is not None:
             self._owner.unlink(missing_ok=True)
-
-
-def _create(owner: Path) -> None:
-    """Lock by the existence of a file that names the process which holds it; that of a killed process is removed."""
-    try:
-        os.kill(int(owner.read_text(encoding="utf-8")), 0)
-    except ProcessLookupError:
-        owner.unlink()
-    except (OSError, ValueError):
-        pass  # there is none yet, or its process belongs to another user
-    with owner.open("x", encoding="utf-8") as file:
-        file.write(str(os.getpid()))
 
 
 def sync_to_disk(path: Path) -> None:
@@ -74,7 +71,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def peak_memory_gib() -> float:
-    """Peak resident memory of this process in GiB; NaN where the system does not tell."""
+    """Peak resident memory of this process in GiB; NaN if the system does not report it."""
     if resource is not None:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

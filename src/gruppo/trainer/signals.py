@@ -1,4 +1,4 @@
-"""Stopping politely: the first signal asks, the second stops at once."""
+"""Signals: the first one stops a run after the current step, the second one at once."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ FINISHING = "finishing this step, then saving; again stops at once"
 
 
 def say(message: str) -> None:
-    """A line on standard error, past all buffers: a signal may have come in the middle of a print."""
+    """Write a line to standard error, unbuffered, since a signal may arrive in the middle of a print."""
     with suppress(OSError):
         os.write(2, f"gruppo: {message}\n".encode())
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal arrived while nothing would be lost by leaving at once. Not an Exception: no handler swallows it."""
+    """A signal arrived where nothing is lost by leaving at once. Not an Exception, so that no handler swallows it."""
 
 
 class Stopper:
-    """Turns SIGTERM and SIGINT into a request that is heeded at the next safe place."""
+    """Turns SIGTERM and SIGINT into a request to stop, which the training loop reads after each step."""
 
     def __init__(self) -> None:
         self.requested = False
         self.say: Callable[[str], None] = say
-        """Tells people that they were heard. Called inside a signal handler."""
+        """Reports that a signal was received. Called inside a signal handler."""
         self._may_leave = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals within; outside the main thread they cannot be, and are left alone."""
+        """Handle the signals within the block."""
         if threading.current_thread() is not threading.main_thread():
-            yield
+            yield  # only the main thread may handle signals
             return
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -47,12 +47,12 @@ class Stopper:
 
     @contextmanager
     def may_leave(self) -> Iterator[None]:
-        """Within, a signal raises Interrupted at once: nothing done here needs to be kept.
+        """Within the block, whose work need not be kept, a signal raises Interrupted at once.
 
-        One that code within has swallowed raises it at the end. Where there are other ranks, none leaves on its own.
+        If code within swallows it, it is raised at the end.
         """
         if dist.world_size() > 1:
-            yield
+            yield  # a rank that leaves alone would block the others in their next collective
             return
         if self.requested:
             raise Interrupted
