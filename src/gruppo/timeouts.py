@@ -184,12 +184,16 @@ def function_name(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__).strip("<>")
 
 
-def missing_column_message(what: str, name: str, columns: Collection[str], provided: Sequence[str]) -> str:
-    """Error message of a function, such as "reward 'mine'", that needs a column which the data do not have."""
-    nearest = difflib.get_close_matches(name, [*columns, *provided], n=1, cutoff=0.5)
-    guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    has = ", ".join(sorted(columns)) or "no columns"
-    return (
-        f"{what} asks for {name!r}, which the data do not have; they have: {has} (and every {what.split()[0]} can ask "
-        f"for {', '.join(provided)}).{guess} Rename the argument, give it a default, or add the column."
-    )
+def require_columns(
+    what: str, parameters: Mapping[str, bool], columns: Collection[str], provided: Sequence[str]
+) -> None:
+    """Refuse a function, such as "reward 'mine'", that requires a keyword which is no column of the data."""
+    for name, is_required in parameters.items():
+        if is_required and name not in {*provided, *columns}:
+            nearest = difflib.get_close_matches(name, [*columns, *provided], n=1, cutoff=0.5)
+            guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            has = ", ".join(sorted(columns)) or "no columns"
+            raise DataError(
+                f"{what} asks for {name!r}, which the data do not have; they have: {has} (and every {what.split()[0]} "
+                f"can ask for {', '.join(provided)}).{guess} Rename the argument, give it a default, or add the column."
+            )

@@ -17,11 +17,11 @@ from gruppo.timeouts import (
     accepted_keywords,
     call_with_timeout,
     function_name,
-    missing_column_message,
+    require_columns,
     run_awaitable,
     start_call,
 )
-from gruppo.types import DataError, GruppoError, Prompt
+from gruppo.types import GruppoError, Prompt
 
 PROVIDED = ("text", "messages", "state", "turn", "seed", "prompt")
 """Keywords that every environment can ask for, besides the columns of the data."""
@@ -75,10 +75,7 @@ class Environment:
 
     def check(self, columns: Collection[str]) -> None:
         """Refuse a function that asks for a column that the data do not have."""
-        known = {*PROVIDED, *columns}
-        for name, required in self._parameters.items():
-            if required and name not in known:
-                raise DataError(missing_column_message(f"environment {self.name!r}", name, columns, PROVIDED))
+        require_columns(f"environment {self.name!r}", self._parameters, columns, PROVIDED)
 
     def replies(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Reply | CallError | None]:
         """By the same key: the reply, None at the end of the conversation, or why there is no reply."""

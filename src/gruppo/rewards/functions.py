@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gruppo.protocols import Reward
 from gruppo.rewards.text import text_of
-from gruppo.timeouts import CallError, accepted_keywords, function_name, missing_column_message, run_awaitable
+from gruppo.timeouts import CallError, accepted_keywords, function_name, require_columns, run_awaitable
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
@@ -109,9 +109,7 @@ class FunctionReward:
 
     def check(self, columns: Collection[str]) -> None:
         """Raise DataError if the data lack a column that the function requires; see ``columns_of``."""
-        for name, is_required in self._parameters.items():
-            if is_required and name not in {*self._provided, *columns}:
-                raise DataError(missing_column_message(f"reward {self.name!r}", name, columns, self._provided))
+        require_columns(f"reward {self.name!r}", self._parameters, columns, self._provided)
         if self._check is not None:
             self._check(columns)
         self._data_columns.update(columns)
