@@ -22,18 +22,16 @@ from gruppo.data.restoration import WithReference
 from gruppo.data.source import Curriculum
 from gruppo.engines import LocalEngine
 from gruppo.environments import PROVIDED, ConversationEngine, Environment
-from gruppo.loading import load_object
+from gruppo.loading import absolute_path, absolute_spec, load_object
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.common.reference import ReferenceModel, Rule
 from gruppo.modalities.text.bundled import BUNDLED
-from gruppo.modalities.text.custom import absolute_name, names_function
 from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, peek
-from gruppo.rewards.registry import absolute_spec, resolve_reward
+from gruppo.rewards.registry import absolute_reward, resolve_reward
 from gruppo.rewards.scoring import RewardSet
 from gruppo.testing import check_engine, check_policy
-from gruppo.tracking import trackers
 from gruppo.trainer import checks
 from gruppo.trainer.demonstrations import check_demos, open_demos
 from gruppo.trainer.evaluate import held_out
@@ -112,36 +110,32 @@ def validate(config: Config, parts: Parts) -> None:
 def with_absolute_paths(config: Config) -> Config:
     """Return the config with absolute paths, so that it means the same in any folder."""
 
-    def absolute(name: str) -> str:
-        return os.path.abspath(name) if name and Path(name).exists() else name
-
     def model(name: str) -> str:
         if name in (*BUNDLED, "unet") or name.startswith(("diffusers:", "restore:")):
             return name  # the modality makes the file of restore:FILE.py:Class absolute
-        return absolute_name(name) if names_function(name) else absolute(name)
+        return absolute_spec(absolute_path(name))
 
     def data(name: str) -> str:
         if is_function_name(name):
-            return absolute_name(name)
+            return absolute_spec(name)
         kind, *parts = name.split(":")
         if kind in ("images", "degrade", "pairs"):
-            return ":".join([kind, *(part if part.isdecimal() else absolute(part) for part in parts)])
-        return name if kind in ("arithmetic", "reasoning_gym", "digits", "photos", "lines") else absolute(name)
+            return ":".join([kind, *(part if part.isdecimal() else absolute_path(part) for part in parts)])
+        return name if kind in ("arithmetic", "reasoning_gym", "digits", "photos", "lines") else absolute_path(name)
 
     config = replace(
         config,
         model=model(config.model),
         data=data(config.data),
         supervised=replace(config.supervised, data=data(config.supervised.data)),
-        reward=tuple(map(absolute_spec, config.reward)),
+        reward=tuple(map(absolute_reward, config.reward)),
         critic=replace(config.critic, model=model(config.critic.model)),
-        lora=replace(config.lora, adapter=absolute(config.lora.adapter)),
-        track=tuple(map(trackers.absolute, config.track)),
+        lora=replace(config.lora, adapter=absolute_path(config.lora.adapter)),
+        track=tuple(map(absolute_spec, config.track)),
         environment=replace(config.environment, reply=absolute_spec(config.environment.reply)),
         engine=absolute_spec(config.engine),
     )
-    modality = find_modality(config.model)
-    return modality.absolute_paths(config, lambda name: absolute_spec(absolute(name)))
+    return find_modality(config.model).absolute_paths(config, lambda name: absolute_spec(absolute_path(name)))
 
 
 def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:

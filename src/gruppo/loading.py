@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import shutil
 import sys
 import traceback
@@ -60,6 +61,18 @@ def load_object(spec: str) -> Any:
 def is_file_name(place: str) -> bool:
     """Whether a name is that of a file and not of a module."""
     return place.endswith(".py") or "/" in place or "\\" in place
+
+
+def absolute_path(path: str) -> str:
+    """Return the absolute path of a file or folder that exists; any other name as it is."""
+    expanded = Path(path).expanduser()
+    return os.path.abspath(expanded) if path and expanded.exists() else path
+
+
+def absolute_spec(spec: str) -> str:
+    """Return ``file.py:name`` with the absolute path of its file, so that it means the same in any folder."""
+    place, colon, name = spec.rpartition(":")
+    return f"{absolute_path(place)}{colon}{name}" if colon and is_file_name(place) else spec
 
 
 def load_file(path: Path) -> ModuleType:

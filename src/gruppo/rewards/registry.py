@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from gruppo.loading import did_you_mean, import_extra, is_file_name, load_object
+from gruppo.loading import absolute_path, absolute_spec, did_you_mean, import_extra, is_file_name, load_object
 from gruppo.rewards import code, images, preference, text
 from gruppo.rewards.functions import FunctionReward
 from gruppo.rewards.models import ProcessRewardModel, RewardModel, ScoringNetwork
@@ -139,16 +137,10 @@ def _parse(name: str, value: str, hint: Any) -> Any:
         raise ValueError(f"{name}={value} is no {types[0].__name__}") from None
 
 
-def absolute_spec(spec: str) -> str:
-    """Make the path in a spec absolute, so that it means the same in any working directory."""
-
-    def absolute(path: str) -> str:
-        expanded = Path(path).expanduser()
-        return os.path.abspath(expanded) if path and expanded.exists() else path
-
+def absolute_reward(spec: str) -> str:
+    """Return the spec with an absolute path of its file or folder, so that it means the same in any folder."""
     name, _, arguments = spec.partition(":")
     if name in BUILT_INS and BUILT_INS[name].arguments == "path":
         path, *options = re.split(_OPTION, arguments)
-        return ",".join([f"{name}:{absolute(path.strip())}", *options])
-    place, colon, function = spec.rpartition(":")
-    return f"{absolute(place)}{colon}{function}" if colon and is_file_name(place) else spec
+        return ",".join([f"{name}:{absolute_path(path.strip())}", *options])
+    return absolute_spec(spec)

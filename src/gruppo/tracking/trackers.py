@@ -24,7 +24,7 @@ import numpy
 
 from gruppo.config.schema import Config
 from gruppo.config.serialization import to_dict
-from gruppo.loading import import_extra, is_file_name, load_object
+from gruppo.loading import import_extra, load_object
 from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import as_text
 from gruppo.tracking.images import has_pixels
@@ -69,14 +69,6 @@ def check(names: Sequence[str]) -> None:
             raise GruppoError(f"the tracker {name} has no {' and no '.join(missing)}; it needs {need}.")
     if repeated := sorted({name for name in names if list(names).count(name) > 1}):
         raise GruppoError(f"--track names {repeated[0]} more than once; leave one of them out.")
-
-
-def absolute(name: str) -> str:
-    """The tracker with its file as an absolute path, so that it means the same in any folder."""
-    file, colon, member = name.rpartition(":")
-    if not colon or not is_file_name(file) or not Path(file).expanduser().exists():
-        return name
-    return f"{os.path.abspath(Path(file).expanduser())}:{member}"
 
 
 def open_trackers(names: Sequence[str], run_dir: Path, config: Any, *, from_step: int | None) -> list[Tracker]:

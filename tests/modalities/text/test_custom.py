@@ -15,7 +15,7 @@ from tests.own_models import own
 
 from gruppo.modalities.common.state_dict import load_strictly
 from gruppo.modalities.text import from_pretrained
-from gruppo.modalities.text.custom import ModelFunction, absolute_name, names_function
+from gruppo.modalities.text.custom import ModelFunction, absolute_spec, names_function
 from gruppo.types import GruppoError, NumericalStop, Sampling
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -63,8 +63,10 @@ def test_a_folder_of_that_very_name_comes_first(tmp_path, monkeypatch):
 
 def test_a_function_is_named_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert absolute_name("a/b.py:f") == f"{tmp_path}/a/b.py:f"
-    assert absolute_name("tests.own_models:model") == "tests.own_models:model"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/b.py").touch()
+    assert absolute_spec("a/b.py:f") == f"{tmp_path}/a/b.py:f"
+    assert absolute_spec("tests.own_models:model") == "tests.own_models:model"
 
 
 def test_weights_hang_on_the_seed_alone_and_the_global_generator_rests():

@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import json
 import logging
-import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gruppo.loading import is_file_name, load_object
+from gruppo.loading import absolute_spec, is_file_name, load_object
 from gruppo.modalities.common.state_dict import load_strictly, read_safetensors
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.protocols import Policy
@@ -50,12 +49,6 @@ def names_function(name: str) -> bool:
         return False
 
 
-def absolute_name(name: str) -> str:
-    """Return the function's name with an absolute file path, so that it means the same from any folder."""
-    place, colon, function = name.rpartition(":")
-    return f"{os.path.abspath(Path(place).expanduser())}{colon}{function}" if colon and is_file_name(place) else name
-
-
 def is_custom(folder: str | Path) -> bool:
     """Return whether a folder holds the weights of such a model."""
     return (Path(folder).expanduser() / SETTINGS).is_file()
@@ -77,9 +70,9 @@ class ModelFunction:
                 f"the model {name!r} is a Python file; a function in it makes the model. Name it too, as {name}:model."
             )
         load_object(name)  # refuses a name that cannot be imported
-        place = absolute_name(name).rpartition(":")[0]
+        place = absolute_spec(name).rpartition(":")[0]
         file = place if is_file_name(place) else getattr(sys.modules[place], "__file__", None)
-        return cls(absolute_name(name), hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "")
+        return cls(absolute_spec(name), hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "")
 
     @classmethod
     def read(cls, folder: Path) -> ModelFunction:
