@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Annotated
 
 from gruppo.cli import help as help_text
 from gruppo.cli.app import EXIT_STOPPED
-from gruppo.cli.options import parse_config, pop_option, run_stem
+from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.loading import command_name
@@ -42,8 +43,11 @@ def train(args: list[str]) -> None:
     from gruppo import api
     from gruppo.trainer.watch import finish
 
-    if not config.name:
-        config = replace(config, name=api.new_name(run_stem(args[0]), config.runs_dir))
+    if not config.name:  # the recipe, or the saved run without its time
+        path = Path(args[0])
+        saved = path.parent.name if path.name == "config.json" else path.name if path.is_dir() else ""
+        stem = re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", saved) or path.stem.split(":")[0] or "run"
+        config = replace(config, name=api.new_name(stem, config.runs_dir))
     with _until_stopped(Path(config.runs_dir) / config.name):
         finish(api.start(config, show=True), show=True)
 

@@ -41,13 +41,6 @@ def recipe_config(name: str) -> Config:
     return config
 
 
-def run_stem(recipe: str) -> str:
-    """The start of a run's name: the recipe, or the name of the saved run without its time."""
-    path = Path(recipe)
-    saved = path.parent.name if path.name == "config.json" else path.name if path.is_dir() else ""
-    return re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", saved) or path.stem.split(":")[0] or "run"
-
-
 def parse_config(command: str, args: Sequence[str]) -> Config:
     """The config of ``RECIPE --options``; with ``--help`` its options are printed, and the process exits."""
     if args and args[0] in HELP_FLAGS:

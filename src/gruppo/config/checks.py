@@ -62,14 +62,10 @@ def _stage_rules(config: Config, index: int) -> Rules:
         "stage.": is_last and stage.until,
         f"{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after training. "
         "Set --evaluation.every to the steps between "
-        "evaluations.": stage.until.strip().startswith("eval/") and not _evaluates(config),
+        "evaluations.": stage.until.strip().startswith("eval/") and not config.evaluation.is_repeated,
         f"{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set "
         f"{flag(where)}.rl-coef 1.": not any(value > 0 for value in coefs),
     }
-
-
-def _evaluates(config: Config) -> bool:
-    return bool(config.evaluation.every and config.evaluation.prompts)
 
 
 def _plan_rules(config: Config) -> Rules:
@@ -142,7 +138,7 @@ def _section_rules(config: Config) -> Rules:
         "lora.alpha or lora.targets was set, but lora.rank=0 trains all weights without an adapter. Set --lora.rank "
         "16, or leave the --lora options out.": "lora" in is_set and not lora.rank and not lora.adapter,
         f"back_off.metric={back_off.metric!r} is only measured before and after training. Set --evaluation.every to "
-        "the steps between evaluations.": back_off.metric.startswith("eval/") and not _evaluates(config),
+        "the steps between evaluations.": back_off.metric.startswith("eval/") and not config.evaluation.is_repeated,
         f"supervised.template={supervised.template!r} names its columns itself, so supervised.column="
         f"{supervised.column!r} has no effect. Leave one of them out.": supervised.template and supervised.column,
         f"optim.minibatches={optim.minibatches} is more than supervised.batch={supervised.batch}, which leaves some "

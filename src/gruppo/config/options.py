@@ -156,9 +156,9 @@ def describe_type(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(describe_type, inner))
     if origin is tuple:
-        kind = _WORDS[inner[0]].split(" ", 1)[1]
+        kind = _WORDS.get(inner[0], "a section").split(" ", 1)[1]
         return f"a list of {kind}s" if inner[-1] is Ellipsis else f"a list of {len(inner)} {kind}s"
-    return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+    return _WORDS.get(hint, "a section of settings")
 
 
 def is_list(hint: Any) -> bool:

@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -22,6 +22,7 @@ from gruppo.types import GruppoError
 
 SYSTEMS = ("trl", "verl", "ddpo", "sources")
 """``sources`` are the documents of docs/dev/sources.md."""
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 WIDEST = 50
 """Characters of a name that still shares a line with its option."""
 
@@ -57,9 +58,16 @@ class PeerOption:
         """Their name, our options, and in parentheses what to write there and the remark."""
         ours = self.describe(config)
         value = FORMULAS[self.rule](config) if self.rule in FORMULAS else None
-        if self.rule and self.rule not in FORMULAS:
-            rules = _table()["rules"][self.rule]
-            value = next((value for value, conditions in rules if _holds(config, conditions)), "no counterpart")
+        if self.rule in TABLE["rules"]:  # a condition without a section is on the objective
+            matching = (
+                value
+                for value, conditions in TABLE["rules"][self.rule]
+                if all(
+                    attrgetter(name)(config if "." in name else config.objective) == needed
+                    for name, needed in conditions.items()
+                )
+            )
+            value = next(matching, "no counterpart")
         is_shown = value is not None and not ours.endswith(f" {as_text(value)}")
         remark = "; ".join(filter(None, [f"there {as_text(value)}" if is_shown else "", self.remark]))
         return f"{self.theirs:<{width}}  {ours}" + (f"   ({remark})" if remark else "")
@@ -93,15 +101,10 @@ FORMULAS: dict[str, Callable[[Config], Any]] = {
 
 
 @cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-
-
-@cache
 def peer_options(system: str) -> tuple[PeerOption, ...]:
     """All known options of a system, in the order of its parts."""
     found = []
-    for part, entries in _table()[system].items():
+    for part, entries in TABLE[system].items():
         for theirs, entry in entries.items():
             ours, remark, rule = [*([entry] if isinstance(entry, str) else entry), "", ""][:3]
             is_near = ours.startswith("~")
@@ -168,12 +171,6 @@ def find_system(request: str) -> str:
 def normalized(name: str) -> str:
     """A name as it is compared: lower case, with underscores, without leading dashes."""
     return name.strip().lstrip("-").replace("-", "_").lower()
-
-
-def _holds(config: Config, conditions: Mapping[str, Any]) -> bool:
-    """Whether all fields, those of the objective where no section is named, have the values of a rule."""
-    paths = {name if "." in name else f"objective.{name}": needed for name, needed in conditions.items()}
-    return all(attrgetter(path)(config) == needed for path, needed in paths.items())
 
 
 def _typed(config: Config, name: str) -> str:

@@ -104,26 +104,22 @@ def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
             raise EntryError(
                 entry, f"the config has an unknown entry {entry}.{did_you_mean(name, hints, known, prefix=prefix)}"
             )
-        hint, requirement = hints[name], ""
-        inner = nested_type(hint)
+        hint, inner = hints[name], nested_type(hints[name])
+        is_list = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
         if hint is Objective and isinstance(value, str):
             values[name] = preset(value)
-        elif dataclasses.is_dataclass(hint):
-            requirement = "" if isinstance(value, Mapping) else "a section of settings"
-            values[name] = requirement or _build(hint, value, f"{entry}.")
-        elif inner is not None:
-            is_list = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
-            requirement = "" if is_list else "a list of sections"
-            values[name] = requirement or tuple(_build(inner, item, f"{entry}.{n}.") for n, item in enumerate(value))
+        elif dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+            values[name] = _build(hint, value, f"{entry}.")
+        elif inner is not None and is_list:
+            values[name] = tuple(_build(inner, item, f"{entry}.{n}.") for n, item in enumerate(value))
         else:
             try:
                 values[name] = convert(hint, value)
             except ValueError:
-                requirement = describe_type(hint)
+                needed = describe_type(hint)
                 if name == "modality":
-                    requirement = f"null: a modality's options have a section of their own, {' or '.join(sections())}"
-        if requirement:
-            raise EntryError(entry, f"config entry {entry} is {value!r}; it needs {requirement}.")
+                    needed = f"null: a modality's options have a section of their own, {' or '.join(sections())}"
+                raise EntryError(entry, f"config entry {entry} is {value!r}; it needs {needed}.") from None
     modalities = [name for name in values if kind is Config and name in sections()]
     if len(modalities) > 1:
         two = " and ".join(modalities[:2])
