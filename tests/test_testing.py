@@ -238,18 +238,12 @@ BROKEN = {
         {"uniforms": lambda self, seed, prompt, sample, row, n: uniforms_at(seed, 0, row, n)},
         "in another order",
     ),
-    "keys by batch size": (
-        resampled(lambda r, s, seed: (r, s, seed + 1000 * len(r))),
-        "without the others",
-    ),
+    "keys by batch size": (resampled(lambda r, s, seed: (r, s, seed + 1000 * len(r))), "without the others"),
     "ignores first": (
         resampled(lambda r, s, seed: ([replace(x, first=0) for x in r], s, seed)),
         "numbered by Request.first",
     ),
-    "reads the target": (
-        {"start": lambda self, prompt: len(prompt.target or "") + 5},
-        "without their target",
-    ),
+    "reads the target": ({"start": lambda self, prompt: len(prompt.target or "") + 5}, "without their target"),
     "draws at temperature 0": (
         resampled(lambda r, s, seed: (r, replace(s, temperature=s.temperature or 1e-9 + 1.0), seed)),
         "at temperature 0 gave other actions",
@@ -342,8 +336,7 @@ def test_truncation_in_sampling_alone_is_caught(left_out):
 
 
 @pytest.mark.parametrize(
-    ("unusable", "message"),
-    [([], "no prompts"), ([Prompt("a", "x"), Prompt("a", "y")], "one id and draw")],
+    ("unusable", "message"), [([], "no prompts"), ([Prompt("a", "x"), Prompt("a", "y")], "one id and draw")]
 )
 def test_prompts_that_show_nothing_are_refused(unusable, message):
     with pytest.raises(ContractError, match=message):

@@ -307,10 +307,7 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
         (["train"], "no recipe was given"),
         (["train", "--steps", "3"], "no recipe was given"),
         (["train", "arithmetik"], "unknown recipe 'arithmetik'. Did you mean arithmetic?"),
-        (
-            ["train", "other"],
-            "arithmetic-ppo, guess, digits-pretrain, digits-compress, digits-sevens, ",
-        ),
+        (["train", "other"], "arithmetic-ppo, guess, digits-pretrain, digits-compress, digits-sevens, "),
         (["train", "no.py:recipe"], "there is no file"),
         (["train", "no.json"], "no.json does not exist"),
         (["train", tiny.reward("digitz")], "has no 'digitz'"),
@@ -413,8 +410,7 @@ def test_a_foreign_checkpoint_is_one_line(tmp_path, finished):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [("{", "cannot be read as JSON"), ("[]", "holds a list"), ('{"stepz": 1}', "Did you mean steps?")],
+    ("text", "says"), [("{", "cannot be read as JSON"), ("[]", "holds a list"), ('{"stepz": 1}', "Did you mean steps?")]
 )
 def test_a_damaged_config_is_one_line(tmp_path, finished, text, says):
     run = shutil.copytree(finished, tmp_path / "run")

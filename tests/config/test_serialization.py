@@ -199,16 +199,8 @@ def test_files_of_both_kinds_are_read(tmp_path):
         ),
         ("a.toml", TOML + "[rolout]\n", r"a\.toml, line 9: .*unknown entry rolout\. Did you mean rollout"),
         ("a.toml", "steps = \n", r"a\.toml cannot be read as TOML \(.*line 1"),
-        (
-            "a.yaml",
-            YAML.replace("lr:", "lrr:"),
-            r"a\.yaml, line 4: .*entry optim\.lrr\. Did you mean optim\.lr",
-        ),
-        (
-            "a.yaml",
-            YAML.replace("[psnr]", "psnr"),
-            r"a\.yaml, line 7: .*reward is 'psnr'; it needs a list",
-        ),
+        ("a.yaml", YAML.replace("lr:", "lrr:"), r"a\.yaml, line 4: .*entry optim\.lrr\. Did you mean optim\.lr"),
+        ("a.yaml", YAML.replace("[psnr]", "psnr"), r"a\.yaml, line 7: .*reward is 'psnr'; it needs a list"),
         ("a.yaml", "a: [", r"a\.yaml cannot be read as YAML \(.*line 1"),
         ("a.json", '{\n"steps": "3"}', r"a\.json, line 2: config entry steps is '3'; it needs a whole number"),
     ],
