@@ -81,8 +81,8 @@ def test_each_name_leads_to_options_that_there_are(system: str) -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_name_of_one_part_means_one_thing(system: str) -> None:
-    told = [(named.part, word) for named in peer_options(system) for word in re.split(r", | x ", named.theirs)]
-    assert len(told) == len(set(told))
+    names = [(named.part, word) for named in peer_options(system) for word in re.split(r", | x ", named.theirs)]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("recipe", ["arithmetic", "arithmetic-ppo", "digits-compress"])
@@ -91,12 +91,12 @@ def test_what_is_printed_can_be_typed_and_gives_the_same_run(system: str, recipe
     config = parse_config("train", [recipe, "--objective.clip-low", "0.3", "--stage.kl-coef", "linear:0.1,0"])
     typed: dict[str, list[str]] = {}
     for named in peer_options(system):
-        for said in re.findall(r"--[^ ]+(?: (?!--)[^ ]+)*", named.describe(config)):
-            name, *values = said.split(" ")
+        for words in re.findall(r"--[^ ]+(?: (?!--)[^ ]+)*", named.describe(config)):
+            name, *values = words.split(" ")
             if values and values != ["None"]:
                 assert typed.setdefault(name, values) == values
-    words = [word for name, values in typed.items() if name != "--stages" for word in (name, *values)]
-    again = parse_config("train", ["plain", *words])
+    options = [word for name, values in typed.items() if name != "--stages" for word in (name, *values)]
+    again = parse_config("train", ["plain", *options])
     for name in typed:
         field: Any = again
         ours: Any = config
@@ -187,18 +187,19 @@ def there(system: str, name: str, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("preset", "loss_type"),
+    ("system", "name", "presets"),
     [
-        ("grpo", "grpo"),
-        ("dr_grpo", "dr_grpo"),
-        ("dapo", "dapo"),
-        ("cispo", "cispo"),
-        ("sapo", "sapo"),
-        ("rloo", "no counterpart"),
+        ("trl", "loss_type", {name: name for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo")} | {"rloo": None}),
+        (
+            "verl",
+            "adv_estimator",
+            {"ppo": "gae", "grpo": "grpo", "rloo": "rloo", "reinforce_pp": "reinforce_plus_plus", "reinforce": None},
+        ),
     ],
 )
-def test_loss_types_of_trl(preset: str, loss_type: str) -> None:
-    assert f"there {loss_type};" in there("trl", "loss_type", objective=PRESETS[preset])
+def test_presets_have_the_value_that_they_have_there(system: str, name: str, presets: dict[str, str | None]) -> None:
+    for preset, value in presets.items():
+        assert f"there {value or 'no counterpart'};" in there(system, name, objective=PRESETS[preset])
 
 
 def test_luspo_and_a_soft_gate_over_another_average() -> None:
@@ -209,7 +210,7 @@ def test_luspo_and_a_soft_gate_over_another_average() -> None:
     )
 
 
-def test_bounds_in_nats_and_cispos_cap_are_told_as_bounds_of_the_ratio() -> None:
+def test_bounds_in_nats_and_cispos_cap_are_converted_to_bounds_of_the_ratio() -> None:
     nats = dataclasses.replace(PRESETS["grpo"], clip_unit="nats", clip_low=1.0, clip_high=1.0)
     assert "(there 1.71828;" in there("trl", "epsilon_high", objective=nats)
     assert "(there 0.632121)" in there("trl", "epsilon", objective=nats)
@@ -227,20 +228,6 @@ def test_what_is_a_yes_there_is_a_choice_here() -> None:
     assert "(there False)" in there("verl", "use_kl_in_reward", objective=PRESETS["ppo"])
 
 
-@pytest.mark.parametrize(
-    ("preset", "estimator"),
-    [
-        ("ppo", "gae"),
-        ("grpo", "grpo"),
-        ("rloo", "rloo"),
-        ("reinforce_pp", "reinforce_plus_plus"),
-        ("reinforce", "no counterpart"),
-    ],
-)
-def test_estimators_of_verl(preset: str, estimator: str) -> None:
-    assert f"(there {estimator};" in there("verl", "adv_estimator", objective=PRESETS[preset])
-
-
 def test_a_squared_error_that_is_halved_here_has_half_the_coefficient_there() -> None:
     assert "--stage.value-coef 1   (there 0.5;" in there("sources", "value_loss_coef", stage=Stage(value_coef=1.0))
 
@@ -253,7 +240,8 @@ def test_of_several_stages_the_one_with_the_largest_coefficient_is_named() -> No
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def said(capsys: Any, *args: str) -> tuple[int, str, str]:
+def run(capsys: Any, *args: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command."""
     code = processes.exit_code(args)
     out, err = capsys.readouterr()
     return code, out, err
@@ -268,29 +256,29 @@ def said(capsys: Any, *args: str) -> tuple[int, str, str]:
     ],
 )
 def test_names_may_stand_anywhere_and_load_no_model(capsys: Any, args: tuple[str, ...]) -> None:
-    code, out, _ = said(capsys, *args)
+    code, out, _ = run(capsys, *args)
     assert code == 0 and "GRPOConfig\n" in out and "ONE REAL PROMPT" not in out
     assert re.search(r"^  max_steps +--steps 7   \(steps; there optimizer steps\)$", out, re.MULTILINE)
     assert re.search(r"^  temperature +--rollout.temperature 1.5$", out, re.MULTILINE)
 
 
 def test_one_name_is_answered_from_every_part_that_has_it_without_a_recipe(capsys: Any) -> None:
-    code, out, _ = said(capsys, "explain", "--names", "trl:beta")
+    code, out, _ = run(capsys, "explain", "--names", "trl:beta")
     assert code == 0 and out.splitlines()[::2] == ["GRPOConfig", "RLOOConfig (differences)"]
     assert out.count("--stage.kl-coef 0 ") == 2
 
 
 def test_the_value_of_one_name_is_that_of_the_recipe(capsys: Any) -> None:
-    assert "--rollout.top-k 12 " in said(capsys, "explain", "arithmetic", "--names", "verl:top_k")[1]
+    assert "--rollout.top-k 12 " in run(capsys, "explain", "arithmetic", "--names", "verl:top_k")[1]
 
 
 def test_a_name_that_maps_to_nothing_says_so_and_names_the_nearest(capsys: Any) -> None:
-    code, out, _ = said(capsys, "explain", "--names", "trl:off_policy_mask_threshold")
+    code, out, _ = run(capsys, "explain", "--names", "trl:off_policy_mask_threshold")
     assert code == 0 and "no counterpart; nearest --objective.kl-mask 0   (masks single actions" in out
 
 
 @pytest.mark.parametrize(
-    ("given", "answer"),
+    ("request_text", "answer"),
     [
         ("tlr", "unknown system. Did you mean trl?"),
         ("ddpo-pytorch", "Did you mean ddpo?"),
@@ -302,13 +290,13 @@ def test_a_name_that_maps_to_nothing_says_so_and_names_the_nearest(capsys: Any) 
         ("", "--names has no value"),
     ],
 )
-def test_what_is_not_known_is_one_line_with_the_nearest(capsys: Any, given: str, answer: str) -> None:
-    code, out, err = said(capsys, "explain", "--names", given)
+def test_what_is_not_known_is_one_line_with_the_nearest(capsys: Any, request_text: str, answer: str) -> None:
+    code, out, err = run(capsys, "explain", "--names", request_text)
     assert code == 2 and not out and err.count("\n") == 1 and answer in err
 
 
 def test_a_system_without_a_recipe_asks_for_one(capsys: Any) -> None:
-    code, _, err = said(capsys, "explain", "--names", "trl")
+    code, _, err = run(capsys, "explain", "--names", "trl")
     assert code == 2 and "no recipe was given" in err
 
 
