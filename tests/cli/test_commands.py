@@ -332,7 +332,7 @@ def test_a_wrong_command_is_one_line_with_exit_code_2(tmp_path, args, says):
         (["--scoring.weights", "1", "--scoring.weights", "1"], "given twice; write --scoring.weights A B."),
         (["--steps", "3", "--steps=4"], "--steps is given twice; leave one of them out."),
         (["--optim.max-grad-norm=1", "--optim.max_grad_norm", "2"], "--optim.max-grad-norm is given twice"),
-        (["--steps", "3", "--steps", "4", "--steps", "5"], "--steps is given 3 times"),
+        (["--steps", "3", "--steps", "4", "--steps", "5"], "--steps is given twice"),
         (["--objective", "grpo", "--objective=ppo"], "--objective is given twice"),
         (["--stages", "full", "--stages", "full"], "--stages is given twice"),
         (["--stages", "full", "--stage.lr", "1", "--stage.lr", "1"], "--stage.lr is given twice"),

@@ -1,5 +1,1 @@
 """Command line."""
-
-from gruppo.cli.app import main
-
-__all__ = ["main"]

@@ -12,7 +12,7 @@ from typing import Any
 from gruppo.cli import help as help_text
 from gruppo.config import peer_options, serialization
 from gruppo.config.options import Option, convert, describe_type, flag, is_list, nearest, options
-from gruppo.config.schema import Config, CriticConfig
+from gruppo.config.schema import Config, Stage
 from gruppo.config.sections import section_name, sections
 from gruppo.config.stages import planned
 from gruppo.loading import did_you_mean, is_file_name, load_object
@@ -67,8 +67,7 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
         objective = serialization.preset(" ".join(values.pop("objective")))
         if config.objective.kl == "exact" and objective.kl_in == "loss":  # a property of the recipe's model
             objective = replace(objective, kl="exact")
-        critic = config.critic if objective.has_critic else CriticConfig()
-        config = replace(config, objective=objective, critic=critic)
+        config = serialization.change(config, {"objective": objective})
     if "stages" in values:
         of_stage = {name: values.pop(name) for name in [*values] if name.startswith("stage.")}
         config = _change(config, of_stage, command)
@@ -124,11 +123,9 @@ def _split(args: Sequence[str], table: Mapping[str, Option]) -> tuple[dict[str, 
             name = typed[2:].replace("-", "_")
             option = table.get(re.sub(r"^stages\.\d+\.", "stage.", name))
             if name in values:
-                count = sum(other.partition("=")[0].replace("_", "-") == flag(name) for other in args)
-                often = "twice" if count == 2 else f"{count} times"
                 is_many = option is not None and is_list(option.hint)
                 advice = f"write {flag(name)} A B" if is_many else "leave one of them out"
-                raise GruppoError(f"{flag(name)} is given {often}; {advice}.")
+                raise GruppoError(f"{flag(name)} is given twice; {advice}.")
             values[name] = [text] if equals else []
             continue
         takes_word = name and (option is None or is_list(option.hint) or not values[name])
@@ -151,7 +148,7 @@ def _change(config: Config, values: Mapping[str, list[str]], command: str) -> Co
     table, changes = options(config), {}
     for name, words in values.items():
         if name not in table:
-            raise _unknown_stage(name, config) or _unknown(name, command, table)
+            raise _unknown(name, command, table, config.stages)
         changes[name] = _parse(table[name], words, command)
     return serialization.change(config, changes) if changes else config
 
@@ -169,27 +166,27 @@ def _parse(option: Option, words: list[str], command: str) -> Any:
     )
 
 
-def _unknown(name: str, command: str, table: Mapping[str, Option]) -> GruppoError:
-    """An unknown option, with the option that was probably meant, here or in another system."""
+def _unknown(
+    name: str, command: str, table: Mapping[str, Option], stages: Sequence[Stage] | None = None
+) -> GruppoError:
+    """An unknown option, with the option that was probably meant: of another stage, here, or in another system.
+
+    ``stages``: those of the run, where the options are those of a config.
+    """
+    match = re.fullmatch(r"stages\.([^.]+)\.(.+)", name)
+    if match and stages is not None and match[1] not in map(str, range(len(stages))):
+        field = match[2].replace("_", "-")
+        if not stages:
+            return GruppoError(
+                f"unknown option {flag(name)}: this run has one stage, --stage.{field}. Name several with --stages, as "
+                "in --stages supervised:50,full."
+            )
+        names = [f"{number} {stage.name}".strip() for number, stage in enumerate(stages)]
+        existing = f"are the stages {' and '.join(names)}" if len(names) > 1 else f"is the stage {names[0]} alone"
+        index = next((n for n, stage in enumerate(stages) if stage.name == match[1]), len(stages) - 1)
+        return GruppoError(f"unknown option {flag(name)}: there {existing}: --stages.{index}.{field}.")
     near = nearest(name, table)
     is_same_leaf = near is not None and near.rpartition(".")[2] == name.rpartition(".")[2]
     hint = "" if is_same_leaf else peer_options.hint(name)
     hint = f"{hint} " if hint else f"Did you mean {flag(near)}? " if near else ""
     return GruppoError(f"unknown option {flag(name)}. {hint}gruppo {command} --help lists them.")
-
-
-def _unknown_stage(name: str, config: Config) -> GruppoError | None:
-    """An option of a stage that the run does not have; None for other names."""
-    match = re.fullmatch(r"stages\.([^.]+)\.(.+)", name)
-    if match is None or match[1] in map(str, range(len(config.stages))):
-        return None
-    field = match[2].replace("_", "-")
-    if not config.stages:
-        return GruppoError(
-            f"unknown option {flag(name)}: this run has one stage, --stage.{field}. Name several with --stages, as in "
-            "--stages supervised:50,full."
-        )
-    names = [f"{number} {stage.name}".strip() for number, stage in enumerate(config.stages)]
-    existing = f"are the stages {' and '.join(names)}" if len(names) > 1 else f"is the stage {names[0]} alone"
-    near = next((n for n, stage in enumerate(config.stages) if stage.name == match[1]), len(config.stages) - 1)
-    return GruppoError(f"unknown option {flag(name)}: there {existing}: --stages.{near}.{field}.")
