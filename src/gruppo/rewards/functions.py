@@ -129,10 +129,8 @@ class FunctionReward:
         # A batch may lack a column that other prompts of the data have: it is then None in all rows.
         self.check({*self._data_columns, *columns, *cells})
         if self.scores_steps and self.decode is None:
-            raise GruppoError(
-                f"reward {self.name!r} scores steps and needs the policy's decoder to find the token that ends each. "
-                "Call RewardSet.set_decoder(policy.chat.text) first."
-            )
+            problem = f"reward {self.name!r} scores steps and needs the policy's decoder to find their last tokens"
+            raise GruppoError(f"{problem}. Call RewardSet.set_decoder(policy.chat.text) first.")
         if "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2):
             actions = zip(rollouts.actions, rollouts.mask, strict=True)
             cells["completion_ids"] = [ids[mask].tolist() for ids, mask in actions]
@@ -202,10 +200,9 @@ class ObjectReward:
 
     def check(self, columns: Collection[str]) -> None:
         if missing := sorted(self.requested_columns - {*columns}):
-            raise DataError(
-                f"reward {self.name!r} needs the column {missing[0]!r}, which the data do not have; they have: "
-                f"{', '.join(sorted(columns)) or 'no columns'}. Add the column, or rename one."
-            )
+            problem = f"reward {self.name!r} needs the column {missing[0]!r}, which the data do not have"
+            has = ", ".join(sorted(columns)) or "no columns"
+            raise DataError(f"{problem}; they have: {has}. Add the column, or rename one.")
         if self._check is not None:
             self._check(columns)
 
@@ -214,10 +211,8 @@ class ObjectReward:
             returned = self.fn(rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows)))
             if not self.scores_steps:
                 if isinstance(returned, Tensor) and returned.ndim == 2:
-                    raise DataError(
-                        f"reward {self.name!r} returned {tuple(returned.shape)}: a score for each action. Set "
-                        "scores_steps = True on the object, or return one score for each row, [B]."
-                    )
+                    problem = f"reward {self.name!r} returned {tuple(returned.shape)}: a score for each action"
+                    raise DataError(f"{problem}. Set scores_steps = True on the object, or return one per row, [B].")
                 values = _as_list(returned, len(rows))
                 return Answer(len(rows), [None if value != value else value for value in values])
             mask = rollouts.mask[list(rows)]
@@ -229,9 +224,8 @@ class ObjectReward:
             for row, ends in zip(returned, is_scored & mask, strict=True):
                 values.append(StepScores(ends.nonzero()[:, 0].tolist(), row[ends].tolist()))
             for n in (is_scored & ~mask & (returned != 0)).any(dim=1).nonzero()[:, 0].tolist():
-                values[n] = CallError(
-                    "exception", "has a score at an action that the policy did not choose; use NaN or 0"
-                )
+                problem = "has a score at an action that the policy did not choose; use NaN or 0"
+                values[n] = CallError("exception", problem)
             return Answer(len(rows), values)
 
         return call

@@ -33,10 +33,8 @@ KINDS = {
 }
 """Name of the reward for each kind of model, and what it scores."""
 SUMMARIES: dict[str, Callable[[list[float]], float]] = {
-    "mean": lambda scores: math.fsum(scores) / len(scores),
-    "min": min,
-    "last": lambda scores: scores[-1],
-    "product": math.prod,
+    **{"mean": lambda scores: math.fsum(scores) / len(scores), "min": min},
+    **{"last": lambda scores: scores[-1], "product": math.prod},
 }
 NO_LIMIT = 1 << 20  # a tokenizer without a maximum length states an astronomical one
 
@@ -124,10 +122,8 @@ class ProcessRewardModel:
         self.memory_bytes = self.network.memory_bytes
         self.mark = self._encode(mark or separator)
         if not self.mark:
-            raise GruppoError(
-                f"the tokenizer of {self.network.name} has no token for {mark or separator!r}, at which a step is "
-                "scored. Set mark to a text that it knows."
-            )
+            problem = f"the tokenizer of {self.network.name} has no token for {mark or separator!r}"
+            raise GruppoError(f"{problem}, at which a step is scored. Set mark to a text that it knows.")
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: LogMetric | None = None, **_: Any
@@ -357,10 +353,8 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
         architecture = (transformers.AutoConfig.from_pretrained(path, **options).architectures or [""])[0]
         for other, (spec, unit) in KINDS.items():
             if other != head and architecture.endswith(other):
-                raise GruppoError(
-                    f"{path!r} is a {architecture}, which scores {unit}; {KINDS[head][0]} needs a ...{head}. Write "
-                    f"{spec}:{path}."
-                )
+                problem = f"{path!r} is a {architecture}, which scores {unit}; {KINDS[head][0]} needs a ...{head}."
+                raise GruppoError(f"{problem} Write {spec}:{path}.")
         what = "tokenizer"
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
         what = "model"

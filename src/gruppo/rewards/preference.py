@@ -106,10 +106,8 @@ def _per_caption(
         captions = []
         for prompt in prompts:
             if not isinstance(prompt, Sequence):
-                raise GruppoError(
-                    f"{name} reads captions, and a prompt is {prompt!r:.60} ({type(prompt).__name__}). Use data with "
-                    "captions, or the reward classifier for classes."
-                )
+                problem = f"{name} reads captions, and a prompt is {prompt!r:.60} ({type(prompt).__name__})"
+                raise GruppoError(f"{problem}. Use data with captions, or the reward classifier for classes.")
             captions.append(prompt if isinstance(prompt, str) else plain_text(prompt).strip())
         scores: list[float | None] = [NAN] * len(images)
         for caption in dict.fromkeys(captions):

@@ -24,14 +24,7 @@ from torch.nn.functional import pad
 
 from gruppo.protocols import Reward
 from gruppo.rewards.functions import Answer, Decode, FunctionReward, ObjectReward, RowCall, StepScores
-from gruppo.timeouts import (
-    CallError,
-    FailureKind,
-    TimedCall,
-    abandoned_count,
-    call_with_timeout,
-    start_call,
-)
+from gruppo.timeouts import CallError, FailureKind, TimedCall, abandoned_count, call_with_timeout, start_call
 from gruppo.types import GruppoError, Rollouts
 
 SAME_ERRORS = 4  # single rows that repeat the error of the whole batch before the remaining rows count as failed too
