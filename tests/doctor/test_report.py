@@ -20,9 +20,9 @@ from gruppo.cli.help import all_options
 from gruppo.config.options import flag
 from gruppo.config.schema import Config
 from gruppo.doctor import report
-from gruppo.doctor.findings import Change, Finding
 from gruppo.doctor.record import read
-from gruppo.doctor.report import RULES
+from gruppo.doctor.remedies import Change
+from gruppo.doctor.report import RULES, Finding
 from gruppo.loading import command_name
 
 COLLAPSE = FAULTS["a collapse of the entropy"].columns

@@ -21,8 +21,8 @@ from gruppo.cli.options import apply_options
 from gruppo.config.options import flag, options
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import planned
-from gruppo.doctor.findings import Change
 from gruppo.doctor.record import Record
+from gruppo.doctor.remedies import Change
 from gruppo.doctor.report import RULES, diagnose
 from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES

@@ -10,8 +10,8 @@ from typing import Any
 
 from gruppo.config.stages import peak_lr, stage_path
 from gruppo.doctor import remedies
-from gruppo.doctor.findings import TREND_STEPS, Change, Match
-from gruppo.doctor.record import Record, Series
+from gruppo.doctor.record import TREND_STEPS, Record, Series
+from gruppo.doctor.remedies import Change, Match
 from gruppo.trainer.weight_change import LEAST as MIN_CHANGED
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from gruppo.core.loss import clip_range
 from gruppo.core.schedules import AdaptiveSpec, parse_schedule
 from gruppo.doctor import remedies
-from gruppo.doctor.findings import TREND_STEPS, Change, Match
-from gruppo.doctor.record import Record
+from gruppo.doctor.record import TREND_STEPS, Record
+from gruppo.doctor.remedies import Change, Match
 
 
 def check_log_probs(run: Record) -> Iterator[Match]:

@@ -17,6 +17,8 @@ from gruppo.modalities import find_modality
 from gruppo.tracking.files import read_metrics
 from gruppo.types import GruppoError
 
+TREND_STEPS = 9
+"""Steps that a trend needs: three in each third."""
 NEAR_TOP = 0.9
 """Fraction of the way from the lowest reward to the highest, above which there is no room to improve."""
 

@@ -1,15 +1,40 @@
-"""Changes that several rules propose, with values computed from the run's config."""
+"""What a check yields, and changes that several rules propose, with values computed from the run's config."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gruppo.core.schedules import AdaptiveSpec, parse_schedule
-from gruppo.doctor.findings import Change
-from gruppo.doctor.record import Record
+from gruppo.doctor.record import Record, Series, Span
 from gruppo.types import GruppoError
+
+
+@dataclass(frozen=True)
+class Change:
+    """Options of the command line with their new values, and the reason for those values."""
+
+    settings: Mapping[str, str]
+    why: str
+
+    def __str__(self) -> str:
+        return " ".join(f"{option} {value}" for option, value in self.settings.items())
+
+
+@dataclass(frozen=True)
+class Match:
+    """A rule that applies to a run: the changes to try, the first one first, and what the rule's text needs."""
+
+    rule: str
+    changes: Sequence[Change] = ()
+    case: str = ""
+    """Key of the meaning, if the rule has several."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values in the text of the meaning, beside the run."""
+    evidence: Sequence[tuple[Series, Sequence[Span]]] = ()
+    """Shown before the metrics of the rule: a series, and the spans of steps over which its means are given."""
+
 
 FACTORS = {0.5: "half of", 3.0: "three times", 10.0: "ten times"}
 

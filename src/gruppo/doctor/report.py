@@ -18,10 +18,34 @@ from rich.text import Text
 
 from gruppo.config.schema import IN_MEMORY
 from gruppo.doctor import optimizer_rules, policy_rules, reward_rules
-from gruppo.doctor.findings import Finding, Rule
-from gruppo.doctor.record import Record
+from gruppo.doctor.record import Record, Span
+from gruppo.doctor.remedies import Change
 from gruppo.loading import command_name
 from gruppo.tracking.formatting import number, visible
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A known problem. The fields are explained in ``rules.toml``."""
+
+    name: str
+    title: str
+    reads: Sequence[str]
+    meaning: str | Mapping[str, str]
+    min_steps: int = 1
+    shows: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found, ready to be printed."""
+
+    rule: str
+    title: str
+    measured: Sequence[tuple[str, Sequence[Span]]]
+    meaning: str
+    changes: Sequence[Change] = ()
+
 
 _TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 RULES = [Rule(name, **fields) for name, fields in _TABLE.items()]

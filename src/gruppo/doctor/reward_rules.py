@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from gruppo.doctor import remedies
-from gruppo.doctor.findings import TREND_STEPS, Change, Match
-from gruppo.doctor.record import NEAR_TOP, Record
+from gruppo.doctor.record import NEAR_TOP, TREND_STEPS, Record
+from gruppo.doctor.remedies import Change, Match
 
 ZERO_SPREAD = 0.6
 """Fraction of groups without spread above which most sampling is wasted. A run that has solved its prompts reaches 0.8
