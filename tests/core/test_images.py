@@ -21,7 +21,6 @@ from gruppo.core.images import (
     random_crop,
     random_symmetry,
     ssim,
-    ssim_map,
     to_uint8,
     upsample,
 )
@@ -89,7 +88,7 @@ def test_patches_are_scored_each_by_itself():
     assert whole.shape == (1, 2, 3)
     assert whole[0, 1, 2] == psnr(x[..., 4:, 8:], y[..., 4:, 8:])[0]
     x, y = noise(1, 1, 16, 24), noise(1, 1, 16, 24, seed=1)
-    assert ssim(x, y, patch=8)[0, 1, 0] == pytest.approx(ssim_map(x, y)[0, 0, 8:, :8].mean().item(), rel=1e-12)
+    assert ssim(x, y, patch=8)[0, 1, 0] == pytest.approx(ssim(x, y, patch=1)[0, 8:, :8].mean().item(), rel=1e-12)
 
 
 def test_the_ssim_of_a_pixel_is_that_of_its_gaussian_window():
@@ -104,7 +103,7 @@ def test_the_ssim_of_a_pixel_is_that_of_its_gaussian_window():
     mx, my = moment(x, one), moment(y, one)
     vx, vy, cov = moment(x, x) - mx**2, moment(y, y) - my**2, moment(x, y) - mx * my
     by_hand = (2 * mx * my + 1e-4) * (2 * cov + 9e-4) / ((mx**2 + my**2 + 1e-4) * (vx + vy + 9e-4))
-    assert ssim_map(x, y)[0, 0, 6, 8].item() == pytest.approx(by_hand, rel=1e-12)
+    assert ssim(x, y, patch=1)[0, 6, 8].item() == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_ssim_of_equal_images_is_one_and_of_two_greys_that_of_their_means():
@@ -116,7 +115,7 @@ def test_ssim_of_equal_images_is_one_and_of_two_greys_that_of_their_means():
 
 def test_ssim_leaves_out_the_border():
     x, y = noise(1, 2, 12, 14), noise(1, 2, 12, 14, seed=1)
-    assert ssim(x, y).item() == pytest.approx(ssim_map(x, y)[..., 5:7, 5:9].mean().item(), rel=1e-12)
+    assert ssim(x, y).item() == pytest.approx(ssim(x, y, patch=1)[..., 5:7, 5:9].mean().item(), rel=1e-12)
 
 
 def test_psnr_and_ssim_and_its_map_are_scikit_images():
@@ -128,7 +127,7 @@ def test_psnr_and_ssim_and_its_map_are_scikit_images():
         a, b = x[row].numpy(), y[row].numpy()
         theirs, their_map = metrics.structural_similarity(a, b, channel_axis=0, full=True, **options)
         assert ssim(x, y)[row].item() == pytest.approx(theirs, abs=1e-12)
-        assert (ssim_map(x, y)[row] - torch.from_numpy(their_map)).abs().max() < 1e-12
+        assert (ssim(x, y, patch=1)[row] - torch.from_numpy(their_map).mean(0)).abs().max() < 1e-12
         assert psnr(x, y)[row].item() == pytest.approx(metrics.peak_signal_noise_ratio(a, b, data_range=1.0), rel=1e-12)
 
 

@@ -165,7 +165,7 @@ def test_what_is_no_schedule_is_refused_by_its_field(text):
 
 
 @pytest.mark.parametrize(
-    ("field", "text", "said"),
+    ("field", "text", "message"),
     [
         ("lr", "adaptive:1,target=2", "cannot be adaptive; kl_coef"),
         ("kl_coef", "adaptive:1", "needs target; it has none"),
@@ -177,8 +177,8 @@ def test_what_is_no_schedule_is_refused_by_its_field(text):
         ("kl_coef", "adaptive:0,target=0.1", "from 0 it never moves"),
     ],
 )
-def test_a_controller_that_cannot_be_is_refused(field, text, said):
+def test_a_controller_that_cannot_be_is_refused(field, text, message):
     adaptive = parse_schedule(text, "x")
     assert isinstance(adaptive, AdaptiveSpec)
-    with pytest.raises(GruppoError, match=said):
+    with pytest.raises(GruppoError, match=message):
         make_controller(field, adaptive, f"stage.{field}")

@@ -51,14 +51,9 @@ def psnr(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int
 
 
 def ssim(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0) -> Float[Tensor, "B ..."]:
-    """Mean of ``ssim_map``: [B], without the border of 5 pixels whose windows are mirrored; or of each square."""
-    map_, r = ssim_map(x, y), SSIM_RADIUS
-    return _mean_or_patches(map_ if patch else map_[..., r:-r, r:-r], patch)
+    """(2 mx my + C1)(2 cov + C2) / ((mx^2 + my^2 + C1)(vx + vy + C2)), averaged over pixels; images in [0, 1]. float64.
 
-
-def ssim_map(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
-    """(2 mx my + C1)(2 cov + C2) / ((mx^2 + my^2 + C1)(vx + vy + C2)) at each pixel. float64; images in [0, 1].
-
+    [B], without the border of 5 pixels whose windows are mirrored; with ``patch`` one for each square, as ``psnr``.
     Moments under an 11 x 11 Gaussian of standard deviation 1.5; population covariances; each channel by itself;
     mirrored at the border, the edge repeated. Wang et al. 2004, as scikit-image with gaussian_weights=True and
     use_sample_covariance=False. Images need at least 11 pixels per side.
@@ -73,7 +68,8 @@ def ssim_map(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"]) -> Float[
         flat = torch.cat([flat.narrow(dim, 0, r).flip(dim), flat, flat.narrow(dim, size - r, r).flip(dim)], dim)
     mx, my, xx, yy, xy = _gaussian_filter(flat, SSIM_STD, r).reshape(stack.shape)
     vx, vy, cov = xx - mx * mx, yy - my * my, xy - mx * my
-    return (2 * mx * my + SSIM_C1) * (2 * cov + SSIM_C2) / ((mx * mx + my * my + SSIM_C1) * (vx + vy + SSIM_C2))
+    map_ = (2 * mx * my + SSIM_C1) * (2 * cov + SSIM_C2) / ((mx * mx + my * my + SSIM_C1) * (vx + vy + SSIM_C2))
+    return _mean_or_patches(map_ if patch else map_[..., r:-r, r:-r], patch)
 
 
 def _mean_or_patches(map_: Float[Tensor, "B C H W"], patch: int) -> Float[Tensor, "B ..."]:
