@@ -109,6 +109,7 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
     parts, is_new = parts or Parts(), isinstance(source, Config)
     if isinstance(source, Config):
         validate(source, parts)
+        # absolute paths: the run may be continued, evaluated and exported from another folder
         config = with_absolute_paths(replace(source, name=source.name or new_name("run", source.runs_dir)))
         path = Path(config.runs_dir) / config.name
     else:
@@ -141,6 +142,7 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
                 folder.write_manifest(run, model_source)
         began = time.perf_counter()
         stack.enter_context(run.stopper.listening())
+        # closed in reverse order: the screen gives the terminal back before anything else is printed
         stack.callback(run.engine.close)
         with dist.fail_together():
             files = folder.trackers(from_step=run.state.step if is_restored else None)
@@ -150,7 +152,7 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
         if show and dist.is_main():
             run.trackers.append(on_screen(run, folder.path))
             stack.callback(run.trackers[-1].close)
-        if not is_restored:
+        if not is_restored:  # reward functions may draw from the global generators
             checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
         loop.train(run, folder)
         with dist.fail_together():

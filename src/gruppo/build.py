@@ -165,6 +165,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         modality = policy.modality
         checks.check(config, modality)
     config = place(policy, config)
+    # what the policy cannot be trained with is refused before a reference or a critic takes memory
     sampling = modality.sampling(config, policy)
     modality.check(config, policy, sampling, source, rewards)
     check_capabilities(config, policy)

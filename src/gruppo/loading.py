@@ -84,7 +84,7 @@ def load_file(path: Path) -> ModuleType:
         where = "" if path.parent.is_dir() else f" (there is no folder {path.parent} either)"
         guess = did_you_mean(path.name, [other.name for other in path.parent.glob("*.py")])
         raise GruppoError(f"there is no file {path}{where}; name a Python file that exists.{guess}")
-    stat = path.stat()
+    stat = path.stat()  # a file that has changed is another module
     key = f"{path}:{stat.st_mtime_ns}:{stat.st_size}"
     name = f"gruppo_file_{path.stem}_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -92,7 +92,7 @@ def load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise GruppoError(f"{path} is not a Python file; name a file that ends in .py.")
-    if str(path.parent) not in sys.path:
+    if str(path.parent) not in sys.path:  # last, so that a file beside it hides no installed package
         sys.path.append(str(path.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     global _depth

@@ -26,9 +26,6 @@ Outputs = Collection[str]
 """Requested outputs of a likelihood beside ``logprobs``: "entropy" (with gradient), "entropy_value" (without, cheaper),
 "gaussian", "values", "output"."""
 
-CAPABILITIES = ("consistency", "conversations", "demonstrations", "lora", "restore", "separate_critic", "shared_critic")
-"""Optional capabilities that ``Policy.supports`` may name."""
-
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -57,7 +54,8 @@ class Policy:
     modality: Modality
     """What differs between kinds of models before one is open; the neutral ``Modality`` by default."""
     supports: ClassVar[frozenset[str]] = frozenset()
-    """Optional capabilities; see ``CAPABILITIES``."""
+    """Optional capabilities: "consistency", "conversations", "demonstrations", "lora", "restore", "separate_critic",
+    "shared_critic"."""
     likelihood_outputs: ClassVar[frozenset[str]] = frozenset()
     """Outputs that ``likelihood`` can return beside log-probs; with "gaussian", KL divergences are exact."""
     actions_are_positions: ClassVar[bool] = False

@@ -150,6 +150,7 @@ class Rollouts:
         """Concatenate rows. Those of the same prompt and draw become one group; shorter parts are padded."""
         if not parts:
             raise ValueError("Rollouts.cat got an empty list; it needs at least one Rollouts.")
+        # the parts may hold rows of the same prompt: groups are numbered by the first place of each (id, draw)
         prompts = [prompt for part in parts for prompt in part.prompts]
         keys = [(prompt.id, prompt.draw) for prompt in prompts]
         places: dict[tuple[str, int], int] = {}  # of each group's first prompt
@@ -277,7 +278,7 @@ class Stat:
     @staticmethod
     def of(x: Tensor, where: Tensor | None = None) -> Stat:
         """Compute the statistics of ``x``, where ``where`` is True if given."""
-        kept = (x if where is None else x[where]).detach().double()
+        kept = (x if where is None else x[where]).detach().double()  # sums of bfloat16 would lose small terms
         if kept.numel() == 0:
             return Stat()
         low, high = kept.aminmax()

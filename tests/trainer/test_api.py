@@ -90,26 +90,26 @@ def test_an_evaluated_row_that_lacks_a_part_is_unscored_and_not_a_sum_of_what_is
 
 
 class Source:
-    """A prompt source of the user's own, which counts what is drawn and keeps nothing for evaluation."""
+    """A prompt source of the user's own, which counts the prompts taken and keeps nothing for evaluation."""
 
     def __init__(self) -> None:
-        self.drawn = 0
+        self.taken = 0
 
     def take(self, n: int) -> list[gruppo.Prompt]:
-        self.drawn += n
-        return [gruppo.Prompt(str(i), f"{i} + 1 = ", draw=i) for i in range(self.drawn - n, self.drawn)]
+        self.taken += n
+        return [gruppo.Prompt(str(i), f"{i} + 1 = ", draw=i) for i in range(self.taken - n, self.taken)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn}
+        return {"taken": self.taken}
 
     def load_state_dict(self, state: Any) -> None:
-        self.drawn = state["drawn"]
+        self.taken = state["taken"]
 
 
 def test_a_question_to_try_is_one_that_was_asked_and_draws_no_further_prompt(tmp_path):
     source = Source()
     result = gruppo.train(model=tiny.model(), data=source, reward=length, runs_dir=tmp_path, **SMALL)
-    assert result.question == "0 + 1 = " and source.drawn == 2 * 2
+    assert result.question == "0 + 1 = " and source.taken == 2 * 2
 
 
 def test_a_plain_module_trains_and_its_weights_can_be_loaded_again(tmp_path):
@@ -211,9 +211,9 @@ def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys,
     result = gruppo.train(
         model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL | {"show": True}
     )
-    said = "".join(capsys.readouterr().out.split())
-    assert f"{command_name()}sample{result.folder}" in said and f"{command_name()}eval{result.folder}" in said
-    assert levels == [logging.INFO]  # what is downloaded is said
+    output = "".join(capsys.readouterr().out.split())
+    assert f"{command_name()}sample{result.folder}" in output and f"{command_name()}eval{result.folder}" in output
+    assert levels == [logging.INFO]  # downloads are reported
     assert (log.level, log.handlers) == before
 
 

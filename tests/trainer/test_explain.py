@@ -48,37 +48,37 @@ def test_what_a_token_keeps_of_a_smollm2_in_bfloat16_is_near_what_autograd_was_s
     assert activations(smollm2, 1, torch.bfloat16, "packed") == pytest.approx(0.949e6, rel=0.05)
 
 
-def said_of(tmp_path, **changes) -> str:
+def explained(tmp_path, **changes) -> str:
     return "\n".join(explain(tiny.config(tmp_path, **changes)))
 
 
 def test_an_adapter_is_told_with_its_size_and_its_reference(tmp_path):
     """Rank 4 on q_proj of 2 layers, 16 to 16: 2 x 4 x (16 + 16) numbers."""
-    said = said_of(tmp_path, lora__rank=4, lora__alpha=8.0, lora__targets=("q_proj",), stage__kl_coef=0.1)
-    assert "adapter     256 trained weights on a frozen base of " in said
-    assert "reference   the base, with the adapter off\n" in said
-    assert "reference   " not in said_of(tmp_path, lora__rank=4)
+    text = explained(tmp_path, lora__rank=4, lora__alpha=8.0, lora__targets=("q_proj",), stage__kl_coef=0.1)
+    assert "adapter     256 trained weights on a frozen base of " in text
+    assert "reference   the base, with the adapter off\n" in text
+    assert "reference   " not in explained(tmp_path, lora__rank=4)
 
 
 def test_a_reference_that_follows_and_the_way_back_are_told(tmp_path):
     mixed = {"stage__kl_coef": 0.1, "reference__kind": "mixed", "reference__update_every": 2}
     back = {"back_off__metric": "eval/reward_mean", "back_off__drop": 0.1}
-    said = said_of(tmp_path, reference__place="disk", **mixed, **back)
-    assert "reference   a copy that follows the policy: 0.6 policy + 0.4 reference after every 2 steps, on disk" in said
+    text = explained(tmp_path, reference__place="disk", **mixed, **back)
+    assert "reference   a copy that follows the policy: 0.6 policy + 0.4 reference after every 2 steps, on disk" in text
     assert (
         "back off    where eval/reward_mean falls more than 0.1 below its best: return to the best weights, with 0.5"
-        in said
+        in text
     )
-    assert "a second adapter that follows the policy: 0.6 policy" in said_of(tmp_path, lora__rank=4, **mixed)
-    assert "reference   a copy of the first weights, on the device\n" in said_of(tmp_path, stage__kl_coef=0.1)
+    assert "a second adapter that follows the policy: 0.6 policy" in explained(tmp_path, lora__rank=4, **mixed)
+    assert "reference   a copy of the first weights, on the device\n" in explained(tmp_path, stage__kl_coef=0.1)
 
 
 def test_stages_are_numbered_as_the_options_are_and_say_what_they_do(tmp_path):
     stages = (Stage(name="supervised", steps=2, rl_coef=0.0, sup_coef=1.0), Stage(name="full"))
-    said = said_of(tmp_path, stages=stages, supervised__batch=8)
-    assert "  --stages.0  supervised  2 steps: rl_coef=0, sup_coef=1; samples nothing\n" in said
-    assert "  --stages.1  full        to the end: rl_coef=1\n" in said
-    assert "supervised  8 demonstrations per step, in --stages.0\n" in said
-    one = said_of(tmp_path, stage__sup_coef="linear:1,0")
+    text = explained(tmp_path, stages=stages, supervised__batch=8)
+    assert "  --stages.0  supervised  2 steps: rl_coef=0, sup_coef=1; samples nothing\n" in text
+    assert "  --stages.1  full        to the end: rl_coef=1\n" in text
+    assert "supervised  8 demonstrations per step, in --stages.0\n" in text
+    one = explained(tmp_path, stage__sup_coef="linear:1,0")
     assert "  --stage     (no name)   to the end: rl_coef=1, sup_coef=linear:1,0\n" in one
     assert "demonstrations per step, in --stage\n" in one

@@ -1,4 +1,4 @@
-"""References in whole runs: chosen, asked, proved frozen, saved and watched."""
+"""References in whole runs: chosen, sampled from, proved frozen, saved and watched."""
 
 from __future__ import annotations
 
@@ -121,19 +121,19 @@ def test_where_the_weights_rest_changes_no_bit_of_the_run(tmp_path, places, upda
 @pytest.mark.parametrize("kind", ["disk", "mixed on disk"])
 def test_weights_that_rest_are_released_before_any_update(tmp_path, kind):
     run = built(tmp_path, **KINDS[kind])
-    asked: list[int] = []
+    sizes: list[int] = []
     likelihood = run.policy.likelihood
 
-    def watched(*arguments: Any, **wanted: Any) -> Any:
-        asked.append(sum(p.numel() for p in run.reference.module.parameters()))
-        return likelihood(*arguments, **wanted)
+    def watched(*arguments: Any, **options: Any) -> Any:
+        sizes.append(sum(p.numel() for p in run.reference.module.parameters()))
+        return likelihood(*arguments, **options)
 
     run.policy.likelihood = watched
     step_params = step_params_at(run.config, 0)
     batch = collect(run, step_params).batch
-    assert batch.ref is not None and batch.old_logprobs is None and not asked
+    assert batch.ref is not None and batch.old_logprobs is None and not sizes
     learn(run, batch, step_params)
-    assert asked and not any(asked)
+    assert sizes and not any(sizes)
 
 
 def test_a_disk_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch):
@@ -153,7 +153,7 @@ def test_on_a_cpu_the_place_cpu_says_that_it_saves_nothing(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"reference__kind": "mixed"}, "no stage's kl_coef is above 0"),
         (
@@ -167,8 +167,8 @@ def test_on_a_cpu_the_place_cpu_says_that_it_saves_nothing(tmp_path, caplog):
         (KINDS["disk"] | LORA, r"place='disk' has nothing to place"),
     ],
 )
-def test_a_reference_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, changes, said):
-    with pytest.raises(GruppoError, match=said):
+def test_a_reference_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, changes, message):
+    with pytest.raises(GruppoError, match=message):
         checks.check(tiny.config(tmp_path, **changes))
 
 
@@ -180,13 +180,13 @@ def test_a_policy_given_with_an_adapter_has_nothing_to_place_either(tmp_path):
 
 
 def test_explain_says_what_a_reference_costs_and_what_a_moving_one_means(tmp_path):
-    def told(kind: str) -> str:
+    def explained(kind: str) -> str:
         return "\n".join(explain(tiny.config(tmp_path, **KINDS[kind])))
 
     of_memory = re.compile(r"^  reference +[\d.]+ MiB$", re.MULTILINE)
-    assert of_memory.search(told("device")) and "no anchor" not in told("device")
-    assert "reference, float32" in told("mixed") and "no anchor to where it began" in told("mixed")
-    assert not any(of_memory.search(told(kind)) for kind in ("disk", "base"))
+    assert of_memory.search(explained("device")) and "no anchor" not in explained("device")
+    assert "reference, float32" in explained("mixed") and "no anchor to where it began" in explained("mixed")
+    assert not any(of_memory.search(explained(kind)) for kind in ("disk", "base"))
 
 
 # --- a frozen one is frozen -------------------------------------------------------------------------------------------

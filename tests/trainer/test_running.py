@@ -58,12 +58,12 @@ def test_moving_statistics_are_saved_and_resumed_to_the_bit(tmp_path, kind):
 
 def rewards_of(run: Any, count: int) -> list[tuple[torch.Tensor, Any]]:
     """Rewards and advantages of some steps, and whose they are."""
-    said = []
+    batches = []
     for _ in range(count):
         collected, _ = step(run)
         run.state.step += 1
-        said.append((collected.batch.rewards.double(), collected.batch))
-    return said
+        batches.append((collected.batch.rewards.double(), collected.batch))
+    return batches
 
 
 def test_a_running_baseline_is_followed_by_hand(tmp_path):
@@ -111,8 +111,8 @@ def test_a_run_tells_its_moving_statistics(tmp_path, kind):
             if kind == "baseline running"
             else {f"{area}running_std_within_group": moving**0.5}
         )
-        told = {name: value for name, value in collected.metrics.items() if name.startswith(f"{area}running")}
-        assert told == pytest.approx(expected, rel=1e-6)
+        measured = {name: value for name, value in collected.metrics.items() if name.startswith(f"{area}running")}
+        assert measured == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_scale_of_a_prompt_is_that_of_its_last_rewards(tmp_path):
@@ -165,9 +165,9 @@ def test_a_boundary_keeps_the_statistics_from_before_the_step(tmp_path, kind):
 def thousands(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float | None]:
     """Of a scale 10,000 times that of the other; it does not apply to the first prompt, and is flat for the second."""
     order = list(dict.fromkeys(str(p) for p in prompts))
-    said = [10_000.0 * len(tiny.said(c)) for c in completions]
+    scores = [10_000.0 * len(tiny.said(c)) for c in completions]
     which = [order.index(str(p)) for p in prompts]
-    return [None if w == 0 else 5e4 if w == 1 else value for w, value in zip(which, said, strict=True)]
+    return [None if w == 0 else 5e4 if w == 1 else value for w, value in zip(which, scores, strict=True)]
 
 
 def test_two_rewards_of_very_different_scales_weigh_what_their_weights_say(tmp_path):

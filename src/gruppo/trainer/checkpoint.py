@@ -176,6 +176,7 @@ def load_latest(folder: Path) -> Saved | None:
     problem, latest = None, ""
     with suppress(OSError, ValueError):
         latest = (folder / "latest").read_text(encoding="utf-8").strip()
+    # the one that was completed last, then from the newest on: a later one was written but never pointed at
     for name in sorted(map(name_of, reversed(steps(folder))), key=lambda name: name != latest):
         try:
             saved = load(folder / name)

@@ -123,6 +123,7 @@ class RunFolder:
         if dist.is_main():
             self._write(self.checkpoints, run, state["step"], state)
             checkpoint.prune(self.checkpoints, run.config.saving.keep, newest=state["step"])
+            # a run that resumes from this checkpoint may return to the best weights that it names
             self._saved_best = None if state["best"] is None else int(state["best"]["step"])
             newest_best = None if run.state.best is None else int(run.state.best["step"])
             checkpoint.keep_only(self.best, {self._saved_best, newest_best})
@@ -211,7 +212,7 @@ class RunFolder:
                 f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
                 f"({reason}). Resume with the run's own config and the model as it was, or start a new run."
             ) from error
-        run.engine.sync(run.policy, run.state.version)
+        run.engine.sync(run.policy, run.state.version)  # until now it sampled from the first weights
         return True
 
     # --- other files ---
