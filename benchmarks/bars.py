@@ -109,7 +109,7 @@ def _figure(path: Path, heading: str, panels: Callable[..., None], *, height: fl
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(fname=STYLE):
         figure = Figure(figsize=(9.2 if columns > 1 else 7.4, height), layout="constrained")
         figure.suptitle(heading, x=0.01, ha="left", fontsize=9.5, color=INK)
         panels(*figure.subplots(1, columns, squeeze=False)[0])

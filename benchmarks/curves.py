@@ -45,7 +45,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     found, seeds = bands(runs), len({one["seed"] for one in runs})
     columns = min(COLUMNS, len(found))
     rows = math.ceil(len(found) / columns)
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(fname=STYLE):
         figure = Figure(figsize=(2.75 * columns, 2.1 * rows + 0.5), layout="constrained")
         figure.suptitle(_key(seeds), x=0.01, ha="left", fontsize=9.5, color=INK)
         panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()

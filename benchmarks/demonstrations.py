@@ -138,7 +138,7 @@ def draw(found: Mapping[str, Mapping[int, Sequence[Row]]], path: Path) -> None:
 
     from gruppo.tracking.plots import COLORS, INK, STYLE
 
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(fname=STYLE):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")
         axes = figure.subplots()
         for colour, (variant, of_seeds) in zip(COLORS, found.items(), strict=False):

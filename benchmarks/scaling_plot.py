@@ -32,7 +32,7 @@ def draw(results: Mapping[str, Any], path: Path, heading: str) -> None:
     panels = [(title, [name for name in names if name in found]) for title, names in PANELS]
     panels = [(title, names) for title, names in panels if names]
     rows = (len(panels) + 1) // 2
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(fname=STYLE):
         figure = Figure(figsize=(9.2, 3.1 * rows + 0.5), layout="constrained")
         figure.suptitle(heading, x=0.01, ha="left", fontsize=9.5, color=INK)
         axes = figure.subplots(rows, 2, squeeze=False).ravel()

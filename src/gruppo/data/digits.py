@@ -87,15 +87,14 @@ def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"
         with gzip.open(path, "rt", encoding="ascii") as file:
             lines = file.read().splitlines()
         if not lines:
-            raise EOFError("it is empty")
+            raise ValueError("it is empty")
         rows = np.loadtxt(lines, delimiter=",", dtype=np.int64, ndmin=2)
+        levels, labels = rows[:, :-1], rows[:, -1]
+        if levels.shape[1] != SIDE**2 or levels.min() < 0 or levels.max() > 255 or not set(labels) <= set(range(10)):
+            found = f"{rows.shape[1]} columns, levels up to {levels.max()} and classes up to {labels.max()}"
+            raise ValueError(f"{found}; a digit has {SIDE**2} levels from 0 to 255 and a class from 0 to 9")
     except (OSError, EOFError, ValueError) as problem:
-        install = f"install {PACKAGE} again: pip install --force-reinstall --no-deps {PACKAGE}"
+        install = f"install {PACKAGE} 0.25 again: pip install --force-reinstall --no-deps {PACKAGE}"
         raise DataError(f"the digits in {path} cannot be read ({problem}); {install}") from problem
-    levels, labels = rows[:, :-1], rows[:, -1]
-    if rows.shape[1] != SIDE * SIDE + 1 or levels.min() < 0 or levels.max() > 255 or not set(labels) <= set(range(10)):
-        found = f"{rows.shape[1]} columns, levels up to {levels.max()} and classes up to {labels.max()}"
-        need = f"a digit has {SIDE * SIDE} levels from 0 to 255 and a class from 0 to 9. Install {PACKAGE} 0.25."
-        raise DataError(f"{path} holds {found}; {need}")
     images = torch.from_numpy(levels.astype(np.uint8)).reshape(-1, 1, SIDE, SIDE)
     return images, torch.from_numpy(labels)

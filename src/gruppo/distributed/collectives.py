@@ -40,14 +40,17 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def all_sum(x: Tensor) -> Tensor:
-    """Sum over ranks, as a new tensor."""
-    return _all_reduce(x, td.ReduceOp.SUM)
+def all_sum(x: Tensor, *, op: td.ReduceOp.RedOpType = td.ReduceOp.SUM) -> Tensor:
+    """Sum over ranks, or another reduction, as a new tensor."""
+    if world_size() > 1:
+        x = x.clone()
+        td.all_reduce(x, op=op)
+    return x
 
 
 def all_max(x: int) -> int:
     """Maximum over ranks."""
-    return int(_all_reduce(torch.tensor(x), td.ReduceOp.MAX)) if world_size() > 1 else x
+    return int(all_sum(torch.tensor(x), op=td.ReduceOp.MAX)) if world_size() > 1 else x
 
 
 def all_gather(data: bytes) -> list[bytes]:
@@ -96,16 +99,8 @@ def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
     local = [stats.get(name, Stat()) for name in names]
     sums = torch.tensor([[s.count, s.sum, s.sum_sq] for s in local], dtype=torch.float64).reshape(-1, 3)
     ends = torch.tensor([[-s.min, s.max] for s in local], dtype=torch.float64).reshape(-1, 2)
-    sums, ends = all_sum(sums), _all_reduce(ends, td.ReduceOp.MAX)
+    sums, ends = all_sum(sums), all_sum(ends, op=td.ReduceOp.MAX)
     return {
         name: Stat(float(total[0]), float(total[1]), float(total[2]), -float(end[0]), float(end[1]))
         for name, total, end in zip(names, sums, ends, strict=True)
     }
-
-
-def _all_reduce(x: Tensor, op: td.ReduceOp.RedOpType) -> Tensor:
-    if world_size() == 1:
-        return x
-    x = x.clone()
-    td.all_reduce(x, op=op)
-    return x

@@ -22,35 +22,12 @@ MAX_LINES = 8
 """Lines in a panel that can still be told apart."""
 MAX_PROMPTS = 40
 COLORS = ("#2563a8", "#c2571a", "#3f8f4f", "#8b5fbf", "#b8901f", "#c44569", "#4a9a9a", "#7a7a7a")
-INK, PAPER, RULE, STAGE, ABSENT = "#222222", "#ffffff", "#dddddd", "#8a8a8a", "#eeeeee"
+INK, PAPER, STAGE, ABSENT = "#222222", "#ffffff", "#8a8a8a", "#eeeeee"
 LOG_RANGE = 100
 """Ratio of the largest value to a small one above which colors are logarithmic."""
 MAX_COLUMNS, MAX_PROFILES = 60, 6
 """Columns of a heatmap, and lines over denoising steps."""
-STYLE = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.labelcolor": INK,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": RULE,
-    "grid.linewidth": 0.7,
-    "xtick.color": "#555555",
-    "ytick.color": "#555555",
-    "legend.facecolor": PAPER,
-    "legend.edgecolor": "none",
-    "legend.framealpha": 0.85,
-    "legend.borderpad": 0.2,
-    "legend.fontsize": 9,
-    "figure.facecolor": PAPER,
-    "savefig.dpi": 130,
-}
+STYLE = Path(__file__).with_name("plots.mplstyle")
 EPOCHS = {
     "ratio_max": ("epoch_ratio", "Largest ratio", "new / old probability"),
     "clip_frac": ("epoch_clip", "Clipped actions", "fraction"),
@@ -108,7 +85,7 @@ def plot_run(run_dir: str | Path, *, note: Callable[[str], None] = lambda messag
     folder = Path(run_dir) / "plots"
     folder.mkdir(parents=True, exist_ok=True)
     starts, paths = stage_starts(run_dir, metrics), [folder / "overview.png"]
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(fname=STYLE):
         overview = [panel for panel in panels if panel.in_overview]
         columns = min(len(overview), 3 if len(overview) <= 12 else 4)
         rows = math.ceil(len(overview) / columns)

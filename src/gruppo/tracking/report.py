@@ -8,6 +8,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 from urllib.parse import quote
 
@@ -37,22 +38,6 @@ FILES = {
     "images/before_after.png": "the same prompts before and after",
     "report.html": "plots and samples on one page",
 }
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 1180px; margin: 2em auto;
-       padding: 0 1em }}
-h1 {{ font-size: 1.5em }} h2 {{ font-size: 1.15em; margin: 2em 0 .5em }}
-table {{ border-collapse: collapse }} th {{ text-align: left; font-weight: normal; color: #6f6f6f }}
-td, th {{ padding: .25em 1.2em .25em 0; vertical-align: top; border-bottom: 1px solid #ddd; white-space: pre-wrap;
-         overflow-wrap: anywhere }}
-td.number {{ text-align: right; white-space: nowrap }}
-figure {{ margin: 1em 0 }} figcaption {{ color: #6f6f6f }} img {{ max-width: 100%; height: auto }}
-</style></head><body>
-<h1>{title}</h1>
-{body}
-</body></html>
-"""
 
 
 def wilson_interval(successes: float, n: float) -> tuple[float, float]:
@@ -191,7 +176,8 @@ def write_page(run_dir: str | Path) -> Path | None:
     if not parts:
         return None
     path = run_dir / "report.html"
-    replace_file(path, PAGE.format(title=html.escape(run_dir.absolute().name), body="\n".join(parts)))
+    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    replace_file(path, page.substitute(title=html.escape(run_dir.absolute().name), body="\n".join(parts)))
     return path
 
 
