@@ -218,10 +218,10 @@ def test_a_lower_budget_is_one_that_cuts_otherwise(tmp_path):
     run = run_in(tmp_path)
     batch = collect(run, step_params_at(run.config, 0)).batch
     assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, token_budget(run) // 2)) == 1
-    finer = memory.finer_budget(run, [(batch.rollouts, batch.loss_mask)], token_budget(run), 1)
+    finer = memory.finer_budget(run.policy, [(batch.rollouts, batch.loss_mask)], token_budget(run), 1)
     assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, finer)) > 1
     assert len(run.policy.micro_batches(batch.rollouts, batch.loss_mask, 2 * finer)) == 1
-    assert memory.finer_budget(run, [(batch.rollouts, batch.loss_mask)], 1, len(batch.loss_mask)) == 0
+    assert memory.finer_budget(run.policy, [(batch.rollouts, batch.loss_mask)], 1, len(batch.loss_mask)) == 0
 
 
 def test_an_error_that_is_not_about_memory_is_raised_as_it_is(tmp_path):
@@ -264,7 +264,7 @@ def test_a_row_that_cannot_fit_is_refused_before_linux_ends_the_process(tmp_path
     micro_batches = run.policy.micro_batches(
         batch.rollouts, batch.loss_mask & (batch.advantages != 0).any(dim=1, keepdim=True), 1
     )
-    needs = memory.longest_row(run, batch.rollouts, micro_batches) * per_token(run)
+    needs = memory.longest_row(run.policy, batch.rollouts, micro_batches) * per_token(run)
     full = Full(run.policy, "likelihood", rows=1 << 30)
     free(monkeypatch, (needs - 1) / GIB)
     with pytest.raises(GruppoError, match=r"does not fit into memory: its activations alone need about .* GiB, "):

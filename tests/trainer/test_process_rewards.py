@@ -68,7 +68,7 @@ def scored(objective: Objective, rewards: Sequence[Any], weights: Any = None) ->
         config=config, state=SimpleNamespace(running={}), critic=None, rewards=scorer, policy=Policy()
     )
     scores = scorer.score(rollouts)
-    loss_mask = kept_actions(run, rollouts, scores)
+    loss_mask = kept_actions(run.config.objective, rollouts, scores)
     return Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask), run, scores
 
 

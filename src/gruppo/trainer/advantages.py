@@ -12,10 +12,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo import distributed as dist
+from gruppo.config.schema import Config
 from gruppo.core.advantages import group_advantages, normalized_sum, position_advantages, step_advantages
+from gruppo.core.objective import Objective
 from gruppo.core.returns import broadcast_step_values, gae, overlong_penalty, place_score, returns_to_go, whiten
 from gruppo.environments import completion_lengths
-from gruppo.rewards.scoring import Scores
+from gruppo.rewards.scoring import RewardSet, Scores
 from gruppo.trainer.minibatches import asks_before_updates, evaluated, has_kl_in_reward
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
@@ -27,7 +29,7 @@ OVERLONG = "overlong penalty"
 
 def assemble(run: Run, step_params: StepParams, rollouts: Rollouts, scores: Scores) -> Batch:
     """A batch with advantages, and with the old log-probs, values and reference log-probs that an update needs."""
-    limit, loss_mask = run.config.objective.adv_clip, kept_actions(run, rollouts, scores)
+    limit, loss_mask = run.config.objective.adv_clip, kept_actions(run.config.objective, rollouts, scores)
     if run.config.objective.correction != "none":
         is_missing = ~rollouts.sampler_logprobs[loss_mask].isfinite()
         missing, count = dist.all_sum(torch.tensor([int(is_missing.sum()), len(is_missing)])).tolist()
@@ -48,10 +50,10 @@ def assemble(run: Run, step_params: StepParams, rollouts: Rollouts, scores: Scor
     return batch
 
 
-def kept_actions(run: Run, rollouts: Rollouts, scores: Scores) -> Bool[Tensor, "B T"]:
+def kept_actions(objective: Objective, rollouts: Rollouts, scores: Scores) -> Bool[Tensor, "B T"]:
     """Actions chosen by the policy, in a row that is scored, not an error, and not masked out for its length."""
     usable = scores.rewards.isfinite() & torch.tensor([finish != "error" for finish in rollouts.finish])
-    if run.config.objective.mask_truncated:
+    if objective.mask_truncated:
         usable &= torch.tensor([finish != "length" for finish in rollouts.finish])
     return rollouts.mask & usable[:, None]
 
@@ -65,7 +67,7 @@ def with_advantages(run: Run, step_params: StepParams, batch: Batch, scores: Sco
         assert batch.old_logprobs is not None and batch.ref is not None
         kl = torch.where(batch.loss_mask, batch.old_logprobs - batch.ref.logprobs, 0)
         penalty = step_params.kl_coef * kl
-    score = scores.rewards + overlong(run, batch.rollouts)
+    score = scores.rewards + overlong(run.config, batch.rollouts)
     names = [name for name in scores.steps if run.rewards.weight_of[name]]  # step rewards with a weight
     by_step = objective.credit != "outcome" and bool(names)
     if objective.has_critic:
@@ -88,9 +90,9 @@ def with_advantages(run: Run, step_params: StepParams, batch: Batch, scores: Sco
     return replace(batch, advantages=advantages, returns=returns)
 
 
-def overlong(run: Run, rollouts: Rollouts) -> Float[Tensor, "B"]:
+def overlong(config: Config, rollouts: Rollouts) -> Float[Tensor, "B"]:
     """The soft overlong penalty of each row (DAPO), 0 without one."""
-    cache, longest = run.config.objective.overlong, run.config.rollout.max_new_tokens
+    cache, longest = config.objective.overlong, config.rollout.max_new_tokens
     if not cache:
         return torch.zeros(len(rollouts))
     return overlong_penalty(completion_lengths(rollouts), max_length=longest, cache=cache)
@@ -106,7 +108,7 @@ def row_advantages(run: Run, rollouts: Rollouts, score: Float[Tensor, "B"], scor
     is_scored = scores.rewards.isfinite()
     parts, weights = dict(scores.parts), list(run.rewards.weights)
     if run.config.objective.overlong:  # as one more reward
-        parts, weights = parts | {OVERLONG: overlong(run, rollouts)}, [*weights, 1.0]
+        parts, weights = parts | {OVERLONG: overlong(run.config, rollouts)}, [*weights, 1.0]
     scored = {name: part.where(is_scored, torch.nan)[:, None] for name, part in parts.items()}
     advantages = [_compared(run, rollouts, part, name)[:, 0] for name, part in scored.items()]
     return normalized_sum(advantages, weights, is_scored, eps=run.config.objective.scale_eps, all_sum=dist.all_sum)
@@ -161,7 +163,7 @@ def credit_of_steps(
         run.rewards.weight_of,
     )
     assert rollouts is not None
-    late, rewards = overlong(run, rollouts), rewards_of_steps(run, scores, names)
+    late, rewards = overlong(run.config, rollouts), rewards_of_steps(run.rewards, scores, names)
     each_apart = objective.combine == "normalize_then_sum"
     row, is_step = torch.zeros_like(late), rewards.isfinite()
     if each_apart:  # each reward by itself, the penalty as one more; then their weighted sums
@@ -178,7 +180,7 @@ def credit_of_steps(
                 row = row + weights[name] * _compared(run, rollouts, own, name)[:, 0]
     else:  # the penalty is the row's, or the last step's
         if run.rewards.has_outcome_rewards:
-            row = _compared(run, rollouts, (score_of_rows(run, scores, names) + late)[:, None], "sum")[:, 0]
+            row = _compared(run, rollouts, (score_of_rows(run.rewards, scores, names) + late)[:, None], "sum")[:, 0]
         else:
             rewards = rewards + place_score(late, is_step)
         steps, is_step = _compared(run, rollouts, rewards, "steps", steps=True), rewards.isfinite()
@@ -196,19 +198,19 @@ def credit_of_steps(
 def action_rewards(run: Run, batch: Batch, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B T"]:
     """Rewards for a critic: each step's at its end, those of rows and the overlong penalty at the last kept action."""
     assert batch.rollouts is not None
-    row = score_of_rows(run, scores, names) + overlong(run, batch.rollouts)
-    return place_score(row, batch.loss_mask) + rewards_of_steps(run, scores, names).nan_to_num(0)
+    row = score_of_rows(run.rewards, scores, names) + overlong(run.config, batch.rollouts)
+    return place_score(row, batch.loss_mask) + rewards_of_steps(run.rewards, scores, names).nan_to_num(0)
 
 
-def score_of_rows(run: Run, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B"]:
+def score_of_rows(rewards: RewardSet, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B"]:
     """The weighted sum of the rewards of whole rows; NaN where the row is not scored."""
     parts = {name: part.nan_to_num(0) for name, part in scores.parts.items() if name not in names}
-    total = sum((run.rewards.weight_of[name] * part for name, part in parts.items()), torch.zeros_like(scores.rewards))
+    total = sum((rewards.weight_of[name] * part for name, part in parts.items()), torch.zeros_like(scores.rewards))
     return torch.where(scores.rewards.isfinite(), total, torch.nan)
 
 
-def rewards_of_steps(run: Run, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B T"]:
+def rewards_of_steps(rewards: RewardSet, scores: Scores, names: Sequence[str]) -> Float[Tensor, "B T"]:
     """The weighted sum of step rewards at the actions that end a step; NaN elsewhere, and in unscored rows."""
-    each = torch.stack([run.rewards.weight_of[name] * scores.steps[name] for name in names])
+    each = torch.stack([rewards.weight_of[name] * scores.steps[name] for name in names])
     is_step = each.isfinite().any(0) & scores.rewards.isfinite()[:, None]
     return torch.where(is_step, each.nan_to_num(0).sum(0), torch.nan)

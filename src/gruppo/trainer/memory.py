@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from gruppo.protocols import Policy
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError, MicroBatch, Rollouts
 
@@ -58,7 +59,7 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
     while True:
         budgets = [budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts]
         cuts = [run.policy.micro_batches(*part, budget) for part, budget in zip(parts, budgets, strict=True)]
-        longest = max(longest_row(run, part[0], cut) for part, cut in zip(parts, cuts, strict=True))
+        longest = max(longest_row(run.policy, part[0], cut) for part, cut in zip(parts, cuts, strict=True))
         # Where a row alone needs more than is free, Linux would kill the process without a message.
         free, needed = free_bytes(run.policy.device), longest * run.policy.bytes_per_unit(least=True)
         if free is not None and needed > free and run.policy.device.type == "cpu":
@@ -77,7 +78,7 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         budget = max(budgets)
-        run.state.token_budget = finer_budget(run, parts, budget, sum(map(len, cuts)))
+        run.state.token_budget = finer_budget(run.policy, parts, budget, sum(map(len, cuts)))
         if not run.state.token_budget:
             request = re.search(r"tried to allocate ([\d.]+ ?\w+)", attempt.error, re.IGNORECASE)
             raise _does_not_fit(run, longest, f"the last request was for {request[1]}" if request else "")
@@ -88,11 +89,11 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
         )
 
 
-def finer_budget(run: Run, parts: Sequence[Part], budget: int, count: int) -> int:
+def finer_budget(policy: Policy, parts: Sequence[Part], budget: int, count: int) -> int:
     """The largest halving of the budget that gives more micro-batches than ``count``; 0 where none does."""
     while budget > 1:
         budget //= 2
-        if sum(len(run.policy.micro_batches(*part, budget)) for part in parts) > count:
+        if sum(len(policy.micro_batches(*part, budget)) for part in parts) > count:
             return budget
     return 0
 
@@ -105,11 +106,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
-def longest_row(run: Run, rollouts: Rollouts, micro_batches: Sequence[MicroBatch]) -> int:
+def longest_row(policy: Policy, rollouts: Rollouts, micro_batches: Sequence[MicroBatch]) -> int:
     """Units of the longest row in the micro-batches, its prompt included."""
     if not micro_batches:
         return 0
-    return run.policy.longest_row(rollouts, torch.cat([micro_batch.rows for micro_batch in micro_batches]))
+    return policy.longest_row(rollouts, torch.cat([micro_batch.rows for micro_batch in micro_batches]))
 
 
 def _does_not_fit(run: Run, units: int, reason: str) -> GruppoError:

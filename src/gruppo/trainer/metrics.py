@@ -79,7 +79,7 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
         stats["value/residual"] = Stat.of(batch.returns - batch.old_values, batch.loss_mask)
     stats |= of_rewards(rollouts, scores)
     if run.config.objective.overlong:
-        stats["reward/overlong"] = Stat.of(overlong(run, rollouts))
+        stats["reward/overlong"] = Stat.of(overlong(run.config, rollouts))
     stats |= {f"count:{name}": Stat(1, value) for name, value in counts.items()}
     stats = dist.merge_stats(stats)
     metrics = flatten(stats, _METRICS) | reward_metrics(stats, scores)

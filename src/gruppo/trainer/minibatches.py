@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from gruppo import distributed as dist
-from gruppo.protocols import Outputs, check_values
+from gruppo.protocols import Outputs, Policy, check_values
 from gruppo.seeds import generator_at
 from gruppo.trainer.demonstrations import demo_parts
 from gruppo.trainer.memory import attempts
@@ -91,9 +91,9 @@ def gaussian_outputs(run: Run) -> Outputs:
     return ("gaussian",) if "gaussian" in run.policy.likelihood_outputs and is_measured else ()
 
 
-def likelihood_of(run: Run, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs) -> Likelihood:
+def likelihood_of(policy: Policy, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs) -> Likelihood:
     """The policy's likelihood; refused where its values are not one per action."""
-    likelihood = run.policy.likelihood(rollouts, micro_batch, outputs=outputs)
+    likelihood = policy.likelihood(rollouts, micro_batch, outputs=outputs)
     if "values" in outputs:
         assert likelihood.values is not None
         check_values(likelihood.values, micro_batch)
@@ -176,7 +176,7 @@ def _evaluate(
     values, likelihoods = dict[str, Tensor](), dict[str, Likelihood]()
     if "old_logprobs" in needed:
         outputs = required_outputs(run, step_params, with_stats=False)
-        likelihoods["old_logprobs"] = likelihood = likelihood_of(run, rollouts, micro_batch, outputs=outputs)
+        likelihoods["old_logprobs"] = likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=outputs)
         if likelihood.values is not None:
             values["old_values"] = likelihood.values
     if "ref" in needed and run.reference is not None:

@@ -238,7 +238,7 @@ def _backward(
     for micro_batch in micro_batches:
         with frozen(run.policy.compute_module) if step_params.is_critic_alone else nullcontext():
             outputs = required_outputs(run, step_params)
-            likelihood = likelihood_of(run, rollouts, micro_batch, outputs=outputs)
+            likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=outputs)
         inputs = loss_inputs(run, batch, micro_batch, weights, likelihood)
         terms, micro_batch_stats = policy_loss(likelihood, inputs, objective)
         if step_params.cons_coef:
