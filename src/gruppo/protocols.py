@@ -51,6 +51,8 @@ class Policy:
 
     module: nn.Module
     """The master weights, which the optimizer trains."""
+    value_head: nn.Module | None = None
+    """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
     modality: Modality
     """What differs between kinds of models before one is open; the neutral ``Modality`` by default."""
     supports: ClassVar[frozenset[str]] = frozenset()
@@ -102,7 +104,7 @@ class Policy:
     def at(self, module: nn.Module) -> Self:
         """Return this policy over other weights of the same architecture, such as those of a reference."""
         other = copy.copy(self)
-        other.module = module.eval()
+        other.module, other.value_head = module.eval(), None
         return other
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
@@ -399,11 +401,11 @@ class Critic(Protocol):
 
     def zero_grad(self) -> None:
         """Release gradients of copies that ``module`` does not hold, after a failed pass."""
-        ...
+        return
 
     def bytes_per_unit(self) -> int:
         """Return the activation memory of one unit of the policy's budget; 0 if unknown or shared."""
-        ...
+        return 0
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
         """Return bytes by name of the weights and their copies; gradients and optimizer state are counted with all."""

@@ -20,7 +20,6 @@ from gruppo.modalities.common.lora import (
     POLICY,
     Base,
     adapter_weights,
-    base_of,
     check_adaptable,
     inject_config,
     is_linear,
@@ -51,34 +50,37 @@ class Adapter:
     """``layers.0.q_proj.lora_A.weight`` and so on."""
     base: Base | None
     """None where the folder has no base.json: peft wrote it, not gruppo."""
-
-    @property
-    def base_names(self) -> list[str]:
-        """Names of the base, from base.json, then from peft's config."""
-        names = [self.base.name if self.base else "", self.config.base_model_name_or_path or ""]
-        return [name for name in names if name]
+    base_names: list[str]
+    """Names of the base, from base.json, then from peft's config."""
 
     def attach(self, module: nn.Module, *, base: str = "", is_merged: bool = False) -> None:
         """Add the adapter to a model that was loaded as ``base``, or to its weights; refuse another base."""
         check_adaptable(module)
-        parts = dict(module.named_modules())
+        parts, problem = dict(module.named_modules()), ""
         for name, weight in self.weights.items():
             path, half = name.removesuffix(".weight").rsplit(".", 1)
             layer: Any = parts.get(path)
             if layer is None or not is_linear(layer):
-                raise self._refusal(f"it adapts {path}, and the model has no such linear layer")
+                problem = f"it adapts {path}, and the model has no such linear layer"
+                break
             # GPT-2's Conv1D has its weight transposed
             sizes = (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else layer.weight.shape
             required, got = (sizes[0], weight.shape[1]) if half == "lora_A" else (sizes[1], weight.shape[0])
             if got != required:
-                raise self._refusal(f"its {name} is for {got} features, and the model's {path} has {required}")
-        inject_config(module, self.config, base=base)
-        found = base_of(module)
-        assert found is not None
-        if self.base is not None and self.base.sha256 != found.sha256:
-            raise self._refusal(
-                f"it was trained on weights with SHA-256 {self.base.sha256[:16]}..., and these have "
-                f"{found.sha256[:16]}..."
+                problem = f"its {name} is for {got} features, and the model's {path} has {required}"
+                break
+        if not problem:
+            sha256 = inject_config(module, self.config, base=base)
+            if self.base is not None and self.base.sha256 != sha256:
+                problem = (
+                    f"it was trained on weights with SHA-256 {self.base.sha256[:16]}..., and these have "
+                    f"{sha256[:16]}..."
+                )
+        if problem:
+            made_for = f" Its base is {self.base_names[0]!r}." if self.base_names else ""
+            raise GruppoError(
+                f"the adapter {self.folder} belongs to another base: {problem}.{made_for} Give that as --model, or an "
+                "adapter of this model."
             )
         if base and self.base_names and base not in self.base_names:
             same = "whose weights are the same" if self.base else "whose layers have the same shapes"
@@ -96,13 +98,6 @@ class Adapter:
                 parameter.copy_(self.weights[name])
         if is_merged:
             merge(module)
-
-    def _refusal(self, why: str) -> GruppoError:
-        base = f" Its base is {self.base_names[0]!r}." if self.base_names else ""
-        return GruppoError(
-            f"the adapter {self.folder} belongs to another base: {why}.{base} Give that as --model, or an adapter of "
-            "this model."
-        )
 
 
 MODELS = ("config.json", "denoiser.json", "model_index.json", "restorer.json", "module.json")
@@ -167,7 +162,9 @@ def read_adapter(path: str | Path) -> Adapter:
         )
     config.inference_mode = False
     config.init_lora_weights = True  # its weights are read; peft's other initialisations would change the base
-    return Adapter(folder, config, {name.removeprefix(PREFIX): value for name, value in weights.items()}, base)
+    weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
+    names = [base.name if base else "", config.base_model_name_or_path or ""]
+    return Adapter(folder, config, weights, base, list(filter(None, names)))
 
 
 def save_adapter(module: nn.Module, folder: Path) -> None:

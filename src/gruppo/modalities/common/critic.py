@@ -8,15 +8,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gruppo.modalities.common.lora import has_adapter
-from gruppo.protocols import check_values
+from gruppo.modalities.common.lora import base_weights, has_adapter
+from gruppo.modalities.common.reference import trained
+from gruppo.protocols import Critic, check_values
 from gruppo.types import GruppoError, MicroBatch, Rollouts
 
 
 class ValueHead(nn.Module):
     """V(s_t) = w . f_t + b of the features f_t that also predict action t.
 
-    Initialised to zero, so that the first advantages are the returns. It computes in its own dtype whatever that of the
+    Initialized to zero, so that the first advantages are the returns. It computes in its own dtype whatever that of the
     features: bfloat16 keeps 8 bits, so that a return of 100 would be rounded to multiples of 0.5.
     """
 
@@ -35,20 +36,13 @@ class ValueHead(nn.Module):
         return nn.functional.linear(features.to(self.weight.dtype), self.weight, self.bias)[:, 0]
 
 
-class HeadCritic:
+class HeadCritic(Critic):
     """A critic whose values are those of a policy with a value head: the trained one, or a copy of it."""
 
-    module: nn.Module
     _policy: Any
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         return module_weights(self.module)
-
-    def zero_grad(self) -> None:
-        """Nothing: ``module`` holds the only copy."""
-
-    def bytes_per_unit(self) -> int:
-        return 0
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
         return {"critic, float32": 4.0 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)}
@@ -66,22 +60,18 @@ class SharedCritic(HeadCritic):
     is_shared = True
 
     def __init__(self, policy: Any) -> None:
-        self.module = value_head_for(policy)
-        policy.value_head = self.module
+        self.module = policy.value_head = value_head_for(policy)
         self._policy = policy
 
 
 def value_head_for(policy: Any) -> ValueHead:
+    """Return a new head for the policy's features."""
     # the dtype of the master weights; those of an adapter are float32 on a base that may be less
     dtype = torch.promote_types(next(policy.module.parameters()).dtype, torch.float32)
     return ValueHead(policy.feature_width(), dtype=dtype).to(policy.device)
 
 
 def module_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; of a module with adapters, what is trained alone."""
-    parameters = dict(module.named_parameters())
-    if has_adapter(module):
-        return {name: p.detach().contiguous() for name, p in parameters.items() if p.requires_grad}
-    saved = module.state_dict().keys()
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
-    return {name: tensor.detach().contiguous() for name, tensor in (parameters | buffers).items()}
+    """Return parameters and persistent buffers by name; of a module with adapters, what is trained alone."""
+    tensors = trained(module) if has_adapter(module) else base_weights(module)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -47,11 +47,31 @@ def inject(
     """
     check_adaptable(module)
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
+    model: Any = module
+    head, parts = model.get_output_embeddings(), dict(module.named_modules())
+    linear = {name.rpartition(".")[2] for name, part in parts.items() if part is not head and is_linear(part)}
+    some = f"Set --lora.targets to some of {', '.join(sorted(linear))}."
+    for target in targets:
+        layers = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
+        if not layers:
+            near = difflib.get_close_matches(target, sorted(linear), 1)
+            hint = f"Did you mean {near[0]}?" if near else some
+            if "," in target:
+                hint = f"Names are separated by spaces: --lora.targets {' '.join(target.replace(',', ' ').split())}."
+            raise GruppoError(f"lora.targets: the model has no layer {target!r}. {hint}")
+        if not all(map(is_linear, layers)):
+            kind = type(layers[0]).__name__
+            raise GruppoError(f"lora.targets: {target!r} is a {kind}, and an adapter needs linear layers. {some}")
+        if head in layers and getattr(head, "weight", None) is model.get_input_embeddings().weight:
+            raise GruppoError(
+                f"lora.targets: {target!r} is the head, whose weight is tied to the embedding: merging would change "
+                f"the embedding too. {some}"
+            )
     source = getattr(getattr(module, "config", None), "_name_or_path", "") or ""
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
-        target_modules=sorted(resolve_targets(module, targets)),
+        target_modules=sorted(set(targets) or linear),
         task_type="CAUSAL_LM",
         # absolute, so that peft finds a local base from any folder
         base_model_name_or_path=(str(Path(source).absolute()) if source and Path(source).exists() else source) or base,
@@ -67,8 +87,8 @@ def inject(
                 weight.zero_()
 
 
-def inject_config(module: nn.Module, config: Any, *, base: str) -> None:
-    """Add adapters according to a peft config; the global random generators are not changed."""
+def inject_config(module: nn.Module, config: Any, *, base: str) -> str:
+    """Add adapters according to a peft config; return the SHA-256 of the base. The global generators do not change."""
     peft = import_extra("peft", "lora", "LoRA (lora.rank)")
     sha256 = digest(base_weights(module))
     with torch.random.fork_rng(devices=[]):
@@ -78,6 +98,7 @@ def inject_config(module: nn.Module, config: Any, *, base: str) -> None:
         parameter.requires_grad_(id(parameter) in trained)
     target: Any = module
     target.peft_config, target.gruppo_base = {POLICY: config}, Base(base, sha256)
+    return sha256
 
 
 def cast_base(module: nn.Module, dtype: torch.dtype) -> None:
@@ -104,32 +125,6 @@ def check_adaptable(module: nn.Module) -> None:
 def is_linear(part: nn.Module) -> bool:
     """Whether an adapter can be added: nn.Linear, or the Conv1D of GPT-2."""
     return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
-
-
-def resolve_targets(module: Any, targets: Sequence[str]) -> set[str]:
-    """Return the targets after checking that each names linear layers; without any, all linear layers but the head."""
-    head, parts = module.get_output_embeddings(), dict(module.named_modules())
-    linear = {name.rpartition(".")[2] for name, part in parts.items() if part is not head and is_linear(part)}
-    known = sorted(linear)
-    for target in targets:
-        layers = [part for name, part in parts.items() if name == target or name.endswith(f".{target}")]
-        if not layers:
-            near = difflib.get_close_matches(target, known, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"Set --lora.targets to some of {', '.join(known)}."
-            if "," in target:
-                hint = f"Names are separated by spaces: --lora.targets {' '.join(target.replace(',', ' ').split())}."
-            raise GruppoError(f"lora.targets: the model has no layer {target!r}. {hint}")
-        if not all(map(is_linear, layers)):
-            raise GruppoError(
-                f"lora.targets: {target!r} is a {type(layers[0]).__name__}, and an adapter needs linear layers. Set "
-                f"--lora.targets to some of {', '.join(known)}."
-            )
-        if head in layers and getattr(head, "weight", None) is module.get_input_embeddings().weight:
-            raise GruppoError(
-                f"lora.targets: {target!r} is the head, whose weight is tied to the embedding: merging would change "
-                f"the embedding too. Set --lora.targets to some of {', '.join(known)}."
-            )
-    return set(targets) or linear
 
 
 # --- modules with adapters --------------------------------------------------------------------------------------------
@@ -226,7 +221,7 @@ def low_rank(module: Any) -> LowRank | nn.Linear | None:
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Replace W and the adapter by W + (alpha / rank) B A; all weights of the resulting plain model are trainable."""
+    """Replace W and its adapter with W + (alpha / rank) B A; all weights of the resulting plain model are trainable."""
     for path, layer in list(module.named_modules()):
         if is_adapted(layer):
             weight = layer.base_layer.weight

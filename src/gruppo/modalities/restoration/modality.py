@@ -11,12 +11,13 @@ import torch
 
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples
+from gruppo.core.images import PixelLoss
 from gruppo.loading import load_object
 from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.common.validation import refuse, refuse_unused_options
 from gruppo.modalities.diffusion.trust_region import check_trust_region
 from gruppo.modalities.restoration.config import RestorationConfig
-from gruppo.modalities.restoration.consistency import CONSISTENCIES, ToDegraded
+from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency, ToDegraded
 from gruppo.modalities.restoration.load import load_restorer, open_restorer
 from gruppo.modalities.restoration.policy import SETTINGS, RestorationPolicy
 from gruppo.protocols import Modality, ParameterGroup, Policy, PromptSource, peek
@@ -91,71 +92,35 @@ class RestorationModality(Modality):
             weights=model_of(chosen.weights) if chosen.weights else None,
             seed=config.seed,
             patches=chosen.patches,
-            **self._options(config),
         )
-        self._set_consistency(config, policy, data)
-        return policy, {"name": config.model}
+        return self.adapt(config, policy, data), {"name": config.model}
 
     def adapt(self, config: Config, policy: Policy, data: PromptSource) -> Policy:
         """Return a policy over the same weights, with the options that say what is trained, and on what."""
         assert isinstance(policy, RestorationPolicy)
-        if changed := self._options(config):
-            module, trains = policy.module, policy.trains
-            if trains == "action":  # undo that freeze; weights that a caller froze stay frozen
+        chosen, module = config.section(RestorationConfig), policy.module
+        if changed := {name: value for name in OPTIONS if (value := getattr(chosen, name)) is not None}:
+            if policy.trains == "action":  # undo that freeze; weights that a caller froze stay frozen
                 module.network.requires_grad_(True)
             policy = RestorationPolicy(
                 module.network,
                 module.action,
                 channels=policy.channels,
+                patches=policy.patches,
                 consistency=policy.consistency,
                 spec=policy.spec,
-                **{"patches": policy.patches, **{name: getattr(policy, name) for name in OPTIONS}, **changed},
+                **{name: getattr(policy, name) for name in OPTIONS} | changed,
             )
-        default = RestorationConfig().consistency
-        if config.model != IN_MEMORY or config.section(RestorationConfig).consistency != default:
-            self._set_consistency(config, policy, data)
+        # a policy from memory keeps its own consistency unless the options name another
+        is_named = config.model != IN_MEMORY or chosen.consistency != RestorationConfig().consistency
+        if is_named and highest(config, "cons_coef"):
+            policy.consistency = consistency_of(chosen.consistency, policy.loss, data)
         return policy
 
     def load(
         self, model: str, *, compute: Any = "auto", trust_remote_code: bool = False, is_merged: bool = False
     ) -> Policy:
         return load_restorer(model_of(model))
-
-    def _options(self, config: Config) -> dict[str, Any]:
-        chosen = config.section(RestorationConfig)
-        return {name: value for name in OPTIONS if (value := getattr(chosen, name)) is not None}
-
-    def _set_consistency(self, config: Config, policy: RestorationPolicy, data: Any) -> None:
-        """Give the policy the consistency term that the config names, if a stage has one."""
-        if not highest(config, "cons_coef"):
-            return
-        name, function = config.section(RestorationConfig).consistency, None
-        if name in CONSISTENCIES:
-            policy.consistency = CONSISTENCIES[name](policy.loss)
-            return
-        if name == "degradation":
-            degradation = None if data is None else data.degradation
-            if degradation is None:
-                raise GruppoError(
-                    "restoration.consistency='degradation' degrades a restored image as the data were, and these data "
-                    "do not say how. Set --data photos:... or degrade:..., or --restoration.consistency "
-                    "FILE.py:function."
-                )
-            policy.consistency = ToDegraded(
-                lambda images, prompts: degradation.expected(images, [prompt.meta for prompt in prompts]), policy.loss
-            )
-            return
-        if ":" not in name:
-            known = ", ".join([*CONSISTENCIES, "degradation"])
-            raise GruppoError(
-                f"restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set --restoration."
-                "consistency to one of them."
-            )
-        function = load_object(name)
-        if not callable(function):
-            kind = type(function).__name__
-            raise GruppoError(f"{name} is a {kind}; a degradation is a function of images and prompts.")
-        policy.consistency = ToDegraded(function, policy.loss)
 
     def sampling(self, config: Config, policy: Policy | None = None) -> Sampling:
         columns = policy.columns if isinstance(policy, RestorationPolicy) else 1
@@ -210,3 +175,28 @@ class RestorationModality(Modality):
 
 RESTORATION = RestorationModality()
 RestorationPolicy.modality = RESTORATION
+
+
+def consistency_of(name: str, loss: PixelLoss, data: Any) -> Consistency:
+    """Return the consistency term of ``--restoration.consistency``."""
+    if name in CONSISTENCIES:
+        return CONSISTENCIES[name](loss)
+    if name == "degradation":
+        degradation = None if data is None else data.degradation
+        if degradation is None:
+            raise GruppoError(
+                "restoration.consistency='degradation' degrades a restored image as the data were, and these data "
+                "do not say how. Set --data photos:... or degrade:..., or --restoration.consistency FILE.py:function."
+            )
+        return ToDegraded(lambda images, prompts: degradation.expected(images, [p.meta for p in prompts]), loss)
+    if ":" not in name:
+        known = ", ".join([*CONSISTENCIES, "degradation"])
+        raise GruppoError(
+            f"restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set --restoration."
+            "consistency to one of them."
+        )
+    function = load_object(name)
+    if not callable(function):
+        kind = type(function).__name__
+        raise GruppoError(f"{name} is a {kind}; a degradation is a function of images and prompts.")
+    return ToDegraded(function, loss)

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -126,8 +126,6 @@ class RestorationPolicy(Policy):
         self.trains, self.loss, self.supervises = trains, loss, supervises
         self.consistency: Consistency = consistency or ToReference(loss)
         self.module = Restorer(network, action).eval()
-        self.value_head: nn.Module | None = None
-        """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
         self.module.probe(channels)
 
     @property
@@ -139,12 +137,6 @@ class RestorationPolicy(Policy):
         """Numbers in one action, for an image [C, H, W]."""
         action = self.module.action
         return action.count * (math.prod(image[1:]) if action.grid is None else action.grid**2) // self.columns
-
-    def at(self, module: nn.Module) -> Self:
-        """This policy with other weights of the same network: a reference."""
-        other = super().at(module)
-        other.value_head = None
-        return other
 
     def save(self, folder: Path) -> None:
         """Write the weights and the settings; ``load_restorer`` reads them. Only networks of gruppo have sizes."""
