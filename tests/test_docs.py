@@ -190,7 +190,7 @@ def test_every_option_exists(page: Path) -> None:
 KINDS = {
     "digits": "diffusion",
     "ddpo": "diffusion",
-    "pictures": "diffusion",
+    "images": "diffusion",
     "denoise": "restoration",
     "restore": "restoration",
 }

@@ -104,7 +104,7 @@ def evaluation_sheet(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | No
 def sample(
     model: str | Path,
     prompts: Sequence[str],
-    folder: Path = Path("pictures"),
+    folder: Path = Path("samples"),
     *,
     n: int = 1,
     temperature: float = 0.0,

@@ -220,7 +220,7 @@ class Policy:
         """Return the consistency loss of each action ("consistency"); the likelihood has its "output"."""
         raise NotImplementedError(f"{type(self).__name__} has no consistency loss.")
 
-    def restore(self, pictures: Float[Tensor, "N C H W"]) -> Float[Tensor, "N C H W"]:
+    def restore(self, images: Float[Tensor, "N C H W"]) -> Float[Tensor, "N C H W"]:
         """Return the deterministic output for each degraded image, as rewards read it ("restore")."""
         raise NotImplementedError(f"{type(self).__name__} does not restore images.")
 

@@ -93,7 +93,7 @@ def sample(
     max_new_tokens: Annotated[int, "Maximum length of a completion."] = 64,
     seed: Annotated[int, "Random seed."] = 0,
     plain: Annotated[bool, "Continue the text as it is, without the chat template."] = False,
-    folder: Annotated[str, "Folder for the images of a diffusion model."] = "pictures",
+    folder: Annotated[str, "Folder for the images of a diffusion model."] = "samples",
 ) -> None:
     """Sample from a run's model, or from any model folder, hub id or bundled model."""
     if not prompt:

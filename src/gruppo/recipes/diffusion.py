@@ -13,10 +13,10 @@ CLIP_IN_NATS = Objective(kl="exact", clip_unit="nats", clip_low=1.0, clip_high=1
 """GRPO with the closed-form KL, clipped in nats of a step's joint density."""
 
 
-def pictures() -> Config:
+def images() -> Config:
     """Neutral settings for your own image model, data and reward: GRPO, 4 prompts x 8 images a step, branched noise.
 
-    gruppo train pictures --model FOLDER --data images:FOLDER --reward my.py:f. Train a diffusers pipeline with
+    gruppo train images --model FOLDER --data images:FOLDER --reward my.py:f. Train a diffusers pipeline with
     --lora.rank 16 --optim.lr 1e-4, and sample it with its usual guidance (--diffusion.guidance 5). Hardware, wall time
     and curve depend on your model and data.
     """
