@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
         print(f"gruppo {__version__}")
         sys.exit(0)
+    # Within the context manager an import that is interrupted, or fails, is one line too.
     with _exit_codes(is_debug):
         from gruppo.cli.commands import COMMANDS, TAKING_RECIPE
         from gruppo.cli.options import parse_command
@@ -89,7 +90,7 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
-    log.propagate = False
+    log.propagate = False  # a library that configures the root logger would print our lines twice
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     message, code = "", 0
     try:
@@ -110,6 +111,6 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
             message, code = f"{error.filename or 'the system'}: {error.strerror}. Fix that, then try again.", EXIT_USAGE
     finally:
         signal.signal(signal.SIGTERM, previous)
-    if message:
+    if message:  # some messages have line breaks, of other libraries
         print(f"gruppo: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(code)

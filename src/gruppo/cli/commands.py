@@ -29,7 +29,7 @@ def _until_stopped(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (Stopped, KeyboardInterrupt):
+    except (Stopped, KeyboardInterrupt):  # a second signal interrupts at once
         if dist.is_main():
             print(f"gruppo: {how_to_continue(path)}", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
@@ -40,7 +40,7 @@ def _until_stopped(path: Path) -> Iterator[None]:
 def train(args: list[str]) -> None:
     """Train from the beginning."""
     config = parse_config("train", args)
-    from gruppo import api
+    from gruppo import api  # takes seconds: a wrong option is answered before
     from gruppo.trainer.watch import finish
 
     if not config.name:  # the recipe, or the saved run without its time

@@ -81,8 +81,10 @@ def command_help(name: str, command: Callable[..., Any]) -> str:
 def _option_lines(option: Option, *, is_complete: bool) -> list[str]:
     left = f"  {flag(option.name)} {_metavar(option.hint)}"
     summary, _, details = option.help.partition("\n\n")
+    # "default: ..." in the text says more than an empty value.
     is_explained = option.value in (None, "", ()) and "efault: " in summary
     text = " ".join((summary if is_explained else f"{summary} (default: {as_text(option.value) or 'empty'})").split())
+    # Beside the option if that takes at most two lines, else below it in the full width.
     if len(left) < COLUMN - 1 and len(text) <= 2 * (WIDTH - COLUMN) - 12:
         lines = textwrap.wrap(text, WIDTH, initial_indent=f"{left:<{COLUMN}}", subsequent_indent=" " * COLUMN)
     else:
@@ -125,6 +127,7 @@ def completion(shell: str, commands: Mapping[str, Callable[..., Any]], recipes: 
     for option in (option for table in tables.values() for option in table.values()):
         literals = [kind for kind in (option.hint, *typing.get_args(option.hint)) if typing.get_origin(kind) is Literal]
         choices[flag(option.name)] = " ".join(str(value) for kind in literals for value in typing.get_args(kind))
+    # fish has conditions and descriptions of its own; zsh runs the script of bash.
     if shell == "fish":
         lines = [f"complete -c gruppo -f -n __fish_use_subcommand -a '{' '.join(tables)}'"]
         for name, table in tables.items():

@@ -30,6 +30,7 @@ def recipe_config(name: str) -> Config:
     path = Path(name) / "config.json" if (Path(name) / "config.json").is_file() else Path(name)
     if path.suffix in serialization.SUFFIXES:
         config = serialization.load(path)
+        # A saved run's name is taken; one that the user wrote in a file of their own is kept.
         return replace(config, name="") if path.name == "config.json" else config
     if ":" not in name and not is_file_name(name):
         hint = did_you_mean(name, RECIPES, f" Built in: {', '.join(RECIPES)}; or give file.py:function.")
@@ -71,9 +72,11 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
     if "stages" in values:
         of_stage = {name: values.pop(name) for name in [*values] if name.startswith("stage.")}
         config = _change(config, of_stage, command)
+        # Only now: what --stage.x sets is in every stage that is made from the config's.
         config = planned(" ".join(values.pop("stages")), config)
     config = _change(config, values, command)
     if requested := [arg for arg in args if arg in HELP_FLAGS]:
+        # A recipe without a modality gets that of its --model, whose options the help would lack otherwise.
         if config.modality is None and config.model and (kind := find_modality(config.model).config_section):
             config = replace(config, modality=kind())
         print(help_text.config_help(config, command, is_complete="--help-all" in requested))
@@ -115,6 +118,7 @@ def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -
 
 def _split(args: Sequence[str], table: Mapping[str, Option]) -> tuple[dict[str, list[str]], list[str]]:
     """The words of each option, by dotted name, and the words that belong to none."""
+    # The table says how many words an option takes. An unknown one takes all: the error names the option, not a word.
     values, stray, name = dict[str, list[str]](), list[str](), ""
     option: Option | None = None
     for arg in args:
@@ -186,6 +190,7 @@ def _unknown(
         index = next((n for n, stage in enumerate(stages) if stage.name == match[1]), len(stages) - 1)
         return GruppoError(f"unknown option {flag(name)}: there {existing}: --stages.{index}.{field}.")
     near = nearest(name, table)
+    # The last part of one of our options beats another system's name: --lr is --optim.lr.
     is_same_leaf = near is not None and near.rpartition(".")[2] == name.rpartition(".")[2]
     hint = "" if is_same_leaf else peer_options.hint(name)
     hint = f"{hint} " if hint else f"Did you mean {flag(near)}? " if near else ""

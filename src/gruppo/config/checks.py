@@ -27,6 +27,7 @@ def check_config(config: Config) -> None:
 def group_sizes(config: Config) -> list[int]:
     """All group sizes that the stages reach."""
     is_left_out = any(stage.group_size is None for stage in config.plan)
+    # A schedule may pass through fractions of a sample.
     scheduled = [round(size) for size in values_of(config, "group_size")]
     return scheduled + ([config.rollout.group_size] if is_left_out else [])
 
@@ -89,6 +90,7 @@ def _batch_rules(config: Config) -> Rules:
     """Group sizes, steps of a single row, and how a batch is split into updates."""
     rollout, optim, objective, sizes = config.rollout, config.optim, config.objective, group_sizes(config)
     first, largest, rows = rollout.first_samples, rollout.max_group_size, rollout.prompts * smallest_group(config)
+    # Statistics over a batch compare its rows with each other, so there have to be two.
     over_batch = [
         name
         for name, value in (("baseline", "batch_mean"), ("scale", "batch"), ("combine", "normalize_then_sum"))
@@ -129,7 +131,7 @@ def _batch_rules(config: Config) -> Rules:
 def _section_rules(config: Config) -> Rules:
     """Sections that contradict themselves, or that were set although nothing reads them."""
     lora, back_off, supervised, optim = config.lora, config.back_off, config.supervised, config.optim
-    default = Config()
+    default = Config()  # a section that equals its default was not set, or to no effect
     is_set = {field.name for field in fields(Config) if getattr(config, field.name) != getattr(default, field.name)}
     demonstrates = highest(config, "sup_coef") > 0
     return {
@@ -157,7 +159,7 @@ def _section_rules(config: Config) -> Rules:
 
 def _critic_rules(config: Config) -> Rules:
     critic, peaks = config.critic, [peak_lr(config, index) for index in range(len(config.plan))]
-    lowest = peaks.index(min(peaks))
+    lowest = peaks.index(min(peaks))  # learning rates are not negative: the stage of 0, if there is one
     where = "optim" if config.plan[lowest].lr is None else stage_path(config, lowest)
     return {
         f"critic.model={critic.model!r} is a separate network, but critic.kind='shared' uses the policy's. Set "

@@ -141,6 +141,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     leaf = name.rpartition(".")[2]
     if leaf in leaves:
         return leaves[leaf]
+    # The whole name has to be close (0.6 is the default): names of one section resemble each other by their prefix.
     close = difflib.get_close_matches(name, known, 1, cutoff=0.75)
     return close[0] if close else next((leaves[n] for n in difflib.get_close_matches(leaf, leaves, 1)), None)
 
@@ -175,13 +176,14 @@ def convert(hint: Any, value: Any, *, is_text: bool = False) -> Any:
         if value is None or value == "none" or (is_text and value in ("None", ["None"], ["none"])):
             return None
     elif origin in (typing.Union, types.UnionType):
+        # None first, or "none" would be a text.
         for kind in sorted(inner, key=lambda kind: kind is not type(None)):
             try:
                 return convert(kind, value, is_text=is_text)
             except ValueError:
                 continue
     elif origin is Literal:
-        if value in inner and type(value) is type(inner[0]):
+        if value in inner and type(value) is type(inner[0]):  # 1 == True
             return value
     elif origin is tuple:
         if isinstance(value, list | tuple) and (inner[-1] is Ellipsis or len(inner) == len(value)):

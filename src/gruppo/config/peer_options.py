@@ -58,16 +58,15 @@ class PeerOption:
         """Their name, our options, and in parentheses what to write there and the remark."""
         ours = self.describe(config)
         value = FORMULAS[self.rule](config) if self.rule in FORMULAS else None
-        if self.rule in TABLE["rules"]:  # a condition without a section is on the objective
-            matching = (
+        if rules := TABLE["rules"].get(self.rule):
+            holding = [
                 value
-                for value, conditions in TABLE["rules"][self.rule]
+                for value, conditions in rules  # a condition without a section is on the objective
                 if all(
-                    attrgetter(name)(config if "." in name else config.objective) == needed
-                    for name, needed in conditions.items()
+                    attrgetter(path)(config if "." in path else config.objective) == v for path, v in conditions.items()
                 )
-            )
-            value = next(matching, "no counterpart")
+            ]
+            value = holding[0] if holding else "no counterpart"
         is_shown = value is not None and not ours.endswith(f" {as_text(value)}")
         remark = "; ".join(filter(None, [f"there {as_text(value)}" if is_shown else "", self.remark]))
         return f"{self.theirs:<{width}}  {ours}" + (f"   ({remark})" if remark else "")
@@ -160,6 +159,7 @@ def find_system(request: str) -> str:
     name = text.lower()
     if name in SYSTEMS:
         return name
+    # Also a longer name, such as ddpo-pytorch.
     near = [*difflib.get_close_matches(name, SYSTEMS, 1), *(system for system in SYSTEMS if system in name)]
     if near:
         raise GruppoError(f"--names {text}: unknown system. Did you mean {near[0]}?")
@@ -176,7 +176,7 @@ def normalized(name: str) -> str:
 def _typed(config: Config, name: str) -> str:
     """An option and its value, as typed in the shell; of several stages, those with the largest value."""
     section, _, leaf = name.partition(".")
-    if section == "stage" and config.stages:
+    if section == "stage" and config.stages:  # a coefficient of 0 elsewhere would mislead
         peaks = [max(parse_schedule(getattr(stage, leaf) or 0, leaf).values) for stage in config.stages]
         index = peaks.index(max(peaks))
         name, value = f"stages.{index}.{leaf}", getattr(config.stages[index], leaf)

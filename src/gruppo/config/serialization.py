@@ -51,6 +51,7 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
     A section can be changed together with its entries. An objective without a critic resets the config's critic;
     a critic among the changes stays, and is refused later.
     """
+    # By way of a dict, so that values are checked and converted as those of a file are.
     data = to_dict(config)
     for name, value in sorted(changes.items(), key=lambda item: item[0].count(".")):  # sections before their entries
         *path, leaf = name.split(".")

@@ -108,7 +108,7 @@ def _check_greedy(case: Case) -> None:
 
 def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
     """Micro-batches cover each kept action once; their log-probs have its shape and a gradient."""
-    for budget in (1, ALL):
+    for budget in (1, ALL):  # one row at a time, and all at once
         micro_batches = policy.micro_batches(rollouts, rollouts.mask, budget)
         covered = torch.zeros(rollouts.mask.shape, dtype=torch.long)  # how often, per action
         for micro_batch in micro_batches:
@@ -134,6 +134,7 @@ def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
 
 def _check_same_distribution(policy: Policy, case: Case) -> None:
     """Sampling and evaluation apply temperature, top-k and top-p alike, or refuse them."""
+    # Without changes a refusal is an error: nothing could be trained.
     changed: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.7}]
     for changes in changed:
         try:
@@ -157,6 +158,7 @@ def _check_batch_invariance(policy: Policy, case: Case, rollouts: Rollouts) -> N
     expected, order = _logprobs(policy, rollouts), torch.arange(len(rollouts)).flip(0)
     exists = torch.arange(rollouts.mask.shape[1]) < rollouts.lengths[:, None]
     exists = exists.reshape(*exists.shape, *[1] * (rollouts.actions.ndim - 2))
+    # Other actions, which exist in every vocabulary: 0 becomes 1, and anything else 0.
     junk = torch.where(exists, rollouts.actions, (rollouts.actions == 0).to(rollouts.actions.dtype))
     others = {
         "which rows share a micro-batch": _logprobs(policy, rollouts, budget=1),
@@ -174,7 +176,7 @@ def _check_module_state(policy: Policy, case: Case, rollouts: Rollouts) -> None:
     policy.module.train()
     after = _logprobs(policy, rollouts)
     case.require_close(before, after, mask, "log-probs differ after module.train(): dropout is on", advice)
-    policy.module.train()
+    policy.module.train()  # again: likelihood may have called eval()
     share = share_alike(rollouts, case.sample())
     message = f"{share:.0%} of the samples start alike after module.train(): dropout is on. {advice}"
     require({message: share >= MIN_SHARE})
@@ -207,6 +209,7 @@ def _perturb(module: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        # 1e-3 for parameters that start at 0, such as those of an adapter.
         parameter.add_(noise * (0.2 * parameter.abs().mean() + 1e-3))
 
 

@@ -28,7 +28,7 @@ def check_reward(reward: Any, prompts: Sequence[Any] | None = None, *, timeout_s
     scorer.check(columns_of(prompts))
     scorer.set_decoder(lambda ids: "".join(map(chr, filter(None, ids))))
     rollouts = _completions(prompts)
-    before = _readable(rollouts)
+    before = _readable(rollouts)  # as text: a copy would share what a reward changes in place
     scores = scorer.score(rollouts)
     for failure in scores.failures:
         raise ContractError(

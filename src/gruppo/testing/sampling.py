@@ -56,7 +56,7 @@ class Case:
     ) -> None:
         """Equal log-probabilities where mask is True."""
         apart = (a.double() - b.double())[mask].abs()
-        worst = float(apart.nan_to_num(nan=float("inf")).max()) if apart.numel() else 0.0
+        worst = float(apart.max()) if apart.numel() else 0.0  # NaN where there is one, which no tolerance allows
         wide = f"{worst:.3g} nats apart at most, where tolerance={self.tolerance:g} is allowed"
         require({f"{problem}: {wide}. {advice}": worst <= self.tolerance})
 
@@ -98,6 +98,7 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
     requested = [(r.prompt.id, r.prompt.draw, r.size) for r in case.requests]
     mask, logprobs, temperature = rollouts.mask, rollouts.sampler_logprobs, case.sampling.temperature
     unknown, known = set(rollouts.finish) - set(get_args(Finish)), ", ".join(map(repr, get_args(Finish)))
+    # A density may exceed 1; a probability, by rounding only.
     highest = float("inf") if rollouts.actions.is_floating_point() else 1e-4
     counts = {name: len(getattr(rollouts, name)) for name in ("completions", "finish")}
     require({f"{who}: {n} {name} for {rows} samples; it needs one for each.": n == rows for name, n in counts.items()})
@@ -129,6 +130,7 @@ def _check_addresses(case: Case, rollouts: Rollouts) -> None:
     """A sample depends on (seed, prompt.draw, sample number) alone."""
     who, requests, seed = case.who, case.requests, case.seed
     without_target = [replace(request, prompt=replace(request.prompt, target=None)) for request in requests]
+    # A model that is certain of every action gives the same for all seeds.
     is_deterministic = bool((rollouts.sampler_logprobs[rollouts.mask].abs() < 1e-3).all())
     require(
         {
@@ -165,5 +167,6 @@ def share_alike(a: Rollouts, b: Rollouts) -> float:
         {(p.id, p.draw): (r.group_ids == n).nonzero()[:, 0].tolist() for n, p in enumerate(r.prompts)} for r in (a, b)
     )
     pairs = [pair for key, rows in rows_of_b.items() for pair in zip(rows_of_a.get(key, ()), rows, strict=False)]
+    # First actions alone: after one that rounding turned over, the rest of a row is another text.
     firsts = ((a.actions[row, 0].double(), b.actions[other, 0].double()) for row, other in pairs)
     return sum(torch.allclose(x, y, rtol=1e-2, atol=1e-2) for x, y in firsts) / max(len(b), 1)
