@@ -7,8 +7,8 @@ import math
 import os
 import struct
 import sys
-from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 try:
     import fcntl
@@ -16,46 +16,26 @@ try:
 except ImportError:  # Windows has neither
     fcntl = resource = None  # type: ignore[assignment]
 
-try:
-    import msvcrt
-except ImportError:
-    msvcrt = None  # type: ignore[assignment]
 
-
-class FileLock:
-    """Exclusive lock on the file ``path``, which is created, until ``release`` or the end of the process.
+def lock_file(path: Path) -> IO[str]:
+    """Open a file, which is created, and lock it exclusively until it is closed or the process ends.
 
     Raises BlockingIOError if another process, or another lock of this one, holds it; OSError if the file cannot be
     written.
     """
+    file = path.open("a+")
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        elif sys.platform == "win32":
+            import msvcrt
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a+")
-        self._owner = path.with_name(f"{path.name}-owner") if fcntl is None and msvcrt is None else None
-        try:
-            if fcntl is not None:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            elif sys.platform == "win32":
-                self._file.seek(0)
-                msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
-            elif self._owner is not None:
-                # Lock by the existence of a file with the id of the process; that of a killed process is removed. The
-                # file may be missing, or its process may belong to another user.
-                with suppress(OSError, ValueError):
-                    try:
-                        os.kill(int(self._owner.read_text(encoding="utf-8")), 0)
-                    except ProcessLookupError:
-                        self._owner.unlink()
-                with self._owner.open("x", encoding="utf-8") as file:
-                    file.write(str(os.getpid()))
-        except OSError as error:
-            self._file.close()
-            raise BlockingIOError(error.errno, error.strerror, str(path)) from error
-
-    def release(self) -> None:
-        self._file.close()
-        if self._owner is not None:
-            self._owner.unlink(missing_ok=True)
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except OSError as error:
+        file.close()
+        raise BlockingIOError(error.errno, error.strerror, str(path)) from error
+    return file
 
 
 def sync_to_disk(path: Path) -> None:

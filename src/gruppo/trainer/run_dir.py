@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -22,7 +22,7 @@ from gruppo import distributed as dist
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.loading import command_name
-from gruppo.platforms import FileLock
+from gruppo.platforms import lock_file
 from gruppo.protocols import digest
 from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
@@ -45,14 +45,14 @@ class RunFolder:
         self.checkpoints, self.best = path / "checkpoints", path / "best"
         self._saved_best: int | None = None
         """Step of the best weights that the newest checkpoint names."""
-        self._lock: FileLock | None = None
+        self._lock: IO[str] | None = None
         self._handler: logging.Handler | None = None
 
     def check_is_new(self) -> None:
         """Refuse a folder that holds more than what an aborted start leaves."""
         if not self.path.exists():
             return
-        if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - {".lock", ".lock-owner", "log.txt"}:
+        if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - {".lock", "log.txt"}:
             raise GruppoError(
                 f"the run folder {self.path} exists already. Choose another --name, continue it with {command_name()} "
                 f"resume {self.path}, or delete it."
@@ -77,7 +77,7 @@ class RunFolder:
         if not dist.is_main():
             return
         try:
-            self._lock = FileLock(self.path / ".lock")
+            self._lock = lock_file(self.path / ".lock")
             self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         except BlockingIOError:
             raise GruppoError(f"another process is writing to {self.path}; wait for it or stop it first.") from None
@@ -100,7 +100,7 @@ class RunFolder:
             with suppress(OSError):
                 self._handler.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
         self._handler = self._lock = None
 
     def trackers(self, *, from_step: int | None) -> list[Any]:
