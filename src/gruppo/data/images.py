@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,10 @@ from torch import Tensor
 from gruppo.data.rows import read_jsonl
 from gruppo.data.source import IndexedSource, digest_of, leave_out, nearest, split_by_hash
 from gruppo.loading import import_extra
-from gruppo.types import DataError, GruppoError, Prompt
+from gruppo.types import DataError, Prompt
 
 log = logging.getLogger("gruppo")
 
-Fit = Literal["crop", "stretch"]
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 EXIF_ORIENTATION = 0x0112
 TABLES = ("captions.jsonl", "metadata.jsonl", "metadata.csv")
@@ -34,9 +33,7 @@ def image_folder(
     folder: str | Path,
     *,
     seed: int,
-    size: int | tuple[int, int] | None = None,
-    channels: int = 3,
-    fit: Fit = "crop",
+    size: int | None = None,
     held_out_fraction: float = 0.1,
 ) -> IndexedSource:
     """Stream of the png, jpg and webp files of a folder and its subfolders; ``target`` is the image.
@@ -49,17 +46,14 @@ def image_folder(
     The held-out split goes by the captions, or by the files where there are none. Images are read when they are drawn
     (see ``read_image``). A file that is not a whole image is left out with a warning, and listed in ``unreadable``.
     """
-    if channels not in (1, 3):
-        raise GruppoError(f"channels={channels} is neither 1 (grey) nor 3 (colour). Set one of them.")
     root, name, unreadable = Path(folder).expanduser(), str(folder), dict[str, str]()
-    size = (size, size) if isinstance(size, int) else size
     prompts = image_prompts(root)
     files = list(prompts)
 
     def prompt_at(index: int, draw: int) -> Prompt | None:
         file = files[index]
         try:
-            image = read_image(root / file, channels=channels, size=size, fit=fit)
+            image = read_image(root / file, size=size)
         except DataError as problem:
             leave_out(unreadable, file, str(problem))
             return None
@@ -71,7 +65,7 @@ def image_folder(
     facts = [[file, (root / file).stat().st_size, prompt.inputs, prompt.meta] for file, prompt in prompts.items()]
     classes = {prompt.inputs: prompt.id for prompt in prompts.values() if isinstance(prompt.inputs, int)}
     columns = ("target", *dict.fromkeys(column for prompt in prompts.values() for column in prompt.meta))
-    digest, identity = digest_of([facts, size, channels, fit]), {"held_out_images": len(held_out)}
+    digest, identity = digest_of([facts, size and [size, size], 3, "crop"]), {"held_out_images": len(held_out)}
     source = IndexedSource(name, seed, train, held_out, prompt_at, columns, digest, identity, unreadable=unreadable)
     source.classes = [classes[number] for number in sorted(classes)]
     return source
@@ -155,28 +149,25 @@ def _opened(path: str | Path) -> Iterator[Any]:
         raise DataError(f"the image {path} cannot be read ({type(problem).__name__}: {reason}).") from problem
 
 
-def read_image(
-    path: str | Path, *, channels: int = 3, size: tuple[int, int] | None = None, fit: Fit = "crop"
-) -> Float[Tensor, "C H W"]:
-    """The image, upright according to its EXIF entry, in grey (1 channel) or colour (3), transparent parts on white.
+def read_image(path: str | Path, *, channels: int = 3, size: int | None = None) -> Float[Tensor, "C H W"]:
+    """The image, upright according to its EXIF entry, in gray (1 channel) or color (3), transparent parts on white.
 
-    ``size``: (height, width) to resize to; "crop" keeps the proportions and cuts both sides, "stretch" does not.
-    16-bit grey is rounded to 8 bits. Raises DataError for a file that is not a whole image.
+    ``size``: side of a square to resize to, which keeps the proportions and cuts both sides. 16-bit gray is rounded to
+    8 bits. Raises DataError for a file that is not a whole image.
     """
     with _opened(path) as file:
         from PIL import Image, ImageOps
 
         file.load()
         image = ImageOps.exif_transpose(file)
-        if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
+        if image.mode.startswith("I"):  # 16-bit gray, which convert() would clip at 255
             image = Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
         if image.has_transparency_data:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = image.convert("L" if channels == 1 else "RGB")
-        if size is not None and image.size != size[::-1]:
-            resize = image.resize if fit == "stretch" else lambda *args: ImageOps.fit(image, *args)
-            image = resize(size[::-1], Image.Resampling.LANCZOS)
+        if size is not None and image.size != (size, size):
+            image = ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(image)).reshape(*image.size[::-1], channels).permute(2, 0, 1).contiguous() / 255
 
 

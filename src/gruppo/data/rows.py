@@ -44,11 +44,8 @@ def row_source(
     for column in (prompt_column, target_column):
         if column is None or column in columns:
             continue
-        hint = nearest(column, columns)
-        usual = next((c for c in PROMPT_LIKE if c in columns), None)
-        if not hint and column == "prompt" and usual is not None:
-            hint = f"; the nearest is {usual!r}"
-        text = f"its columns are {', '.join(map(repr, columns))}{hint}"
+        usual = next((f"; the nearest is {c!r}" for c in PROMPT_LIKE if c in columns and column == "prompt"), "")
+        text = f"its columns are {', '.join(map(repr, columns))}{nearest(column, columns) or usual}"
         advice = "Name the right one with --prompts.column or --prompts.target-column."
         raise DataError(f"{name} has no column {column!r}; {text}. {advice}")
     target_column = target_column or next((c for c in TARGET_COLUMNS if c in columns), None)
