@@ -11,7 +11,7 @@ from tests.fakes import ByteTokenizer, bpe_tokenizer
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.rewards import RewardSet, Scores, step_reward
-from gruppo.rewards.functions import TextStep, split_steps, step_ends
+from gruppo.rewards.functions import split_steps, step_ends
 from gruppo.timeouts import CallError
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
@@ -65,11 +65,11 @@ def scores_of(reward, *texts, **changes):
     ],
 )
 def test_blank_parts_are_no_steps_and_a_text_without_any_other_is_one(text, steps):
-    assert split_steps(text, "\n") == [TextStep(*step) for step in steps]
+    assert split_steps(text, "\n") == list(map(tuple, steps))
 
 
 def test_a_separator_of_several_characters_belongs_to_the_step_that_it_ends():
-    assert split_steps("a; b;; c", ";; ") == [TextStep("a; b", 7), TextStep("c", 8)]
+    assert split_steps("a; b;; c", ";; ") == [("a; b", 7), ("c", 8)]
 
 
 @pytest.mark.parametrize("separator", ["", None, 3])
@@ -110,7 +110,7 @@ def test_a_character_of_several_tokens_is_written_by_its_last():
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     assert step_ends(split_steps(text, "\u4f60"), text, ids, utf8) == [len(ids) - 1]
-    assert step_ends([TextStep("\u4f60", 1), TextStep("\u597d", 3)], text, ids, utf8) == [2, 7]
+    assert step_ends([("\u4f60", 1), ("\u597d", 3)], text, ids, utf8) == [2, 7]
 
 
 def test_a_text_that_was_cut_at_a_stop_text_ends_with_its_last_token():

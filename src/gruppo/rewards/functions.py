@@ -37,14 +37,6 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
-class TextStep:
-    """One step of a completion."""
-
-    text: str  # without its separator
-    end: int  # characters of the completion up to the end of the step, its separator included
-
-
-@dataclass(frozen=True)
 class StepScores:
     """Scores of the steps of one row."""
 
@@ -69,6 +61,8 @@ class Answer:
         self.extras.append((column, values))
 
 
+TextStep = tuple[str, int]
+"""A step of a completion without its separator, and the characters up to its end, separator included."""
 RowCall = Callable[[Sequence[int]], Answer]
 """Scores the given rows. Raises the reward's exceptions, or ``CallError``."""
 
@@ -149,7 +143,7 @@ class FunctionReward:
             }
             if self.separator is not None:
                 steps = [split_steps(text_of(rollouts.completions[row]), self.separator) for row in rows]
-                arguments["steps"] = [[step.text for step in row] for row in steps]
+                arguments["steps"] = [[step for step, _ in row] for row in steps]
             arguments = {name: x for name, x in arguments.items() if self._takes_all or name in self._parameters}
             for name, values in cells.items():
                 arguments[name] = [_copied(values[row]) if name in copied else values[row] for row in rows]
@@ -287,8 +281,8 @@ def split_steps(text: str, separator: str) -> list[TextStep]:
     for part in text.split(separator):
         end = min(end + len(part) + len(separator), len(text))
         if part.strip():
-            steps.append(TextStep(part, end))
-    return steps or [TextStep(text, len(text))]
+            steps.append((part, end))
+    return steps or [(text, len(text))]
 
 
 def step_ends(steps: Sequence[TextStep], text: str, ids: Sequence[int], decode: Decode) -> list[int]:
@@ -309,6 +303,6 @@ def step_ends(steps: Sequence[TextStep], text: str, ids: Sequence[int], decode: 
         return next((n for n, (x, y) in pairs if x != y), min(len(prefix), len(text)))
 
     ends: list[int] = []
-    for step in steps[:-1]:
-        ends.append(bisect_left(range(len(ids)), step.end, lo=ends[-1] if ends else 0, key=written))
+    for _, end in steps[:-1]:
+        ends.append(bisect_left(range(len(ids)), end, lo=ends[-1] if ends else 0, key=written))
     return [*ends, len(ids) - 1] if ids else []
