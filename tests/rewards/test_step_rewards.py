@@ -65,7 +65,7 @@ def scores_of(reward, *texts, **changes):
     ],
 )
 def test_blank_parts_are_no_steps_and_a_text_without_any_other_is_one(text, steps):
-    assert split_steps(text, "\n") == list(map(tuple, steps))
+    assert split_steps(text, "\n") == steps
 
 
 def test_a_separator_of_several_characters_belongs_to_the_step_that_it_ends():

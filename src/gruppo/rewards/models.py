@@ -130,7 +130,7 @@ class ProcessRewardModel:
     ) -> list[Any]:
         texts, ends = [self._encode_prompt(prompt) for prompt in prompts], [list[int]() for _ in prompts]
         for ids, positions, completion in zip(texts, ends, completions, strict=True):
-            for step, _ in split_steps(text_of(completion), self.separator):
+            for step, _end in split_steps(text_of(completion), self.separator):
                 ids += [*self._encode(step), *self.mark]
                 positions.append(len(ids) - 1)
         truncated = self.network.truncate(texts, self.__name__, log_metric)
