@@ -25,7 +25,7 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
     if best is None or value > best["value"]:
         state.best = {"step": state.step, "value": value}
         with dist.fail_together():
-            folder.keep_best(run)
+            folder.save(run)
         return
     if value >= best["value"] - config.drop:
         return

@@ -118,35 +118,31 @@ class RunFolder:
 
     # --- checkpoints ---
 
-    def save(self, run: Run, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint of ``state``, which ``boundary_state`` made, and delete old ones."""
-        if dist.is_main():
-            self._write(self.checkpoints, run, state["step"], state)
-            checkpoint.prune(self.checkpoints, run.config.saving.keep, newest=state["step"])
-            # a run that resumes from this checkpoint may return to the best weights that it names
-            self._saved_best = None if state["best"] is None else int(state["best"]["step"])
-            newest_best = None if run.state.best is None else int(run.state.best["step"])
-            checkpoint.keep_only(self.best, {self._saved_best, newest_best})
+    def save(self, run: Run, state: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint of ``state``, which ``boundary_state`` made, and delete old ones.
 
-    def keep_best(self, run: Run) -> None:
-        """Write weights and optimizer state as the best so far, beside those that the last checkpoint names."""
-        if dist.is_main():
-            self._write(self.best, run, run.state.step, {})
-            checkpoint.keep_only(self.best, {self._saved_best, run.state.step})
-
-    def _write(self, folder: Path, run: Run, step: int, state: Mapping[str, Any]) -> None:
+        Without ``state``, keep weights and optimizer state as the best so far, for ``best_weights``.
+        """
+        if not dist.is_main():
+            return
         checkpoint.save(
-            folder,
-            step=step,
+            self.best if state is None else self.checkpoints,
+            step=run.state.step if state is None else state["step"],
             weights=run.policy.checkpoint_weights(),
             optimizer=checkpoint.optimizer_tensors(run.optimizer, run.parameter_names),
-            state=state,
+            state=state or {},
             critic=None if run.critic is None else run.critic.checkpoint_weights(),
             reference={} if run.reference is None else run.reference.state_dict(),
         )
+        if state is not None:
+            checkpoint.prune(self.checkpoints, run.config.saving.keep, newest=state["step"])
+            self._saved_best = None if state["best"] is None else int(state["best"]["step"])
+        # a run that resumes from the newest checkpoint may return to the best weights that it names
+        newest_best = None if run.state.best is None else int(run.state.best["step"])
+        checkpoint.keep_only(self.best, {self._saved_best, newest_best})
 
     def best_weights(self, run: Run) -> checkpoint.Saved:
-        """Load what ``keep_best`` wrote last."""
+        """Load the best weights so far."""
         assert run.state.best is not None
         return checkpoint.load(self.best / checkpoint.name_of(int(run.state.best["step"])))
 
