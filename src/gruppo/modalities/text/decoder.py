@@ -62,16 +62,10 @@ def read_decoder(module: Any) -> Decoder | None:
         query, key = attention.q_proj.out_features, attention.k_proj.out_features
         if query % head_dim or key % head_dim or query % key:
             return None
-        return Decoder(
-            embed=trunk.embed_tokens,
-            layers=layers,
-            norm=trunk.norm,
-            rotary=trunk.rotary_emb,
-            heads=query // head_dim,
-            kv_heads=key // head_dim,
-            head_dim=head_dim,
-            is_silu=all(torch.equal(layer.mlp.act_fn(_PROBE), silu(_PROBE)) for layer in layers),
-        )
+        heads, kv_heads = query // head_dim, key // head_dim
+        is_silu = all(torch.equal(layer.mlp.act_fn(_PROBE), silu(_PROBE)) for layer in layers)
+        embed, rotary = trunk.embed_tokens, trunk.rotary_emb
+        return Decoder(embed, layers, trunk.norm, rotary, heads, kv_heads, head_dim, is_silu)
     except (AttributeError, TypeError, ValueError):
         return None
 

@@ -164,19 +164,15 @@ class LayeredDecoding:
                 for at, columns, part in kept:
                     buffer[0, at, columns], buffer[1, at, columns] = k[part].transpose(0, 1), v[part].transpose(0, 1)
                 x = block.finish(x, attend(q, k, v, tokens.blocks).flatten(1))
-            ends = tokens.before(
-                torch.arange(len(run)), torch.tensor([len(completion) - 1 for completion in completions])
-            )
+            ends = tokens.before(torch.arange(len(run)), torch.tensor([len(texts[n][1]) for n in run]))
             last.append(x[ends.to(x.device)])
         return self.norm(torch.cat(last)[torch.tensor(order).argsort().to(self.owners.device)])
 
     def _turns(self, like: Tensor, positions: Int[Tensor, "N"]) -> Complex[Tensor, "N 1 d"]:
         """Rotations of the two halves of a head, as complex numbers."""
         half = self.decoder.head_dim // 2
-        cos, sin = (
-            x[0, :, None, :half].to(self.exact) for x in self.decoder.rotary(like.to(self.exact), positions[None])
-        )
-        return torch.complex(cos, sin)
+        cos, sin = self.decoder.rotary(like.to(self.exact), positions[None])
+        return torch.complex(cos[0, :, None, :half].to(self.exact), sin[0, :, None, :half].to(self.exact))
 
     # --- writing ---
 
@@ -199,7 +195,7 @@ class LayeredDecoding:
     ) -> Float[Tensor, "cells B"]:
         """Over [the group's prompt | the tokens that the row has sampled], with one softmax over both.
 
-        q [cells, H, D], k and v [cells, K, D]; keys and values of prompts [2, g K, P, D] and suffixes [2, cells K, T, D].
+        q [cells, H, D], k and v [cells, K, D]; keys and values of prompts [2, g K, P, D] and suffixes [2, c K, T, D].
         """
         g, j, kv_heads, dim = self.groups, self.width, self.decoder.kv_heads, self.decoder.head_dim
         rep = self.decoder.heads // kv_heads

@@ -55,13 +55,11 @@ def generate(
     slots = torch.arange(rows)  # the row of each decoding slot
     is_open = torch.ones(rows, dtype=torch.bool)
 
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
+
     for t in range(columns):
         sampled, logprob = sample_categorical(
-            decoding.logits,
-            uniforms[slots, t],
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
+            decoding.logits, uniforms[slots, t], temperature=temperature, top_k=top_k, top_p=top_p
         )
         sampled, logprob = sampled.cpu(), logprob.float().cpu()
         broken = is_open & ~logprob.isfinite()

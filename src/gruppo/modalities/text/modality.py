@@ -122,11 +122,8 @@ def found_model(name: str) -> tuple[str, dict[str, Any]]:
         found = BUNDLED[name]()
         return str(found.path), {"name": name, "source": found.source, "sha256": found.sha256}
     if names_function(name) or is_custom(model_of(name)):
-        made = (
-            ModelFunction.from_name(name)
-            if names_function(name)
-            else ModelFunction.read(Path(model_of(name)).expanduser())
-        )
+        folder = Path(model_of(name)).expanduser()
+        made = ModelFunction.from_name(name) if names_function(name) else ModelFunction.read(folder)
         return name, {"name": name, "made_by": made.made_by, "sha256": made.sha256}
     if "/" not in name and not Path(name).exists() and (near := difflib.get_close_matches(name, [*BUNDLED, "unet"], 1)):
         raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")

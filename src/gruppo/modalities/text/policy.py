@@ -15,8 +15,7 @@ from gruppo.core.distributions import chunked_categorical
 from gruppo.modalities.common.critic import module_weights
 from gruppo.modalities.common.lora import base_of, base_weights, has_adapter
 from gruppo.modalities.text.backbones import Backbone
-from gruppo.modalities.text.chat import Chat, as_completion
-from gruppo.modalities.text.demonstrations import answer_ids, target_text
+from gruppo.modalities.text.chat import Chat, answer_ids, as_completion, target_text
 from gruppo.modalities.text.generation import Generated, append_turns, cut_at_stop, generate, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
