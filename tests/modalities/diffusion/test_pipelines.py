@@ -19,7 +19,7 @@ from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import adapter_weights, without_adapter
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoiserCritic, DiffusionSampling
-from gruppo.modalities.diffusion.transitions import StepLevels, ddim, ode, split_prediction
+from gruppo.modalities.diffusion.schedules import StepLevels, ddim, ode, split_prediction
 from gruppo.testing import check_policy
 from gruppo.types import GruppoError, MicroBatch, Prompt, Request
 

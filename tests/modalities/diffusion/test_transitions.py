@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gruppo.modalities.diffusion.transitions import (
+from gruppo.modalities.diffusion.schedules import (
     StepLevels,
     ancestral,
     cps,

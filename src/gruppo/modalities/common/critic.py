@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gruppo.modalities.common.lora import base_weights, has_adapter
-from gruppo.modalities.common.reference import trained
+from gruppo.modalities.common.lora import module_weights
 from gruppo.protocols import Critic, check_values
 from gruppo.types import GruppoError, MicroBatch, Rollouts
 
@@ -69,9 +68,3 @@ def value_head_for(policy: Any) -> ValueHead:
     # the dtype of the master weights; those of an adapter are float32 on a base that may be less
     dtype = torch.promote_types(next(policy.module.parameters()).dtype, torch.float32)
     return ValueHead(policy.feature_width(), dtype=dtype).to(policy.device)
-
-
-def module_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; of a module with adapters, what is trained alone."""
-    tensors = trained(module) if has_adapter(module) else base_weights(module)
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}

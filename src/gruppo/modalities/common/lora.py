@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gruppo.core.linear_head import has_hooks, is_plain_linear
 from gruppo.loading import import_extra
-from gruppo.protocols import digest
+from gruppo.protocols import Policy, digest
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError
 
@@ -185,6 +185,32 @@ def base_weights(module: nn.Module) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
         if not any(f".{half}." in name for half in ("lora_A", "lora_B"))
     }
+
+
+def trained(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that are trained, by name."""
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def module_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name; of a module with adapters, what is trained alone."""
+    tensors = trained(module) if has_adapter(module) else base_weights(module)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+class AdaptablePolicy(Policy):
+    """A policy whose module may have a LoRA adapter, which alone is saved in checkpoints; its base never changes."""
+
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        return module_weights(self.module)
+
+    def frozen_base(self) -> dict[str, Tensor]:
+        return base_weights(self.module) if has_adapter(self.module) else {}
+
+    @property
+    def base_sha256(self) -> str | None:
+        base = base_of(self.module)
+        return None if base is None else base.sha256
 
 
 @dataclass(frozen=True, eq=False)

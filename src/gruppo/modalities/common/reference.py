@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gruppo.modalities.common.lora import has_adapter, without_adapter
+from gruppo.modalities.common.lora import has_adapter, trained, without_adapter
 from gruppo.protocols import Outputs, Policy
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
@@ -182,11 +182,6 @@ class ReferenceModel:
                 "with the run's own config and model, or start a new run."
             )
         self._mix(state, 1.0)
-
-
-def trained(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are trained, by name."""
-    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
 @contextmanager

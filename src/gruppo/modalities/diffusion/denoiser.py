@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from gruppo.core.images import quantize
 from gruppo.modalities.common.validation import refuse
-from gruppo.modalities.diffusion.schedules import NoiseSchedule
-from gruppo.modalities.diffusion.transitions import PredictionType, StepLevels, broadcast, split_prediction
+from gruppo.modalities.diffusion.schedules import NoiseSchedule, PredictionType, StepLevels, broadcast, split_prediction
 from gruppo.protocols import Outputs
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 

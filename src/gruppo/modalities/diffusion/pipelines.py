@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from gruppo.loading import import_extra
-from gruppo.modalities.common.critic import module_weights
 from gruppo.modalities.common.lora import (
     POLICY,
+    AdaptablePolicy,
     adapter_weights,
     base_of,
-    base_weights,
     cast_base,
     has_adapter,
     inject_config,
@@ -239,7 +238,7 @@ class VaeCodec(PixelCodec):
 # --- the policy ---
 
 
-class DiffusersPolicy(DenoiserPolicy):
+class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
     """A pipeline's denoising network, trained itself or through adapters; text encoders and VAE are frozen.
 
     States are latents in float32, at the noise levels of the pipeline's scheduler. ``module`` is the network itself.
@@ -315,17 +314,6 @@ class DiffusersPolicy(DenoiserPolicy):
         parts = [p for p in self.pipeline.components.values() if isinstance(p, nn.Module) and p is not self.module]
         size = sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
         return {"text encoders and VAE": float(size)} if parts else {}
-
-    def checkpoint_weights(self) -> dict[str, Tensor]:
-        return module_weights(self.module)
-
-    def frozen_base(self) -> dict[str, Tensor]:
-        return base_weights(self.module) if has_adapter(self.module) else {}
-
-    @property
-    def base_sha256(self) -> str | None:
-        base = base_of(self.module)
-        return None if base is None else base.sha256
 
     def save(self, folder: Path) -> None:
         """Write a pipeline that ``diffusers.DiffusionPipeline.from_pretrained`` opens, with the trained weights.

@@ -33,8 +33,14 @@ from gruppo.modalities.diffusion.denoiser import (
     demonstration_likelihood,
 )
 from gruppo.modalities.diffusion.sampling import DiffusionSampling, sample_batch, sampled_step
-from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule
-from gruppo.modalities.diffusion.transitions import TRANSITIONS, PredictionType, split_prediction
+from gruppo.modalities.diffusion.schedules import (
+    TRANSITIONS,
+    DiffusionSchedule,
+    FlowSchedule,
+    NoiseSchedule,
+    PredictionType,
+    split_prediction,
+)
 from gruppo.modalities.diffusion.trust_region import joint_clip_nats
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.protocols import Outputs, Policy

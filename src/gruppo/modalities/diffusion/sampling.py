@@ -14,7 +14,7 @@ from gruppo.core.distributions import gaussian_logprob
 from gruppo.modalities.common.images import RowBatch, image_rollouts
 from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.diffusion.denoiser import Denoiser
-from gruppo.modalities.diffusion.transitions import TRANSITIONS, Step, ode, split_prediction, step_of
+from gruppo.modalities.diffusion.schedules import TRANSITIONS, Step, ode, split_prediction, step_of
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Rollouts, Sampling
 

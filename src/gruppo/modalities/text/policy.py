@@ -12,15 +12,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
-from gruppo.modalities.common.critic import module_weights
-from gruppo.modalities.common.lora import base_of, base_weights, has_adapter
+from gruppo.modalities.common.lora import AdaptablePolicy
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, answer_ids, as_completion, target_text
 from gruppo.modalities.text.generation import Generated, append_turns, cut_at_stop, generate, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
 from gruppo.modalities.text.precision import ComputeCopy
-from gruppo.protocols import Outputs, Policy
+from gruppo.protocols import Outputs
 from gruppo.seeds import uniforms_at
 from gruppo.types import Finish, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
 
@@ -28,7 +27,7 @@ BATCH_ROWS = 128
 """Rows decoded together. Groups are not split; a larger group is a batch of its own."""
 
 
-class TextPolicy(Policy):
+class TextPolicy(AdaptablePolicy):
     """Samples completions and evaluates them under the same distribution, temperature, top-k and top-p included.
 
     ``module`` holds the master weights that an optimizer trains; ``compute_module`` is the module itself or a bfloat16
@@ -103,17 +102,6 @@ class TextPolicy(Policy):
         """Write the master weights and the tokenizer: of a Hugging Face model, a folder for ``from_pretrained``."""
         self.backbone.on(self.module).save(folder)
         self.chat.save(folder)
-
-    def checkpoint_weights(self) -> dict[str, Tensor]:
-        return module_weights(self.module)
-
-    def frozen_base(self) -> dict[str, Tensor]:
-        return base_weights(self.module) if has_adapter(self.module) else {}
-
-    @property
-    def base_sha256(self) -> str | None:
-        base = base_of(self.module)
-        return None if base is None else base.sha256
 
     def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
         rows, lengths = config.rollout.prompts * group_size, [len(self.chat.encode(p.inputs)) for p in prompts]
