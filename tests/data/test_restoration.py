@@ -194,11 +194,7 @@ def test_a_folder_without_a_whole_image_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("scenes", "options", "why"),
     [
-        (
-            {"a": ImagePair(scene(0))},
-            {"crop": 21},
-            r"1 of 1 images .* smaller than the crop of 21.*a with 24 x 20",
-        ),
+        ({"a": ImagePair(scene(0))}, {"crop": 21}, r"1 of 1 images .* smaller than the crop of 21.*a with 24 x 20"),
         ({"a": ImagePair(scene(0)[:1])}, {}, r"the image a is \[1, 24, 20\] .* needs floats \[3, H, W\]"),
         ({"a": ImagePair((scene(0) * 255).byte())}, {}, "of torch.uint8"),
         ({"a": ImagePair(scene(0) * 255)}, {}, "numbers from 0 to 23; they need to be from 0 to 1"),

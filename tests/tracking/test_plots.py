@@ -135,10 +135,7 @@ def test_each_stage_begins_at_a_line_with_its_name_on_every_panel(tmp_path):
 
 
 def test_a_histogram_shows_each_steps_share_of_each_size(tmp_path):
-    rows = [
-        {"step": 1, "group/size_2_count": 1.0, "group/size_4_count": 3.0},
-        {"step": 2, "group/size_4_count": 4.0},
-    ]
+    rows = [{"step": 1, "group/size_2_count": 1.0, "group/size_4_count": 3.0}, {"step": 2, "group/size_4_count": 4.0}]
     [curve] = [curve for curve in panels_of(rows) if curve.name == "group_sizes"]
     [mesh, *_] = drawn(curve, rows).collections
     assert mesh.get_array().filled(0).tolist() == [[0.25, 0.0], [0.0, 0.0], [0.75, 1.0]]

@@ -17,7 +17,7 @@ from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.loading import command_name
 from gruppo.recipes import RECIPES
-from gruppo.tracking.formatting import as_text, is_array
+from gruppo.tracking.formatting import ARRAYS, as_text
 from gruppo.types import GruppoError
 
 
@@ -71,7 +71,7 @@ def eval_(
     from gruppo import inference
 
     result, rows = inference.evaluate_run(Path(run), prompts=prompts)
-    for row in (row for row in rows[:show] if not is_array(row["prompt"])):
+    for row in (row for row in rows[:show] if not isinstance(row["prompt"], ARRAYS)):
         is_image = "group" in row  # shown on the sheet of images instead
         answer = "" if is_image else f" -> '{as_text(row['completion'])}'   target {row['target']!r}"
         print(f"  '{as_text(row['prompt'])}'{answer}   reward {row['reward']:g}")

@@ -39,8 +39,7 @@ def _compress(images: Images, quality: float, _generator: torch.Generator) -> Im
     """One image through JPEG."""
     pillow = import_extra("PIL.Image", "images", "degrading images to JPEG")
     levels, file = to_uint8(images[0]).permute(1, 2, 0).numpy(), io.BytesIO()
-    is_grey = levels.shape[-1] == 1
-    image = pillow.fromarray(levels[..., 0] if is_grey else levels, "L" if is_grey else "RGB")
+    image = pillow.fromarray(levels[..., 0] if levels.shape[-1] == 1 else levels)  # gray, or RGB
     image.save(file, "JPEG", quality=int(quality))
     decoded = np.array(pillow.open(file)).reshape(levels.shape)
     return torch.from_numpy(decoded).permute(2, 0, 1)[None].float() / 255

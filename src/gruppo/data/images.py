@@ -30,11 +30,7 @@ FILE_COLUMNS, CAPTION_COLUMNS = ("file_name", "file", "image", "path"), ("captio
 
 
 def image_folder(
-    folder: str | Path,
-    *,
-    seed: int,
-    size: int | None = None,
-    held_out_fraction: float = 0.1,
+    folder: str | Path, *, seed: int, size: int | None = None, held_out_fraction: float = 0.1
 ) -> IndexedSource:
     """Stream of the png, jpg and webp files of a folder and its subfolders; ``target`` is the image.
 

@@ -153,12 +153,7 @@ def image_pairs(
 
 
 def _checked_sizes(
-    files: Mapping[str, list[Path | Tensor]],
-    crop: int,
-    channels: int,
-    flips: bool,
-    name: str,
-    unreadable: dict[str, str],
+    files: Mapping[str, list[Any]], crop: int, channels: int, flips: bool, name: str, unreadable: dict[str, str]
 ) -> dict[str, tuple[int, int]]:
     """Height and width of each usable image; unreadable files are left out. Refuses sizes that do not fit."""
     sizes: dict[str, tuple[int, int]] = {}

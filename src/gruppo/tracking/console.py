@@ -44,7 +44,7 @@ METRICS: Mapping[str, tuple[str, str, str, Callable[[float], str]]] = {
 TEXT_ONLY = ("entropy/mean_nats", "len/mean_actions")
 """Left out for images: constant, or dependent on which denoising steps were sampled."""
 PHASES = {"rollout": "cyan", "reward": "yellow", "update": "magenta"}
-"""Parts of a step, ``time/NAME_s``, with their colours."""
+"""Parts of a step, ``time/NAME_s``, with their colors."""
 HISTORY = 120
 """Steps of a trend; as many are shown as fit."""
 LABEL, VALUE, BORDER = 18, 9, 4
@@ -224,7 +224,7 @@ class ConsoleTracker:
 
 
 def time_bar(metrics: Mapping[str, float], width: int) -> Text:
-    """A bar whose colours are the fractions of rollout, reward and update in the time of a step."""
+    """A bar whose colors are the fractions of rollout, reward and update in the time of a step."""
     logged = [metrics.get(f"time/{name}_s", 0.0) for name in PHASES]
     seconds = [value if 0 < value < math.inf else 0.0 for value in logged]
     total = sum(seconds) or 1.0

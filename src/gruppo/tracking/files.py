@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.protocols import Tracker
-from gruppo.tracking.formatting import as_text, is_array, shape_text
+from gruppo.tracking.formatting import ARRAYS, as_text, shape_text
 from gruppo.types import GruppoError
 
 MAX_ARRAY = 16
@@ -102,7 +102,7 @@ def to_json(value: Any) -> Any:
         return {str(name): to_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
-    if is_array(value):
+    if isinstance(value, ARRAYS):
         return to_json(value.tolist()) if math.prod(value.shape) <= MAX_ARRAY else shape_text(value)
     if isinstance(value, Integral):
         return int(value)

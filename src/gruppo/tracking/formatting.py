@@ -12,6 +12,7 @@ import numpy as np
 from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
+ARRAYS = (Tensor, np.ndarray)
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -57,10 +58,6 @@ def shorten(text: str, width: int) -> str:
     return set_cell_size(text, width - 1 - tail).rstrip() + "…" + set_cell_size(text[::-1], tail).rstrip()[::-1]
 
 
-def is_array(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray)
-
-
 def shape_text(value: Tensor | np.ndarray) -> str:
     """Type and shape, such as float32 [3, 64, 64]."""
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -72,7 +69,7 @@ def as_text(value: Any) -> str:
     Of the messages of a prompt the last; of a conversation all, with those of the environment in brackets. Of an array
     its shape, of bytes their number, of any other object its ``str``.
     """
-    if is_array(value):
+    if isinstance(value, ARRAYS):
         return shape_text(value)
     if isinstance(value, bytes):
         return f"{len(value)} bytes"

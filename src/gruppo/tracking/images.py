@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from gruppo.core.images import to_uint8
-from gruppo.tracking.formatting import is_array
+from gruppo.tracking.formatting import ARRAYS
 
 MIN_SIDE, MAX_SIDE = 112, 256
 """Pixels: small images are enlarged to about the first, and none exceeds the second."""
@@ -70,7 +70,7 @@ def is_image(value: Any) -> bool:
 
 def has_pixels(value: Any) -> bool:
     """Whether a value is no text for a terminal: an image, or any other array."""
-    return is_image(value) or is_array(value)
+    return is_image(value) or isinstance(value, ARRAYS)
 
 
 def to_pil(image: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from gruppo.protocols import Tracker
 from gruppo.tracking.files import JsonLines, read_lines, replace_file, to_json
-from gruppo.tracking.formatting import as_text, is_array, number, shape_text
+from gruppo.tracking.formatting import ARRAYS, as_text, number, shape_text
 from gruppo.tracking.images import Cell, SheetRow, draw, has_pixels, is_image, to_pil
 
 log = logging.getLogger("gruppo")
@@ -57,7 +57,7 @@ class SamplesFile(Tracker):
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
         placed = [dict(row) for row in rows]
         values: list[Any] = [row.get(image_field(row)) for row in rows]
-        if odd := [value for value in values if is_array(value) and not is_image(value)]:
+        if odd := [value for value in values if isinstance(value, ARRAYS) and not is_image(value)]:
             shape = shape_text(odd[0])
             text = f"{shape} is not an image, which has floats [C, H, W] with 1 or 3 channels."
             self._warn_once(shape, f"{len(odd)} of {len(rows)} samples of step {step} are not drawn: {text}")
@@ -66,7 +66,9 @@ class SamplesFile(Tracker):
             if images := [row for row in drawable if bool(row.get("held_out")) == is_held_out]:
                 self._draw(step, images, is_held_out)
         for row in placed:  # images that are on no sheet are named, without their pixels
-            row.update({n: shape_text(x) if is_array(x) else type(x).__name__ for n, x in row.items() if is_image(x)})
+            row.update(
+                {n: shape_text(x) if isinstance(x, ARRAYS) else type(x).__name__ for n, x in row.items() if is_image(x)}
+            )
         self._lines.append([{"step": step} | to_json(row) for row in placed])
         if any(row.get("held_out") for row in rows):
             self._compare_evaluations()
