@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,9 @@ def _change(config: Config, values: Mapping[str, list[str]], command: str) -> Co
 
 def _parse(option: Option, words: list[str], command: str) -> Any:
     value: Any = words if is_list(option.hint) else words[0] if words else "true" if option.hint is bool else None
-    try:
-        if value is not None:
+    if value is not None:
+        with suppress(ValueError):
             return convert(option.hint, value, is_text=True)
-    except ValueError:
-        pass
     raise GruppoError(
         f"{flag(option.name)} {' '.join(words) or 'has no value'}: it needs {describe_type(option.hint)}. "
         f"gruppo {command} --help says more."

@@ -42,8 +42,9 @@ def _required(config: Config) -> Rules:
         "--model.": not config.model,
         "no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set "
         "--data.": not config.data,
-        "no reward was given; it needs a built-in name or file.py:function. Set --reward.": not config.reward
-        and learns_from_samples(config),
+        "no reward was given; it needs a built-in name or file.py:function. Set --reward.": (
+            not config.reward and learns_from_samples(config)
+        ),
         "both stage and stages were set; with several stages, each has its own settings. Set "
         f"--stages.{len(config.stages) - 1}.kl-coef and the like instead of "
         "--stage.kl-coef.": config.stages and config.stage != Stage(),

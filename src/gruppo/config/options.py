@@ -12,6 +12,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -178,10 +179,8 @@ def convert(hint: Any, value: Any, *, is_text: bool = False) -> Any:
     elif origin in (typing.Union, types.UnionType):
         # None first, or "none" would be a text.
         for kind in sorted(inner, key=lambda kind: kind is not type(None)):
-            try:
+            with suppress(ValueError):
                 return convert(kind, value, is_text=is_text)
-            except ValueError:
-                continue
     elif origin is Literal:
         if value in inner and type(value) is type(inner[0]):  # 1 == True
             return value

@@ -105,8 +105,8 @@ def reads_as_seven(images: Sequence[Any], **_: Any) -> list[float | None]:
     return classifier(digit_classifier(rejects=True), label=7, floor=FLOOR_OF_SEVEN)(images=images)
 
 
-reads_as_asked.timeout_s = None  # type: ignore[attr-defined]  # the first call trains the classifier
-reads_as_seven.timeout_s = None  # type: ignore[attr-defined]
+# The first call trains the classifier.
+reads_as_asked.timeout_s = reads_as_seven.timeout_s = None  # type: ignore[attr-defined]
 
 
 @cache
@@ -144,15 +144,14 @@ def digit_classifier(*, rejects: bool = False) -> Any:
 
 
 def _non_digits(images: Any) -> Any:
-    """A quarter as many images of no digit: faded to a third or less, two of three rows or columns torn off, grey, or
-    only specks."""
+    """A quarter as many images of no digit: faded to a third or less, two thirds torn off, gray, or specks only."""
     import torch
 
     from gruppo.seeds import generator_at
 
     generator = generator_at(0, "no digits")
     some = images[torch.randperm(len(images), generator=generator)[: len(images) // 4]].clone()
-    faded, torn, grey, specks = some.tensor_split(4)
+    faded, torn, gray, specks = some.tensor_split(4)
 
     def uniform(like: Any) -> Any:
         return torch.rand(len(like), 1, 1, 1, generator=generator)
@@ -161,8 +160,6 @@ def _non_digits(images: Any) -> Any:
     side = images.shape[-1]
     kept = (torch.arange(side) - (uniform(torn)[:, 0, 0] * side)) % side < side // 3  # [n, side]
     torn *= torch.where(uniform(torn) < 0.5, kept[:, None, :, None], kept[:, None, None, :])
-    grey = (uniform(grey) ** 3).expand_as(grey)
-    specks = torch.rand(specks.shape, generator=generator) * (
-        torch.rand(specks.shape, generator=generator) < 0.1 * uniform(specks)
-    )
-    return torch.cat([faded, torn, grey, specks])
+    gray = (uniform(gray) ** 3).expand_as(gray)
+    brightness, chance = (torch.rand(specks.shape, generator=generator) for _ in range(2))
+    return torch.cat([faded, torn, gray, brightness * (chance < 0.1 * uniform(specks))])

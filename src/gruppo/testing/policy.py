@@ -121,8 +121,9 @@ def _check_micro_batches(policy: Policy, rollouts: Rollouts) -> None:
                 f"policy.micro_batches with a budget of {budget} leaves out {int((kept == 0).sum())} of {len(kept)} "
                 f"kept actions and repeats {int((kept > 1).sum())}; each needs to be in exactly one "
                 "micro-batch.": (kept == 1).all(),
-                f"policy.likelihood gave log-probs of the shape {shape} for a micro-batch of the shape {needed}.": shape
-                == needed,
+                f"policy.likelihood gave log-probs of the shape {shape} for a micro-batch of the shape {needed}.": (
+                    shape == needed
+                ),
             }
         )
     if likelihood.logprobs.requires_grad:
