@@ -15,23 +15,18 @@ from gruppo.doctor.report import diagnose
 
 REWARDS = str(Path(__file__).with_name("provoked.py").resolve())
 QUICK: dict[str, Any] = {
-    "steps": 12,
+    "steps": 10,
     "evaluation__prompts": 0,
     "saving__every": 0,
     "show_samples_every": 0,
     "rollout__stop": tuple("abcdefghijklmn"),  # so that few answers are cut off
     "reward": [f"{REWARDS}:short"],
 }
-STAGES = (Stage(name="supervised", steps=11, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=30), Stage(name="full"))
+STAGES = (Stage(name="supervised", steps=9, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=30), Stage(name="full"))
 RUNNING = {"objective__baseline": "running", "objective__scale": "none", "objective__running_decay": 0.9}
 
 PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a reward that is always 0": ({"reward": [f"{REWARDS}:constant"]}, ["zero-spread"], "--stages supervised:1,full"),
-    "a warm-up longer than the run": (
-        {"optim__warmup_steps": 20},
-        ["warmup-too-long"],
-        "--optim.warmup-steps 1",
-    ),
     "loss_sup that does not fall": (
         {"stages": STAGES},
         ["warmup-too-long", "supervised-loss"],
@@ -77,11 +72,8 @@ def test_a_symptom_that_is_provoked_is_named(tmp_path, config, names, change):
     findings = diagnose(read(run)).findings
     assert [finding.rule for finding in findings] == names
     assert str(findings[-1].changes[0]).startswith(change)
-
-
-def test_the_failure_that_a_reward_raised_is_quoted(tmp_path):
-    run = api.start(tiny.config(tmp_path, **(QUICK | {"reward": [f"{REWARDS}:fails"], "steps": 2}))).folder
-    assert "Most frequent failure: fails: ValueError: an odd beginning" in diagnose(read(run)).findings[0].meaning
+    if "reward-failures" in names:
+        assert "Most frequent failure: fails: ValueError: an odd beginning" in findings[0].meaning
 
 
 def test_a_run_that_learns_has_no_symptom(tmp_path):

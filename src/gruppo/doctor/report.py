@@ -64,20 +64,12 @@ class Report:
     """Rules that could not be checked, and why."""
 
     def to_dict(self) -> dict[str, Any]:
-        findings = [
-            {
-                "rule": finding.rule,
-                "title": finding.title,
-                "measured": [
-                    {"metric": metric, "mean": span.mean, "steps": [span.first, span.last]}
-                    for metric, spans in finding.measured
-                    for span in spans
-                ],
-                "meaning": finding.meaning,
-                "changes": [{"options": dict(change.settings), "why": change.why} for change in finding.changes],
-            }
-            for finding in self.findings
-        ]
+        findings = []
+        for finding in self.findings:
+            spans = [(metric, span) for metric, spans in finding.measured for span in spans]
+            measured = [{"metric": metric, "mean": s.mean, "steps": [s.first, s.last]} for metric, s in spans]
+            changes = [{"options": dict(change.settings), "why": change.why} for change in finding.changes]
+            findings.append(vars(finding) | {"measured": measured, "changes": changes})
         checked = [rule.name for rule in RULES if rule.name not in self.skipped]
         run = {"run": str(self.run.folder), "steps": self.run.steps}
         return run | {"findings": findings, "checked": checked, "skipped": dict(self.skipped)}
