@@ -56,12 +56,12 @@ def test_the_greedy_shares_have_the_least_variance_of_all():
     for budget in (1, 4, 7):
         spread = torch.rand(4, generator=generator, dtype=torch.float64)
         sizes = torch.randint(2, 5, (4,), generator=generator)
-        given = allocate_samples(spread, sizes, budget=budget, cap=7)
+        added = allocate_samples(spread, sizes, budget=budget, cap=7)
         every = [torch.tensor(more) for more in product(range(budget + 1), repeat=4) if sum(more) == budget]
         allowed = [more for more in every if bool((sizes + more <= 7).all())]
         best = min(float((spread**2 / (sizes + more)).sum()) for more in allowed)
-        assert int(given.sum()) == budget and bool((sizes + given <= 7).all())
-        assert float((spread**2 / (sizes + given)).sum()) == pytest.approx(best, rel=1e-12)
+        assert int(added.sum()) == budget and bool((sizes + added <= 7).all())
+        assert float((spread**2 / (sizes + added)).sum()) == pytest.approx(best, rel=1e-12)
 
 
 def test_without_a_cap_sizes_tend_to_proportions_of_the_spreads():
@@ -77,15 +77,15 @@ def expected_gradient(rewards: list[float], first: int) -> torch.Tensor:
     logits = torch.tensor([0.3, -0.5, 0.9], dtype=torch.float64)
     probabilities = logits.softmax(0)
     total = torch.zeros(3, dtype=torch.float64)
-    for drawn in product(range(3), repeat=4):
-        seen = torch.tensor([rewards[i] for i in drawn[:first]])
+    for outcome in product(range(3), repeat=4):
+        seen = torch.tensor([rewards[i] for i in outcome[:first]])
         size = first if bool(has_no_spread(seen, torch.zeros(first, dtype=torch.long))[0]) else 4
-        answers = list(drawn[:size])
-        given, mask = torch.tensor([rewards[i] for i in answers]), torch.ones(size, 1, dtype=torch.bool)
+        answers = list(outcome[:size])
+        observed, mask = torch.tensor([rewards[i] for i in answers]), torch.ones(size, 1, dtype=torch.bool)
         ids = torch.zeros(size, dtype=torch.long)
-        advantages, _ = group_advantages(given, ids, mask, baseline="mean", scale="none")
+        advantages, _ = group_advantages(observed, ids, mask, baseline="mean", scale="none")
         gradients = torch.eye(3, dtype=torch.float64)[answers] - probabilities  # of each answer's log-probability
-        total += probabilities[list(drawn)].prod() * (advantages.double() * gradients).sum(0)
+        total += probabilities[list(outcome)].prod() * (advantages.double() * gradients).sum(0)
     return total
 
 

@@ -98,13 +98,13 @@ def test_scoring_without_gradients_runs_the_head_once_a_chunk():
     assert head.calls == 6
 
 
-@pytest.mark.parametrize("wanted", ["gradient", "value", "none"])
-def test_no_actions_give_no_numbers_and_a_gradient_of_zero(wanted):
+@pytest.mark.parametrize("mode", ["gradient", "value", "none"])
+def test_no_actions_give_no_numbers_and_a_gradient_of_zero(mode):
     features, actions, temperature = inputs(0)
     features.requires_grad_()
-    logprobs, entropy = chunked_categorical(features, Head(), actions, temperature, entropy=wanted)
+    logprobs, entropy = chunked_categorical(features, Head(), actions, temperature, entropy=mode)
     assert logprobs.shape == (0,)
-    assert (entropy is not None) == (wanted != "none")
+    assert (entropy is not None) == (mode != "none")
     assert torch.autograd.grad(logprobs.sum(), features)[0].shape == (0, WIDTH)
 
 

@@ -49,8 +49,8 @@ def test_rewards_that_are_equal_up_to_rounding_do_not_stand_out():
     rewards = torch.tensor([0.3, 0.3, 0.3, 1.0])
     rewards[1] = torch.nextafter(rewards[1], torch.tensor(1.0))
     group_ids = torch.tensor([0, 0, 0, 1])
-    for said in (group_deviations(rewards, group_ids), normalized_rewards(rewards, group_ids)):
-        assert said.tolist() == [0.0] * 4
+    for deviations in (group_deviations(rewards, group_ids), normalized_rewards(rewards, group_ids)):
+        assert deviations.tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64])

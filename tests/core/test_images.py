@@ -169,11 +169,12 @@ def test_every_place_and_every_flip_is_drawn_and_the_generator_decides():
     assert {(int(crop[0, 0, 0]), int(crop[1, 0, 0])) for crop in draw} == {(r, c) for r in (0, 1) for c in (0, 1, 2)}
     assert draw[7].equal(random_crop([image], 2, torch.Generator().manual_seed(7))[0])
     square = noise(1, 3, 3)
-    drawn = {
+    symmetries = {
         tuple(random_symmetry([square], torch.Generator().manual_seed(s))[0].flatten().tolist()) for s in range(100)
     }
     assert (
-        drawn == {tuple(apply_symmetry(square, choice).flatten().tolist()) for choice in range(8)} and len(drawn) == 8
+        symmetries == {tuple(apply_symmetry(square, choice).flatten().tolist()) for choice in range(8)}
+        and len(symmetries) == 8
     )
 
 

@@ -149,7 +149,7 @@ class Doubled(nn.Linear):
 
 def _hooked() -> nn.Linear:
     head = a_head()
-    head.register_forward_hook(lambda module, given, out: 2 * out)
+    head.register_forward_hook(lambda module, inputs, out: 2 * out)
     return head
 
 
@@ -171,10 +171,10 @@ def test_a_head_that_does_more_than_its_product_is_called(head):
 @pytest.mark.parametrize(("kind", "is_taken"), [({}, True), ({"top_k": 5}, False), ({"top_p": 0.7}, False)])
 def test_blocks_serve_all_but_truncated_distributions(monkeypatch, kind, is_taken):
     features, actions, temperature = inputs()
-    head, asked = a_head(), []
+    head, calls = a_head(), []
     monkeypatch.setattr(
-        distributions, "linear_categorical", lambda *a, **k: asked.append(1) or linear_head.linear_categorical(*a, **k)
+        distributions, "linear_categorical", lambda *a, **k: calls.append(1) or linear_head.linear_categorical(*a, **k)
     )
     got, _ = chunked_categorical(features, head, actions, temperature, **kind)
     torch.testing.assert_close(got, categorical(head(features), actions, temperature, **kind)[0])
-    assert bool(asked) == is_taken
+    assert bool(calls) == is_taken

@@ -26,7 +26,7 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
 
 
 @pytest.mark.parametrize(
-    ("choices", "says"),
+    ("choices", "message"),
     [
         ({"baseline": "median"}, r"objective\.baseline='median' is not one of 'none', 'mean', 'leave_one_out'"),
         ({"scale": "std"}, r"objective\.scale='std' is not one of 'none', 'group', 'batch', 'running', 'prompt'"),
@@ -78,8 +78,8 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
         ),
     ],
 )
-def test_what_the_fields_alone_rule_out_is_refused_when_the_objective_is_built(choices, says):
-    with pytest.raises(GruppoError, match=says):
+def test_what_the_fields_alone_rule_out_is_refused_when_the_objective_is_built(choices, message):
+    with pytest.raises(GruppoError, match=message):
         Objective(**choices)
 
 
@@ -99,7 +99,7 @@ def test_the_nearest_valid_choices_are_let_through(choices):
 
 
 @pytest.mark.parametrize(
-    ("objective", "run", "says"),
+    ("objective", "run", "message"),
     [
         (PRESETS["grpo"], {"group_size": 1}, "gives no baseline for baseline='mean'.*--rollout.group-size 2"),
         (PRESETS["rloo"], {"group_size": 1}, "baseline='leave_one_out'.*at least 2.*--objective reinforce"),
@@ -122,8 +122,8 @@ def test_the_nearest_valid_choices_are_let_through(choices):
         (Objective(overlong=65), {"group_size": 2, "max_length": 64}, "overlong=65 penalizes every length"),
     ],
 )
-def test_a_combination_that_cannot_learn_is_refused_with_the_way_out(objective, run, says):
-    with pytest.raises(GruppoError, match=says):
+def test_a_combination_that_cannot_learn_is_refused_with_the_way_out(objective, run, message):
+    with pytest.raises(GruppoError, match=message):
         objective.check(**run)
 
 
@@ -207,8 +207,8 @@ def enumerated() -> dict[str, tuple[Any, ...]]:
     return {name: values for name, values in of.items() if values}
 
 
-def drawn(count: int) -> Iterator[dict[str, Any]]:
-    """Combinations of all choices. The whole product has 10^7; a test below says what so many of them cover."""
+def sampled(count: int) -> Iterator[dict[str, Any]]:
+    """Random combinations of all choices, 10^7 in all; a test below shows that SAMPLES of them hold every triple."""
     rng, choices = random.Random(0), enumerated()
     for _ in range(count):
         yield {name: rng.choice(values) for name, values in choices.items()}
@@ -280,12 +280,12 @@ def compared(o: Objective, rewards: Tensor, penalty: Tensor) -> Tensor:
     return returns_to_go(place_score(row, KEEP) - penalty, KEEP, gamma=o.gamma)
 
 
-DRAWN = 1500
+SAMPLES = 1500
 
 
 def test_so_many_combinations_hold_every_triple_of_choices():
     choices = enumerated()
-    seen = {triple for one in drawn(DRAWN) for triple in combinations(sorted(one.items()), 3)}
+    seen = {triple for one in sampled(SAMPLES) for triple in combinations(sorted(one.items()), 3)}
     for names in combinations(sorted(choices), 3):
         assert {tuple(zip(names, values, strict=True)) for values in product(*(choices[n] for n in names))} <= seen
 
@@ -293,10 +293,10 @@ def test_so_many_combinations_hold_every_triple_of_choices():
 @pytest.mark.silent_bug(5)
 def test_every_combination_learns_from_a_ragged_batch_or_is_refused_with_the_way_out():
     torch.manual_seed(0)
-    refused = [outcome(choices) for choices in drawn(DRAWN)]
-    told = [why for why in refused if why is not None]
-    assert 100 < len(told) < DRAWN - 100
-    assert [why for why in told if "=" not in why or "Set --objective" not in why] == []
+    refused = [outcome(choices) for choices in sampled(SAMPLES)]
+    reasons = [why for why in refused if why is not None]
+    assert 100 < len(reasons) < SAMPLES - 100
+    assert [why for why in reasons if "=" not in why or "Set --objective" not in why] == []
     # A rule that never speaks, or only ever after another, would be dead. Rules on numbers are tested above.
-    rules = {re.sub(r"'[^']*'|uses no ratio|has a sequence weight of its own", "", why) for why in told}
+    rules = {re.sub(r"'[^']*'|uses no ratio|has a sequence weight of its own", "", why) for why in reasons}
     assert len(rules) == 8, sorted(rules)

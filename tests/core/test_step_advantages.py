@@ -20,8 +20,8 @@ def advantages(rewards=ROWS, group_ids=GROUP, *, baseline="mean", scale="group",
     return step_advantages(rewards, group_ids, baseline=baseline, scale=scale, eps=eps, **rest)
 
 
-def close(got, wanted):
-    return torch.allclose(got, torch.tensor(wanted), rtol=1e-6, atol=1e-7)
+def close(got, expected):
+    return torch.allclose(got, torch.tensor(expected), rtol=1e-6, atol=1e-7)
 
 
 def test_steps_are_compared_with_all_steps_of_the_group_by_hand():
@@ -33,7 +33,7 @@ def test_steps_are_compared_with_all_steps_of_the_group_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("choices", "wanted"),
+    ("choices", "expected"),
     [
         ({"scale": "none"}, [[0, 0.25, 0, 0, -0.75], [0.25, 0, 0.25, 0, 0]]),
         ({"baseline": "none", "scale": "none"}, [[0, 1.0, 0, 0, 0.0], [1.0, 0, 1.0, 0, 0]]),
@@ -41,10 +41,10 @@ def test_steps_are_compared_with_all_steps_of_the_group_by_hand():
         ({"baseline": "batch_mean", "scale": "batch"}, [[0, 0.5, 0, 0, -1.5], [0.5, 0, 0.5, 0, 0]]),
     ],
 )
-def test_baselines_and_scales_of_steps_by_hand(choices, wanted):
+def test_baselines_and_scales_of_steps_by_hand(choices, expected):
     """Leave-one-out leaves out all steps of the own row: the first row is compared with 1, the second with 0.5."""
     got, _ = advantages(ROWS[:2], GROUP[:2], **choices)
-    assert close(got, wanted)
+    assert close(got, expected)
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])

@@ -82,7 +82,7 @@ class Fault:
     found: tuple[str, ...]
     changes: tuple[str, ...] = ()
     """The first of them."""
-    says: str = ""
+    meaning: str = ""
     """Part of the last finding's meaning."""
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Any] = field(default_factory=dict)

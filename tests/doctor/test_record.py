@@ -126,13 +126,13 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize(("damage", "says"), UNREADABLE.values(), ids=UNREADABLE)
-def test_an_unreadable_folder_is_one_line_that_says_what_to_do(tmp_path, damage, says):
+@pytest.mark.parametrize(("damage", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_an_unreadable_folder_is_one_line_that_says_what_to_do(tmp_path, damage, message):
     run = write(tmp_path / "run", {})
     damage(run)
-    with pytest.raises(GruppoError, match=says) as caught:
+    with pytest.raises(GruppoError, match=message) as caught:
         read(run)
-    assert ("\n" not in str(caught.value) and str(run) in str(caught.value)) or "unknown entry" in says
+    assert ("\n" not in str(caught.value) and str(run) in str(caught.value)) or "unknown entry" in message
 
 
 def test_a_file_is_no_run(tmp_path):

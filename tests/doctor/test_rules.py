@@ -69,7 +69,7 @@ FAULTS = {
     "the ratio of the first update is not 1": Fault(
         {"ratio/mean": early({7: 1.02}, 1.0), "ratio/max": early({7: 1.4}, 1.0)},
         ("ratio-not-1",),
-        says="the ratio was not 1 in 1 of 30 steps",
+        meaning="the ratio was not 1 in 1 of 30 steps",
     ),
     "the ratio of the first of several epochs is not 1, in half precision": Fault(
         {"epoch/1/ratio_mean": 1.05, "epoch/1/ratio_max": 1.3, "ratio/max": 1.5, "clip/high_frac": 0.1},
@@ -86,7 +86,7 @@ FAULTS = {
     "a sampler that keeps its first weights": Fault(
         {"mismatch/mean_nats": line(0.0, 0.3), "mismatch/max_nats": line(0.0, 3.0)},
         ("mismatch",),
-        says="the sampler has older weights",
+        meaning="the sampler has older weights",
     ),
     "a sampler that is wrong on few tokens": Fault(
         {"mismatch/mean_nats": 5e-4, "mismatch/max_nats": 2.0},
@@ -95,7 +95,7 @@ FAULTS = {
     "a reward that raises": Fault(
         {"reward/exception_count": 20.0, "reward/unscored_count": 20.0},
         ("reward-failures",),
-        says="5.2% of the sampled rows have no reward and are not learned from. Most frequent failure: f: division by",
+        meaning="5.2% of the sampled rows have no reward and are not learned from. Most frequent failure: f: division",
         files={"samples.jsonl": "".join(str(row).replace("'", '"') + "\n" for row in FAILED)},
     ),
     "a reward that is too slow": Fault(
@@ -106,7 +106,7 @@ FAULTS = {
         config={"scoring__timeout_s": 45.0},
     ),
     "a reward that returns None for a quarter of the rows": Fault(
-        {"reward/unscored_count": 96.0}, ("reward-failures",), says="the reward function returned None"
+        {"reward/unscored_count": 96.0}, ("reward-failures",), meaning="the reward function returned None"
     ),
     "updates that are skipped": Fault(
         {"update/skipped_count": early({4: 1.0, 9: 1.0}, 0.0)},
@@ -187,7 +187,7 @@ FAULTS = {
     "a held-out reward that stays while the training reward rises": Fault(
         held_out(0.2, 0.19, 0.21, 0.2),
         ("reward-hacking",),
-        says="does not: sampling has only",
+        meaning="does not: sampling has only",
         files={"evaluations.json": evaluations(0.2, 0.19, 0.21, 0.2)},
     ),
     "a watched reward that falls": Fault(
@@ -195,7 +195,7 @@ FAULTS = {
         | reward_of("judge", line(0.9, 0.2), 0.2)
         | {"eval/judge": early({1: 0.9, 10: 0.7, 20: 0.5, 30: 0.2}, None)},
         ("reward-hacking",),
-        says="judge, which has weight 0 and is only monitored, falls",
+        meaning="judge, which has weight 0 and is only monitored, falls",
         config={"reward": ("exact_match", "judge.py:judge"), "scoring__weights": (1.0, 0.0)},
     ),
     "two rewards against each other": Fault(
@@ -228,7 +228,7 @@ FAULTS = {
         ("--stage.kl-coef 0.1", "--optim.lr 6e-06", "--back-off.metric eval/reward_mean --back-off.drop 0.05"),
         "the reward does not rise with it",
     ),
-    "a KL beyond all measure": Fault({"kl/ref_nats": thirds(5.0, 6.0, 8.0)}, ("kl-blow-up",), says="its reference."),
+    "a KL beyond all measure": Fault({"kl/ref_nats": thirds(5.0, 6.0, 8.0)}, ("kl-blow-up",), meaning="its reference."),
     "a KL that its controller has lost": Fault(
         {"kl/ref_nats": thirds(0.1, 0.6, 0.7)},
         ("kl-blow-up",),
@@ -261,7 +261,7 @@ FAULTS = {
         config=SEVERAL,
     ),
     "old log-probs from the same forward": Fault(
-        {}, ("inert-clip",), says="the ratio is exactly 1", config={"optim__minibatches": 4}
+        {}, ("inert-clip",), meaning="the ratio is exactly 1", config={"optim__minibatches": 4}
     ),
     "a mean ratio over many dimensions": Fault(
         {"ratio/max": 1.001},
@@ -352,7 +352,7 @@ FAULTS = {
     "a consistency loss that rises faster than along a line": Fault(
         {"loss/cons": thirds(0.01, 0.05, 0.2)},
         ("consistency-loss",),
-        says="those of the reference: the policy exploits",
+        meaning="those of the reference: the policy exploits",
     ),
     "advantages of a few rows": Fault(
         {"advantage/max": 8.0, "advantage/std": 0.7},
@@ -505,7 +505,7 @@ def test_a_planted_fault_is_found_and_nothing_else(runs, name):
     fault, findings = FAULTS[name], diagnose(runs(name)).findings
     assert tuple(finding.rule for finding in findings) == fault.found
     assert tuple(map(str, findings[-1].changes))[: len(fault.changes)] == fault.changes
-    assert fault.says.lower() in findings[-1].meaning.lower()
+    assert fault.meaning.lower() in findings[-1].meaning.lower()
     assert all(finding.measured and finding.meaning.endswith((".", ".)")) for finding in findings)
 
 

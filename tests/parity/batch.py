@@ -112,7 +112,7 @@ def current(temperature: float = 1.0) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class Case:
     """What the loss is computed from beside the weights."""
 
     advantages: Tensor = ADVANTAGES
@@ -145,7 +145,7 @@ class Given:
 
 def gruppo_loss(
     objective: Objective,
-    given: Given,
+    case: Case,
     *,
     dtype: torch.dtype = torch.float32,
     kl_coef: float = 0.0,
@@ -153,19 +153,19 @@ def gruppo_loss(
 ) -> Result:
     """The policy's own likelihood, loss weights and policy loss, in one piece."""
     policy = of("Llama", **WEIGHTS) if dtype == torch.float32 else doubled(of("Llama", **WEIGHTS))
-    loss_mask = given.mask & ENDED[:, None] if objective.mask_truncated else given.mask
+    loss_mask = case.mask & ENDED[:, None] if objective.mask_truncated else case.mask
     total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH)
     here = {"device": policy.device, "dtype": dtype}
     inputs = LossInputs(
-        advantages=torch.where(loss_mask, given.advantages[:, None], 0).to(**here),
+        advantages=torch.where(loss_mask, case.advantages[:, None], 0).to(**here),
         loss_mask=loss_mask.to(policy.device),
         weights=loss_weights(loss_mask, average=objective.average, total=total).to(policy.device),
-        old_logprobs=given.old.to(**here),
-        ref=Likelihood(given.ref.to(**here)) if kl_coef else None,
-        sampler_logprobs=given.compute_module.to(**here),
+        old_logprobs=case.old.to(**here),
+        ref=Likelihood(case.ref.to(**here)) if kl_coef else None,
+        sampler_logprobs=case.compute_module.to(**here),
     )
     outputs = ("entropy",) if entropy_coef else ()
-    likelihood = policy.likelihood(rollouts(given.temperature, given.mask), PIECE, outputs=outputs)
+    likelihood = policy.likelihood(rollouts(case.temperature, case.mask), PIECE, outputs=outputs)
     terms, _ = policy_loss(likelihood, inputs, objective)
     loss = terms["policy"]
     if kl_coef:

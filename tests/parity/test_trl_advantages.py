@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.batch import GROUPS, MASK, MAX_LENGTH, Given, rollouts
+from tests.parity.batch import GROUPS, MASK, MAX_LENGTH, Case, rollouts
 from tests.parity.trl_side import Rewards, scored, scored_by_engine, throughout, trainer_of
 from torch import Tensor
 
@@ -88,9 +88,9 @@ def test_rloos_baseline_is_the_mean_of_the_scored_others(rewards: Rewards):
 
 def test_rloos_beta_is_a_kl_in_the_reward_of_the_row():
     """TRL subtracts beta times the row's sum of k1 before the baseline: credit="outcome" with kl_in="reward"."""
-    trainer, given = trainer_of("RLOO", [ANSWER], beta=0.5), Given()
+    trainer, case = trainer_of("RLOO", [ANSWER], beta=0.5), Case()
     trainer._get_per_token_logps_and_entropies = lambda model, *_, **__: (
-        (given.ref if model is trainer.ref_model else given.old).float(),
+        (case.ref if model is trainer.ref_model else case.old).float(),
         None,
         None,
     )
@@ -99,7 +99,7 @@ def test_rloos_beta_is_a_kl_in_the_reward_of_the_row():
     )
     run: Any = SimpleNamespace(config=config, state=SimpleNamespace(running={}), critic=None)
     score = torch.tensor(ANSWER)
-    batch = Batch(rollouts(), None, score, {}, torch.zeros(MASK.shape), MASK, given.old, Likelihood(given.ref))
+    batch = Batch(rollouts(), None, score, {}, torch.zeros(MASK.shape), MASK, case.old, Likelihood(case.ref))
     step_params: Any = SimpleNamespace(kl_coef=0.5)
     ours = with_advantages(run, step_params, batch, Scores(score, {"answer": score})).advantages[:, 0].double()
     assert close(ours, scored(trainer)["advantages"].double())
@@ -114,21 +114,21 @@ def test_rloos_beta_is_a_kl_in_the_reward_of_the_row():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_correction_weights_are_the_importance_sampling_ratios_of_vllm(level: Any, mode: Any, low: float, high: float):
     config = {"vllm_importance_sampling_clip_min": low or None, "vllm_importance_sampling_clip_max": high}
-    trainer, given = trainer_of("GRPO", vllm_importance_sampling_mode=f"{level}_{mode}", **config), Given()
+    trainer, case = trainer_of("GRPO", vllm_importance_sampling_mode=f"{level}_{mode}", **config), Case()
     with throughout(torch.float64):
-        theirs = scored_by_engine(trainer, given, torch.float64)["importance_sampling_ratio"].expand_as(MASK)
-    ours = correction_weights(given.old, given.compute_module, MASK, mode=mode, level=level, low=low, high=high)
+        theirs = scored_by_engine(trainer, case, torch.float64)["importance_sampling_ratio"].expand_as(MASK)
+    ours = correction_weights(case.old, case.compute_module, MASK, mode=mode, level=level, low=low, high=high)
     assert torch.allclose(ours[MASK], theirs[MASK], rtol=1e-12, atol=0)
-    raw = correction_weights(given.old, given.compute_module, MASK, mode="none", level=level)[MASK]
+    raw = correction_weights(case.old, case.compute_module, MASK, mode="none", level=level)[MASK]
     assert (raw > 1.5).any() and (raw < 0.5).any() and (ours[MASK] == raw).any()
 
 
 def test_a_log_prob_that_the_engine_could_not_report_counts_as_agreement_in_trl():
-    trainer, given = trainer_of("GRPO", vllm_importance_sampling_mode="token_truncate"), Given()
+    trainer, case = trainer_of("GRPO", vllm_importance_sampling_mode="token_truncate"), Case()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Given, "compute_module", torch.where(torch.arange(7) == 1, torch.nan, given.compute_module))
-        theirs = scored_by_engine(trainer, given, torch.float32)["importance_sampling_ratio"]
-        ours = correction_weights(given.old, given.compute_module, MASK, mode="truncate")
+        patch.setattr(Case, "compute_module", torch.where(torch.arange(7) == 1, torch.nan, case.compute_module))
+        theirs = scored_by_engine(trainer, case, torch.float32)["importance_sampling_ratio"]
+        ours = correction_weights(case.old, case.compute_module, MASK, mode="truncate")
     assert theirs[0, 1] == 1
     assert ours[0, 1].isnan()
 

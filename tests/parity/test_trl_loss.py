@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.batch import ADVANTAGES, ENDED, LOG_RATIOS, MASK, ROW_LOG_RATIOS, Given, Result, gruppo_loss
+from tests.parity.batch import ADVANTAGES, ENDED, LOG_RATIOS, MASK, ROW_LOG_RATIOS, Case, Result, gruppo_loss
 from tests.parity.trl_side import rloo_loss, trl_loss
 
 from gruppo.core.objective import CISPO, DAPO, DR_GRPO, GRPO, GSPO, RLOO, SAPO, Objective
@@ -72,21 +72,21 @@ def test_the_batch_has_ratios_inside_and_outside_the_clip_range_under_both_signs
 def test_each_loss_type_of_trl_has_our_loss_and_gradient(
     name: str, config: dict[str, Any], objective: Objective, dtype: torch.dtype
 ):
-    theirs = trl_loss(Given(), dtype=dtype, loss_type=name, **config)
-    assert_equal(gruppo_loss(objective, Given(), dtype=dtype), theirs, dtype)
+    theirs = trl_loss(Case(), dtype=dtype, loss_type=name, **config)
+    assert_equal(gruppo_loss(objective, Case(), dtype=dtype), theirs, dtype)
 
 
 @DTYPES
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_of_the_surrogate_has_our_loss_and_gradient(option: str, dtype: torch.dtype):
     name, config, objective = OPTIONS[option]
-    theirs = trl_loss(Given(), dtype=dtype, loss_type=name, **config)
-    assert_equal(gruppo_loss(objective, Given(), dtype=dtype), theirs, dtype)
+    theirs = trl_loss(Case(), dtype=dtype, loss_type=name, **config)
+    assert_equal(gruppo_loss(objective, Case(), dtype=dtype), theirs, dtype)
 
 
 @pytest.mark.parametrize(
-    "given",
-    [Given(between_turns=True), Given(temperature=0.5)],
+    "case",
+    [Case(between_turns=True), Case(temperature=0.5)],
     ids=["tokens_of_a_tool", "temperature"],
 )
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_each_option_of_the_surrogate_has_our_loss_and_gradient(option: str, dty
     ids=["grpo", "dapo", "gspo"],
 )
 def test_tokens_of_a_tool_and_the_temperature_count_as_in_trl(
-    name: str, config: dict[str, Any], objective: Objective, given: Given
+    name: str, config: dict[str, Any], objective: Objective, case: Case
 ):
-    theirs = trl_loss(given, dtype=EXACT, loss_type=name, temperature=given.temperature, **config)
-    assert_equal(gruppo_loss(objective, given, dtype=EXACT), theirs, EXACT)
+    theirs = trl_loss(case, dtype=EXACT, loss_type=name, temperature=case.temperature, **config)
+    assert_equal(gruppo_loss(objective, case, dtype=EXACT), theirs, EXACT)
 
 
 # --- KL and entropy --------------------------------------------------------------------------------------------------
@@ -115,42 +115,42 @@ def test_beta_is_kl_coef_and_use_bias_correction_kl_the_unbiased_gradient(
     name: str, config: dict[str, Any], objective: Objective, is_corrected: bool, kl_gradient: Any, dtype: torch.dtype
 ):
     config = config | {"beta": 0.1, "use_bias_correction_kl": is_corrected}
-    theirs = trl_loss(Given(), dtype=dtype, loss_type=name, **config)
-    ours = gruppo_loss(replace(objective, kl_gradient=kl_gradient), Given(), dtype=dtype, kl_coef=0.1)
+    theirs = trl_loss(Case(), dtype=dtype, loss_type=name, **config)
+    ours = gruppo_loss(replace(objective, kl_gradient=kl_gradient), Case(), dtype=dtype, kl_coef=0.1)
     assert_equal(ours, theirs, dtype)
 
 
 def test_under_sequence_ratios_trl_weighs_the_kl_by_the_row_and_we_by_the_token():
     config = SEQUENCE | {"beta": 0.1, "loss_type": "grpo"}
-    naive = gruppo_loss(replace(GSPO, kl_gradient="naive"), Given(), dtype=EXACT, kl_coef=0.1)
-    assert_equal(naive, trl_loss(Given(), dtype=EXACT, use_bias_correction_kl=False, **config), EXACT)
-    corrected = gruppo_loss(GSPO, Given(), dtype=EXACT, kl_coef=0.1)
-    assert corrected.distance(trl_loss(Given(), dtype=EXACT, **config))[1] > 1e-3
+    naive = gruppo_loss(replace(GSPO, kl_gradient="naive"), Case(), dtype=EXACT, kl_coef=0.1)
+    assert_equal(naive, trl_loss(Case(), dtype=EXACT, use_bias_correction_kl=False, **config), EXACT)
+    corrected = gruppo_loss(GSPO, Case(), dtype=EXACT, kl_coef=0.1)
+    assert corrected.distance(trl_loss(Case(), dtype=EXACT, **config))[1] > 1e-3
 
 
 @DTYPES
 def test_the_entropy_bonus_is_trls_under_the_token_average(dtype: torch.dtype):
-    theirs = trl_loss(Given(), dtype=dtype, loss_type="dapo", epsilon_high=0.28, entropy_coef=0.05)
-    assert_equal(gruppo_loss(DAPO, Given(), dtype=dtype, entropy_coef=0.05), theirs, dtype)
+    theirs = trl_loss(Case(), dtype=dtype, loss_type="dapo", epsilon_high=0.28, entropy_coef=0.05)
+    assert_equal(gruppo_loss(DAPO, Case(), dtype=dtype, entropy_coef=0.05), theirs, dtype)
 
 
 def test_under_other_averages_trl_still_takes_the_entropy_over_tokens_and_we_the_objectives_average():
-    theirs = trl_loss(Given(), dtype=EXACT, loss_type="grpo", entropy_coef=0.05)
-    assert gruppo_loss(GRPO, Given(), dtype=EXACT, entropy_coef=0.05).distance(theirs)[1] > 1e-4
+    theirs = trl_loss(Case(), dtype=EXACT, loss_type="grpo", entropy_coef=0.05)
+    assert gruppo_loss(GRPO, Case(), dtype=EXACT, entropy_coef=0.05).distance(theirs)[1] > 1e-4
 
 
 # --- rows left out, and rows of an engine ----------------------------------------------------------------------------
 
 
 def test_mask_truncated_is_trls_under_the_token_average():
-    theirs = trl_loss(Given(), dtype=EXACT, loss_type="dapo", epsilon_high=0.28, mask_truncated_completions=True)
-    assert_equal(gruppo_loss(replace(DAPO, mask_truncated=True), Given(), dtype=EXACT), theirs, EXACT)
+    theirs = trl_loss(Case(), dtype=EXACT, loss_type="dapo", epsilon_high=0.28, mask_truncated_completions=True)
+    assert_equal(gruppo_loss(replace(DAPO, mask_truncated=True), Case(), dtype=EXACT), theirs, EXACT)
 
 
 @pytest.mark.parametrize(("name", "objective"), [("grpo", GRPO), ("dr_grpo", DR_GRPO)])
 def test_under_row_averages_trl_counts_masked_rows_in_the_denominator_and_we_do_not(name: str, objective: Objective):
-    theirs = trl_loss(Given(), dtype=EXACT, loss_type=name, mask_truncated_completions=True)
-    ours = gruppo_loss(replace(objective, mask_truncated=True), Given(), dtype=EXACT)
+    theirs = trl_loss(Case(), dtype=EXACT, loss_type=name, mask_truncated_completions=True)
+    ours = gruppo_loss(replace(objective, mask_truncated=True), Case(), dtype=EXACT)
     kept = float(ENDED.double().mean())
     scaled = Result(kept * ours.loss, {name: kept * gradient for name, gradient in ours.gradient.items()})
     assert kept < 1
@@ -168,14 +168,14 @@ def test_the_correction_of_an_engines_log_probs_is_trls(level: Any, mode: Any, l
         "vllm_importance_sampling_clip_max": 1.5,
     }
     corrected = replace(GRPO, correction=mode, correction_level=level, correction_low=low, correction_high=1.5)
-    theirs = trl_loss(Given(), dtype=dtype, engine=True, loss_type="grpo", **config)
-    assert_equal(gruppo_loss(corrected, Given(), dtype=dtype), theirs, dtype)
+    theirs = trl_loss(Case(), dtype=dtype, engine=True, loss_type="grpo", **config)
+    assert_equal(gruppo_loss(corrected, Case(), dtype=dtype), theirs, dtype)
 
 
 def test_vespo_takes_the_correction_into_its_weight_in_trl_and_beside_it_here():
     config = {"vllm_importance_sampling_mode": "token_truncate", "loss_type": "vespo"}
-    corrected = gruppo_loss(replace(VESPO, correction="truncate"), Given(), dtype=EXACT)
-    assert corrected.distance(trl_loss(Given(), dtype=EXACT, engine=True, **config))[1] > 1e-3
+    corrected = gruppo_loss(replace(VESPO, correction="truncate"), Case(), dtype=EXACT)
+    assert corrected.distance(trl_loss(Case(), dtype=EXACT, engine=True, **config))[1] > 1e-3
 
 
 # --- micro-batches ---------------------------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ def test_vespo_takes_the_correction_into_its_weight_in_trl_and_beside_it_here():
 def test_over_two_micro_batches_every_loss_type_but_bnpo_stays_what_it_was(
     name: str, config: dict[str, Any], objective: Objective
 ):
-    theirs = trl_loss(Given(), dtype=EXACT, loss_type=name, micro_batches=2, **config)
-    ours = gruppo_loss(objective, Given(), dtype=EXACT)
+    theirs = trl_loss(Case(), dtype=EXACT, loss_type=name, micro_batches=2, **config)
+    ours = gruppo_loss(objective, Case(), dtype=EXACT)
     if name == "bnpo":
         assert ours.distance(theirs)[1] > 0.05
     else:
@@ -198,7 +198,7 @@ def test_over_two_micro_batches_every_loss_type_but_bnpo_stays_what_it_was(
 
 def test_trls_cispo_left_at_its_default_caps_the_ratio_at_a_fifth():
     """``epsilon_high`` bounds the ratio itself there: 0.2, so that a ratio of 1 learns with a fifth of its gradient."""
-    on_policy = Given(log_ratios=torch.zeros_like(LOG_RATIOS))
+    on_policy = Case(log_ratios=torch.zeros_like(LOG_RATIOS))
     theirs = trl_loss(on_policy, dtype=EXACT, loss_type="cispo")
     ours = gruppo_loss(CISPO, on_policy, dtype=EXACT)
     fifth = Result(0.2 * ours.loss, {name: 0.2 * gradient for name, gradient in ours.gradient.items()})
@@ -209,6 +209,6 @@ def test_trls_cispo_left_at_its_default_caps_the_ratio_at_a_fifth():
 
 @DTYPES
 def test_rloo_has_trls_gradient_on_policy_where_trl_clips_a_ratio_of_one(dtype: torch.dtype):
-    theirs = rloo_loss(Given(), dtype)
-    assert gruppo_loss(RLOO, Given(), dtype=dtype).distance(theirs)[1] <= WITHIN[dtype]
+    theirs = rloo_loss(Case(), dtype)
+    assert gruppo_loss(RLOO, Case(), dtype=dtype).distance(theirs)[1] <= WITHIN[dtype]
     assert theirs.loss == pytest.approx(-float(ADVANTAGES.mean()), abs=1e-6)  # -ratio A, not -A logprob

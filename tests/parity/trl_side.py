@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.fakes import Float64, bpe_tokenizer, causal_lm
-from tests.parity.batch import COMPLETIONS, GROUPS, MAX_LENGTH, PROMPT_IDS, WEIGHTS, Given, Result, result_of
+from tests.parity.batch import COMPLETIONS, GROUPS, MAX_LENGTH, PROMPT_IDS, WEIGHTS, Case, Result, result_of
 from torch import Tensor
 
 VERSION = "1.16.0"
@@ -90,15 +90,15 @@ def ragged(x: Tensor) -> list[list[float]]:
 
 
 def trl_loss(
-    given: Given, *, dtype: torch.dtype = torch.float32, engine: bool = False, micro_batches: int = 1, **config: Any
+    case: Case, *, dtype: torch.dtype = torch.float32, engine: bool = False, micro_batches: int = 1, **config: Any
 ) -> Result:
     """``GRPOTrainer._compute_loss``. ``engine``: the rows came from an engine whose log-probs are the sampler's."""
     trainer = trainer_of("GRPO", micro_batches=micro_batches, **config)
     with throughout(dtype):
         _to(trainer, dtype)
-        batch = scored_by_engine(trainer, given, dtype) if engine else scored(trainer, tools_mask=given.tools_mask)
-        batch |= {"advantages": given.advantages.to(dtype), "old_per_token_logps": given.old.to(dtype)}
-        batch |= {"ref_per_token_logps": given.ref.to(dtype)}
+        batch = scored_by_engine(trainer, case, dtype) if engine else scored(trainer, tools_mask=case.tools_mask)
+        batch |= {"advantages": case.advantages.to(dtype), "old_per_token_logps": case.old.to(dtype)}
+        batch |= {"ref_per_token_logps": case.ref.to(dtype)}
         parts = split(batch, micro_batches)
         return result_of(sum(trainer._compute_loss(trainer.model, part) for part in parts), trainer.model)
 
@@ -130,22 +130,22 @@ def throughout(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def scored_by_engine(trainer: Any, given: Given, dtype: torch.dtype) -> dict[str, Tensor]:
+def scored_by_engine(trainer: Any, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """As if vLLM had sampled: the weights of that time are known by their log-probs alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "use_vllm", True)
-        patch.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (given.old.to(dtype), None, None))
-        batch = scored(trainer, compute_module=given.compute_module.to(dtype), tools_mask=given.tools_mask)
+        patch.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (case.old.to(dtype), None, None))
+        batch = scored(trainer, compute_module=case.compute_module.to(dtype), tools_mask=case.tools_mask)
     trainer.use_vllm = True
     return batch
 
 
-def rloo_loss(given: Given, dtype: torch.dtype) -> Result:
+def rloo_loss(case: Case, dtype: torch.dtype) -> Result:
     """``RLOOTrainer._compute_loss`` on rows that the current weights drew."""
     trainer = trainer_of("RLOO")
     with throughout(dtype):
         _to(trainer, dtype)
-        batch = scored(trainer) | {"advantages": given.advantages.to(dtype)}
+        batch = scored(trainer) | {"advantages": case.advantages.to(dtype)}
         return result_of(trainer._compute_loss(trainer.model, batch), trainer.model)
 
 
