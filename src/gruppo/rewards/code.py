@@ -73,11 +73,9 @@ class CodeTests:
     def check(self, columns: Collection[str]) -> None:
         """Raise DataError where the data have no column of tests."""
         if not {*columns} & {*([self.column] if self.column else COLUMNS)}:
-            required = self.column or " or ".join(COLUMNS)
-            raise DataError(
-                f"reward code_tests reads the column {required}, which the data do not have; they have: "
-                f"{', '.join(sorted(columns)) or 'no columns'}. Name it with --reward code_tests:column=NAME."
-            )
+            required, has = self.column or " or ".join(COLUMNS), ", ".join(sorted(columns)) or "no columns"
+            problem = f"reward code_tests reads the column {required}, which the data do not have; they have: {has}"
+            raise DataError(f"{problem}. Name it with --reward code_tests:column=NAME.")
 
     def __call__(
         self,

@@ -98,14 +98,13 @@ class FunctionReward:
         self._parameters, self._takes_all = accepted_keywords(fn, f"reward {self.name!r}")
         self.requested_columns = frozenset(self._parameters)
         self._provided = (*PROVIDED, "steps") if self.scores_steps else PROVIDED
-        self._check: Callable[[Collection[str]], None] | None = getattr(fn, "check", None)
+        self._check: Callable[[Collection[str]], None] = getattr(fn, "check", lambda columns: None)
         self._data_columns: set[str] = set()
 
     def check(self, columns: Collection[str]) -> None:
         """Raise DataError if the data lack a column that the function requires; see ``columns_of``."""
         require_columns(f"reward {self.name!r}", self._parameters, columns, self._provided)
-        if self._check is not None:
-            self._check(columns)
+        self._check(columns)
         self._data_columns.update(columns)
 
     def prepare(self, rollouts: Rollouts, step: int, max_steps: int) -> RowCall:
@@ -190,15 +189,14 @@ class ObjectReward:
         self.scores_steps = bool(getattr(reward, "scores_steps", False))
         self.requested_columns = frozenset(getattr(reward, "columns", ()))
         self.decode: Decode | None = None
-        self._check: Callable[[Collection[str]], None] | None = getattr(reward, "check", None)
+        self._check: Callable[[Collection[str]], None] = getattr(reward, "check", lambda columns: None)
 
     def check(self, columns: Collection[str]) -> None:
         if missing := sorted(self.requested_columns - {*columns}):
             problem = f"reward {self.name!r} needs the column {missing[0]!r}, which the data do not have"
             has = ", ".join(sorted(columns)) or "no columns"
             raise DataError(f"{problem}; they have: {has}. Add the column, or rename one.")
-        if self._check is not None:
-            self._check(columns)
+        self._check(columns)
 
     def prepare(self, rollouts: Rollouts, step: int, max_steps: int) -> RowCall:
         def call(rows: Sequence[int]) -> Answer:
