@@ -146,7 +146,7 @@ class GRPOLoss(_PolicyLoss):
         old = (policy_logprobs if old_policy_logprobs is None else old_policy_logprobs).detach().reshape(mask.shape)
         ref = None if reference_logprobs is None else reference_logprobs.detach().reshape(mask.shape)
 
-        # Advantages: the KL may be part of the reward, of the row or of each action.
+        # Advantages; a KL in the reward is subtracted from the row's score, or from the reward of each action.
         penalty = torch.zeros_like(old)
         if o.kl_in == "reward" and ref is not None:
             _check_finite(loss_mask, old_policy_logprobs=old, reference_logprobs=ref)

@@ -195,7 +195,7 @@ def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
     labels, is_flow = ClassLabels(classes, dropped=chosen.dropped), chosen.path == "flow"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        scale = 1000.0 if is_flow else 1.0
+        scale = 1000.0 if is_flow else 1.0  # so that the network's times span about 0 to 1000
         module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
     return DenoiserPolicy(
         module,
@@ -222,13 +222,12 @@ def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> Denois
         if module is None and settings["unet"] is None:
             raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_denoiser that module.")
         if module is None:
-            sizes = dict(settings["unet"])
-            module = DenoisingUNet(sizes.pop("shape"), sizes.pop("classes"), **sizes)
+            module = DenoisingUNet(**settings["unet"])
         path, labels = dict(settings["path"]), settings["condition"]
         options = {
             **{name: settings[name] for name in ("shape", "predicts", "weighting", "middle")},
             "schedule": {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[path.pop("kind")](**path),
-            "condition": None if labels is None else ClassLabels(labels["classes"], dropped=labels["dropped"]),
+            "condition": None if labels is None else ClassLabels(**labels),
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise GruppoError(

@@ -224,7 +224,7 @@ class VaeCodec(PixelCodec):
 
     @torch.no_grad()
     def encode(self, image: Tensor) -> Float[Tensor, "c h w"]:
-        """The mode of the VAE's posterior: nothing is drawn."""
+        """The mode of the VAE's posterior, without sampling."""
         x = super().encode(image)[None].to(self._vae.device, self._vae.dtype)
         return ((self._vae.encode(x).latent_dist.mode().float().cpu() - self._shift) * self._scale)[0]
 
@@ -350,7 +350,7 @@ def load_diffusers(
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        # diffusers needs to be told again which components a saved pipeline was without, such as SD 3's T5.
+        # diffusers needs the names of components that a saved pipeline lacks, such as SD 3's T5.
         index = folder / "model_index.json"
         components = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
         without = {part: None for part, place in components.items() if place == [None, None]}

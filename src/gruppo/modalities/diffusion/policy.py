@@ -296,6 +296,7 @@ class DenoiserPolicy(Policy):
                 rows.append(row)
                 left -= needed
                 continue
+            # The row is cut by columns: each step reads only the state before it, which the rollouts hold.
             for part in rollouts.mask[row].nonzero()[:, 0].split(max(budget // int(cost[row]), 1)):
                 cols = slice(int(part[0]), int(part[-1]) + 1)
                 if loss_mask[row, cols].any():
@@ -322,6 +323,7 @@ class DenoiserPolicy(Policy):
             x0 = torch.zeros(0, *self.denoiser.shape, dtype=torch.float64, device=self.device)
             normal, features = Gaussian(x0, x0.new_zeros(0)), None
         mean, std = normal.mean, normal.std
+        # The density is that of the float32 state as stored, in float64, as when it was sampled.
         actions = rollouts.actions[steps.row, steps.column].to(self.device)  # [N, *E]
         return Likelihood(
             steps.scatter(gaussian_logprob(actions[None], mean[None], std[None])[0]),
@@ -338,6 +340,7 @@ class DenoiserPolicy(Policy):
         features = None
         if len(steps.row):
             _, (x, times, condition, guidance) = steps.inputs(self.denoiser)
+            # A value needs the features under the condition alone: one evaluation, whatever the guidance.
             unguided = torch.ones_like(guidance)
             _, features = self.denoiser.predict(x, times, condition, unguided, steps.group, features=True)
         return steps.scatter(self._values(features))

@@ -139,6 +139,7 @@ def step_noise(
     draws = dict.fromkeys(draw for draw, _ in rows)
     branches = {draw: branch_step(sampling, seed, draw) for draw in draws} if sampling.noise == "branched" else {}
     for draw, sample in rows:
+        # A group shares the initial latents unless samples are independent; a branched one all but one step's noise.
         is_own = sampling.noise == "independent" if step is None else step == branches.get(draw, step)
         address = (seed, "noise", draw, sample if is_own else "group", "first" if step is None else step)
         # An evaluation at temperature 0 has the same latents for every seed, so that runs are comparable.
@@ -159,6 +160,7 @@ def sample_batch(denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSamplin
         "first": step_noise(sampling, seed, batch.addresses, denoiser.shape, None),
         "steps": torch.full((count,), sampling.steps),
         "transition": torch.full((count,), list(TRANSITIONS).index(name)),
+        # NaN: the transition's own default
         "eta": torch.full((count,), math.nan if sampling.eta is None else sampling.eta, dtype=torch.float64),
         "guidance": torch.full((count,), sampling.guidance, dtype=torch.float64),
     }

@@ -44,7 +44,7 @@ class DenoisingUNet(nn.Module):
         self.up = nn.Conv2d(wide, width, 3, padding=1)
         self.merge = ResBlock(2 * width, width, embedding)
         last = nn.Conv2d(width, 4 * channels, 3, padding=1)
-        for parameter in last.parameters():
+        for parameter in last.parameters():  # as in DDPM: a new network predicts 0
             nn.init.zeros_(parameter)
         self.leave = nn.Sequential(nn.GroupNorm(GROUPS, width), nn.SiLU(), last)
 
