@@ -208,14 +208,11 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
 
 def check_capabilities(config: Config, policy: Policy) -> None:
     """Refuse options that need a capability which the policy does not declare."""
-    has_critic = config.objective.has_critic
-    needs = {
-        "conversations": ("--environment.reply", bool(config.environment.reply)),
-        "shared_critic": ("--critic.kind shared", has_critic and config.critic.kind == "shared"),
-        "separate_critic": ("--critic.kind separate", has_critic and config.critic.kind == "separate"),
-    }
-    for capability, (option, is_needed) in needs.items():
-        if is_needed and capability not in policy.supports:
+    needs = {"conversations": "--environment.reply"} if config.environment.reply else {}
+    if config.objective.has_critic:
+        needs[f"{config.critic.kind}_critic"] = f"--critic.kind {config.critic.kind}"
+    for capability, option in needs.items():
+        if capability not in policy.supports:
             raise GruppoError(
                 f"{option} needs a policy that supports {capability!r}, and {type(policy).__name__} supports "
                 f"{sorted(policy.supports) or 'nothing optional'}. Leave the option out, or add it to the policy."
@@ -262,7 +259,10 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
 
 
 def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> Reference | None:
-    """Return what the untrained policy is measured against; None without one. ``is_read``: by a reward."""
+    """Return the reference, a copy of the untrained policy or its base; None if nothing reads it.
+
+    ``is_read``: whether a reward does.
+    """
     chosen, renewed = config.reference, [index for index, stage in enumerate(config.plan) if stage.new_reference]
     if not has_reference(config, policy.modality) and not (is_read and renewed):
         if renewed:
