@@ -157,14 +157,18 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
         loop.train(run, folder)
         with dist.fail_together():
             model = folder.write_final(run)
-        ends, seconds = loop.summary(run), time.perf_counter() - began
+        seconds = time.perf_counter() - began
     # a prompt for people to try: a held-out one, or one that was trained on
     example = next(iter(held_out(run, 1)), run.example)
     question = "" if example is None else example.inputs
     if isinstance(question, list | tuple) and all(isinstance(message, dict) for message in question):
         question = next((message["content"] for message in question if message["role"] == "user"), "")
-    tokens = int(run.state.totals["tokens"])
-    return Result(folder.path, model, ends["before"], ends["after"], tokens, seconds, str(question))
+    state, last = run.state, run.state.step
+    if state.best is not None and state.best.get("returned_at") == last:  # the weights are those of the best step
+        last = int(state.best["step"])
+    before = next((e for e in state.evaluations if e["step"] == 0), None)
+    after = next((e for e in reversed(state.evaluations) if e["step"] == last and state.step), None)
+    return Result(folder.path, model, before, after, int(state.totals["tokens"]), seconds, str(question))
 
 
 def explain(config: Config) -> list[str]:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -207,16 +206,3 @@ def rows_to_show(run: Run, rollouts: Rollouts, rewards: Float[Tensor, "B"]) -> l
         else:
             chosen += [*ranked[: SAMPLES_SHOWN // 2], *ranked[len(ranked) - SAMPLES_SHOWN // 2 :]]
     return list(dict.fromkeys(chosen))
-
-
-def summary(run: Run) -> dict[str, Any]:
-    """Totals and the evaluations before and after; after a return at the last step, that of the best weights."""
-    ends, last = run.state.evaluations, run.state.step
-    if run.state.best is not None and run.state.best.get("returned_at") == run.state.step:
-        last = int(run.state.best["step"])
-    return {
-        "steps": run.state.step,
-        "before": next((e for e in ends if e["step"] == 0), None),
-        "after": next((e for e in reversed(ends) if e["step"] == last and run.state.step), None),
-        **run.state.totals,
-    }
