@@ -155,7 +155,7 @@ def test_the_gradient_at_a_temperature_is_that_of_logits_divided_by_it(policy):
 
 
 @pytest.mark.silent_bug(3)
-@pytest.mark.parametrize("budget", [1, 25, 50])
+@pytest.mark.parametrize("budget", [1, 25])
 def test_micro_batch_size_changes_neither_value_nor_gradient(policy, rollouts, budget):
     one, many = (policy.micro_batches(rollouts, rollouts.mask, tokens) for tokens in (ALL, budget))
     assert len(one) == 1 < len(many)
@@ -343,8 +343,10 @@ def test_dropout_left_on_by_the_user_is_off_in_sampling_and_scoring(make_with_dr
 
 
 @pytest.mark.silent_bug(9)
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-@pytest.mark.parametrize("how", ["in place", "load_state_dict", "optimizer"])
+@pytest.mark.parametrize(
+    ("how", "compute"),
+    [("in place", "float32"), *((how, "bfloat16") for how in ("in place", "load_state_dict", "optimizer"))],
+)
 def test_changed_weights_change_greedy_answers_and_log_probs(make, compute, how):
     policy, other = (make(**({} if make is plain else {"compute": compute}), seed=seed) for seed in (0, 1))
     greedy = replace(SAMPLING, temperature=0.0)

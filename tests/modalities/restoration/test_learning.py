@@ -70,11 +70,11 @@ def test_the_supervised_loss_is_that_of_the_deterministic_picture(make, loss):
     """By hand, over each patch; nothing of it is drawn."""
     policy = doubled(make(loss=loss))
     demos = policy.demonstrations(prompts(3), seed=0)
-    said = policy.likelihood(demos, whole(demos))
+    likelihood = policy.likelihood(demos, whole(demos))
     x, clean = (torch.stack(of).double() for of in zip(*((p.inputs, p.target) for p in prompts(3)), strict=True))
     apart = policy.output_of(x) - clean
     by_hand = {"charbonnier": (apart**2 + 1e-6).sqrt(), "l1": apart.abs(), "mse": apart**2}[loss]
-    got = policy.supervised_loss(demos, said)
+    got = policy.supervised_loss(demos, likelihood)
     assert got.shape == demos.mask.shape
     torch.testing.assert_close(got, patch_means(by_hand, policy.patches), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(got.mean(), by_hand.mean(), rtol=1e-9, atol=1e-12)
@@ -108,10 +108,10 @@ def test_rollouts_of_prompts_with_clean_pictures_have_the_same_supervised_loss()
     """The picture is the deterministic one, whatever was drawn."""
     policy = pixel_patches()
     rollouts = sampled(policy)
-    said = policy.likelihood(rollouts, whole(rollouts), outputs=("output",))
+    likelihood = policy.likelihood(rollouts, whole(rollouts), outputs=("output",))
     demos = policy.demonstrations(prompts(3), seed=0)
     of_demos = policy.supervised_loss(demos, policy.likelihood(demos, whole(demos)))
-    torch.testing.assert_close(policy.supervised_loss(rollouts, said), of_demos[rollouts.group_ids])
+    torch.testing.assert_close(policy.supervised_loss(rollouts, likelihood), of_demos[rollouts.group_ids])
     with pytest.raises(GruppoError, match=r'needs the deterministic image.*outputs=\("output",\)'):
         policy.supervised_loss(rollouts, policy.likelihood(rollouts, whole(rollouts)))
 
@@ -138,11 +138,11 @@ def test_the_trainer_s_gradient_of_demonstrations_is_that_of_their_mean_loss(mak
 
 
 def consistency_of(policy, rollouts, ref=None):
-    said = policy.likelihood(rollouts, whole(rollouts), outputs=("output",))
+    likelihood = policy.likelihood(rollouts, whole(rollouts), outputs=("output",))
     if ref is None:
-        nothing = Likelihood(said.logprobs)
-        return policy.consistency_loss(rollouts, said, nothing)
-    return policy.consistency_loss(rollouts, said, ref.likelihood(rollouts, whole(rollouts), outputs=("output",)))
+        nothing = Likelihood(likelihood.logprobs)
+        return policy.consistency_loss(rollouts, likelihood, nothing)
+    return policy.consistency_loss(rollouts, likelihood, ref.likelihood(rollouts, whole(rollouts), outputs=("output",)))
 
 
 def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
@@ -359,16 +359,16 @@ def test_gains_of_detail_learn_a_reward_without_a_gradient_and_the_network_rests
     run = Run(
         config, policy, LocalEngine(policy), source, rewards, optimizer, reference=ReferenceModel(policy), critic=None
     )
-    said = []
+    metrics = []
     for _ in range(6):
         step_params = replace(step_params_at(config, run.state.step), sampling=SAMPLING)
         collected = collect(run, step_params)
-        said.append(collected.metrics | learn(run, collected.batch, step_params))
+        metrics.append(collected.metrics | learn(run, collected.batch, step_params))
         run.state.step += 1
-    assert said[-1]["reward/mean"] > said[0]["reward/mean"] + 0.02
-    assert all(step["ratio/max"] == pytest.approx(1, abs=1e-3) for step in said)
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.02
+    assert all(step["ratio/max"] == pytest.approx(1, abs=1e-3) for step in metrics)
     assert all(torch.equal(value, before[name]) for name, value in policy.module.network.state_dict().items())
-    assert said[-1]["kl/ref_nats"] > 0
+    assert metrics[-1]["kl/ref_nats"] > 0
 
 
 def test_the_network_of_a_tiny_policy_learns_its_targets():
@@ -405,8 +405,8 @@ def test_told_is_the_network_s_picture_at_the_true_values_and_without_any_mix(un
     given = (given - torch.tensor([0, -1])) / 2 if unit else given  # noise is 0 to 2, blur -1 to 1
     by_hand = (policy.module.network(x, given) - clean).square().mean(dim=(1, 2, 3))
     for rows in ((0, 1, 2), (2, 0)):
-        said = policy.likelihood(demos, whole(demos, *rows))
-        got = policy.supervised_loss(demos.take(rows), said)[:, 0]
+        likelihood = policy.likelihood(demos, whole(demos, *rows))
+        got = policy.supervised_loss(demos.take(rows), likelihood)[:, 0]
         torch.testing.assert_close(got, by_hand[list(rows)], rtol=1e-6, atol=1e-9)
     plain = controls(unit=unit, loss="mse")
     assert (policy.likelihood(demos, whole(demos)).output - doubled(plain).output_of(x)).abs().max() > 0.01

@@ -107,9 +107,9 @@ def test_the_weights_of_another_network_are_refused_with_the_names(tmp_path):
     before = {name: value.clone() for name, value in network.state_dict().items()}
     with pytest.raises(GruppoError) as caught:
         load_network(network, tmp_path / "other.safetensors")
-    said = str(caught.value)
-    assert "of another network than DnCNN: 2 unknown: body.6.bias, body.6.weight" in said
-    assert "2 of another shape: body.4.bias, body.4.weight (of 6)" in said and "\n" not in said
+    message = str(caught.value)
+    assert "of another network than DnCNN: 2 unknown: body.6.bias, body.6.weight" in message
+    assert "2 of another shape: body.4.bias, body.4.weight (of 6)" in message and "\n" not in message
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     half = dict(list(network.state_dict().items())[:2])
     save_file(half, tmp_path / "half.safetensors")
@@ -215,16 +215,16 @@ def test_networks_are_the_identity_at_first_of_any_size_and_see_their_conditions
     torch.manual_seed(0)
     network = make(3, width=4, conditions=conditions)
     x, told = torch.rand(2, 3, 13, 10), torch.zeros(2, 2)
-    said = network(x, told) if conditions else network(x)
-    assert torch.equal(said, x)
+    output = network(x, told) if conditions else network(x)
+    assert torch.equal(output, x)
     for parameter in network.double().parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     x, told = x.double(), told.double()
-    said = network(x, told) if conditions else network(x)
+    output = network(x, told) if conditions else network(x)
     alone = network(x[1:], told[1:]) if conditions else network(x[1:])
-    torch.testing.assert_close(alone, said[1:], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(alone, output[1:], rtol=1e-10, atol=1e-10)
     if conditions:
-        assert not torch.allclose(network(x, told + 0.5), said, atol=1e-3)
+        assert not torch.allclose(network(x, told + 0.5), output, atol=1e-3)
         with pytest.raises(GruppoError, match=r"reads 2 conditions of each image and got none for 2 images"):
             network(x)
 

@@ -70,7 +70,7 @@ def gradient_of(policy, rollouts, micro_batches):
     return torch.cat([p.grad.flatten().double() for p in policy.module.parameters() if p.grad is not None])
 
 
-def said_of(policy, rollouts, *outputs):
+def likelihood_of(policy, rollouts, *outputs):
     return policy.likelihood(rollouts, whole(rollouts), outputs=outputs)
 
 
@@ -101,13 +101,13 @@ def test_the_ratio_starts_at_one_whatever_shares_a_micro_batch(make, budget):
 def test_a_log_prob_is_that_of_torch_s_normal_of_the_action_as_it_is_stored(make):
     policy = make()
     rollouts = sampled(policy)
-    said = said_of(policy, rollouts, "gaussian", "entropy")
-    assert rollouts.actions.dtype == torch.float32 and said.logprobs.dtype == torch.float64
+    likelihood = likelihood_of(policy, rollouts, "gaussian", "entropy")
+    assert rollouts.actions.dtype == torch.float32 and likelihood.logprobs.dtype == torch.float64
     assert not rollouts.actions.requires_grad
-    normal = torch.distributions.Normal(said.gaussian.mean.double(), said.gaussian.std)
+    normal = torch.distributions.Normal(likelihood.gaussian.mean.double(), likelihood.gaussian.std)
     by_hand = normal.log_prob(rollouts.actions.double()).flatten(2).sum(-1)
-    torch.testing.assert_close(said.logprobs, by_hand, rtol=1e-12, atol=1e-9)
-    torch.testing.assert_close(said.entropy, normal.entropy().flatten(2).sum(-1), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(likelihood.logprobs, by_hand, rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(likelihood.entropy, normal.entropy().flatten(2).sum(-1), rtol=1e-12, atol=1e-9)
 
 
 @pytest.mark.silent_bug(17)
@@ -135,20 +135,20 @@ def test_a_temperature_is_the_density_to_the_power_of_its_inverse(make):
     policy = make()
     warm = replace(SAMPLING, temperature=2.25)
     rollouts, hot = sampled(policy), policy.sample(requests(4, 2, 3), warm, seed=3)
-    mean = said_of(policy, rollouts, "gaussian").gaussian.mean
+    mean = likelihood_of(policy, rollouts, "gaussian").gaussian.mean
     torch.testing.assert_close(hot.actions - mean, 1.5 * (rollouts.actions - mean), rtol=1e-4, atol=1e-5)
     assert (logprobs_of(policy, hot) - hot.sampler_logprobs).abs().max() <= 1e-5 * policy.dims((3, SIDE, SIDE))
-    once = said_of(policy, rollouts, "gaussian").gaussian.std
-    torch.testing.assert_close(said_of(policy, hot, "gaussian").gaussian.std, 1.5 * once)
+    once = likelihood_of(policy, rollouts, "gaussian").gaussian.std
+    torch.testing.assert_close(likelihood_of(policy, hot, "gaussian").gaussian.std, 1.5 * once)
 
 
 def test_a_learned_std_has_the_gradient_of_the_density_and_decays_to_where_it_began():
     """d log p / d log s = sum ((a - m)^2 / s^2 - 1)"""
     policy = pixel_patches()
     rollouts = sampled(policy)
-    said = said_of(policy, rollouts, "gaussian")
-    said.logprobs.sum().backward()
-    z = (rollouts.actions - said.gaussian.mean) / said.gaussian.std
+    likelihood = likelihood_of(policy, rollouts, "gaussian")
+    likelihood.logprobs.sum().backward()
+    z = (rollouts.actions - likelihood.gaussian.mean) / likelihood.gaussian.std
     by_hand = (z.square() - 1).sum(dim=(0, 1, 3, 4))
     scale = policy.module.action.scale
     torch.testing.assert_close(scale.log_ratio.grad.double(), by_hand.detach(), rtol=1e-5, atol=1e-4)
@@ -248,15 +248,15 @@ def test_at_temperature_0_the_picture_is_the_mean_s_and_no_seed_changes_it(make)
     assert torch.equal(rollouts.actions, again.actions)
     x = rollouts.shared["degraded"][rollouts.group_ids]
     torch.testing.assert_close(torch.stack(rollouts.completions), policy.restore(x), rtol=0, atol=1 / 255 + 1e-6)
-    said = said_of(policy, rollouts, "gaussian", "output")
-    torch.testing.assert_close(rollouts.actions, said.gaussian.mean.float(), rtol=0, atol=1e-6)
-    torch.testing.assert_close(said.output, policy.output_of(x), rtol=0, atol=1e-5)
-    assert said.logprobs.isfinite().all()
+    likelihood = likelihood_of(policy, rollouts, "gaussian", "output")
+    torch.testing.assert_close(rollouts.actions, likelihood.gaussian.mean.float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(likelihood.output, policy.output_of(x), rtol=0, atol=1e-5)
+    assert likelihood.logprobs.isfinite().all()
 
 
 def test_only_what_is_asked_for_is_there(make):
     policy = make()
-    plain = said_of(policy, sampled(policy, 2))
+    plain = likelihood_of(policy, sampled(policy, 2))
     assert (plain.entropy, plain.gaussian, plain.values, plain.output) == (None, None, None, None)
 
 
@@ -264,7 +264,7 @@ def test_a_network_that_rests_gets_no_gradient_and_the_head_does():
     """Also where the head's gradient would reach it."""
     policy = policy_of(BandGains(grid=4, detached=False), trains="action")
     rollouts = sampled(policy)
-    said_of(policy, rollouts).logprobs.pow(2).sum().backward()
+    likelihood_of(policy, rollouts).logprobs.pow(2).sum().backward()
     assert all(p.grad is None for p in policy.module.network.parameters())
     assert all(p.grad.abs().sum() > 0 for p in policy.module.action.head.parameters())
 
@@ -276,9 +276,9 @@ def test_a_picture_that_is_not_finite_is_an_error_and_is_not_learned_from():
     assert rollouts.finish == ("stop", "stop", "error", "error")
     assert rollouts.mask.tolist() == [[True]] * 2 + [[False]] * 2
     assert torch.stack(rollouts.completions).isfinite().all()
-    said = said_of(policy, rollouts, "entropy")
-    assert said.logprobs[2:].eq(0).all() and said.entropy[2:].eq(0).all()
-    said.logprobs.sum().backward()
+    likelihood = likelihood_of(policy, rollouts, "entropy")
+    assert likelihood.logprobs[2:].eq(0).all() and likelihood.entropy[2:].eq(0).all()
+    likelihood.logprobs.sum().backward()
     assert all(p.grad.isfinite().all() for p in policy.module.parameters() if p.grad is not None)
 
 
@@ -345,7 +345,7 @@ def test_the_network_is_asked_once_for_the_rows_of_a_group(policy):
     seen = []
     rollouts = sampled(policy)
     policy.module.network.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
-    said_of(policy, rollouts)
+    likelihood_of(policy, rollouts)
     assert sum(seen) == (0 if policy.module.action.conditions else 3)
 
 
@@ -426,7 +426,7 @@ def test_a_critic_reads_means_and_mean_squares_of_each_patch(policy):
     parts = to_columns(torch.cat([seen, seen**2], dim=1), side).mean(dim=(-1, -2))
     by_hand = (parts @ critic.module.weight[0].double() + critic.module.bias)[rollouts.group_ids]
     torch.testing.assert_close(critic.values(rollouts, whole(rollouts)), by_hand, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(said_of(policy, rollouts, "values").values, by_hand, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(likelihood_of(policy, rollouts, "values").values, by_hand, rtol=1e-9, atol=1e-9)
 
 
 # --- patches ----------------------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ def test_the_columns_of_a_picture_sum_to_the_log_prob_of_its_one_action(make):
         mask=rollouts.mask[:, :1],
         lengths=torch.ones_like(rollouts.lengths),
     )
-    got, by_one = said_of(policy, rollouts, "entropy"), said_of(one, joined, "entropy")
+    got, by_one = likelihood_of(policy, rollouts, "entropy"), likelihood_of(one, joined, "entropy")
     torch.testing.assert_close(got.logprobs.sum(dim=1), by_one.logprobs[:, 0], rtol=1e-10, atol=1e-9)
     torch.testing.assert_close(got.entropy.sum(dim=1), by_one.entropy[:, 0], rtol=1e-10, atol=1e-9)
 
@@ -512,10 +512,10 @@ def test_a_network_that_changes_the_size_or_reads_other_channels_is_refused_when
 )
 def test_a_prompt_that_is_no_such_picture_is_refused_in_one_line(inputs, why):
     policy = pixel_patches()
-    said = policy.check_prompt(Prompt("x", inputs), SAMPLING)
+    error = policy.check_prompt(Prompt("x", inputs), SAMPLING)
     with pytest.raises(GruppoError, match=why):
         policy.sample([Request(Prompt("x", inputs), 1)], SAMPLING, seed=0)
-    assert said.startswith("prompt 'x' ") and "\n" not in said
+    assert error.startswith("prompt 'x' ") and "\n" not in error
 
 
 def test_targets_are_refused_in_one_line():
@@ -582,4 +582,4 @@ def test_a_grid_that_patches_do_not_divide_is_refused():
 def test_values_without_a_head_are_refused():
     policy = low_resolution()
     with pytest.raises(GruppoError, match="without a value head"):
-        said_of(policy, sampled(policy, 1), "values")
+        likelihood_of(policy, sampled(policy, 1), "values")

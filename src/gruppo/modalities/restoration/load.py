@@ -18,7 +18,7 @@ from gruppo.modalities.common.state_dict import load_strictly, read_safetensors
 from gruppo.modalities.restoration.actions import ACTIONS, open_action
 from gruppo.modalities.restoration.consistency import CONSISTENCIES, Consistency
 from gruppo.modalities.restoration.networks import NETWORKS, Restorer
-from gruppo.modalities.restoration.policy import SETTINGS, WEIGHTS, RestorationPolicy
+from gruppo.modalities.restoration.policy import SAVED, SETTINGS, WEIGHTS, RestorationPolicy
 from gruppo.seeds import seed_at
 from gruppo.types import GruppoError
 
@@ -31,7 +31,7 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
     A class or function from a file is called with those of ``channels`` and ``conditions`` that it accepts.
     """
     kind, _, rest = spec.partition(":")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # a network of the user's draws from the global generator too
         torch.manual_seed(seed_at(seed, "network") % 2**63)
         if kind in NETWORKS:
             names = inspect.signature(NETWORKS[kind]).parameters
@@ -127,7 +127,7 @@ def load_restorer(
     elif network is None:
         network = open_network(spec, channels=channels, conditions=opened.conditions)
     load_strictly(Restorer(network, opened), weights, str(folder))
-    options = {name: settings[name] for name in ("patches", "trains", "loss", "supervises")}
+    options = {name: settings[name] for name in SAVED}
     return RestorationPolicy(network, opened, channels=channels, consistency=consistency, spec=spec, **options)
 
 

@@ -40,6 +40,8 @@ MAX_PSNR_DB = 100.0
 """Equal images have an infinite PSNR; a mean needs a number."""
 
 WEIGHTS, SETTINGS = "model.safetensors", "restorer.json"
+SAVED = ("patches", "trains", "loss", "supervises")
+"""Arguments of the policy that are saved as they are."""
 SQUARE = 16
 """A square of this many pixels per side is one unit of a micro-batch's budget."""
 Trains = Literal["all", "action"]
@@ -121,7 +123,7 @@ class RestorationPolicy(Policy):
             "which is fixed. Set trains='all', or learned=true.",
         )
         if trains == "action":
-            network.requires_grad_(False)
+            network.requires_grad_(False)  # also where the action's gradient would reach it
         self.channels, self.patches, self.spec = channels, patches, spec
         self.trains, self.loss, self.supervises = trains, loss, supervises
         self.consistency: Consistency = consistency or ToReference(loss)
@@ -146,10 +148,7 @@ class RestorationPolicy(Policy):
             "network": name or self.spec,
             "channels": self.channels,
             "action": self.module.action.settings,
-            "patches": self.patches,
-            "trains": self.trains,
-            "loss": self.loss,
-            "supervises": self.supervises,
+            **{name: getattr(self, name) for name in SAVED},
             "sizes": network.sizes if name else None,
         }
         weights = {name: w.detach().cpu().contiguous().clone() for name, w in self.module.state_dict().items()}
@@ -224,7 +223,7 @@ class RestorationPolicy(Policy):
             if error := self.check_prompt(request.prompt, sampling):
                 raise GruppoError(error)
         images = stack_images([request.prompt.inputs for request in requests])
-        module, sampled = self.module.eval(), []
+        module, sampled = self.module.eval(), []  # dropout would make sampling and scoring two functions
         std = math.sqrt(temperature or 1) * module.action.scale()[:, None, None]  # [K, 1, 1]
         for batch in row_batches(requests, images, self.batch_rows):
             assert batch.inputs is not None
@@ -235,7 +234,7 @@ class RestorationPolicy(Policy):
                 generators = [generator_at(seed, "restoration", *address) for address in batch.addresses]
                 noise = [torch.randn(tuple(action.shape[1:]), generator=generator) for generator in generators]
                 action = action + std * torch.stack(noise).to(self.device).double()
-            action = action.float()
+            action = action.float()  # rounded as it is stored, before it is scored
             base = None if base is None else base[group]
             restored = module.action.render(module.call_network, x[group], base, action).float()
             is_finite = action.isfinite().flatten(1).all(dim=1) & restored.isfinite().flatten(1).all(dim=1)
@@ -286,7 +285,7 @@ class RestorationPolicy(Policy):
         mean, base = module(x)
         output = module.action.render(module.call_network, x, base, mean)[group] if "output" in outputs else None
         mean = to_columns(mean, self.patches)[group][:, cols]  # [b, t, *E]
-        # rows at temperature 0 have no noise, and are scored at 1
+        # the density to the power 1 / t is a normal with t^(1/2) times the std; at temperature 0 rows are scored at 1
         temperature = rollouts.temperature[micro_batch.rows].double()
         factor = torch.where(temperature > 0, temperature, 1).sqrt().to(self.device)
         std = factor[:, None, None, None, None] * module.action.scale()[:, None, None]  # [b, 1, K, 1, 1]
