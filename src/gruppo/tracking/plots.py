@@ -20,7 +20,6 @@ Metrics = Sequence[Mapping[str, float]]
 
 MAX_LINES = 8
 """Lines in a panel that can still be told apart."""
-MAX_PROMPTS = 40
 COLORS = ("#2563a8", "#c2571a", "#3f8f4f", "#8b5fbf", "#b8901f", "#c44569", "#4a9a9a", "#7a7a7a")
 INK, PAPER, STAGE, ABSENT = "#222222", "#ffffff", "#8a8a8a", "#eeeeee"
 LOG_RANGE = 100
@@ -28,20 +27,6 @@ LOG_RANGE = 100
 MAX_COLUMNS, MAX_PROFILES = 60, 6
 """Columns of a heatmap, and lines over denoising steps."""
 STYLE = Path(__file__).with_name("plots.mplstyle")
-EPOCHS = {
-    "ratio_max": ("epoch_ratio", "Largest ratio", "new / old probability"),
-    "clip_frac": ("epoch_clip", "Clipped actions", "fraction"),
-    "kl_old_k3_nats": ("epoch_kl", "KL of the update", "nats per action"),
-}
-"""Metrics ``epoch/N/NAME``: file, title and unit."""
-TIMESTEPS = {
-    "kl_ref_nats": ("KL divergence", "KL to the reference, nats"),
-    "ratio_abs_nats": ("Size of the log-ratio", "mean |log ratio|, nats"),
-    "advantage_abs_mean": ("Size of the advantage", "mean |advantage|"),
-    "trained_count": ("Trained states", "states"),
-    "reward_std_within_group": ("Spread of rewards", "standard deviation within groups"),
-}
-"""Metrics ``timestep/NAME/K`` with a title and a unit; others are shown under their names."""
 
 
 @dataclass(frozen=True)
@@ -274,55 +259,52 @@ def _shades(count: int) -> list[Any]:
 
 def panels_of(metrics: Metrics) -> list[Panel]:
     """All panels that have something to show, in the order of the overview."""
-    table = tomllib.loads(Path(__file__).with_name("panels.toml").read_text(encoding="utf-8"))
-    fixed = {key: [Panel(name, **fields) for name, fields in section.items()] for key, section in table.items()}
     names = list(dict.fromkeys(name for row in metrics for name in row))
 
-    def matches(pattern: str) -> list[str]:
-        return [match[1] for name in names if (match := re.fullmatch(pattern, name))]
+    def matching(pattern: str, label: str = "{}", limit: int | None = None) -> dict[str, str]:
+        """Metrics of a pattern, each with its group as the legend: numbers in order, then words."""
+        found = [match for name in names if (match := re.fullmatch(pattern, name))]
+        found.sort(key=lambda match: (not match[1].isdecimal(), len(match[1]), match[1]))
+        return {match[0]: label.format(match[1]) for match in found[:limit]}
 
-    panels = list(fixed["reward"])
+    fixed: dict[str, list[Panel]] = {}
+    for section, panels in tomllib.loads(Path(__file__).with_name("panels.toml").read_text(encoding="utf-8")).items():
+        for name, fields in panels.items():
+            if "matching" in fields:
+                fields["metrics"] = matching(**fields.pop("matching"))
+            fixed.setdefault(section, []).append(Panel(name, **fields))
     # Several reward functions: their means together, and a plot of each.
-    if len(functions := matches(r"reward/(.+)/best_of_group_mean")) > 1:
+    functions = [match[1] for name in names if (match := re.fullmatch(r"reward/(.+)/best_of_group_mean", name))]
+    rewards: list[Panel] = []
+    if len(functions) > 1:
         means = {f"reward/{name}/mean": name for name in functions[:MAX_LINES]}
-        panels.append(Panel("rewards", "Reward functions", "mean before weighting", means))
+        rewards.append(Panel("rewards", "Reward functions", "mean before weighting", means))
         for name in functions:
             lines = {"mean": "mean", "best_of_group_mean": "best", "worst_of_group_mean": "worst"}
             own = {f"reward/{name}/{metric}": label for metric, label in lines.items()}
             file = f"reward_{_file_name(name)}"
-            panels.append(Panel(file, f"Reward {name}", "reward, mean over groups", own, in_overview=False))
+            rewards.append(Panel(file, f"Reward {name}", "reward, mean over groups", own, in_overview=False))
     # The strongest correlations within groups, which are what learning sees.
     prefix = "reward_corr_within_group/"
     values = {name: series(metrics, name)[1] for name in names if name.startswith(prefix)}
     strongest = sorted(values, key=lambda n: abs(sum(values[n])) / max(len(values[n]), 1), reverse=True)[:MAX_LINES]
     pairs = {name: name.removeprefix(prefix).replace("/", ", ") for name in strongest}
     unit = f"correlation of {next(iter(pairs.values()))}" if len(pairs) == 1 else "correlation"
-    panels.append(Panel("correlations", "Correlation of rewards within groups", unit, pairs))
-    sizes = sorted(map(int, matches(r"group/size_(\d+)_count")))
-    counts = {f"group/size_{size}_count": str(size) for size in sizes}
-    panels.append(Panel("group_sizes", "Group sizes", "rollouts per prompt", counts, style="histogram"))
-    panels += fixed["learning"]
-    epochs = sorted(map(int, matches(r"epoch/(\d+)/updates_count")))
-    for metric, (name, title, unit) in EPOCHS.items():
-        lines = {f"epoch/{epoch}/{metric}": f"epoch {epoch}" for epoch in epochs}
-        panels.append(Panel(name, f"{title} by epoch", unit, lines, style="shades"))
-    panels += fixed["epochs"]
-    # Metrics by denoising step K; K = 0 is the first, whose state is almost noise.
-    step_axis, rewards = "denoising step (0 = first)", sorted(map(int, matches(r"timestep/reward/(\d+)")))
-    profile = {f"timestep/reward/{step}": str(step) for step in rewards}
-    title, unit = "Reward by denoising step", "reward of the predicted image"
-    panels.append(Panel("timestep_reward", title, unit, profile, style="profile", value=step_axis))
-    for family in dict.fromkeys(matches(r"timestep/(.+)/\d+")):
-        if family != "reward":
-            steps = sorted(map(int, matches(rf"timestep/{re.escape(family)}/(\d+)")))
-            title, value = TIMESTEPS.get(family, (family.replace("_", " "), family))
-            rows = {f"timestep/{family}/{step}": str(step) for step in steps}
-            name, title = f"timestep_{_file_name(family)}", f"{title} by denoising step"
-            panels.append(Panel(name, title, step_axis, rows, style="heatmap", value=value))
-    ids = sorted(matches(r"prompt/reward_mean/(.+)"), key=lambda name: (not name.isdecimal(), len(name), name))
-    prompts = {f"prompt/reward_mean/{name}": name for name in ids[:MAX_PROMPTS]}
-    panels.append(Panel("prompts", "Reward by prompt", "prompt", prompts, style="heatmap", value="mean reward"))
-    return [panel for panel in (*panels, *fixed["stages"]) if _has_content(panel, metrics)]
+    rewards.append(Panel("correlations", "Correlation of rewards within groups", unit, pairs))
+    # Metrics by denoising step that have no panel of their own.
+    known = {name for section in fixed.values() for panel in section for name in panel.metrics}
+    further: dict[str, Panel] = {}
+    for match in (re.fullmatch(r"timestep/(.+)/\d+", name) for name in names if name not in known):
+        if match is not None:
+            family, file = match[1], f"timestep_{_file_name(match[1])}"
+            title, rows = (
+                f"{family.replace('_', ' ')} by denoising step",
+                matching(rf"timestep/{re.escape(family)}/(\d+)"),
+            )
+            further[family] = Panel(file, title, "denoising step (0 = first)", rows, style="heatmap", value=family)
+    steps = fixed["timesteps"] + list(further.values())
+    everything = [*fixed["reward"], *rewards, *fixed["learning"], *steps, *fixed["prompts"], *fixed["stages"]]
+    return [panel for panel in everything if _has_content(panel, metrics)]
 
 
 def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
