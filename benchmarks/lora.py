@@ -20,7 +20,7 @@ import torch
 from benchmarks import report
 from benchmarks.workloads import WORDS, prompts
 from gruppo.modalities.common.lora import adapter_weights, inject
-from gruppo.modalities.text import TextPolicy, blocks, from_pretrained
+from gruppo.modalities.text import TextPolicy, decoding, from_pretrained
 from gruppo.modalities.text.bundled import smollm2_135m
 from gruppo.types import Prompt, Request, Sampling
 
@@ -45,12 +45,12 @@ def opened(path: str, compute: Any, rank: int) -> TextPolicy:
 @contextmanager
 def modules_called() -> Iterator[None]:
     """Within, decoding calls peft's layers instead of packing what they hold."""
-    before = blocks.low_rank
-    blocks.low_rank = lambda module: None if hasattr(module, "base_layer") else before(module)
+    before = decoding.low_rank
+    decoding.low_rank = lambda module: None if hasattr(module, "base_layer") else before(module)
     try:
         yield
     finally:
-        blocks.low_rank = before
+        decoding.low_rank = before
 
 
 def sampling(policy: TextPolicy, rows: int, length: int, *, is_called: bool = False) -> tuple[int, float]:

@@ -6,7 +6,7 @@ import torch
 from benchmarks import lora
 from tests import tiny
 
-from gruppo.modalities.text import blocks
+from gruppo.modalities.text import decoding
 
 
 def test_sides_write_the_same_number_of_tokens_and_one_calls_pefts_layers(monkeypatch, capsys):
@@ -15,9 +15,9 @@ def test_sides_write_the_same_number_of_tokens_and_one_calls_pefts_layers(monkey
     monkeypatch.setattr(torch, "block_diag", lambda *parts: packed.append(1) or block_diag(*parts))
     assert lora.sampling(policy, 3, 5)[0] == 3 * 5 and len(packed) == 2 * 4  # qkv, o, gate and up, down of each layer
     packed.clear()
-    before = blocks.low_rank
+    before = decoding.low_rank
     assert lora.sampling(policy, 3, 5, is_called=True)[0] == 3 * 5 and not packed
-    assert blocks.low_rank is before
+    assert decoding.low_rank is before
     options = {"--model": tiny.model(), "--compute": "float32", "--rank": "2", "--rows": "2", "--new-tokens": "3"}
     lora.main([word for option in options.items() for word in option] + ["--turns", "1"])
     said = capsys.readouterr().out.splitlines()

@@ -24,7 +24,7 @@ from gruppo.modalities.common.lora import (
     merge,
     without_adapter,
 )
-from gruppo.modalities.text import blocks, decoder, from_transformers
+from gruppo.modalities.text import decoder, decoding, from_transformers
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.load import give_adapter
 from gruppo.types import GruppoError, Sampling
@@ -226,7 +226,7 @@ def test_products_of_adapted_layers_are_what_the_layers_say(dtype, targets):
     attention, mlp = layer.self_attn, layer.mlp
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     for modules in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
-        product = blocks.fused(*modules)
+        product = decoding.fused(*modules)
         needed = torch.cat([module(x) for module in modules], dim=-1)
         tolerance = 1e-5 if dtype == torch.float32 else 0.05
         torch.testing.assert_close(product(x), needed, rtol=tolerance, atol=tolerance)
@@ -243,7 +243,7 @@ def test_products_are_fused_wherever_there_is_one_plain_adapter_or_none():
     del layer.forward
     assert isinstance(low_rank(layer), LowRank)
     layer.lora_A["default"].register_forward_hook(lambda *_: None)
-    assert low_rank(layer) is None and blocks.fused(layer) is layer
+    assert low_rank(layer) is None and decoding.fused(layer) is layer
 
 
 def test_what_the_feed_forward_computes_again_has_the_gradient_of_what_it_keeps(monkeypatch):

@@ -10,10 +10,9 @@ import torch
 from tests.fakes import biased_llama, llama, qwen2, qwen3
 from torch import nn
 
-from gruppo.modalities.text import blocks
 from gruppo.modalities.text.backbones import Backbone, CachedDecoding, RereadDecoding
 from gruppo.modalities.text.decoder import read_decoder
-from gruppo.modalities.text.decoding import LayeredDecoding
+from gruppo.modalities.text.decoding import LayeredDecoding, fused, lean_norm
 from gruppo.modalities.text.generation import generate
 from gruppo.modalities.text.layouts import stream
 from gruppo.types import Sampling
@@ -216,13 +215,13 @@ def test_a_product_with_a_hook_is_called_so_that_its_hook_is():
     linear = nn.Linear(8, 8)
     linear.register_forward_hook(lambda module, inputs, output: output + 1)
     x = torch.ones(2, 8)
-    assert torch.equal(blocks.fused(linear)(x), linear(x))
+    assert torch.equal(fused(linear)(x), linear(x))
 
 
 def test_without_the_operation_for_packed_weights_the_products_are_the_plain_ones(monkeypatch):
     module = llama().module
     packed = layered(module)
-    monkeypatch.setattr(blocks, "_packs", lambda dtype: False)
+    monkeypatch.setattr("gruppo.modalities.text.decoding._packs", lambda dtype: False)
     assert max(worst_errors(packed, layered(module), steps=8)) < 5e-6
 
 
@@ -238,8 +237,8 @@ def test_a_norm_of_another_form_is_called_as_it_is():
             return nn.functional.rms_norm(x, (8,), 1 + self.weight, self.eps)
 
     shifted, x = Shifted(), torch.randn(3, 8)
-    assert torch.equal(blocks.lean_norm(shifted)(x), shifted(x))
+    assert torch.equal(lean_norm(shifted)(x), shifted(x))
     plain = llama().module.model.norm
     x = torch.randn(3, 32)
-    assert blocks.lean_norm(plain) is not plain
-    torch.testing.assert_close(blocks.lean_norm(plain)(x), plain(x), rtol=1e-6, atol=1e-6)
+    assert lean_norm(plain) is not plain
+    torch.testing.assert_close(lean_norm(plain)(x), plain(x), rtol=1e-6, atol=1e-6)

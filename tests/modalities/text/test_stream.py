@@ -13,8 +13,7 @@ from tests.fakes import STREAMING, adapted, doubled, llama, requests
 from tests.modalities.text.test_backbones import read_as
 
 from gruppo.modalities.text import layouts as streams
-from gruppo.modalities.text.attention import attend
-from gruppo.modalities.text.decoder import read_decoder, stream_features
+from gruppo.modalities.text.decoder import attend, read_decoder, stream_features
 from gruppo.modalities.text.layouts import stream
 from gruppo.types import Sampling
 
