@@ -11,9 +11,8 @@ import torch
 
 from gruppo.data.degrade import Degradation
 from gruppo.data.restoration import (
-    COLOR_PHOTOGRAPHS,
-    GRAY_PHOTOGRAPHS,
     HELD_OUT,
+    PHOTOGRAPHS,
     ImagePair,
     WithReference,
     image_pairs,
@@ -231,7 +230,7 @@ def test_the_photographs_are_real_files_of_installed_packages(monkeypatch, caplo
     color, everything = photographs(), photographs(with_gray=True)
     assert {"astronaut", "chelsea", "coffee", "rocket"} <= color.keys() < everything.keys()
     assert all(path.is_file() for path in everything.values())
-    assert len(COLOR_PHOTOGRAPHS) == 11 and len(GRAY_PHOTOGRAPHS | COLOR_PHOTOGRAPHS) == 19
+    assert [len(PHOTOGRAPHS[kind]) for kind in ("color", "gray")] == [11, 8]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(GruppoError, match=r"none of them is installed; run: pip install"):
         photographs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,25 +29,7 @@ FORMS = (
     "one of photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN. Options include crop=64, "
     "channels=1 and flips=false"
 )
-# Real photographs that Python packages contain: nothing is downloaded, no package is imported.
-COLOR_PHOTOGRAPHS = {
-    "astronaut": ("skimage", "data/astronaut.png"),
-    "chelsea": ("skimage", "data/chelsea.png"),
-    "coffee": ("skimage", "data/coffee.png"),
-    "hubble": ("skimage", "data/hubble_deep_field.jpg"),
-    "ihc": ("skimage", "data/ihc.png"),
-    # without its right view, which shows the same scene and would cross the split
-    "motorcycle": ("skimage", "data/motorcycle_left.png"),
-    "retina": ("skimage", "data/retina.jpg"),
-    "rocket": ("skimage", "data/rocket.jpg"),
-    "china": ("sklearn", "datasets/images/china.jpg"),
-    "flower": ("sklearn", "datasets/images/flower.jpg"),
-    "grace_hopper": ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
-}
-GRAY_PHOTOGRAPHS = {
-    name: ("skimage", f"data/{name}.png")
-    for name in ("brick", "camera", "coins", "grass", "gravel", "moon", "page", "text")
-}
+PHOTOGRAPHS = tomllib.loads(Path(__file__).with_name("photographs.toml").read_text(encoding="utf-8"))
 DISTRIBUTIONS = {"skimage": "scikit-image", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 HELD_OUT = ("camera", "chelsea", "coffee", "flower")
 """Photographs for evaluation: an animal, still lifes, a person. None of them shares a scene with another."""
@@ -217,7 +200,7 @@ def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> Index
 
 def photographs(*, with_gray: bool = False) -> dict[str, Path]:
     """Name to file of the installed photographs, in color unless ``with_gray``. Missing ones are logged."""
-    requested = COLOR_PHOTOGRAPHS | (GRAY_PHOTOGRAPHS if with_gray else {})
+    requested = PHOTOGRAPHS["color"] | (PHOTOGRAPHS["gray"] if with_gray else {})
     found = {name: path for name, file in requested.items() if (path := package_file(*file)) is not None}
     if not found:
         packages = ", ".join(DISTRIBUTIONS.values())
