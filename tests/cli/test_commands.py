@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -361,6 +362,18 @@ def test_a_stage_of_a_run_that_has_one_is_named_as_that_one():
 def test_an_option_of_a_command_that_is_given_twice_is_refused(tmp_path):
     with pytest.raises(GruppoError, match="--n is given twice"):
         parse_command("sample", commands.sample, ["model", "prompt", "--n", "2", "--n", "3"])
+
+
+def test_two_frames_of_ours_lead_from_the_command_line_to_the_api(monkeypatch):
+    names = []
+
+    def start(*args: object, **options: object) -> None:
+        names.extend(frame.name for frame in traceback.extract_stack() if "/src/gruppo/" in frame.filename)
+        raise GruppoError("enough")
+
+    monkeypatch.setattr(api, "start", start)
+    assert processes.exit_code(["train", "arithmetic"]) == 2
+    assert names == ["main", "train"]
 
 
 def test_no_command_shows_the_help_and_exits_2(tmp_path):

@@ -73,7 +73,8 @@ def command_help(name: str, command: Callable[..., Any]) -> str:
     """The usage, description and options of a command."""
     positional, named = parameters(command)
     usage = " ".join(f"{field.upper()} ..." if is_list(o.hint) else field.upper() for field, o in positional.items())
-    lines = [f"usage: gruppo {name} {usage} [--option value ...]", "", inspect.getdoc(command) or "", ""]
+    usage += " [--option value ...]" if named else ""
+    lines = [f"usage: gruppo {name} {usage}", "", inspect.getdoc(command) or "", ""]
     lines += [f"  {field.upper():<{COLUMN - 4}}  {option.help}" for field, option in positional.items()]
     return "\n".join([*lines, *(line for option in named.values() for line in _option_lines(option, is_complete=True))])
 
