@@ -27,8 +27,8 @@ class TinyDenoiser(nn.Module):
         self.middle, self.dropout = nn.Tanh(), nn.Dropout(dropout)
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        told = self.labels(labels) + self.times(times[:, None] / (1 + times[:, None] / 100))
-        return self.leave(self.dropout(self.middle(self.norm(self.enter(x)) + told[..., None, None])))
+        shift = self.labels(labels) + self.times(times[:, None] / (1 + times[:, None] / 100))
+        return self.leave(self.dropout(self.middle(self.norm(self.enter(x)) + shift[..., None, None])))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Prompt
 
 
-def asked(n=3):
+def demonstrations_of(n=3):
     pictures = torch.rand(n, *SHAPE, generator=torch.Generator().manual_seed(0))
     return [replace(prompt, target=picture) for prompt, picture in zip(prompts(*range(n)), pictures, strict=True)]
 
@@ -32,8 +32,8 @@ def loss_of(policy, demos):
 def test_a_demonstration_is_a_picture_and_nothing_that_was_sampled(make):
     policy = make().policy
     assert "demonstrations" in policy.supports
-    demos = policy.demonstrations(asked(), seed=0)
-    torch.testing.assert_close(demos.actions[:, 0], 2 * torch.stack([p.target for p in asked()]) - 1)
+    demos = policy.demonstrations(demonstrations_of(), seed=0)
+    torch.testing.assert_close(demos.actions[:, 0], 2 * torch.stack([p.target for p in demonstrations_of()]) - 1)
     assert demos.mask.tolist() == [[True]] * 3 and demos.lengths.tolist() == [1] * 3
     assert not demos.sampler_logprobs.any() and demos.group_ids.tolist() == [0, 1, 2]
     micro_batches = policy.micro_batches(demos, demos.mask, 2)
@@ -54,43 +54,43 @@ def test_a_demonstration_is_a_picture_and_nothing_that_was_sampled(make):
 def test_the_loss_by_hand_from_the_raw_network(predicts, schedule):
     """mean (network(alpha x0 + sigma e) - truth)^2 over the dimensions, at the drawn level with the drawn noise."""
     policy = doubled(predicts=predicts, schedule=schedule)
-    demos = policy.demonstrations(asked(), seed=0)
+    demos = policy.demonstrations(demonstrations_of(), seed=0)
     got = loss_of(policy, demos)
-    for n, prompt in enumerate(asked()):
+    for n, prompt in enumerate(demonstrations_of()):
         x0, e = 2 * prompt.target.double() - 1, demos.per_row["first"][n].double()
         alpha, sigma = schedule.level(demos.per_row["level"][n : n + 1])
         x = (alpha * x0 + sigma * e).float().double()
-        said = policy.module(x[None], demos.per_row["level"][n : n + 1], torch.tensor([n]))[0]
+        prediction = policy.module(x[None], demos.per_row["level"][n : n + 1], torch.tensor([n]))[0]
         truth = {"noise": e, "x0": x0, "v": alpha * e - sigma * x0, "velocity": e - x0}[predicts]
-        torch.testing.assert_close(got[n, 0], (said - truth).square().mean(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(got[n, 0], (prediction - truth).square().mean(), rtol=1e-9, atol=1e-12)
 
 
 def test_the_clean_weighting_is_1_over_sigma_squared_and_a_twentieth():
     plain, weighted = (doubled(weighting=name) for name in ("uniform", "clean"))
-    demos = plain.demonstrations(asked(), seed=0)
+    demos = plain.demonstrations(demonstrations_of(), seed=0)
     sigma = demos.per_row["level"]
     torch.testing.assert_close(loss_of(weighted, demos), loss_of(plain, demos) / (sigma[:, None] ** 2 + 0.05))
 
 
 def test_the_output_is_the_network_s_picture():
     policy = doubled(predicts="velocity")
-    demos = policy.demonstrations(asked(), seed=0)
-    said = policy.likelihood(demos, whole(demos), outputs=("output",))
+    demos = policy.demonstrations(demonstrations_of(), seed=0)
+    likelihood = policy.likelihood(demos, whole(demos), outputs=("output",))
     t = demos.per_row["level"]
     at = t.reshape(-1, 1, 1, 1)
     x = ((1 - at) * demos.actions[:, 0].double() + at * demos.per_row["first"].double()).float().double()
     v = policy.module(x, t, torch.arange(3))
-    torch.testing.assert_close(said.output[:, 0], x - at * v, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(likelihood.output[:, 0], x - at * v, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.silent_bug(34)
 def test_level_and_noise_hang_on_seed_and_draw_alone():
     policy = denoiser()
-    demos = policy.demonstrations(asked(), seed=5)
-    turned = policy.demonstrations(asked()[::-1], seed=5)
+    demos = policy.demonstrations(demonstrations_of(), seed=5)
+    turned = policy.demonstrations(demonstrations_of()[::-1], seed=5)
     for name in ("first", "level"):
         assert torch.equal(demos.per_row[name], turned.per_row[name].flip(0))
-        assert not torch.equal(demos.per_row[name], policy.demonstrations(asked(), seed=6).per_row[name])
+        assert not torch.equal(demos.per_row[name], policy.demonstrations(demonstrations_of(), seed=6).per_row[name])
     generator = generator_at(5, "demonstration", 11)
     uniform = torch.rand(2, generator=generator, dtype=torch.float64)[0]
     assert float(demos.per_row["level"][1]) == 1 - float(uniform)
@@ -116,14 +116,14 @@ def test_a_share_of_the_demonstrations_is_asked_for_nothing():
     t = demos.per_row["level"]
     at = t.reshape(-1, 1, 1, 1)
     x = ((1 - at) * demos.actions[:, 0].double() + at * demos.per_row["first"].double()).float().double()
-    said = policy.module(x, t, torch.where(dropped, 3, 1))
-    by_hand = (said + 1).square().flatten(1).mean(1)
+    prediction = policy.module(x, t, torch.where(dropped, 3, 1))
+    by_hand = (prediction + 1).square().flatten(1).mean(1)
     torch.testing.assert_close(loss_of(policy, demos)[:, 0], by_hand, rtol=1e-9, atol=1e-9)
 
 
 def test_micro_batches_and_company_change_no_loss_and_no_gradient():
     policy = doubled(dropped=0.1)
-    demos = policy.demonstrations(asked(), seed=0)
+    demos = policy.demonstrations(demonstrations_of(), seed=0)
     gradients = []
     for budget in (1, 2, 99):
         policy.module.zero_grad()

@@ -32,17 +32,17 @@ class Classes:
     """The three classes in turn."""
 
     def __init__(self) -> None:
-        self.drawn = 0
+        self.taken = 0
 
     def take(self, n: int) -> list[Prompt]:
-        self.drawn += n
-        return [Prompt(f"class {draw % 3}", draw % 3, draw=draw) for draw in range(self.drawn - n, self.drawn)]
+        self.taken += n
+        return [Prompt(f"class {draw % 3}", draw % 3, draw=draw) for draw in range(self.taken - n, self.taken)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn}
+        return {"taken": self.taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.drawn = state["drawn"]
+        self.taken = state["taken"]
 
 
 def bright(completions, **_):
@@ -72,36 +72,38 @@ def run_of(fake, objective, critic=None, **optim):
 
 
 def steps(run, sampling, count):
-    said = []
+    metrics = []
     for _ in range(count):
         step_params = replace(step_params_at(run.config, run.state.step), sampling=sampling)
         collected = collect(run, step_params)
-        said.append(collected.metrics | learn(run, collected.batch, step_params))
+        metrics.append(collected.metrics | learn(run, collected.batch, step_params))
         run.state.step += 1
-    return said
+    return metrics
 
 
 @pytest.mark.silent_bug(2)
 def test_branched_groups_make_pictures_brighter():
     fake = ddpm()
-    said = steps(run_of(fake, replace(GRPO, clip_unit="nats", clip_low=1.0, clip_high=1.0)), fake.sampling, 12)
-    assert said[-1]["reward/mean"] > said[0]["reward/mean"] + 0.2
-    assert all(step["ratio/max"] == pytest.approx(1, abs=1e-3) for step in said)
-    assert max(step["mismatch/max_nats"] for step in said) <= 1e-5 * 32
+    metrics = steps(run_of(fake, replace(GRPO, clip_unit="nats", clip_low=1.0, clip_high=1.0)), fake.sampling, 12)
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.2
+    assert all(step["ratio/max"] == pytest.approx(1, abs=1e-3) for step in metrics)
+    assert max(step["mismatch/max_nats"] for step in metrics) <= 1e-5 * 32
 
 
 def test_several_updates_of_one_batch_move_the_ratio_and_the_clip_stops_them():
     fake = ancestral()
-    said = steps(run_of(fake, replace(GRPO, clip_unit="nats", clip_low=0.1, clip_high=0.1), epochs=4), fake.sampling, 2)
-    assert said[1]["ratio/max"] > 1.1 and said[1]["clip/high_frac"] > 0
+    metrics = steps(
+        run_of(fake, replace(GRPO, clip_unit="nats", clip_low=0.1, clip_high=0.1), epochs=4), fake.sampling, 2
+    )
+    assert metrics[1]["ratio/max"] > 1.1 and metrics[1]["clip/high_frac"] > 0
 
 
 @pytest.mark.parametrize("critic_of", [SharedCritic, DenoiserCritic])
 def test_a_critic_of_denoising_steps_learns_what_they_come_to(critic_of):
     fake = ancestral()
-    said = steps(run_of(fake, PPO, critic_of(fake.policy)), fake.sampling, 30)
-    assert said[-1]["loss/value"] < 0.6 * said[0]["loss/value"]
-    assert said[-1]["reward/mean"] > said[0]["reward/mean"] + 0.02
+    metrics = steps(run_of(fake, PPO, critic_of(fake.policy)), fake.sampling, 30)
+    assert metrics[-1]["loss/value"] < 0.6 * metrics[0]["loss/value"]
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.02
 
 
 def test_the_trainer_s_gradient_of_demonstrations_is_that_of_their_mean_loss():

@@ -170,9 +170,9 @@ def test_a_mean_over_dimensions_divides_the_log_ratio_by_them():
 @torch.no_grad()
 def learned_logprobs(case: Case) -> Tensor:
     micro_batch = case.policy.micro_batches(case.batch.rollouts, case.batch.rollouts.mask, 10**9)[0]
-    said = case.policy.likelihood(case.batch.rollouts, micro_batch).logprobs
-    missing = case.batch.loss_mask.shape[1] - said.shape[1]
-    return torch.nn.functional.pad(said, (0, missing))
+    logprobs = case.policy.likelihood(case.batch.rollouts, micro_batch).logprobs
+    missing = case.batch.loss_mask.shape[1] - logprobs.shape[1]
+    return torch.nn.functional.pad(logprobs, (0, missing))
 
 
 def test_the_batch_reaches_both_sides_of_the_clip():

@@ -40,14 +40,14 @@ def test_the_kl_regularised_policy_gradient_ends_at_its_closed_form():
     """
     policy = DenoiserPolicy(OnePicture(), (DIMS,))
     reference, start = ReferenceModel(policy), policy.module.x0.detach().clone()
-    drawn = policy.sample([Request(Prompt("a", None), 2 * DIMS)], DiffusionSampling(max_actions=2), seed=0)
+    sampled = policy.sample([Request(Prompt("a", None), 2 * DIMS)], DiffusionSampling(max_actions=2), seed=0)
     corners = torch.cat([torch.eye(DIMS), -torch.eye(DIMS)]).double() * DIMS**0.5
     objective = replace(GRPO, kl="exact", average="sequence_sum", clip_low=1.0, clip_high=9.0)
     optimizer = torch.optim.SGD(policy.module.parameters(), lr=1.0)
-    micro_batch = whole(drawn)
+    micro_batch = whole(sampled)
     for _ in range(60):
         states = policy.module.x0.detach() / 2 + corners / 2  # std 1 / 2
-        rollouts = replace(drawn, actions=torch.stack([states, states], dim=1))
+        rollouts = replace(sampled, actions=torch.stack([states, states], dim=1))
         advantages = (states @ SLOPE - (states @ SLOPE).mean())[:, None].expand(-1, 2)
         inputs = LossInputs(
             advantages,
@@ -71,8 +71,8 @@ def test_the_same_with_samples_that_are_drawn():
     optimizer = torch.optim.SGD(policy.module.parameters(), lr=1.0)
     average = torch.zeros(DIMS, dtype=torch.float64)
     for update in range(120):
-        asked = [Request(Prompt("a", None, draw=update), 256)]
-        rollouts = policy.sample(asked, DiffusionSampling(max_actions=2), seed=0)
+        requests = [Request(Prompt("a", None, draw=update), 256)]
+        rollouts = policy.sample(requests, DiffusionSampling(max_actions=2), seed=0)
         micro_batch, rewards = whole(rollouts), rollouts.actions[:, 0].double() @ SLOPE
         ref = reference.likelihood(rollouts, micro_batch, outputs=("gaussian",))
         advantages = (rewards - rewards.mean())[:, None].expand(-1, 2)

@@ -300,10 +300,12 @@ def test_the_ratio_is_1_on_every_stored_step_at_other_batch_sizes(fake):
 def test_a_log_prob_is_that_of_torch_s_normal():
     fake = made(sd15)
     rollouts = sampled(fake)
-    said = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian",))
-    std = said.gaussian.std.reshape(*said.gaussian.std.shape, 1, 1, 1).expand_as(said.gaussian.mean)
-    by_hand = torch.distributions.Normal(said.gaussian.mean, std).log_prob(rollouts.actions.double()).flatten(2).sum(-1)
-    torch.testing.assert_close(said.logprobs, torch.where(rollouts.mask, by_hand, 0), rtol=1e-12, atol=1e-9)
+    likelihood = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian",))
+    std = likelihood.gaussian.std.reshape(*likelihood.gaussian.std.shape, 1, 1, 1).expand_as(likelihood.gaussian.mean)
+    by_hand = (
+        torch.distributions.Normal(likelihood.gaussian.mean, std).log_prob(rollouts.actions.double()).flatten(2).sum(-1)
+    )
+    torch.testing.assert_close(likelihood.logprobs, torch.where(rollouts.mask, by_hand, 0), rtol=1e-12, atol=1e-9)
 
 
 @pytest.mark.silent_bug(36)
@@ -333,14 +335,14 @@ def test_the_ode_gives_the_latents_and_pictures_that_the_pipeline_itself_gives(m
     first = ours.per_row["first"]
     if make is sdxl:  # Euler's ODE has other numbers; the levels of noise are the same
         pipeline.scheduler = diffusers.DDIMScheduler.from_config(pipeline.scheduler.config, clip_sample=False)
-    told = {"guidance_scale": 3.5 if make is flux else guidance, "num_inference_steps": 4, "height": 16, "width": 16}
+    options = {"guidance_scale": 3.5 if make is flux else guidance, "num_inference_steps": 4, "height": 16, "width": 16}
     if make in (sd3, flux):
-        told["max_sequence_length"] = 6
+        options["max_sequence_length"] = 6
     if make is flux:
         first = pipeline._pack_latents(first, 3, 4, 8, 8)
     captions = [CAPTIONS[0], CAPTIONS[0], CAPTIONS[1]]
-    latents = pipeline(captions, latents=first, output_type="latent", **told).images
-    pictures = pipeline(captions, latents=first, output_type="pt", **told).images
+    latents = pipeline(captions, latents=first, output_type="latent", **options).images
+    pictures = pipeline(captions, latents=first, output_type="pt", **options).images
     if make is flux:
         latents = pipeline._unpack_latents(latents, 16, 16, pipeline.vae_scale_factor)
     torch.testing.assert_close(ours.actions[:, -1], latents, rtol=0, atol=2e-5 * float(latents.abs().max()))
@@ -360,12 +362,12 @@ def test_a_ddim_step_is_the_scheduler_s_own(eta, predicts, spacing):
     times = schedule.times(10)
     assert times[:-1].tolist() == scheduler.timesteps.tolist()
     generator = torch.Generator().manual_seed(0)
-    x, said, noise = torch.randn(3, 1, 4, 8, 8, generator=generator)
+    x, prediction, noise = torch.randn(3, 1, 4, 8, 8, generator=generator)
     transition = partial(ddim, eta=eta) if eta else ode
     for n, t in enumerate(scheduler.timesteps):
         step = StepLevels(*schedule.level(times[n : n + 1]), *schedule.level(times[n + 1 : n + 2]))
-        normal = transition(x, *split_prediction(x, said, step, schedule.predicts), step)
-        theirs = scheduler.step(said, t, x, eta=eta, variance_noise=noise).prev_sample
+        normal = transition(x, *split_prediction(x, prediction, step, schedule.predicts), step)
+        theirs = scheduler.step(prediction, t, x, eta=eta, variance_noise=noise).prev_sample
         ours = normal.mean + normal.std[:, None, None, None] * noise
         torch.testing.assert_close(ours.float(), theirs, rtol=1e-4, atol=1e-4)
 
@@ -390,11 +392,11 @@ def test_an_euler_step_is_the_scheduler_s_own(make, changes):
     scheduler.set_timesteps(5, mu=0.7)
     sigmas = scheduler.sigmas.double()
     generator = torch.Generator().manual_seed(0)
-    x, said = torch.randn(2, 1, 4, 8, 8, generator=generator)
+    x, prediction = torch.randn(2, 1, 4, 8, 8, generator=generator)
     for n, t in enumerate(scheduler.timesteps):
         step = StepLevels(*schedule.level(sigmas[n : n + 1]), *schedule.level(sigmas[n + 1 : n + 2]))
-        ours = ode(x, *split_prediction(x, said, step, "velocity"), step).mean
-        torch.testing.assert_close(ours.float(), scheduler.step(said, t, x).prev_sample, rtol=1e-5, atol=1e-5)
+        ours = ode(x, *split_prediction(x, prediction, step, "velocity"), step).mean
+        torch.testing.assert_close(ours.float(), scheduler.step(prediction, t, x).prev_sample, rtol=1e-5, atol=1e-5)
 
 
 # --- captions and pictures --------------------------------------------------------------------------------------------
@@ -403,15 +405,15 @@ def test_an_euler_step_is_the_scheduler_s_own(make, changes):
 @BOTH
 def test_a_caption_is_encoded_once_and_held_once_for_its_group(make, monkeypatch):
     fake = made(make)
-    asked = []
+    encoded = []
     encode = type(fake.policy.pipeline).encode_prompt
     monkeypatch.setattr(
-        type(fake.policy.pipeline), "encode_prompt", lambda *a, **k: (asked.append(a[1]), encode(*a, **k))[1]
+        type(fake.policy.pipeline), "encode_prompt", lambda *a, **k: (encoded.append(a[1]), encode(*a, **k))[1]
     )
     rollouts = sampled(fake)
     sampled(fake)
     logprobs_of(fake.policy, rollouts)
-    assert asked == list(CAPTIONS[:2])  # "" when the policy was made
+    assert encoded == list(CAPTIONS[:2])  # "" when the policy was made
     assert len(rollouts.shared["condition"]) == 3 and rollouts.shared["condition"].dtype == torch.float32
     assert not rollouts.shared["condition"].requires_grad
 
@@ -521,13 +523,15 @@ def test_it_learns_from_pictures_with_captions(make):
     with torch.no_grad():
         if make is sd15:
             hidden = pipeline.encode_prompt(["a seven", ""], "cpu", 1, False)[0]
-            said = pipeline.unet(x, t, hidden).sample
+            prediction = pipeline.unet(x, t, hidden).sample
         else:
             hidden, _, pooled, _ = pipeline.encode_prompt(
                 ["a seven", ""], None, None, do_classifier_free_guidance=False, max_sequence_length=6
             )
-            said, truth = pipeline.transformer(x, hidden, pooled, 1000 * t).sample, noise - latent
-    torch.testing.assert_close(loss[:, 0].float(), (said - truth).square().flatten(1).mean(1), rtol=1e-4, atol=1e-5)
+            prediction, truth = pipeline.transformer(x, hidden, pooled, 1000 * t).sample, noise - latent
+    torch.testing.assert_close(
+        loss[:, 0].float(), (prediction - truth).square().flatten(1).mean(1), rtol=1e-4, atol=1e-5
+    )
     loss.sum().backward()
     assert any(p.grad is not None and p.grad.any() for p in fake.policy.module.parameters())
 
@@ -581,10 +585,10 @@ def test_what_is_saved_opens_in_diffusers_and_here_and_gives_the_same_pictures(m
         base.load_lora_weights(tmp_path)
         base.set_progress_bar_config(disable=True)
         pipeline.set_progress_bar_config(disable=True)
-        told = {"latents": rollouts.per_row["first"][:1], "num_inference_steps": 3, "height": 16, "width": 16}
+        options = {"latents": rollouts.per_row["first"][:1], "num_inference_steps": 3, "height": 16, "width": 16}
         if make is flux:
-            told["latents"] = base._pack_latents(told["latents"], 1, 4, 8, 8)
-        first, second = (p("a seven", output_type="pt", **told).images for p in (base, pipeline))
+            options["latents"] = base._pack_latents(options["latents"], 1, 4, 8, 8)
+        first, second = (p("a seven", output_type="pt", **options).images for p in (base, pipeline))
         torch.testing.assert_close(first, second, rtol=0, atol=1e-3)
 
 
@@ -606,8 +610,8 @@ def test_flux_is_told_its_guidance_and_has_no_other():
         fake.policy.check_sampling(replace(fake.sampling, guidance=4.0))
     other = copy.copy(SIZE)
     torch.manual_seed(0)
-    told = DiffusersPolicy(flux(), replace(other, embedded_guidance=1.0))
-    assert not torch.equal(sampled(fake).actions, told.sample(requests(3, 2, 1), fake.sampling, seed=3).actions)
+    unguided = DiffusersPolicy(flux(), replace(other, embedded_guidance=1.0))
+    assert not torch.equal(sampled(fake).actions, unguided.sample(requests(3, 2, 1), fake.sampling, seed=3).actions)
     torch.manual_seed(0)
     schnell = DiffusersPolicy(flux(is_told=False), SIZE)
     assert math.isfinite(float(schnell.sample(requests(1), fake.sampling, seed=3).actions.sum()))
@@ -629,9 +633,9 @@ def test_flux_is_told_its_guidance_and_has_no_other():
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(refused, says):
-    with pytest.raises(GruppoError, match=says) as told:
+    with pytest.raises(GruppoError, match=says) as error:
         refused()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_pipelines_of_another_kind_are_refused():
@@ -679,8 +683,8 @@ def test_log_probs_in_bfloat16_are_those_of_float32_states(lora):
     fake.policy.module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1].tolist()))
     rollouts = sampled(fake, 2)
     assert rollouts.actions.dtype == torch.float32 and 801.0 in seen[0]
-    said = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian
+    normal = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian",)).gaussian
     trained = {p.dtype for p in fake.policy.module.parameters() if p.requires_grad}
     assert trained == {torch.float32 if lora else torch.bfloat16}
-    by_hand = gaussian_logprob(rollouts.actions, said.mean, said.std)
+    by_hand = gaussian_logprob(rollouts.actions, normal.mean, normal.std)
     assert (by_hand - rollouts.sampler_logprobs)[rollouts.mask].abs().max() <= 2

@@ -114,14 +114,14 @@ def test_the_joint_error_of_a_picture_of_28_by_28_is_far_below_a_clip_of_one_nat
 @pytest.mark.silent_bug(35)
 def test_a_log_prob_is_that_of_torch_s_normal_of_the_state_as_it_is_stored(fake):
     rollouts = sampled(fake)
-    said = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian", "entropy"))
-    assert rollouts.actions.dtype == torch.float32 and said.logprobs.dtype == torch.float64
-    std = said.gaussian.std.reshape(*said.gaussian.std.shape, 1, 1, 1).expand_as(said.gaussian.mean)
-    normal = torch.distributions.Normal(said.gaussian.mean, std)
+    likelihood = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian", "entropy"))
+    assert rollouts.actions.dtype == torch.float32 and likelihood.logprobs.dtype == torch.float64
+    std = likelihood.gaussian.std.reshape(*likelihood.gaussian.std.shape, 1, 1, 1).expand_as(likelihood.gaussian.mean)
+    normal = torch.distributions.Normal(likelihood.gaussian.mean, std)
     by_hand = normal.log_prob(rollouts.actions.double()).flatten(2).sum(-1)
     entropy = normal.entropy().flatten(2).sum(-1)
-    torch.testing.assert_close(said.logprobs, torch.where(rollouts.mask, by_hand, 0), rtol=1e-12, atol=1e-9)
-    torch.testing.assert_close(said.entropy, torch.where(rollouts.mask, entropy, 0), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(likelihood.logprobs, torch.where(rollouts.mask, by_hand, 0), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(likelihood.entropy, torch.where(rollouts.mask, entropy, 0), rtol=1e-12, atol=1e-9)
 
 
 @pytest.mark.silent_bug(35)
@@ -129,14 +129,14 @@ def test_a_flow_sde_s_step_by_the_papers_formula_from_the_raw_network():
     """x + (v + s^2 / (2 t) (x + (1 - t) v)) dt with the network's own v at that time, and std s sqrt(-dt)."""
     fake = doubled(flow_sde())
     rollouts = sampled(fake, 2)
-    said = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian",))
+    likelihood = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("gaussian",))
     t, following = (float(time) for time in fake.policy.denoiser.schedule.times(6)[2:4])
     x, label = rollouts.actions[:, 1].double(), torch.zeros(2, dtype=torch.long)  # the state before step 2
     v = fake.policy.module(x, torch.full((2,), t, dtype=torch.float64), label)
     s, dt = 0.7 * math.sqrt(t / (1 - t)), following - t
     mean = x + (v + s**2 / (2 * t) * (x + (1 - t) * v)) * dt
-    torch.testing.assert_close(said.gaussian.mean[:, 2], mean, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(said.gaussian.std[:, 2], mean.new_full((2,), s * math.sqrt(-dt)))
+    torch.testing.assert_close(likelihood.gaussian.mean[:, 2], mean, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(likelihood.gaussian.std[:, 2], mean.new_full((2,), s * math.sqrt(-dt)))
 
 
 def test_only_what_is_asked_for_is_there_and_the_output_is_the_network_s_picture():
@@ -144,10 +144,10 @@ def test_only_what_is_asked_for_is_there_and_the_output_is_the_network_s_picture
     rollouts = sampled(fake, 2)
     plain = fake.policy.likelihood(rollouts, whole(rollouts))
     assert (plain.entropy, plain.gaussian, plain.values, plain.output) == (None, None, None, None)
-    said = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("output", "entropy_value"))
+    likelihood = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("output", "entropy_value"))
     label, first = torch.zeros(2, dtype=torch.long), rollouts.per_row["first"].double()
-    torch.testing.assert_close(said.output[:, 0], fake.policy.module(first, torch.ones(2).double(), label))
-    assert said.entropy is not None and not said.output[:, -1].any(), "nothing is said of the last step"
+    torch.testing.assert_close(likelihood.output[:, 0], fake.policy.module(first, torch.ones(2).double(), label))
+    assert likelihood.entropy is not None and not likelihood.output[:, -1].any()
 
 
 @pytest.mark.silent_bug(36)
@@ -158,10 +158,10 @@ def test_guidance_is_in_both_sides():
     x, one = rollouts.per_row["first"].double(), torch.ones(2, dtype=torch.float64)
     label = torch.zeros(2, dtype=torch.long)
     with torch.no_grad():
-        said, nothing = fake.policy.module(x, one, label), fake.policy.module(x, one, label + 3)
+        conditional, unconditional = fake.policy.module(x, one, label), fake.policy.module(x, one, label + 3)
         whole_mask = replace(rollouts, mask=torch.ones_like(rollouts.mask).index_fill(1, torch.tensor(4), False))
         got = fake.policy.likelihood(whole_mask, whole(rollouts), outputs=("output",)).output[:, 0]
-    torch.testing.assert_close(got, nothing + 2.5 * (said - nothing))
+    torch.testing.assert_close(got, unconditional + 2.5 * (conditional - unconditional))
     unguided = replace(rollouts, per_row={**rollouts.per_row, "guidance": torch.ones(2, dtype=torch.float64)})
     apart = logprobs_of(fake.policy, unguided) - logprobs_of(fake.policy, rollouts)
     assert apart[rollouts.mask].abs().max() > 1
@@ -193,9 +193,9 @@ def test_the_kl_is_that_of_monte_carlo_within_its_error():
         p = torch.distributions.Normal(ours.mean[0, step].detach(), ours.std[0, step])
         q = torch.distributions.Normal(theirs.mean[0, step], theirs.std[0, step])
         x = p.loc + p.scale * torch.randn(100_000, *SHAPE, generator=generator, dtype=torch.float64)
-        drawn = (p.log_prob(x) - q.log_prob(x)).flatten(1).sum(1)
-        error = float(drawn.std() / math.sqrt(len(drawn)))
-        assert abs(float(drawn.mean() - exact[step])) <= 4 * error and error < 0.02 * exact[step]
+        log_ratios = (p.log_prob(x) - q.log_prob(x)).flatten(1).sum(1)
+        error = float(log_ratios.std() / math.sqrt(len(log_ratios)))
+        assert abs(float(log_ratios.mean() - exact[step])) <= 4 * error and error < 0.02 * exact[step]
 
 
 def test_the_kl_of_a_ddim_step_by_its_closed_form():
@@ -253,13 +253,13 @@ def test_which_steps_are_learned_from():
 @pytest.mark.silent_bug(26)
 def test_each_number_of_noise_hangs_on_seed_draw_sample_and_step():
     rollouts = sampled(ancestral())
-    drawn = noise_of(ancestral().policy, rollouts)
+    noise = noise_of(ancestral().policy, rollouts)
     for row, (draw, sample) in enumerate([(10, 0), (10, 1), (10, 2), (10, 3), (11, 0), (11, 1), (12, 0)]):
         at = [
             torch.randn(SHAPE, generator=generator_at(3, "noise", draw, sample, step)) for step in ("first", *range(4))
         ]
         assert torch.equal(rollouts.per_row["first"][row], at[0])
-        torch.testing.assert_close(drawn[row, :4].float(), torch.stack(at[1:]), rtol=0, atol=1e-4)
+        torch.testing.assert_close(noise[row, :4].float(), torch.stack(at[1:]), rtol=0, atol=1e-4)
 
 
 def test_a_group_of_shared_noise_has_one_first_latent_and_steps_of_its_own():
@@ -281,8 +281,8 @@ def test_a_branched_group_parts_at_one_step_which_alone_is_learned_from():
         parted = states[:, step:].double().std(dim=0).flatten(1).mean(1)
         assert (parted > 1e-3).all()
     everything = replace(rollouts, mask=torch.ones_like(rollouts.mask).index_fill(1, torch.tensor(5), False))
-    drawn = noise_of(fake.policy, everything)[:4, :5]
-    apart = (drawn - drawn[:1]).abs().flatten(2).amax(dim=(0, 2))
+    noise = noise_of(fake.policy, everything)[:4, :5]
+    apart = (noise - noise[:1]).abs().flatten(2).amax(dim=(0, 2))
     step = branch_step(fake.sampling, 3, 10)
     assert [bool(one > 0.1) for one in apart] == [column == step for column in range(5)], "later noise is common again"
 
@@ -305,12 +305,12 @@ def test_a_state_that_a_group_has_in_common_is_asked_for_once(make):
     ]
     seen.clear()
     fake.policy.likelihood(rollouts, whole(rollouts))
-    asked = sum(
+    evaluated = sum(
         1 if common(c, n) else sizes[n]
         for n in range(3)
         for c in rollouts.mask[rollouts.group_ids == n][0].nonzero()[:, 0].tolist()
     )
-    assert seen == [each * asked]
+    assert seen == [each * evaluated]
 
 
 def test_every_step_of_the_window_is_a_branch_of_some_group():
@@ -322,8 +322,8 @@ def test_every_step_of_the_window_is_a_branch_of_some_group():
 @pytest.mark.silent_bug(26)
 def test_a_group_that_grows_equals_the_larger_group_at_once_and_company_changes_nothing(fake, monkeypatch):
     whole_group = sampled(fake, 5, 3)
-    asked = prompts()
-    calls = [[Request(asked[1], 3), Request(asked[0], 2)], [Request(asked[0], 3, first=2)]]
+    both = prompts()
+    calls = [[Request(both[1], 3), Request(both[0], 2)], [Request(both[0], 3, first=2)]]
     grown = Rollouts.cat([fake.policy.sample(call, fake.sampling, seed=3) for call in calls])
     monkeypatch.setattr(DenoiserPolicy, "batch_rows", 3)
     cut = sampled(fake, 5, 3)
@@ -461,9 +461,13 @@ def test_nothing_is_said_of_a_micro_batch_in_which_nothing_was_chosen():
     SharedCritic(fake.policy)
     rollouts = sampled(fake)
     outputs = ("entropy", "gaussian", "values", "output")
-    said = fake.policy.likelihood(rollouts, MicroBatch(torch.tensor([0, 1]), slice(4, 5)), outputs=outputs)
-    assert said.logprobs.tolist() == said.entropy.tolist() == said.values.tolist() == [[0], [0]]
-    assert said.gaussian.mean.shape == said.output.shape == (2, 1, *SHAPE) and said.gaussian.std.tolist() == [[1], [1]]
+    likelihood = fake.policy.likelihood(rollouts, MicroBatch(torch.tensor([0, 1]), slice(4, 5)), outputs=outputs)
+    assert likelihood.logprobs.tolist() == likelihood.entropy.tolist() == likelihood.values.tolist() == [[0], [0]]
+    assert likelihood.gaussian.mean.shape == likelihood.output.shape == (
+        2,
+        1,
+        *SHAPE,
+    ) and likelihood.gaussian.std.tolist() == [[1], [1]]
     assert fake.policy.values(rollouts, MicroBatch(torch.tensor([0, 1]), slice(4, 5))).tolist() == [[0], [0]]
 
 
@@ -484,8 +488,8 @@ def test_a_shared_critic_reads_the_middle_of_the_state_before_each_step():
     fake.policy.module(rollouts.actions[:, 1].double(), t, torch.zeros(2, dtype=torch.long))
     by_hand = seen[0].mean(dim=(2, 3)) @ critic.module.weight[0] + critic.module.bias
     torch.testing.assert_close(values[:, 2], by_hand, rtol=1e-10, atol=1e-12)
-    said = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("values",))
-    torch.testing.assert_close(said.values, values, rtol=1e-10, atol=1e-12)
+    likelihood = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("values",))
+    torch.testing.assert_close(likelihood.values, values, rtol=1e-10, atol=1e-12)
     assert values[~rollouts.mask].eq(0).all()
     values.sum().backward()
     assert fake.policy.module.enter.weight.grad.abs().sum() > 0, "the trunk learns from the critic"
@@ -518,8 +522,8 @@ def test_a_guided_policy_s_values_are_those_with_the_condition():
     with torch.no_grad():
         critic.module.weight.fill_(1.0)
     rollouts = sampled(fake, 2)
-    said = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("values",)).values
-    torch.testing.assert_close(said, critic.values(rollouts, whole(rollouts)), rtol=1e-10, atol=1e-12)
+    values = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("values",)).values
+    torch.testing.assert_close(values, critic.values(rollouts, whole(rollouts)), rtol=1e-10, atol=1e-12)
 
 
 def test_values_without_a_head_or_a_middle_are_refused():
@@ -596,8 +600,8 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, fake):
     disturbed(made)
     made.save(tmp_path / "model")
     again = load_denoiser(tmp_path / "model")
-    asked = [Request(Prompt("a", "two", draw=1), 3)]
-    assert torch.equal(*(p.sample(asked, fake.sampling, seed=0).actions for p in (made, again)))
+    requested = [Request(Prompt("a", "two", draw=1), 3)]
+    assert torch.equal(*(p.sample(requested, fake.sampling, seed=0).actions for p in (made, again)))
     assert (again.weighting, again.denoiser.middle, again.denoiser.condition.dropped) == (
         "clean",
         "middle",

@@ -16,7 +16,7 @@ def net(*sizes, **changes):
     return made.double()
 
 
-def asked(made, n=3):
+def inputs_of(made, n=3):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, *made.sizes["shape"], generator=generator, dtype=torch.float64)
     return x, torch.linspace(0.1, 1, n, dtype=torch.float64), torch.arange(n)
@@ -33,7 +33,7 @@ def test_a_new_one_says_nothing_yet():
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 10, 6)], ids=str)
 def test_a_row_is_what_it_is_alone_and_of_the_shape_of_its_picture(shape):
     made = net(shape, 3, width=8)
-    x, times, labels = asked(made)
+    x, times, labels = inputs_of(made)
     together = made(x, times, labels)
     assert together.shape == x.shape
     for n in range(3):
@@ -43,10 +43,10 @@ def test_a_row_is_what_it_is_alone_and_of_the_shape_of_its_picture(shape):
 
 def test_time_and_class_are_told_and_none_of_the_classes_is_another():
     made = net((1, 8, 8), 3, width=8)
-    x, times, labels = (part[:1] for part in asked(made))
-    said = [made(x, times, labels), made(x, times / 2, labels)] + [made(x, times, labels + n) for n in (1, 2, 3)]
-    for n, one in enumerate(said):
-        for other in said[:n]:
+    x, times, labels = (part[:1] for part in inputs_of(made))
+    outputs = [made(x, times, labels), made(x, times / 2, labels)] + [made(x, times, labels + n) for n in (1, 2, 3)]
+    for n, one in enumerate(outputs):
+        for other in outputs[:n]:
             assert (one - other).abs().max() > 1e-3
 
 
@@ -54,7 +54,7 @@ def test_timestep_embeddings_by_hand():
     """cos and sin of 500 times the frequencies 10000^(-k / 4), k = 0 to 3."""
     made, seen = net((1, 8, 8), 3, width=8), []
     made.times.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
-    x, _, labels = (part[:1] for part in asked(made))
+    x, _, labels = (part[:1] for part in inputs_of(made))
     made(x, torch.tensor([0.5], dtype=torch.float64), labels)
     angles = 500 * torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)
     torch.testing.assert_close(seen[0], torch.cat([angles.cos(), angles.sin()]))
