@@ -86,7 +86,7 @@ class Environment:
             self.elapsed_s += time.perf_counter() - began
 
     def _sequential(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Any]:
-        """One after another in one thread; in a new one after each late reply."""
+        """Call for one conversation after another in one thread; in a new thread after each late reply."""
         answers: dict[int, Any] = {}
         for _ in range(MAX_LATE_REPLIES):
             waiting = {key: request for key, request in requests.items() if key not in answers}
@@ -134,7 +134,7 @@ class Environment:
                 answers[key] = answer
 
     def _concurrent(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Any]:
-        """All at the same time, in one event loop."""
+        """Call for all conversations at the same time, in one event loop."""
 
         async def reply(request: ReplyRequest) -> Any:
             deadline = asyncio.timeout(self.timeout_s)
@@ -180,7 +180,7 @@ class Environment:
 
 
 def parse_reply(raw: Any, inputs: Any) -> Reply | None:
-    """What an environment returned, as messages, or as a text where the prompt is one. Raises CallError for others."""
+    """Convert what an environment returned to messages, or to a text if the prompt is one; else raise CallError."""
     if raw is None or (isinstance(raw, str) and isinstance(inputs, str)):
         return raw
     if isinstance(raw, str):

@@ -1,1 +1,1 @@
-"""What is trained: distributions over actions that can be sampled and evaluated."""
+"""Shared by the modalities: references, critics, LoRA adapters, images, weights in files, refused options."""

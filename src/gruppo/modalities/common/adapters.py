@@ -33,7 +33,7 @@ CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "bas
 PREFIX = "base_model.model."
 """Of peft's names: its wrapper, and the model inside it."""
 PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
-"""Initialisations that do not change the base."""
+"""Initializations that do not change the base."""
 NOT_PLAIN = ("modules_to_save", "trainable_token_indices", "use_dora", "lora_bias", "target_parameters",
              "layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config")  # fmt: skip
 """Options of a peft LoRA beyond A and B, which this library does not train, sample with or merge."""
@@ -161,7 +161,7 @@ def read_adapter(path: str | Path) -> Adapter:
             "it with peft's merge_and_unload, and give the model."
         )
     config.inference_mode = False
-    config.init_lora_weights = True  # its weights are read; peft's other initialisations would change the base
+    config.init_lora_weights = True  # its weights are read; peft's other initializations would change the base
     weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
     names = [base.name if base else "", config.base_model_name_or_path or ""]
     return Adapter(folder, config, weights, base, list(filter(None, names)))

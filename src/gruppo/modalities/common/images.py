@@ -14,7 +14,7 @@ from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
 
 
 def image_error(image: Any, role: str, channels: int, size: tuple[int, ...] | None = None) -> str | None:
-    """Why an object is not an image [C, H, W] of floats in [0, 1], with what to do; None if it is one.
+    """Return why an object is not an image [C, H, W] of floats in [0, 1], with what to do; None if it is one.
 
     ``role``: "input" or "target", for the message. ``size``: the required height and width; any by default.
     """

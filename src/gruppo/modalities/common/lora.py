@@ -123,7 +123,7 @@ def check_adaptable(module: nn.Module) -> None:
 
 
 def is_linear(part: nn.Module) -> bool:
-    """Whether an adapter can be added: nn.Linear, or the Conv1D of GPT-2."""
+    """Return whether an adapter can be added: to nn.Linear, or to the Conv1D of GPT-2."""
     return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
 
 
@@ -148,7 +148,7 @@ def without_adapter(module: nn.Module) -> Iterator[None]:
 
 
 def is_adapted(module: Any) -> bool:
-    """Whether this layer is a peft LoRA layer; works without peft."""
+    """Return whether this layer is a LoRA layer of peft; works without peft."""
     return all(hasattr(module, name) for name in ("base_layer", "_active_adapter", "lora_A", "lora_B"))
 
 

@@ -164,13 +164,13 @@ class ReferenceModel:
     # --- saved state ---
 
     def frozen_state_dict(self) -> Mapping[str, Tensor]:
-        """The weights that must never change, by name: all of a frozen copy, or the base below an adapter."""
+        """Return the weights that must never change, by name: all of a frozen copy, or the base below an adapter."""
         if self.shares_module:
             return {name: p.detach() for name, p in self.module.named_parameters() if name not in self._trained}
         return self._read() if self.rule == "frozen" else {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights that change; none unless the rule is "ema", since the others are rebuilt from the first model."""
+        """Return the weights that change: none unless the rule is "ema"; others are rebuilt from the first model."""
         return self._read() if self.follows_policy else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -244,7 +244,7 @@ class Controls(Action):
         return (start + action.flatten(1) * (high - low)).clamp(low, high)
 
     def restored(self, network: NetworkCall, x: Images, values: Float[Tensor, "N K"]) -> Images:
-        """The network's image at these values of the controls; ``mix`` is not applied."""
+        """Compute the network's image at these values of the controls; ``mix`` is not applied."""
         if not self._read:
             return network(x)
         if self.unit:

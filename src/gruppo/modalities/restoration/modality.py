@@ -151,7 +151,7 @@ class RestorationModality(Modality):
             check_trust_region(config.objective, policy.dims(first[0].inputs.shape))
 
     def parameter_groups(self, config: Config, policy: Policy) -> list[ParameterGroup]:
-        """The action's gradient is of nats and the network's of pixels: each has its own limit and rate."""
+        """Group by unit: the action's gradient is of nats and the network's of pixels, with limits of their own."""
         names = [name for name, parameter in policy.module.named_parameters() if parameter.requires_grad]
         network = tuple(name for name in names if not name.startswith("action."))
         action = tuple(name for name in names if name.startswith("action."))

@@ -136,7 +136,7 @@ class RestorationPolicy(Policy):
         return self.patches**2
 
     def dims(self, image: Sequence[int]) -> int:
-        """Numbers in one action, for an image [C, H, W]."""
+        """Return the number of dimensions of one action, for an image [C, H, W]."""
         action = self.module.action
         return action.count * (math.prod(image[1:]) if action.grid is None else action.grid**2) // self.columns
 
@@ -312,7 +312,7 @@ class RestorationPolicy(Policy):
         )
 
     def feature_width(self) -> int:
-        """Number of features that ``value_head`` reads for each patch."""
+        """Return the number of features that ``value_head`` reads for each patch."""
         return 2 * self.channels * (1 if isinstance(self.module.action, Controls) else 2)
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
@@ -342,7 +342,7 @@ class RestorationPolicy(Policy):
         return f"prompt {prompt.id!r} {error}" if error else None
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
-        """Each prompt's degraded image, with the patches of its clean one as actions. Nothing is random."""
+        """Return each prompt's degraded image, with the patches of its clean one as actions. Nothing is random."""
         for prompt in prompts:
             if error := self.check_demonstration(prompt):
                 raise GruppoError(error)
@@ -379,7 +379,7 @@ class RestorationPolicy(Policy):
     # --- images -------------------------------------------------------------------------------------------------------
 
     def output_of(self, x: Images, kind: Supervises = "output", prompts: Sequence[Prompt] = ()) -> Images:
-        """The deterministic images, with gradient, neither clamped nor rounded.
+        """Compute the deterministic images, with gradient, neither clamped nor rounded.
 
         ``kind``: at the mean action, without an action, or at the prompts' true controls; see ``supervises``.
         """
@@ -396,7 +396,7 @@ class RestorationPolicy(Policy):
 
     @torch.no_grad()
     def restore(self, images: Images) -> Images:
-        """The deterministic images as a file would hold them; on the CPU."""
+        """Return the deterministic images as a file would hold them, on the CPU."""
         for image in images:
             if error := image_error(image, "input", self.channels):
                 raise GruppoError(f"an image to restore {error}")
