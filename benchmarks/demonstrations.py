@@ -37,15 +37,16 @@ Row = Mapping[str, Any]
 
 
 class Clock:
-    """A tracker that stamps what is evaluated with this process's time, and stops the run when it has had enough."""
+    """A tracker that stamps evaluations with this process's time, and stops the run after ``$CLOCK_SECONDS`` of it."""
 
-    def __init__(self, path: Path, seconds: float) -> None:
-        self.file, self.seconds, self.first = (path / "stamps.jsonl").open("a"), seconds, time.process_time()
+    def __init__(self, run_dir: Path, config: Any) -> None:
+        self.file, self.first = (run_dir / "stamps.jsonl").open("a"), time.process_time()
+        self.seconds = float(os.environ["CLOCK_SECONDS"])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.process_time()
-        said = {name: value for name, value in metrics.items() if name.startswith(("eval/", "reward/mean", "sup/"))}
-        self.file.write(json.dumps({"step": step, "cpu_s": now, **said}) + "\n")
+        kept = {name: value for name, value in metrics.items() if name.startswith(("eval/", "reward/mean", "sup/"))}
+        self.file.write(json.dumps({"step": step, "cpu_s": now, **kept}) + "\n")
         self.file.flush()
         if now - self.first > self.seconds:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -67,7 +68,8 @@ def run_one(arguments: Sequence[str], seconds: float) -> None:
 
     torch.set_num_threads(1)
     with suppress(Stopped):
-        api.start(parse_config("train", [RECIPE, *arguments]), watch=lambda run, path: [Clock(path, seconds)])
+        os.environ["CLOCK_SECONDS"] = str(seconds)
+        api.start(parse_config("train", [RECIPE, *arguments, "--track", "benchmarks.demonstrations:Clock"]))
 
 
 def run_all(folder: Path, variants: Sequence[str], seeds: Sequence[int], seconds: float, more: Sequence[str]) -> None:

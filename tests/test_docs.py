@@ -118,10 +118,10 @@ def names_of_tests() -> set[str]:
     return {n for path in (ROOT / "tests").rglob("*.py") for n in re.findall(r"def (test_\w+)", path.read_text())}
 
 
-def defined_in(folder: str) -> set[str]:
+def defined_in(pattern: str) -> set[str]:
     """Return the names of functions, classes, constants and parameters."""
     found: set[str] = set()
-    for path in (ROOT / "src/gruppo" / folder).glob("*.py"):
+    for path in (ROOT / "src/gruppo").glob(pattern):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
@@ -138,7 +138,7 @@ def known_words() -> set[str]:
     settings = {part.replace("-", "_") for option in OPTIONS for part in option.lstrip("-").split(".")}
     choices = {choice for hint in OPTIONS.values() for choice in typing.get_args(hint) if isinstance(choice, str)}
     records = {f.name for kind in (Likelihood, Rollouts, Batch) for f in fields(kind)}
-    mathematics = defined_in("core") | defined_in("losses") | defined_in("rewards")
+    mathematics = defined_in("core/*.py") | defined_in("losses.py") | defined_in("rewards/*.py")
     return settings | choices | records | mathematics | {*PRESETS, *RECIPES} | names_of_tests() | OTHER_WORDS
 
 

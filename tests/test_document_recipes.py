@@ -132,8 +132,8 @@ def test_qwens_rewards_are_the_documents_with_length_in_characters() -> None:
 
 def test_the_prompts_of_qwen_are_conversations_and_no_two_are_the_same() -> None:
     rows = [json.loads(line) for line in QWEN_PROMPTS.read_text(encoding="utf-8").splitlines()]
-    asked = {message["content"] for row in rows for message in row["prompt"] if message["role"] == "user"}
-    assert len(rows) == len(asked) == 30
+    requested = {message["content"] for row in rows for message in row["prompt"] if message["role"] == "user"}
+    assert len(rows) == len(requested) == 30
 
 
 def test_qwen_trains_any_chat_model_that_is_named(tmp_path: Path) -> None:
@@ -194,10 +194,10 @@ def test_the_plain_module_of_the_chat_script_is_causal_and_reads_what_it_writes(
         {"role": "user", "content": "What is 7 + 15?"},
         {"role": "assistant", "content": "7 + 15 ="},
     ]
-    said = "<|user|>What is 7 + 15?<|assistant|>7 + 15 ="
-    assert tokenizer.decode(tokenizer.render_for_completion(begun)) == said
-    told = [*begun, {"role": "user", "content": "9"}]
-    assert tokenizer.decode(tokenizer.render_for_completion(told)) == said + "<|end|><|user|>9<|assistant|>"
+    result = "<|user|>What is 7 + 15?<|assistant|>7 + 15 ="
+    assert tokenizer.decode(tokenizer.render_for_completion(begun)) == result
+    reported = [*begun, {"role": "user", "content": "9"}]
+    assert tokenizer.decode(tokenizer.render_for_completion(reported)) == result + "<|end|><|user|>9<|assistant|>"
     with pytest.raises(GruppoError, match="has characters beside sums and differences"):
         tokenizer.encode("7 times 5")
 
@@ -240,9 +240,9 @@ def test_explain_says_what_a_recipe_of_a_document_would_do(tmp_path: Path, name:
         changes = {"model": diffusion_runs.denoiser(), "data": f"images:{images}", "diffusion__steps": 4}
     else:
         changes["rollout__max_new_tokens"] = 8
-    said = "\n".join(explain(api.change(RECIPES[name](), changes)))
+    output = "\n".join(explain(api.change(RECIPES[name](), changes)))
     coefficient = {"chat": "0.04", "qwen": "0.1", "ddpo": "0.04"}[name]
-    assert coefficient in said and ("a copy that follows the policy" in said) == (name == "ddpo")
+    assert coefficient in output and ("a copy that follows the policy" in output) == (name == "ddpo")
 
 
 def test_recipes_are_listed_with_the_document_and_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:

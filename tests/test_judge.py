@@ -46,17 +46,17 @@ def test_a_verdict_counts_the_asked_class_and_what_is_no_digit():
         judge.head.bias.zero_()
         judge.head.bias[7] = 1.0  # whatever it sees
     images, real = noise(6), noise(6, seed=1)
-    told = verdict(judge, images, torch.tensor([7, 7, 7, 1, 2, 3]), real)
-    assert (told.asked_frac, told.no_digit_frac) == (0.5, 0.0)
-    assert told.ink == pytest.approx(images.mean().item(), abs=1e-3)
+    reported = verdict(judge, images, torch.tensor([7, 7, 7, 1, 2, 3]), real)
+    assert (reported.asked_frac, reported.no_digit_frac) == (0.5, 0.0)
+    assert reported.ink == pytest.approx(images.mean().item(), abs=1e-3)
     with torch.no_grad():
         judge.head.bias[NO_DIGIT] = 2.0
     assert verdict(judge, images, torch.full((6,), 7), real).no_digit_frac == 1.0
 
 
 def test_real_images_have_no_distance_to_themselves():
-    told = verdict(Judge(), noise(60), torch.arange(60) % 10, noise(60))
-    assert isinstance(told, Verdict) and told.frechet == pytest.approx(0, abs=1e-6)
+    reported = verdict(Judge(), noise(60), torch.arange(60) % 10, noise(60))
+    assert isinstance(reported, Verdict) and reported.frechet == pytest.approx(0, abs=1e-6)
 
 
 def test_the_judge_shares_no_layer_type_with_the_reader_but_linear_ones_and_flat_shapes():

@@ -38,12 +38,12 @@ def the_readers_own_session() -> Iterator[None]:
 def printed(*codes: str) -> list[str]:
     """What blocks print, one after another in one session. The same code runs once for both languages."""
     session: dict[str, Any] = {}
-    said = []
+    result = []
     for number, code in enumerate(codes, start=1):
         with contextlib.redirect_stdout(io.StringIO()) as to:
             exec(compile(code, f"Python block {number}", "exec"), session)
-        said.append(to.getvalue())
-    return said
+        result.append(to.getvalue())
+    return result
 
 
 def differences(text: str) -> list[str]:
@@ -51,9 +51,9 @@ def differences(text: str) -> list[str]:
     shown = list(SHOWN.finditer(text))
     pairs = zip(shown, printed(*(block["code"] for block in shown)), strict=True)
     return [
-        f"line {text[: block.start()].count(NEW_LINE) + 1} says\n{block['said']}and prints\n{said}"
-        for block, said in pairs
-        if said != (block["said"] or "")
+        f"line {text[: block.start()].count(NEW_LINE) + 1} says\n{block['said']}and prints\n{result}"
+        for block, result in pairs
+        if result != (block["said"] or "")
     ]
 
 
@@ -85,8 +85,8 @@ def test_both_languages_have_the_same_pages_and_each_but_the_first_has_code() ->
 @each(ENGLISH)
 def test_the_chinese_page_has_the_code_the_numbers_and_the_sources_of_the_english_one(page: Path) -> None:
     english, chinese = (p.read_text(encoding="utf-8") for p in (page, page.parent / "zh" / page.name))
-    shown, told = ([block.groups() for block in SHOWN.finditer(text)] for text in (english, chinese))
-    assert shown == told
+    shown, reported = ([block.groups() for block in SHOWN.finditer(text)] for text in (english, chinese))
+    assert shown == reported
     for kind in (r"^#+ ", r"^\|", r"arxiv\.org/abs/([\d.]+)", r"`(--[^`]+)`", r"`(gruppo [^`]+)`"):
         assert sorted(re.findall(kind, chinese, re.M)) == sorted(re.findall(kind, english, re.M)), kind
 

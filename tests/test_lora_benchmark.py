@@ -20,11 +20,11 @@ def test_sides_write_the_same_number_of_tokens_and_one_calls_pefts_layers(monkey
     assert decoding.low_rank is before
     options = {"--model": tiny.model(), "--compute": "float32", "--rank": "2", "--rows": "2", "--new-tokens": "3"}
     lora.main([word for option in options.items() for word in option] + ["--turns", "1"])
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in said if line[20:].startswith("no adapter")] == ["1.00", "1.00"]
-    assert len(said) == 2 + 3 + 2
+    output = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in output if line[20:].startswith("no adapter")] == ["1.00", "1.00"]
+    assert len(output) == 2 + 3 + 2
 
 
 def test_each_side_is_compared_with_the_turn_beside_it():
-    said = lora.summarise({"no adapter": [10.0, 20.0, 40.0], "adapter": [5.0, 20.0, 30.0]})
-    assert said["adapter"] == {"median": 20.0, "min": 5.0, "max": 30.0, "of_plain": 0.75}
+    result = lora.summarise({"no adapter": [10.0, 20.0, 40.0], "adapter": [5.0, 20.0, 30.0]})
+    assert result["adapter"] == {"median": 20.0, "min": 5.0, "max": 30.0, "of_plain": 0.75}

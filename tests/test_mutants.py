@@ -63,8 +63,8 @@ MINE = f"{FILE}::test_mine"
     ],
 )
 def test_a_bug_is_caught_by_a_failure_inside_the_named_test_and_by_nothing_else(reports, problem, is_caught):
-    told = Told(tuple(reports), problem)
-    assert (told.failed_in(MINE) is not None) == is_caught
+    reported = Told(tuple(reports), problem)
+    assert (reported.failed_in(MINE) is not None) == is_caught
 
 
 def test_a_test_is_green_where_it_ran_and_passed_in_each_of_its_forms():

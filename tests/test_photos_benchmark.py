@@ -88,9 +88,9 @@ def test_the_stand_in_for_bytes_ranks_blurs_and_noise_as_files_do():
         filtered(clean, detail_bands(clean), torch.tensor([-1.0, 0, 0, 0])),
     ]
     kinds = [photos.quantize(kind) for kind in kinds]
-    told = torch.stack([rate(kind).sum() for kind in kinds])
+    reported = torch.stack([rate(kind).sum() for kind in kinds])
     real = torch.stack([sizes(kind).sum() for kind in kinds])
-    assert told.argsort().tolist() == real.argsort().tolist()
+    assert reported.argsort().tolist() == real.argsort().tolist()
     # one luma coefficient: 8 x 128 at a step of 3, of one block; chroma is 0
     assert float(rate(torch.full((1, 3, 16, 16), 0.5))) == pytest.approx(
         4 * torch.tensor(1 + 8 * 127.5 / 3).log2().item() / 8000, rel=1e-4
@@ -131,9 +131,9 @@ def test_the_table_of_a_run_has_a_line_for_each_side(monkeypatch, capsys, tmp_pa
     run = tmp_path / "run"
     open_restorer("unet:width=4", "band_gains:grid=2,std=0.15").save(run / "final")
     photos.main([f"seed 0={run}", str(run), "--teach-steps", "2", "--json", str(tmp_path / "rows.json")])
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "8 crops of 16 x 16"
-    assert len(said) == 3 + 7 + 6  # the degraded pictures are told of once
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == "8 crops of 16 x 16"
+    assert len(output) == 3 + 7 + 6  # the degraded pictures are told of once
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["name"] for row in rows[:3]] == ["degraded", "seed 0: network alone", "seed 0: restored"]
     assert rows[2]["d_psnr"] == 0 and rows[2]["saved_frac"] == 0  # a new head does nothing

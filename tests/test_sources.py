@@ -165,9 +165,9 @@ def runs(command: str, args: list[str]) -> bool:
     """Whether the command takes these words; a mistake in them is an error."""
     if command not in ("train", "explain"):
         return command in commands.COMMANDS
-    asked, args = pop_option(args, "--names")
-    if asked is not None:
-        peer_options.explain_names(Config(), asked)
+    requested, args = pop_option(args, "--names")
+    if requested is not None:
+        peer_options.explain_names(Config(), requested)
     config = parse_config(command, args)
     if config.model and (config.reward or args[0] != "plain"):
         checks.check(config, modalities()[KINDS.get(args[0].split("-")[0], "text")])
@@ -212,14 +212,14 @@ def test_every_recipe_of_the_page_is_built_in() -> None:
 
 def test_settings_of_the_documents_that_the_page_names_are_known_by_name() -> None:
     """Each parameter of sections of settings: the names that ``--names sources`` answers for."""
-    asked = {
+    requested = {
         "000": re.findall(r"`(train\.\w+)`", " ".join(c[1] for d, _, c in rows() if d == "000")),
         "004": re.findall(r"`(grpo_\w+)", " ".join(c[1] for d, _, c in rows() if d == "004")),
         "001": ["GROUP_SIZE", "TEMPERATURE", "BETA_KL", "LEARNING_RATE", "CLIP_RATIO", "ENTROPY_COEF", "MAX_GRAD_NORM"],
         "002": ["group_size", "clip_epsilon", "beta", "update_epochs", "device_batch_size"],
         "003": ["clip_epsilon", "kl_beta", "value_loss_coef", "entropy_coef", "gamma", "lam", "num_epochs"],
     }
-    for number, wanted in asked.items():
+    for number, expected in requested.items():
         known = {key for o in peer_options.peer_options("sources") if o.part.startswith(number) for key in o.keys}
-        assert [name for name in wanted if peer_options.normalized(name) not in known] == []
-        assert wanted
+        assert [name for name in expected if peer_options.normalized(name) not in known] == []
+        assert expected

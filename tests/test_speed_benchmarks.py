@@ -167,8 +167,8 @@ def test_a_phases_fraction_is_its_rate_over_the_measured_one() -> None:
 
 
 def test_rows_of_a_step_are_put_in_their_groups() -> None:
-    told = {"prompt_tokens": [7, 7, 9, 9], "lengths": [1, 2, 3, 4]}
-    assert roofline.groups_of(told, 2) == [(7, [1, 2]), (9, [3, 4])]
+    reported = {"prompt_tokens": [7, 7, 9, 9], "lengths": [1, 2, 3, 4]}
+    assert roofline.groups_of(reported, 2) == [(7, [1, 2]), (9, [3, 4])]
 
 
 def test_of_several_measurements_each_rate_is_at_its_best() -> None:
@@ -207,8 +207,8 @@ def test_series_cover_a_factor_of_eight_and_tell_what_a_completion_costs() -> No
     found = scaling.summarise(scaling.SERIES, points, with_memory=True)
     assert found["prompt length"]["x"] == [54, 103, 200, 393] and found["model size"]["x"] == [4, 8, 16, 32]
     assert scaling.marginal(found) == pytest.approx({"short": 0.3, "long": 0.4, "long_over_short": 4 / 3})
-    told = scaling.table(found, scaling.marginal(found))
-    assert "300 ms with short prompts, 400 ms with long ones, 1.33 times as much" in told
+    reported = scaling.table(found, scaling.marginal(found))
+    assert "300 ms with short prompts, 400 ms with long ones, 1.33 times as much" in reported
 
 
 def test_names_of_lines_that_end_together_are_drawn_apart() -> None:
@@ -237,10 +237,10 @@ def arguments(folder: Path, name: str) -> list[str]:
 
 def written(folder: Path, name: str) -> dict[str, Any]:
     assert (folder / f"{name}.png").stat().st_size > 5_000
-    told = json.loads((folder / f"{name}.json").read_text())
-    assert told["benchmark"] == name and told["machine"]["cpu"]
-    assert tables.replaced(f"<!-- {name} --><!-- end -->", name, told).count("\n|") > 2
-    return told
+    reported = json.loads((folder / f"{name}.json").read_text())
+    assert reported["benchmark"] == name and reported["machine"]["cpu"]
+    assert tables.replaced(f"<!-- {name} --><!-- end -->", name, reported).count("\n|") > 2
+    return reported
 
 
 @pytest.mark.slow
@@ -250,10 +250,10 @@ def test_roofline_and_scaling_print_write_and_draw(tmp_path: Path, capsys: pytes
     phases = written(tmp_path, "roofline")["results"]["short"]["phases"]
     assert all(phase["fraction"] > 0 for phase in phases.values())
     scaling.main(["--short", "--series", "prompt length", *arguments(tmp_path, "scaling")])
-    told = written(tmp_path, "scaling")["measured"]
-    one, two = told["points"]["prompt length"]
+    reported = written(tmp_path, "scaling")["measured"]
+    one, two = reported["points"]["prompt length"]
     assert one["prompt_tokens"] < two["prompt_tokens"]
-    apart = scaling.in_own_process(scaling.SERIES[0].specs()[1] | told["common"])
+    apart = scaling.in_own_process(scaling.SERIES[0].specs()[1] | reported["common"])
     assert apart["prompt_tokens"] == two["prompt_tokens"] and apart["peak_gb"] > 0
     printed = capsys.readouterr().out
     assert "forward, backward" in printed and "off the line" in printed

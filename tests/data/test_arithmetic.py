@@ -38,20 +38,20 @@ def test_the_prompt_is_a_question_and_the_beginning_of_its_answer():
 
 def test_every_problem_is_either_drawn_or_held_out():
     source = arithmetic(0, 9, seed=2)
-    drawn, held = set(problems(source.take(4000))), problems(source.held_out(1000))
-    assert not drawn & set(held)
-    assert len(drawn) + len(held) == 2 * 10 * 10 and len(held) == len(set(held))
+    sampled, held = set(problems(source.take(4000))), problems(source.held_out(1000))
+    assert not sampled & set(held)
+    assert len(sampled) + len(held) == 2 * 10 * 10 and len(held) == len(set(held))
 
 
 def test_without_negatives_no_difference_is_below_zero_and_every_other_problem_is_there():
     source = arithmetic(0, 9, seed=2, allow_negative=False, held_out_fraction=0.3)
-    asked = {p.id: int(p.target) for p in (*source.take(4000), *source.held_out(1000))}
-    assert min(asked.values()) == 0 and len(asked) == 10 * 10 + 10 * 11 / 2
+    requested = {p.id: int(p.target) for p in (*source.take(4000), *source.held_out(1000))}
+    assert min(requested.values()) == 0 and len(requested) == 10 * 10 + 10 * 11 / 2
 
 
 def test_problems_are_drawn_equally_often():
-    drawn = problems(arithmetic(0, 3, "+", seed=0, held_out_fraction=0).take(16_000))
-    counts = [drawn.count(problem) for problem in set(drawn)]
+    sampled = problems(arithmetic(0, 3, "+", seed=0, held_out_fraction=0).take(16_000))
+    counts = [sampled.count(problem) for problem in set(sampled)]
     assert len(counts) == 16
     assert sum((c - 1000) ** 2 / 1000 for c in counts) < 44.3  # chi-square of 15 degrees, p = 0.0001
 

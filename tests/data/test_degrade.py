@@ -75,8 +75,8 @@ def test_steps_are_taken_in_the_order_in_which_they_are_written():
 @pytest.mark.silent_bug(26)
 def test_strengths_lie_in_their_range_and_hang_on_the_generator_alone():
     degradation = Degradation.parse("blur=0.5-2, noise=10-50, jpeg=30-32")
-    drawn = [degradation(picture(), generator(seed))[1] for seed in range(60)]
-    blurs, noises, qualities = (np.array([one[name] for one in drawn]) for name in ("blur", "noise", "jpeg"))
+    sampled = [degradation(picture(), generator(seed))[1] for seed in range(60)]
+    blurs, noises, qualities = (np.array([one[name] for one in sampled]) for name in ("blur", "noise", "jpeg"))
     assert 0.5 <= blurs.min() < 0.6 and 1.9 < blurs.max() <= 2
     assert 10 <= noises.min() < 12 and 48 < noises.max() <= 50
     assert set(qualities) == {30.0, 31.0, 32.0}

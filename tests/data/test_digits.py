@@ -43,8 +43,8 @@ def test_held_out_images_are_the_same_for_every_seed_and_order_of_the_data_and_a
     pixels, labels = images(200)
     turned = labelled_images(pixels.flip(0), labels.flip(0), seed=9, held_out_fraction=0.2)
     assert sorted(held) == sorted(p.target.tolist() for p in turned.held_out(1000)) and 20 < len(held) < 60
-    drawn = [p.target.tolist() for p in first.take(400)]
-    assert not any(image in held for image in drawn)
+    sampled = [p.target.tolist() for p in first.take(400)]
+    assert not any(image in held for image in sampled)
     (train, _), (kept, _) = split_images(*images(200), held_out_fraction=0.2)
     assert len(train) + len(kept) == 200 and [image.tolist() for image in kept] == held
 

@@ -181,8 +181,8 @@ def test_a_file_that_cannot_be_read_is_left_out_with_one_line_and_counted(tmp_pa
     (tmp_path / "07.png").write_bytes(b"broken")
     source = image_folder(tmp_path, seed=3, held_out_fraction=0)
     with caplog.at_level(logging.WARNING, "gruppo"):
-        drawn = source.take(57)
-    assert [p.id for p in drawn].count("08.png") == 3
+        sampled = source.take(57)
+    assert [p.id for p in sampled].count("08.png") == 3
     assert list(source.unreadable) == ["07.png"]
     (line,) = [record.getMessage() for record in caplog.records]
     assert "left out: the image" in line and "07.png cannot be read" in line and "1 so far" in line

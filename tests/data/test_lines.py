@@ -58,8 +58,8 @@ def test_the_ink_is_that_of_the_transcript_in_the_line_s_own_font():
         box = canvas.getbbox()
         clean = line_image(text, font, 0, index, 24, 128)[0]
         paper, ink = clean.max(), clean.min()
-        drawn = (paper - clean) / (paper - ink)
-        rows, columns = ((drawn.amax(dim=side) > 0.01).nonzero()[:, 0] for side in (1, 0))
+        sampled = (paper - clean) / (paper - ink)
+        rows, columns = ((sampled.amax(dim=side) > 0.01).nonzero()[:, 0] for side in (1, 0))
         assert (int(columns[-1] - columns[0]), int(rows[-1] - rows[0])) == pytest.approx(
             (box[2] - box[0] - 1, box[3] - box[1] - 1), abs=1
         )
@@ -106,8 +106,8 @@ def test_held_out_lines_are_the_same_for_every_seed_and_are_never_drawn():
     lines, other = source(count=300, held_out_fraction=0.2), source(count=300, held_out_fraction=0.2, seed=8)
     held = lines.held_out(1000)
     assert contents(held) == contents(other.held_out(1000)) and 30 < len(held) < 90
-    drawn = {p.meta["text"] for p in lines.take(600)}
-    assert not drawn & {p.meta["text"] for p in held} and len(drawn) + len(held) == 300
+    sampled = {p.meta["text"] for p in lines.take(600)}
+    assert not sampled & {p.meta["text"] for p in held} and len(sampled) + len(held) == 300
     assert contents(lines.held_out(7)) == contents(held)[:7]
 
 

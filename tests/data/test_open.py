@@ -82,15 +82,15 @@ def test_a_misspelt_kind_names_the_nearest_and_missing_files_are_named():
     ],
 )
 def test_a_hub_name_is_split_into_name_configuration_and_split(monkeypatch, rest, config, split):
-    asked = []
+    requested = []
 
     def read(*given):
-        asked.append(given)
+        requested.append(given)
         return [{"prompt": "a"}]
 
     monkeypatch.setattr("gruppo.data.open.read_dataset", read)
     open_source(f"owner/some-set{rest}", seed=0, held_out_fraction=0)
-    assert asked == [("owner/some-set", config, split)]
+    assert requested == [("owner/some-set", config, split)]
 
 
 def test_a_missing_package_names_the_extra(monkeypatch, tmp_path):

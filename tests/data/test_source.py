@@ -141,8 +141,8 @@ def test_held_out_prompts_are_the_same_for_every_seed_and_never_drawn_and_do_not
     assert contents(held_out) == contents(other.held_out(1000)) and len(held_out) > 1
     assert contents(source.held_out(2)) == contents(held_out)[:2] and source.held_out(0) == []
     assert [p.draw for p in held_out] == list(range(len(held_out)))
-    drawn = source.take(60)
-    assert drawn[0].draw >= 4 and not any(row in without_draw(held_out) for row in without_draw(drawn))
+    sampled = source.take(60)
+    assert sampled[0].draw >= 4 and not any(row in without_draw(held_out) for row in without_draw(sampled))
 
 
 @pytest.mark.silent_bug(33)

@@ -104,16 +104,16 @@ def primitives() -> dict[str, Any]:
 
 def agreed() -> list[str]:
     """What each rank is told where nothing, the other rank, or both fail."""
-    said = []
+    result = []
     for failing in ((), (0,), (1,), (0, 1)):
         try:
             with dist.fail_together():
                 if dist.rank() in failing:
                     raise ValueError(f"rank {dist.rank()}")
-            said.append("")
+            result.append("")
         except (ValueError, GruppoError) as error:
-            said.append(str(error))
-    return said
+            result.append(str(error))
+    return result
 
 
 def main(out: Path) -> None:

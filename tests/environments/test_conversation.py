@@ -90,13 +90,13 @@ def segments(rollouts, row):
 
 @policies(plain, llama)
 def test_columns_are_the_policys_words_and_the_replies_in_turn(policy):
-    rollouts, said = conversed(policy), policy.chat.text
+    rollouts, result = conversed(policy), policy.chat.text
     for row in range(len(rollouts)):
         runs, heard = segments(rollouts, row), rollouts.per_row["state"][row].get("heard", [])
         turns = int(rollouts.per_row["turns"][row])
         assert [own for own, _ in runs] == [True, False] * (turns - 1) + [True]
         assert len(heard) in (turns, turns - 1)
-        spoken = [cut_at_stop(said(ids), STOPS) for own, ids in runs if own]
+        spoken = [cut_at_stop(result(ids), STOPS) for own, ids in runs if own]
         assert spoken[: len(heard)] == heard
         replies = [echo(text, turn, {}) for turn, text in enumerate(heard[: turns - 1], 1)]
         assert [ids for own, ids in runs if not own] == [policy.chat.encode_text(reply) for reply in replies]
@@ -165,9 +165,9 @@ def test_between_two_answers_stands_what_the_template_writes_there(system):
         runs, output = segments(rollouts, row), rollouts.completions[row]
         own = [ids for is_own, ids in runs if is_own]
         between = [show(ids) for is_own, ids in runs if not is_own]
-        said = [message["content"] for message in output[1::2]]
+        result = [message["content"] for message in output[1::2]]
         closed = ["" if ids[-1] == eos else "<eos>" for ids in own[:-1]]
-        assert between == [f"{end}<user>{text}<eos><assistant>" for end, text in zip(closed, said, strict=True)]
+        assert between == [f"{end}<user>{text}<eos><assistant>" for end, text in zip(closed, result, strict=True)]
         assert [m["role"] for m in output] == [*["assistant", "user"] * (len(own) - 1), "assistant"]
         ends |= set(closed)
     assert ends == {"", "<eos>"}
@@ -176,19 +176,21 @@ def test_between_two_answers_stands_what_the_template_writes_there(system):
 def test_an_end_token_that_was_sampled_is_not_written_again():
     policy = tiny_policy()
     chat, eos = policy.chat, policy.chat.eos_ids[0]
-    prompt, said = [{"role": "user", "content": "1"}], [{"role": "assistant", "content": "2"}]
+    prompt, result = [{"role": "user", "content": "1"}], [{"role": "assistant", "content": "2"}]
     reply = [{"role": "user", "content": "3"}]
-    closed = chat.encode_reply(prompt, said, reply, is_closed=True)
+    closed = chat.encode_reply(prompt, result, reply, is_closed=True)
     assert chat.text_with_specials(closed) == "<user>3<eos><assistant>"
-    assert chat.encode_reply(prompt, said, reply, is_closed=False) == [eos, *closed]
+    assert chat.encode_reply(prompt, result, reply, is_closed=False) == [eos, *closed]
 
 
 def test_a_begun_answer_is_not_said_twice():
     chat = tiny_policy().chat
     prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1 is"}]
-    said = [{"role": "assistant", "content": " 2"}]
+    result = [{"role": "assistant", "content": " 2"}]
     reply = [{"role": "user", "content": "3"}]
-    assert chat.text_with_specials(chat.encode_reply(prompt, said, reply, is_closed=True)) == "<user>3<eos><assistant>"
+    assert (
+        chat.text_with_specials(chat.encode_reply(prompt, result, reply, is_closed=True)) == "<user>3<eos><assistant>"
+    )
 
 
 LLAMA_2 = (
@@ -321,8 +323,8 @@ def test_the_environment_ends_a_conversation_and_the_last_answer_is_answered_by_
 def test_one_turn_asks_the_environment_once():
     rollouts = conversed(tiny_policy(), talks(), turns=1, reply=lambda state: state.update(asked=True) or "1")
     assert rollouts.per_row["turns"].max() == 1 and rollouts.mask.sum() == rollouts.lengths.sum()
-    asked = [state == {"asked": True} for state in rollouts.per_row["state"]]
-    assert asked == [finish == "stop" for finish in rollouts.finish]
+    requested = [state == {"asked": True} for state in rollouts.per_row["state"]]
+    assert requested == [finish == "stop" for finish in rollouts.finish]
 
 
 def test_a_row_that_was_cut_is_shown_to_its_environment_and_goes_on_no_more():
@@ -353,13 +355,13 @@ def test_no_row_is_read_beyond_the_context_while_it_waits_for_others(seed):
 
 def test_of_a_text_the_policys_own_words_are_kept_beside_what_was_said():
     rollouts = conversed(doubled(llama()), reply=lambda: " because ")
-    said = [False, False]
+    result = [False, False]
     for row in range(len(rollouts)):
         own = [ids for is_own, ids in segments(rollouts, row) if is_own]
         words = "".join(cut_at_stop(doubled(llama()).chat.text(ids), STOPS) for ids in own)
         assert rollouts.per_row["policy_text"][row] == words
-        said = [said[0] or " because " in rollouts.completions[row], said[1] or " because " in words]
-    assert said == [True, False]
+        result = [result[0] or " because " in rollouts.completions[row], result[1] or " because " in words]
+    assert result == [True, False]
     seen = []
     RewardSet(lambda completions: seen.extend(completions) or [0.0] * len(completions)).score(rollouts)
     assert seen == list(rollouts.per_row["policy_text"])

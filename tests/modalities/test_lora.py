@@ -207,12 +207,12 @@ def test_the_sampler_follows_the_adapter(compute):
     for _ in range(2):
         rollouts = policy.sample(requests(3, 2), SAMPLING, seed=0)
         (micro_batch,) = policy.micro_batches(rollouts, rollouts.mask, 10**9)
-        told, said = (
+        reported, result = (
             micro_batch.of(rollouts.sampler_logprobs),
             policy.likelihood(rollouts, micro_batch).logprobs.detach(),
         )
-        assert (told - said).abs().mean() < (1e-5 if compute == "float32" else 0.05)
-        before = said
+        assert (reported - result).abs().mean() < (1e-5 if compute == "float32" else 0.05)
+        before = result
         step(policy, rollouts)
         assert (logprobs(policy, rollouts) - before).abs().mean() > 0.5
 
@@ -252,9 +252,9 @@ def test_what_the_feed_forward_computes_again_has_the_gradient_of_what_it_keeps(
 
     def gradients():
         policy.module.zero_grad(set_to_none=True)
-        said = logprobs(policy, rollouts)
-        (said * torch.linspace(-1, 1, said.numel()).view_as(said)).sum().backward()
-        return [said, *(weight.grad for weight in adapter_weights(policy.module).values())]
+        result = logprobs(policy, rollouts)
+        (result * torch.linspace(-1, 1, result.numel()).view_as(result)).sum().backward()
+        return [result, *(weight.grad for weight in adapter_weights(policy.module).values())]
 
     fast = gradients()
     calls = []

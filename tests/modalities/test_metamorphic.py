@@ -227,10 +227,10 @@ def test_packed_rows_equal_rows_alone(policy, rollouts):
 @pytest.mark.silent_bug(4)
 def test_a_prompt_read_beside_longer_ones_is_continued_as_alone(policy):
     """Prefill pads unequal prompts; greedy decoding shows every logit's order and the log-probs their values."""
-    asked = requests(2, 2, 2)
+    requested = requests(2, 2, 2)
     greedy = replace(SAMPLING, temperature=0.0)
-    together = policy.sample(asked, greedy, seed=0)
-    alone = Rollouts.cat([policy.sample([request], greedy, seed=0) for request in asked])
+    together = policy.sample(requested, greedy, seed=0)
+    alone = Rollouts.cat([policy.sample([request], greedy, seed=0) for request in requested])
     assert torch.equal(together.actions, alone.actions) and torch.equal(together.mask, alone.mask)
     torch.testing.assert_close(together.sampler_logprobs, alone.sampler_logprobs, rtol=0, atol=5e-6)
 
@@ -312,8 +312,11 @@ def test_each_prompt_has_its_samples_in_one_group(policy, sampled):
 @pytest.mark.silent_bug(25)
 @pytest.mark.parametrize("apart", [True, False], ids=["in two calls", "in one call"])
 def test_a_group_that_grows_equals_the_larger_group_at_once(policy, sampled, apart):
-    asked = prompts()
-    grown = [[Request(asked[0], 3), Request(asked[1], 2), Request(asked[2], 3)], [Request(asked[0], 1, first=3)]]
+    requested = prompts()
+    grown = [
+        [Request(requested[0], 3), Request(requested[1], 2), Request(requested[2], 3)],
+        [Request(requested[0], 1, first=3)],
+    ]
     calls = grown if apart else [grown[0] + grown[1]]
     got = Rollouts.cat([policy.sample(call, SAMPLING, seed=3) for call in calls])
     assert len(got.prompts) == 3

@@ -119,11 +119,11 @@ def test_a_reference_of_another_architecture_that_reads_the_same_tokens_says_wha
     policy, other = llama(), gpt2(seed=3)
     rollouts = sampled(policy)
     ours, theirs = both(policy, ReferenceModel(other, storage=storage, folder=tmp_path), rollouts)
-    wanted = [
+    expected = [
         other.likelihood(rollouts, micro_batch).logprobs
         for micro_batch in policy.micro_batches(rollouts, rollouts.mask, 60)
     ]
-    assert torch.equal(theirs, torch.cat([x.flatten() for x in wanted])) and (ours - theirs).abs().mean() > 0.1
+    assert torch.equal(theirs, torch.cat([x.flatten() for x in expected])) and (ours - theirs).abs().mean() > 0.1
 
 
 @pytest.mark.silent_bug(9)
@@ -132,8 +132,8 @@ def test_a_reference_made_after_a_change_behind_autograds_back_is_the_changed_po
     policy = llama(compute="bfloat16")
     policy.module.model.embed_tokens.weight.data.mul_(2)
     reference = ReferenceModel(policy)
-    wanted = policy.module.model.embed_tokens.weight.bfloat16()
-    assert torch.equal(reference.module.model.embed_tokens.weight, wanted)
+    expected = policy.module.model.embed_tokens.weight.bfloat16()
+    assert torch.equal(reference.module.model.embed_tokens.weight, expected)
 
 
 # --- wherever the weights are kept ------------------------------------------------------------------------------------
@@ -280,11 +280,11 @@ def test_the_state_of_a_mixed_reference_is_put_back_to_the_bit(tmp_path):
     for policy, reference in followers("bfloat16", tmp_path):
         rollouts = sampled(policy)
         state = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
-        said = both(policy, reference, rollouts)[1]
+        result = both(policy, reference, rollouts)[1]
         reference.update(policy, 1)
-        assert not torch.equal(both(policy, reference, rollouts)[1], said)
+        assert not torch.equal(both(policy, reference, rollouts)[1], result)
         reference.load_state_dict(state)
-        assert torch.equal(both(policy, reference, rollouts)[1], said)
+        assert torch.equal(both(policy, reference, rollouts)[1], result)
 
 
 def test_the_state_of_another_architecture_is_refused(tmp_path):
@@ -331,14 +331,14 @@ def test_a_mixed_reference_answers_with_its_own_weights(tmp_path):
 def test_with_the_adapter_off_the_policy_is_its_base_to_the_bit(compute):
     base, policy = llama(compute=compute), with_adapter(compute)
     rollouts = sampled(base)
-    wanted, off = both(base, adapter_off(policy), rollouts)
-    assert torch.equal(off, wanted)
+    expected, off = both(base, adapter_off(policy), rollouts)
+    assert torch.equal(off, expected)
     now, off = both(policy, adapter_off(policy), rollouts)
     assert torch.equal(now, off) and now.requires_grad and not off.requires_grad  # the KL at step 0
     for _ in range(3):
         step(policy, rollouts)
     now, off = both(policy, adapter_off(policy), rollouts)
-    assert torch.equal(off, wanted) and (now - off).abs().mean() > 0.1
+    assert torch.equal(off, expected) and (now - off).abs().mean() > 0.1
 
 
 @pytest.mark.silent_bug(18)
@@ -372,8 +372,8 @@ def test_a_reference_in_the_policys_own_modules_leaves_its_gradient_to_the_bit(m
             logprobs.sum().backward()
         return {name: p.grad for name, p in policy.module.named_parameters() if p.grad is not None}
 
-    asked, alone = gradient(asks=True), gradient(asks=False)
-    assert asked.keys() == alone.keys() and all(torch.equal(asked[name], alone[name]) for name in alone)
+    requested, alone = gradient(asks=True), gradient(asks=False)
+    assert requested.keys() == alone.keys() and all(torch.equal(requested[name], alone[name]) for name in alone)
     assert all("lora" in name for name in alone)
 
 

@@ -53,8 +53,8 @@ def case_of(make: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Cas
 
 def batch_of(policy: Any, reference: Any, rollouts: Rollouts, dtype: torch.dtype) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    said, ref = evaluated(policy, rollouts, "values"), evaluated(reference, rollouts)
-    assert said.values is not None
+    result, ref = evaluated(policy, rollouts, "values"), evaluated(reference, rollouts)
+    assert result.values is not None
 
     def near(x: Tensor, by: float) -> Tensor:
         return x + by * torch.randn(rollouts.mask.shape, generator=generator, dtype=torch.float64)
@@ -68,10 +68,10 @@ def batch_of(policy: Any, reference: Any, rollouts: Rollouts, dtype: torch.dtype
         {},
         advantages=near(torch.zeros(()), 1),
         loss_mask=rollouts.mask & rewards.isfinite()[:, None],
-        old_logprobs=near(said.logprobs, 0.4),
+        old_logprobs=near(result.logprobs, 0.4),
         ref=ref,
-        old_values=near(said.values, 0.3),
-        returns=near(said.values, 1),
+        old_values=near(result.values, 0.3),
+        returns=near(result.values, 1),
     )
     batch = replace(batch, rollouts=replace(rollouts, sampler_logprobs=near(batch.old_logprobs, 0.6)))
     return changed(batch, lambda x: torch.where(rollouts.mask, x, 0).to(dtype))

@@ -117,12 +117,12 @@ def run_all(jobs: Sequence[Job], cores: int, on_done: Callable[[Job, Told], None
                 if one.process.is_alive() and one.age <= TIMEOUT_S:
                     continue
                 del running[sentinel]
-                told = one.end()
-                if told.is_silent and one.attempt < ATTEMPTS:
-                    print(f"once more ({told.problem}): {one.job.tests[0]}", flush=True)
+                reported = one.end()
+                if reported.is_silent and one.attempt < ATTEMPTS:
+                    print(f"once more ({reported.problem}): {one.job.tests[0]}", flush=True)
                     waiting.append((one.place, one.attempt + 1, one.job))
                 else:
-                    on_done(one.job, told)
+                    on_done(one.job, reported)
 
 
 @dataclass
@@ -147,12 +147,12 @@ class _Running:
         try:
             answer = json.loads((self.folder / "answer.json").read_text())
             reports = tuple(Report(**report) for report in answer["reports"])
-            told = Told(reports, answer["problem"], self.age)
+            reported = Told(reports, answer["problem"], self.age)
         except (OSError, ValueError):
             why = f"no answer within {TIMEOUT_S:g} s" if is_late else f"exit code {self.process.exitcode}, no answer"
-            told = Told(problem=why + self._stood_at(), seconds=self.age, is_silent=True)
+            reported = Told(problem=why + self._stood_at(), seconds=self.age, is_silent=True)
         shutil.rmtree(self.folder, ignore_errors=True)
-        return told
+        return reported
 
     def _stood_at(self) -> str:
         """The innermost lines of a process that hung, of its last thread: where to look."""

@@ -22,10 +22,10 @@ def flat(color, width=40, height=30):
 @pytest.mark.parametrize(("side", "factor"), [(28, 4), (32, 4), (64, 2), (14, 8), (112, 1), (200, 1)])
 def test_each_pixel_is_a_square_of_its_8_bit_level(side, factor):
     image = torch.rand(1, side, side - 1, generator=torch.Generator().manual_seed(side)) * 1.2 - 0.1
-    drawn = np.asarray(to_pil(image))
+    sampled = np.asarray(to_pil(image))
     levels = to_uint8(image)[0].numpy()
-    assert drawn.shape == (side * factor, (side - 1) * factor, 3)
-    assert (drawn == np.kron(levels, np.ones((factor, factor), dtype=np.uint8))[..., None]).all()
+    assert sampled.shape == (side * factor, (side - 1) * factor, 3)
+    assert (sampled == np.kron(levels, np.ones((factor, factor), dtype=np.uint8))[..., None]).all()
 
 
 def test_colors_are_red_green_blue_and_what_lies_outside_is_cut_off():
@@ -36,9 +36,9 @@ def test_colors_are_red_green_blue_and_what_lies_outside_is_cut_off():
 def test_a_pixel_that_is_not_finite_is_seen_and_the_others_are_as_they_were():
     image = torch.zeros(3, 28, 28)
     image[1, 2, 5], image[0, 27, 27] = torch.nan, torch.inf
-    drawn = np.asarray(to_pil(image))[::4, ::4]
-    assert [tuple(drawn[at]) for at in ((2, 5), (27, 27))] == [images.NOT_FINITE] * 2
-    assert (drawn.reshape(-1, 3) == 0).all(axis=1).sum() == 28 * 28 - 2
+    sampled = np.asarray(to_pil(image))[::4, ::4]
+    assert [tuple(sampled[at]) for at in ((2, 5), (27, 27))] == [images.NOT_FINITE] * 2
+    assert (sampled.reshape(-1, 3) == 0).all(axis=1).sum() == 28 * 28 - 2
 
 
 def test_a_large_image_is_made_smaller_and_keeps_its_proportions():

@@ -68,16 +68,16 @@ def test_an_evaluation_has_a_line_for_each_prompt_also_where_each_is_a_group(tmp
 
 
 def test_without_scores_a_sheet_does_not_mention_rewards(tmp_path, monkeypatch):
-    drawn = []
+    sampled = []
 
     def draw(lines, title, draw=samples.draw):
-        drawn.append((title, [cell.caption for line in lines for cell in line.cells]))
+        sampled.append((title, [cell.caption for line in lines for cell in line.cells]))
         return draw(lines, title=title)
 
     monkeypatch.setattr(samples, "draw", draw)
     SamplesFile(tmp_path).log_samples(1, [row(1, 1, math.nan), row(1, 2, math.nan)])
     SamplesFile(tmp_path).log_samples(2, [row(1, 1, math.nan), row(1, 2, None), row(1, 3, -math.inf)])
-    assert drawn == [
+    assert sampled == [
         ("samples of step 1", ["", ""]),
         ("samples of step 2, with rewards", ["not scored", "not scored", "-inf"]),
     ]
@@ -208,17 +208,17 @@ def evaluation(step, prompts, **more):
 
 def compared(run_dir, monkeypatch, file, step, rows):
     """The lines of the sheet that is drawn of before and after, when the rows of an evaluation are logged."""
-    drawn = []
+    sampled = []
 
     def draw(lines, draw=samples.draw, **options):
-        drawn.append((lines, options))
+        sampled.append((lines, options))
         return draw(lines, **options)
 
     monkeypatch.setattr(samples, "draw", draw)
     file.log_samples(step, rows)
     monkeypatch.undo()
     assert (run_dir / "images" / "before_after.png").exists()
-    return drawn[-1]
+    return sampled[-1]
 
 
 def seen(cell):

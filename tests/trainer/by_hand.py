@@ -129,9 +129,13 @@ def loss(run: Run, networks: Networks, rollouts: Rollouts, rows: dict[int, Row])
         a = torch.tensor(row.advantages)
         policy = policy - torch.minimum(ratio * a, ratio.clamp(1 - o.clip_low, 1 + o.clip_high) * a).sum() / count
         if networks.head:
-            now, stored, wanted = networks.values(rollouts, number), torch.tensor(row.values), torch.tensor(row.returns)
+            now, stored, expected = (
+                networks.values(rollouts, number),
+                torch.tensor(row.values),
+                torch.tensor(row.returns),
+            )
             near = stored + (now - stored).clamp(-most, most)
-            value = value + torch.maximum((now - wanted) ** 2, (near - wanted) ** 2).sum() / 2 / count
+            value = value + torch.maximum((now - expected) ** 2, (near - expected) ** 2).sum() / 2 / count
     return policy, value
 
 

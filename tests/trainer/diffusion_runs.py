@@ -114,11 +114,11 @@ def stepped(run: Any) -> tuple[Any, dict[str, float]]:
     """One step: its batch, and what its updates say."""
     step_params = run.stage_schedule.step_params(run.state.step)
     batch = collect(run, step_params).batch
-    said = learn(run, batch, step_params)
+    logged = learn(run, batch, step_params)
     run.state.step += 1
     if run.reference is not None:
         run.reference.update(run.policy, run.state.step)
-    return batch, said
+    return batch, logged
 
 
 def whole(rollouts: Any) -> MicroBatch:

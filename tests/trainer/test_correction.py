@@ -52,10 +52,10 @@ def test_a_sampler_without_log_probs_is_refused_by_its_engines_name(tmp_path, le
 
 def test_without_a_correction_a_sampler_need_not_report_log_probs(tmp_path):
     run, plain = run_off(tmp_path, some_nan), run_in(tmp_path)
-    _, said = step(run)
+    _, logged = step(run)
     step(plain)
     assert torch.equal(by_hand.flat(run.parameters), by_hand.flat(plain.parameters))
-    assert said["mismatch/mean_nats"] != said["mismatch/mean_nats"]  # NaN: not known
+    assert logged["mismatch/mean_nats"] != logged["mismatch/mean_nats"]  # NaN: not known
 
 
 @pytest.mark.silent_bug(13)

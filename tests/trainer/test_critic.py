@@ -270,10 +270,10 @@ def test_a_checkpoint_of_another_critic_is_refused_in_words_and_restores_nothing
         ("shared", "separate"): r"another critic than this run's: \d+ tensors differ by name, bias among them",
         ("separate", "shared"): "another critic than this run's",
     }
-    for (saved, wanted), says in expected.items():
+    for (saved, needed), says in expected.items():
         folder = opened(runs[saved].config)
         folder.save(runs[saved], boundary_state(runs[saved]))
-        run = built(tmp_path, {"none": none, "shared": shared, "separate": separate}[wanted])
+        run = built(tmp_path, {"none": none, "shared": shared, "separate": separate}[needed])
         torch.nn.init.ones_(run.parameters[0])
         with pytest.raises(GruppoError, match=says):
             folder.restore(run)

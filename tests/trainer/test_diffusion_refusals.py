@@ -141,8 +141,8 @@ def test_a_file_that_is_no_image_is_left_out_with_one_line_that_names_it(tmp_pat
         tmp_path, data=f"images:{folder}", evaluation__prompts=0, steps=4, rollout__prompts=6
     )
     api.start(config, Parts())
-    said = [record.getMessage() for record in caplog.records if "broken.png" in record.getMessage()]
-    assert len(said) == 1 and said[0].startswith("left out:") and "\n" not in said[0]
+    messages = [record.getMessage() for record in caplog.records if "broken.png" in record.getMessage()]
+    assert len(messages) == 1 and messages[0].startswith("left out:") and "\n" not in messages[0]
 
 
 def test_a_class_that_the_network_does_not_know_is_passed_over(tmp_path):
@@ -195,9 +195,9 @@ def test_the_shell_evaluates_draws_and_exports_an_image_run(finished, tmp_path, 
 
     with Image.open(finished / "images/evaluated.png") as sheet:
         assert sheet.width > 3 * 8
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     after = json.loads((finished / "evaluations.json").read_text())[-1]
-    assert f"mean reward {after['mean']:.3f}" in said and "tensor" not in said and len(said.splitlines()) == 4
+    assert f"mean reward {after['mean']:.3f}" in output and "tensor" not in output and len(output.splitlines()) == 4
     shell("sample", str(finished), "2", "0", "--n", "2", "--folder", str(tmp_path / "drawn"))
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [
         *(f"{place}-{label}-{n}.png" for place, label in enumerate("20") for n in range(2)),
@@ -279,8 +279,8 @@ def test_what_is_printed_can_be_typed(tmp_path):
 
 def test_a_run_of_pictures_is_explained(finished):
     config = serialization.load(finished / "config.json")
-    said = explain(dataclasses.replace(config, name="again"))
-    text = "\n".join(said)
+    output = explain(dataclasses.replace(config, name="again"))
+    text = "\n".join(output)
     for part in (
         "an image    [3, 8, 8]; an action has 192 dimensions",
         "3 prompts x 4 samples = 12 rows",

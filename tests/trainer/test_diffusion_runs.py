@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer import diffusion_runs
 from tests.trainer.diffusion_runs import DIMS, built, stepped, stopped_and_resumed, trained, whole
 from tests.trainer.runs import metrics, newest, tensors
 
@@ -142,8 +143,8 @@ def test_the_kl_is_exactly_zero_before_the_policy_moves(tmp_path, kind):
     changes = REFERENCES[kind]
     run = built(tmp_path, **(changes | model_of(changes) | {"optim__lr": 0.0}))
     for _ in range(2):
-        _, said = stepped(run)
-        assert said["kl/ref_nats"] == 0.0 and said["kl/old_nats"] == 0.0
+        _, logged = stepped(run)
+        assert logged["kl/ref_nats"] == 0.0 and logged["kl/old_nats"] == 0.0
     assert run.reference.is_offloaded == ("reference__place" in changes)
 
 
@@ -167,9 +168,9 @@ def test_the_kl_of_the_second_step_is_that_of_the_two_normals(tmp_path, kind):
         )
     by_hand = gaussian_kl(ours.mean, ours.std, theirs.mean, theirs.std)[batch.loss_mask].mean()
     assert by_hand > 1e-3
-    said = learn(run, batch, step_params)
-    assert said["kl/ref_nats"] == pytest.approx(float(by_hand), rel=1e-5)
-    assert said["loss/kl"] == pytest.approx(float(by_hand), rel=1e-5)  # each row has as many steps
+    logged = learn(run, batch, step_params)
+    assert logged["kl/ref_nats"] == pytest.approx(float(by_hand), rel=1e-5)
+    assert logged["loss/kl"] == pytest.approx(float(by_hand), rel=1e-5)  # each row has as many steps
 
 
 @pytest.mark.silent_bug(18)
@@ -185,16 +186,16 @@ def test_where_the_reference_rests_changes_no_bit(tmp_path):
 def test_the_first_ratio_is_one_at_other_batch_sizes_and_the_joint_error_is_reported(tmp_path, budget):
     """At most 1e-5 nats per dimension, of the sampler's log-probs and of the ratio; a tenth of the clip."""
     run = built(tmp_path, optim__lr=0.0, optim__token_budget=budget, **SEVERAL)
-    _, said = stepped(run)
-    assert 0 < said["mismatch/max_nats"] <= 1e-5 * DIMS
-    assert said["mismatch/max_nats"] < 0.1 * run.config.objective.clip_high
-    assert math.log(said["ratio/max"]) <= 1e-5 * DIMS and said["clip/high_frac"] == 0
+    _, logged = stepped(run)
+    assert 0 < logged["mismatch/max_nats"] <= 1e-5 * DIMS
+    assert logged["mismatch/max_nats"] < 0.1 * run.config.objective.clip_high
+    assert math.log(logged["ratio/max"]) <= 1e-5 * DIMS and logged["clip/high_frac"] == 0
 
 
 def test_the_old_kl_of_several_updates_is_exact(tmp_path):
     """The second update's: that of the normals after the first one to those before it."""
     run, once = (built(tmp_path, optim__epochs=epochs) for epochs in (2, 1))
-    batch, said = stepped(run)
+    batch, logged = stepped(run)
     before = load_denoiser(diffusion_runs.denoiser())
     stepped(once)  # the weights between the two updates
     with torch.no_grad():
@@ -203,8 +204,8 @@ def test_the_old_kl_of_several_updates_is_exact(tmp_path):
             for of in (once.policy, before)
         )
     by_hand = gaussian_kl(ours.mean, ours.std, theirs.mean, theirs.std)[batch.loss_mask].mean()
-    assert by_hand > 1e-3 and said["kl/old_nats"] == pytest.approx(float(by_hand) / 2, rel=1e-5)
-    assert said["kl/old_k3_nats"] == said["kl/old_nats"]
+    assert by_hand > 1e-3 and logged["kl/old_nats"] == pytest.approx(float(by_hand) / 2, rel=1e-5)
+    assert logged["kl/old_k3_nats"] == logged["kl/old_nats"]
 
 
 # --- stopped and resumed ----------------------------------------------------------------------------------------------

@@ -94,8 +94,8 @@ FULL = {
 def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path, kind):
     changes = FULL[kind]
     whole = api.start(config(tmp_path, **changes)).folder
-    said = [row for row in metrics(whole) if "turns/mean" in row]
-    assert len(said) == 6 and any(row["turns/mean"] > 1.5 for row in said)
+    logged = [row for row in metrics(whole) if "turns/mean" in row]
+    assert len(logged) == 6 and any(row["turns/mean"] > 1.5 for row in logged)
     stop = Signalling(5)
 
     def stopping(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -118,12 +118,12 @@ def test_what_the_environment_said_is_neither_learned_from_nor_counted(tmp_path)
         and (rollouts.lengths > rollouts.mask.sum(1)).any()
     )
     own, turns = rollouts.mask.sum(1).double(), rollouts.per_row["turns"].double()
-    said = collected.metrics
-    assert said["len/mean_actions"] == pytest.approx(own.mean()) and said["tokens"] == own.sum()
-    assert said["turns/mean"] == pytest.approx(turns.mean()) and said["turns/max"] == turns.max()
-    assert said["environment/reply_tokens_mean"] == pytest.approx((rollouts.lengths - own).mean())
-    assert said["environment/ended_frac"] == pytest.approx(rollouts.per_row["ended"].double().mean())
-    assert said["environment/failed_count"] == 0 and said["time/environment_s"] > 0
+    logged = collected.metrics
+    assert logged["len/mean_actions"] == pytest.approx(own.mean()) and logged["tokens"] == own.sum()
+    assert logged["turns/mean"] == pytest.approx(turns.mean()) and logged["turns/max"] == turns.max()
+    assert logged["environment/reply_tokens_mean"] == pytest.approx((rollouts.lengths - own).mean())
+    assert logged["environment/ended_frac"] == pytest.approx(rollouts.per_row["ended"].double().mean())
+    assert logged["environment/failed_count"] == 0 and logged["time/environment_s"] > 0
 
 
 def test_a_step_of_conversations_is_the_step_computed_by_hand(tmp_path):
@@ -237,9 +237,9 @@ def test_an_environment_that_is_empty_is_one(tmp_path):
 
 
 def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
-    said = "\n".join(explain(config(tmp_path, rollout__stop=tuple(tiny.CHARACTERS))))
-    assert re.search(r"completion  \[\{'role': 'assistant'.*\{'role': 'user', 'content': '1 of \d+'", said)
-    assert "environment reply: up to 3 answers per row, replies of up to 256 tokens" in said
+    output = "\n".join(explain(config(tmp_path, rollout__stop=tuple(tiny.CHARACTERS))))
+    assert re.search(r"completion  \[\{'role': 'assistant'.*\{'role': 'user', 'content': '1 of \d+'", output)
+    assert "environment reply: up to 3 answers per row, replies of up to 256 tokens" in output
 
 
 @pytest.mark.parametrize(

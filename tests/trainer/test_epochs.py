@@ -25,7 +25,7 @@ OLD, ADVANTAGES = (attrgetter(name) for name in ("old", "advantages"))
 def by_minibatch(run: Run) -> tuple[dict[str, float], list[torch.Tensor]]:
     """What a step says; and by hand, log-ratios and advantages of each minibatch's tokens before its update."""
     networks, optim = by_hand.Networks.of(run), run.config.optim
-    collected, said = step(run)
+    collected, logged = step(run)
     rollouts = collected.batch.rollouts
     rows = by_hand.credited(run, networks, rollouts, collected.batch.rewards.double().tolist())
     optimizers = [by_hand.AdamW(part, optim.lr, optim) for part in (networks.of_policy, networks.of_critic)]
@@ -38,21 +38,23 @@ def by_minibatch(run: Run) -> tuple[dict[str, float], list[torch.Tensor]]:
             old, advantages = (torch.tensor([x for row in own.values() for x in of(row)]) for of in (OLD, ADVANTAGES))
             moved.append(torch.stack([now - old, advantages]))
             by_hand.update(run, networks, rollouts, own, optimizers)
-    return said, moved
+    return logged, moved
 
 
 @pytest.mark.silent_bug(41)
 @pytest.mark.parametrize("kind", [SHARED, REINFORCE_PP], ids=["ppo", "reinforce_pp"])
 def test_each_epochs_ratio_clip_and_kl_are_those_of_the_steps_by_hand(tmp_path, kind):
     run = begun(tmp_path, kind, **(SLOW | THREE | TIGHT))
-    said, moved = by_minibatch(run)
+    result, moved = by_minibatch(run)
     counts, sums = [], torch.zeros(2, dtype=torch.float64)
     for number in (1, 2, 3):
         log_ratio, advantages = torch.cat(moved[2 * number - 2 : 2 * number], dim=1)
         ratio = log_ratio.exp()
         clipped = ((ratio > 1.04) & (advantages > 0)) | ((ratio < 0.98) & (advantages < 0))
         got = {
-            name.removeprefix(f"epoch/{number}/"): x for name, x in said.items() if name.startswith(f"epoch/{number}/")
+            name.removeprefix(f"epoch/{number}/"): x
+            for name, x in result.items()
+            if name.startswith(f"epoch/{number}/")
         }
         assert got == {
             "ratio_mean": pytest.approx(float(ratio.mean()), rel=1e-5),
@@ -65,8 +67,8 @@ def test_each_epochs_ratio_clip_and_kl_are_those_of_the_steps_by_hand(tmp_path, 
         counts.append(float(clipped.sum()))
         sums += torch.stack([ratio.sum(), torch.tensor(float(len(ratio)))])
     assert 0 < counts[0] < counts[1] < counts[2]  # the first epoch's second minibatch is not on-policy any more
-    assert said["ratio/mean"] == pytest.approx(float(sums[0] / sums[1]), rel=1e-5)
-    assert said["update/epochs_count"] == 3 and "epoch/4/ratio_mean" not in said
+    assert result["ratio/mean"] == pytest.approx(float(sums[0] / sums[1]), rel=1e-5)
+    assert result["update/epochs_count"] == 3 and "epoch/4/ratio_mean" not in result
 
 
 @pytest.mark.parametrize(("updates", "epochs"), [(1, 0.5), (2, 1.0), (3, 1.5), (5, 2.5)])
@@ -76,22 +78,22 @@ def test_where_the_kl_ends_a_batch_is_said_in_epochs(tmp_path, updates, epochs):
     kls = [float((log_ratio.expm1() - log_ratio).mean()) for log_ratio, _ in moved]
     assert max(kls[:updates]) < kls[updates]
     limit = (max(kls[:updates]) + kls[updates]) / 2
-    _, said = step(begun(tmp_path, SHARED, **(SLOW | THREE), optim__stop_kl=limit))
-    assert said["update/updates_count"] == updates
-    assert said["update/early_stop_frac"] == 1 and said["update/epochs_count"] == epochs
+    _, logged = step(begun(tmp_path, SHARED, **(SLOW | THREE), optim__stop_kl=limit))
+    assert logged["update/updates_count"] == updates
+    assert logged["update/early_stop_frac"] == 1 and logged["update/epochs_count"] == epochs
     begun_epochs = int(epochs) + 1
-    taken = [said[f"epoch/{n}/updates_count"] for n in range(1, begun_epochs + 1)]
+    taken = [logged[f"epoch/{n}/updates_count"] for n in range(1, begun_epochs + 1)]
     assert taken == [2.0] * int(epochs) + [2 * (epochs % 1)]
-    assert said[f"epoch/{begun_epochs}/ratio_max"] > 1
-    assert not [name for name in said if name.startswith(f"epoch/{begun_epochs + 1}/")]
+    assert logged[f"epoch/{begun_epochs}/ratio_max"] > 1
+    assert not [name for name in logged if name.startswith(f"epoch/{begun_epochs + 1}/")]
 
 
 def test_one_epoch_has_nothing_of_its_own_to_say(tmp_path):
-    _, said = step(run_in(tmp_path, optim__minibatches=2))
-    assert not [name for name in said if name.startswith("epoch/")] and "update/epochs_count" not in said
+    _, logged = step(run_in(tmp_path, optim__minibatches=2))
+    assert not [name for name in logged if name.startswith("epoch/")] and "update/epochs_count" not in logged
 
 
 def test_an_epoch_that_has_learned_from_demonstrations_alone_counts_its_updates():
     epochs = [{"loss/sup": Stat(1, 0.5), "update/taken": Stat(1, 1.0)}, {"loss/sup": Stat(1, 0.4)}]
-    said = epoch_metrics(OptimConfig(epochs=2), epochs, 2)
-    assert said == {"epoch/1/updates_count": 1, "epoch/2/updates_count": 0, "update/epochs_count": 2}
+    logged = epoch_metrics(OptimConfig(epochs=2), epochs, 2)
+    assert logged == {"epoch/1/updates_count": 1, "epoch/2/updates_count": 0, "update/epochs_count": 2}

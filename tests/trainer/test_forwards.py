@@ -49,9 +49,9 @@ def test_where_only_values_are_needed_no_log_prob_is_computed_before_the_update(
     with asked(run) as wants:
         batch = collect(run, step_params_at(run.config, 0)).batch
     assert wants == [] and batch.old_logprobs is None and batch.old_values.abs().max() > 0
-    after, expected, said = both(begun(tmp_path, kind, **NO_KL))
+    after, expected, result = both(begun(tmp_path, kind, **NO_KL))
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
-    assert said["ratio/mean"] == said["ratio/max"] == 1.0
+    assert result["ratio/mean"] == result["ratio/max"] == 1.0
 
 
 @KINDS
@@ -151,8 +151,8 @@ def test_the_network_whose_gradient_is_not_finite_is_named_with_its_option(tmp_p
 
 def skip(run: Run, batch: Any) -> None:
     before = by_hand.flat(run.parameters)
-    said = learn(run, batch, step_params_at(run.config, 0))
-    assert said["update/skipped_count"] == 1 and torch.equal(by_hand.flat(run.parameters), before)
+    logged = learn(run, batch, step_params_at(run.config, 0))
+    assert logged["update/skipped_count"] == 1 and torch.equal(by_hand.flat(run.parameters), before)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -164,19 +164,19 @@ def test_the_time_of_a_rollout_holds_the_drawing_of_prompts_and_none_of_the_rewa
         return [1.0] * len(completions)  # no group has spread: all are drawn again
 
     run = run_in(tmp_path, Parts(rewards=[slow]), rollout__refill_rounds=1)
-    take, drawn = run.source.take, []
+    take, sampled = run.source.take, []
 
     def slowly(n: int) -> Any:
         time.sleep(0.05)
-        drawn.append(n)
+        sampled.append(n)
         return take(n)
 
     run.source.take = slowly
     began = time.perf_counter()
-    said = collect(run, step_params_at(run.config, 0)).metrics
+    logged = collect(run, step_params_at(run.config, 0)).metrics
     seconds = time.perf_counter() - began
-    assert len(drawn) == 8 and said["refill/rounds_count"] == 1
-    assert said["time/rollout_s"] >= 0.05 * 8 and said["time/reward_s"] >= 0.2 * 2
-    parts = said["time/rollout_s"] + said["time/reward_s"] + said["time/credit_s"]
+    assert len(sampled) == 8 and logged["refill/rounds_count"] == 1
+    assert logged["time/rollout_s"] >= 0.05 * 8 and logged["time/reward_s"] >= 0.2 * 2
+    parts = logged["time/rollout_s"] + logged["time/reward_s"] + logged["time/credit_s"]
     assert 0.95 * seconds < parts <= seconds
-    assert said["time/rollout_s"] < seconds - 0.2 * 2
+    assert logged["time/rollout_s"] < seconds - 0.2 * 2

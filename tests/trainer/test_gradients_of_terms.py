@@ -73,30 +73,30 @@ def test_norms_and_cosines_are_those_of_what_each_term_adds(tmp_path, what):
     step_params = run.stage_schedule.step_params(0)
     batch = collect(run, step_params).batch
     alone = {name: by_difference(run, batch, step_params, coef) for name, coef in coefs.items()}
-    said = measured(learn(run, batch, step_params))
+    logged = measured(learn(run, batch, step_params))
     pairs = {f"grad_cosine/{one}/{other}" for one, other in combinations([n for n in gradients.TERMS if n in coefs], 2)}
-    assert {*said} == {f"grad_norm/{name}" for name in coefs} | pairs
+    assert {*logged} == {f"grad_norm/{name}" for name in coefs} | pairs
     for name, vector in alone.items():
-        assert said[f"grad_norm/{name}"] == pytest.approx(float(vector.norm()), rel=1e-5), name
+        assert logged[f"grad_norm/{name}"] == pytest.approx(float(vector.norm()), rel=1e-5), name
         assert float(vector.norm()) > 1e-5
     for pair in pairs:
         _, one, other = pair.split("/")
         cosine = torch.nn.functional.cosine_similarity(alone[one], alone[other], dim=0)
-        assert said[pair] == pytest.approx(float(cosine), abs=1e-5), pair
-    assert any(abs(said[pair]) > 0.05 for pair in pairs)
+        assert logged[pair] == pytest.approx(float(cosine), abs=1e-5), pair
+    assert any(abs(logged[pair]) > 0.05 for pair in pairs)
 
 
 def test_the_gradients_of_the_terms_add_up_to_that_of_the_update(tmp_path):
     run = in_double(built(tmp_path, is_disturbed=True, optim__max_grad_norm=0.0, **ALL))
     step_params = run.stage_schedule.step_params(0)
     batch = collect(run, step_params).batch
-    said = gradients.of_terms(run, batch, step_params, backward)
+    logged = gradients.of_terms(run, batch, step_params, backward)
     assert all(parameter.grad is None for parameter in run.parameters)  # nothing is left for the update
     names = list(COEFS)
     names.sort(key=list(gradients.TERMS).index)
-    squares = sum(said[f"grad_norm/{name}"] ** 2 for name in names)
+    squares = sum(logged[f"grad_norm/{name}"] ** 2 for name in names)
     for one, other in combinations(names, 2):
-        squares += 2 * said[f"grad_cosine/{one}/{other}"] * said[f"grad_norm/{one}"] * said[f"grad_norm/{other}"]
+        squares += 2 * logged[f"grad_cosine/{one}/{other}"] * logged[f"grad_norm/{one}"] * logged[f"grad_norm/{other}"]
     learned = learn(run, batch, step_params)
     assert math.hypot(learned["grad/norm"], learned["grad/action_norm"]) == pytest.approx(math.sqrt(squares), rel=1e-4)
 
@@ -143,8 +143,10 @@ def test_a_term_without_a_gradient_has_a_norm_of_0_and_no_direction(tmp_path):
     """The KL to itself."""
     run = built(tmp_path, stage__kl_coef=0.1, optim__terms_every=1)
     step_params = run.stage_schedule.step_params(0)
-    said = measured(learn(run, collect(run, step_params).batch, step_params))
-    assert said["grad_norm/kl"] == 0 and math.isnan(said["grad_cosine/policy/kl"]) and said["grad_norm/policy"] > 0
+    logged = measured(learn(run, collect(run, step_params).batch, step_params))
+    assert (
+        logged["grad_norm/kl"] == 0 and math.isnan(logged["grad_cosine/policy/kl"]) and logged["grad_norm/policy"] > 0
+    )
 
 
 def test_a_kl_in_the_reward_is_no_term(tmp_path):

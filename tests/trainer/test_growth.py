@@ -98,28 +98,28 @@ def test_a_group_that_grew_has_the_samples_of_one_that_was_sampled_whole(tmp_pat
 
 def test_what_growing_did_is_counted_and_its_tokens_too(tmp_path):
     collected = collected_by(run_with(tmp_path, dull_odd))
-    said, rollouts, scores = collected.metrics, collected.rollouts, collected.scores
+    logged, rollouts, scores = collected.metrics, collected.rollouts, collected.scores
     assert rollouts is not None and scores is not None
     sizes = torch.tensor([size for _, size in sizes_by_prompt(collected)])
     assert 0 < int((sizes > 2).sum()) < 4
-    assert said["growth/grown_groups_count"] == int((sizes > 2).sum())
-    assert said["growth/grown_rows_count"] == int(sizes.sum()) - 8
-    assert said["growth/unspent_rows_count"] == 16 - int(sizes.sum())
-    assert said["progress/tokens"] == said["tokens"] == int(rollouts.lengths.sum())
-    assert said["progress/rollouts"] == said["rollouts"] == int(sizes.sum())
-    assert (said["group/size_min"], said["group/size_max"]) == (2, int(sizes.max()))
+    assert logged["growth/grown_groups_count"] == int((sizes > 2).sum())
+    assert logged["growth/grown_rows_count"] == int(sizes.sum()) - 8
+    assert logged["growth/unspent_rows_count"] == 16 - int(sizes.sum())
+    assert logged["progress/tokens"] == logged["tokens"] == int(rollouts.lengths.sum())
+    assert logged["progress/rollouts"] == logged["rollouts"] == int(sizes.sum())
+    assert (logged["group/size_min"], logged["group/size_max"]) == (2, int(sizes.max()))
     first = torch.cat([scores.rewards[rollouts.group_ids == g][:2] for g in range(4)])
-    assert said["growth/first_reward_mean"] == pytest.approx(float(first.double().mean()), rel=1e-6)
-    assert said["growth/first_reward_mean"] != pytest.approx(said["reward/mean"], rel=1e-3)
+    assert logged["growth/first_reward_mean"] == pytest.approx(float(first.double().mean()), rel=1e-6)
+    assert logged["growth/first_reward_mean"] != pytest.approx(logged["reward/mean"], rel=1e-3)
 
 
 def test_where_all_groups_are_alike_none_grows_and_nothing_is_learned(tmp_path):
     run = run_with(tmp_path, dull)
     before = by_hand.flat(run.parameters)
-    collected, said = step(run)
+    collected, logged = step(run)
     assert len(collected.batch.rewards) == 8 and collected.metrics["growth/unspent_rows_count"] == 8
     assert collected.metrics["growth/grown_groups_count"] == 0
-    assert torch.equal(by_hand.flat(run.parameters), before) and said["update/updates_count"] == 0
+    assert torch.equal(by_hand.flat(run.parameters), before) and logged["update/updates_count"] == 0
 
 
 @pytest.mark.silent_bug(21)
@@ -150,14 +150,14 @@ def test_a_step_of_several_updates_with_unequal_groups_is_the_step_by_hand(tmp_p
         for parameter in run.parameters:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     networks = by_hand.Networks.of(run)
-    collected, said = step(run)
+    collected, logged = step(run)
     rollouts = collected.batch.rollouts
     rewards = dull_odd(rollouts.completions, [rollouts.prompts[g].inputs for g in rollouts.group_ids.tolist()])
     is_out = [bool(refill) and n % 2 == 1 for n in numbers(rollouts)]  # refilled, but still without spread
     rewards = [float("nan") if out else value for out, value in zip(is_out, rewards, strict=True)]
     assert len({size for _, size in sizes_by_prompt(collected)}) > 1
     rows = by_hand.credited(run, networks, rollouts, rewards)
-    assert by_hand.learned(run, networks, rollouts, rows) == said["update/updates_count"] == 4
+    assert by_hand.learned(run, networks, rollouts, rows) == logged["update/updates_count"] == 4
     expected = by_hand.flat([*networks.of_policy, *networks.of_critic])
     torch.testing.assert_close(by_hand.flat(run.parameters), expected, rtol=0, atol=1e-5)
 
@@ -290,10 +290,10 @@ def test_a_run_with_growing_groups_and_a_curriculum_resumes_to_the_bit(tmp_path)
     with pytest.raises(Stopped):
         api.start(config, Parts(rewards=[stopping]))
     assert_same(api.start(tmp_path / "runs/parts", Parts(rewards=[dull_odd])).folder, whole)
-    said = [row for row in metrics(whole) if "difficulty/mean" in row]
-    assert len({row["stage/difficulty"] for row in said}) > 2
-    assert sum(row["difficulty/passed_over_count"] for row in said) > 0
-    assert sum(row["growth/grown_rows_count"] for row in said) > 0
+    logged = [row for row in metrics(whole) if "difficulty/mean" in row]
+    assert len({row["stage/difficulty"] for row in logged}) > 2
+    assert sum(row["difficulty/passed_over_count"] for row in logged) > 0
+    assert sum(row["growth/grown_rows_count"] for row in logged) > 0
 
 
 def test_a_curriculum_asks_what_is_easy_first(tmp_path):
@@ -301,10 +301,10 @@ def test_a_curriculum_asks_what_is_easy_first(tmp_path):
     for step_, hardest in ((0, 10), (1, 39)):
         collected = collect(run, run.stage_schedule.step_params(step_))
         assert collected.batch.rollouts is not None
-        asked = [number_of(prompt.inputs) for prompt in collected.batch.rollouts.prompts]
-        assert max(asked) <= hardest
-        assert collected.metrics["difficulty/max"] == max(asked)
-        assert collected.metrics["difficulty/mean"] == pytest.approx(sum(asked) / len(asked))
+        requested = [number_of(prompt.inputs) for prompt in collected.batch.rollouts.prompts]
+        assert max(requested) <= hardest
+        assert collected.metrics["difficulty/max"] == max(requested)
+        assert collected.metrics["difficulty/mean"] == pytest.approx(sum(requested) / len(requested))
         assert (collected.metrics["difficulty/passed_over_count"] > 0) == (step_ == 0)
 
 
@@ -317,8 +317,8 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
     assert rollouts is not None
     names = [f"{n} {tiny.said(o)}" for n, o in zip(numbers(rollouts), rollouts.completions, strict=True)]
     cuts = [[names[row] for row in rows] for rows in minibatch_rows(run, rollouts, 0)]
-    said = {name: value for name, value in collected.metrics.items() if not name.startswith("time/")}
-    Path(out, f"{dist.world_size()}-{dist.rank()}.json").write_text(json.dumps([names, cuts, said]))
+    logged = {name: value for name, value in collected.metrics.items() if not name.startswith("time/")}
+    Path(out, f"{dist.world_size()}-{dist.rank()}.json").write_text(json.dumps([names, cuts, logged]))
 
 
 @pytest.mark.silent_bug(12)
@@ -331,15 +331,15 @@ def test_growing_does_not_depend_on_the_number_of_ranks(tmp_path, refill):
         children = processes.ranks(count, collected_rows, config, str(tmp_path), folder=tmp_path / f"of-{count}")
         assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
     read = {n: [json.loads((tmp_path / f"{n}-{rank}.json").read_text()) for rank in range(n)] for n in (1, 2, 3)}
-    [[names, cuts, said]] = read[1]
-    assert said["growth/grown_rows_count"] > 0
+    [[names, cuts, result]] = read[1]
+    assert result["growth/grown_rows_count"] > 0
     assert sorted(chain.from_iterable(cuts)) == sorted(names) and max(map(len, cuts)) - min(map(len, cuts)) <= 1
     for count in (2, 3):
         assert sorted(chain.from_iterable(own for own, _, _ in read[count])) == sorted(names)
         for number, cut in enumerate(cuts):
             assert sorted(chain.from_iterable(own[number] for _, own, _ in read[count])) == sorted(cut)
         for _, _, own_said in read[count]:
-            assert own_said == {name: pytest.approx(value, rel=1e-6, nan_ok=True) for name, value in said.items()}
+            assert own_said == {name: pytest.approx(value, rel=1e-6, nan_ok=True) for name, value in result.items()}
 
 
 # --- refusals ---

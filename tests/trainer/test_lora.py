@@ -78,8 +78,8 @@ def test_the_base_is_what_it_was_before_the_run(whole):
     plain = from_pretrained(tiny.model(), compute="bfloat16")
     run, _ = build(serialization.load(whole("bfloat16") / "config.json"), Parts())
     assert digest(base_weights(run.policy.module)) == digest(base_weights(plain.compute_module))
-    told = json.loads((whole("bfloat16") / "final/base.json").read_text())
-    assert told["sha256"] == base_of(run.policy.module).sha256 == digest(base_weights(plain.module))
+    reported = json.loads((whole("bfloat16") / "final/base.json").read_text())
+    assert reported["sha256"] == base_of(run.policy.module).sha256 == digest(base_weights(plain.module))
 
 
 @pytest.mark.silent_bug(2)
@@ -99,8 +99,8 @@ def test_a_checkpoint_holds_the_adapter_alone_and_the_hash_of_its_base(whole):
     assert {name.split(".", 1)[1] for name in moments} == saved.keys()
     state = json.loads((newest(whole("bfloat16")) / "state.json").read_text())
     manifest = json.loads((whole("bfloat16") / "manifest.json").read_text())
-    told = json.loads((whole("bfloat16") / "final/base.json").read_text())
-    assert state["base_sha256"] == manifest["base_sha256"] == told["sha256"] and told["base"] == tiny.model()
+    reported = json.loads((whole("bfloat16") / "final/base.json").read_text())
+    assert state["base_sha256"] == manifest["base_sha256"] == reported["sha256"] and reported["base"] == tiny.model()
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["with its manifest", "without"])

@@ -154,11 +154,11 @@ class Full:
         setattr(part, name, self)
 
     def __call__(self, rollouts: Any, micro_batch: Any, **kwargs: Any) -> Any:
-        said = self.forward(rollouts, micro_batch, **kwargs)
+        result = self.forward(rollouts, micro_batch, **kwargs)
         self.asked.append(len(micro_batch.rows))
         if len(micro_batch.rows) > self.rows:
             raise self.error
-        return said
+        return result
 
 
 def gradients(run: Run) -> torch.Tensor:
@@ -251,11 +251,11 @@ def test_a_row_that_does_not_fit_alone_is_refused_with_numbers_and_options(tmp_p
     prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
     kept = (batch.loss_mask & (batch.advantages != 0)).any(dim=1)
     longest = int((prompts + rollouts.lengths)[kept].max())
-    said = str(caught.value)
-    assert said.startswith(
+    result = str(caught.value)
+    assert result.startswith(
         f"one row of {longest} tokens does not fit into memory: the last request was for 2097152000 "
     )
-    assert "0.25 GiB are free" in said and "--rollout.max-new-tokens" in said and "--model" in said
+    assert "0.25 GiB are free" in result and "--rollout.max-new-tokens" in result and "--model" in result
 
 
 def test_a_row_that_cannot_fit_is_refused_before_linux_ends_the_process(tmp_path, monkeypatch):

@@ -30,11 +30,11 @@ def short_on_the_second_rank(config: dict[str, Any], rows: int) -> None:
 
 
 def refused(config: dict[str, Any], rows: int) -> None:
-    said = {"0": "another rank failed", "1": "the last request was for 20.00 GiB"}[os.environ["RANK"]]
+    result = {"0": "another rank failed", "1": "the last request was for 20.00 GiB"}[os.environ["RANK"]]
     try:
         short_on_the_second_rank(config, rows)
     except GruppoError as error:
-        assert said in str(error)
+        assert result in str(error)
         return
     raise AssertionError("a row that does not fit was not refused")
 

@@ -58,7 +58,7 @@ def test_metrics_of_a_batch_without_a_critic_by_hand(tmp_path):
     run = run_in(tmp_path, objective="dapo", objective__overlong=4)  # of 8
     rollouts = rollouts_of(2, 8, 6, 1, 4, group_ids=[0, 0, 1, 1, 2], finish=["stop", "length", "stop", "error", "stop"])
     advantages = torch.tensor([[1.0] * 8, [-1.0] * 8, [3.0] * 8, [0.0] * 8, [0.5] * 8]).where(rollouts.mask, 0)
-    said = said_of(run, rollouts, [1.0, 0.0, 0.5, NAN, 0.5], advantages=advantages)
+    result = said_of(run, rollouts, [1.0, 0.0, 0.5, NAN, 0.5], advantages=advantages)
     expected = {
         "reward/mean": 0.5,
         "reward/std": math.sqrt((0.25 + 0.25) / 4),
@@ -79,8 +79,8 @@ def test_metrics_of_a_batch_without_a_critic_by_hand(tmp_path):
         "tokens": 21,
         "rollouts": 5,
     }
-    assert {name: said[name] for name in expected} == pytest.approx(expected, rel=1e-6)
-    assert not [name for name in said if name.startswith(("value/", "return/"))]
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert not [name for name in result if name.startswith(("value/", "return/"))]
 
 
 @pytest.mark.silent_bug(41)
@@ -91,7 +91,7 @@ def test_metrics_of_a_critic_by_hand(tmp_path):
     returns = torch.tensor([[1.0, 2.0, odd], [3.0, odd, odd], [odd, odd, odd]])
     values = torch.tensor([[1.5, 2.0, odd], [2.0, NAN, odd], [odd, odd, NAN]])
     advantages = torch.tensor([[4.0, -1.0, odd], [0.0, odd, odd], [odd, odd, odd]])
-    said = said_of(run, rollouts, [1.0, 0.0, NAN], returns=returns, old_values=values, advantages=advantages)
+    result = said_of(run, rollouts, [1.0, 0.0, NAN], returns=returns, old_values=values, advantages=advantages)
     residual = torch.tensor([-0.5, 0.0, 1.0], dtype=torch.float64)
     expected = {
         "return/mean": 2.0,
@@ -102,7 +102,7 @@ def test_metrics_of_a_critic_by_hand(tmp_path):
         "advantage/mean_abs": 5 / 3,
         "advantage/std": math.sqrt((9 + 4 + 1) / 3),
     }
-    assert {name: said[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert {name: result[name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
 SIZES = [3, 2, 4, 1]
@@ -181,13 +181,13 @@ def test_statistics_of_unequal_groups_and_of_two_rewards_by_hand(tmp_path):
     rollouts, scores = two_rewards([0, 1, 2, 3])
     loss_mask = rollouts.mask & scores.rewards.isfinite()[:, None]
     batch = Batch(rollouts, None, scores.rewards, scores.parts, torch.zeros(loss_mask.shape), loss_mask)
-    said = batch_metrics(run_in(tmp_path), batch, rollouts, scores)
-    are(said, OF_TWO)
-    assert {name for name in said if name.startswith(("reward/", "reward_corr"))} == {
+    logged = batch_metrics(run_in(tmp_path), batch, rollouts, scores)
+    are(logged, OF_TWO)
+    assert {name for name in logged if name.startswith(("reward/", "reward_corr"))} == {
         *(name for name in OF_TWO if name.startswith("reward")),
         *(f"reward/{kind}_count" for kind in ("unscored", "exception", "timeout", "not_finite")),
     }
-    sizes = {name: value for name, value in said.items() if name.startswith("group/size")}
+    sizes = {name: value for name, value in logged.items() if name.startswith("group/size")}
     assert sizes == {
         "group/size_mean": 2.5,
         "group/size_min": 1,
@@ -235,9 +235,9 @@ def test_correlation_by_hand_and_none_without_spread():
 def test_a_reward_may_have_any_name(tmp_path):
     rollouts, scores = two_rewards([0, 1])
     scores = replace(scores, parts={"a:1/{x}": scores.parts["a"], "mean": scores.parts["b"]})
-    said = reward_metrics(of_rewards(rollouts, scores), scores)
-    assert said["reward/a:1/{x}/mean"] == pytest.approx(5 / 4) and said["reward/mean/mean"] == pytest.approx(18 / 5)
-    assert said["reward_corr/a:1/{x}/mean"] == pytest.approx(OF_BOTH["reward_corr/a/b"])
+    logged = reward_metrics(of_rewards(rollouts, scores), scores)
+    assert logged["reward/a:1/{x}/mean"] == pytest.approx(5 / 4) and logged["reward/mean/mean"] == pytest.approx(18 / 5)
+    assert logged["reward_corr/a:1/{x}/mean"] == pytest.approx(OF_BOTH["reward_corr/a/b"])
 
 
 def test_explained_variance_by_hand():
@@ -298,18 +298,18 @@ def test_correction_metrics_and_the_policy_term_are_those_of_weights_made_by_han
         run.engine.generate = off
         return step(run)
 
-    collected, said = run_with(fields)
+    collected, result = run_with(fields)
     batch = collected.batch
     weights = (batch.old_logprobs - batch.rollouts.sampler_logprobs)[batch.loss_mask].double().exp()
     inside = (weights >= low) & (weights <= high)
     weights = weights.clamp(low, high) if mode == "truncate" else weights.where(inside, 0)
     assert 0.2 < inside.double().mean() < 0.9
-    assert said["correction/mean"] == pytest.approx(float(weights.mean()), rel=1e-5)
-    assert said["correction/min"] == pytest.approx(float(weights.min()), rel=1e-5)
-    assert said["correction/max"] == pytest.approx(float(weights.max()), rel=1e-5)
+    assert result["correction/mean"] == pytest.approx(float(weights.mean()), rel=1e-5)
+    assert result["correction/min"] == pytest.approx(float(weights.min()), rel=1e-5)
+    assert result["correction/max"] == pytest.approx(float(weights.max()), rel=1e-5)
     _, plain = run_with({})
     assert "correction/mean" not in plain
-    assert said["loss/policy"] != pytest.approx(plain["loss/policy"], rel=1e-3)
+    assert result["loss/policy"] != pytest.approx(plain["loss/policy"], rel=1e-3)
 
 
 def shift(rollouts: Rollouts) -> torch.Tensor:
@@ -321,6 +321,6 @@ def shift(rollouts: Rollouts) -> torch.Tensor:
 def test_a_step_that_keeps_nothing_has_no_crash_and_no_update(tmp_path, preset):
     run = run_in(tmp_path, Parts(rewards=[lambda completions, **_: [None] * len(completions)]), objective=preset)
     run.state.step, before = 1, [p.clone() for p in run.parameters]  # step 0 would end the run
-    _, said = step(run)
-    assert said["update/updates_count"] == 0
+    _, logged = step(run)
+    assert logged["update/updates_count"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, run.parameters, strict=True))

@@ -171,8 +171,8 @@ def test_a_file_that_changed_while_the_run_lay_still_is_said_once(tmp_path, capl
     file.write_text(FROM_A_FILE + "\n\nLATER = 1\n")
     with caplog.at_level(logging.WARNING, "gruppo"):
         api.start(run)
-    said = [text for text in caplog.messages if "has changed" in text]
-    assert len(said) == 1 and f"the file of the model {file}:model has changed since {run} began" in said[0]
+    messages = [text for text in caplog.messages if "has changed" in text]
+    assert len(messages) == 1 and f"the file of the model {file}:model has changed since {run} began" in messages[0]
 
 
 def test_a_file_as_it_was_is_no_warning(tmp_path, caplog):
@@ -201,8 +201,8 @@ def test_references_critics_and_dtypes_are_as_of_any_model(tmp_path, changes):
     run = begun(tmp_path, stage__kl_coef=0.1, steps=3, **changes)
     steps = [row for row in metrics(run) if "reward/mean" in row]
     assert steps[0]["kl/ref_nats"] == 0.0 < steps[1]["kl/ref_nats"]
-    wanted = "bfloat16" if "bfloat16" in str(changes) else "float32"
-    assert json.loads((run / "manifest.json").read_text())["compute_dtype"] == wanted
+    expected = "bfloat16" if "bfloat16" in str(changes) else "float32"
+    assert json.loads((run / "manifest.json").read_text())["compute_dtype"] == expected
     assert (
         inference.evaluate_run(run, prompts=4)[0].mean == json.loads((run / "evaluations.json").read_text())[-1]["mean"]
     )
@@ -260,8 +260,12 @@ def test_settings_of_pictures_are_refused_by_what_the_model_is(tmp_path):
 
 
 def test_explain_measures_what_no_config_says(tmp_path):
-    said = "\n".join(explain(config(tmp_path, stage__kl_coef=0.1, objective="ppo", critic__kind="separate")))
-    assert "activations, measured" in said and "logits while sampling" in said and "the prompt with every row" in said
+    output = "\n".join(explain(config(tmp_path, stage__kl_coef=0.1, objective="ppo", critic__kind="separate")))
+    assert (
+        "activations, measured" in output
+        and "logits while sampling" in output
+        and "the prompt with every row" in output
+    )
 
 
 class Linear(nn.Module):

@@ -90,10 +90,10 @@ def test_a_pipeline_is_trained_resumed_to_the_bit_and_opened_by_diffusers(tmp_pa
     first = policy.sample([Request(Prompt("0", "7", draw=0), 1)], mode, seed=0).per_row["first"]
     pipeline = diffusers.DiffusionPipeline.from_pretrained(run / "final")
     pipeline.set_progress_bar_config(disable=True)
-    told = {"max_sequence_length": 6} if RUNS[kind][0] is sd3 else {}
+    reported = {"max_sequence_length": 6} if RUNS[kind][0] is sd3 else {}
     guidance = changes.get("diffusion__guidance", 1.0)
-    told |= {"num_inference_steps": 4, "guidance_scale": guidance, "height": 16, "width": 16}
-    own = pipeline("7", latents=first, output_type="pt", **told).images[0]
+    reported |= {"num_inference_steps": 4, "guidance_scale": guidance, "height": 16, "width": 16}
+    own = pipeline("7", latents=first, output_type="pt", **reported).images[0]
     assert (read(file) - own).abs().max() <= 1.01 / 255 and own.std() > 0.01
     untrained = DiffusersPolicy(diffusers.DiffusionPipeline.from_pretrained(changes["model"]), SIZE)
     before = untrained.sample([Request(Prompt("0", "7", draw=0), 1)], mode, seed=0).completions[0]

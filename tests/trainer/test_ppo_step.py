@@ -48,14 +48,14 @@ def begun(folder: Any, kind: dict[str, Any], parts: Parts | None = None, **chang
 def both(run: Run) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """The weights after a step of the trainer, those after the step by hand, and the trainer's metrics."""
     networks = by_hand.Networks.of(run)
-    collected, said = step(run)
+    collected, logged = step(run)
     rollouts, rewards = collected.batch.rollouts, collected.batch.rewards.double().tolist()
     assert len(rollouts.lengths.unique()) > 4 and 0 < rollouts.finish.count("length") < len(rewards)  # ragged
     rows = by_hand.credited(run, networks, rollouts, rewards)
     count = by_hand.learned(run, networks, rollouts, rows)
-    assert said["update/updates_count"] == count
-    said = collected.metrics | said
-    return by_hand.flat(run.parameters), by_hand.flat([*networks.of_policy, *networks.of_critic]), said
+    assert logged["update/updates_count"] == count
+    logged = collected.metrics | logged
+    return by_hand.flat(run.parameters), by_hand.flat([*networks.of_policy, *networks.of_critic]), logged
 
 
 @pytest.mark.silent_bug(30)
@@ -76,10 +76,10 @@ def test_a_ppo_step_of_two_epochs_and_two_minibatches_is_the_step_by_hand(tmp_pa
     tight = {"objective__value_clip": 0.02, "objective__clip_low": 0.05, "objective__clip_high": 0.05}
     run = begun(tmp_path, kind, **(SEVERAL | tight | changes))
     before = by_hand.flat(run.parameters)
-    after, expected, said = both(run)
+    after, expected, result = both(run)
     assert (expected - before).abs().max() > 5e-3
     if not changes:  # so that both clips are tested
-        assert said["clip/high_frac"] + said["clip/low_frac"] > 0.05 and said["value/clip_frac"] > 0.2
+        assert result["clip/high_frac"] + result["clip/low_frac"] > 0.05 and result["value/clip_frac"] > 0.2
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
 
 
@@ -89,8 +89,8 @@ def test_a_ppo_step_of_two_epochs_and_two_minibatches_is_the_step_by_hand(tmp_pa
 def test_a_reinforce_pp_step_is_the_step_by_hand(tmp_path, changes):
     run = begun(tmp_path, REINFORCE_PP, **changes)
     before = by_hand.flat(run.parameters)
-    after, expected, said = both(run)
-    assert said["kl/ref_nats"] > 1e-3
+    after, expected, result = both(run)
+    assert result["kl/ref_nats"] > 1e-3
     assert (expected - before).abs().max() > 5e-3
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
 
@@ -157,8 +157,8 @@ def test_a_kl_that_is_not_finite_skips_the_update_and_is_no_missing_reward(tmp_p
 
     run.reference.likelihood = broken
     before = by_hand.flat(run.policy.module.parameters())
-    collected, said = step(run)
-    assert said["update/skipped_count"] == 1
+    collected, logged = step(run)
+    assert logged["update/skipped_count"] == 1
     assert collected.metrics["reward/unscored_count"] == int(collected.batch.rewards.isnan().sum())
     assert torch.equal(by_hand.flat(run.policy.module.parameters()), before)
 
@@ -172,12 +172,12 @@ def test_while_the_critic_learns_alone_the_policy_stays_to_the_bit(tmp_path, kin
     run = begun(tmp_path, kind, **SEVERAL, critic__warmup_steps=2, optim__weight_decay=0.1, optim__max_grad_norm=1e-3)
     policy, critic = by_hand.flat(run.policy.module.parameters()), by_hand.flat(run.critic.module.parameters())
     for n in range(3):
-        _, said = step(run)
+        _, logged = step(run)
         run.state.step += 1
         is_alone = n < 2
         assert torch.equal(by_hand.flat(run.policy.module.parameters()), policy) == is_alone
         assert not torch.equal(by_hand.flat(run.critic.module.parameters()), critic)
-        assert not is_alone or said["kl/old_k3_nats"] < 1e-9  # other pieces round otherwise
+        assert not is_alone or logged["kl/old_k3_nats"] < 1e-9  # other pieces round otherwise
         critic = by_hand.flat(run.critic.module.parameters())
 
 
@@ -185,8 +185,8 @@ def test_while_the_critic_learns_alone_the_policy_stays_to_the_bit(tmp_path, kin
 def test_the_critics_gradient_is_limited_with_the_policys_only_where_they_are_one_network(tmp_path, kind):
     def after(value_coef: float) -> tuple[torch.Tensor, dict[str, float]]:
         run = begun(tmp_path, kind, optim__max_grad_norm=0.1, stage__value_coef=value_coef)
-        _, said = step(run)
-        return by_hand.flat(run.policy.module.parameters()), said
+        _, logged = step(run)
+        return by_hand.flat(run.policy.module.parameters()), logged
 
     (weak, said_weakly), (strong, said_strongly) = after(0.5), after(500.0)
     if kind is SEPARATE:
@@ -209,17 +209,17 @@ def test_a_shared_critics_gradient_reaches_the_trunk_and_a_separate_ones_does_no
 def test_where_all_rewards_are_equal_ppo_still_trains_the_critic(tmp_path, kind):
     run = begun(tmp_path, kind, Parts(rewards=[lambda completions, **_: [0.35] * len(completions)]), stage__kl_coef=0)
     head = by_hand.flat(run.critic.module.parameters())
-    collected, said = step(run)
+    collected, logged = step(run)
     assert torch.allclose(collected.batch.returns[collected.batch.loss_mask], torch.tensor(0.35), atol=0.5)
-    assert said["update/updates_count"] == 1
+    assert logged["update/updates_count"] == 1
     assert not torch.equal(by_hand.flat(run.critic.module.parameters()), head)
 
 
 def test_where_all_rewards_are_equal_grpo_takes_no_update(tmp_path):
     run = run_in(tmp_path, Parts(rewards=[lambda completions, **_: [0.35] * len(completions)]))
     before = by_hand.flat(run.parameters)
-    _, said = step(run)
-    assert said["update/updates_count"] == said["grad/norm"] == 0 and "update/changed_frac" not in said
+    _, logged = step(run)
+    assert logged["update/updates_count"] == logged["grad/norm"] == 0 and "update/changed_frac" not in logged
     assert torch.equal(by_hand.flat(run.parameters), before)
 
 
@@ -231,8 +231,8 @@ def test_rewards_that_are_not_numbers_leave_their_rows_out_of_ppo(tmp_path, kind
 
     run = begun(tmp_path, kind, Parts(rewards=[reward]), **SEVERAL)
     before = by_hand.flat(run.parameters)
-    after, expected, said = both(run)
-    assert said["reward/not_finite_count"] == 15 and said["reward/unscored_count"] == 15
+    after, expected, result = both(run)
+    assert result["reward/not_finite_count"] == 15 and result["reward/unscored_count"] == 15
     assert (expected - before).abs().max() > 5e-3
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
 
@@ -241,9 +241,9 @@ def test_rewards_that_are_not_numbers_leave_their_rows_out_of_ppo(tmp_path, kind
 def test_a_group_of_one_is_enough(tmp_path, preset):
     run = run_in(tmp_path, objective=preset, rollout__group_size=1, rollout__prompts=8, rollout__max_new_tokens=12)
     before = by_hand.flat(run.parameters)
-    _, said = step(run)
+    _, logged = step(run)
     assert (by_hand.flat(run.parameters) - before).abs().max() > 1e-3
-    assert said["update/updates_count"] == 1
+    assert logged["update/updates_count"] == 1
 
 
 # --- stopping early ---------------------------------------------------------------------------------------------------
@@ -252,28 +252,28 @@ def test_a_group_of_one_is_enough(tmp_path, preset):
 def kls(folder: Any, kind: dict[str, Any], count: int) -> list[float]:
     """Each update's mean KL to the old policy, in nats a token, before it is taken."""
     run = begun(folder, kind | SLOW, optim__epochs=count)
-    step_params, said = step_params_at(run.config, 0), []
+    step_params, result = step_params_at(run.config, 0), []
     for group in run.optimizer.param_groups:
         group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr
     for part in minibatches(run, collect(run, step_params).batch, step_params):
         stats, _ = update(run, part, step_params)
-        said.append(stats["kl/old_k3_nats"].mean)
-    return said
+        result.append(stats["kl/old_k3_nats"].mean)
+    return result
 
 
 @pytest.mark.parametrize("kind", [SHARED, REINFORCE_PP], ids=["ppo", "reinforce_pp"])
 def test_the_update_before_which_the_policy_has_moved_too_far_is_not_taken(tmp_path, kind):
-    said = kls(tmp_path, kind, 5)
-    assert said[0] == 0 and sorted(said) == said and len(set(said)) == 5
+    result = kls(tmp_path, kind, 5)
+    assert result[0] == 0 and sorted(result) == result and len(set(result)) == 5
     for n in range(1, 5):
-        limit = (said[n - 1] + said[n]) / 2  # n updates are taken, and the next is one too many
+        limit = (result[n - 1] + result[n]) / 2  # n updates are taken, and the next is one too many
         run = begun(tmp_path, kind | SLOW, optim__epochs=5, optim__stop_kl=limit)
         short = begun(tmp_path, kind | SLOW, optim__epochs=n)
         _, stopped = step(run)
         step(short)
         assert stopped["update/updates_count"] == n and stopped["update/early_stop_frac"] == 1
         assert torch.equal(by_hand.flat(run.parameters), by_hand.flat(short.parameters))
-    run = begun(tmp_path, kind | SLOW, optim__epochs=5, optim__stop_kl=2 * said[-1])
+    run = begun(tmp_path, kind | SLOW, optim__epochs=5, optim__stop_kl=2 * result[-1])
     _, whole = step(run)
     assert whole["update/updates_count"] == 5 and whole["update/early_stop_frac"] == 0
 

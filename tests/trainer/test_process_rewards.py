@@ -111,8 +111,8 @@ def test_rewards_of_rows_and_of_steps_are_compared_apart_and_added():
     """Rows 2 and 0 with weight 3: 3 and -3 to all actions; steps less their mean 0.75 beside them."""
     rows = torch.tensor([2.0, 0.0])
     none = replace(EXACT, credit="return_to_go", scale="none")
-    wanted = [[3 - 0.5, 3 - 0.5, 3 - 0.75, 3 - 0.75, 3 - 0.75], [-2.5, -2.75, -2.75, 0, 0]]
-    assert close(credited(none, [STEPS, rows], [1.0, 3.0]), wanted)
+    expected = [[3 - 0.5, 3 - 0.5, 3 - 0.75, 3 - 0.75, 3 - 0.75], [-2.5, -2.75, -2.75, 0, 0]]
+    assert close(credited(none, [STEPS, rows], [1.0, 3.0]), expected)
     own = [[3.25, 3.25, 2.25, 2.25, 2.25], [-2.75, -2.75, -2.75, 0, 0]]
     assert close(credited(replace(none, credit="position"), [STEPS, rows], [1.0, 3.0]), own)
     assert close(credited(replace(none, credit="outcome"), [STEPS, rows], [1.0, 3.0]), [[2.5] * 5, [-2.5] * 3 + [0, 0]])
@@ -124,8 +124,8 @@ def test_each_normalised_first_their_sum_has_mean_0_and_variance_1_over_the_acti
     root = 2**0.5
     sums = [root - 1, root - 1, root - 1.5, root - 1.5, root - 1.5, 1 - root, 0.5 - root, 0.5 - root]
     sums = torch.tensor(sums, dtype=torch.float64)
-    wanted = (sums - sums.mean()) / sums.std()
-    assert torch.allclose(got[rollouts_of().mask].double(), wanted, atol=1e-5)
+    expected = (sums - sums.mean()) / sums.std()
+    assert torch.allclose(got[rollouts_of().mask].double(), expected, atol=1e-5)
 
 
 def test_two_rewards_of_steps_are_added_action_by_action():
@@ -162,8 +162,8 @@ def test_a_reward_of_steps_that_weighs_nothing_leaves_the_credit_of_rows():
 def test_the_kl_is_taken_off_each_action_after_the_steps_are_compared():
     kl = torch.tensor([[0.2, 0.0, 0.0, 0.4, 0.0], [0.0, 0.0, 0.6, 0.0, 0.0]])
     in_reward = replace(EXACT, credit="return_to_go", kl="k1", kl_in="reward")
-    wanted = [[-1.3, -1.2, -1.7, -1.7, -1.5], [0.7, 0.2, 0.2, 0, 0]]
-    assert close(credited(in_reward, [STEPS], kl=kl), wanted)
+    expected = [[-1.3, -1.2, -1.7, -1.7, -1.5], [0.7, 0.2, 0.2, 0, 0]]
+    assert close(credited(in_reward, [STEPS], kl=kl), expected)
     own = [[0.4, 0.5, -1.5, -1.7, -1.5], [0.5, 0.5, 0.2, 0, 0]]
     assert close(credited(replace(in_reward, credit="position"), [STEPS], kl=kl), own)
 
@@ -216,8 +216,8 @@ def test_a_step_of_training_has_the_returns_of_the_steps_at_the_policys_own_toke
         parts = tiny.said(output).split("1")
         before = ["".join(letters[:n]) for n in range(len(letters))]
         # a step's reward stands at its end, so each of its tokens has all of it and of those behind
-        wanted = [sum(vowels_in(part) for part in parts[text.count("1") :]) for text in before]
-        assert collected.batch.returns[row][rollouts.mask[row]].tolist() == pytest.approx(wanted)
+        expected = [sum(vowels_in(part) for part in parts[text.count("1") :]) for text in before]
+        assert collected.batch.returns[row][rollouts.mask[row]].tolist() == pytest.approx(expected)
         seen += "1" in tiny.said(output).strip("1")
     assert seen > 0 and said["update/updates_count"] >= 1
     assert collected.metrics["reward/vowels/steps_per_row_mean"] > 1

@@ -76,13 +76,13 @@ def test_two_ranks_are_one_under_the_objective(tmp_path, case):
         for name in mine.keys() - set(OWN):
             expected = None if mine[name] is None else pytest.approx(mine[name], rel=1e-4, abs=3e-6)
             assert theirs[name] == expected, name
-    said, state = metrics(one), [json.loads((newest(run) / "state.json").read_text()) for run in (one, two)]
+    logged, state = metrics(one), [json.loads((newest(run) / "state.json").read_text()) for run in (one, two)]
     assert flat(state[1]["running"]) == pytest.approx(flat(state[0]["running"]), rel=1e-5)
     assert state[0]["source"] == state[1]["source"]
     check = {"refilled": "refill/thrown_groups_count", "stopped": "update/early_stop_frac"}
     check |= {"grown": "growth/grown_rows_count"}
     for name in (metric for word, metric in check.items() if case.startswith(word)):
-        assert sum(row.get(name) or 0 for row in said) > 0
+        assert sum(row.get(name) or 0 for row in logged) > 0
     assert (newest(one) / "critic.safetensors").exists() == ("ppo" in str(changes["objective"]))
     assert (
         tensors(newest(one) / "optimizer.safetensors").keys() == tensors(newest(two) / "optimizer.safetensors").keys()

@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a dual clip inside": ({"objective__dual_clip": 1.1}, r"dual_clip=1.1 crosses.*--objective.dual-clip 3"),
     "correction bounds that cross": (
         {"objective__correction": "mask", "objective__correction_low": 4.0},
-        r"correction_low=4, correction_high=3: the weight.*Set --objective.correction-low 0",
+        r"correction_low=4, correction_high=3: 1, the weight.*Set --objective.correction-low 0",
     ),
     "a negative kl_coef": ({"stage__kl_coef": -0.1}, r"stage.kl_coef=-0.1 .*--stage.kl-coef"),
     "a negative value_clip": ({"objective": "ppo", "objective__value_clip": -1.0}, r"value_clip=-1.0 is out of range"),
@@ -93,7 +93,7 @@ def test_a_preset_and_its_fields_go_through_the_command_line(tmp_path):
 @pytest.mark.parametrize("kind", ["shared", "separate"])
 def test_a_value_head_of_the_wrong_width_is_refused_in_one_line(tmp_path, kind):
     run = run_in(tmp_path, objective="ppo", critic__kind=kind)
-    network = run.policy if kind == "shared" else run.critic._network
+    network = run.policy if kind == "shared" else run.critic._policy
     network.value_head = ValueHead(17)
     with pytest.raises(GruppoError, match="the value head reads 17 features and got 16") as error:
         step(run)
@@ -105,8 +105,8 @@ def test_a_critic_of_another_width_than_the_policy_learns(tmp_path):
     run = run_in(tmp_path, objective="ppo", critic__kind="separate", critic__model=other_model(tmp_path))
     before = by_hand.flat(run.critic.module.parameters())
     assert run.critic.module["head"].weight.shape == (1, 24)
-    _, said = step(run)
-    assert said["update/updates_count"] == 1 and said["grad/critic_norm"] > 0
+    _, logged = step(run)
+    assert logged["update/updates_count"] == 1 and logged["grad/critic_norm"] > 0
     assert not torch.equal(by_hand.flat(run.critic.module.parameters()), before)
 
 

@@ -81,17 +81,17 @@ def test_groups_without_spread_are_replaced_by_the_next_prompts_of_the_stream_wi
 def test_all_that_was_sampled_is_counted_and_scored_in_the_metrics(tmp_path):
     run = run_with(tmp_path, dull_odd)
     collected = collected_by(run)
-    everything, said = collected.rollouts, collected.metrics
+    everything, logged = collected.rollouts, collected.metrics
     odd = torch.tensor([n % 2 == 1 for n in numbers(everything)])
     assert 0 < odd.sum() < len(everything) and len(everything) > 16
     rewards = torch.tensor(
         dull_odd(everything.completions, [everything.prompts[g].inputs for g in everything.group_ids])
     )
-    assert said["reward/mean"] == pytest.approx(float(rewards.double().mean()), rel=1e-6)
-    assert said["refill/thrown_tokens_count"] == int(everything.lengths[odd].sum())
-    assert said["progress/tokens"] == said["tokens"] == int(everything.lengths.sum())
-    assert said["progress/rollouts"] == said["rollouts"] == len(everything)
-    assert said["group/zero_spread_frac"] == int(odd.sum()) / len(everything)
+    assert logged["reward/mean"] == pytest.approx(float(rewards.double().mean()), rel=1e-6)
+    assert logged["refill/thrown_tokens_count"] == int(everything.lengths[odd].sum())
+    assert logged["progress/tokens"] == logged["tokens"] == int(everything.lengths.sum())
+    assert logged["progress/rollouts"] == logged["rollouts"] == len(everything)
+    assert logged["group/zero_spread_frac"] == int(odd.sum()) / len(everything)
 
 
 @pytest.mark.silent_bug(13)
@@ -119,9 +119,9 @@ def test_where_all_groups_are_alike_for_all_rounds_no_update_is_taken(tmp_path, 
     several = {"optim__epochs": 2, "optim__minibatches": 2, "rollout__refill_rounds": 3}
     run = run_with(tmp_path, dull, objective=preset, stage__kl_coef=kl_coef, **several)
     before = by_hand.flat(run.parameters)
-    collected, said = step(run)
+    collected, logged = step(run)
     assert torch.equal(by_hand.flat(run.parameters), before)
-    assert said["update/updates_count"] == 0 and not collected.batch.loss_mask.any()
+    assert logged["update/updates_count"] == 0 and not collected.batch.loss_mask.any()
     assert collected.metrics["refill/thrown_groups_count"] == 16 and len(collected.rollouts) == 64
     assert collected.metrics["refill/thrown_tokens_count"] == collected.metrics["tokens"]
     assert collected.metrics["reward/mean"] == 0.5
@@ -143,7 +143,7 @@ def test_a_ppo_step_with_unfilled_slots_is_the_step_by_hand_without_their_rows(t
         for parameter in run.parameters:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     networks = by_hand.Networks.of(run)
-    collected, said = step(run)
+    collected, logged = step(run)
     rollouts = collected.batch.rollouts
     rewards = [
         float("nan") if n % 2 else value
@@ -151,7 +151,7 @@ def test_a_ppo_step_with_unfilled_slots_is_the_step_by_hand_without_their_rows(t
     ]
     rows = by_hand.credited(run, networks, rollouts, rewards)
     assert 0 < len(rows) < 16
-    assert by_hand.learned(run, networks, rollouts, rows) == said["update/updates_count"]
+    assert by_hand.learned(run, networks, rollouts, rows) == logged["update/updates_count"]
     expected = by_hand.flat([*networks.of_policy, *networks.of_critic])
     torch.testing.assert_close(by_hand.flat(run.parameters), expected, rtol=0, atol=1e-5)
 
@@ -287,13 +287,13 @@ def fails_on_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -
 def test_failures_of_rows_that_are_thrown_away_are_counted_and_shown(tmp_path):
     changes = {"rollout__refill_rounds": 8, "rollout__group_size": 4, "steps": 1, "evaluation__prompts": 0}
     run = api.start(tiny.config(tmp_path, **changes), Parts(rewards=[fails_on_odd])).folder
-    said = metrics(run)[0]
-    assert said["reward/exception_count"] == said["reward/unscored_count"] > 0
-    assert said["refill/thrown_groups_count"] * 4 == said["reward/exception_count"]
-    assert said["progress/rollouts"] == said["reward/exception_count"] + 16  # none of them is in the batch
+    logged = metrics(run)[0]
+    assert logged["reward/exception_count"] == logged["reward/unscored_count"] > 0
+    assert logged["refill/thrown_groups_count"] * 4 == logged["reward/exception_count"]
+    assert logged["progress/rollouts"] == logged["reward/exception_count"] + 16  # none of them is in the batch
     failed = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     failed = [row for row in failed if "failures" in row]
-    assert len(failed) == min(said["reward/exception_count"], 20)
+    assert len(failed) == min(logged["reward/exception_count"], 20)
     assert all(number_of(row["prompt"]) % 2 for row in failed)
     assert "ValueError: odd" in (run / "log.txt").read_text()
 
@@ -356,8 +356,8 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
     names = [f"{n} {tiny.said(o)}" for n, o in zip(numbers(batch.rollouts), batch.rollouts.completions, strict=True)]
     kept = batch.loss_mask.any(dim=1).tolist()
     cuts = [[names[row] for row in rows] for rows in minibatch_rows(run, batch.rollouts, 0)]
-    said = {name: value for name, value in collected.metrics.items() if not name.startswith("time/")}
-    Path(out, f"{dist.world_size()}-{dist.rank()}.json").write_text(json.dumps([names, kept, cuts, said]))
+    logged = {name: value for name, value in collected.metrics.items() if not name.startswith("time/")}
+    Path(out, f"{dist.world_size()}-{dist.rank()}.json").write_text(json.dumps([names, kept, cuts, logged]))
 
 
 def test_batch_and_minibatches_do_not_depend_on_the_number_of_ranks(tmp_path):
@@ -367,8 +367,8 @@ def test_batch_and_minibatches_do_not_depend_on_the_number_of_ranks(tmp_path):
         children = processes.ranks(count, collected_rows, config, str(tmp_path), folder=tmp_path / f"of-{count}")
         assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
     read = {n: [json.loads((tmp_path / f"{n}-{rank}.json").read_text()) for rank in range(n)] for n in (1, 2, 3)}
-    [[names, kept, cuts, said]] = read[1]
-    assert 0 < kept.count(False) < 15 and said["refill/rounds_count"] == 1
+    [[names, kept, cuts, result]] = read[1]
+    assert 0 < kept.count(False) < 15 and result["refill/rounds_count"] == 1
     for count in (2, 3):
         for rank, (own, own_kept, own_cuts, own_said) in enumerate(read[count]):
             slots = [slot for slot in range(5) if slot % count == rank]
@@ -376,4 +376,4 @@ def test_batch_and_minibatches_do_not_depend_on_the_number_of_ranks(tmp_path):
             assert own_kept == [kept[3 * slot + n] for slot in slots for n in range(3)]
             for part, whole in zip(own_cuts, cuts, strict=True):
                 assert part == [name for name in whole if name in own]
-            assert own_said == pytest.approx(said, rel=1e-6)
+            assert own_said == pytest.approx(result, rel=1e-6)

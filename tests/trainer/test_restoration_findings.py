@@ -46,12 +46,12 @@ def test_the_actions_gradient_takes_nothing_of_the_networks_limit(tmp_path):
     run.optimizer.step = lambda *_, **__: taken.update(  # type: ignore[method-assign]
         {n: p.grad.clone() for n, p in run.policy.module.named_parameters() if p.grad is not None}
     )
-    _, said = stepped(run)
+    _, logged = stepped(run)
     of = {what: [g for n, g in taken.items() if n.startswith(what)] for what in ("network.", "action.")}
     lengths = {what: math.sqrt(sum(float(g.square().sum()) for g in own)) for what, own in of.items()}
     assert lengths["network."] == pytest.approx(1e-3, rel=1e-3) == lengths["action."]
-    assert said["grad/norm"] == pytest.approx(said["grad_norm/sup"], rel=1e-5)
-    assert said["grad/action_norm"] == pytest.approx(said["grad_norm/policy"], rel=1e-5)
+    assert logged["grad/norm"] == pytest.approx(logged["grad_norm/sup"], rel=1e-5)
+    assert logged["grad/action_norm"] == pytest.approx(logged["grad_norm/policy"], rel=1e-5)
 
 
 def test_a_network_with_tied_weights_is_saved_and_opens_again(tmp_path):
@@ -66,8 +66,8 @@ def test_psnr_is_evaluated_whatever_is_rewarded(tmp_path):
     source = built(tmp_path / "again", evaluation__prompts=3, data=restoration_runs.degraded(tmp_path))
     prompts = held_out(source, 3)
     shown = source.policy.restore(torch.stack([p.inputs for p in prompts]))
-    wanted = float(psnr(shown, quantize(torch.stack([p.target for p in prompts]))).mean())
-    assert first["eval/psnr"] == pytest.approx(wanted, rel=1e-5)
+    expected = float(psnr(shown, quantize(torch.stack([p.target for p in prompts]))).mean())
+    assert first["eval/psnr"] == pytest.approx(expected, rel=1e-5)
     assert first["eval/reward_mean"] == pytest.approx(first["eval/bright"])
 
 

@@ -129,8 +129,8 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(tmp_pa
     """The same in Python and on the command line."""
     changes, why = REFUSED[what]
     config = restoration_runs.config(tmp_path, **changes)
-    said = said_in_one_line(lambda: api.start(config), GruppoError)
-    assert re.search(why, said), said
+    result = said_in_one_line(lambda: api.start(config), GruppoError)
+    assert re.search(why, result), result
     on_the_command_line(tmp_path, capsys, config, why)
     assert not (tmp_path / "runs").exists()
 
@@ -199,8 +199,8 @@ def test_a_grey_network_for_colour_data_is_refused_and_so_are_its_weights(tmp_pa
     weights = {"model": "restore:dncnn:width=4,depth=2", "restoration__weights": str(path), "name": "weights"}
     config = restoration_runs.config(tmp_path, **weights)
     why = r"the weights in .* are of another network than DnCNN: 3 of another shape: body.0.weight"
-    assert re.search(why, said := said_in_one_line(lambda: api.start(config), GruppoError)), said
-    assert str(path) in said
+    assert re.search(why, result := said_in_one_line(lambda: api.start(config), GruppoError)), result
+    assert str(path) in result
     on_the_command_line(tmp_path, capsys, config, why)
 
 
@@ -265,7 +265,7 @@ def given(*changes: Any, count: int = 8) -> Parts:
 def test_prompts_outside_the_range_are_refused_with_what_to_do(tmp_path, inputs, why):
     parts = given(lambda prompt: Prompt(prompt.id, inputs, prompt.target, draw=prompt.draw))
     config = restoration_runs.config(tmp_path, data="<in memory>")
-    assert re.search(why, said := said_in_one_line(lambda: api.start(config, parts), GruppoError)), said
+    assert re.search(why, result := said_in_one_line(lambda: api.start(config, parts), GruppoError)), result
 
 
 def test_one_prompt_outside_the_range_is_passed_over_and_named(tmp_path, caplog):
@@ -323,7 +323,7 @@ def test_models_that_restore_nothing_are_told_so(tmp_path, capsys, kind, changes
     config = tiny.config(tmp_path, **changes) if kind == "text" else diffusion_runs.config(tmp_path, **changes)
     config = config if section is None else replace(config, modality=section)
     parts = Parts() if kind == "text" else diffusion_runs.parts_of(config)
-    assert re.search(why, said := said_in_one_line(lambda: api.start(config, parts), GruppoError)), said
+    assert re.search(why, result := said_in_one_line(lambda: api.start(config, parts), GruppoError)), result
     if kind == "text":
         on_the_command_line(tmp_path, capsys, config, why)
 
@@ -336,8 +336,8 @@ def test_a_reward_of_patches_that_do_not_fit_is_one_clear_line(tmp_path, capsys,
     changes = PATCHES | {"reward": [f"psnr:patch={patch}"], "objective__credit": "position"}
     config = restoration_runs.config(tmp_path, **changes)
     why = rf"patch={patch} gives {shown} squares of images of 8 x 8, and the policy has 4 actions. Set patch"
-    said = said_in_one_line(lambda: api.start(config), GruppoError)
-    assert re.search(why, said), said
+    result = said_in_one_line(lambda: api.start(config), GruppoError)
+    assert re.search(why, result), result
     (tmp_path / "again").mkdir()
     config = restoration_runs.config(tmp_path / "again", **changes)
     on_the_command_line(tmp_path / "again", capsys, config, why)
@@ -350,10 +350,10 @@ def test_a_reward_against_a_reference_of_a_text_model_is_refused(tmp_path):
 
 def test_a_reward_that_is_nan_costs_its_rows_and_the_run_goes_on(tmp_path):
     run = built(tmp_path, reward=[here("sometimes_nan")])
-    batch, said = restoration_runs.stepped(run)
+    batch, logged = restoration_runs.stepped(run)
     assert batch.rewards.isnan().tolist() == [True, False, False, False] * 2
     assert torch.equal(batch.loss_mask[:, 0], ~batch.rewards.isnan())
-    assert said["update/updates_count"] == 1 and said["update/skipped_count"] == 0
+    assert logged["update/updates_count"] == 1 and logged["update/skipped_count"] == 0
     path = trained(tmp_path, reward=[here("sometimes_nan")])
     rows = [row for row in metrics(path) if "optim/lr" in row]
     assert len(rows) == 4 and all(row["reward/not_finite_count"] == row["reward/unscored_count"] == 2 for row in rows)
@@ -379,8 +379,8 @@ def test_a_network_that_makes_nan_of_some_pictures_costs_those_rows(tmp_path):
 
 def test_a_network_that_makes_nan_of_everything_ends_in_one_line(tmp_path):
     config = restoration_runs.config(tmp_path, **network("BreaksAlways"))
-    said = said_in_one_line(lambda: api.start(config), NumericalStop)
-    assert re.search(r"step 0: every rollout ended in .* not finite", said)
+    result = said_in_one_line(lambda: api.start(config), NumericalStop)
+    assert re.search(r"step 0: every rollout ended in .* not finite", result)
 
 
 # --- asking a run -----------------------------------------------------------------------------------------------------
@@ -408,6 +408,6 @@ def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):
 def test_a_policy_from_python_of_another_size_of_data_is_refused(tmp_path):
     policy = fakes.policy_of(LowResolution(channels=1, grid=2), module={"channels": 1}, channels=1)
     config = restoration_runs.config(tmp_path, model="<in memory>")
-    said = said_in_one_line(lambda: api.start(config, Parts(policy)), GruppoError)
-    assert "has 3 channels in its input, and the network reads 1" in said
+    result = said_in_one_line(lambda: api.start(config, Parts(policy)), GruppoError)
+    assert "has 3 channels in its input, and the network reads 1" in result
     assert ACTION.startswith("low_resolution")

@@ -68,8 +68,8 @@ def losses_by_hand(run: Run, batch: Batch) -> dict[str, Tensor]:
         x, group = rollouts.shared["degraded"][ids[row]], rewards[ids == ids[row]]
         advantage = (rewards[row] - group.mean()) / (group.std() + 1e-4)
         mean, std, _ = normal(run, module, x)
-        drawn = rollouts.actions[row, 0].double()
-        logprob = (-((drawn - mean) ** 2) / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2).sum()
+        sampled = rollouts.actions[row, 0].double()
+        logprob = (-((sampled - mean) ** 2) / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2).sum()
         with torch.no_grad():
             theirs, their_std, _ = normal(run, run.reference.module, x)
         apart = (their_std / std).log() + (std**2 + (mean - theirs) ** 2) / (2 * their_std**2) - 0.5
@@ -123,9 +123,9 @@ def test_a_gradient_of_all_terms_is_the_one_by_hand(tmp_path, consistency):
     found = gradient(run)
     by_hand = losses_by_hand(run, batch) | {"cons": held(run, batch.rollouts)}
     total = 0.7 * by_hand["policy"] + 0.3 * by_hand["kl"] + 0.6 * by_hand["sup"] + 0.4 * by_hand["cons"]
-    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(total - 0.02 * by_hand["entropy"], run.parameters)])
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)  # advantages and weights are float32
-    assert stats["update/micro_batches"].sum > 3 and wanted.norm() > 0.1
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total - 0.02 * by_hand["entropy"], run.parameters)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)  # advantages and weights are float32
+    assert stats["update/micro_batches"].sum > 3 and expected.norm() > 0.1
     for name in ("kl", "sup", "cons"):
         assert stats[f"loss/{name}"].sum == pytest.approx(by_hand[name].item(), rel=1e-6), name
         assert by_hand[name].item() > 1e-3
@@ -144,8 +144,8 @@ def test_where_nothing_is_sampled_the_consistency_is_of_the_demonstrations(tmp_p
     pictures = [(normal(run, run.policy.module, prompt.inputs)[2], prompt.target) for prompt in batch.demos.prompts]
     sup = torch.stack([charbonnier(picture, clean.double()).mean() for picture, clean in pictures]).mean()
     cons = held(run, batch.demos)
-    wanted = torch.autograd.grad(0.6 * sup + 0.4 * cons, run.parameters, allow_unused=True, materialize_grads=True)
-    torch.testing.assert_close(gradient(run), torch.cat([g.flatten() for g in wanted]), rtol=1e-6, atol=1e-9)
+    expected = torch.autograd.grad(0.6 * sup + 0.4 * cons, run.parameters, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(gradient(run), torch.cat([g.flatten() for g in expected]), rtol=1e-6, atol=1e-9)
     assert stats["loss/cons"].sum == pytest.approx(cons.item(), rel=1e-6)
 
 
@@ -170,7 +170,7 @@ PATCHES = {
 
 def test_rewards_of_patches_are_compared_with_the_same_patch_of_the_group(tmp_path):
     run = built(tmp_path, **PATCHES)
-    batch, said = stepped(run)
+    batch, logged = stepped(run)
     rollouts = batch.rollouts
     assert rollouts is not None and batch.advantages.shape == (8, 4)
     rewards = torch.zeros(8, 4, dtype=torch.float64)
@@ -181,19 +181,19 @@ def test_rewards_of_patches_are_compared_with_the_same_patch_of_the_group(tmp_pa
             cut = (slice(None), slice(top, top + 4), slice(left, left + 4))
             error = ((image[cut] * 255).round() - (clean[cut] * 255).round()).double() / 255
             rewards[row, patch] = -10 * (error**2).mean().log10() / 4
-    wanted = torch.zeros(8, 4, dtype=torch.float64)
+    expected = torch.zeros(8, 4, dtype=torch.float64)
     for group in range(2):
         rows = rollouts.group_ids == group
         for patch in range(4):
             own = rewards[rows, patch]
-            wanted[rows, patch] = (own - own.mean()) / (own.std() + 1e-4)
-    torch.testing.assert_close(batch.advantages.double(), wanted, rtol=1e-3, atol=1e-3)
+            expected[rows, patch] = (own - own.mean()) / (own.std() + 1e-4)
+    torch.testing.assert_close(batch.advantages.double(), expected, rtol=1e-3, atol=1e-3)
     theirs, _ = position_advantages(
         rewards.float(), rollouts.group_ids, rollouts.mask, baseline="mean", scale="group", eps=1e-4
     )
     torch.testing.assert_close(batch.advantages, theirs, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(batch.rewards.double(), rewards.sum(dim=1), rtol=1e-4, atol=1e-3)
-    assert said["update/updates_count"] == 1
+    assert logged["update/updates_count"] == 1
 
 
 def test_a_reward_of_patches_beside_one_of_pictures_adds_both(tmp_path):
@@ -209,8 +209,8 @@ def test_a_reward_of_patches_beside_one_of_pictures_adds_both(tmp_path):
     for group in range(2):
         rows = batch.rollouts.group_ids == group
         own = means[rows] - means[rows].mean()
-        wanted = other.advantages[rows] + own[:, None].float()
-        torch.testing.assert_close(batch.advantages[rows], wanted, rtol=1e-4, atol=1e-4)
+        expected = other.advantages[rows] + own[:, None].float()
+        torch.testing.assert_close(batch.advantages[rows], expected, rtol=1e-4, atol=1e-4)
 
 
 # --- whole runs, resumed ----------------------------------------------------------------------------------------------
@@ -359,9 +359,9 @@ def test_a_step_of_the_action_at_a_factor_is_that_many_times_as_long(tmp_path):
         stepped(run)
         moved.append({name: p.detach() - before[name] for name, p in run.policy.module.named_parameters()})
     assert torch.equal(moved[0]["network.leave.weight"], moved[1]["network.leave.weight"])
-    said = "action.head.say.bias"
-    torch.testing.assert_close(moved[1][said], 8 * moved[0][said], rtol=1e-4, atol=1e-8)
-    assert moved[0][said].abs().min() > 1e-4
+    result = "action.head.say.bias"
+    torch.testing.assert_close(moved[1][result], 8 * moved[0][result], rtol=1e-4, atol=1e-8)
+    assert moved[0][result].abs().min() > 1e-4
 
 
 def test_weight_decay_of_a_stage_pulls_the_weights_and_that_of_the_run_where_it_has_none(tmp_path):
@@ -447,11 +447,11 @@ def test_a_gain_over_the_reference_is_over_the_first_policy(tmp_path, kl):
     first = built(tmp_path).policy
     for one in (run, other):
         stepped(one)
-    wanted = gains(other, first.restore)
-    torch.testing.assert_close(rewards_of(run), wanted.float(), rtol=1e-4, atol=1e-3)
+    expected = gains(other, first.restore)
+    torch.testing.assert_close(rewards_of(run), expected.float(), rtol=1e-4, atol=1e-3)
     again = built(tmp_path, **changes)
     stepped(again)
-    assert (gains(again, again.policy.restore) - wanted).abs().max() > 0.05
+    assert (gains(again, again.policy.restore) - expected).abs().max() > 0.05
 
 
 def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluation_agrees(tmp_path):
@@ -459,9 +459,9 @@ def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluatio
     stages = (Stage(steps=2, kl_coef=0.1), Stage(kl_coef=0.1, new_reference=True))
     changes = {"stages": stages, "reward": ["psnr:delta=reference"], "evaluation__prompts": 3, "optim__lr": 0.01}
     path = trained(tmp_path, **changes, evaluation__every=2)
-    said = [one["mean"] for one in json.loads((path / "evaluations.json").read_text())]
+    result = [one["mean"] for one in json.loads((path / "evaluations.json").read_text())]
     again, rows = inference.evaluate_run(path, prompts=3)
-    assert again.mean == pytest.approx(said[-1], abs=1e-6) and abs(again.mean) > 0.01
+    assert again.mean == pytest.approx(result[-1], abs=1e-6) and abs(again.mean) > 0.01
     middle, last = load_file(newest(path) / "reference.safetensors"), load_restorer(path / "final")
     old = load_restorer(path / "final")
     with torch.no_grad():
@@ -472,7 +472,7 @@ def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluatio
     for prompt in run.source.source.held_out(3):
         ours, theirs = (db(policy.restore(prompt.inputs[None])[0], prompt.target) for policy in (last, old))
         by_hand.append(ours - theirs)
-    assert said[-1] == pytest.approx(sum(by_hand) / 3, abs=1e-4)
+    assert result[-1] == pytest.approx(sum(by_hand) / 3, abs=1e-4)
     assert [row["reward"] for row in rows] == pytest.approx(by_hand, abs=1e-4)
     first = built(tmp_path, reward=["psnr"]).policy
     of_first = [
@@ -480,7 +480,7 @@ def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluatio
         - db(first.restore(prompt.inputs[None])[0], prompt.target)
         for prompt in run.source.source.held_out(3)
     ]
-    assert abs(sum(of_first) / 3 - said[-1]) > 0.01
+    assert abs(sum(of_first) / 3 - result[-1]) > 0.01
 
 
 @pytest.mark.parametrize(
@@ -499,10 +499,10 @@ def test_after_a_new_reference_the_gain_is_over_the_renewed_one_and_an_evaluatio
 def test_a_run_that_is_evaluated_again_is_measured_against_what_its_rewards_were(tmp_path, changes):
     data = restoration_runs.degraded(tmp_path, "noise=10-40,crop=8")
     path = trained(tmp_path, evaluation__prompts=3, optim__lr=0.01, **{"data": data, **changes})
-    said = json.loads((path / "evaluations.json").read_text())
+    result = json.loads((path / "evaluations.json").read_text())
     again, _ = inference.evaluate_run(path, prompts=3)
-    assert again.mean == pytest.approx(said[-1]["mean"], abs=1e-6)
-    assert said[0]["mean"] == pytest.approx(0, abs=1e-6) and abs(again.mean) > 1e-4  # against itself, and after
+    assert again.mean == pytest.approx(result[-1]["mean"], abs=1e-6)
+    assert result[0]["mean"] == pytest.approx(0, abs=1e-6) and abs(again.mean) > 1e-4  # against itself, and after
 
 
 def test_a_curriculum_is_followed_where_a_reward_asks_for_the_reference(tmp_path):
@@ -567,9 +567,9 @@ def as_tensor(sheet: Any, box: list[int]) -> Tensor:
 
 def test_eval_says_what_the_run_said_and_leaves_a_sheet(finished, capsys):
     shell("eval", str(finished), "--prompts", "3", "--show", "2")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     after = json.loads((finished / "evaluations.json").read_text())[-1]
-    assert f"mean reward {after['mean']:.3f}" in said and "tensor" not in said
+    assert f"mean reward {after['mean']:.3f}" in output and "tensor" not in output
     assert (finished / "images/evaluated.png").stat().st_size > 100
 
 
@@ -585,11 +585,11 @@ def test_sample_writes_the_restored_picture_of_a_file(finished, tmp_path, capsys
             torch.tensor(list(one.get_flattened_data()), dtype=torch.float32).reshape(24, 24, 3).permute(2, 0, 1) / 255
             for one in (given, restored)
         )
-    wanted = load_restorer(finished / "final").restore(picture[None])[0]
-    assert (shown - wanted).abs().max() < 1e-6 and not torch.equal(shown, picture)
+    expected = load_restorer(finished / "final").restore(picture[None])[0]
+    assert (shown - expected).abs().max() < 1e-6 and not torch.equal(shown, picture)
     inference.sample(finished, [str(file)], tmp_path / "drawn", n=2, temperature=1.0)
-    drawn = [(tmp_path / f"drawn/0-0-{n}.png").read_bytes() for n in range(2)]
-    assert len({*drawn, (tmp_path / "out/0-0-0.png").read_bytes()}) == 3
+    sampled = [(tmp_path / f"drawn/0-0-{n}.png").read_bytes() for n in range(2)]
+    assert len({*sampled, (tmp_path / "out/0-0-0.png").read_bytes()}) == 3
 
 
 def test_export_leaves_a_folder_that_opens(finished, tmp_path, capsys):
@@ -604,7 +604,7 @@ def test_a_run_of_pictures_to_restore_is_explained(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(serialization.to_dict(config)))
     shell("explain", str(file))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for part in (
         "an image    [3, 8, 8]",
         "3 numbers; one for each of 2 x 2 patches",
@@ -614,8 +614,8 @@ def test_a_run_of_pictures_to_restore_is_explained(tmp_path, capsys):
         "ONE REAL DEMONSTRATION",
         "psnr(prompts=[...], images=[...]",
     ):
-        assert part in said, part
-    assert "Traceback" not in said and "tensor" not in said
+        assert part in output, part
+    assert "Traceback" not in output and "tensor" not in output
 
 
 def test_the_reference_of_a_run_is_what_it_last_saved(tmp_path):
@@ -642,9 +642,9 @@ def test_a_name_means_the_same_from_another_folder(tmp_path, monkeypatch):
     weights = {"restoration__weights": str(path.relative_to(tmp_path) / "final")}
     again = trained(tmp_path, name="again", steps=1, **relative, **weights)
     monkeypatch.chdir("/")
-    said = serialization.load(tmp_path / "runs/again/config.json")
-    assert said.model == f"restore:{tmp_path}/mine.py:TinyNetwork" and said.data.startswith(f"degrade:{tmp_path}/")
-    assert said.modality.weights == str(path / "final")
+    result = serialization.load(tmp_path / "runs/again/config.json")
+    assert result.model == f"restore:{tmp_path}/mine.py:TinyNetwork" and result.data.startswith(f"degrade:{tmp_path}/")
+    assert result.modality.weights == str(path / "final")
     assert inference.evaluate_run(tmp_path / again, prompts=2)[0].scored == 2
     assert api.start(tmp_path / "runs/again").folder.name == "again"
     assert NETWORK.startswith("restore:/")

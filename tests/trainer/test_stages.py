@@ -70,17 +70,17 @@ def test_the_step_params_of_each_step_by_hand():
         group_size="linear:8,4",
     )
     stage_schedule = StageSchedule(given(Stage(steps=2), ramp, Stage(), optim=OptimConfig(lr=1.0)))
-    said = []
+    result = []
     for step in range(7):
-        said.append(stage_schedule.step_params(step))
+        result.append(stage_schedule.step_params(step))
         stage_schedule.advance(step + 1, {})
-    assert [k.rl_coef for k in said] == pytest.approx([1, 1, 0, 0.25, 0.5, 0.75, 1])
-    assert [k.sup_coef for k in said] == pytest.approx(
+    assert [k.rl_coef for k in result] == pytest.approx([1, 1, 0, 0.25, 0.5, 0.75, 1])
+    assert [k.sup_coef for k in result] == pytest.approx(
         [0, 0, *((1 + math.cos(math.pi * x / 4)) / 2 for x in range(4)), 0]
     )
-    assert [k.lr for k in said] == pytest.approx([1, 1, 0.2, 0.4, 0.4, 0.4, 1])
-    assert [k.sampling.temperature for k in said] == [1, 1, 1.5, 1.5, 1, 1, 1]
-    assert [k.group_size for k in said] == [8, 8, 8, 7, 6, 5, 8]
+    assert [k.lr for k in result] == pytest.approx([1, 1, 0.2, 0.4, 0.4, 0.4, 1])
+    assert [k.sampling.temperature for k in result] == [1, 1, 1.5, 1.5, 1, 1, 1]
+    assert [k.group_size for k in result] == [8, 8, 8, 7, 6, 5, 8]
 
 
 def test_a_step_without_rl_kl_and_entropy_samples_nothing():
@@ -242,12 +242,12 @@ def whole(tmp_path_factory):
 
 
 def test_a_run_goes_through_its_stages_and_says_so(whole):
-    said = [row for row in metrics(whole) if "stage/number" in row]
-    assert [row["stage/number"] for row in said] == [1, 1, 1, 1, 2, 2, 2, 3]
-    assert [row["stage/group_size"] for row in said] == [3] * 7 + [4]
-    assert [row["stage/temperature"] for row in said[4:7]] == pytest.approx([1.2, 1.2 - 0.4 / 3, 1.2 - 0.8 / 3])
-    coefs = [row["stage/kl_coef"] for row in said[:4]]
-    kls = [row["kl/ref_nats"] for row in said[:4]]
+    logged = [row for row in metrics(whole) if "stage/number" in row]
+    assert [row["stage/number"] for row in logged] == [1, 1, 1, 1, 2, 2, 2, 3]
+    assert [row["stage/group_size"] for row in logged] == [3] * 7 + [4]
+    assert [row["stage/temperature"] for row in logged[4:7]] == pytest.approx([1.2, 1.2 - 0.4 / 3, 1.2 - 0.8 / 3])
+    coefs = [row["stage/kl_coef"] for row in logged[:4]]
+    kls = [row["kl/ref_nats"] for row in logged[:4]]
     for before, after, kl in zip(coefs, coefs[1:], kls, strict=False):
         assert after == pytest.approx(before * (1 + min(max(kl / 0.01 - 1, -0.2), 0.2) * 12 / 20))
 
@@ -488,9 +488,9 @@ def test_a_flat_gate_without_an_amount_lets_nothing_rise():
 def test_a_flat_gate_counts_measurements_and_not_steps():
     stage_schedule = StageSchedule(given(FLAT, LAST))
     for step in range(1, 12):
-        said = {"m": 1.0} if step % 4 == 0 else {"other": 0.0}
-        stage_schedule.measure(step, said)
-        stage_schedule.advance(step, said)
+        result = {"m": 1.0} if step % 4 == 0 else {"other": 0.0}
+        stage_schedule.measure(step, result)
+        stage_schedule.advance(step, result)
     assert stage_schedule.name == "warm" and stage_schedule.measure(12, {"m": 1.0}) is None
     assert "warm lasts until m flat 2 by 0.05" in str(stage_schedule.advance(12, {"m": 1.0}))
 
@@ -555,13 +555,13 @@ def test_a_run_waits_until_its_evaluation_is_flat_and_is_resumed_to_the_bit(tmp_
 
 def test_weight_decay_is_the_stages_or_the_runs():
     stages = (replace(WARM, weight_decay="linear:0.3,0"), LAST)
-    stage_schedule, said = StageSchedule(given(*stages, optim=OptimConfig(weight_decay=0.01))), []
+    stage_schedule, result = StageSchedule(given(*stages, optim=OptimConfig(weight_decay=0.01))), []
     for step in range(4):
         step_params = stage_schedule.step_params(step)
-        said.append(step_params.weight_decay)
+        result.append(step_params.weight_decay)
         assert stage_schedule.metrics(step_params)["stage/weight_decay"] == step_params.weight_decay
         stage_schedule.advance(step + 1, {})
-    assert said == pytest.approx([0.3, 0.2, 0.1, 0.01])
+    assert result == pytest.approx([0.3, 0.2, 0.1, 0.01])
 
 
 def test_a_weight_decay_below_0_is_refused():

@@ -106,15 +106,15 @@ def test_metrics_of_a_step_are_those_of_its_rows(tmp_path):
     collected, learned = step(run)
     rollouts, rewards = collected.batch.rollouts, collected.batch.rewards.double()
     scored = rewards[rewards.isfinite()]
-    said = collected.metrics | learned
-    assert said["reward/mean"] == pytest.approx(float(scored.mean()), rel=1e-6)
-    assert said["reward/std"] == pytest.approx(float(scored.std(correction=0)), rel=1e-6)
-    assert said["reward/unscored_count"] == 4 and said["progress/rollouts"] == 16
+    logged = collected.metrics | learned
+    assert logged["reward/mean"] == pytest.approx(float(scored.mean()), rel=1e-6)
+    assert logged["reward/std"] == pytest.approx(float(scored.std(correction=0)), rel=1e-6)
+    assert logged["reward/unscored_count"] == 4 and logged["progress/rollouts"] == 16
     spreads = [rewards[g : g + 4][rewards[g : g + 4].isfinite()].std() for g in range(0, 16, 4)]
-    assert said["reward/std_within_group"] == pytest.approx(float(torch.stack(spreads).mean()), rel=1e-6)
-    assert said["len/mean_actions"] == pytest.approx(float(rollouts.lengths.double().mean()))
-    assert said["finish/truncated_frac"] == rollouts.finish.count("length") / 16
-    assert said["tokens"] == int(rollouts.lengths.sum())
+    assert logged["reward/std_within_group"] == pytest.approx(float(torch.stack(spreads).mean()), rel=1e-6)
+    assert logged["len/mean_actions"] == pytest.approx(float(rollouts.lengths.double().mean()))
+    assert logged["finish/truncated_frac"] == rollouts.finish.count("length") / 16
+    assert logged["tokens"] == int(rollouts.lengths.sum())
 
 
 # --- cut in other ways ------------------------------------------------------------------------------------------------
@@ -225,11 +225,11 @@ def test_the_first_update_of_several_has_a_ratio_of_exactly_one_in_bfloat16(tmp_
 def test_the_reference_is_the_first_policy_and_stays_it(tmp_path):
     run = run_in(tmp_path, stage__kl_coef=0.1, optim__epochs=2)
     first = vector(run.policy.module)
-    _, said = step(run_in(tmp_path, stage__kl_coef=0.1))
-    assert said["kl/ref_nats"] < 1e-12  # at equal weights: the square of a rounding
+    _, logged = step(run_in(tmp_path, stage__kl_coef=0.1))
+    assert logged["kl/ref_nats"] < 1e-12  # at equal weights: the square of a rounding
     for _ in range(3):
-        _, said = step(run)
-    assert said["kl/ref_nats"] > 1e-3
+        _, logged = step(run)
+    assert logged["kl/ref_nats"] > 1e-3
     assert run.reference is not None and not run.reference.module.training
     assert torch.equal(vector(run.reference.module), first) and not torch.equal(vector(run.policy.module), first)
 
@@ -321,11 +321,11 @@ def test_a_run_goes_on_through_rewards_that_raise_and_a_step_without_any_score(t
         return tiny.digits(completions)
 
     run = api.start(tiny.config(tmp_path, **SMOOTH, saving__every=1, saving__keep=9), Parts(rewards=[reward])).folder
-    said = {row["step"]: row for row in metrics(run)}
-    assert sorted(said) == [1, 2, 3, 4, 5, 6]
-    assert [said[n]["reward/unscored_count"] for n in (2, 3, 4, 5)] == [0, 12, 12, 0]
-    assert said[3]["reward/exception_count"] == 0 and said[4]["reward/exception_count"] == 12
-    assert said[3]["reward/mean"] is None and said[3]["ratio/max"] is None
+    logged = {row["step"]: row for row in metrics(run)}
+    assert sorted(logged) == [1, 2, 3, 4, 5, 6]
+    assert [logged[n]["reward/unscored_count"] for n in (2, 3, 4, 5)] == [0, 12, 12, 0]
+    assert logged[3]["reward/exception_count"] == 0 and logged[4]["reward/exception_count"] == 12
+    assert logged[3]["reward/mean"] is None and logged[3]["ratio/max"] is None
     kept = [(run / f"checkpoints/step_{n:06d}/model.safetensors").read_bytes() for n in (1, 2, 3, 4, 5)]
     assert kept[1] == kept[2] == kept[3] and kept[0] != kept[1] and kept[3] != kept[4]
 

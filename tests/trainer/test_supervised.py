@@ -73,7 +73,7 @@ def nll_by_hand(module: Any, rollouts: Any) -> torch.Tensor:
 def test_a_supervised_step_is_the_step_computed_by_hand(tmp_path):
     run = run_in(tmp_path, **ALONE, supervised__template="{answer}={number:02d}")
     module = copy.deepcopy(run.policy.module).double()
-    collected, said = step(run)
+    collected, logged = step(run)
     demos = collected.batch.demos
     columns = [prompt.meta for prompt in demos.prompts]
     assert list(demos.completions[0]) == [
@@ -87,8 +87,8 @@ def test_a_supervised_step_is_the_step_computed_by_hand(tmp_path):
     by_hand.AdamW(list(module.parameters()), optim.lr, optim).step()
     torch.testing.assert_close(vector(run.policy.module).double(), vector(module), rtol=0, atol=2e-7)
     expected = pytest.approx(float(loss.detach()), rel=1e-5)
-    assert said["sup/loss_nats"] == expected and said["loss/sup"] == expected
-    assert said["sup/tokens_count"] == int(demos.lengths.sum()) and said["update/updates_count"] == 1
+    assert logged["sup/loss_nats"] == expected and logged["loss/sup"] == expected
+    assert logged["sup/tokens_count"] == int(demos.lengths.sum()) and logged["update/updates_count"] == 1
 
 
 @pytest.mark.silent_bug(13)
@@ -156,19 +156,19 @@ def test_memory_that_runs_out_in_the_demonstrations_alone_loses_nothing_of_the_r
 def test_minibatches_of_an_epoch_hold_each_demonstration_once(tmp_path, count):
     run = run_in(tmp_path, **ALONE, optim__epochs=2, optim__minibatches=count, optim__stop_kl=0.1)
     batch, step_params = batch_of(run)
-    drawn = sorted(prompt.draw for prompt in batch.demos.prompts)
+    sampled = sorted(prompt.draw for prompt in batch.demos.prompts)
     parts = [part.demos for part in minibatches(run, batch, step_params)]
     assert len(parts) == 2 * count
     for epoch in (parts[:count], parts[count:]):
-        assert sorted(prompt.draw for part in epoch for prompt in part.prompts) == drawn == list(range(5))
+        assert sorted(prompt.draw for part in epoch for prompt in part.prompts) == sampled == list(range(5))
         assert max(map(len, epoch)) - min(map(len, epoch)) <= 1
     first, second = (
         [prompt.draw for part in epoch for prompt in part.prompts] for epoch in (parts[:count], parts[count:])
     )
     assert count == 1 or first != second
-    said = learn(run, batch, step_params)
-    assert said["update/updates_count"] == 2 * count
-    assert said["sup/tokens_count"] == 2 * int(batch.demos.lengths.sum())
+    logged = learn(run, batch, step_params)
+    assert logged["update/updates_count"] == 2 * count
+    assert logged["sup/tokens_count"] == 2 * int(batch.demos.lengths.sum())
 
 
 def test_rows_and_demonstrations_are_cut_side_by_side(tmp_path):
@@ -202,16 +202,16 @@ def test_two_ranks_give_the_weights_and_metrics_of_one(tmp_path, minibatches_):
 
 
 def test_a_supervised_stage_samples_and_rewards_nothing_and_says_nothing_of_rewards(tmp_path):
-    asked: list[int] = []
+    requested: list[int] = []
 
     def counted(completions: Any, **_: Any) -> list[float]:
-        asked.append(len(completions))
+        requested.append(len(completions))
         return [1.0] * len(completions)
 
     config = tiny.config(tmp_path, **ALONE, steps=3, evaluation__prompts=0)
     result = gruppo.train(config, reward=counted, show=False)
     rows = metrics(result.folder)
-    assert asked == [] and result.tokens == 0 and len(rows) == 3
+    assert requested == [] and result.tokens == 0 and len(rows) == 3
     of_samples = (
         "reward/",
         "group/",
@@ -258,8 +258,8 @@ def test_the_critic_alone_has_no_demonstrations_beside_it(tmp_path):
 def test_a_step_whose_coefficients_are_all_zero_learns_nothing(tmp_path, several):
     run = run_in(tmp_path, stage__rl_coef="linear:0,1", stage__kl_coef=0.0, **several)
     before = vector(run.policy.module)
-    collected, said = step(run)
-    assert collected.rollouts is None and said["update/updates_count"] == 0
+    collected, logged = step(run)
+    assert collected.rollouts is None and logged["update/updates_count"] == 0
     assert torch.equal(vector(run.policy.module), before)
 
 
@@ -402,7 +402,9 @@ def test_demonstrations_may_come_from_data_of_their_own(tmp_path):
     other = tiny.write_rows(tmp_path / "other.jsonl", [{"prompt": f"say {n}", "label": f"{n}!"} for n in range(9)])
     run = run_in(tmp_path, **ALONE, supervised__data=other)
     demos = batch_of(run)[0].demos
-    assert all(said == f"{prompt.inputs[4:]}!" for said, prompt in zip(demos.completions, demos.prompts, strict=True))
+    assert all(
+        result == f"{prompt.inputs[4:]}!" for result, prompt in zip(demos.completions, demos.prompts, strict=True)
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -29,15 +29,15 @@ def test_where_nothing_but_the_kl_pulls_the_policy_comes_nearer_to_its_reference
     with torch.no_grad():
         for n, parameter in enumerate(run.policy.module.parameters()):
             parameter += 0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(n))
-    said = [step(run)[1]["kl/ref_nats"] for _ in range(4)]
-    assert said[0] > 1e-3 and said[-1] < 0.9 * said[0]
+    logged = [step(run)[1]["kl/ref_nats"] for _ in range(4)]
+    assert logged[0] > 1e-3 and logged[-1] < 0.9 * logged[0]
 
 
 @pytest.mark.silent_bug(1)
 def test_where_nothing_but_the_entropy_pulls_it_rises(tmp_path):
     run = run_in(tmp_path, ALIKE, stage__entropy_coef=1.0, rollout__group_size=16)
-    said = [step(run)[1]["entropy/mean_nats"] for _ in range(4)]
-    assert said[-1] > said[0] + 0.01
+    logged = [step(run)[1]["entropy/mean_nats"] for _ in range(4)]
+    assert logged[-1] > logged[0] + 0.01
 
 
 def test_an_update_is_made_at_the_rate_of_its_step_and_not_at_the_peak(tmp_path):
@@ -93,10 +93,10 @@ def test_the_mismatch_is_the_mean_and_the_largest_distance_from_the_sampler_what
         .expand(batch.loss_mask.shape)
     )
     sampled = replace(batch.rollouts, sampler_logprobs=batch.rollouts.sampler_logprobs + off)
-    said = learn(run, replace(batch, rollouts=sampled), step_params)
+    logged = learn(run, replace(batch, rollouts=sampled), step_params)
     learned = batch.loss_mask & (batch.advantages != 0).any(dim=1, keepdim=True)
-    assert said["mismatch/mean_nats"] == pytest.approx(float(off[learned].abs().mean()), rel=1e-4)
-    assert said["mismatch/max_nats"] == pytest.approx(0.3, rel=1e-4)
+    assert logged["mismatch/mean_nats"] == pytest.approx(float(off[learned].abs().mean()), rel=1e-4)
+    assert logged["mismatch/max_nats"] == pytest.approx(0.3, rel=1e-4)
 
 
 @pytest.mark.silent_bug(41)
@@ -104,8 +104,8 @@ def test_the_losses_of_a_step_are_means_over_its_updates_of_sums_over_their_micr
     several = {"optim__epochs": 2, "optim__minibatches": 2, "optim__token_budget": 60, "stage__kl_coef": 0.1}
     run, other = (run_in(tmp_path, rollout__group_size=4, **several) for _ in range(2))
     step_params = step_params_at(run.config, 0)
-    said = learn(run, collect(run, step_params).batch, step_params)
-    assert said["update/micro_batches_count"] > 4
+    logged = learn(run, collect(run, step_params).batch, step_params)
+    assert logged["update/micro_batches_count"] > 4
     for group in other.optimizer.param_groups:
         group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr
     updates = [
@@ -113,7 +113,7 @@ def test_the_losses_of_a_step_are_means_over_its_updates_of_sums_over_their_micr
         for part in minibatches(other, collect(other, step_params).batch, step_params)
     ]
     for name in ("loss/policy", "loss/kl"):
-        assert said[name] == pytest.approx(sum(stats[name].sum for stats in updates) / 4, rel=1e-6)
+        assert logged[name] == pytest.approx(sum(stats[name].sum for stats in updates) / 4, rel=1e-6)
 
 
 @pytest.mark.silent_bug(41)

@@ -31,20 +31,20 @@ def of_steps(said: dict[str, float], name: str) -> dict[int, float]:
 @pytest.mark.silent_bug(41)
 def test_steps_that_are_learned_from_are_counted_each_with_its_advantages(tmp_path):
     run = built(tmp_path, optim__lr=0.0, optim__token_budget=1, **FRACTION)
-    batch, said = stepped(run)
+    batch, logged = stepped(run)
     counts = batch.loss_mask.sum(dim=0).tolist()
     assert batch.loss_mask.sum() == 4 * 4 * 2 and len({*counts}) > 2, "groups differ in their steps"
-    assert of_steps(said, "trained_count") == {step: count for step, count in enumerate(counts) if count}
+    assert of_steps(logged, "trained_count") == {step: count for step, count in enumerate(counts) if count}
     sizes = (batch.advantages.abs() * batch.loss_mask).sum(dim=0) / batch.loss_mask.sum(dim=0)
     by_hand = {step: pytest.approx(float(sizes[step]), rel=1e-6) for step, count in enumerate(counts) if count}
-    assert of_steps(said, "advantage_abs_mean") == by_hand
-    assert not any(of_steps(said, "ratio_abs_nats").values()) and not of_steps(said, "kl_ref_nats")
+    assert of_steps(logged, "advantage_abs_mean") == by_hand
+    assert not any(of_steps(logged, "ratio_abs_nats").values()) and not of_steps(logged, "kl_ref_nats")
 
 
 def test_ratios_of_steps_are_those_of_all_updates(tmp_path):
     """Of two updates: 0 in the first, and what the first has moved in the second."""
     run, once = (built(tmp_path, optim__epochs=epochs, **FRACTION) for epochs in (2, 1))
-    batch, said = stepped(run)
+    batch, logged = stepped(run)
     stepped(once)
     with torch.no_grad():
         old, new = (
@@ -54,19 +54,19 @@ def test_ratios_of_steps_are_those_of_all_updates(tmp_path):
     counts = batch.loss_mask.sum(dim=0)
     moved = (new - old).abs().where(batch.loss_mask, 0).sum(dim=0) / counts / 2
     by_hand = {step: pytest.approx(float(moved[step]), rel=1e-5) for step in range(5) if counts[step]}
-    assert of_steps(said, "ratio_abs_nats") == by_hand and max(moved.nan_to_num()) > 1e-3
-    assert of_steps(said, "trained_count") == {step: 2 * int(counts[step]) for step in range(5) if counts[step]}
+    assert of_steps(logged, "ratio_abs_nats") == by_hand and max(moved.nan_to_num()) > 1e-3
+    assert of_steps(logged, "trained_count") == {step: 2 * int(counts[step]) for step in range(5) if counts[step]}
 
 
 @pytest.mark.silent_bug(41)
 def test_kls_of_steps_average_to_the_kl(tmp_path):
     run = built(tmp_path, stage__kl_coef=0.1, optim__epochs=2, optim__minibatches=2, **FRACTION)
     stepped(run)
-    _, said = stepped(run)
-    kls, counts = of_steps(said, "kl_ref_nats"), of_steps(said, "trained_count")
+    _, logged = stepped(run)
+    kls, counts = of_steps(logged, "kl_ref_nats"), of_steps(logged, "trained_count")
     assert kls.keys() == counts.keys() and len({*kls.values()}) == len(kls) > 2
     mean = sum(kls[step] * counts[step] for step in kls) / sum(counts.values())
-    assert said["kl/ref_nats"] == pytest.approx(mean, rel=1e-9) and mean > 1e-4
+    assert logged["kl/ref_nats"] == pytest.approx(mean, rel=1e-9) and mean > 1e-4
 
 
 @pytest.mark.silent_bug(41)
@@ -89,32 +89,32 @@ def test_the_spread_of_branches_is_told_of_the_step_at_which_they_part(tmp_path)
 @pytest.mark.parametrize("noise", ["independent", "branched"])
 def test_rewards_along_the_steps_are_of_what_the_network_expects_and_at_last_of_the_picture(tmp_path, noise):
     run = built(tmp_path, diffusion__noise=noise, optim__token_budget=5)
-    asked = held_out(run, 3)
-    said = of_steps(evaluate_steps(run, asked), "reward")
-    drawn = run.policy.sample([Request(prompt, 1) for prompt in asked], run.sampling, seed=run.config.seed)
+    requested = held_out(run, 3)
+    result = of_steps(evaluate_steps(run, requested), "reward")
+    sampled = run.policy.sample([Request(prompt, 1) for prompt in requested], run.sampling, seed=run.config.seed)
     if noise == "independent":
-        assert said[3] == pytest.approx(sum(float(picture.mean()) for picture in drawn.completions) / 3, rel=1e-6)
-        states = [drawn.per_row["first"], *drawn.actions.unbind(1)[:2]]
-        labels = torch.tensor([prompt.inputs for prompt in asked])
+        assert result[3] == pytest.approx(sum(float(picture.mean()) for picture in sampled.completions) / 3, rel=1e-6)
+        states = [sampled.per_row["first"], *sampled.actions.unbind(1)[:2]]
+        labels = torch.tensor([prompt.inputs for prompt in requested])
         times = run.policy.denoiser.schedule.times(4)[:3].float()
         with torch.no_grad():  # the network says x0; a picture of -1 to 1
             for step, (x, time) in enumerate(zip(states, times, strict=True)):
                 expected = run.policy.module(x, time.expand(3), labels)
                 pictured = run.policy.denoiser.codec.decode(expected)
-                assert said[step] == pytest.approx(float(pictured.mean(dim=(1, 2, 3)).mean()), rel=1e-4)
-    assert sorted(said) == [0, 1, 2, 3] and len({*said.values()}) == 4
+                assert result[step] == pytest.approx(float(pictured.mean(dim=(1, 2, 3)).mean()), rel=1e-4)
+    assert sorted(result) == [0, 1, 2, 3] and len({*result.values()}) == 4
 
 
 @pytest.mark.silent_bug(36)
 def test_an_evaluation_follows_the_ode(tmp_path):
     """In steps of its own, from latents that no seed has a part in: the reward of those pictures."""
     run = built(tmp_path, diffusion__eval_steps=5)
-    asked = held_out(run, 3)
+    requested = held_out(run, 3)
     mode = replace(run.sampling, temperature=0.0, ode_steps=5)
-    pictured = run.policy.sample([Request(prompt, 1) for prompt in asked], mode, seed=99)
+    pictured = run.policy.sample([Request(prompt, 1) for prompt in requested], mode, seed=99)
     assert pictured.actions.shape[1] == 5 and not pictured.mask.any()
     mean = sum(float(picture.mean()) for picture in pictured.completions) / 3
-    assert evaluate(run, asked)[0].mean == pytest.approx(mean, rel=1e-6)
+    assert evaluate(run, requested)[0].mean == pytest.approx(mean, rel=1e-6)
 
 
 def test_one_step_that_is_not_finite_hides_no_branch(tmp_path):
@@ -128,10 +128,10 @@ def test_one_step_that_is_not_finite_hides_no_branch(tmp_path):
         return rollouts
 
     run.policy.sample = broken
-    said = collect(run, run.stage_schedule.step_params(0)).metrics
-    told = of_steps(said, "reward_std_within_group")
+    logged = collect(run, run.stage_schedule.step_params(0)).metrics
+    reported = of_steps(logged, "reward_std_within_group")
     rollouts = sample([Request(p, 4) for p in diffusion_runs.labelled().take(2)], run.sampling, seed=run.config.seed)
-    assert told.keys() == {int(rollouts.mask[row].nonzero()) for row in (0, 4)}
+    assert reported.keys() == {int(rollouts.mask[row].nonzero()) for row in (0, 4)}
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------

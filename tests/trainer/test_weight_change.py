@@ -51,13 +51,13 @@ def test_of_a_large_tensor_some_numbers_are_looked_at_from_all_over_it():
 def test_master_weights_in_bfloat16_that_stand_still_are_warned_of(tmp_path, caplog, objective):
     changes = {"optim__lr": 1e-6, "optim__eps": 1e-8, "objective": objective}
     with caplog.at_level(logging.WARNING, "gruppo"):
-        _, said = step(run_in(tmp_path, **changes))
-    assert said["update/changed_frac"] > 0.9 and "changed" not in caplog.text
+        _, logged = step(run_in(tmp_path, **changes))
+    assert logged["update/changed_frac"] > 0.9 and "changed" not in caplog.text
     policy = from_pretrained(tiny.model(), compute="float32")
     policy.module.bfloat16()
     with caplog.at_level(logging.WARNING, "gruppo"):
-        _, said = step(run_in(tmp_path, Parts(model=policy), **changes))
-    assert said["update/changed_frac"] < 0.05
+        _, logged = step(run_in(tmp_path, Parts(model=policy), **changes))
+    assert logged["update/changed_frac"] < 0.05
     assert "step 0: an update changed" in caplog.text and "rounding to bfloat16" in caplog.text
     assert "hold the weights in float32" in caplog.text
 
@@ -65,8 +65,8 @@ def test_master_weights_in_bfloat16_that_stand_still_are_warned_of(tmp_path, cap
 def test_a_critic_that_learns_alone_is_all_that_is_asked(tmp_path, caplog):
     for kind in ("shared", "separate"):
         run = run_in(tmp_path, objective="ppo", critic__kind=kind, critic__warmup_steps=1)
-        _, said = step(run)
-        assert said["update/changed_frac"] > 0.9 and "changed" not in caplog.text
+        _, logged = step(run)
+        assert logged["update/changed_frac"] > 0.9 and "changed" not in caplog.text
 
 
 def test_it_is_logged_at_the_first_step_and_now_and_then(tmp_path):

@@ -26,10 +26,10 @@ class TinyNetwork(nn.Module):
         self.dropout, self.leave = nn.Dropout(dropout), nn.Conv2d(5, channels, 3, padding=1)
 
     def forward(self, x: Tensor, conditions: Tensor | None = None) -> Tensor:
-        asked = (
+        requested = (
             x if conditions is None else torch.cat([x, conditions[..., None, None].expand(-1, -1, *x.shape[-2:])], 1)
         )
-        return x + 0.3 * self.leave(self.dropout(torch.tanh(self.norm(self.enter(asked)))))
+        return x + 0.3 * self.leave(self.dropout(torch.tanh(self.norm(self.enter(requested)))))
 
 
 def policy_of(action: Any, *, seed: int = 0, module: dict[str, Any] | None = None, **choices: Any) -> RestorationPolicy:

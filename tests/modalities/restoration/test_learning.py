@@ -308,9 +308,9 @@ def test_credit_by_patch_has_the_gradient_of_the_sum_with_less_noise():
     score = (noise / 0.1).sum(dim=(-1, -2))  # d log p_p / d bias, but for 0.3: [draws, T, C]
     by_patch, by_sum = (rewards[..., None] * score).sum(1), rewards.sum(1, keepdim=True) * score.sum(1)
     exact = -2 * (mean - clean).sum(dim=(0, 2, 3))
-    for drawn in (by_patch, by_sum):
-        error = drawn.std(dim=0) / len(drawn) ** 0.5
-        assert ((drawn.mean(dim=0) - exact).abs() <= 4 * error).all()
+    for samples in (by_patch, by_sum):
+        error = samples.std(dim=0) / len(samples) ** 0.5
+        assert ((samples.mean(dim=0) - exact).abs() <= 4 * error).all()
     assert (by_patch.var(dim=0) < 0.5 * by_sum.var(dim=0)).all()
 
 
@@ -391,8 +391,8 @@ def test_the_network_of_a_tiny_policy_learns_its_targets():
 
 def known(count: int = 3) -> list[Prompt]:
     """Prompts with clean pictures whose data say how they were spoiled."""
-    told = [{"noise": 0.25 + 0.5 * n, "blur": 0.5 - 0.25 * n, "text": "x"} for n in range(count)]
-    return [replace(prompt, meta=own) for prompt, own in zip(prompts(count), told, strict=True)]
+    reported = [{"noise": 0.25 + 0.5 * n, "blur": 0.5 - 0.25 * n, "text": "x"} for n in range(count)]
+    return [replace(prompt, meta=own) for prompt, own in zip(prompts(count), reported, strict=True)]
 
 
 @pytest.mark.parametrize("unit", [False, True])

@@ -154,8 +154,8 @@ def test_networks_and_actions_are_drawn_by_the_seed_and_leave_the_generator_alon
     assert torch.equal(torch.rand(3), expected)
     weights = [[p for p in one.module.parameters() if p.std() > 0] for one in (a, b, c)]
     assert all(torch.equal(x, y) for x, y in zip(weights[0], weights[1], strict=True))
-    drawn = [(x, y) for x, y in zip(weights[0], weights[2], strict=True)]
-    assert all(not torch.equal(x, y) for x, y in drawn) and len(drawn) > 10
+    sampled = [(x, y) for x, y in zip(weights[0], weights[2], strict=True)]
+    assert all(not torch.equal(x, y) for x, y in sampled) and len(sampled) > 10
 
 
 @pytest.mark.parametrize(
@@ -214,17 +214,17 @@ def test_a_network_that_there_is_not_is_refused(spec, why):
 def test_networks_are_the_identity_at_first_of_any_size_and_see_their_conditions(make, conditions):
     torch.manual_seed(0)
     network = make(3, width=4, conditions=conditions)
-    x, told = torch.rand(2, 3, 13, 10), torch.zeros(2, 2)
-    output = network(x, told) if conditions else network(x)
+    x, reported = torch.rand(2, 3, 13, 10), torch.zeros(2, 2)
+    output = network(x, reported) if conditions else network(x)
     assert torch.equal(output, x)
     for parameter in network.double().parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    x, told = x.double(), told.double()
-    output = network(x, told) if conditions else network(x)
-    alone = network(x[1:], told[1:]) if conditions else network(x[1:])
+    x, reported = x.double(), reported.double()
+    output = network(x, reported) if conditions else network(x)
+    alone = network(x[1:], reported[1:]) if conditions else network(x[1:])
     torch.testing.assert_close(alone, output[1:], rtol=1e-10, atol=1e-10)
     if conditions:
-        assert not torch.allclose(network(x, told + 0.5), output, atol=1e-3)
+        assert not torch.allclose(network(x, reported + 0.5), output, atol=1e-3)
         with pytest.raises(GruppoError, match=r"reads 2 conditions of each image and got none for 2 images"):
             network(x)
 

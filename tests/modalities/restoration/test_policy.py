@@ -125,9 +125,9 @@ def test_the_kl_is_that_of_torch_s_normals_and_of_monte_carlo(make):
     torch.testing.assert_close(exact, by_torch, rtol=1e-9, atol=1e-12)
     noise = torch.randn(4000, *p.loc.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = p.loc + p.scale * noise
-    drawn = (p.log_prob(x) - q.log_prob(x)).flatten(3).sum(-1)[:, 0]  # [draws, T]
-    error = drawn.std(dim=0) / math.sqrt(len(drawn))
-    assert ((drawn.mean(dim=0) - exact[0]).abs() <= 4 * error).all()
+    samples = (p.log_prob(x) - q.log_prob(x)).flatten(3).sum(-1)[:, 0]  # [draws, T]
+    error = samples.std(dim=0) / math.sqrt(len(samples))
+    assert ((samples.mean(dim=0) - exact[0]).abs() <= 4 * error).all()
 
 
 def test_a_temperature_is_the_density_to_the_power_of_its_inverse(make):
@@ -224,9 +224,9 @@ def test_controls_are_told_in_their_range_and_mix_with_what_was_given():
     policy = doubled(controls())
     x = picture(0)[None].double()
     action = torch.tensor([0.25, -0.5, 3.0], dtype=torch.float64).reshape(1, 3, 1, 1)
-    told = torch.tensor([[0.5 + 0.25 * 2, 1.0]], dtype=torch.float64)  # noise, and blur kept below 1
+    reported = torch.tensor([[0.5 + 0.25 * 2, 1.0]], dtype=torch.float64)  # noise, and blur kept below 1
     torch.testing.assert_close(policy.module.action.values(action)[0].tolist(), [1.0, 0.25, 1.0])
-    by_hand = 0.25 * policy.module.network(x, told) + 0.75 * x
+    by_hand = 0.25 * policy.module.network(x, reported) + 0.75 * x
     torch.testing.assert_close(rendered(policy, x, None, action), by_hand)
     start = torch.tensor([[0.5, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(policy.output_of(x, "base"), 0.75 * policy.module.network(x, start) + 0.25 * x)
@@ -337,8 +337,8 @@ def test_micro_batches_hold_each_kept_row_once_within_the_budget_of_squares(poli
 
 
 def sampled_at(policy, side):
-    asked = [Request(Prompt("large", picture(0, side)), 5)]
-    return policy.sample(asked, SAMPLING, seed=0)
+    requested = [Request(Prompt("large", picture(0, side)), 5)]
+    return policy.sample(requested, SAMPLING, seed=0)
 
 
 def test_the_network_is_asked_once_for_the_rows_of_a_group(policy):
@@ -353,8 +353,11 @@ def test_the_network_is_asked_once_for_the_rows_of_a_group(policy):
 @pytest.mark.silent_bug(26)
 @pytest.mark.parametrize("apart", [True, False], ids=["in two calls", "in one call"])
 def test_a_group_that_grows_equals_the_larger_group_at_once(policy, apart):
-    asked = prompts(3)
-    grown = [[Request(asked[0], 3), Request(asked[1], 2), Request(asked[2], 3)], [Request(asked[0], 1, first=3)]]
+    requested = prompts(3)
+    grown = [
+        [Request(requested[0], 3), Request(requested[1], 2), Request(requested[2], 3)],
+        [Request(requested[0], 1, first=3)],
+    ]
     calls = grown if apart else [grown[0] + grown[1]]
     got = Rollouts.cat([policy.sample(call, SAMPLING, seed=3) for call in calls])
     whole_group = sampled(policy)

@@ -79,10 +79,10 @@ def test_cached_decoding_gives_the_logits_of_reading_every_row_again(make):
     """Unequal prompts, longer than the sliding window, rows that leave on the way."""
     policy = make()
     assert policy.backbone.caches
-    asked = [torch.tensor(policy.chat.encode(text)) for text in ("a", "a prompt of many tokens", "some of them")]
+    requested = [torch.tensor(policy.chat.encode(text)) for text in ("a", "a prompt of many tokens", "some of them")]
     owners, generator = torch.tensor([0, 0, 1, 2, 2]), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        both = CachedDecoding(policy.backbone, asked, owners), RereadDecoding(policy.backbone, asked, owners)
+        both = CachedDecoding(policy.backbone, requested, owners), RereadDecoding(policy.backbone, requested, owners)
         for step in range(12):
             torch.testing.assert_close(both[0].logits, both[1].logits, rtol=0, atol=2e-5)
             if step in (3, 7):

@@ -80,9 +80,12 @@ def test_weights_hang_on_the_seed_alone_and_the_global_generator_rests():
 def test_the_dtype_is_the_functions_own_unless_one_is_asked_for():
     assert from_pretrained(own("in_bfloat16")).compute_dtype == torch.bfloat16
     assert from_pretrained(own("model")).compute_dtype == torch.float32
-    asked = from_pretrained(own("model"), compute="bfloat16")
-    assert asked.compute_module is not asked.module and asked.compute_module.head.weight.dtype == torch.bfloat16
-    assert asked.module.head.weight.dtype == torch.float32
+    requested = from_pretrained(own("model"), compute="bfloat16")
+    assert (
+        requested.compute_module is not requested.module
+        and requested.compute_module.head.weight.dtype == torch.bfloat16
+    )
+    assert requested.module.head.weight.dtype == torch.float32
     assert from_pretrained(own("in_bfloat16"), compute="float32").compute_module.head.weight.dtype == torch.float32
 
 
@@ -103,9 +106,9 @@ def test_a_saved_policy_is_made_again_by_its_function_and_samples_the_same(saved
     policy, folder = saved
     again = from_pretrained(folder)
     assert torch.equal(again.module.head.bias, policy.module.head.bias)
-    drawn = [one.sample(requests(3, 2, 2), Sampling(max_actions=8), seed=0) for one in (policy, again)]
-    assert torch.equal(drawn[0].actions, drawn[1].actions)
-    assert torch.equal(drawn[0].sampler_logprobs, drawn[1].sampler_logprobs)
+    sampled = [one.sample(requests(3, 2, 2), Sampling(max_actions=8), seed=0) for one in (policy, again)]
+    assert torch.equal(sampled[0].actions, sampled[1].actions)
+    assert torch.equal(sampled[0].sampler_logprobs, sampled[1].sampler_logprobs)
     made = json.loads((folder / "module.json").read_text())
     assert made["made_by"] == own("model") and len(made["sha256"]) == 64
 

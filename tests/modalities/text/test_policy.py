@@ -125,12 +125,12 @@ def test_a_cached_model_that_says_its_position_is_read_at_the_right_one(layout):
     policy = says_position()
     assert policy.backbone.caches and policy.backbone.layout == "packed"
     policy.backbone.layouts = (layout,)
-    asked = requests(2, 1, 2, of=prompts("@", "@123456789", "@123"))
-    rollouts = policy.sample(asked, Sampling(max_actions=4), seed=0)
+    requested = requests(2, 1, 2, of=prompts("@", "@123456789", "@123"))
+    rollouts = policy.sample(requested, Sampling(max_actions=4), seed=0)
     first = [len(ids) for ids in rollouts.shared["prompt_ids"]]
     assert len(set(first)) == 3
-    wanted = [[first[g] + t for t in range(4)] for g in rollouts.group_ids.tolist()]
-    assert rollouts.actions.tolist() == wanted
+    expected = [[first[g] + t for t in range(4)] for g in rollouts.group_ids.tolist()]
+    assert rollouts.actions.tolist() == expected
     assert policy.likelihood(rollouts, whole(policy, rollouts)).logprobs.abs().max() < 1e-6
 
 
@@ -149,12 +149,12 @@ def says_position():
 
 
 def test_a_row_of_logits_that_are_not_finite_is_an_error_and_its_neighbours_are_as_alone():
-    policy, asked = qwen2(), prompts("a", "1", "b")
-    healthy = policy.sample(requests(2, 2, 2, of=asked), Sampling(max_actions=5), seed=0)
+    policy, requested = qwen2(), prompts("a", "1", "b")
+    healthy = policy.sample(requests(2, 2, 2, of=requested), Sampling(max_actions=5), seed=0)
     (poison,) = policy.chat.encode("1")
     with torch.no_grad():
         policy.module.model.embed_tokens.weight[poison] = torch.nan
-    rollouts = policy.sample(requests(2, 2, 2, of=asked), Sampling(max_actions=5), seed=0)
+    rollouts = policy.sample(requests(2, 2, 2, of=requested), Sampling(max_actions=5), seed=0)
     assert rollouts.finish[2:4] == ("error", "error") and not rollouts.mask[2:4].any()
     unharmed = torch.tensor([0, 1, 4, 5])
     assert "error" not in [rollouts.finish[row] for row in unharmed]
