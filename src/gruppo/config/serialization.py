@@ -200,7 +200,8 @@ def to_toml(config: Config) -> str:
             value = getattr(section, name)
             if name == "modality" or dataclasses.is_dataclass(value) or nested_type(hint) is not None:
                 continue
-            # JSON's spelling of texts, numbers and lists is TOML's too; TOML has no null.
+            # JSON's spelling of texts, integers and lists is TOML's too; TOML has no null, and Python's "inf".
             written = json.dumps("none" if value is None else value, ensure_ascii=False)
+            written = repr(value) if isinstance(value, float) else written
             lines += [*(f"# {line}" for line in doc.partition("\n\n")[0].splitlines()), f"{name} = {written}"]
     return "\n".join(lines) + "\n"

@@ -125,11 +125,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, if it exists."""
+    """Delete a file or a folder, if it exists and can be deleted."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 def prune(folder: Path, keep: int, *, newest: int) -> None:

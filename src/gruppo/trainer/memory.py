@@ -78,14 +78,15 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         budget = max(budgets)
-        run.state.token_budget = finer_budget(run.policy, parts, budget, sum(map(len, cuts)))
-        if not run.state.token_budget:
+        finer = finer_budget(run.policy, parts, budget, sum(map(len, cuts)))
+        if not finer:
             request = re.search(r"tried to allocate ([\d.]+ ?\w+)", attempt.error, re.IGNORECASE)
             raise _does_not_fit(run, longest, f"the last request was for {request[1]}" if request else "")
+        run.state.token_budget = finer
         log.warning(
             "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
             "to begin there.",
-            *(run.state.step, budget, run.state.token_budget, run.state.token_budget),
+            *(run.state.step, budget, finer, finer),
         )
 
 

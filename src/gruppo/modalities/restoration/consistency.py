@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -90,6 +90,5 @@ class ToDegraded:
         return PIXEL_LOSSES[self.loss](degraded, x)
 
 
-ConsistencyKind = Literal["reference", "equivariance"]
 CONSISTENCIES: dict[str, Callable[..., Consistency]] = {"reference": ToReference, "equivariance": Equivariance}
 """By name; ``ToDegraded`` needs a degradation."""
