@@ -28,7 +28,7 @@ help:
 	@echo "make mutants-all  inject all of them and record those that are caught (about half an hour)"
 	@echo "make lint    ruff (lint and format) and mypy"
 	@echo "make bench   speed and memory, short: a step against TRL, generation, roofline, scaling; about six minutes"
-	@echo "make bench-full  the same at length, about an hour; writes docs/dev/performance.md's tables and pictures"
+	@echo "make bench-full  the same at length, about an hour; writes docs/dev/performance.md's tables and figures"
 	@echo "make bench-demonstrations  demonstrations before rewards against rewards alone, about half an hour"
 	@echo "make bench-lora  memory of references and adapters, and their speed; about twenty minutes"
 	@echo "make bench-ppo  memory and time of a step: GRPO against PPO, about ten minutes"

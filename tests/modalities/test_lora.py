@@ -22,6 +22,7 @@ from gruppo.modalities.common.lora import (
     is_adapted,
     low_rank,
     merge,
+    module_weights,
     without_adapter,
 )
 from gruppo.modalities.text import decoder, decoding, from_transformers
@@ -315,3 +316,10 @@ def test_a_copy_of_an_adapted_module_is_a_module_of_its_own():
     assert base_of(other) == base_of(policy.module)
     with without_adapter(other):
         assert not torch.equal(other(IDS).logits, policy.module(IDS).logits)
+
+
+def test_layers_of_a_network_that_are_called_like_an_adapters_are_saved_all_the_same():
+    part = torch.nn.ModuleDict({"lora_A": torch.nn.Linear(2, 1), "base_layer": torch.nn.Linear(2, 2)})
+    module = torch.nn.ModuleDict({"part": part})
+    assert not has_adapter(module)
+    assert module_weights(module).keys() == module.state_dict().keys()

@@ -255,7 +255,7 @@ def kls(folder: Any, kind: dict[str, Any], count: int) -> list[float]:
     step_params, result = step_params_at(run.config, 0), []
     for group in run.optimizer.param_groups:
         group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr
-    for part in minibatches(run, collect(run, step_params).batch, step_params):
+    for part in minibatches(run, collect(run, step_params).batch):
         stats, _ = update(run, part, step_params)
         result.append(stats["kl/old_k3_nats"].mean)
     return result

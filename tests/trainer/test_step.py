@@ -167,7 +167,7 @@ def test_minibatches_of_an_epoch_hold_each_row_once_in_an_order_of_their_own(tmp
     batch = collect(run, step_params).batch
     rows = torch.arange(prompts * size)
     numbered = dataclasses.replace(batch, rewards=rows.double())
-    parts = [part.rewards.long() for part in minibatches(run, numbered, step_params)]
+    parts = [part.rewards.long() for part in minibatches(run, numbered)]
     assert len(parts) == 2 * count and all(len(part) for part in parts)
     for epoch in (parts[:count], parts[count:]):
         assert torch.equal(torch.cat(epoch).sort().values, rows)
@@ -212,7 +212,7 @@ def test_the_first_update_of_several_has_a_ratio_of_exactly_one_in_bfloat16(tmp_
 
     run.policy.likelihood = watched
     step_params = step_params_at(run.config, 0)
-    parts = minibatches(run, collect(run, step_params).batch, step_params)
+    parts = minibatches(run, collect(run, step_params).batch)
     before, seen[:] = list(seen), []
     for _ in range(2):  # the first epoch, with no step in between
         stats = backward(run, next(parts), step_params)

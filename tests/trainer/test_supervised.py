@@ -157,7 +157,7 @@ def test_minibatches_of_an_epoch_hold_each_demonstration_once(tmp_path, count):
     run = run_in(tmp_path, **ALONE, optim__epochs=2, optim__minibatches=count, optim__stop_kl=0.1)
     batch, step_params = batch_of(run)
     sampled = sorted(prompt.draw for prompt in batch.demos.prompts)
-    parts = [part.demos for part in minibatches(run, batch, step_params)]
+    parts = [part.demos for part in minibatches(run, batch)]
     assert len(parts) == 2 * count
     for epoch in (parts[:count], parts[count:]):
         assert sorted(prompt.draw for part in epoch for prompt in part.prompts) == sampled == list(range(5))
@@ -173,8 +173,8 @@ def test_minibatches_of_an_epoch_hold_each_demonstration_once(tmp_path, count):
 
 def test_rows_and_demonstrations_are_cut_side_by_side(tmp_path):
     run = run_in(tmp_path, **BOTH, optim__minibatches=4)
-    batch, step_params = batch_of(run)
-    parts = list(minibatches(run, batch, step_params))
+    batch, _ = batch_of(run)
+    parts = list(minibatches(run, batch))
     assert [len(part.rollouts) for part in parts] == [3, 3, 3, 3]
     assert sorted(len(part.demos) for part in parts) == [1, 1, 1, 2]
     assert demo_parts(run, None, 0) == [None] * 4

@@ -108,10 +108,7 @@ def test_the_losses_of_a_step_are_means_over_its_updates_of_sums_over_their_micr
     assert logged["update/micro_batches_count"] > 4
     for group in other.optimizer.param_groups:
         group["lr"] = step_params.critic_lr if group["is_critic"] else step_params.lr
-    updates = [
-        update(other, part, step_params)[0]
-        for part in minibatches(other, collect(other, step_params).batch, step_params)
-    ]
+    updates = [update(other, part, step_params)[0] for part in minibatches(other, collect(other, step_params).batch)]
     for name in ("loss/policy", "loss/kl"):
         assert logged[name] == pytest.approx(sum(stats[name].sum for stats in updates) / 4, rel=1e-6)
 

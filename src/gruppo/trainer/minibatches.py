@@ -20,7 +20,7 @@ from gruppo.trainer.stages import StepParams
 from gruppo.types import Batch, Gaussian, Likelihood, MicroBatch, Rollouts
 
 
-def minibatches(run: Run, batch: Batch, step_params: StepParams) -> Iterator[Batch]:
+def minibatches(run: Run, batch: Batch) -> Iterator[Batch]:
     """The batch cut into ``optim.minibatches`` parts, in a new order each epoch."""
     for epoch in range(run.config.optim.epochs):
         demos = demo_parts(run, batch.demos, epoch)

@@ -90,7 +90,7 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
     metrics: dict[str, float] = {}
     epochs: list[dict[str, Stat]] = [{} for _ in range(run.config.optim.epochs)]
     tried, has_moved_far = 0, False
-    for minibatch in minibatches(run, batch, step_params):
+    for minibatch in minibatches(run, batch):
         if not tried and gradients.is_due(run):
             metrics |= gradients.of_terms(run, minibatch, step_params, backward)
         update_stats, has_moved_far = update(run, minibatch, step_params)

@@ -178,11 +178,9 @@ def base_weights(module: nn.Module) -> dict[str, Tensor]:
 
     They are the tensors that compute, not copies.
     """
-    saved = module.state_dict().keys()
-    tensors = dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in saved}
     return {
         name.replace(".base_layer.", "."): tensor.detach()
-        for name, tensor in tensors.items()
+        for name, tensor in _saved(module).items()
         if not any(f".{half}." in name for half in ("lora_A", "lora_B"))
     }
 
@@ -194,8 +192,14 @@ def trained(module: nn.Module) -> dict[str, Tensor]:
 
 def module_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; of a module with adapters, what is trained alone."""
-    tensors = trained(module) if has_adapter(module) else base_weights(module)
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    # not base_weights without adapters: a network of the user's may have layers of its own that are called lora_A
+    tensors = trained(module) if has_adapter(module) else _saved(module)
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def _saved(module: nn.Module) -> dict[str, Tensor]:
+    persistent = module.state_dict().keys()
+    return dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in persistent}
 
 
 class AdaptablePolicy(Policy):
