@@ -33,6 +33,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,7 +92,8 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
     log.propagate = False  # a library that configures the root logger would print our lines twice
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    is_main_thread = threading.current_thread() is threading.main_thread()  # another one may handle no signals
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main_thread else None
     message, code = "", 0
     try:
         yield
@@ -110,7 +112,8 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
         elif isinstance(error, OSError) and error.errno is not None:
             message, code = f"{error.filename or 'the system'}: {error.strerror}. Fix that, then try again.", EXIT_USAGE
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
     if message:  # some messages have line breaks, of other libraries
         print(f"gruppo: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(code)
