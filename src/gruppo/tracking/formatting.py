@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -32,8 +30,10 @@ def percent(fraction: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:42 or 2:05:09."""
-    return re.sub("^0:0?", "", str(timedelta(seconds=round(max(seconds, 0)))))
+    """1:42 or 2:05:09; hours are not turned into days."""
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def trend(values: Sequence[float], width: int) -> str:

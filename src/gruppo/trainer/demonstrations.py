@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -80,14 +79,14 @@ class Answers:
         values = {name: own.get(name) for name in self.names}
         if not self.template:
             return replace(prompt, target=values[self.names[0]])
-        for name, value in values.items():
-            if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
-                return replace(prompt, target=None)
-            if not isinstance(value, str | int | float):
-                raise GruppoError(
-                    f"supervised.template={self.template!r} stands around texts and numbers, and the column {name!r} "
-                    f"holds {value!r:.80}. Set --supervised.column {name} in its place."
-                )
+        present = [value for value in values.values() if not (isinstance(value, float) and math.isnan(value))]
+        if len(present) < len(values) or any(value is None or value == "" for value in present):
+            return replace(prompt, target=None)
+        if other := [name for name, value in values.items() if not isinstance(value, str | int | float)]:
+            raise GruppoError(
+                f"supervised.template={self.template!r} stands around texts and numbers, and the column {other[0]!r} "
+                f"holds {values[other[0]]!r:.80}. Set --supervised.column {other[0]} in its place."
+            )
         try:
             parts = self._parts
             texts = [text + ("" if name is None else format(values[name], form or "")) for text, name, form, _ in parts]
