@@ -25,7 +25,7 @@ help:
 	@echo "make lines   restore lines of text for an OCR reader without clean images, and compare with baselines"
 	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them; JOBS=8 processes)"
 	@echo "make mutants inject known bugs whose code or test has changed, and a sample, and list the test that catches each"
-	@echo "make mutants-all  inject all of them and record those that are caught (about half an hour)"
+	@echo "make mutants-all  inject all of them and record those that are caught (about a quarter of an hour)"
 	@echo "make lint    ruff (lint and format) and mypy"
 	@echo "make bench   speed and memory, short: a step against TRL, generation, roofline, scaling; about six minutes"
 	@echo "make bench-full  the same at length, about an hour; writes docs/dev/performance.md's tables and figures"
