@@ -253,8 +253,6 @@ def test_roofline_and_scaling_print_write_and_draw(tmp_path: Path, capsys: pytes
     reported = written(tmp_path, "scaling")["measured"]
     one, two = reported["points"]["prompt length"]
     assert one["prompt_tokens"] < two["prompt_tokens"]
-    apart = scaling.in_own_process(scaling.SERIES[0].specs()[1] | reported["common"])
-    assert apart["prompt_tokens"] == two["prompt_tokens"] and apart["peak_gb"] > 0
     printed = capsys.readouterr().out
     assert "forward, backward" in printed and "off the line" in printed
 

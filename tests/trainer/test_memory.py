@@ -165,13 +165,12 @@ def gradients(run: Run) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in run.parameters])
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("who", "kind", "error"),
+    ("compute", "who", "kind", "error"),
     [
-        ("policy", SHARED, RuntimeError(CPU_SAYS)),
-        ("policy", SEPARATE, torch.OutOfMemoryError("CUDA out of memory.")),
-        ("critic", SEPARATE, MemoryError()),
+        ("float32", "policy", SHARED, RuntimeError(CPU_SAYS)),
+        ("bfloat16", "policy", SEPARATE, torch.OutOfMemoryError("CUDA out of memory.")),
+        ("bfloat16", "critic", SEPARATE, MemoryError()),
     ],
 )
 def test_what_did_not_fit_is_done_again_in_smaller_micro_batches_and_nothing_counts_twice(
