@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 TORCH_INDEX ?=
 RESULTS ?= build/bench
 VLLM_PYTHON ?=
@@ -23,7 +23,7 @@ help:
 	@echo "make digits  train an image model from scratch, then make its files smaller by GRPO; a judge compares them"
 	@echo "make photos  restore real photographs, then make their files smaller by GRPO, and compare with baselines"
 	@echo "make lines   restore lines of text for an OCR reader without clean images, and compare with baselines"
-	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them; JOBS=8 processes, 3 by default: tests also wait for children)"
+	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them; JOBS=8 processes)"
 	@echo "make mutants inject known bugs whose code or test has changed, and a sample, and list the test that catches each"
 	@echo "make mutants-all  inject all of them and record those that are caught (about a quarter of an hour)"
 	@echo "make lint    ruff (lint and format) and mypy"
