@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from gruppo.config.options import flag
@@ -10,8 +11,8 @@ from gruppo.config.stages import highest, learns_from_samples, peak_lr, stage_pa
 from gruppo.core.schedules import parse_schedule
 from gruppo.types import GruppoError
 
-Rules = dict[str, object]
-"""Messages, each with the condition under which a config is refused with it; the first that holds counts."""
+Rules = Sequence[object]
+"""``condition and message`` of each refusal; the first that holds counts."""
 
 
 def check_config(config: Config) -> None:
@@ -19,9 +20,8 @@ def check_config(config: Config) -> None:
     stages = [_stage_rules(config, index) for index in range(len(config.plan))]
     sections = (_plan_rules, _batch_rules, _section_rules, *([_critic_rules] if config.objective.has_critic else []))
     for rules in (_required(config), *stages, *(section(config) for section in sections)):
-        for message, is_refused in rules.items():
-            if is_refused:
-                raise GruppoError(message)
+        if message := next(filter(None, rules), None):
+            raise GruppoError(str(message))
 
 
 def group_sizes(config: Config) -> list[int]:
@@ -37,18 +37,22 @@ def smallest_group(config: Config) -> int:
 
 
 def _required(config: Config) -> Rules:
-    return {
-        "no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set "
-        "--model.": not config.model,
-        "no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set "
-        "--data.": not config.data,
-        "no reward was given; it needs a built-in name or file.py:function. Set --reward.": (
-            not config.reward and learns_from_samples(config)
+    return [
+        not config.model
+        and ("no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set --model."),
+        not config.data
+        and (
+            "no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set "
+            "--data."
         ),
-        "both stage and stages were set; with several stages, each has its own settings. Set "
-        f"--stages.{len(config.stages) - 1}.kl-coef and the like instead of "
-        "--stage.kl-coef.": config.stages and config.stage != Stage(),
-    }
+        (not config.reward and learns_from_samples(config))
+        and ("no reward was given; it needs a built-in name or file.py:function. Set --reward."),
+        (config.stages and config.stage != Stage())
+        and (
+            "both stage and stages were set; with several stages, each has its own settings. Set "
+            f"--stages.{len(config.stages) - 1}.kl-coef and the like instead of --stage.kl-coef."
+        ),
+    ]
 
 
 def _stage_rules(config: Config, index: int) -> Rules:
@@ -57,17 +61,25 @@ def _stage_rules(config: Config, index: int) -> Rules:
     names = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef")
     coefs = [value for name in names for value in parse_schedule(getattr(stage, name), where).values]
     cons = "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
-    return {
-        f"{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its maximum "
-        "length.": not is_last and not stage.steps,
-        f"{where}.until={stage.until!r} ends the last stage, and nothing follows. Leave it out, or add a "
-        "stage.": is_last and stage.until,
-        f"{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after training. "
-        "Set --evaluation.every to the steps between "
-        "evaluations.": stage.until.strip().startswith("eval/") and not config.evaluation.is_repeated,
-        f"{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set "
-        f"{flag(where)}.rl-coef 1.": not any(value > 0 for value in coefs),
-    }
+    return [
+        (not is_last and not stage.steps)
+        and (
+            f"{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its maximum "
+            "length."
+        ),
+        (is_last and stage.until)
+        and (f"{where}.until={stage.until!r} ends the last stage, and nothing follows. Leave it out, or add a stage."),
+        (stage.until.strip().startswith("eval/") and not config.evaluation.is_repeated)
+        and (
+            f"{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after "
+            "training. Set --evaluation.every to the steps between evaluations."
+        ),
+        not any(value > 0 for value in coefs)
+        and (
+            f"{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set "
+            f"{flag(where)}.rl-coef 1."
+        ),
+    ]
 
 
 def _plan_rules(config: Config) -> Rules:
@@ -75,16 +87,28 @@ def _plan_rules(config: Config) -> Rules:
     plan, steps = config.plan, sum(stage.steps for stage in config.plan)
     last, is_open = stage_path(config, len(plan) - 1), not plan[-1].steps
     column, is_used = config.prompts.difficulty_column, any(v < 1 for v in values_of(config, "difficulty"))
-    return {
-        f"the stages before the last have {steps} steps and the run {config.steps}, which leaves the last none. Set "
-        f"--steps above {steps}, or fewer in {flag(stage_path(config, 0))}.steps.": is_open and steps >= config.steps,
-        f"the stages have {steps} steps and the run {config.steps}. Set --steps {steps}, or --{last}.steps 0 for a "
-        "last stage that lasts to the end.": not is_open and steps != config.steps,
-        "a stage samples the easiest prompts (its difficulty is below 1), but no column says which they are. Set "
-        "--prompts.difficulty-column to a column of numbers, higher is harder.": is_used and not column,
-        f"prompts.difficulty_column={column!r} has no effect while every stage's difficulty is 1. Set "
-        "--stage.difficulty, such as linear:0.2,1, or leave --prompts.difficulty-column out.": column and not is_used,
-    }
+    return [
+        (is_open and steps >= config.steps)
+        and (
+            f"the stages before the last have {steps} steps and the run {config.steps}, which leaves the last none. "
+            f"Set --steps above {steps}, or fewer in {flag(stage_path(config, 0))}.steps."
+        ),
+        (not is_open and steps != config.steps)
+        and (
+            f"the stages have {steps} steps and the run {config.steps}. Set --steps {steps}, or --{last}.steps 0 for a "
+            "last stage that lasts to the end."
+        ),
+        (is_used and not column)
+        and (
+            "a stage samples the easiest prompts (its difficulty is below 1), but no column says which they are. Set "
+            "--prompts.difficulty-column to a column of numbers, higher is harder."
+        ),
+        (column and not is_used)
+        and (
+            f"prompts.difficulty_column={column!r} has no effect while every stage's difficulty is 1. Set "
+            "--stage.difficulty, such as linear:0.2,1, or leave --prompts.difficulty-column out."
+        ),
+    ]
 
 
 def _batch_rules(config: Config) -> Rules:
@@ -98,35 +122,55 @@ def _batch_rules(config: Config) -> Rules:
         if getattr(objective, name) == value
     ]
     limits = {"optim.stop_kl": optim.stop_kl, "objective.kl_mask": objective.kl_mask}
-    return {
-        "rollout.stop has an empty string, which ends every completion at once. Leave it out.": "" in rollout.stop,
-        f"rollout.max_group_size={largest} has no effect: groups grow only with --rollout.first-samples. Set it, or "
-        "leave --rollout.max-group-size out.": largest and not first,
-        f"rollout.first_samples={first} is out of range; it needs at least 2, for a spread, and fewer than the "
-        f"{min(sizes)} samples of rollout.group_size, to leave some to grow by. Set --rollout.first-samples "
-        "2.": first and not 2 <= first < min(sizes),
-        f"rollout.max_group_size={largest} is below rollout.group_size={max(sizes)}: the budget of prompts x "
-        f"group_size could never be spent. Set --rollout.max-group-size {max(sizes)} or more, or 0 for twice "
-        "that.": largest and largest < max(sizes),
-        f"rollout.refill_by={rollout.refill_by!r} has no effect while rollout.refill_rounds=0. Set "
-        "--rollout.refill-rounds 1 or more, or leave --rollout.refill-by "
-        "out.": rollout.refill_by and not rollout.refill_rounds and not first,
-        f"rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards, which a group of one always "
-        "has. Set --rollout.group-size 2 or more, or --rollout.refill-rounds "
-        "0.": rollout.refill_rounds and smallest_group(config) < 2,
-        **{
-            f"{name}={getattr(objective, name)!r} compares the rows of a step, but rollout.prompts=1 with rollout."
-            "group_size=1 has one, whose advantage is always 0. Set --rollout.prompts 2 or more.": rows == 1
+    return [
+        "" in rollout.stop and ("rollout.stop has an empty string, which ends every completion at once. Leave it out."),
+        (largest and not first)
+        and (
+            f"rollout.max_group_size={largest} has no effect: groups grow only with --rollout.first-samples. Set it, "
+            "or leave --rollout.max-group-size out."
+        ),
+        (first and not 2 <= first < min(sizes))
+        and (
+            f"rollout.first_samples={first} is out of range; it needs at least 2, for a spread, and fewer than the "
+            f"{min(sizes)} samples of rollout.group_size, to leave some to grow by. Set --rollout.first-samples 2."
+        ),
+        (largest and largest < max(sizes))
+        and (
+            f"rollout.max_group_size={largest} is below rollout.group_size={max(sizes)}: the budget of prompts x "
+            f"group_size could never be spent. Set --rollout.max-group-size {max(sizes)} or more, or 0 for twice that."
+        ),
+        (rollout.refill_by and not rollout.refill_rounds and not first)
+        and (
+            f"rollout.refill_by={rollout.refill_by!r} has no effect while rollout.refill_rounds=0. Set "
+            "--rollout.refill-rounds 1 or more, or leave --rollout.refill-by out."
+        ),
+        (rollout.refill_rounds and smallest_group(config) < 2)
+        and (
+            f"rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards, which a group of one "
+            "always has. Set --rollout.group-size 2 or more, or --rollout.refill-rounds 0."
+        ),
+        *(
+            rows == 1
+            and (
+                f"{name}={getattr(objective, name)!r} compares the rows of a step, but rollout.prompts=1 with "
+                "rollout.group_size=1 has one, whose advantage is always 0. Set --rollout.prompts 2 or more."
+            )
             for name in over_batch
-        },
-        f"optim.minibatches={optim.minibatches} is more than the {rows} rows of a step. Set --optim.minibatches {rows} "
-        "or less.": optim.minibatches > rows,
-        **{
-            f"{name}={value:g} has no effect: a batch has one update, before which the KL to the old policy is 0. Set "
-            f"--optim.epochs 2 or more, or {flag(name)} 0.": value and config.updates_per_batch == 1
+        ),
+        optim.minibatches > rows
+        and (
+            f"optim.minibatches={optim.minibatches} is more than the {rows} rows of a step. Set --optim.minibatches "
+            f"{rows} or less."
+        ),
+        *(
+            (value and config.updates_per_batch == 1)
+            and (
+                f"{name}={value:g} has no effect: a batch has one update, before which the KL to the old policy is 0. "
+                f"Set --optim.epochs 2 or more, or {flag(name)} 0."
+            )
             for name, value in limits.items()
-        },
-    }
+        ),
+    ]
 
 
 def _section_rules(config: Config) -> Rules:
@@ -135,42 +179,83 @@ def _section_rules(config: Config) -> Rules:
     default = Config()  # a section that equals its default was not set, or to no effect
     is_set = {field.name for field in fields(Config) if getattr(config, field.name) != getattr(default, field.name)}
     demonstrates = highest(config, "sup_coef") > 0
-    return {
-        f"lora.adapter={lora.adapter!r} has its own rank, alpha and targets. Leave the other --lora options out, or "
-        "leave --lora.adapter out for a new adapter.": lora.adapter and lora != LoraConfig(adapter=lora.adapter),
-        "lora.alpha or lora.targets was set, but lora.rank=0 trains all weights without an adapter. Set --lora.rank "
-        "16, or leave the --lora options out.": "lora" in is_set and not lora.rank and not lora.adapter,
-        f"back_off.metric={back_off.metric!r} is only measured before and after training. Set --evaluation.every to "
-        "the steps between evaluations.": back_off.metric.startswith("eval/") and not config.evaluation.is_repeated,
-        f"supervised.template={supervised.template!r} names its columns itself, so supervised.column="
-        f"{supervised.column!r} has no effect. Leave one of them out.": supervised.template and supervised.column,
-        f"optim.minibatches={optim.minibatches} is more than supervised.batch={supervised.batch}, which leaves some "
-        "updates without a demonstration. Set --supervised.batch to that or "
-        "more.": demonstrates and optim.minibatches > supervised.batch,
-        "demonstrations were set, but no stage's sup_coef is above 0. Set --stages supervised:50,full or "
-        "--stage.sup-coef 1, or leave the --supervised options out.": "supervised" in is_set and not demonstrates,
-        "back_off was set without a metric. Set --back-off.metric eval/reward_mean, or leave the --back-off options "
-        "out.": "back_off" in is_set and not back_off.metric,
-        "environment options were set without a function that replies. Set --environment.reply file.py:function, or "
-        "leave the --environment options out.": "environment" in is_set and not config.environment.reply,
-        f"a critic was set, but objective.baseline={config.objective.baseline!r} uses none. Set --objective ppo, or "
-        "leave the --critic options out.": "critic" in is_set and not config.objective.has_critic,
-    }
+    return [
+        (lora.adapter and lora != LoraConfig(adapter=lora.adapter))
+        and (
+            f"lora.adapter={lora.adapter!r} has its own rank, alpha and targets. Leave the other --lora options out, "
+            "or leave --lora.adapter out for a new adapter."
+        ),
+        ("lora" in is_set and not lora.rank and not lora.adapter)
+        and (
+            "lora.alpha or lora.targets was set, but lora.rank=0 trains all weights without an adapter. Set "
+            "--lora.rank 16, or leave the --lora options out."
+        ),
+        (back_off.metric.startswith("eval/") and not config.evaluation.is_repeated)
+        and (
+            f"back_off.metric={back_off.metric!r} is only measured before and after training. Set --evaluation.every "
+            "to the steps between evaluations."
+        ),
+        (supervised.template and supervised.column)
+        and (
+            f"supervised.template={supervised.template!r} names its columns itself, so "
+            f"supervised.column={supervised.column!r} has no effect. Leave one of them out."
+        ),
+        (demonstrates and optim.minibatches > supervised.batch)
+        and (
+            f"optim.minibatches={optim.minibatches} is more than supervised.batch={supervised.batch}, which leaves "
+            "some updates without a demonstration. Set --supervised.batch to that or more."
+        ),
+        ("supervised" in is_set and not demonstrates)
+        and (
+            "demonstrations were set, but no stage's sup_coef is above 0. Set --stages supervised:50,full or "
+            "--stage.sup-coef 1, or leave the --supervised options out."
+        ),
+        ("back_off" in is_set and not back_off.metric)
+        and (
+            "back_off was set without a metric. Set --back-off.metric eval/reward_mean, or leave the --back-off "
+            "options out."
+        ),
+        ("environment" in is_set and not config.environment.reply)
+        and (
+            "environment options were set without a function that replies. Set --environment.reply file.py:function, "
+            "or leave the --environment options out."
+        ),
+        ("critic" in is_set and not config.objective.has_critic)
+        and (
+            f"a critic was set, but objective.baseline={config.objective.baseline!r} uses none. Set --objective ppo, "
+            "or leave the --critic options out."
+        ),
+    ]
 
 
 def _critic_rules(config: Config) -> Rules:
     critic, peaks = config.critic, [peak_lr(config, index) for index in range(len(config.plan))]
     lowest = peaks.index(min(peaks))  # learning rates are not negative: the stage of 0, if there is one
     where = "optim" if config.plan[lowest].lr is None else stage_path(config, lowest)
-    return {
-        f"critic.model={critic.model!r} is a separate network, but critic.kind='shared' uses the policy's. Set "
-        "--critic.kind separate, or leave --critic.model out.": critic.kind == "shared" and critic.model,
-        f"critic.lr={critic.lr or 0:g} is relative to {where}.lr=0 and would be 0 too. Set {flag(where)}.lr above 0; "
-        "--critic.warmup-steps trains the critic alone.": critic.lr and 0 in peaks,
-        "critic.lr=0 never trains the critic, whose values stay 0. Set --critic.lr above 0, or leave it out for the "
-        f"policy's {max(peaks):g}.": critic.lr == 0 and any(peaks),
-        "stage.value_coef=0 never trains the critic, whose values stay 0. Set --stage.value-coef above 0, or a "
-        "baseline without a critic.": not highest(config, "value_coef"),
-        f"critic.warmup_steps={critic.warmup_steps} leaves the policy none of the {config.steps} steps to learn in. "
-        "Lower --critic.warmup-steps or raise --steps.": critic.warmup_steps >= config.steps,
-    }
+    return [
+        (critic.kind == "shared" and critic.model)
+        and (
+            f"critic.model={critic.model!r} is a separate network, but critic.kind='shared' uses the policy's. Set "
+            "--critic.kind separate, or leave --critic.model out."
+        ),
+        (critic.lr and 0 in peaks)
+        and (
+            f"critic.lr={critic.lr or 0:g} is relative to {where}.lr=0 and would be 0 too. Set {flag(where)}.lr above "
+            "0; --critic.warmup-steps trains the critic alone."
+        ),
+        (critic.lr == 0 and any(peaks))
+        and (
+            "critic.lr=0 never trains the critic, whose values stay 0. Set --critic.lr above 0, or leave it out for "
+            f"the policy's {max(peaks):g}."
+        ),
+        not highest(config, "value_coef")
+        and (
+            "stage.value_coef=0 never trains the critic, whose values stay 0. Set --stage.value-coef above 0, or a "
+            "baseline without a critic."
+        ),
+        critic.warmup_steps >= config.steps
+        and (
+            f"critic.warmup_steps={critic.warmup_steps} leaves the policy none of the {config.steps} steps to learn "
+            "in. Lower --critic.warmup-steps or raise --steps."
+        ),
+    ]
