@@ -23,10 +23,7 @@ from gruppo.data.digits import labelled_images
 from gruppo.data.source import IndexedSource
 from gruppo.modalities.diffusion import ClassLabels, DenoiserPolicy, DenoisingUNet, FlowSchedule
 from gruppo.trainer import checkpoint, loop
-from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
-from gruppo.trainer.update import learn
-from gruppo.types import MicroBatch
 
 SHAPE, CLASSES = (3, 8, 8), 3
 DIMS = 192
@@ -108,21 +105,6 @@ def trained(folder: Path, **changes: Any) -> Path:
 def parts_of(chosen: Config) -> Parts:
     """The data as an object, where they have no name."""
     return Parts(data=labelled() if chosen.data == IN_MEMORY else None)
-
-
-def stepped(run: Any) -> tuple[Any, dict[str, float]]:
-    """One step: its batch, and what its updates say."""
-    step_params = run.stage_schedule.step_params(run.state.step)
-    batch = collect(run, step_params).batch
-    logged = learn(run, batch, step_params)
-    run.state.step += 1
-    if run.reference is not None:
-        run.reference.update(run.policy, run.state.step)
-    return batch, logged
-
-
-def whole(rollouts: Any) -> MicroBatch:
-    return MicroBatch(torch.arange(len(rollouts)), slice(0, rollouts.mask.shape[1]))
 
 
 class Killed(BaseException):

@@ -17,10 +17,8 @@ from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.config.schema import Config
 from gruppo.trainer import checkpoint, loop
-from gruppo.trainer.collect import collect
 from gruppo.trainer.run import Run
-from gruppo.trainer.update import learn
-from gruppo.types import Batch, MicroBatch, Prompt, Rollouts
+from gruppo.types import Prompt
 
 SIDE = 24
 """Pixels a side of an image, of which a crop has 8."""
@@ -107,17 +105,6 @@ def trained(folder: Path, *, parts: Parts | None = None, **changes: Any) -> Path
     return api.start(config(folder, **changes), parts or Parts()).folder
 
 
-def stepped(run: Run) -> tuple[Batch, dict[str, float]]:
-    """One step: its batch, and what its updates say."""
-    step_params = run.stage_schedule.step_params(run.state.step)
-    batch = collect(run, step_params).batch
-    logged = learn(run, batch, step_params)
-    run.state.step += 1
-    if run.reference is not None:
-        run.reference.update(run.policy, run.state.step)
-    return batch, logged
-
-
 def in_double(run: Run) -> Run:
     """The run in float64: policy and reference."""
     run.policy.module.double()
@@ -132,10 +119,6 @@ def gradient(run: Run) -> Tensor:
 
 def vector(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten().double() for p in module.parameters()])
-
-
-def whole(rollouts: Rollouts) -> MicroBatch:
-    return MicroBatch(torch.arange(len(rollouts)), slice(0, rollouts.mask.shape[1]))
 
 
 def stopped_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, *, after: int, **changes: Any) -> Path:

@@ -19,7 +19,11 @@ from gruppo import api
 from gruppo.build import Parts
 from gruppo.config import serialization
 from gruppo.trainer import checkpoint
+from gruppo.trainer.collect import collect
 from gruppo.trainer.loop import Stopped
+from gruppo.trainer.run import Run
+from gruppo.trainer.update import learn
+from gruppo.types import Batch, MicroBatch, Rollouts
 
 CLOCKED = ("time/", "mem/", "rate/")
 """Metrics that no two runs share."""
@@ -108,3 +112,19 @@ class Signalling:
             if not self.swallows:
                 raise
         return tiny.digits(completions)
+
+
+def stepped(run: Run) -> tuple[Batch, dict[str, float]]:
+    """One step: its batch, and the metrics of its updates."""
+    step_params = run.stage_schedule.step_params(run.state.step)
+    batch = collect(run, step_params).batch
+    logged = learn(run, batch, step_params)
+    run.state.step += 1
+    if run.reference is not None:
+        run.reference.update(run.policy, run.state.step)
+    return batch, logged
+
+
+def whole(rollouts: Rollouts) -> MicroBatch:
+    """One micro-batch of all rows and columns."""
+    return MicroBatch(torch.arange(len(rollouts)), slice(0, rollouts.mask.shape[1]))

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tests import processes, tiny
 from tests.trainer import diffusion_runs
-from tests.trainer.diffusion_runs import built, reward, stepped
-from tests.trainer.runs import metrics
+from tests.trainer.diffusion_runs import built, reward
+from tests.trainer.runs import metrics, stepped
 
 from gruppo import api, inference
 from gruppo.api import explain

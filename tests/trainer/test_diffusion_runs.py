@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.trainer import diffusion_runs
-from tests.trainer.diffusion_runs import DIMS, built, stepped, stopped_and_resumed, trained, whole
-from tests.trainer.runs import metrics, newest, tensors
+from tests.trainer.diffusion_runs import DIMS, built, stopped_and_resumed, trained
+from tests.trainer.runs import metrics, newest, stepped, tensors, whole
 
 from gruppo import api
 from gruppo.core.kl import gaussian_kl

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.trainer import restoration_runs
-from tests.trainer.restoration_runs import built, here, stepped, trained
-from tests.trainer.runs import metrics
+from tests.trainer.restoration_runs import built, here, trained
+from tests.trainer.runs import metrics, stepped
 from torch import nn
 
 from gruppo.cli.options import parse_config

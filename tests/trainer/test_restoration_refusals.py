@@ -350,7 +350,7 @@ def test_a_reward_against_a_reference_of_a_text_model_is_refused(tmp_path):
 
 def test_a_reward_that_is_nan_costs_its_rows_and_the_run_goes_on(tmp_path):
     run = built(tmp_path, reward=[here("sometimes_nan")])
-    batch, logged = restoration_runs.stepped(run)
+    batch, logged = stepped(run)
     assert batch.rewards.isnan().tolist() == [True, False, False, False] * 2
     assert torch.equal(batch.loss_mask[:, 0], ~batch.rewards.isnan())
     assert logged["update/updates_count"] == 1 and logged["update/skipped_count"] == 0

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from tests.modalities.restoration import fakes
 from tests.trainer import restoration_runs
-from tests.trainer.restoration_runs import EACH, NETWORK, built, gradient, here, in_double, stepped, trained, vector
-from tests.trainer.runs import assert_same, metrics, newest
+from tests.trainer.restoration_runs import EACH, NETWORK, built, gradient, here, in_double, trained, vector
+from tests.trainer.runs import assert_same, metrics, newest, stepped
 from torch import Tensor
 
 from gruppo import api, inference

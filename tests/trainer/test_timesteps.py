@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests import processes
 from tests.trainer import diffusion_runs
-from tests.trainer.diffusion_runs import built, stepped, whole
-from tests.trainer.runs import metrics, weights
+from tests.trainer.diffusion_runs import built
+from tests.trainer.runs import metrics, stepped, weights, whole
 
 from gruppo import api
 from gruppo.config import serialization
