@@ -14,7 +14,7 @@ from tests import tiny
 from tests.modalities.restoration import fakes
 from tests.trainer import diffusion_runs, restoration_runs
 from tests.trainer.restoration_runs import ACTION, built, here, said_in_one_line, trained
-from tests.trainer.runs import metrics
+from tests.trainer.runs import metrics, stepped
 
 from gruppo import api, inference
 from gruppo.build import Parts
