@@ -19,11 +19,11 @@ HEAD_CHUNKS = (128, 512, 2048)
 """Tokens of a head's product: what is fastest depends on the cache, and an implementation may choose."""
 
 
-def best_seconds(call: Callable[[], object], *, seconds: float = SECONDS) -> float:
+def best_seconds(call: Callable[[], object]) -> float:
     """The shortest of as many calls as fit, three at least: what else a machine does only makes them longer."""
     call()
     best, began, calls = float("inf"), time.perf_counter(), 0
-    while calls < 3 or time.perf_counter() - began < seconds:
+    while calls < 3 or time.perf_counter() - began < SECONDS:
         before = time.perf_counter()
         call()
         _wait()
