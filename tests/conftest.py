@@ -12,10 +12,28 @@ import logging
 import hypothesis
 import pytest
 import torch
+from tests import processes
+
+from gruppo.tracking.plots import plot_run
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("gruppo", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("gruppo")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_plots():
+    """Finished runs draw nothing: a dozen plots take five times as long as a tiny run. ``plots`` draws them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gruppo.trainer.watch.plot_run", processes.no_plots)
+        yield
+
+
+@pytest.fixture
+def plots(monkeypatch):
+    """Runs of the test and of its children draw their plots when they finish."""
+    monkeypatch.setattr("gruppo.trainer.watch.plot_run", plot_run)
+    monkeypatch.setattr(processes, "draws_plots", True)
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,12 @@ _server.set_forkserver_preload(
     ]
 )
 TIMEOUT_S = 60
+draws_plots = False
+"""Whether runs of children that start now draw plots when they finish; the fixture ``plots`` sets it."""
+
+
+def no_plots(*_: Any, **__: Any) -> list[Path]:
+    return []
 
 
 @dataclass
@@ -71,7 +77,8 @@ class Child:
 def start(target: Callable[..., Any], *args: Any, folder: Path, env: Mapping[str, str] | None = None) -> Child:
     """Call ``target(*args)`` in a child, its output in files of ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    process = _server.Process(target=_child, args=(target, args, str(folder), dict(env or {})), daemon=True)
+    arguments = (target, args, str(folder), dict(env or {}), draws_plots)
+    process = _server.Process(target=_child, args=arguments, daemon=True)
     process.start()
     return Child(process, folder)
 
@@ -108,12 +115,16 @@ def ranks(count: int, target: Callable[..., Any], *args: Any, folder: Path) -> l
     ]
 
 
-def _child(target: Callable[..., Any], args: Sequence[Any], folder: str, env: Mapping[str, str]) -> None:
+def _child(target: Callable[..., Any], args: Sequence[Any], folder: str, env: Mapping[str, str], draws: bool) -> None:
     os.environ.update(env)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
     import torch
 
+    from gruppo.trainer import watch
+
     torch.set_num_threads(1)
+    if not draws:
+        watch.plot_run = no_plots
     target(*args)

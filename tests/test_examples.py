@@ -42,7 +42,7 @@ def test_ones_own_reward_trains_a_chat_model(tmp_path: Path) -> None:
 def test_a_policy_learns_to_listen_to_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does not listen finds 3 of 7."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    _, found = example("guess_the_number").main(steps=300, show=False, runs_dir=str(tmp_path))
+    _, found = example("guess_the_number").main(steps=100, optim__lr=4e-3, show=False, runs_dir=str(tmp_path))
     assert found >= 6
 
 
@@ -54,6 +54,6 @@ def test_ones_own_loop_learns_with_the_loss_alone() -> None:
 @jailed
 @pytest.mark.slow
 def test_programs_are_learned_from_their_tests_alone(tmp_path: Path) -> None:
-    result = example("programs").main(show=False, runs_dir=str(tmp_path))
+    result = example("programs").main(steps=50, optim__lr=1e-2, show=False, runs_dir=str(tmp_path))
     rewards = [row["reward/mean"] for row in metrics(result.folder)]
     assert rewards[0] < 0.05 and rewards[-1] > 0.9

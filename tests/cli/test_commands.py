@@ -72,6 +72,7 @@ def only_line(capsys: pytest.CaptureFixture[str]) -> str:
 # --- what works -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("plots")
 def test_train_resume_eval_sample_and_explain(tmp_path):
     (tmp_path / "recipes.py").write_text(
         "from pathlib import Path\nfrom tests import tiny\n\n"

@@ -191,6 +191,7 @@ def test_an_unfinished_name_gets_a_number_when_it_is_taken(tmp_path):
     assert second != first and second.startswith("x-")
 
 
+@pytest.mark.usefixtures("plots")
 @pytest.mark.parametrize("data", [tiny.rows(), [row["prompt"] for row in tiny.rows()]])
 def test_data_without_held_out_prompts_are_one_warning_and_no_evaluation(tmp_path, data, caplog):
     settings = SMALL | {"evaluation__prompts": 4, "evaluation__every": 1, "prompts__held_out_fraction": 0.0}
