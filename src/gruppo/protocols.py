@@ -109,10 +109,7 @@ class Policy:
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds: parameters and persistent buffers by name, tied weights once."""
-        persistent = self.module.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
-        tensors = dict(self.module.named_parameters()) | buffers
-        return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        return {name: tensor.detach().contiguous() for name, tensor in saved_tensors(self.module).items()}
 
     def frozen_base(self) -> dict[str, Tensor]:
         """Return the weights that never change and that no checkpoint holds, such as the base of a LoRA adapter."""
@@ -201,6 +198,12 @@ class Policy:
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Evaluate ``value_head`` before each action ("shared_critic")."""
         raise NotImplementedError(f"{type(self).__name__} has no value head.")
+
+    def _values(self, features: Float[Tensor, "N F"] | None) -> Float[Tensor, "N"]:
+        """Apply ``value_head``; None stands for the features of no action."""
+        if self.value_head is None:
+            raise GruppoError("values were requested from a policy without a value head. Set policy.value_head first.")
+        return torch.zeros(0, device=self.device) if features is None else self.value_head(features)
 
     # --- demonstrations and consistency ---
 
@@ -510,6 +513,12 @@ class PromptSource(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, tied ones once."""
+    persistent = module.state_dict().keys()
+    return dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in persistent}
 
 
 def peek(source: PromptSource, n: int = 8) -> list[Prompt]:

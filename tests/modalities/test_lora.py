@@ -14,7 +14,6 @@ from gruppo.modalities.common.adapters import read_adapter
 from gruppo.modalities.common.lora import (
     LowRank,
     adapter_weights,
-    base_of,
     base_weights,
     digest,
     has_adapter,
@@ -274,7 +273,7 @@ def test_a_merged_model_has_the_logits_of_base_and_adapter_and_no_trace_of_it():
     on, names = policy.module(IDS).logits, set(dict(llama().module.named_parameters()))
     merge(policy.module)
     torch.testing.assert_close(policy.module(IDS).logits, on, rtol=1e-10, atol=1e-10)
-    assert not has_adapter(policy.module) and base_of(policy.module) is None
+    assert not has_adapter(policy.module) and not hasattr(policy.module, "gruppo_base")
     assert set(dict(policy.module.named_parameters())) == names
     assert all(p.requires_grad for p in policy.module.parameters())
 
@@ -313,7 +312,7 @@ def test_without_peft_the_extra_is_named(monkeypatch):
 def test_a_copy_of_an_adapted_module_is_a_module_of_its_own():
     policy = adapted()
     other = copy.deepcopy(policy.module)
-    assert base_of(other) == base_of(policy.module)
+    assert other.gruppo_base == policy.module.gruppo_base
     with without_adapter(other):
         assert not torch.equal(other(IDS).logits, policy.module(IDS).logits)
 

@@ -18,7 +18,7 @@ from gruppo.core.objective import Objective
 from gruppo.core.returns import broadcast_step_values, gae, overlong_penalty, place_score, returns_to_go, whiten
 from gruppo.environments import completion_lengths
 from gruppo.rewards.scoring import RewardSet, Scores
-from gruppo.trainer.minibatches import asks_before_updates, evaluated, has_kl_in_reward
+from gruppo.trainer.minibatches import evaluated, has_kl_in_reward
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Batch, GruppoError, Rollouts
@@ -45,7 +45,9 @@ def assemble(run: Run, step_params: StepParams, rollouts: Rollouts, scores: Scor
     batch = with_advantages(run, step_params, batch, scores)
     if limit:
         batch = replace(batch, advantages=batch.advantages.clamp(-limit, limit))
-    if batch.old_logprobs is None and batch.ref is None and asks_before_updates(run):
+    is_shared = run.config.updates_per_batch > 1  # several updates then need one set of old log-probs
+    is_offloaded = run.reference is not None and run.reference.is_offloaded
+    if batch.old_logprobs is None and batch.ref is None and (is_shared or is_offloaded):
         batch = evaluated(run, batch, step_params)
     return batch
 

@@ -28,11 +28,6 @@ TERMS = {
 Backward = Callable[[Run, Batch, StepParams], Mapping[str, Stat]]
 
 
-def is_due(run: Run) -> bool:
-    every = run.config.optim.terms_every
-    return every > 0 and run.state.step % every == 0
-
-
 def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward) -> dict[str, float]:
     """``grad_norm/TERM`` and ``grad_cosine/TERM/TERM``, of what each term adds to the gradient, over all ranks.
 

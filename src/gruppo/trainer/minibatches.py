@@ -116,11 +116,6 @@ def frozen(module: nn.Module) -> Iterator[None]:
 # --- before the updates -----------------------------------------------------------------------------------------------
 
 
-def asks_before_updates(run: Run) -> bool:
-    """Whether updates need log-probs from before them, with a critic or without."""
-    return run.config.updates_per_batch > 1 or (run.reference is not None and run.reference.is_offloaded)
-
-
 def has_kl_in_reward(run: Run, step_params: StepParams) -> bool:
     return run.config.objective.kl_in == "reward" and step_params.kl_coef > 0
 

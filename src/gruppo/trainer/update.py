@@ -91,7 +91,8 @@ def learn(run: Run, batch: Batch, step_params: StepParams) -> dict[str, float]:
     epochs: list[dict[str, Stat]] = [{} for _ in range(run.config.optim.epochs)]
     tried, has_moved_far = 0, False
     for minibatch in minibatches(run, batch):
-        if not tried and gradients.is_due(run):
+        every = run.config.optim.terms_every
+        if not tried and every and run.state.step % every == 0:
             metrics |= gradients.of_terms(run, minibatch, step_params, backward)
         update_stats, has_moved_far = update(run, minibatch, step_params)
         epoch_stats = epochs[tried // run.config.optim.minibatches]
@@ -244,7 +245,16 @@ def _backward(
         if step_params.cons_coef:
             terms["cons"] = consistency_term(run, rollouts, micro_batch, inputs.weights, likelihood)
         if not step_params.is_critic_alone or "value" in terms:
-            _loss(terms, step_params).backward()
+            # While the critic learns alone, the policy's part is a number without a gradient.
+            loss = terms["policy"] if step_params.rl_coef == 1 else step_params.rl_coef * terms["policy"]
+            if step_params.entropy_coef:
+                loss = loss - step_params.entropy_coef * terms["entropy"]
+            if "kl" in terms:
+                loss = loss + step_params.kl_coef * terms["kl"]
+            if "cons" in terms:
+                loss = loss + step_params.cons_coef * terms["cons"]
+            loss = loss + step_params.value_coef * terms["value"] if "value" in terms else loss
+            loss.backward()
         if run.critic is not None and not run.critic.is_shared:  # after the policy's, whose activations are gone by now
             values = run.critic.values(rollouts, micro_batch)
             terms["value"], micro_batch_stats["value/clip_frac"] = critic_loss(values, inputs, objective)
@@ -258,18 +268,6 @@ def _backward(
         micro_batch_stats["mismatch/nats"] = Stat.of(mismatch, inputs.loss_mask)
         _accumulate(stats, micro_batch_stats)
     return stats
-
-
-def _loss(terms: Mapping[str, Tensor], step_params: StepParams) -> Tensor:
-    """The loss to minimize. While the critic learns alone, the policy's part is a number without a gradient."""
-    loss = terms["policy"] if step_params.rl_coef == 1 else step_params.rl_coef * terms["policy"]
-    if step_params.entropy_coef:
-        loss = loss - step_params.entropy_coef * terms["entropy"]
-    if "kl" in terms:
-        loss = loss + step_params.kl_coef * terms["kl"]
-    if "cons" in terms:
-        loss = loss + step_params.cons_coef * terms["cons"]
-    return loss + step_params.value_coef * terms["value"] if "value" in terms else loss
 
 
 def loss_inputs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.fakes import CHAT_TEMPLATE, END, ByteTokenizer, bpe_tokenizer, render
 
-from gruppo.modalities.text.chat import Chat, as_completion
+from gruppo.modalities.text.chat import Chat
 from gruppo.types import DataError
 
 USER = {"role": "user", "content": "abc"}
@@ -82,8 +82,3 @@ def test_a_plain_tokenizer_renders_conversations_by_its_own_function():
     assert chat.text([104, 105, END]) == "hi" and chat.text_with_specials([104, END]) == "h<end>"
     with pytest.raises(DataError, match="render="):
         Chat(ByteTokenizer(), [END], is_plain=True).encode([USER])
-
-
-def test_a_completion_has_the_form_of_its_prompt():
-    assert as_completion("yes", "question") == "yes"
-    assert as_completion("yes", [USER]) == [{"role": "assistant", "content": "yes"}]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gruppo.core.linear_head import has_hooks, is_plain_linear
 from gruppo.loading import import_extra
-from gruppo.protocols import Policy, digest
+from gruppo.protocols import Policy, digest, saved_tensors
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError
 
@@ -156,11 +156,6 @@ def has_adapter(module: nn.Module) -> bool:
     return any(map(is_adapted, module.modules()))
 
 
-def base_of(module: nn.Module) -> Base | None:
-    """Return the base below a module's adapters; None without adapters."""
-    return getattr(module, "gruppo_base", None)
-
-
 def adapter_weights(module: nn.Module, name: str = POLICY) -> dict[str, nn.Parameter]:
     """Return the parameters of one adapter under the names of peft's files: ``layers.0.q_proj.lora_A.weight``."""
     return {
@@ -180,7 +175,7 @@ def base_weights(module: nn.Module) -> dict[str, Tensor]:
     """
     return {
         name.replace(".base_layer.", "."): tensor.detach()
-        for name, tensor in _saved(module).items()
+        for name, tensor in saved_tensors(module).items()
         if not any(f".{half}." in name for half in ("lora_A", "lora_B"))
     }
 
@@ -193,13 +188,8 @@ def trained(module: nn.Module) -> dict[str, Tensor]:
 def module_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; of a module with adapters, what is trained alone."""
     # not base_weights without adapters: a network of the user's may have layers of its own that are called lora_A
-    tensors = trained(module) if has_adapter(module) else _saved(module)
+    tensors = trained(module) if has_adapter(module) else saved_tensors(module)
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
-def _saved(module: nn.Module) -> dict[str, Tensor]:
-    persistent = module.state_dict().keys()
-    return dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in persistent}
 
 
 class AdaptablePolicy(Policy):
@@ -213,7 +203,7 @@ class AdaptablePolicy(Policy):
 
     @property
     def base_sha256(self) -> str | None:
-        base = base_of(self.module)
+        base: Base | None = getattr(self.module, "gruppo_base", None)
         return None if base is None else base.sha256
 
 

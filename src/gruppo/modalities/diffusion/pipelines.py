@@ -23,7 +23,6 @@ from gruppo.modalities.common.lora import (
     POLICY,
     AdaptablePolicy,
     adapter_weights,
-    base_of,
     cast_base,
     has_adapter,
     inject_config,
@@ -274,7 +273,7 @@ class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
             and "the UNet reads its guidance as a number (a latent consistency model). Give the pipeline that it was "
             "distilled from.",
             has_adapter(network)
-            and base_of(network) is None
+            and not hasattr(network, "gruppo_base")
             and "the pipeline has LoRA weights loaded. Call its fuse_lora() and unload_lora_weights() first.",
         )
         for part in pipeline.components.values():

@@ -345,11 +345,6 @@ class DenoiserPolicy(Policy):
             _, features = self.denoiser.predict(x, times, condition, unguided, steps.group, features=True)
         return steps.scatter(self._values(features))
 
-    def _values(self, features: Float[Tensor, "N F"] | None) -> Float[Tensor, "N"]:
-        if self.value_head is None:
-            raise GruppoError("values were requested from a policy without a value head. Set policy.value_head first.")
-        return torch.zeros(0, device=self.device) if features is None else self.value_head(features)
-
     # --- demonstrations -----------------------------------------------------------------------------------------------
 
     def check_demonstration(self, prompt: Prompt) -> str | None:

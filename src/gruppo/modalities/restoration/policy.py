@@ -296,11 +296,7 @@ class RestorationPolicy(Policy):
             images = x.to(self.compute_dtype)
             images = images if base is None else torch.cat([images, base.to(images)], dim=1)
             features = to_columns(torch.cat([images, images.square()], dim=1), self.patches).mean(dim=(-2, -1))
-            if self.value_head is None:
-                raise GruppoError(
-                    "values were requested from a policy without a value head. Set policy.value_head first."
-                )
-            each = self.value_head(features.flatten(0, 1)).reshape(features.shape[:2])  # [P, T]
+            each = self._values(features.flatten(0, 1)).reshape(features.shape[:2])  # [P, T]
             values = torch.where(mask, each[group][:, cols], 0)
         wants_entropy = "entropy" in outputs or "entropy_value" in outputs
         return Likelihood(

@@ -14,11 +14,6 @@ _PLACEHOLDER = "gruppo5spoke5here"
 """Stands for the assistant's turn where only the text that a template writes behind it is needed."""
 
 
-def as_completion(text: str, inputs: Any) -> Any:
-    """Return a completion in the form of its prompt: a string for a string, messages for messages."""
-    return text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]
-
-
 class Chat:
     """A tokenizer and its way of writing conversations.
 

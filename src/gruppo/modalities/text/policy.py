@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gruppo.core.distributions import chunked_categorical
 from gruppo.modalities.common.lora import AdaptablePolicy
 from gruppo.modalities.text.backbones import Backbone
-from gruppo.modalities.text.chat import Chat, answer_ids, as_completion, target_text
+from gruppo.modalities.text.chat import Chat, answer_ids, target_text
 from gruppo.modalities.text.generation import Generated, append_turns, cut_at_stop, generate, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
@@ -176,19 +176,19 @@ class TextPolicy(AdaptablePolicy):
                 batches.append([])
             batches[-1].append(request)
         self.refresh()
-        return Rollouts.cat([self._sample(batch, sampling, seed) for batch in batches])
-
-    def _sample(self, requests: Sequence[Request], sampling: Sampling, seed: int) -> Rollouts:
-        prompts = [torch.tensor(self.chat.encode(r.prompt.inputs), device=self.device) for r in requests]
-        owners = torch.tensor([p for p, r in enumerate(requests) for _ in range(r.size)])
-        addresses = [(r.prompt.draw, r.first + i) for r in requests for i in range(r.size)]
-        uniforms = torch.stack([uniforms_at(seed, draw, i, sampling.max_actions) for draw, i in addresses])
-        with torch.no_grad():
-            decoding = self.backbone.start(prompts, owners.to(self.device))
-            generated = generate(decoding, uniforms, sampling, self.chat)
-        ids = [row[:length].tolist() for row, length in zip(generated.tokens, generated.lengths, strict=True)]
-        texts = [cut_at_stop(self.chat.text(row), sampling.stop) for row in ids]
-        return _rollouts([r.prompt for r in requests], owners, prompts, generated, texts, sampling)
+        parts = []
+        for batch in batches:
+            encoded = [torch.tensor(self.chat.encode(r.prompt.inputs), device=self.device) for r in batch]
+            owners = torch.tensor([p for p, r in enumerate(batch) for _ in range(r.size)])
+            addresses = [(r.prompt.draw, r.first + i) for r in batch for i in range(r.size)]
+            uniforms = torch.stack([uniforms_at(seed, draw, i, sampling.max_actions) for draw, i in addresses])
+            with torch.no_grad():
+                decoding = self.backbone.start(encoded, owners.to(self.device))
+                generated = generate(decoding, uniforms, sampling, self.chat)
+            ids = [row[:length].tolist() for row, length in zip(generated.tokens, generated.lengths, strict=True)]
+            texts = [cut_at_stop(self.chat.text(row), sampling.stop) for row in ids]
+            parts.append(_rollouts([r.prompt for r in batch], owners, encoded, generated, texts, sampling))
+        return Rollouts.cat(parts)
 
     def continue_rollouts(
         self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, *, seed: int, max_reply_tokens: int = 256
@@ -256,11 +256,6 @@ class TextPolicy(AdaptablePolicy):
         place = (row.to(self.device), column.to(self.device))
         return _scatter(self._values(features), place, micro_batch.of(rollouts.mask).shape)
 
-    def _values(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N"]:
-        if self.value_head is None:
-            raise GruppoError("values are requested of a policy without a value head. Set policy.value_head first.")
-        return self.value_head(features)
-
     def _action_features(self, rollouts: Rollouts, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Features [N, F] at the position before each action, and the row and column of each action."""
         self.refresh()
@@ -318,13 +313,15 @@ def _rollouts(
     """Collect rows and their texts into a batch; each row belongs to the prompt that owns it, an index."""
     rows, columns = len(owners), max(int(generated.lengths.max()), 1)
     mask = torch.arange(columns) < generated.lengths[:, None]
+    is_text = [isinstance(prompts[owner].inputs, str) for owner in owners.tolist()]
+    forms = zip(texts, is_text, strict=True)  # a completion has the form of its prompt
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=owners,
         actions=generated.tokens[:, :columns],
         mask=mask,
         lengths=generated.lengths,
-        completions=tuple(as_completion(t, prompts[o].inputs) for t, o in zip(texts, owners.tolist(), strict=True)),
+        completions=tuple(text if plain else [{"role": "assistant", "content": text}] for text, plain in forms),
         sampler_logprobs=torch.where(mask, generated.logprobs[:, :columns], 0),
         policy_version=torch.zeros(rows, columns, dtype=torch.long),
         temperature=torch.full((rows,), float(sampling.temperature)),
