@@ -41,7 +41,7 @@ class _PolicyLoss(nn.Module):
     def __init__(self, objective: Objective, **coefficients: float) -> None:
         super().__init__()
         self.objective = objective
-        for name, value in coefficients.items():
+        for name, value in coefficients.items():  # written so that NaN fails
             if not 0 <= value < math.inf:
                 raise GruppoError(f"{name}={value} is out of range; it needs a finite number from 0. Use 0 for none.")
             setattr(self, name, value)
@@ -141,6 +141,7 @@ class GRPOLoss(_PolicyLoss):
             )
         if self.kl_beta > 0 and reference_logprobs is None:
             raise GruppoError(f"kl_beta={self.kl_beta:g} needs reference_logprobs. Pass them, or set kl_beta=0.")
+        # A failed reward is no reward of 0: its row is left out of the mean, as in training.
         is_scored = rewards.isfinite()
         loss_mask, logprobs = mask & is_scored[:, None], policy_logprobs.reshape(mask.shape)
         old = (policy_logprobs if old_policy_logprobs is None else old_policy_logprobs).detach().reshape(mask.shape)
@@ -285,7 +286,7 @@ def _rows(
             f"rewards are {list(rewards.shape)} for {rows} rows; they need [prompts, group], prompt after prompt. For "
             f"groups of other sizes pass rewards [{rows}] and group_ids [{rows}]."
         )
-    if group_ids is None:
+    if group_ids is None:  # prompt after prompt: a row of rewards is a group
         group_ids = torch.arange(len(rewards), device=rewards.device).repeat_interleave(rewards.shape[1])
     _check_shapes(rewards.flatten(), group_ids=group_ids)
     rewards = rewards.detach().flatten()

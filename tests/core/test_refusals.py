@@ -57,7 +57,7 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
             r"correction_low=3, correction_high=3: .*--objective\.correction-low 0",
         ),
         ({"baseline": "critic"}, r"not credit='outcome'. Set --objective\.credit return_to_go"),
-        (CRITIC | {"scale": "group"}, r"scale='group' of rewards does not fit. Set --objective\.scale none"),
+        (CRITIC | {"scale": "group"}, r"scale='group' does not fit. Set --objective\.scale none"),
         (CRITIC | {"combine": "normalize_then_sum"}, r"before a critic can learn them. Set --objective\.combine sum"),
         ({"gamma": 0.9}, r"gamma=0\.9 discounts nothing under credit='outcome'. Set --objective\.credit return_to_go"),
         ({"credit": "position", "scale": "prompt"}, r"credit='position' has no .*scale='prompt'. Set"),
@@ -74,7 +74,7 @@ CRITIC = {"baseline": "critic", "credit": "return_to_go", "scale": "none"}
         ({"kl_in": "reward"}, r"kl_in='reward' needs kl='k1'.*kl='k3'"),
         (
             {"kl_in": "reward", "kl": "k1", "combine": "normalize_then_sum"},
-            r"would normalize the KL, and kl_coef with it, away. Set",
+            r"would normalize away the KL and kl_coef. Set",
         ),
     ],
 )

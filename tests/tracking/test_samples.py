@@ -187,7 +187,7 @@ def test_a_sheet_that_cannot_be_drawn_costs_a_line_and_no_run(tmp_path, caplog, 
     monkeypatch.setattr(samples, "draw", fails)
     with caplog.at_level(logging.WARNING, "gruppo"):
         SamplesFile(tmp_path).log_samples(3, [row(1, 1)])
-    assert "the images of step 3 cannot be drawn: ZeroDivisionError: oops" in caplog.text
+    assert "images of step 3 cannot be drawn: ZeroDivisionError: oops" in caplog.text
     assert lines_of(tmp_path)[0]["completion"] == "float32 [1, 28, 28]"
 
 

@@ -422,7 +422,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a brace that is not closed": (ALONE | {"supervised__template": "<{answer>"}, r"is not understood .*in braces, as"),
     "a brace without a name": (ALONE | {"supervised__template": "<{}>"}, r"a brace without a column's name"),
-    "a format that does not fit": (ALONE | {"supervised__template": "{answer:.2f}"}, r"cannot be filled with"),
+    "a format that does not fit": (ALONE | {"supervised__template": "{answer:.2f}"}, r"does not fit"),
     "a template and a column": (
         ALONE | {"supervised__template": "{answer}", "supervised__column": "answer"},
         r"names its columns itself.*Leave one of them out",

@@ -77,6 +77,7 @@ def group_advantages(
     """
     state = dict(state or {})
     scored = rewards.isfinite()
+    # Rewards that are not finite count as 0 in sums and not at all in counts, so that no NaN reaches a statistic.
     r = torch.where(scored, rewards, 0).double()
     owners = torch.arange(len(rewards), device=rewards.device) if owners is None else owners
     count = group_sum(scored.double(), group_ids)
@@ -88,14 +89,14 @@ def group_advantages(
         if prompt_ids is None:
             raise ValueError("baseline='prompt' and scale='prompt' need prompt_ids, one for each group.")
         local = [[prompt, rewards[(group_ids == g) & scored].tolist()] for g, prompt in enumerate(prompt_ids)]
-        updated = dict(
-            state.get("prompts", {})
-        )  # lists are replaced, never changed: a checkpoint may hold the old ones
+        updated = dict(state.get("prompts", {}))
+        # Lists are replaced, never changed: a checkpoint may hold the old ones. Every rank adds the rows of all ranks.
         for prompt, new in (pair for rank in all_gather(local) for pair in rank):
             updated[prompt] = [*updated.get(prompt, ()), *new][-PROMPT_HISTORY:]
         state["prompts"] = updated
         history = [torch.tensor(updated[prompt], dtype=torch.float64) for prompt in prompt_ids]
 
+    # The baseline of each row.
     if baseline == "none":
         base = torch.zeros_like(r)
     elif baseline == "mean":
@@ -120,6 +121,7 @@ def group_advantages(
         is_one_sample = group_max(owners, group_ids) == -group_max(-owners, group_ids)
         silent = silent | (has_no_spread(rewards, group_ids) | is_one_sample)[group_ids]
 
+    # The scale: its standard deviation, and the magnitude whose rounding error it has to exceed.
     if scale != "none":
         if scale == "group":
             std, magnitude = group_std(rewards, group_ids)[group_ids], torch.zeros_like(r)  # has_no_spread decides

@@ -106,6 +106,7 @@ def _sample_logits(logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]) -
         mass = torch.cat([mass, p[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
     mass = mass.double()
     block, remainder = _invert_cdf(mass, uniforms.to(mass) * mass.sum(dim=-1))
+    # Within the block the search goes on with what remains of the uniform.
     columns = block[:, None] * CDF_BLOCK + torch.arange(CDF_BLOCK, device=p.device)  # [N, CDF_BLOCK]
     within = p.gather(-1, columns.clamp(max=vocabulary - 1)).masked_fill(columns >= vocabulary, 0).double()
     column, _ = _invert_cdf(within, remainder)

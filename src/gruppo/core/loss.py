@@ -60,6 +60,7 @@ def policy_loss(
     if level != "token" or dims != 1:
         ratio = log_ratio(logprobs, old_logprobs, loss_mask, level=level, dims=dims)
 
+    # The surrogate of each action, unreduced. Only "vespo" reads the ratio of tokens whatever the objective's level.
     low, high = clip_range(o)
     if o.surrogate == "clip":
         per_action = surrogates.clip_surrogate(ratio, advantages, low=low, high=high, dual=o.dual_clip or None)
@@ -87,6 +88,7 @@ def policy_loss(
         "clip/low_frac": Stat.of((too_low & clips).double(), loss_mask),
     }
 
+    # Correct for a sampler whose arithmetic differs from the trainer's.
     if o.correction != "none":
         if batch.sampler_logprobs is None:
             raise GruppoError(
@@ -108,6 +110,7 @@ def policy_loss(
         stats["clip/kl_mask_frac"] = Stat.of(is_masked.double(), loss_mask)
     terms = {"policy": _weighted_sum(batch.weights, loss_mask, per_action)}
 
+    # KL to the reference: always a metric, and a term where the objective has it in the loss.
     if batch.ref is not None:
         ref_logprobs, is_exact = batch.ref.logprobs.detach(), o.kl == "exact"
         if likelihood.gaussian is not None and batch.ref.gaussian is not None:

@@ -134,17 +134,13 @@ class Objective:
             problem = f"dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}"
             raise _invalid(f"{problem}; it needs to be larger", "dual-clip 3")
         if self.correction != "none" and not (low <= 1 <= high and low < high):
-            problem = (
-                f"correction_low={low:g}, correction_high={high:g}: 1, the weight where sampler and trainer agree,"
-            )
+            problem = f"correction_low={low:g}, correction_high={high:g}: 1, the weight if sampler and trainer agree,"
             raise _invalid(f"{problem} needs to lie between them", "correction-low 0 --objective.correction-high 3")
         if self.has_critic and self.credit != "return_to_go":
             problem = f"baseline='critic' gives each action its own advantage, not credit={self.credit!r}"
             raise _invalid(problem, "credit return_to_go")
         if self.has_critic and self.scale != "none":
-            problem = (
-                f"baseline='critic' compares returns with values, which scale={self.scale!r} of rewards does not fit"
-            )
+            problem = f"baseline='critic' compares returns with values, which scale={self.scale!r} does not fit"
             raise _invalid(problem, "scale none --objective.whiten True")
         if self.has_critic and self.combine != "sum_then_normalize":
             problem = "combine='normalize_then_sum' normalizes rewards before a critic can learn them"
@@ -160,9 +156,7 @@ class Objective:
             uses = "uses no ratio" if self.surrogate == "reinforce" else "has a sequence weight of its own"
             raise _invalid(f"ratio='sequence' has no effect: surrogate={self.surrogate!r} {uses}", "ratio token")
         if self.kl_in == "reward" and self.combine == "normalize_then_sum" and self.credit == "outcome":
-            problem = (
-                "kl_in='reward' with combine='normalize_then_sum' would normalize the KL, and kl_coef with it, away"
-            )
+            problem = "kl_in='reward' with combine='normalize_then_sum' would normalize away the KL and kl_coef"
             raise _invalid(problem, "credit return_to_go or --objective.kl-in loss")
         if self.kl_in == "reward" and self.kl != "k1":
             problem = f"kl_in='reward' needs kl='k1': the gradient of kl={self.kl!r} in the reward is 37 to 125% off"
@@ -221,9 +215,7 @@ class Objective:
             raise _invalid(problem, "baseline mean --objective.scale group, or --objective.credit outcome")
         if of_rows and self.scale != "none" and self.combine == "sum_then_normalize":
             remedy = "combine normalize_then_sum" if self.credit == "return_to_go" else "scale none"
-            problem = (
-                "rewards of rows and of steps are normalized separately, and their weights in the sum divided out by"
-            )
+            problem = "rewards of rows and steps are normalized separately, and their weights in the sum divided out by"
             raise _invalid(f"{problem} scale={self.scale!r}", f"{remedy}, or --objective.credit outcome")
 
     @property

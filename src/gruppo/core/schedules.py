@@ -52,6 +52,7 @@ class Schedule:
             return self.initial
         if self.kind == "steps":
             return next((value for start, value in reversed(self.milestones) if step >= start), self.initial)
+        # Without steps of its own, a schedule spans its stage.
         left = _remaining(step, self.steps or length, self.kind)
         if left in (0, 1):  # the ends exactly: final + (initial - final) is rounded
             return self.initial if left == 1 else self.final

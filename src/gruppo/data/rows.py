@@ -65,10 +65,8 @@ def row_source(
         # some objects print their memory address, which differs from process to process
         text = json.dumps(row, default=lambda x: f"{type(x).__name__}:{re.sub(r' at 0x[0-9a-fA-F]+', '', str(x))}")
         digest.update(text.encode() + b"\n")
-    identity, indices = {"prompt_column": prompt_column, "held_out_rows": len(held_out)}, range(len(rows))
-    return IndexedSource(
-        name, seed, train, held_out, prompt_at, columns, digest.hexdigest(), identity, all_items=indices
-    )
+    identity, items = {"prompt_column": prompt_column, "held_out_rows": len(held_out)}, range(len(rows))
+    return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest.hexdigest(), identity, all_items=items)
 
 
 def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:

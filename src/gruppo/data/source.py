@@ -252,7 +252,7 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
     distinct = sorted(set(hashes))
     # of few prompts often none hashes below the fraction, and an evaluation needs at least one
     is_short = fraction > 0 and len(distinct) > 1 and distinct[0] >= fraction
-    limit = distinct[1] if is_short else fraction
+    limit = distinct[1] if is_short else fraction  # where short, the smallest hash alone is below it
     train = [index for index, x in enumerate(hashes) if x >= limit]
     if not train:
         text = "which leaves none to train on; lower --prompts.held-out-fraction, or add prompts."

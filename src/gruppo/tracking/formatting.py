@@ -54,7 +54,7 @@ def shorten(text: str, width: int) -> str:
     """At most ``width`` columns. The middle is cut out: prompts and answers say most at their ends."""
     if cell_len(text) <= width:
         return text
-    tail = (width - 1) // 3
+    tail = (width - 1) // 3  # columns, not characters: Chinese characters are two columns wide
     return set_cell_size(text, width - 1 - tail).rstrip() + "…" + set_cell_size(text[::-1], tail).rstrip()[::-1]
 
 

@@ -95,9 +95,7 @@ class SamplesFile(Tracker):
             text = 'Images are not saved: Pillow is not installed. Run: pip install "gruppo[images]"'
             return self._warn_once("Pillow", text)
         except Exception as error:  # a sheet is not worth a run
-            return self._warn_once(
-                "draw", f"the images of step {step} cannot be drawn: {type(error).__name__}: {error}"
-            )
+            return self._warn_once("draw", f"images of step {step} cannot be drawn: {type(error).__name__}: {error}")
         name = sheet_name(step, is_held_out)
         save_sheet(self.run_dir / name, sheet)
         for n, (line, line_boxes) in enumerate(zip(layout, boxes, strict=True), start=1):

@@ -62,6 +62,7 @@ def kept_actions(objective: Objective, rollouts: Rollouts, scores: Scores) -> Bo
 
 def with_advantages(run: Run, step_params: StepParams, batch: Batch, scores: Scores) -> Batch:
     """The batch with the objective's advantages, and with returns where there is a critic."""
+    # Rewards minus KL go to a critic's GAE, to single steps, to what follows each action, or to whole rows.
     objective, returns = run.config.objective, None
     assert batch.rollouts is not None
     penalty = torch.zeros(batch.loss_mask.shape)
@@ -158,12 +159,8 @@ def credit_of_steps(
     Rewards that are each normalized first have their sum normalized over the kept actions of all ranks (``whiten``),
     in place of the rows of all ranks, before the KL is subtracted.
     """
-    objective, loss_mask, rollouts, weights = (
-        run.config.objective,
-        batch.loss_mask,
-        batch.rollouts,
-        run.rewards.weight_of,
-    )
+    objective, rollouts = run.config.objective, batch.rollouts
+    loss_mask, weights = batch.loss_mask, run.rewards.weight_of
     assert rollouts is not None
     late, rewards = overlong(run.config, rollouts), rewards_of_steps(run.rewards, scores, names)
     each_apart = objective.combine == "normalize_then_sum"

@@ -92,9 +92,7 @@ class Answers:
             parts = self._parts
             texts = [text + ("" if name is None else format(values[name], form or "")) for text, name, form, _ in parts]
         except (ValueError, TypeError) as error:
-            raise GruppoError(
-                f"supervised.template={self.template!r} cannot be filled with {values!r:.80}: {error}."
-            ) from None
+            raise GruppoError(f"supervised.template={self.template!r} does not fit {values!r:.80}: {error}.") from None
         return replace(prompt, target="".join(texts))
 
 

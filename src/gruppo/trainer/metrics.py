@@ -82,6 +82,7 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
         stats["reward/overlong"] = Stat.of(overlong(run.config, rollouts))
     stats |= {f"count:{name}": Stat(1, value) for name, value in counts.items()}
     stats = dist.merge_stats(stats)
+    # From here on the statistics are those of all ranks: each rank computes the same metrics.
     metrics = flatten(stats, _METRICS) | reward_metrics(stats, scores)
     metrics |= reduced(dist.merge_stats(run.policy.batch_stats(rollouts, scores.rewards, run.sampling)))
     metrics |= {name: stats[f"count:{name}"].sum for name in counts}

@@ -75,8 +75,7 @@ class Gate:
         except (AssertionError, ValueError):
             raise GruppoError(
                 f"{where}.until={text!r} is not understood; it needs a metric, a comparison and a number, such as "
-                "'eval/reward_mean > 0.5', or a metric that is to rise and no longer does, such as "
-                "'eval/psnr flat 3'."
+                "'eval/reward_mean > 0.5', or a metric that is to rise and no longer does, such as 'eval/psnr flat 3'."
             ) from None
 
     def is_open(self, values: Sequence[float]) -> bool:

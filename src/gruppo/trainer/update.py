@@ -185,8 +185,7 @@ def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[st
     if run.state.skipped_updates >= MAX_SKIPPED_UPDATES:
         raise NumericalStop(
             f"step {step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not finite, the last one the "
-            f"{whose}'s; every save before this step is kept. Train again with a lower {option}, or try --compute "
-            "float32."
+            f"{whose}'s; every save before this step is kept. Train again with a lower {option}, or --compute float32."
         )
     return stats | {"update/skipped": Stat(1, 1.0)}
 

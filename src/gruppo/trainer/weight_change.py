@@ -27,6 +27,7 @@ class Moved:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         trained = [p for group in optimizer.param_groups if group["lr"] > 0 for p in group["params"]]
         self._parameters = [parameter for parameter in trained if parameter.grad is not None]
+        # Only weights with a gradient: most embeddings of a batch have none, and rightly stay.
         self._moves = [spread_sample(parameter.grad) != 0 for parameter in self._parameters]
         self._before = [spread_sample(parameter).clone() for parameter in self._parameters]
 

@@ -747,7 +747,7 @@ def test_a_network_of_another_shape_is_refused():
             return super().forward(x, times, labels)[:, :1]
 
     policy = DenoiserPolicy(Halves(), SHAPE, condition=ClassLabels(3))
-    with pytest.raises(GruppoError, match=r"returned \[2, 1, 4, 4\] for states of shape \[2, 2, 4, 4\]"):
+    with pytest.raises(GruppoError, match=r"returned \[2, 1, 4, 4\] for states \[2, 2, 4, 4\]"):
         policy.sample(requests(2), DiffusionSampling(), seed=0)
 
 

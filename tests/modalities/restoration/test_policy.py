@@ -578,7 +578,7 @@ def test_choices_that_leave_nothing_to_learn_are_refused():
 def test_a_grid_that_patches_do_not_divide_is_refused():
     with pytest.raises(GruppoError, match="the action's grid of 3 x 3 cannot be cut into 2 x 2"):
         policy_of(BandGains(grid=3), patches=2)
-    with pytest.raises(GruppoError, match=r"std=0 is no scale of 3 numbers"):
+    with pytest.raises(GruppoError, match=r"std=0 does not fit 3 numbers"):
         PixelNoise(std=0)
 
 

@@ -193,7 +193,7 @@ def test_weights_that_would_be_random_are_counted(folder):
 def test_a_tokenizer_without_encode_or_decode_is_refused(lacks):
     tokenizer = type("Mute", (), {"encode": lambda self, text: [1], "decode": lambda self, ids: ""})
     delattr(tokenizer, lacks)
-    with pytest.raises(GruppoError, match=f"a Mute, has no method {lacks}"):
+    with pytest.raises(GruppoError, match=f"a Mute has no method {lacks}"):
         from_module(TinyGPT(), tokenizer(), eos_ids=[END])
 
 

@@ -73,8 +73,7 @@ class Adapter:
             sha256 = inject_config(module, self.config, base=base)
             if self.base is not None and self.base.sha256 != sha256:
                 problem = (
-                    f"it was trained on weights with SHA-256 {self.base.sha256[:16]}..., and these have "
-                    f"{sha256[:16]}..."
+                    f"it was trained on weights with SHA-256 {self.base.sha256[:16]}..., these have {sha256[:16]}..."
                 )
         if problem:
             made_for = f" Its base is {self.base_names[0]!r}." if self.base_names else ""
@@ -84,9 +83,7 @@ class Adapter:
             )
         if base and self.base_names and base not in self.base_names:
             same = "whose weights are the same" if self.base else "whose layers have the same shapes"
-            log.warning(
-                "the adapter %s was made for %s and is put on %s, %s.", self.folder, self.base_names[0], base, same
-            )
+            log.warning("the adapter %s is for %s and is put on %s, %s.", self.folder, self.base_names[0], base, same)
         parameters = adapter_weights(module)
         if odd := sorted(parameters.keys() ^ self.weights.keys()):
             raise GruppoError(

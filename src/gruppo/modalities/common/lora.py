@@ -112,8 +112,7 @@ def check_adaptable(module: nn.Module) -> None:
     """Refuse a module that has an adapter already or whose layers are not known by name."""
     if has_adapter(module):
         raise GruppoError(
-            "the model already has an adapter, and lora.rank adds another. Leave --lora.rank out to train the existing "
-            "one."
+            "the model already has an adapter, and lora.rank adds another. Leave --lora.rank out to train that one."
         )
     if not callable(getattr(module, "get_output_embeddings", None)):
         raise GruppoError(

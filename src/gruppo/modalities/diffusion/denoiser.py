@@ -189,9 +189,7 @@ class Denoiser:
             prediction = self.call.predict(self.module, x, times, condition)
         if not isinstance(prediction, Tensor) or prediction.shape != x.shape:
             got = list(prediction.shape) if isinstance(prediction, Tensor) else type(prediction).__name__
-            raise GruppoError(
-                f"the network returned {got} for states of shape {list(x.shape)}. Return a tensor of that shape."
-            )
+            raise GruppoError(f"the network returned {got} for states {list(x.shape)}. Return a tensor of that shape.")
         pooled = self.call.pool(outputs[0]) if features else prediction.new_zeros(len(x), 0)
         if len(guided):
             scale = (guidance.to(prediction)[guided] - 1).reshape(-1, *[1] * (len(shape) - 1))

@@ -138,12 +138,10 @@ class DiffusionModality(Modality):
         policy.check_sampling(policy.check_sampling(sampling))
         policy.check_sampling(sampling.greedy())
         first = peek(data)
-        refused = [policy.check_prompt(prompt, None) for prompt in first]  # type: ignore[arg-type]
-        if all(refused):
+        errors = [policy.check_prompt(prompt, None) for prompt in first]  # type: ignore[arg-type]
+        if all(errors):
             hint = " Put captions.jsonl or a .txt file beside each image." if is_pipeline(config.model) else ""
-            raise DataError(
-                f"none of the first {len(first)} prompts of {config.data!r} can be used: {refused[0]}{hint}"
-            )
+            raise DataError(f"none of the first {len(first)} prompts of {config.data!r} can be used: {errors[0]}{hint}")
         shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
         shape = tuple(policy.denoiser.codec.image_shape)
         if shapes and shape not in shapes:

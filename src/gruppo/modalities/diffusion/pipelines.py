@@ -176,9 +176,7 @@ class CaptionEncoder:
     def __init__(self, architecture: StableDiffusion, settings: PipelineSettings) -> None:
         self.dropped = settings.dropped if architecture.has_guidance else 0.0
         if not 0 <= self.dropped < 1:
-            raise GruppoError(
-                f"dropped={self.dropped} is out of range; it needs 0 <= dropped < 1. Use 0.1 for guidance."
-            )
+            raise GruppoError(f"dropped={self.dropped} is out of the range [0, 1). Use 0.1 for guidance.")
         # The pipelines differ in what their ``encode_prompt`` takes.
         options: dict[str, Any] = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
         options |= {"num_images_per_prompt": 1}

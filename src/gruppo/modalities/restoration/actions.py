@@ -35,9 +35,7 @@ class NoiseScale(nn.Module):
         super().__init__()
         values = [float(std)] * count if isinstance(std, int | float) else [float(one) for one in std]
         if len(values) != count or not all(0 < one < math.inf for one in values):
-            raise GruppoError(
-                f"std={std} is no scale of {count} numbers; it needs one value above 0, or one for each. Set 0.1."
-            )
+            raise GruppoError(f"std={std} does not fit {count} numbers; it needs one above 0, or one each. Set 0.1.")
         self.start, self.learned = values, bool(learned)
         self.register_buffer("first", torch.tensor(values))
         self.log_ratio = nn.Parameter(torch.zeros(count), requires_grad=bool(learned))
@@ -135,9 +133,7 @@ class GridAction(Action):
         detached: bool = True,
     ) -> None:
         if self.bands and channels not in self.bands:
-            raise GruppoError(
-                f"channels={channels} has no detail_bands; they are of 1 channel (gray) or 3 (color). Set one."
-            )
+            raise GruppoError(f"channels={channels} has no detail bands; 1 (gray) and 3 (color) have. Set one of them.")
         bands, options = self.bands.get(channels), {"grid": grid, "smooth": smooth, "detached": detached}
         super().__init__(
             channels, bands or channels, self.default_std if std is None else std, learned=learned, **options

@@ -34,7 +34,7 @@ class DnCNN(nn.Module):
         for _ in range(depth - 2):
             layers += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU()]
         self.body = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1))
-        for parameter in self.body[-1].parameters():
+        for parameter in self.body[-1].parameters():  # so that the network is the identity at first
             nn.init.zeros_(parameter)
 
     def forward(self, x: Images, conditions: Float[Tensor, "N K"] | None = None) -> Images:
@@ -118,7 +118,7 @@ class Restorer(nn.Module):
         self.network, self.action = network, action
 
     def call_network(self, x: Images, *conditions: Tensor) -> Images:
-        dtype = next((p.dtype for p in self.network.parameters()), torch.float32)
+        dtype = next((p.dtype for p in self.network.parameters()), torch.float32)  # a fixed filter has no parameters
         y = self.network(x.to(dtype), *(one.to(dtype) for one in conditions))
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = f"{list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
@@ -152,6 +152,5 @@ class Restorer(nn.Module):
             ) from error
         if not bool(y.isfinite().all()):
             raise GruppoError(
-                f"the network {name} returned values that are not finite for a gray image; its weights are not usable. "
-                "Load others."
+                f"the network {name} returned values that are not finite for a gray image. Load other weights."
             )

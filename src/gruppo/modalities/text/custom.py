@@ -138,8 +138,7 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variadic and n != "folder"]
     if required:
         raise GruppoError(
-            f"{name} needs the arguments {', '.join(required)}, but it is called with none, or with folder. Give them "
-            "defaults."
+            f"{name} needs the arguments {', '.join(required)}, but is called with none, or folder. Give them defaults."
         )
     try:
         with torch.random.fork_rng(devices=[]):
@@ -154,9 +153,7 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
         file = Path(source.made_by.rpartition(":")[0]).resolve()
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
         place, reason = f" in line {lines[-1]}" if lines else "", next(iter(str(error).splitlines()), "")
-        raise GruppoError(
-            f"{name} raised {type(error).__name__}{place}: {reason}. Fix the function and try again."
-        ) from error
+        raise GruppoError(f"{name} raised {type(error).__name__}{place}: {reason}. Fix the function.") from error
     if not isinstance(policy, Policy):
         raise GruppoError(f"{name} returned a {type(policy).__name__}; it needs a policy. {HINT}")
     if not isinstance(policy, TextPolicy):

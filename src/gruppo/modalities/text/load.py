@@ -114,9 +114,7 @@ def _load(path: str, tokenizer_path: str | None, trust_remote_code: bool) -> tup
     is_local = folder.exists() or path.startswith((".", "/", "~"))
     if is_local and not (folder / "config.json").is_file():
         problem = "has no config.json" if folder.exists() else "does not exist"
-        raise GruppoError(
-            f"the model folder {path!r} {problem}. Give a folder that save_pretrained wrote, or a hub id."
-        )
+        raise GruppoError(f"the model folder {path!r} {problem}. Give a folder of save_pretrained, or a hub id.")
     source, kind = str(folder) if is_local else path, "tokenizer"
     options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
     hf_logging.disable_progress_bar()
@@ -131,8 +129,7 @@ def _load(path: str, tokenizer_path: str | None, trust_remote_code: bool) -> tup
         ) from error
     if has_adapter(module):
         raise GruppoError(
-            f"{source!r} is an adapter on a hub. Download it, and give its base as --model and its folder as "
-            "--lora.adapter."
+            f"{source!r} is an adapter on a hub. Download it; give its base as --model, its folder as --lora.adapter."
         )
     return module, tokenizer, loading
 
@@ -207,9 +204,7 @@ def from_module(
     """
     for name in ("encode", "decode"):
         if not callable(getattr(tokenizer, name, None)):
-            raise GruppoError(
-                f"the tokenizer, a {type(tokenizer).__name__}, has no method {name}; it needs encode and decode."
-            )
+            raise GruppoError(f"a {type(tokenizer).__name__} has no method {name}; tokenizers need encode and decode.")
     if isinstance(eos_ids, int):
         raise GruppoError(f"eos_ids={eos_ids} is one number; it needs a list of ids, [{eos_ids}].")
     for parameter in module.parameters():

@@ -224,9 +224,7 @@ class TextPolicy(AdaptablePolicy):
         """
         rows = micro_batch.rows
         if (rollouts.temperature[rows] <= 0).any():
-            raise GruppoError(
-                "these rollouts are greedy (temperature 0), which has no density to learn from. Sample at 1.0."
-            )
+            raise GruppoError("these rollouts are greedy (temperature 0), with no density to learn from. Sample at 1.")
         top_k, top_p = rollouts.per_row["top_k"][rows].unique(), rollouts.per_row["top_p"][rows].unique()
         if len(top_k) > 1 or len(top_p) > 1:
             raise GruppoError("these rollouts mix several top_k or top_p; evaluate each kind separately.")
