@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import queue
+import runpy
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import flops, generate, memory, peaks, roofline, scaling, scaling_plot, step, tables
+from benchmarks import flops, generate, memory, peaks, roofline, scaling, scaling_plot, step, tables, turns
 from benchmarks.ends import ScriptedEnds, force_ends
 from benchmarks.flops import Shape
 from benchmarks.workloads import WORKLOADS, ending_rate, prompts, row_lengths
@@ -257,18 +261,76 @@ def test_roofline_and_scaling_print_write_and_draw(tmp_path: Path, capsys: pytes
     assert "forward, backward" in printed and "off the line" in printed
 
 
+class Here(threading.Thread):
+    """A side as a thread of this process, in which everything is imported; ``turns.Side`` is tested below."""
+
+    def __init__(self, name: str, arguments: Sequence[str], **_: Any) -> None:
+        super().__init__(name=name, daemon=True)
+        self.go: queue.Queue[bool] = queue.Queue()
+        self.messages: queue.Queue[str | BaseException] = queue.Queue()
+        self.module, *sys.argv[1:] = arguments
+        self.start()
+        self.ready = self.read()
+
+    def run(self) -> None:
+        try:
+            runpy.run_module(self.module, run_name="__main__")
+        except BaseException as end:
+            self.messages.put(end)
+
+    def say(self, **numbers: Any) -> None:
+        self.messages.put(json.dumps(numbers))
+
+    def wait_for_turn(self) -> None:
+        if not self.go.get():
+            sys.exit(0)
+
+    def read(self) -> dict[str, Any]:
+        message = self.messages.get()
+        if isinstance(message, BaseException):
+            raise message
+        return json.loads(message)
+
+    def turn(self) -> dict[str, Any]:
+        self.go.put(True)
+        return self.read()
+
+    def close(self) -> None:
+        self.go.put(False)
+        self.join()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("small")
-def test_both_sides_of_a_step_and_of_writing_do_the_same_work(tmp_path: Path) -> None:
+def test_both_sides_of_a_step_and_of_writing_do_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    step.main(["--steps", "1", "--trl-python", sys.executable, *arguments(tmp_path, "step")])
+    monkeypatch.setattr(sys, "argv", ["side"])
+    monkeypatch.setattr(turns, "say", lambda **numbers: threading.current_thread().say(**numbers))
+    monkeypatch.setattr(turns, "wait_for_turn", lambda: threading.current_thread().wait_for_turn())
+    for benchmark in (step, generate):
+        monkeypatch.setattr(benchmark, "Side", Here)
+    with torch.random.fork_rng():  # TRL's trainer seeds everything
+        step.main(["--steps", "1", "--trl-python", sys.executable, *arguments(tmp_path, "step")])
     steps = written(tmp_path, "step")["measured"]["ragged"]["steps"]
     expected = [row_lengths(32, turn, most=6, mean=3.0) for turn in (1,)]  # after the warm-up turn, 0
     assert [turn["lengths"] for turn in steps["trl"]] == [turn["lengths"] for turn in steps["gruppo"]] == expected
     size = ["--words", "1", "--new-tokens", "6", "--turns", "1", "--rows", "1", "16", "--sides", "gruppo", "hf-fp32"]
     generate.main([*size, *arguments(tmp_path, "generate")])
-    turns = written(tmp_path, "generate")["measured"]["16"]
-    assert turns["hf-fp32"][0]["lengths"] == turns["gruppo"][0]["lengths"] == [6] * 16
+    rows = written(tmp_path, "generate")["measured"]["16"]
+    assert rows["hf-fp32"][0]["lengths"] == rows["gruppo"][0]["lengths"] == [6] * 16
+
+
+def test_sides_take_turns_in_processes_of_their_own_and_one_that_ends_early_is_named() -> None:
+    sides = [turns.Side(name, ["tests.counting_side", "3"]) for name in ("one", "other")]
+    try:
+        assert sides[0].ready["pid"] != sides[1].ready["pid"]
+        done = turns.in_turns(sides, 2)
+        assert done == {"one": [{"turn": 1}, {"turn": 2}], "other": [{"turn": 1}, {"turn": 2}]}  # after a warm-up
+        with pytest.raises(SystemExit, match=r"the one side ended early\. no further turn"):
+            sides[0].turn()
+    finally:
+        for side in sides:
+            side.close()
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
