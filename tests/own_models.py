@@ -94,6 +94,21 @@ def has_no_decode() -> TextPolicy:
     return from_module(TinyGPT(), object(), eos_ids=[END])
 
 
+def render_raises() -> TextPolicy:
+    return wrapped(TinyGPT(), render=lambda messages: [len(message.content) for message in messages])
+
+
+class NarrowHead(TinyGPT):
+    """In torch, an error of shapes, after the length that it is tried with."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return super().forward(ids) @ torch.ones(1, 1) if ids.shape[1] > 6 else super().forward(ids)
+
+
+def forward_raises() -> TextPolicy:
+    return wrapped(NarrowHead())
+
+
 class GivesLoss(TinyGPT):
     def forward(self, ids: torch.Tensor) -> Any:
         return super().forward(ids), None

@@ -143,6 +143,11 @@ def noisy(completions: Sequence[Any], **_: Any) -> list[float]:
     return [value + random.random() for value in digits(completions)]
 
 
+def prints(completions: Sequence[Any], **_: Any) -> list[float]:
+    print("a line", flush=True)
+    return digits(completions)
+
+
 def raises(completions: Sequence[Any], **_: Any) -> list[float]:
     raise ValueError("boom")
 

@@ -12,12 +12,12 @@ from gruppo import distributed as dist
 from gruppo.build import Parts, build, missing_parts, name_of, validate, with_absolute_paths
 from gruppo.config import serialization
 from gruppo.config.schema import Config
-from gruppo.loading import RunDuringImport, is_importing
+from gruppo.loading import RunDuringImport, command_name, is_importing
 from gruppo.seeds import seed_at
 from gruppo.trainer import checkpoint, dry_run, loop
 from gruppo.trainer.evaluate import held_out
 from gruppo.trainer.run_dir import RunFolder
-from gruppo.trainer.watch import finish, logged, on_screen
+from gruppo.trainer.watch import finish, logged, on_screen, output_may_close
 from gruppo.types import GruppoError
 
 
@@ -59,8 +59,8 @@ def train(
     further fields of ``Config``, dotted ones with two underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``.
     ``show``: the live screen, and the results at the end.
 
-    A mistake raises ``GruppoError``. Ctrl-C or SIGTERM finishes what would be lost, saves, and raises
-    ``gruppo.Stopped``; ``resume`` continues from there. A second one stops at once.
+    A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 finishes what would be lost, saves, and raises
+    ``gruppo.Stopped``; ``resume`` continues from there. A second Ctrl-C or SIGTERM stops at once.
     """
     parts = Parts.of(model, data, reward, environment, engine)
     config = change(config or Config(), changes if steps is None else {"steps": steps, **changes})
@@ -105,7 +105,6 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
     """
     if is_importing():
         raise RunDuringImport
-    dist.init()
     parts, is_new = parts or Parts(), isinstance(source, Config)
     if isinstance(source, Config):
         validate(source, parts)
@@ -123,7 +122,9 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
                 f"this run's {' and '.join(missing)} came from Python objects. Continue it with "
                 f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
             )
+    dist.init(config.distributed.timeout_s, advice=f"Continue on as many ranks with: {command_name()} resume {path}")
     with ExitStack() as stack:
+        stack.enter_context(output_may_close())
         folder = RunFolder(path)
         stack.callback(folder.close)
         with dist.fail_together():  # before the model is opened, which may take minutes

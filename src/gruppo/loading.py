@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,8 @@ class RunDuringImport(GruppoError):
 
 
 _depth = 0
+_named: set[str] = set()
+"""Packages from which an object was named."""
 
 
 def is_importing() -> bool:
@@ -38,6 +41,7 @@ def load_object(spec: str) -> Any:
     if is_file_name(place):
         module = load_file(Path(place))
     else:
+        _named.add(place.split(".")[0])
         try:
             module = importlib.import_module(place)
         except (Exception, SystemExit) as error:
@@ -114,6 +118,25 @@ def load_file(path: Path) -> ModuleType:
     finally:
         _depth -= 1
     return module
+
+
+def is_users_module(name: str, file: str | None) -> bool:
+    """Whether a module is the user's: named for an object in it, or neither of gruppo nor in a folder of libraries."""
+    top = name.split(".")[0]
+    if file is None or file.startswith("<") or top == "gruppo":
+        return False
+    libraries = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
+    is_installed = bool({"site-packages", "dist-packages"} & {*Path(file).parts})
+    return top in _named or not (is_installed or any(map(Path(file).is_relative_to, libraries)))
+
+
+def users_line(error: BaseException) -> str | None:
+    """Where the user's own code raised an error, or called what raised it; None if it was not called."""
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_users_module(frame.f_globals.get("__name__") or "", frame.f_code.co_filename):
+            place = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
+    return place
 
 
 def import_extra(module: str, extra: str, what: str) -> ModuleType:

@@ -1,10 +1,11 @@
-"""Differences between Linux, macOS and Windows: file locks, syncing to disk, peak memory, processors."""
+"""Differences between Linux, macOS and Windows: file locks, syncing to disk, peak memory, processors, signals."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import os
+import signal
 import struct
 import sys
 from pathlib import Path
@@ -67,3 +68,12 @@ def peak_memory_gib() -> float:
 def usable_processors() -> int:
     """Processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Signals that stop a run, which is then saved; SIGHUP only if it is not ignored, as it is under nohup.
+
+    Schedulers send SIGUSR1 before a time limit. Windows has only SIGTERM and SIGINT.
+    """
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+    return [number for number in known if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests import processes, tiny
+from tests import own_models, processes, tiny
 from tests.trainer.runs import newest, steps_logged
 
 from gruppo import api
@@ -186,10 +186,28 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_reader_that_leaves_does_not_end_training(tmp_path, recipe):
+    args = ["train", recipe, "--name", "run", "--reward", tiny.reward("prints"), "--show-samples-every", "1"]
+    child = processes.start(unread, args, folder=tmp_path / "child")
+    assert child.wait() == 0
+    run = tmp_path / "runs/run"
+    assert steps_logged(run) == BARE["steps"] and checkpoint.seal_holds(run / "final")
+    assert "unscored" not in (run / "log.txt").read_text()  # the reward prints too
+
+
+def unread(args: list[str]) -> None:
+    """The command with its output in a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    os.close(reader)
+    processes.command_line(args)
+
+
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_exits_75_with_the_command_that_continues(tmp_path, recipe, number):
     run = tmp_path / "runs/run"
     child = processes.gruppo("train", recipe, "--name", "run", "--steps", "5000", folder=tmp_path / "child")
@@ -204,8 +222,9 @@ def test_a_signal_exits_75_with_the_command_that_continues(tmp_path, recipe, num
     assert checkpoint.load_latest(run / "checkpoints").step >= 3
 
 
-def test_a_signal_before_the_run_began_exits_75_and_leaves_nothing(tmp_path, recipe):
-    child = processes.start(sigterm_while_loading, ["train", recipe, "--name", "run"], folder=tmp_path / "child")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_run_began_exits_75_and_leaves_nothing(tmp_path, recipe, number):
+    child = processes.start(signal_while_loading, ["train", recipe, "--name", "run"], number, folder=tmp_path / "child")
     assert child.wait() == 75
     assert (
         child.err == "gruppo: stopped by a signal before the run began; nothing was written. Give the command again.\n"
@@ -213,10 +232,10 @@ def test_a_signal_before_the_run_began_exits_75_and_leaves_nothing(tmp_path, rec
     assert not (tmp_path / "runs").exists()
 
 
-def sigterm_while_loading(args: list[str]) -> None:
+def signal_while_loading(args: list[str], number: int) -> None:
     from gruppo.modalities.text import modality
 
-    modality.from_pretrained = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+    modality.from_pretrained = lambda *_, **__: os.kill(os.getpid(), number)
     processes.command_line(args)
 
 
@@ -283,6 +302,19 @@ def test_a_mistake_is_one_line_and_starts_nothing(tmp_path, capsys, recipe, opti
     assert processes.exit_code(["train", recipe, "--name", "run", *options]) == exit_code
     assert re.search(says, only_line(capsys))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("render_raises", "raised AttributeError: 'dict' object has no attribute 'content'. Correct"),
+        ("forward_raises", "in forward, raised RuntimeError: "),
+    ],
+)
+def test_an_error_in_code_of_the_users_names_its_line_and_is_not_called_a_bug(tmp_path, capfd, recipe, model, says):
+    assert processes.exit_code(["train", recipe, "--name", "run", "--model", own_models.own(model)]) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert f"gruppo: {own_models.FILE}, line " in last and says in last and "bug" not in last
 
 
 def test_a_reward_that_never_scores_exits_3_with_one_line(tmp_path, recipe):

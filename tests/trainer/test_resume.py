@@ -116,9 +116,10 @@ def start_with(folder: Path, reward: object, policy: object = None, **changes: o
     return folder / "runs/run"
 
 
-def test_a_signal_during_collect_keeps_the_boundary_before_it(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_during_collect_keeps_the_boundary_before_it(tmp_path, number):
     with pytest.raises(Stopped):  # calls: evaluation, steps 1 to 3, evaluation, step 4
-        start_with(tmp_path, Signalling(6))
+        start_with(tmp_path, Signalling(6, [number]))
     run = tmp_path / "runs/run"
     assert checkpoint.steps(run / "checkpoints") == [3] and steps_logged(run) == 3
     assert json.loads((newest(run) / "state.json").read_text())["source"]["cursor"] == 3 * 4
@@ -180,6 +181,24 @@ def test_a_second_signal_stops_at_once_and_leaves_the_former_save(tmp_path):
     run = tmp_path / "runs/run"
     assert checkpoint.steps(run / "checkpoints") == [2] and steps_logged(run) == 2
     assert checkpoint.load_latest(run / "checkpoints").step == 2
+
+
+@pytest.mark.parametrize("warning", [signal.SIGUSR1, signal.SIGHUP])
+def test_the_signal_that_follows_a_warning_does_not_stop_at_once(tmp_path, warning):
+    """Slurm sends SIGUSR1 before a time limit and SIGTERM at it; a session that ends sends SIGHUP beside SIGTERM."""
+    with pytest.raises(Stopped):
+        policy = policy_that_signals(2, warning, signal.SIGTERM)
+        start_with(tmp_path, tiny.digits, policy, evaluation__prompts=0)
+    assert checkpoint.steps(tmp_path / "runs/run/checkpoints") == [2]
+
+
+def test_a_hangup_that_is_ignored_as_under_nohup_does_not_stop(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = start_with(tmp_path, Signalling(2, [signal.SIGHUP]), steps=2, evaluation__prompts=0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert checkpoint.seal_holds(run / "final")
 
 
 def test_a_reward_that_swallows_the_interrupt_does_not_keep_a_half_scored_batch(tmp_path):

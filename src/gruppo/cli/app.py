@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 @contextmanager
 def _exit_codes(is_debug: bool) -> Iterator[None]:
-    """Within, exceptions become exit codes, SIGTERM acts like Ctrl-C, and only our own log lines are shown."""
+    """Within, exceptions become exit codes, other signals act like Ctrl-C, and only our own log lines are shown."""
     warnings.filterwarnings("ignore")
     os.environ.update({variable: value for variable, value in QUIET.items() if variable not in os.environ})
     log = logging.getLogger("gruppo")
@@ -93,7 +93,9 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
     log.setLevel(logging.INFO)
     log.propagate = False  # a library that configures the root logger would print our lines twice
     is_main_thread = threading.current_thread() is threading.main_thread()  # another one may handle no signals
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main_thread else None
+    from gruppo.platforms import stop_signals
+
+    previous = {s: signal.signal(s, signal.default_int_handler) for s in (stop_signals() if is_main_thread else [])}
     message, code = "", 0
     try:
         yield
@@ -104,16 +106,20 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
     except Exception as error:
         if is_debug:
             raise
+        from gruppo.loading import users_line
         from gruppo.types import GruppoError
 
-        message, code = f"{type(error).__name__}: {error} (this looks like a bug in gruppo; --debug shows where)", 1
+        what = f"{type(error).__name__}: {error}"
+        message, code = f"{what} (this looks like a bug in gruppo; --debug shows where)", 1
         if isinstance(error, GruppoError):
             message, code = str(error), error.exit_code
+        elif (place := users_line(error)) is not None:
+            message, code = f"{place}, raised {what}. Correct the function, then try again.", EXIT_USAGE
         elif isinstance(error, OSError) and error.errno is not None:
             message, code = f"{error.filename or 'the system'}: {error.strerror}. Fix that, then try again.", EXIT_USAGE
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)
     if message:  # some messages have line breaks, of other libraries
         print(f"gruppo: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(code)

@@ -304,6 +304,14 @@ class SavingConfig:
 
 
 @dataclass(frozen=True)
+class DistributedConfig:
+    """Several ranks, started by torchrun."""
+
+    timeout_s: Annotated[float, Range(gt=0)] = 1800.0
+    """Seconds that a rank waits for the others before the run ends, resumable."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Configuration of a run. Recipes are functions that return one."""
 
@@ -364,6 +372,7 @@ class Config:
     track: tuple[str, ...] = ()
     """Additional trackers: tensorboard, wandb, trackio (extra track), file.py:Class."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     @property
     def plan(self) -> tuple[Stage, ...]:

@@ -27,7 +27,7 @@ def modalities() -> dict[str, Modality]:
     """Return all modalities by name: those of installed packages first, then the built-in ones."""
     found: dict[str, Modality] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        modality = point.load()
+        modality = load_object(point.value)
         if not isinstance(modality, Modality):
             raise GruppoError(
                 f"the entry point {point.name!r} of {ENTRY_POINTS} is a {type(modality).__name__}; it needs a "

@@ -4,28 +4,89 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as td
 from torch import Tensor
 
+from gruppo.distributed.heartbeat import Heartbeat
 from gruppo.types import GruppoError, Stat
 
-__all__ = ["all_gather", "all_max", "all_sum", "fail_together", "init", "is_main", "merge_stats", "rank", "shutdown"]
-__all__ += ["sum_gradients", "world_size"]
+__all__ = ["RankLost", "all_gather", "all_max", "all_sum", "fail_together", "init", "is_main", "merge_stats", "rank"]
+__all__ += ["shutdown", "sum_gradients", "world_size"]
 
 
-def init() -> None:
-    """Join the process group that ``torchrun`` describes in the environment, if any; gloo on CPUs."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not td.is_initialized():
-        td.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+class RankLost(GruppoError):
+    """Another rank is dead, stopped or late. The run can be resumed."""
+
+    exit_code = 75
+
+
+_heartbeat: Heartbeat | None = None
+_processes: list[str] = []
+"""Of each rank, its process and machine."""
+_timeout_s, _advice = 0.0, ""
+_lost: RankLost | None = None
+"""Raised by the first collective that failed: later ones would wait again."""
+
+
+def init(timeout_s: float = 1800, *, advice: str = "") -> None:
+    """Join the process group that ``torchrun`` describes in the environment, if any; gloo on CPUs.
+
+    A collective ends with RankLost if another rank has ended, or does not join it within ``timeout_s``. ``advice``, a
+    sentence, is added to the error.
+    """
+    global _heartbeat, _processes, _timeout_s, _advice
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or td.is_initialized():
+        return
+    # NCCL then waits and raises an error as gloo does, instead of ending the process
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    timeout, (_timeout_s, _advice) = timedelta(seconds=timeout_s), (timeout_s, advice)
+    try:
+        store, number, count = next(td.rendezvous("env://", timeout=timeout))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        td.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
+        _heartbeat = Heartbeat(td.PrefixStore("gruppo", store), number, count, interval_s=min(timeout_s / 30, 1.0))
+        _processes = [""] * count
+        _processes = [
+            text.decode() for text in all_gather(f" (process {os.getpid()} on {socket.gethostname()})".encode())
+        ]
+    except td.DistError as error:
+        raise RankLost(
+            f"the {os.environ['WORLD_SIZE']} ranks did not meet within {timeout_s:g} s ({str(error).splitlines()[0]}). "
+            "Check that all of them were started and reach MASTER_ADDR, or set --distributed.timeout-s higher."
+        ) from error
 
 
 def shutdown() -> None:
+    if _heartbeat is not None:
+        _heartbeat.close()
     if td.is_initialized():
         td.destroy_process_group()
+
+
+@contextmanager
+def _naming_lost_ranks() -> Iterator[None]:
+    """For a collective: where it fails because of another rank, RankLost names that one."""
+    global _lost
+    if _lost is not None:
+        raise _lost
+    try:
+        yield
+    except RuntimeError as error:
+        lost = [] if _heartbeat is None else _heartbeat.lost_ranks()
+        if not lost and "timed out" not in str(error).lower():
+            raise
+        what = f"waited {_timeout_s:g} s for another rank, which is alive: set --distributed.timeout-s higher"
+        if lost:
+            names = " and ".join(f"rank {number}{_processes[number]}" for number in lost)
+            what = f"cannot continue: {names} {'has' if len(lost) == 1 else 'have'} ended or stopped"
+        _lost = RankLost(f"rank {rank()} {what}. {_advice}")
+        raise _lost from error
 
 
 def rank() -> int:
@@ -44,7 +105,8 @@ def all_sum(x: Tensor, *, op: td.ReduceOp.RedOpType = td.ReduceOp.SUM) -> Tensor
     """Sum over ranks, or another reduction, as a new tensor."""
     if world_size() > 1:
         x = x.clone()
-        td.all_reduce(x, op=op)
+        with _naming_lost_ranks():
+            td.all_reduce(x, op=op)
     return x
 
 
@@ -58,10 +120,11 @@ def all_gather(data: bytes) -> list[bytes]:
     if world_size() == 1:
         return [data]
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(world_size())]
-    td.all_gather(sizes, torch.tensor([len(data)]))
-    longest = max(int(size) for size in sizes)
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size())]
-    td.all_gather(parts, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8))
+    with _naming_lost_ranks():
+        td.all_gather(sizes, torch.tensor([len(data)]))
+        longest = max(int(size) for size in sizes)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size())]
+        td.all_gather(parts, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8))
     return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -73,10 +136,11 @@ def fail_together() -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    any_failed = all_max(int(failure is not None))
     if failure is not None:
+        with suppress(RankLost):  # as others cannot be told, they have left
+            all_max(1)
         raise failure
-    if any_failed:
+    if all_max(0):
         raise GruppoError("another rank failed; its message says why and what to do.")
 
 
@@ -88,7 +152,8 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            td.all_reduce(parameter.grad)
+            with _naming_lost_ranks():
+                td.all_reduce(parameter.grad)
 
 
 def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:

@@ -1,4 +1,4 @@
-"""Signals: the first one stops a run after the current step, the second one at once."""
+"""Signals: the first one stops a run after the current step, a second SIGTERM or SIGINT at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from gruppo import distributed as dist
+from gruppo.platforms import stop_signals
 
 FINISHING = "finishing this step, then saving; again stops at once"
 
@@ -24,13 +25,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stopper:
-    """Turns SIGTERM and SIGINT into a request to stop, which the training loop reads after each step."""
+    """Turns signals into a request to stop, which the training loop reads after each step."""
 
     def __init__(self) -> None:
         self.requested = False
         self.say: Callable[[str], None] = say
         """Reports that a signal was received. Called inside a signal handler."""
-        self._may_leave = False
+        self._may_leave = self._was_urgent = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -38,7 +39,7 @@ class Stopper:
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may handle signals
             return
-        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        before = {s: signal.signal(s, self._on_signal) for s in stop_signals()}
         try:
             yield
         finally:
@@ -65,10 +66,13 @@ class Stopper:
             raise Interrupted
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self.requested:
+        # SIGUSR1 warns of a time limit, at which SIGTERM follows; SIGHUP comes with SIGTERM when a session ends
+        is_urgent = number in (signal.SIGTERM, signal.SIGINT)
+        if self._was_urgent and is_urgent:
             raise KeyboardInterrupt
-        self.requested = True
+        is_first, self.requested = not self.requested, True
+        self._was_urgent |= is_urgent
         if self._may_leave:
             raise Interrupted
-        if dist.is_main():
+        if is_first and dist.is_main():
             self.say(FINISHING)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,44 @@ class Screen(ConsoleTracker):
         log.removeHandler(self._handler)
         for handler in self._replaced:
             log.addHandler(handler)
+
+
+class Output:
+    """A standard stream whose reader may leave, as ``head`` does, or whose terminal may close: the rest is dropped."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._dropping():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            self._stream.flush()
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:  # what is buffered, and what other code writes to the descriptor, must not fail either
+            with suppress(OSError):  # a stream without a descriptor
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+@contextmanager
+def output_may_close() -> Iterator[None]:
+    """Within, a closed standard output or error ends neither the run nor a reward function that prints."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and Output(stream) for stream in before)  # None without a console on Windows
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def on_screen(run: Run, folder: Path) -> Tracker:
@@ -93,7 +132,8 @@ def finish(result: Any, *, show: bool) -> Any:
     if show:
         longer = for_longer(serialization.load(folder / "config.json"))
         lines = closing_lines(folder, result.before, result.after, question=result.question, longer=longer)
-        Console().print(lines, soft_wrap=True)  # a command must not be broken over two lines
+        with output_may_close():
+            Console().print(lines, soft_wrap=True)  # a command must not be broken over two lines
     return result
 
 

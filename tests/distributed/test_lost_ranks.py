@@ -1,0 +1,88 @@
+"""A rank that ends or is stopped ends the others, which name it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import processes, tiny
+
+from gruppo import distributed as dist
+from gruppo.config import serialization
+from gruppo.loading import command_name
+from gruppo.trainer import checkpoint
+
+
+def meet(lost: int, number: int, timeout_s: float) -> None:
+    """Join a collective, which one rank does not."""
+    dist.init(timeout_s, advice="Resume.")
+    dist.all_max(1)
+    if dist.rank() == lost:
+        signal.pause() if number == 0 else os.kill(os.getpid(), number)
+    try:
+        with dist.fail_together():  # whose own collective must not wait for the timeout again
+            dist.all_max(1)
+    except dist.RankLost as error:
+        print(error, flush=True)
+        os._exit(error.exit_code)
+
+
+@pytest.mark.parametrize(
+    ("number", "lost"),
+    [(signal.SIGKILL, 2), (signal.SIGKILL, 0), (signal.SIGSTOP, 2), (signal.SIGSTOP, 0)],
+    ids=["dead", "dead, hosts the store", "stopped", "stopped, hosts the store"],
+)
+def test_ranks_name_the_one_that_is_dead_or_stopped(tmp_path, number, lost):
+    """Of three ranks, since of two, none can name the wrong one."""
+    ranks = processes.ranks(3, meet, lost, int(number), 2.0, folder=tmp_path)
+    others = {index: rank for index, rank in enumerate(ranks) if index != lost}
+    assert [rank.wait() for rank in others.values()] == [75, 75], "\n".join(rank.err for rank in others.values())
+    for index, rank in others.items():
+        assert rank.out.startswith(f"rank {index} cannot continue: rank {lost} (process {ranks[lost].process.pid} on ")
+        assert rank.out.endswith(") has ended or stopped. Resume.\n")
+    ranks[lost].kill()
+
+
+def test_a_rank_that_is_alive_and_late_is_not_called_lost(tmp_path):
+    ranks = processes.ranks(2, meet, 1, 0, 1.0, folder=tmp_path)
+    assert ranks[0].wait() == 75
+    assert "rank 0 waited 1 s for another rank, which is alive: set --distributed.timeout-s" in ranks[0].out
+    ranks[1].kill()
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def stops_a_rank(completions: Sequence[Any], trainer_state: Any, **_: Any) -> list[float]:
+    if os.environ["RANK"] == "1" and trainer_state.global_step == 1 and "STOP" in os.environ:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return tiny.digits(completions)
+
+
+def test_a_run_with_a_stopped_rank_saves_and_says_how_to_resume(tmp_path, monkeypatch):
+    reward = [f"{Path(__file__).resolve()}:stops_a_rank"]
+    config = tiny.config(tmp_path, reward=reward, distributed__timeout_s=3, steps=3, evaluation__prompts=0)
+    recipe, run = tmp_path / "recipe.json", tmp_path / "runs/run"
+    recipe.write_text(json.dumps(serialization.to_dict(config)))
+    ranks = processes.ranks(2, stopping, ["train", str(recipe), "--name", "run"], folder=tmp_path / "stopped")
+    assert ranks[0].wait() == 75
+    ranks[1].kill()
+    assert (
+        ranks[0]
+        .err.splitlines()[-1]
+        .endswith(f"has ended or stopped. Continue on as many ranks with: {command_name()} resume {run}")
+    )
+    assert "bug" not in ranks[0].err and "Traceback" not in ranks[0].err
+    assert checkpoint.steps(run / "checkpoints") == [1]  # what was complete before the step that failed
+    ranks = processes.ranks(2, processes.command_line, ["resume", str(run)], folder=tmp_path / "resumed")
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err
+
+
+def stopping(args: list[str]) -> None:
+    os.environ["STOP"] = "1"
+    processes.command_line(args)
