@@ -24,7 +24,7 @@ from gruppo.config import serialization
 from gruppo.loading import command_name
 from gruppo.modalities.text import from_pretrained
 from gruppo.rewards.functions import FunctionReward
-from gruppo.trainer import checkpoint
+from gruppo.trainer import checkpoint, run_dir
 from gruppo.trainer.loop import Stopped
 from gruppo.types import GruppoError
 
@@ -322,5 +322,82 @@ def test_a_run_killed_before_its_first_save_starts_again(tmp_path, whole):
     run = shutil.copytree(whole(SIMPLE), tmp_path / "runs/run")
     shutil.rmtree(run / "checkpoints")
     shutil.rmtree(run / "final")
+    (run / "checkpoints").mkdir()
     (run / "config.json").write_text(json.dumps(config))
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[:3]))  # steps 0 to 2; the first save is due after step 2
     assert_same(api.start(run).folder, whole(SIMPLE))
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+LOSSES = {
+    "no folder": shutil.rmtree,
+    "an empty one": empty,
+    "latest is left": lambda folder: [shutil.rmtree(path) for path in folder.glob("step_*")],
+}
+
+
+@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
+def test_a_run_that_lost_its_checkpoints_does_not_begin_again_and_keeps_its_metrics(tmp_path, whole, lose):
+    run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
+    lose(run / "checkpoints")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(GruppoError, match=r"holds no checkpoint, and 12 steps were logged.*Put the checkpoints back"):
+        api.start(run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
+    events, sync, save = [], run_dir.sync_to_disk, checkpoint.save
+    monkeypatch.setattr(run_dir, "sync_to_disk", lambda path: (events.append(path.name), sync(path)))
+    monkeypatch.setattr(checkpoint, "save", lambda *a, **k: (events.append("checkpoint"), save(*a, **k)))
+    api.start(config_in(tmp_path, SIMPLE, steps=2, saving__every=1))
+    assert events == ["metrics.jsonl", "samples.jsonl", "checkpoint"] * 2
+
+
+def test_rows_of_metrics_that_are_missing_before_the_checkpoint_are_reported(tmp_path, whole, caplog):
+    run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[:4] + rows[6:]))
+    api.start(run)
+    assert "metrics.jsonl has no row for 2 of the 12 steps before the checkpoint, from step 4 to 5" in caplog.text
+
+
+def test_a_torn_evaluations_file_is_written_anew_and_partial_writes_are_removed(tmp_path, whole):
+    run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
+    (run / "evaluations.json").write_text("[{")
+    leftovers = [run / ".config.json.tmp-9", run / "best/.step_000003.tmp-9", run / "checkpoints/.latest.old-9"]
+    for path in leftovers:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    api.start(run)
+    assert (run / "evaluations.json").read_text() == (whole(SIMPLE) / "evaluations.json").read_text()
+    assert not any(path.exists() for path in leftovers)
+
+
+def test_a_run_killed_before_its_config_was_written_starts_again_under_its_name(tmp_path):
+    run = tmp_path / "runs/run"
+    run.mkdir(parents=True)
+    for name in (".lock", "log.txt", ".config.json.tmp-9"):
+        (run / name).write_text("")
+    api.start(config_in(tmp_path, SIMPLE, steps=1, evaluation__prompts=0))
+    assert not (run / ".config.json.tmp-9").exists()
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, lambda run: run.rename(run.with_name("moved")), empty])
+def test_a_run_folder_that_is_deleted_or_moved_in_training_is_reported_as_that(tmp_path, lose):
+    run, calls = tmp_path / "runs/run", []
+
+    def losing(completions, **_):
+        calls.append(1)
+        if len(calls) == 2:
+            lose(run)
+        return tiny.digits(completions)
+
+    with pytest.raises(GruppoError, match="was deleted or moved during training"):
+        start_with(tmp_path, losing, evaluation__prompts=0)
+    assert not list(run.glob("*"))  # no folder without a config that holds half a run

@@ -22,7 +22,8 @@ class Heartbeat:
     """
 
     def __init__(self, store: td.Store, rank: int, world_size: int, *, interval_s: float) -> None:
-        self._store = store.clone()  # a connection of its own: it may wait for a host that is stopped
+        # a connection of its own, since it may wait for a host that is stopped
+        self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._rank, self._interval_s = rank, interval_s
         self._missed, self._rounds, self._found = [0] * world_size, 0, ""
         self._closed = threading.Event()

@@ -154,8 +154,13 @@ def keep_only(folder: Path, kept: Collection[int | None]) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove the partial writes of a killed process. Only for the process that holds the run's lock."""
-    for leftover in (*folder.glob(".*.tmp-*"), *folder.glob(".*.old-*")):
+    for leftover in leftovers(folder):
         remove(leftover)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Partial writes of a killed process."""
+    return [*folder.glob(".*.tmp-*"), *folder.glob(".*.old-*")]
 
 
 def name_of(step: int) -> str:

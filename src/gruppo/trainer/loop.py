@@ -119,6 +119,7 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
     metrics["mem/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else peak_memory_gib()
     run.stage_schedule.measure(state.step - 1, metrics, rows=rows)
     with dist.fail_together():
+        folder.check_exists()
         run.log(metrics)
         show_samples(run, collected)
     end_of_step(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without

@@ -22,11 +22,11 @@ from gruppo import distributed as dist
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.loading import command_name
-from gruppo.platforms import lock_file
+from gruppo.platforms import lock_file, sync_to_disk
 from gruppo.protocols import digest
 from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
-from gruppo.tracking.files import MetricsFile
+from gruppo.tracking.files import MetricsFile, read_lines
 from gruppo.tracking.samples import SamplesFile
 from gruppo.trainer import checkpoint
 from gruppo.trainer.memory import token_budget
@@ -46,13 +46,16 @@ class RunFolder:
         self._saved_best: int | None = None
         """Step of the best weights that the newest checkpoint names."""
         self._lock: IO[str] | None = None
+        self._identity: os.stat_result | None = None
+        """Of the folder that was opened, should it be deleted or replaced."""
         self._handler: logging.Handler | None = None
 
     def check_is_new(self) -> None:
         """Refuse a folder that holds more than what an aborted start leaves."""
         if not self.path.exists():
             return
-        if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - {".lock", "log.txt"}:
+        aborted = {self.path / ".lock", self.path / "log.txt", *checkpoint.leftovers(self.path)}
+        if not self.path.is_dir() or {*self.path.iterdir()} - aborted:
             raise GruppoError(
                 f"the run folder {self.path} exists already. Choose another --name, continue it with {command_name()} "
                 f"resume {self.path}, or delete it."
@@ -71,6 +74,7 @@ class RunFolder:
             ) from error
         self.open()
         checkpoint.write_text(self.path / "config.json", json.dumps(serialization.to_dict(config), indent=2))
+        self.checkpoints.mkdir(exist_ok=True)  # a resumed run without this folder has lost its checkpoints
 
     def open(self) -> None:
         """Lock the folder for this process, remove the partial writes of a killed one, and start the log."""
@@ -87,12 +91,23 @@ class RunFolder:
                 f"{error.filename} cannot be written: {error.strerror}. The run needs a folder with free space that it "
                 "may write to."
             ) from error
-        for folder in (self.path, self.checkpoints):
+        self._identity = self.path.stat()
+        for folder in (self.path, self.checkpoints, self.best):
             checkpoint.sweep(folder)
         # lines that cannot be written are dropped: the metrics file reports a full disk
         self._handler.handleError = lambda record: None  # type: ignore[method-assign]
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(self._handler)
+
+    def check_exists(self) -> None:
+        """Refuse to go on where the folder was deleted or moved: writing would make another one, without a config."""
+        with suppress(FileNotFoundError):
+            if self._identity is None or os.path.samestat(self._identity, self.path.stat()):
+                return
+        raise GruppoError(
+            f"the run folder {self.path} was deleted or moved during training, so nothing can be saved in it. Move it "
+            f"back and continue with {command_name()} resume, or give the command again."
+        )
 
     def close(self) -> None:
         if self._handler is not None:
@@ -113,6 +128,13 @@ class RunFolder:
         files: list[MetricsFile | SamplesFile] = [MetricsFile(self.path), SamplesFile(self.path)]
         for file in files:
             file.cut(-1 if from_step is None else from_step)
+        logged = {row["step"] for row in read_lines(self.path / "metrics.jsonl")}
+        if missing := [step for step in range(1, (from_step or 0) + 1) if step not in logged]:
+            log.warning(
+                "metrics.jsonl has no row for %d of the %d steps before the checkpoint, from step %d to %d: they are "
+                "lost, and curves and gruppo doctor go without them.",
+                *(len(missing), from_step, missing[0], missing[-1]),
+            )
         config = serialization.load(self.path / "config.json")
         return [*files, *trackers.open_trackers(config.track, self.path, config, from_step=from_step)]
 
@@ -125,6 +147,10 @@ class RunFolder:
         """
         if not dist.is_main():
             return
+        self.check_exists()
+        for name in ("metrics.jsonl", "samples.jsonl") if state is not None else ():
+            if (file := self.path / name).exists():  # a checkpoint must not outlive the rows before it
+                sync_to_disk(file)
         checkpoint.save(
             self.best if state is None else self.checkpoints,
             step=run.state.step if state is None else state["step"],
@@ -179,6 +205,15 @@ class RunFolder:
         """Restore the run from its newest checkpoint; return False if there is none."""
         saved = checkpoint.load_latest(self.checkpoints)
         if saved is None:
+            steps = max((row["step"] for row in read_lines(self.path / "metrics.jsonl")), default=0)
+            # killed before its first save, a run has logged no step after the one at which it is due
+            was_saved = 0 < run.config.saving.every < steps or (self.checkpoints / "latest").exists()
+            if steps and (was_saved or not self.checkpoints.is_dir()):
+                raise GruppoError(
+                    f"{self.checkpoints} holds no checkpoint, and {steps} steps were logged: resuming would begin at "
+                    f"step 0 and delete their metrics. Put the checkpoints back, or begin again under another name "
+                    f"with {command_name()} train {self.path / 'config.json'}."
+                )
             return False
         base, saved_base = run.policy.base_sha256, saved.state.get("base_sha256")
         try:
@@ -209,12 +244,15 @@ class RunFolder:
                 f"({reason}). Resume with the run's own config and the model as it was, or start a new run."
             ) from error
         run.engine.sync(run.policy, run.state.version)  # until now it sampled from the first weights
+        self.write_evaluations(run)  # the file may be torn, or ahead of the checkpoint
         return True
 
     # --- other files ---
 
     def write_evaluations(self, run: Run) -> None:
-        if dist.is_main():  # JSON has no NaN: null
+        if dist.is_main():
+            self.check_exists()
+            # JSON has no NaN: null
             evaluations = json.loads(json.dumps(run.state.evaluations), parse_constant=lambda _: None)
             checkpoint.write_text(self.path / "evaluations.json", json.dumps(evaluations, indent=2))
 
@@ -274,6 +312,7 @@ class RunFolder:
     def write_final(self, run: Run) -> Path:
         """Write the trained model to a folder of its own."""
         target = self.path / "final"
+        self.check_exists()
         if dist.is_main() and not checkpoint.seal_holds(target):
             with checkpoint.replacing(target) as temporary:
                 run.policy.save_with_origin(temporary)
