@@ -96,8 +96,8 @@ SERVED = [name for name in PRESETS if name != "ppo"]
 def test_tokens_with_a_mask_give_the_loss_and_gradient_of_policy_loss(name):
     objective = PRESETS[name]
     advantages = gruppo_advantages(objective)
-    total = loss_total(KEEP, average=objective.average, max_length=4)
-    weights = loss_weights(KEEP, average=objective.average, total=total)
+    total = loss_total(KEEP, average=objective.average, max_length=4, group_ids=GROUP_IDS)
+    weights = loss_weights(KEEP, average=objective.average, total=total, group_ids=GROUP_IDS)
     batch = LossInputs(advantages, KEEP, weights, OLD, Likelihood(REF))
 
     def by_core(logprobs: Tensor) -> Tensor:

@@ -52,12 +52,17 @@ class _PolicyLoss(nn.Module):
         return torch.stack(list(terms.values())).sum()
 
     def _terms(
-        self, likelihood: Likelihood, loss_mask: Bool[Tensor, "B T"], coefficients: dict[str, float], **inputs: Any
+        self,
+        likelihood: Likelihood,
+        loss_mask: Bool[Tensor, "B T"],
+        coefficients: dict[str, float],
+        group_ids: Int[Tensor, "B"] | None = None,
+        **inputs: Any,
     ) -> Terms:
         """``policy_loss`` with this batch as the whole update, and its terms times their coefficients."""
         average = self.objective.average
-        total = loss_total(loss_mask, average=average, max_length=self.max_length or 1)
-        weights = loss_weights(loss_mask, average=average, total=total)
+        total = loss_total(loss_mask, average=average, max_length=self.max_length or 1, group_ids=group_ids)
+        weights = loss_weights(loss_mask, average=average, total=total, group_ids=group_ids)
         batch = LossInputs(loss_mask=loss_mask, weights=weights, **inputs)
         terms, stats = policy_loss(likelihood, batch, self.objective)
         return {name: coefficients.get(name, 1) * term for name, term in terms.items()}, stats
@@ -162,7 +167,7 @@ class GRPOLoss(_PolicyLoss):
         advantages = advantages.clamp(-o.adv_clip, o.adv_clip) if o.adv_clip else advantages
 
         stored = {"advantages": advantages, "old_logprobs": old, "ref": None if ref is None else Likelihood(ref)}
-        terms, stats = self._terms(Likelihood(logprobs), loss_mask, {"kl": self.kl_beta}, **stored)
+        terms, stats = self._terms(Likelihood(logprobs), loss_mask, {"kl": self.kl_beta}, group_ids, **stored)
         stats |= {"reward": Stat.of(rewards, is_scored), "reward/unscored_frac": Stat.of((~is_scored).double())}
         return terms, stats
 

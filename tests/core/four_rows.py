@@ -45,13 +45,15 @@ def loss_of(
     ref: Tensor | None = None,
     entropy: Tensor | None = None,
     values: Tensor | None = None,
+    rows: slice | list[int] | Tensor = slice(None),
     **inputs: Any,
 ):
-    total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH)
+    group_ids = GROUP_IDS[rows][: len(loss_mask)]
+    total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH, group_ids=group_ids)
     batch = LossInputs(
         advantages=advantages_of(objective, loss_mask) if advantages is None else advantages,
         loss_mask=loss_mask,
-        weights=loss_weights(loss_mask, average=objective.average, total=total),
+        weights=loss_weights(loss_mask, average=objective.average, total=total, group_ids=group_ids),
         old_logprobs=old,
         ref=None if ref is None else Likelihood(ref),
         **inputs,

@@ -40,7 +40,10 @@ def described(objective: Objective, kl_coef: float = 0.04) -> str:
         ("gspo", ["clip(r, 0.9997, 1.0004) A", "the geometric mean over the row"]),
         ("cispo", ["stopgrad(clip(r, 0, 5)) A logprob"]),
         ("sapo", ["sigmoid(tau (r - 1)) 4/tau A", "tau 1 for A > 0, else 1.05"]),
-        ("nanochat", ["A = (reward - mean of the group)\n", "A logprob", "mean over all kept tokens"]),
+        (
+            "nanochat",
+            ["A = (reward - mean of the group)\n", "A logprob", "tokens of a prompt's rows, then over the prompts"],
+        ),
     ],
 )
 def test_describe_says_what_the_objective_is(name, says):

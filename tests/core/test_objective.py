@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from tests.core.four_rows import (
     A0,
     A1,
+    GROUP_IDS,
     KEEP,
     LENGTHS,
     LOGPROBS,
@@ -59,7 +60,8 @@ def gate(x: float) -> float:
         ("reinforce_pp", (0 + (0.8 + 1 + 1) - (1 + 1.1) * 2 + (2 + 1)) / 8),
         # advantages +-0.5 and +-1.5
         ("ppo", ((-1.2 + 0.8 + 1 + 1) * 0.5 + (-1 - 1.1 + 2 + 1) * 1.5) / 8),
-        ("nanochat", -((-1 + 4) * 0.5 + (-3 + 4) * 1.5) * math.log(2) / 8),
+        # each prompt's rows have four tokens
+        ("nanochat", -((-1 + 4) * 0.5 / 4 + (-3 + 4) * 1.5 / 4) / 2 * math.log(2)),
         # geometric means of the rows 1.5, 0.79, 1.05 and sqrt 2: all but the last clipped
         ("gspo", (-1.0004 * A0 + 0.9997 * A0 - 1.0004 * A1 + 2**0.5 * A1) / 4),
         # ratios times log-probs, in units of -log 2
@@ -172,8 +174,8 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_that_of_reinforce(name, 
     assert (stats["clip/high_frac"].sum, stats["clip/low_frac"].sum, stats["kl/old_nats"].sum) == (0, 0, 0)
     slope, reinforce = slope_of(objective, old=old), replace(objective, surrogate="reinforce", ratio="token")
     torch.testing.assert_close(slope, slope_of(reinforce, old=old), rtol=1e-12, atol=0)
-    total = loss_total(KEEP, average=average, max_length=MAX_LENGTH)
-    by_hand = -loss_weights(KEEP, average=average, total=total) * advantages_of(objective)
+    total = loss_total(KEEP, average=average, max_length=MAX_LENGTH, group_ids=GROUP_IDS)
+    by_hand = -loss_weights(KEEP, average=average, total=total, group_ids=GROUP_IDS) * advantages_of(objective)
     torch.testing.assert_close(slope, by_hand, rtol=1e-12, atol=0)
 
 
@@ -250,7 +252,9 @@ def test_rows_that_are_not_kept_might_as_well_be_absent(objective):
     advantages = advantages_of(objective)
     rest = {"advantages": advantages, "old": OLD, "ref": REF, "sampler_logprobs": SAMPLER}
     inside = slope_of(objective, loss_mask=loss_mask, **rest)
-    outside = slope_of(objective, LOGPROBS[rows], loss_mask=KEEP[rows], **{name: x[rows] for name, x in rest.items()})
+    outside = slope_of(
+        objective, LOGPROBS[rows], loss_mask=KEEP[rows], rows=rows, **{name: x[rows] for name, x in rest.items()}
+    )
     torch.testing.assert_close(inside[rows], outside, rtol=1e-12, atol=0)
     assert not inside[1].any()
 
@@ -268,11 +272,10 @@ def test_one_batch_equals_its_micro_batches(objective, data):
     loss_mask[4] = False  # an unscored row
     rewards = torch.tensor([1.0, 0.0, 3.0, 0.5, float("nan")])
     baseline = "mean" if objective.has_critic else objective.baseline
-    advantages, _ = group_advantages(
-        rewards, torch.tensor([0, 0, 1, 1, 1]), loss_mask, baseline=baseline, scale=objective.scale
-    )
-    total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH)
-    weights = loss_weights(loss_mask, average=objective.average, total=total)
+    group_ids = torch.tensor([0, 0, 1, 1, 1])
+    advantages, _ = group_advantages(rewards, group_ids, loss_mask, baseline=baseline, scale=objective.scale)
+    total = loss_total(loss_mask, average=objective.average, max_length=MAX_LENGTH, group_ids=group_ids)
+    weights = loss_weights(loss_mask, average=objective.average, total=total, group_ids=group_ids)
     order = data.draw(st.permutations(range(4)))
     cuts = sorted(data.draw(st.sets(st.integers(1, 3))))
     micro_batches = [*torch.tensor(order).tensor_split(cuts), torch.tensor([4])]

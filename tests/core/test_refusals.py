@@ -174,7 +174,7 @@ IN_TIME = {"credit": "return_to_go", "scale": "none", "whiten": True, "average":
         ),
         ("reinforce_pp", {"baseline": "batch_mean", **IN_TIME}),
         ("ppo", {"baseline": "critic", **IN_TIME}),
-        ("nanochat", {"scale": "none", "surrogate": "reinforce", "average": "token"}),
+        ("nanochat", {"scale": "none", "surrogate": "reinforce", "average": "prompt"}),
     ],
 )
 def test_presets_differ_from_grpo_by_these_fields_and_no_other(name, differs):
@@ -248,7 +248,9 @@ def learned(o: Objective, logprobs: Tensor) -> dict[str, Tensor]:
         advantages = compared(o, rewards, penalty)
     advantages = whiten(advantages, KEEP) if o.whiten else advantages
     loss_mask, dims = KEEP & torch.tensor([True, not o.mask_truncated, True, True])[:, None], 2
-    weights = loss_weights(loss_mask, average=o.average, total=loss_total(loss_mask, average=o.average, max_length=4))
+    groups = {"group_ids": torch.tensor([0, 0, 1, 1])}
+    total = loss_total(loss_mask, average=o.average, max_length=4, **groups)
+    weights = loss_weights(loss_mask, average=o.average, total=total, **groups)
     mean = torch.where(KEEP, logprobs, 0)[:, :, None].expand(4, 3, dims)
     inputs = LossInputs(
         torch.where(loss_mask, advantages, NAN),

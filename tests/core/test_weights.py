@@ -20,9 +20,20 @@ def keep_of(lengths: list[int], columns: int | None = None) -> Tensor:
     return torch.arange(max([*lengths, 1]) if columns is None else columns)[None] < torch.tensor(lengths)[:, None]
 
 
-def weights_of(loss_mask: Tensor, average: str, total: Tensor | None = None) -> Tensor:
-    total = loss_total(loss_mask, average=average, max_length=MAX_LENGTH) if total is None else total
-    return loss_weights(loss_mask, average=average, total=total)
+def pairs(loss_mask: Tensor) -> Tensor:
+    """Group ids where each two rows share a prompt."""
+    return torch.arange(len(loss_mask)) // 2
+
+
+def total_of(loss_mask: Tensor, average: str, group_ids: Tensor | None = None) -> Tensor:
+    group_ids = pairs(loss_mask) if group_ids is None else group_ids
+    return loss_total(loss_mask, average=average, max_length=MAX_LENGTH, group_ids=group_ids)
+
+
+def weights_of(loss_mask: Tensor, average: str, total: Tensor | None = None, group_ids: Tensor | None = None) -> Tensor:
+    group_ids = pairs(loss_mask) if group_ids is None else group_ids
+    total = total_of(loss_mask, average, group_ids) if total is None else total
+    return loss_weights(loss_mask, average=average, total=total, group_ids=group_ids)
 
 
 @pytest.mark.silent_bug(29)
@@ -31,6 +42,7 @@ def weights_of(loss_mask: Tensor, average: str, total: Tensor | None = None) -> 
     [
         ("sequence", lambda length, lengths: 1 / (length * len(lengths))),
         ("token", lambda length, lengths: 1 / sum(lengths)),
+        ("prompt", lambda length, lengths: {1: 1 / 3, 2: 1 / 3, 5: 1 / 12, 7: 1 / 12}[length] / 2),
         ("constant", lambda length, lengths: 1 / (len(lengths) * MAX_LENGTH)),
         ("sequence_sum", lambda length, lengths: 1 / len(lengths)),
         ("sum", lambda length, lengths: 1.0),
@@ -52,6 +64,20 @@ def test_each_row_counts_once_under_sequence_and_by_its_length_under_token():
     torch.testing.assert_close(weights_of(loss_mask, "token").sum(1), torch.tensor([1, 3, 4], dtype=torch.float64) / 8)
 
 
+@pytest.mark.silent_bug(29)
+def test_under_prompt_each_prompt_counts_once_however_many_rows_and_tokens_it_has():
+    """Groups 7, 3 and 5 in any order: 7 has rows of 1 and 3 tokens, 3 one row of 2, 5 no scored row at all."""
+    loss_mask, group_ids = keep_of([1, 2, 0, 3, 0]), torch.tensor([7, 3, 5, 7, 5])
+    weights = weights_of(loss_mask, "prompt", group_ids=group_ids)
+    by_hand = [[1 / 8, 0, 0], [1 / 4, 1 / 4, 0], [0] * 3, [1 / 8] * 3, [0] * 3]
+    torch.testing.assert_close(weights, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_prompt_without_group_ids_is_refused():
+    with pytest.raises(ValueError, match="needs group_ids"):
+        loss_total(keep_of([1]), average="prompt", max_length=MAX_LENGTH)
+
+
 @pytest.mark.silent_bug(11)
 @pytest.mark.parametrize("average", AVERAGES)
 @settings(max_examples=25)
@@ -59,11 +85,12 @@ def test_each_row_counts_once_under_sequence_and_by_its_length_under_token():
 def test_the_weights_of_a_part_are_those_of_the_whole(average, data):
     lengths = data.draw(st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=8))
     cut = data.draw(st.integers(0, len(lengths)))
+    cut -= cut % 2 if average == "prompt" else 0  # its parts are whole groups
     loss_mask = keep_of(lengths, MAX_LENGTH)
     parts = [loss_mask[:cut], loss_mask[cut:]]
-    total = sum(loss_total(part, average=average, max_length=MAX_LENGTH) for part in parts)
+    total = sum(total_of(part, average) for part in parts)
     if average != "sum":  # its total is not used
-        assert float(total) == float(loss_total(loss_mask, average=average, max_length=MAX_LENGTH))
+        assert float(total) == float(total_of(loss_mask, average))
     whole = weights_of(loss_mask, average)
     assert torch.equal(torch.cat([weights_of(part, average, total) for part in parts]), whole)
 
@@ -73,7 +100,7 @@ def test_the_weights_of_a_part_are_those_of_the_whole(average, data):
 def test_rows_that_are_not_kept_leave_numerator_and_denominator_together(average):
     kept, with_dropped = keep_of([2, 4], 5), keep_of([2, 0, 4, 0], 5)
     weights = weights_of(with_dropped, average)
-    assert torch.equal(weights[[0, 2]], weights_of(kept, average))
+    assert torch.equal(weights[[0, 2]], weights_of(kept, average, group_ids=torch.arange(2)))
     assert not weights[[1, 3]].any()
 
 

@@ -24,7 +24,8 @@ from gruppo.types import GruppoError, Likelihood, Stat
 VOCABULARY, MAX_LENGTH = 5, 9
 LENGTHS = torch.tensor([9, 1, 3, 2, 2, 7, 4])
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 3.0, -1.0, 2.0, float("nan")])
-GROUP_IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+GROUP_IDS = torch.tensor([0, 3, 0, 1, 1, 2, 2])
+"""Kept rows of a group are on one rank under every split."""
 SPLITS = {
     "a group each": [[0, 1, 2], [3, 4, 5, 6]],
     "one rank has one short row": [[0, 2, 3, 4, 5, 6], [1]],
@@ -47,8 +48,8 @@ def update(rows: Tensor, average: str, baseline: str, scale: str) -> dict[str, A
     advantages, _ = group_advantages(
         REWARDS[rows], GROUP_IDS[rows], mask, baseline=baseline, scale=scale, all_sum=dist.all_sum
     )
-    total = dist.all_sum(loss_total(loss_mask, average=average, max_length=MAX_LENGTH))
-    weights = loss_weights(loss_mask, average=average, total=total)
+    own = {"average": average, "group_ids": GROUP_IDS[rows]}
+    weights = loss_weights(loss_mask, total=dist.all_sum(loss_total(loss_mask, max_length=MAX_LENGTH, **own)), **own)
     actions = actions[rows, :columns]
     log_p = bigrams.log_softmax(-1)[nn.functional.pad(actions[:, :-1], (1, 0))]
     logprobs = log_p.gather(-1, actions[..., None])[..., 0]

@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo, shared": {"objective": "ppo", "stage__entropy_coef": 0.01, **SEVERAL},
     "ppo, separate": {"objective": "ppo", "critic__kind": "separate", "critic__warmup_steps": 1, **SEVERAL},
     "reinforce_pp": {"objective": "reinforce_pp", **SEVERAL},
+    "nanochat": {"objective": "nanochat"},
     "kl in the reward of a row": {"objective": {"kl": "k1", "kl_in": "reward"}, **SEVERAL},
     "running baseline, batch scale": {"objective": {"baseline": "running", "scale": "batch", "average": "token"}},
     "running scale": {"objective": {"scale": "running", "running_decay": 0.5}},

@@ -56,6 +56,7 @@ def describe_objective(
     average = {
         "sequence": "mean over the tokens of a row, then over the rows",
         "token": "mean over all kept tokens of the update",
+        "prompt": "mean over the tokens of a prompt's rows, then over the prompts",
         "constant": f"sum over tokens / (rows x {max_length})",
         "sequence_sum": "sum over the tokens of a row, then mean over the rows",
         "sum": "sum over all tokens",

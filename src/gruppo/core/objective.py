@@ -265,8 +265,8 @@ PPO = Objective(
     credit="return_to_go", baseline="critic", scale="none", whiten=True, average="token", kl="k1", kl_in="reward"
 )
 """arXiv 1707.06347, as used for text (arXiv 2203.02155): a critic, GAE, and the KL in the reward of each token."""
-NANOCHAT = Objective(scale="none", surrogate="reinforce", average="token")
-"""nanochat's simplified GRPO: reward minus the group mean, on-policy, no clip, no KL, the token average."""
+NANOCHAT = Objective(scale="none", surrogate="reinforce", average="prompt")
+"""nanochat's simplified GRPO: reward minus the group mean, on-policy, no clip, no KL, the average of each prompt."""
 
 PRESETS: Mapping[str, Objective] = {
     "grpo": GRPO,

@@ -33,8 +33,8 @@ def chat() -> Config:
     """Document 002's chat script with its settings: groups of 16, clip 0.2, KL 0.04, one update per batch.
 
     Sampling (temperature 1, the 50 most likely tokens) and the linear decay are nanochat's. ``--objective nanochat
-    --stage.kl-coef 0`` is the original script: reward minus the group's mean, no clip, no KL. With one update per batch
-    the ratio is 1 and the clip has no effect; ``--optim.epochs 2`` gives it one.
+    --stage.kl-coef 0`` is the original script: reward minus the group's mean, no clip, no KL, the average of each
+    prompt. With one update per batch the ratio is 1 and the clip has no effect; ``--optim.epochs 2`` gives it one.
 
     gruppo train chat learns sums and differences with SmolLM2-135M-Instruct: measured here on one thread of an AMD EPYC
     CPU (Zen 5) with 2 cores, beside other jobs, 17 minutes (18 s a step); sampled reward 0.01 at first, 0.5 by step 8,

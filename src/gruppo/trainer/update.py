@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gruppo import distributed as dist
@@ -198,7 +198,7 @@ def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]
     """
     parts, terms = list[Part](), list[Callable[[list[MicroBatch]], dict[str, Stat]]]()
     if batch.rollouts is not None:
-        weights = _weights(batch.loss_mask, run.config.objective.average, step_params)
+        weights = _weights(batch.loss_mask, run.config.objective.average, step_params, batch.rollouts.group_ids)
         parts.append((batch.rollouts, has_gradient(run, batch, step_params)))
         terms.append(partial(_backward, run, batch, step_params, weights))
     if batch.demos is not None:
@@ -216,10 +216,12 @@ def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]
     return stats
 
 
-def _weights(loss_mask: Bool[Tensor, "B T"], average: Average, step_params: StepParams) -> Float[Tensor, "B T"]:
-    """Of this rank's actions in the minibatch of all ranks."""
-    total = dist.all_sum(loss_total(loss_mask, average=average, max_length=step_params.sampling.max_actions))
-    return loss_weights(loss_mask, average=average, total=total)
+def _weights(
+    loss_mask: Bool[Tensor, "B T"], average: Average, step_params: StepParams, group_ids: Int[Tensor, "B"] | None = None
+) -> Float[Tensor, "B T"]:
+    """Of this rank's actions in the minibatch of all ranks. A group is on one rank, so its actions are counted here."""
+    total = loss_total(loss_mask, average=average, max_length=step_params.sampling.max_actions, group_ids=group_ids)
+    return loss_weights(loss_mask, average=average, total=dist.all_sum(total), group_ids=group_ids)
 
 
 def _accumulate(stats: dict[str, Stat], more: Mapping[str, Stat]) -> None:

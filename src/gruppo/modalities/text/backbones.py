@@ -37,7 +37,10 @@ class Backbone:
 
     module: Any
     is_plain: bool = False
-    """Whether the module maps ids [B, T] to logits [B, T, V]; otherwise it has the interface of Hugging Face."""
+    """Whether the module maps ids [B, T] to logits [B, T, V]; otherwise it has the interface of Hugging Face.
+
+    T is never 1: no distribution to learn needs it, and some modules (nanochat's) have no forward for it.
+    """
     splits: bool = False
     """Whether trunk and head can be run apart."""
     caches: bool = False
@@ -136,6 +139,8 @@ class RereadDecoding:
     def __init__(self, backbone: Backbone, prompts: Sequence[Tensor], owners: Tensor) -> None:
         self.backbone = backbone
         self.ids = pad_sequence(list(prompts), batch_first=True)
+        if backbone.is_plain and self.ids.shape[1] == 1:  # nanochat's module refuses a single token
+            self.ids = nn.functional.pad(self.ids, (0, 1))
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.ids.device)
         self.logits = self._read()
         self.select(owners)

@@ -52,7 +52,7 @@ def check_same_tokens(policy: TextPolicy, model: TextPolicy) -> None:
     """Refuse a critic that would read the policy's token ids as other tokens."""
     vocabularies: list[Any] = [None if p.chat.is_plain else p.chat.tokenizer.get_vocab() for p in (policy, model)]
     ours, theirs = vocabularies
-    ids = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+    ids = torch.zeros(1, 2, dtype=torch.long, device=policy.device)
     sizes = [p.backbone.head(p.backbone.features(ids.to(p.device))).shape[-1] for p in (policy, model)]
     is_same = policy.chat is model.chat
     if not is_same and (ours is None or theirs is None):

@@ -198,9 +198,9 @@ def from_module(
 ) -> TextPolicy:
     """Make a policy of any module that maps ids [B, T] to logits [B, T, V] causally; transformers is not needed.
 
-    The tokenizer needs ``encode`` and ``decode``. For nanochat's GPT: ``from_module(model, tokenizer,
-    eos_ids=[tokenizer.encode_special("<|assistant_end|>")],
-    render=lambda messages: tokenizer.render_for_completion({"messages": messages}))``.
+    T is at least 2 in every call. The tokenizer needs ``encode`` and ``decode``. ``render`` returns the ids of messages
+    up to where the assistant answers; if the last message is the assistant's, the answer begins with it. For nanochat's
+    GPT see examples/nanochat_rl.py.
     """
     for name in ("encode", "decode"):
         if not callable(getattr(tokenizer, name, None)):

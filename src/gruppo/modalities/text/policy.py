@@ -89,7 +89,7 @@ class TextPolicy(AdaptablePolicy):
     @torch.no_grad()
     def feature_width(self) -> int:
         """Features at each position that a value head reads; the logits of a model that cannot be split."""
-        return self.backbone.features(torch.zeros(1, 1, dtype=torch.long, device=self.device)).shape[-1]
+        return self.backbone.features(torch.zeros(1, 2, dtype=torch.long, device=self.device)).shape[-1]
 
     def refresh(self, *, force: bool = False) -> None:
         """Turn dropout off and update the copy, whatever was done to the module since the last call."""
