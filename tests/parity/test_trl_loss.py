@@ -10,7 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.batch import ADVANTAGES, ENDED, LOG_RATIOS, MASK, ROW_LOG_RATIOS, Case, Result, gruppo_loss
+from tests.fakes import doubled, of
+from tests.parity.batch import (
+    ADVANTAGES,
+    ENDED,
+    LOG_RATIOS,
+    MASK,
+    PIECE,
+    ROW_LOG_RATIOS,
+    WEIGHTS,
+    Case,
+    Result,
+    gruppo_loss,
+    rollouts,
+)
 from tests.parity.trl_side import rloo_loss, trl_loss
 
 from gruppo.core.objective import CISPO, DAPO, DR_GRPO, GRPO, GSPO, RLOO, SAPO, Objective
@@ -191,6 +204,18 @@ def test_over_two_micro_batches_every_loss_type_but_bnpo_stays_what_it_was(
         assert ours.distance(theirs)[1] > 0.05
     else:
         assert_equal(ours, theirs, EXACT)
+
+
+def test_the_entropy_bonus_of_trl_is_a_mean_of_micro_batch_means():
+    """Of two micro-batches with unequal token counts; here all tokens of the update count alike."""
+    without, bonus = (
+        trl_loss(Case(), dtype=EXACT, loss_type="dapo", micro_batches=2, entropy_coef=coef).loss for coef in (0.0, 0.5)
+    )
+    policy, mask = doubled(of("Llama", **WEIGHTS)), Case().mask
+    entropy = policy.likelihood(rollouts(1.0, mask), PIECE, outputs=("entropy",)).entropy.detach()
+    halves = [entropy[rows][mask[rows]].mean() for rows in torch.arange(len(mask)).chunk(2)]
+    assert without - bonus == pytest.approx(0.5 * float(sum(halves)) / 2, abs=1e-10)
+    assert abs(float(sum(halves)) / 2 - float(entropy[mask].mean())) > 1e-4
 
 
 # --- known differences -----------------------------------------------------------------------------------------------

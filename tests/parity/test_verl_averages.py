@@ -6,6 +6,7 @@ verl is not imported: it needs Ray and a GPU engine. The numbers below follow fr
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -166,6 +167,45 @@ def test_reinforce_plus_plus_whitens_returns_to_go_so_that_our_batch_mean_drops_
         assert close(whiten(returns, mask), by_hand)
 
 
+def test_reinforce_pp_is_verls_below_gamma_1_without_a_baseline():
+    """Scores 3 and 1 over 2 and 1 tokens, gamma 0.5: verl's returns are 1.5, 3 and 1, with variance 13 / 12."""
+    mask = torch.tensor([[True, True], [True, False]])
+    verl = f64([-1 / 3, 7 / 6], [-5 / 6, 0]) / (13 / 12) ** 0.5
+    ours = {}
+    for baseline in ("none", "batch_mean"):
+        scores, _ = group_advantages(f64(3, 1), torch.tensor([0, 1]), mask, baseline=baseline, scale="none")
+        ours[baseline] = whiten(returns_to_go(place_score(scores[:, 0], mask), mask, gamma=0.5), mask)
+    assert close(ours["none"], verl)
+    assert close(ours["batch_mean"], f64([1 / 3, 5 / 6], [-7 / 6, 0]) / (13 / 12) ** 0.5)
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.95])
+def test_openrlhf_decays_across_tool_tokens_and_is_equal_at_gamma_and_lambda_1(lam: float):
+    """Its loop over the columns: values and rewards of a tool's tokens are 0, and gamma lambda acts at each of them."""
+    mask = torch.tensor([[True, *[False] * 100, True]])
+    values, rewards = torch.where(mask, 0.25, 0.0).double(), torch.zeros(1, 102, dtype=torch.float64)
+    rewards[0, -1] = 1.0
+    there, carry = torch.zeros_like(values), 0.0
+    for t in reversed(range(102)):
+        carry = float(rewards[0, t] + (values[0, t + 1] if t < 101 else 0) - values[0, t]) + lam * carry
+        there[0, t] = carry
+    ours, _ = gae(rewards, values, mask, gamma=1.0, lam=lam)
+    assert close(ours[mask][1], there[mask][1])
+    first, by_hand = ours[mask][0], {1.0: 0.75, 0.95: 0.25 - 0.25 + 0.95 * 0.75}[lam]
+    assert float(first) == pytest.approx(by_hand)
+    assert close(first, there[0, 0]) == (lam == 1.0)
+    assert lam == 1.0 or (0.95**100 < 0.006 and float(there[0, 0]) < -0.23)  # nearly nothing but -V is left
+
+
+@pytest.mark.parametrize("count", [4, 16, 100])
+def test_ddof_0_makes_advantages_larger_by_a_factor_of_the_count_alone(count: int):
+    x = torch.randn(1, count, dtype=torch.float64, generator=torch.manual_seed(0))
+    ddof_0 = (x - x.mean()) / x.std(correction=0)
+    assert close(
+        ddof_0 / whiten(x, torch.ones(1, count, dtype=torch.bool)), (count / (count - 1)) ** 0.5 * x.new_ones(1)
+    )
+
+
 def test_gdpo_whitens_the_sum_over_tokens_so_that_our_normalisation_over_rows_drops_out():
     """Weights 3 and 1. By itself each gives +-0.5^0.5, the second the reverse of the first in the second group."""
     of_one = {"group_ids": GROUP_IDS, "mask": MASK[:, :1], "baseline": "mean", "scale": "group", "eps": 0.0}
@@ -193,6 +233,20 @@ def test_kl_loss_type_is_our_estimator_with_the_naive_gradient(verl: str, estima
     estimate.sum().backward()
     assert logprobs.grad is not None
     assert close(estimate.detach(), f64([value])) and close(logprobs.grad, f64([slope]))
+
+
+@pytest.mark.parametrize("delta", [2.6, 5.0, -10.9, -12.0])
+def test_verl_caps_k3_at_10_nats_where_its_gradient_ends(delta: float):
+    """delta = ref - logp: both are exp(delta) - delta - 1 as long as that is at most 10."""
+    logprobs, loss_mask = f64([-20.0]).requires_grad_(), torch.ones(1, 1, dtype=torch.bool)
+    gap = logprobs.detach() + delta - logprobs
+    verl = (gap.clamp(-20, 20).exp() - gap.clamp(-20, 20) - 1).clamp(-10, 10)
+    ours = kl_penalty(logprobs, logprobs.detach() + delta, 0 * logprobs, loss_mask, estimator="k3", gradient="naive")
+    slopes = [torch.autograd.grad(kl.sum(), logprobs)[0] for kl in (ours, verl)]
+    assert close(slopes[0], f64([1 - math.exp(delta)]))
+    is_capped = delta in (5.0, -12.0)
+    assert close(ours.detach(), verl.detach()) == close(*slopes) == (not is_capped)
+    assert not is_capped or (verl.item(), slopes[1].item()) == (10.0, 0.0)
 
 
 def test_the_adaptive_coefficient_grows_by_at_most_a_fifth_in_a_horizon():
