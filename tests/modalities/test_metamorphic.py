@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from tests.fakes import (
     HUGGING_FACE,
     PACKING,
     POLICIES,
+    adapted,
     doubled,
     left_padded,
     llama,
@@ -25,6 +28,21 @@ from gruppo.types import MicroBatch, Request, Rollouts, Sampling
 
 SAMPLING = Sampling(max_actions=10)
 ALL = 10**9
+TRUNCATIONS = [
+    {"temperature": 0.7},
+    {"temperature": 1.9},
+    {"top_k": 5},
+    {"top_p": 0.6},
+    {"temperature": 0.7, "top_k": 7, "top_p": 0.5},
+]
+"""They act on logits, whatever made them: most policies meet the last one alone."""
+CHANGES = [
+    ("in place", "float32", [plain, llama, adapted]),
+    ("in place", "bfloat16", [make for make in POLICIES if make is not plain]),
+    ("load_state_dict", "bfloat16", [plain, llama, adapted]),
+    ("optimizer", "bfloat16", [plain, llama, adapted]),
+]
+"""How weights are changed, and of which policies."""
 
 
 @pytest.fixture(params=POLICIES, ids=lambda make: make.__name__)
@@ -32,14 +50,21 @@ def make(request):
     return request.param
 
 
+@functools.cache
+def made(make):
+    """The policy in float64 and its samples, once: a copy takes a tenth of the time."""
+    policy = doubled(make())
+    return policy, policy.sample(requests(4, 2, 3), SAMPLING, seed=3)
+
+
 @pytest.fixture
 def policy(make):
-    return doubled(make())
+    return copy.deepcopy(made(make)[0])
 
 
 @pytest.fixture
-def sampled(policy):
-    return policy.sample(requests(4, 2, 3), SAMPLING, seed=3)
+def sampled(make):
+    return made(make)[1]
 
 
 @pytest.fixture
@@ -91,7 +116,7 @@ def disturb(module, by=0.1):
 
 
 @pytest.mark.silent_bug(2)
-@pytest.mark.parametrize("budget", [1, 30, ALL])
+@pytest.mark.parametrize("budget", [1, ALL])
 def test_the_ratio_starts_at_one(make, budget):
     policy = make()
     rollouts = policy.sample(requests(4, 2, 3), SAMPLING, seed=3)
@@ -111,15 +136,12 @@ def test_the_same_micro_batch_again_gives_the_same_bits(make):
 @pytest.mark.silent_bug(6)
 @pytest.mark.silent_bug(7)
 @pytest.mark.parametrize(
-    "changes",
+    ("make", "changes"),
     [
-        {"temperature": 0.7},
-        {"temperature": 1.9},
-        {"top_k": 5},
-        {"top_p": 0.6},
-        {"temperature": 0.7, "top_k": 7, "top_p": 0.5},
+        pytest.param(make, changes, id=f"{make.__name__}-{changes}")
+        for make in POLICIES
+        for changes in (TRUNCATIONS if make in (plain, llama) else TRUNCATIONS[-1:])
     ],
-    ids=str,
 )
 def test_temperature_and_truncation_are_in_both_sides(policy, changes):
     rollouts = policy.sample(requests(4, 2, 3), replace(SAMPLING, **changes), seed=3)
@@ -347,8 +369,12 @@ def test_dropout_left_on_by_the_user_is_off_in_sampling_and_scoring(make_with_dr
 
 @pytest.mark.silent_bug(9)
 @pytest.mark.parametrize(
-    ("how", "compute"),
-    [("in place", "float32"), *((how, "bfloat16") for how in ("in place", "load_state_dict", "optimizer"))],
+    ("make", "how", "compute"),
+    [
+        pytest.param(make, how, compute, id=f"{make.__name__}-{how}-{compute}")
+        for how, compute, makes in CHANGES
+        for make in makes
+    ],
 )
 def test_changed_weights_change_greedy_answers_and_log_probs(make, compute, how):
     policy, other = (make(**({} if make is plain else {"compute": compute}), seed=seed) for seed in (0, 1))

@@ -1,9 +1,10 @@
 """One update has one gradient, however it is computed: every preset, over every policy, by the trainer's own code.
 
-Every preset meets the policy in ``FULLY``. A preset sees nothing of a policy but log-probs, entropy and values, so that
-the others meet three presets: per token, per sequence, with a critic. A new preset joins by itself, a new policy by its
-name in ``tests.fakes.POLICIES``. Distances are ||dg|| / ||g|| over all parameters; the batch is made in ``updates.py``,
-and ``python -m tests.modalities.measure_gradients`` prints the largest distances over everything.
+Every preset meets the policy in ``FULLY``. A preset sees nothing of a policy but log-probs, entropy and values: a
+packing policy meets three (per token, per sequence, with a critic), the others the one that reads all of them. A new
+preset joins by itself, a new policy by its name in ``tests.fakes.POLICIES``. Distances are ||dg|| / ||g|| over all
+parameters; the batch is made in ``updates.py``, and ``python -m tests.modalities.measure_gradients`` prints the largest
+distances over everything.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from gruppo.modalities.text.critic import SeparateCritic
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 5e-6}
 FULLY = [(plain, torch.float64)]
-PACKED = [(llama, torch.float64), (llama, torch.float32)]
-OTHERS = [(plain, torch.float32), *((make, torch.float64) for make in POLICIES if make not in (plain, llama))]
+PACKED = [(llama, torch.float64)]
+OTHERS = [(plain, torch.float32), (llama, torch.float32)]
+OTHERS += [(make, torch.float64) for make in POLICIES if make not in (plain, llama)]
 SETUPS = FULLY + PACKED + OTHERS
 ON_POLICY = {**PRESETS, "vespo": replace(GRPO, surrogate="vespo")}
-FEW = ("grpo", "gspo", "ppo")
+FEW, ONE = ("grpo", "gspo", "ppo"), ("ppo",)
 POLICY_ALONE = Stage(kl_coef=0.0, entropy_coef=0.0)
 
 
@@ -36,8 +38,9 @@ def name_of(setup):
 
 
 def each_with(setups, presets=PRESETS):
-    """All presets for the setups of FULLY, a few for the others."""
-    pairs = [(setup, name) for setup in setups for name in (presets if setup in FULLY else FEW)]
+    """All presets for the setups of FULLY, a few for those of PACKED, one for the others."""
+    names = {setup: presets if setup in FULLY else FEW if setup in PACKED else ONE for setup in setups}
+    pairs = [(setup, name) for setup in setups for name in names[setup]]
     params = [pytest.param(setup, presets[name], id=f"{name_of(setup)}-{name}") for setup, name in pairs]
     return pytest.mark.parametrize(("case", "objective"), params, indirect=["case"])
 
@@ -61,7 +64,7 @@ def unchanged(case, objective, varied):
 @pytest.mark.silent_bug(3)
 @pytest.mark.silent_bug(4)
 @pytest.mark.silent_bug(11)
-@each_with(FULLY + PACKED)
+@each_with([*FULLY, *PACKED, (llama, torch.float32)], {name: PRESETS[name] for name in FEW})
 def test_no_way_of_cutting_the_batch_into_micro_batches_changes_the_gradient(case, objective):
     cuts = [
         len(case.policy.micro_batches(case.batch.rollouts, case.batch.loss_mask, n)) for n in variants.budgets(case)
@@ -72,7 +75,7 @@ def test_no_way_of_cutting_the_batch_into_micro_batches_changes_the_gradient(cas
 
 @pytest.mark.silent_bug(3)
 @pytest.mark.silent_bug(4)
-@each_with(OTHERS)
+@each_with(FULLY + OTHERS)
 def test_micro_batch_sizes_change_no_gradient(case, objective):
     unchanged(case, objective, variants.a_few_micro_batches)
 
