@@ -118,6 +118,16 @@ def ranks(count: int, target: Callable[..., Any], *args: Any, folder: Path) -> l
     ]
 
 
+def run_ranks(count: int, target: Callable[..., Any], *args: Any, folder: Path) -> None:
+    """Call ``target(*args)`` on each of several ranks, or once in this process."""
+    if count == 1:
+        target(*args)
+        return
+    children = ranks(count, target, *args, folder=folder)
+    codes = [child.wait() for child in children]
+    assert not any(codes), "\n".join(child.err for child in children)
+
+
 def _child(target: Callable[..., Any], args: Sequence[Any], folder: str, env: Mapping[str, str], draws: bool) -> None:
     os.environ.update(env)
     for number, name in ((1, "stdout"), (2, "stderr")):

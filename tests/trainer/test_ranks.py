@@ -41,16 +41,15 @@ def train(config: dict[str, Any], spied: str) -> None:
 
 
 def both(folder: Path, ranks: int, **changes: Any) -> tuple[Path, Path, list[list[Any]], list[list[list[Any]]]]:
-    """The run of one rank and that of several, and what each rank's reward saw."""
-    changes = {"reward": [f"{Path(__file__).resolve()}:spying"], "optim__eps": 0.1, "optim__lr": 0.05} | changes
+    """The run of this process and that of several ranks, and what each rank's reward saw."""
+    spying = [f"{Path(__file__).resolve()}:spying"]
+    changes = {"steps": 2, "reward": spying, "optim__eps": 0.1, "optim__lr": 0.05} | changes
     seen = []
     for name, count in (("one", 1), ("many", ranks)):
-        config = serialization.to_dict(tiny.config(folder, name=name, steps=3, **changes))
+        config = serialization.to_dict(tiny.config(folder, name=name, **changes))
         spied = folder / f"spied-{name}"
         spied.mkdir()
-        children = processes.ranks(count, train, config, str(spied), folder=folder / name)
-        codes = [child.wait() for child in children]
-        assert not any(codes), "\n".join(child.err for child in children)
+        processes.run_ranks(count, train, config, str(spied), folder=folder / name)
         seen.append([[json.loads(line) for line in file.read_text().splitlines()] for file in sorted(spied.iterdir())])
     return folder / "runs/one", folder / "runs/many", seen[0][0], seen[1]
 

@@ -29,11 +29,18 @@ CASES: dict[str, dict[str, Any]] = {
     "two rewards, each normalised": {"objective": {"combine": "normalize_then_sum"}, "two rewards": True},
     "rows and steps": {
         "objective": {"combine": "normalize_then_sum", "credit": "return_to_go", "scale": "running"},
-        "steps": True,
+        "vowels": True,
     },
     "refilled": {"objective": "dapo", "rollout__refill_rounds": 2, "objective__overlong": 4, "dull": True, **SEVERAL},
     "refilled, ppo": {"objective": "ppo", "rollout__refill_rounds": 1, "dull": True, **SEVERAL},
-    "grown": {"objective": "dr_grpo", "rollout__first_samples": 2, "rollout__group_size": 4, "dull": True, **SEVERAL},
+    "grown": {
+        "objective": "dr_grpo",
+        "rollout__first_samples": 2,
+        "rollout__group_size": 4,
+        "dull": True,
+        **SEVERAL,
+        "steps": 3,  # no group has spread in the first two
+    },
     "stopped early": {"objective": "ppo", "optim__stop_kl": 1e-3, "optim__lr": 0.5, **SEVERAL, "optim__epochs": 4},
 }
 
@@ -64,7 +71,7 @@ def dull_odd(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> li
 def test_two_ranks_are_one_under_the_objective(tmp_path, case):
     changes = {"rollout__prompts": 3, "rollout__group_size": 3, "saving__every": 1, "saving__keep": 9} | CASES[case]
     rewards = [f"{HERE.with_name('test_ranks.py')}:spying"] + [f"{HERE}:counted"] * changes.pop("two rewards", False)
-    rewards += [f"{HERE}:vowels"] * changes.pop("steps", False)
+    rewards += [f"{HERE}:vowels"] * changes.pop("vowels", False)
     rewards += [f"{HERE}:dull_odd"] * changes.pop("dull", False)
     if len(rewards) > 1 and "rollout__refill_rounds" in changes:
         changes |= {"rollout__refill_by": "dull_odd", "scoring__weights": (0.0, 1.0)}

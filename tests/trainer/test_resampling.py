@@ -363,17 +363,15 @@ def collected_rows(config: dict[str, Any], out: str) -> None:
 def test_batch_and_minibatches_do_not_depend_on_the_number_of_ranks(tmp_path):
     sizes = {"rollout__prompts": 5, "rollout__group_size": 3, "rollout__refill_rounds": 1, "optim__minibatches": 3}
     config = serialization.to_dict(tiny.config(tmp_path, **sizes, reward=[f"{Path(__file__).resolve()}:dull_odd"]))
-    for count in (1, 2, 3):
-        children = processes.ranks(count, collected_rows, config, str(tmp_path), folder=tmp_path / f"of-{count}")
-        assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
-    read = {n: [json.loads((tmp_path / f"{n}-{rank}.json").read_text()) for rank in range(n)] for n in (1, 2, 3)}
+    for count in (1, 3):
+        processes.run_ranks(count, collected_rows, config, str(tmp_path), folder=tmp_path / f"of-{count}")
+    read = {n: [json.loads((tmp_path / f"{n}-{rank}.json").read_text()) for rank in range(n)] for n in (1, 3)}
     [[names, kept, cuts, result]] = read[1]
     assert 0 < kept.count(False) < 15 and result["refill/rounds_count"] == 1
-    for count in (2, 3):
-        for rank, (own, own_kept, own_cuts, own_said) in enumerate(read[count]):
-            slots = [slot for slot in range(5) if slot % count == rank]
-            assert own == [names[3 * slot + n] for slot in slots for n in range(3)]
-            assert own_kept == [kept[3 * slot + n] for slot in slots for n in range(3)]
-            for part, whole in zip(own_cuts, cuts, strict=True):
-                assert part == [name for name in whole if name in own]
-            assert own_said == pytest.approx(result, rel=1e-6)
+    for rank, (own, own_kept, own_cuts, own_said) in enumerate(read[3]):
+        slots = [slot for slot in range(5) if slot % 3 == rank]
+        assert own == [names[3 * slot + n] for slot in slots for n in range(3)]
+        assert own_kept == [kept[3 * slot + n] for slot in slots for n in range(3)]
+        for part, whole in zip(own_cuts, cuts, strict=True):
+            assert part == [name for name in whole if name in own]
+        assert own_said == pytest.approx(result, rel=1e-6)

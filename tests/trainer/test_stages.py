@@ -271,8 +271,7 @@ def test_two_ranks_go_through_the_stages_as_one(tmp_path):
     found = []
     for name, count in (("one", 1), ("two", 2)):
         config = serialization.to_dict(tiny.config(tmp_path, name=name, optim__eps=0.1, **STAGED))
-        children = processes.ranks(count, train, config, folder=tmp_path / name)
-        assert not any(child.wait() for child in children), "\n".join(child.err for child in children)
+        processes.run_ranks(count, train, config, folder=tmp_path / name)
         rows = [row for row in metrics(tmp_path / "runs" / name) if "stage/number" in row]
         found.append([(row["stage/number"], row["stage/kl_coef"]) for row in rows])
     assert [number for number, _ in found[0]] == [number for number, _ in found[1]]
@@ -320,12 +319,16 @@ def test_the_learning_rate_after_a_return(tmp_path):
     assert [row["optim/lr"] for row in rows if "optim/lr" in row] == [0.01, 0.01, 0.01, 0.01, 0.0025]
 
 
+@pytest.fixture(scope="module")
+def returned(tmp_path_factory):
+    changes = {"steps": 6, "evaluation__every": 2, "back_off__metric": "eval/reward_mean", "reward": ["falls"]}
+    return api.start(tiny.config(tmp_path_factory.mktemp("returned"), **changes), Parts(rewards=[Falls(2)])).folder
+
+
 @pytest.mark.silent_bug(33)
 @pytest.mark.parametrize("calls_before", [4, 6, 8])
-def test_a_run_with_a_return_is_resumed_to_the_bit(tmp_path, calls_before):
-    changes = {"steps": 6, "evaluation__every": 2, "back_off__metric": "eval/reward_mean", "reward": ["falls"]}
-    whole = api.start(tiny.config(tmp_path, **changes), Parts(rewards=[Falls(2)])).folder
-    other = tiny.config(tmp_path, **changes, runs_dir=str(tmp_path / "other"))
+def test_a_run_with_a_return_is_resumed_to_the_bit(returned, tmp_path, calls_before):
+    other = replace(serialization.load(returned / "config.json"), runs_dir=str(tmp_path / "other"))
     signal, falls = Signalling(calls_before), Falls(2)
 
     def stopping(completions, trainer_state, **_):
@@ -335,7 +338,7 @@ def test_a_run_with_a_return_is_resumed_to_the_bit(tmp_path, calls_before):
     stopping.__name__ = "falls"
     with pytest.raises(Stopped):
         api.start(other, Parts(rewards=[stopping]))
-    assert_same(api.start(tmp_path / "other/run", Parts(rewards=[Falls(2)])).folder, whole)
+    assert_same(api.start(tmp_path / "other/run", Parts(rewards=[Falls(2)])).folder, returned)
 
 
 def test_the_optimiser_returns_with_the_weights(tmp_path):
