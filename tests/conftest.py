@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before any test is
@@ -19,6 +20,11 @@ from gruppo.tracking.plots import plot_run
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("gruppo", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("gruppo")
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage need not visit what was imported: 0.25 s each time that memory runs out in a test."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import random
 import shutil
@@ -31,7 +32,10 @@ def model(seed: int = 0) -> str:
     """The folder of a two-layer Llama and its tokenizer, made once a session."""
     folder = Path(tempfile.mkdtemp(prefix="gruppo-tiny-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return write_model(folder / "tiny", seed)
+    written = write_model(folder / "tiny", seed)
+    gc.collect()
+    gc.freeze()  # as in conftest.py: transformers is imported by now
+    return written
 
 
 def write_model(folder: Path, seed: int = 0, context: int = CONTEXT) -> str:

@@ -72,15 +72,16 @@ def only_line(capsys: pytest.CaptureFixture[str]) -> str:
 # --- what works -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("plots")
-def test_train_resume_eval_sample_and_explain(tmp_path):
+def test_train_resume_eval_sample_and_explain(tmp_path, monkeypatch):
     (tmp_path / "recipes.py").write_text(
         "from pathlib import Path\nfrom tests import tiny\n\n"
         f"def toy():\n    return tiny.config(Path({str(tmp_path)!r}))\n"
     )
     run = tmp_path / "runs/first"
     overrides = ["--name", "first", "--steps", "3", "--objective", "dr-grpo", "--objective.clip_high=0.3"]
-    code, out, err = call(tmp_path, "train", f"{tmp_path / 'recipes.py'}:toy", *overrides)
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "draws_plots", True)
+        code, out, err = call(tmp_path, "train", f"{tmp_path / 'recipes.py'}:toy", *overrides)
     assert (code, err) == (0, "")
     assert "step 3/3" in out and "held-out, 4 prompts" in out and f"gruppo sample {run} " in out
     config = serialization.load(run / "config.json")

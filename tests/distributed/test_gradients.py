@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests import processes
 from tests.distributed import gradients
-from tests.distributed.gradients import DEALS, SETUPS
+from tests.distributed.gradients import CASES, DEALS, SETUPS
 from tests.modalities.updates import case_of, distance, learned, rewarded, whole_update
 
 from gruppo.core.objective import PRESETS
@@ -26,8 +26,7 @@ def two(tmp_path_factory):
 @pytest.mark.silent_bug(12)
 @pytest.mark.silent_bug(11)
 @pytest.mark.parametrize("deal", [*DEALS, "from rewards"])
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(("setup", "preset"), CASES)
 def test_two_ranks_have_the_gradient_of_one(two, setup, preset, deal):
     case, objective = case_of(*SETUPS[setup]), PRESETS[preset]
     variant = whole_update(case)

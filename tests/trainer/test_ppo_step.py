@@ -265,7 +265,7 @@ def kls(folder: Any, kind: dict[str, Any], count: int) -> list[float]:
 def test_the_update_before_which_the_policy_has_moved_too_far_is_not_taken(tmp_path, kind):
     result = kls(tmp_path, kind, 5)
     assert result[0] == 0 and sorted(result) == result and len(set(result)) == 5
-    for n in range(1, 5):
+    for n in (1, 4):
         limit = (result[n - 1] + result[n]) / 2  # n updates are taken, and the next is one too many
         run = begun(tmp_path, kind | SLOW, optim__epochs=5, optim__stop_kl=limit)
         short = begun(tmp_path, kind | SLOW, optim__epochs=n)

@@ -17,7 +17,6 @@ from torch import nn
 
 from gruppo import api
 from gruppo.build import Parts, build
-from gruppo.core.objective import PRESETS
 from gruppo.modalities.text import from_pretrained
 from gruppo.trainer.collect import collect
 from gruppo.trainer.minibatches import minibatches
@@ -135,7 +134,7 @@ def after_one_step(folder: Path, *, layout: str = "stream", **changes: Any) -> t
 @pytest.mark.silent_bug(11)
 @pytest.mark.parametrize(
     ("preset", "prompts", "size"),
-    [*((preset, 3, 3) for preset in PRESETS), ("grpo", 1, 5), ("gspo", 1, 5), ("grpo", 4, 2), ("gspo", 4, 2)],
+    [*((preset, 3, 3) for preset in ("dr_grpo", "dapo", "reinforce_pp", "ppo")), ("grpo", 1, 5), ("gspo", 4, 2)],
 )
 def test_token_budget_and_layout_do_not_change_the_step(tmp_path, preset, prompts, size):
     sizes = {"rollout__prompts": prompts, "rollout__group_size": size, "objective": preset, "stage__kl_coef": 0.1}
@@ -239,7 +238,7 @@ def test_the_reference_is_the_first_policy_and_stays_it(tmp_path):
 
 @pytest.mark.silent_bug(34)
 def test_the_seed_determines_the_run_and_another_seed_differs(tmp_path):
-    changes = {"optim__epochs": 2, "optim__minibatches": 2, "reward": [tiny.reward("noisy")]}
+    changes = {"optim__epochs": 2, "optim__minibatches": 2, "reward": [tiny.reward("noisy")], "steps": 2}
     one, two, other = (
         api.start(tiny.config(tmp_path, name=name, seed=seed, **changes)).folder
         for name, seed in (("a", 3), ("b", 3), ("c", 4))
@@ -332,9 +331,8 @@ def test_a_run_goes_on_through_rewards_that_raise_and_a_step_without_any_score(t
 
 @pytest.mark.silent_bug(20)
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "rloo", "reinforce"])
-@pytest.mark.parametrize("value", [1.0, 0.35])
-def test_constant_rewards_leave_the_weights_to_the_bit(tmp_path, preset, value):
-    run = run_in(tmp_path, Parts(rewards=[lambda completions: [value] * len(completions)]), objective=preset)
+def test_constant_rewards_leave_the_weights_to_the_bit(tmp_path, preset):
+    run = run_in(tmp_path, Parts(rewards=[lambda completions: [0.35] * len(completions)]), objective=preset)
     before = vector(run.policy.module)
     for _ in range(2):
         collected, learned = step(run)
@@ -375,13 +373,13 @@ def test_a_reward_that_stops_scoring_ends_the_run_after_ten_steps_with_the_bound
         is_away = trainer_state.global_step >= 2
         return [None if is_away else value for value in tiny.digits(completions)]
 
-    config = tiny.config(tmp_path, **SMOOTH, steps=30, saving__every=0)
+    config = tiny.config(tmp_path, **SMOOTH, steps=13, saving__every=0)
     with pytest.raises(DataError, match="10 steps in a row"):
         api.start(config, Parts(rewards=[reward]))
     run = tmp_path / "runs/run"
     assert newest(run).name == "step_000011"
     finished = api.start(run)  # with the config's own reward, which scores
-    assert finished.tokens > 0 and metrics(run)[-1]["step"] == 30
+    assert finished.tokens > 0 and metrics(run)[-1]["step"] == 13
 
 
 # --- numbers that are no longer usable --------------------------------------------------------------------------------
