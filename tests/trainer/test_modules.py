@@ -299,7 +299,7 @@ def train(given: dict[str, Any]) -> None:
 
 
 def of_two_ranks(folder: Path, name: str, ranks: int = 2, **changes: Any) -> list[Any]:
-    given = config(folder, name=name, steps=3, stage__kl_coef=0.1, optim__eps=0.1, **changes)
+    given = config(folder, name=name, steps=2, stage__kl_coef=0.1, optim__eps=0.1, **changes)
     children = processes.ranks(ranks, train, serialization.to_dict(given), folder=folder / name)
     for child in children:
         child.wait()

@@ -29,8 +29,7 @@ CAPTIONS = ("a seven", "an eight", "a three in the snow", "7", "a dot", "a line"
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SD 1.5": (sd15, {"diffusion__guidance": 2.0, "diffusion__transition": "ddim", "diffusion__eta": 0.8}),
     "SD 1.5, LoRA": (sd15, {"lora__rank": 2, "lora__alpha": 4.0, "diffusion__train_to": 2}),
-    "SD 3": (sd3, {"diffusion__transition": "flow_sde", "diffusion__train_to": 2}),
-    "SD 3, LoRA": (sd3, {"lora__rank": 2, "lora__alpha": 4.0, "diffusion__noise": "branched"}),
+    "SD 3": (sd3, {"diffusion__transition": "flow_sde", "diffusion__noise": "branched"}),
 }
 
 
