@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo import distributed as dist
-from gruppo.build import Parts, build, missing_parts, name_of, validate, with_absolute_paths
+from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
 from gruppo.config import serialization
 from gruppo.config.schema import Config
 from gruppo.loading import RunDuringImport, command_name, is_importing
@@ -136,6 +136,7 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
         with dist.fail_together():
             if is_new:
                 folder.create(run.config)
+                warn_of_overlap(run)
             else:
                 folder.check_model(run, model_source)
             is_restored = not is_new and folder.restore(run)

@@ -19,7 +19,7 @@ from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import learns_from_samples, stage_path
 from gruppo.data.open import is_function_name, open_source
 from gruppo.data.restoration import WithReference
-from gruppo.data.source import Curriculum
+from gruppo.data.source import Curriculum, IndexedSource, prompt_key
 from gruppo.engines import LocalEngine
 from gruppo.environments import PROVIDED, ConversationEngine, Environment
 from gruppo.loading import absolute_path, absolute_spec, load_object
@@ -43,6 +43,8 @@ log = logging.getLogger("gruppo")
 
 PROMPTS_CHECKED = 2
 """Prompts with which a policy or an engine from outside is checked."""
+MAX_COMPARED = 100_000
+"""Training prompts that validation data are compared with; more would take seconds."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def with_absolute_paths(config: Config) -> Config:
         model=model(config.model),
         data=data(config.data),
         supervised=replace(config.supervised, data=data(config.supervised.data)),
+        evaluation=replace(config.evaluation, data=data(config.evaluation.data)),
         reward=tuple(map(absolute_reward, config.reward)),
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute_path(config.lora.adapter)),
@@ -146,16 +149,26 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
             f"Set --rollout.prompts {dist.world_size()} or more, or start fewer ranks."
         )
     data = config.data if parts.data is None else parts.data
+    columns: dict[str, Any] = {
+        "prompt_column": config.prompts.column,
+        "target_column": config.prompts.target_column,
+        "seed": config.seed,
+    }
     source = open_source(
         data,
-        seed=config.seed,
-        prompt_column=config.prompts.column,
-        target_column=config.prompts.target_column,
-        held_out_fraction=config.prompts.held_out_fraction,
+        held_out_fraction=0.0 if config.evaluation.data else config.prompts.held_out_fraction,
         difficulty_column=config.prompts.difficulty_column,
+        **columns,
     )
+    validation = None
+    if config.evaluation.data:
+        validation = open_source(config.evaluation.data, held_out_fraction=0.0, **columns)
+        if isinstance(validation, IndexedSource):
+            validation = validation.only_held_out()
     modality = find_modality(config.model) if parts.model is None else parts.model.modality
-    rewards, environment = open_rewards(config, parts, source, modality)
+    rewards, environment = open_rewards(
+        config, parts, [source] if validation is None else [source, validation], modality
+    )
     demos = open_demos(config, data)
     if parts.model is not None:
         policy, origin = modality.adapt(config, parts.model, source), {"name": config.model}
@@ -176,6 +189,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     reference = open_reference(config, policy, is_read=reads_reference)
     if reads_reference:
         source = with_reference(source, policy, reference)
+        validation = None if validation is None else with_reference(validation, policy, reference)
     if demos is not None:
         check_demos(config, demos, policy)
     critic: Critic | None = None
@@ -187,6 +201,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         policy=policy,
         engine=engine if environment is None else ConversationEngine(engine, environment),
         source=source,
+        validation=validation,
         rewards=rewards,
         optimizer=adamw(policy, critic, config),
         reference=reference,
@@ -198,12 +213,29 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     is_evaluated = bool(rewards.names) or policy.renders_images  # without rewards, images are still shown
     if is_evaluated and config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
         log.warning(
-            "the data have no held-out prompts: nothing is evaluated. Set --prompts.held-out-fraction above 0 for some."
+            "the data have no held-out prompts: nothing is evaluated. Set --prompts.held-out-fraction above 0 for "
+            "some, or --evaluation.data to validation data."
         )
         is_evaluated = False
     if not is_evaluated:
         run.config = replace(config, evaluation=replace(config.evaluation, prompts=0))
     return run, origin
+
+
+def warn_of_overlap(run: Run) -> None:
+    """Warn of validation prompts that are trained on too, where the prompts are texts."""
+    if run.validation is None or len(getattr(run.source, "all_items", ())) > MAX_COMPARED:
+        return
+    prompts = [prompt.inputs for prompt in held_out(run, run.config.evaluation.prompts)]
+    evaluated = {prompt_key(inputs) for inputs in prompts if isinstance(inputs, str | list)}
+    if common := evaluated & {prompt_key(prompt.inputs) for prompt in run.source.all_prompts() if evaluated}:
+        log.warning(
+            "%d of %d prompts of the validation data %s are trained on too, so their rewards measure memory. Remove "
+            "them from one of the two.",
+            len(common),
+            len(evaluated),
+            run.config.evaluation.data,
+        )
 
 
 def check_capabilities(config: Config, policy: Policy) -> None:
@@ -302,12 +334,11 @@ def with_reference(source: Any, policy: Policy, reference: Reference | None) -> 
     return WithReference(source, restore)
 
 
-def open_rewards(config: Config, parts: Parts, source: Any, modality: Modality) -> tuple[RewardSet, Environment | None]:
+def open_rewards(
+    config: Config, parts: Parts, sources: Sequence[Any], modality: Modality
+) -> tuple[RewardSet, Environment | None]:
     """Open the rewards, and the environment that replies to the policy, if any; check the columns that they read."""
-    columns: set[str] | None = None
-    if source.columns is not None:  # the data's columns, and the target as answer and target
-        targets = {"answer", "target", "solution", "label", config.prompts.target_column}
-        columns = {*source.columns} | ({"answer", "target"} if targets & {*source.columns} else set())
+    targets = {"answer", "target", "solution", "label", config.prompts.target_column}
     chosen, environment = config.environment, None
     if chosen.reply:
         environment = Environment(
@@ -316,23 +347,28 @@ def open_rewards(config: Config, parts: Parts, source: Any, modality: Modality) 
             max_reply_tokens=chosen.max_reply_tokens,
             timeout_s=chosen.timeout_s,
         )
-        if columns is not None:
-            if taken := sorted({*source.columns} & {*PROVIDED} - {"prompt", config.prompts.column}):
-                raise DataError(
-                    f"the data have a column {taken[0]!r}, and an environment is given something else by that name. "
-                    "Rename the column."
-                )
-            environment.check(columns - {"state"})
     rewards = RewardSet(
         list(map(resolve_reward, parts.rewards or config.reward)),
         config.scoring.weights,
         config.scoring.timeout_s,
         may_be_empty=not learns_from_samples(config),
     )
-    if columns is not None:
+    for source in sources:
+        if source.columns is None:  # unknown before it is drawn from
+            continue
+        # the data's columns, and the target as answer and target
+        columns = {*source.columns} | ({"answer", "target"} if targets & {*source.columns} else set())
+        if environment is not None:
+            if taken := sorted({*source.columns} & {*PROVIDED} - {"prompt", config.prompts.column}):
+                raise DataError(
+                    f"{source.name} has a column {taken[0]!r}, and an environment is given something else by that "
+                    "name. Rename the column."
+                )
+            environment.check(columns - {"state"})
+            columns |= {"state"}
         columns |= {"reference"} if modality.rewards_read_reference else set()
         columns |= {"images"} if modality.rewards_read_images else set()
-        rewards.check(columns | {"state"} if environment else columns)
+        rewards.check(columns)
     if environment is not None and rewards.step_names:
         raise GruppoError(
             f"reward {rewards.step_names[0]!r} scores the steps of one answer, and with an environment a row has "

@@ -45,8 +45,13 @@ def load_policy(model: str | Path, *, compute: Any = "auto", trust_remote_code: 
     return find_modality(name).load(name, compute=compute, trust_remote_code=trust_remote_code, **options)
 
 
-def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str, Any]]]:
-    """Evaluate a run's final model on its held-out prompts; return the result and each answer."""
+def evaluate_run(
+    path: Path, *, prompts: int, data: str = "", samples: int = 0
+) -> tuple[Evaluated, list[dict[str, Any]]]:
+    """Evaluate a run's final model on its held-out prompts, or on other ``data``; return the result and each answer.
+
+    ``samples``: completions per prompt beside the greedy one, for mean@k and pass@k.
+    """
     first = serialization.load(path / "config.json")
     if prompts < 1:
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
@@ -58,7 +63,8 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
     config = replace(
         first,
         model=model_of(path),
-        evaluation=replace(first.evaluation, prompts=prompts),
+        data=data or first.data,
+        evaluation=replace(first.evaluation, prompts=prompts, data=data or first.evaluation.data, samples=samples),
         prompts=replace(first.prompts, difficulty_column=""),
         stage=Stage(),
         stages=(),
@@ -69,12 +75,13 @@ def evaluate_run(path: Path, *, prompts: int) -> tuple[Evaluated, list[dict[str,
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
     policy = load_policy(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
     run, _ = build(config, Parts(policy))
-    if isinstance(run.source, WithReference):  # by now compared with the trained policy
-        run.source = with_saved_reference(path, first, run.source)
+    for source in ("source", "validation"):
+        if isinstance(getattr(run, source), WithReference):  # by now compared with the trained policy
+            setattr(run, source, with_saved_reference(path, first, getattr(run, source)))
     if not (held := held_out(run, prompts)):
         raise DataError(
-            f"the data of {path} have no held-out prompts to evaluate on. Train with "
-            "--prompts.held-out-fraction above 0."
+            f"the data of {path} have no held-out prompts to evaluate on. Give other data with --data FILE, or train "
+            "with --prompts.held-out-fraction above 0."
         )
     return evaluate(run, held)
 

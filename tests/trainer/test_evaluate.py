@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from tests import tiny
 from tests.trainer.test_step import run_in, vector
 
-from gruppo.build import Parts
+from gruppo.build import Parts, warn_of_overlap
+from gruppo.seeds import seed_at
 from gruppo.trainer.collect import collect
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.stages import step_params_at
-from gruppo.types import Request, Sampling
+from gruppo.types import DataError, Request, Sampling
 
 
 def but_one(completions: Sequence[Any], prompts: Sequence[Any], **_: Any) -> list[float | None]:
@@ -61,3 +63,65 @@ def test_the_counters_that_end_a_run_are_resumed(tmp_path):
 
 def test_tiny_rows_are_numbered_by_what_they_ask():
     assert [row["prompt"][0]["content"].split()[0] for row in tiny.rows(9)] == [str(n) for n in range(9)]
+
+
+def count_of_ones(completions: Sequence[Any], **_: Any) -> list[float]:
+    """1 where the completion has a digit, else 0."""
+    return [float(any(c.isdigit() for c in completion[-1]["content"])) for completion in completions]
+
+
+def validation_file(folder: Path, count: int = 5) -> str:
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n} + 1 = ?"}], "answer": str(n + 1)} for n in range(90, 90 + count)
+    ]
+    return tiny.write_rows(folder / "validation.jsonl", rows)
+
+
+def test_validation_data_are_evaluated_on_and_all_training_data_trained_on(tmp_path, caplog):
+    run = run_in(tmp_path, evaluation__prompts=4, evaluation__data=validation_file(tmp_path))
+    asked = {prompt.inputs[0]["content"] for prompt in held_out(run, 99)}
+    assert asked == {f"{n} + 1 = ?" for n in range(90, 95)}
+    assert len(held_out(run, 3)) == 3
+    assert run.source.epoch_size == len(tiny.rows())
+    warn_of_overlap(run)
+    assert not caplog.records
+    run = run_in(
+        tmp_path, evaluation__prompts=4, evaluation__data=tiny.write_rows(tmp_path / "same.jsonl", tiny.rows(4))
+    )
+    warn_of_overlap(run)
+    assert "4 of 4 prompts of the validation data" in caplog.text
+
+
+def test_a_function_of_ones_own_may_give_the_validation_data(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from gruppo.types import Prompt\n\nclass Source:\n    def take(self, n):\n"
+        "        return [Prompt(str(i), f'{i} + 1 = ?', None, {}, i) for i in range(n)]\n"
+        "    def state_dict(self):\n        return {}\n    def load_state_dict(self, state):\n        pass\n\n"
+        "def make():\n    return Source()\n"
+    )
+    run = run_in(tmp_path, evaluation__data=f"{tmp_path / 'own.py'}:make")
+    assert [prompt.inputs for prompt in held_out(run, 3)] == [f"{i} + 1 = ?" for i in range(3)]
+
+
+def test_validation_data_lack_no_column_that_a_reward_reads(tmp_path):
+    rows = [{"prompt": "1 + 1 = ?"}]
+    with pytest.raises(DataError, match="answer"):
+        run_in(
+            tmp_path,
+            Parts(rewards=[lambda completions, answer, **_: [1.0] * len(answer)]),
+            evaluation__data=tiny.write_rows(tmp_path / "bare.jsonl", rows),
+        )
+
+
+def test_mean_and_pass_at_k_are_those_of_k_samples_per_prompt(tmp_path):
+    run = run_in(tmp_path, Parts(rewards=[count_of_ones]), evaluation__samples=3)
+    prompts = held_out(run, 4)
+    done, rows = evaluate(run, prompts)
+    seed = seed_at(run.config.seed, "evaluation")
+    sampled = run.policy.sample([Request(p, 3) for p in prompts], run.sampling, seed=seed)
+    scores = torch.tensor(count_of_ones(sampled.completions)).view(4, 3)
+    assert done.parts["mean@3"] == pytest.approx(float(scores.mean()))
+    assert done.parts["pass@3"] == pytest.approx(float(scores.amax(1).mean()))
+    assert 0 < done.parts["mean@3"] < done.parts["pass@3"]  # so that the two are told apart
+    assert done.metrics()["eval/pass@3"] == done.parts["pass@3"]
+    assert len(rows) == 4

@@ -65,12 +65,14 @@ def eval_(
     run: Annotated[str, "Folder of the run."],
     *,
     prompts: Annotated[int, "Number of held-out prompts."] = 256,
+    data: Annotated[str, "Data to evaluate on; default: the run's held-out prompts."] = "",
+    samples: Annotated[int, "Samples per prompt beside the greedy one, for mean@k and pass@k."] = 0,
     show: Annotated[int, "Number of answers to print."] = 5,
 ) -> None:
     """Evaluate a run's newest model on its held-out prompts with its rewards, at temperature 0."""
     from gruppo import inference
 
-    result, rows = inference.evaluate_run(Path(run), prompts=prompts)
+    result, rows = inference.evaluate_run(Path(run), prompts=prompts, data=data, samples=samples)
     for row in (row for row in rows[:show] if not isinstance(row["prompt"], ARRAYS)):
         is_image = "group" in row  # shown on the sheet of images instead
         answer = "" if is_image else f" -> '{as_text(row['completion'])}'   target {row['target']!r}"
@@ -82,6 +84,8 @@ def eval_(
         f"mean reward {result.mean:.3f}, 95% interval {result.low:.3f} to {result.high:.3f}, "
         f"{result.prompts} held-out prompts{unscored}"
     )
+    if samples:
+        print(", ".join(f"{name} {result.parts[name]:.3f}" for name in (f"mean@{samples}", f"pass@{samples}")))
 
 
 def sample(

@@ -278,12 +278,22 @@ class PromptsConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Greedy evaluation on held-out prompts, before and after training."""
+    """Evaluation on held-out prompts, greedy and sampled, before and after training."""
 
     prompts: Count = 256
     """Number of held-out prompts; 0 disables evaluation."""
     every: Count = 0
     """Steps between evaluations during training; 0 disables."""
+    data: str = ""
+    """Validation data, such as a .jsonl file; default: a part of the training data.
+
+    With it, prompts.held_out_fraction does not apply: every prompt of the training data is trained on.
+    """
+    samples: Count = 0
+    """Samples per prompt beside the greedy one, for mean@k and pass@k; 0 disables.
+
+    Sampled as in training.
+    """
     along_steps: Count = 16
     """Held-out prompts rewarded after each denoising step too (diffusion); 0 disables."""
 
@@ -295,12 +305,19 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class SavingConfig:
-    """Checkpoints."""
+    """Checkpoints and completions."""
 
     every: Count = 50
     """Steps between checkpoints; one is always saved at the end."""
     keep: Positive = 2
     """Number of checkpoints to keep."""
+    completions: Literal["all", "shown"] = "all"
+    """all: every completion, in completions/. shown: only those of samples.jsonl.
+
+    Of images, the rewards of every sample, without the pixels.
+    """
+    completions_gb: NonNegative = 10.0
+    """Size of completions/, in GB (compressed), beyond which only shown ones are kept."""
 
 
 @dataclass(frozen=True)

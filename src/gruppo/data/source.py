@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -100,6 +101,16 @@ class IndexedSource:
             if len(prompts) == n:
                 break
         return prompts
+
+    def only_held_out(self) -> IndexedSource:
+        """Return a source whose training items are all held out too, in an order that depends on nothing else."""
+        train = self.train
+        if callable(train):
+            return replace(self, evaluation=lambda: map(train, itertools.count()))
+        # shuffled, so that the first n are a random sample of the data in any order of the rows
+        order = torch.randperm(len(train), generator=generator_at(0, "held out"))
+        held_out = self.evaluation() if callable(self.evaluation) else self.evaluation
+        return replace(self, evaluation=[*held_out, *(train[index] for index in order.tolist())])
 
     def all_prompts(self) -> Iterator[Prompt]:
         """Every prompt once, held out or not, in the order of the data; the position does not change."""

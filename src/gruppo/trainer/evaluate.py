@@ -13,8 +13,9 @@ from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.environments import completion_lengths, environment_failures
-from gruppo.protocols import Policy
+from gruppo.protocols import Policy, peek
 from gruppo.rewards.scoring import Scores
+from gruppo.seeds import seed_at
 from gruppo.tracking.report import Z_95, wilson_interval
 from gruppo.trainer.memory import budget_for
 from gruppo.trainer.run import Run, reduced
@@ -42,7 +43,11 @@ class Evaluated:
 
 def held_out(run: Run, count: int) -> list[Prompt]:
     """Return at most ``count`` evaluation prompts, the same at every evaluation of a run."""
-    prompts = run.source.held_out(count) if count else []
+    prompts: list[Prompt] = []
+    if count:
+        prompts = (run.validation or run.source).held_out(count)
+    if not prompts and count and run.validation is not None:  # a source of the user's own, without a split
+        prompts = peek(run.validation, count)
     return [prompt for prompt in prompts if run.policy.check_prompt(prompt, run.sampling) is None]
 
 
@@ -51,8 +56,16 @@ def evaluate(
 ) -> tuple[Evaluated, list[dict[str, Any]]]:
     """Sample and score one greedy completion per prompt; return the result over all ranks and this rank's samples.
 
-    ``generate``: an engine's ``generate`` or a policy's ``sample``; by default that of the run's engine.
+    With ``evaluation.samples`` = k > 0, also sample k completions per prompt as in training:
+
+        mean@k = mean over prompts and samples of the reward
+        pass@k = mean over prompts of the largest reward of its k samples
+
+    which for rewards of 0 and 1 is the share of prompts that one of k samples solves.
+
+    ``generate``: a policy's ``sample``, greedy only; by default the run's engine.
     """
+    count = run.config.evaluation.samples if generate is None and run.rewards.names else 0
     generate = generate or run.engine.generate
     mine = list(prompts)[dist.rank() :: dist.world_size()]
     sampling = run.sampling.greedy()
@@ -73,6 +86,19 @@ def evaluate(
             stats |= {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
             own = run.policy.batch_stats(rollouts, scores.rewards, sampling, is_evaluation=True)
         rows = sample_rows(run.policy, rollouts, scores, range(len(rollouts)), is_held_out=True)
+    if count:
+        stats |= {name: Stat() for name in (f"mean@{count}", f"pass@{count}")}
+    if count and mine:
+        # random numbers of its own: a training prompt may have the same draw
+        seed = seed_at(run.config.seed, "evaluation")
+        rollouts = generate([Request(p, count) for p in mine], run.sampling, seed=seed)
+        progress = {"step": run.state.step, "max_steps": run.config.steps}
+        rewards = run.rewards.score(rollouts, **progress, is_evaluation=True).rewards
+        best = torch.full((len(mine),), -torch.inf).scatter_reduce(
+            0, rollouts.group_ids.cpu(), rewards.nan_to_num(nan=-torch.inf), "amax"
+        )
+        stats[f"mean@{count}"] = Stat.of(rewards, rewards.isfinite())
+        stats[f"pass@{count}"] = Stat.of(best, best.isfinite())
     stats = dist.merge_stats(stats)
     total = stats.pop("")
     # 95% interval: Wilson's for a share of successes, else the normal one. A restored image that is scored against the

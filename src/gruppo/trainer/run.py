@@ -55,6 +55,8 @@ class Run:
     reference_sha256: str | None = None
     """Digest of the reference's frozen weights, taken before the first update."""
     critic: Critic | None = None
+    validation: PromptSource | None = None
+    """Source of the held-out prompts, if it is not ``source``."""
     demos: PromptSource | None = None
     """Source of demonstrations, where some stage learns from them."""
     environment: Environment | None = None
