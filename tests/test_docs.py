@@ -43,7 +43,7 @@ WITH_OPTIONS = [*PAGES, *START, *GUIDES, *REFERENCE, *LEARNED, *READMES, DOCS / 
 ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {
     *("--nproc-per-node", "--num-generations", "--extra-index-url", "--index-url"),
-    *("--adapter", "--debug", "--help", "--help-all", "--json", "--names", "--options", "--tours"),
+    *("--adapter", "--debug", "--help", "--help-all", "--json", "--names", "--options", "--samples", "--tours"),
 }
 """Of other programs, and of commands other than train."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from gruppo.tracking.files import MetricsFile, read_metrics
+from gruppo.tracking.files import STEPS_PER_FILE, CompletionFiles, MetricsFile, read_completions, read_metrics
 from gruppo.tracking.samples import SamplesFile
 from gruppo.types import GruppoError, Stat
 
@@ -156,3 +156,52 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
 
 def test_a_run_without_metrics_reads_as_empty(tmp_path):
     assert read_metrics(tmp_path) == []
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+def write_completions(folder, steps, *, max_bytes=1e9):
+    files = CompletionFiles(folder, max_bytes)
+    for step in range(1, steps + 1):
+        files.append(step, [{"completion": f"{step} \ud83d {n}", "reward": math.nan} for n in range(3)])
+    return files
+
+
+def completion_steps(folder):
+    paths = sorted((folder / "completions").glob("*"))
+    return [json.loads(line)["step"] for path in paths for line in read_completions(path)[0]]
+
+
+def test_every_completion_is_read_by_pandas_and_datasets(tmp_path, monkeypatch):
+    import datasets
+    import pandas
+
+    write_completions(tmp_path, STEPS_PER_FILE + 2)
+    first, second = paths = sorted(map(str, (tmp_path / "completions").glob("*.jsonl.gz")))
+    assert (len(pandas.read_json(first, lines=True)), len(pandas.read_json(second, lines=True))) == (150, 6)
+    rows = datasets.load_dataset("json", data_files=paths, split="train", cache_dir=str(tmp_path / "cache"))
+    assert rows["step"] == [step for step in range(1, STEPS_PER_FILE + 3) for _ in range(3)]
+    assert rows[0]["reward"] is None
+
+
+def test_a_resumed_run_deletes_the_completions_after_its_checkpoint(tmp_path):
+    files = write_completions(tmp_path, STEPS_PER_FILE + 2)
+    last = tmp_path / f"completions/step_{STEPS_PER_FILE + 1:06d}.jsonl.gz"
+    last.write_bytes(last.read_bytes()[:-10])  # killed while writing
+    (tmp_path / "completions/.step_000001.jsonl.gz.new").touch()
+    files.cut(STEPS_PER_FILE + 2)
+    assert set(completion_steps(tmp_path)) == set(range(1, STEPS_PER_FILE + 2))
+    files.cut(STEPS_PER_FILE - 1)
+    files.append(STEPS_PER_FILE, [{"completion": "again"}])
+    before = [step for step in range(1, STEPS_PER_FILE) for _ in range(3)]
+    assert completion_steps(tmp_path) == [*before, STEPS_PER_FILE]
+    assert [path.name for path in (tmp_path / "completions").iterdir()] == ["step_000001.jsonl.gz"]
+
+
+def test_completions_stop_at_their_limit_with_one_warning(tmp_path, caplog):
+    write_completions(tmp_path / "whole", 2)
+    size = (tmp_path / "whole/completions/step_000001.jsonl.gz").stat().st_size
+    write_completions(tmp_path, 4, max_bytes=size)
+    assert completion_steps(tmp_path) == [1, 1, 1, 2, 2, 2]
+    assert caplog.text.count("completions/ has reached --saving.completions-gb") == 1

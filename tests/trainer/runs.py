@@ -18,6 +18,7 @@ from tests import tiny
 from gruppo import api
 from gruppo.build import Parts
 from gruppo.config import serialization
+from gruppo.tracking.files import read_completions
 from gruppo.trainer import checkpoint
 from gruppo.trainer.collect import collect
 from gruppo.trainer.loop import Stopped
@@ -45,6 +46,10 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(CLOCKED)} for row in rows]
 
 
+def completions(run: Path) -> list[bytes]:
+    return [line for path in sorted((run / "completions").glob("*")) for line in read_completions(path)[0]]
+
+
 def steps_logged(run: Path) -> int:
     """How many steps a run that is under way has logged."""
     try:
@@ -56,6 +61,7 @@ def steps_logged(run: Path) -> int:
 def assert_same(run: Path, other: Path) -> None:
     """Weights, optimiser, random state, cursor, counters, metrics, samples, evaluations: equal to the bit."""
     assert tensors(run / "final/model.safetensors") == tensors(other / "final/model.safetensors")
+    assert completions(run) == completions(other)
     last, other_last = newest(run), newest(other)
     assert last.name == other_last.name
     names = sorted(path.name for path in last.glob("*.safetensors"))

@@ -7,10 +7,14 @@ differ. Every line is flushed at once, so that a killed run loses at most the li
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
+import logging
 import math
 import os
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -21,6 +25,10 @@ from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import ARRAYS, as_text, shape_text
 from gruppo.types import GruppoError
 
+log = logging.getLogger("gruppo")
+
+STEPS_PER_FILE = 50
+"""Steps of a file of completions."""
 MAX_ARRAY = 16
 """Numbers of an array that are written out; of a larger one only the shape."""
 
@@ -110,6 +118,68 @@ def to_json(value: Any) -> Any:
         return as_text(value) if isinstance(value, bytes) else str(value)
     value = float(value)
     return value if math.isfinite(value) else None if math.isnan(value) else str(value)
+
+
+class CompletionFiles:
+    """Every completion of a run, in ``completions/step_000001.jsonl.gz`` and so on: ``STEPS_PER_FILE`` steps each.
+
+    Files are named by their first step and hold a gzip member for each step, one JSON object per row, as pandas
+    (``read_json(file, lines=True)``) and ``datasets`` (``load_dataset("json", data_files="completions/*.gz")``) read
+    them. Past ``max_bytes`` in all nothing more is written, with one warning.
+    """
+
+    def __init__(self, run_dir: str | Path, max_bytes: float) -> None:
+        self.folder, self.max_bytes = Path(run_dir) / "completions", max_bytes
+        self._size = 0
+        self._is_full = False
+
+    def cut(self, step: int) -> None:
+        """Delete what was written after ``step``, and what a kill left half-written."""
+        for path in sorted(self.folder.glob("*")):
+            match = re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name)
+            if match is None or int(match[1]) > step:
+                path.unlink()
+            elif int(match[1]) + STEPS_PER_FILE > step:
+                lines, is_whole = read_completions(path)
+                kept = [line for line in lines if json.loads(line)["step"] <= step]
+                if not is_whole or len(kept) < len(lines):
+                    replace_file(path, gzip.compress(b"".join(kept), mtime=0))
+        self._size = sum(path.stat().st_size for path in self.folder.glob("*"))
+
+    def append(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._is_full or not rows:
+            return
+        text = _json_text([{"step": step} | to_json(row) for row in rows])
+        # half of a surrogate pair becomes "?": Arrow, which datasets uses, refuses a file with one
+        data = gzip.compress(text.encode("utf-8", "replace"), mtime=0)
+        if self._size + len(data) > self.max_bytes:
+            self._is_full = True
+            log.warning(
+                "completions/ has reached --saving.completions-gb %g: from step %d on only shown samples are kept.",
+                self.max_bytes / 1e9,
+                step,
+            )
+            return
+        path = self.folder / f"step_{(step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1:06d}.jsonl.gz"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                file.write(data)
+        self._size += len(data)
+
+
+def read_completions(path: Path) -> tuple[list[bytes], bool]:
+    """Lines of a file of gzip members, and whether it is whole: a kill may leave the last member half-written."""
+    data, text, is_whole = path.read_bytes(), b"", True
+    while data and is_whole:
+        member = zlib.decompressobj(wbits=31)  # 31: the format of gzip
+        try:
+            part = member.decompress(data)
+        except zlib.error:
+            return text.splitlines(keepends=True), False
+        is_whole, data = member.eof, member.unused_data
+        text += part if is_whole else b""
+    return text.splitlines(keepends=True), is_whole
 
 
 # --- metrics and samples ----------------------------------------------------------------------------------------------

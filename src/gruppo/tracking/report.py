@@ -33,7 +33,8 @@ MAX_TEXT, MAX_SAMPLES = 2000, 12
 FILES = {
     "final": "the trained model",
     "metrics.csv": "all metrics of all steps",
-    "samples.jsonl": "prompts, completions and rewards",
+    "samples.jsonl": "samples shown, with rewards",
+    "completions": "every completion with its rewards",
     "plots/overview.png": "plots of the metrics",
     "images/before_after.png": "the same prompts before and after",
     "report.html": "plots and samples on one page",

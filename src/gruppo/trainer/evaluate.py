@@ -134,13 +134,14 @@ def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
 
 
 def sample_rows(
-    policy: Policy, rollouts: Rollouts, scores: Scores, rows: Sequence[int], *, is_held_out: bool = False
+    policy: Policy | None, rollouts: Rollouts, scores: Scores, rows: Sequence[int], *, is_held_out: bool = False
 ) -> list[dict[str, Any]]:
     """Return samples as trackers show them; ``extra`` is what rewards logged with log_extra.
 
-    Images also have their group, and whether they are of an evaluation: trackers draw them on sheets.
+    Images also have their group, and whether they are of an evaluation: trackers draw them on sheets. Without a
+    ``policy`` completions are not rendered.
     """
-    rendered = {row: policy.render(rollouts, row) for row in rows}
+    rendered = {row: rollouts.completions[row] if policy is None else policy.render(rollouts, row) for row in rows}
     has_images = any(isinstance(sample, Tensor) for sample in rendered.values())
     tokens = completion_lengths(rollouts)
     return [

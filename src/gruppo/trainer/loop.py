@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,7 +20,9 @@ from gruppo import distributed as dist
 from gruppo.core.groups import has_no_spread
 from gruppo.loading import command_name
 from gruppo.platforms import peak_memory_gib
+from gruppo.rewards.scoring import Scores
 from gruppo.seeds import seed_at
+from gruppo.tracking.files import to_json
 from gruppo.trainer import back_off, checkpoint, references
 from gruppo.trainer.collect import Collected, collect
 from gruppo.trainer.evaluate import Evaluated, evaluate, evaluate_steps, held_out, sample_rows
@@ -118,10 +122,13 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
     on_cuda = torch.cuda.is_available()
     metrics["mem/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else peak_memory_gib()
     run.stage_schedule.measure(state.step - 1, metrics, rows=rows)
+    completions = all_completions(run, collected)
     with dist.fail_together():
         folder.check_exists()
         run.log(metrics)
         show_samples(run, collected)
+        if folder.completions is not None:
+            folder.completions.append(state.step, completions)
     end_of_step(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without
     every = run.config.saving.every
     if state.step == run.config.steps or (every and state.step % every == 0):
@@ -169,16 +176,40 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
     return watched
 
 
+def failures_of(scores: Scores) -> dict[int, list[dict[str, str]]]:
+    """Failures of the rewards, by row."""
+    failures: dict[int, list[dict[str, str]]] = {}
+    for failure in scores.failures:
+        reason = {"reward": failure.reward, "kind": failure.kind, "message": failure.message}
+        failures.setdefault(failure.row, []).append(reason)
+    return failures
+
+
+def all_completions(run: Run, collected: Collected) -> list[dict[str, Any]]:
+    """Rows of all ranks for completions/, each with its group in the step; a collective, empty if they are not kept."""
+    rollouts, scores = collected.rollouts, collected.scores
+    if rollouts is None or scores is None or run.config.saving.completions == "shown":
+        return []
+    failures, groups = failures_of(scores), rollouts.group_ids.tolist()
+    rows = sample_rows(None, rollouts, scores, range(len(rollouts)))
+    for number, (row, group) in enumerate(zip(rows, groups, strict=True)):
+        reasons = (": ".join(failure.values()) for failure in failures.get(number, ()))
+        row |= {"group": group, "failures": "; ".join(reasons)}  # a text in each row: Arrow wants one type per column
+    gathered, first = list[dict[str, Any]](), 0
+    for part in dist.all_gather(json.dumps(to_json(rows)).encode()):
+        rows = json.loads(part)
+        gathered += [row | {"group": first + row["group"]} for row in rows]
+        first += 1 + max((row["group"] for row in rows), default=-1)
+    return gathered
+
+
 def show_samples(run: Run, collected: Collected) -> None:
     """Samples for the screen and samples.jsonl: every ``show_samples_every`` steps some, and each step those that
     failed, with the reasons."""
     rollouts, scores, every = collected.rollouts, collected.scores, run.config.show_samples_every
     if rollouts is None or scores is None or not dist.is_main():
         return
-    failures: dict[int, list[dict[str, str]]] = {}
-    for failure in scores.failures:
-        reason = {"reward": failure.reward, "kind": failure.kind, "message": failure.message}
-        failures.setdefault(failure.row, []).append(reason)
+    failures = failures_of(scores)
     failed = sorted(failures)[:FAILURES_KEPT]
     rows = sample_rows(run.policy, rollouts, scores, failed)
     rows = [row | {"failures": failures[number]} for number, row in zip(failed, rows, strict=True)]

@@ -26,7 +26,7 @@ from gruppo.platforms import lock_file, sync_to_disk
 from gruppo.protocols import digest
 from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
-from gruppo.tracking.files import MetricsFile, read_lines
+from gruppo.tracking.files import CompletionFiles, MetricsFile, read_lines
 from gruppo.tracking.samples import SamplesFile
 from gruppo.trainer import checkpoint
 from gruppo.trainer.memory import token_budget
@@ -43,6 +43,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints, self.best = path / "checkpoints", path / "best"
+        self.completions: CompletionFiles | None = None
         self._saved_best: int | None = None
         """Step of the best weights that the newest checkpoint names."""
         self._lock: IO[str] | None = None
@@ -126,7 +127,9 @@ class RunFolder:
         if not dist.is_main():
             return []
         files: list[MetricsFile | SamplesFile] = [MetricsFile(self.path), SamplesFile(self.path)]
-        for file in files:
+        config = serialization.load(self.path / "config.json")
+        self.completions = CompletionFiles(self.path, 1e9 * config.saving.completions_gb)
+        for file in (*files, self.completions):
             file.cut(-1 if from_step is None else from_step)
         logged = {row["step"] for row in read_lines(self.path / "metrics.jsonl")}
         if missing := [step for step in range(1, (from_step or 0) + 1) if step not in logged]:
@@ -135,7 +138,6 @@ class RunFolder:
                 "lost, and curves and gruppo doctor go without them.",
                 *(len(missing), from_step, missing[0], missing[-1]),
             )
-        config = serialization.load(self.path / "config.json")
         return [*files, *trackers.open_trackers(config.track, self.path, config, from_step=from_step)]
 
     # --- checkpoints ---
