@@ -6,6 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from gruppo import loading
+
 ROOT = Path(__file__).parents[1]
 IMPORT_NAMES = {"pillow": "PIL", "scikit-image": "skimage", "scikit-learn": "sklearn", "reasoning-gym": "reasoning_gym"}
 REQUIRED_BY = {"opencv-python-headless": "brisque"}
@@ -23,3 +25,9 @@ def test_every_package_of_an_extra_is_imported_or_read_by_the_library():
         if not is_used and REQUIRED_BY.get(package) not in packages:
             unused.append(package)
     assert unused == []
+
+
+def test_an_extra_is_installed_from_the_clone_or_from_the_index(monkeypatch, tmp_path):
+    assert f'install -e "{ROOT}[report]"' in loading.install_command("report")
+    monkeypatch.setattr(loading, "__file__", str(tmp_path / "lib/python3.11/site-packages/gruppo/loading.py"))
+    assert loading.install_command("report").endswith('install "gruppo[report]"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -11,14 +12,19 @@ from typing import Any
 from gruppo import distributed as dist
 from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
 from gruppo.config import serialization
-from gruppo.config.schema import Config
+from gruppo.config.schema import IN_MEMORY, Config
+from gruppo.config.stages import stage_path
 from gruppo.loading import RunDuringImport, command_name, is_importing
 from gruppo.seeds import seed_at
 from gruppo.trainer import checkpoint, dry_run, loop
 from gruppo.trainer.evaluate import held_out
+from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder
 from gruppo.trainer.watch import finish, logged, on_screen, output_may_close
 from gruppo.types import GruppoError
+
+MAX_PROMPT = 120
+"""Characters of a prompt that is put into a command."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,8 @@ class Result:
     tokens: int
     """Sampled in training."""
     seconds: float
-    question: str
-    """A prompt like those of the data, for people to try."""
+    next: tuple[tuple[str, str], ...] = ()
+    """Commands that work for this run, each with what it does."""
 
 
 def train(
@@ -160,17 +166,42 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
         with dist.fail_together():
             model = folder.write_final(run)
         seconds = time.perf_counter() - began
-    # a prompt for people to try: a held-out one, or one that was trained on
-    example = next(iter(held_out(run, 1)), run.example)
-    question = "" if example is None else example.inputs
-    if isinstance(question, list | tuple) and all(isinstance(message, dict) for message in question):
-        question = next((message["content"] for message in question if message["role"] == "user"), "")
     state, last = run.state, run.state.step
     if state.best is not None and state.best.get("returned_at") == last:  # the weights are those of the best step
         last = int(state.best["step"])
     before = next((e for e in state.evaluations if e["step"] == 0), None)
     after = next((e for e in reversed(state.evaluations) if e["step"] == last and state.step), None)
-    return Result(folder.path, model, before, after, int(state.totals["tokens"]), seconds, str(question))
+    commands = next_commands(run, folder.path)
+    return Result(folder.path, model, before, after, int(state.totals["tokens"]), seconds, commands)
+
+
+def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
+    """Commands that work for a finished run, each with what it does."""
+    config, policy, gruppo, folder = run.config, run.policy, shlex.quote(command_name()), shlex.quote(str(path))
+    needed = [part for part in missing_parts(config, Parts()) if part != "model"]
+    # of a policy that was a Python object, final/ may hold weights alone, without what makes the policy
+    is_opened = config.model != IN_MEMORY or any((path / "final").glob("*.json"))
+    reads_policy = policy.modality.rewards_read_reference and "reference" in run.rewards.requested_columns
+    commands = []
+    # a prompt to type: a held-out one, or one that was trained on, where a prompt is a text
+    prompt = next(iter(held_out(run, 1)), run.example)
+    inputs = "" if prompt is None else prompt.inputs
+    if isinstance(inputs, list | tuple) and all(isinstance(message, dict) for message in inputs):
+        inputs = next((message["content"] for message in inputs if message["role"] == "user"), "")
+    lines = str(inputs).strip().splitlines() if isinstance(inputs, str | int) else []
+    if is_opened and lines and lines[0].isprintable():
+        text = shlex.quote(lines[0][:MAX_PROMPT])
+        commands.append((f"{gruppo} sample {folder} {text}", "sample from the model"))
+    if is_opened and run.state.evaluations and not needed and not (config.model == IN_MEMORY and reads_policy):
+        commands.append((f"{gruppo} eval {folder}", "evaluate it again"))
+    commands.append((f"{gruppo} doctor {folder}", "check its metrics for problems"))
+    if not needed and config.model != IN_MEMORY:
+        # a last stage of a fixed length would refuse more steps
+        to_the_end = f" --{stage_path(config, len(config.plan) - 1)}.steps 0" if config.plan[-1].steps else ""
+        file = shlex.quote(str(path / "config.json"))
+        longer = f"--steps {2 * config.steps}{to_the_end}"
+        commands.append((f"{gruppo} train {file} {longer}", "train again, for longer"))
+    return tuple(commands)
 
 
 def explain(config: Config) -> list[str]:

@@ -145,7 +145,7 @@ def import_extra(module: str, extra: str, what: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as problem:
         raise GruppoError(
-            f'{what} needs the package "{module}" ({problem}); run: pip install "gruppo[{extra}]"'
+            f'{what} needs the package "{module}" ({problem}); run: {install_command(extra)}'
         ) from problem
 
 
@@ -157,13 +157,20 @@ def transformers_error(error: Exception, what: str) -> str:
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
-def command_name() -> str:
-    """Command that runs ``gruppo`` from here: its name where the shell finds it, else its path."""
-    beside = Path(sys.executable).with_name("gruppo")
-    found = shutil.which("gruppo")
+def command_name(program: str = "gruppo") -> str:
+    """Command that runs a program of this Python from here: its name where the shell finds it, else its path."""
+    beside = Path(sys.executable).with_name(program)
+    found = shutil.which(program)
     if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):
-        return "gruppo"
+        return program
     return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
+
+
+def install_command(extra: str) -> str:
+    """Command that installs an extra into this Python, for a clone of the repository or an installed wheel."""
+    root = Path(__file__).resolve().parents[2]
+    package = f'-e "{root}[{extra}]"' if (root / "pyproject.toml").is_file() else f'"gruppo[{extra}]"'
+    return f"{command_name('pip')} install {package}"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:

@@ -320,7 +320,7 @@ def test_an_error_in_code_of_the_users_names_its_line_and_is_not_called_a_bug(tm
 
 def test_a_reward_that_never_scores_exits_3_with_one_line(tmp_path, recipe):
     code, line = one_line(tmp_path, "train", recipe, "--name", "run", "--reward", tiny.reward("raises"))
-    assert code == 3 and "scored none of 12 completions" in line and "Mend the reward function" in line
+    assert code == 3 and "scored none of 12 completions" in line and "Fix the reward function" in line
 
 
 def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):

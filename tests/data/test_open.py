@@ -98,8 +98,8 @@ def test_a_missing_package_names_the_extra(monkeypatch, tmp_path):
 
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.csv").write_text("prompt\na\n")
-    with pytest.raises(Exception, match=r'pip install "gruppo\[data\]"'):
+    with pytest.raises(Exception, match=r'pip install .*\[data\]"'):
         open_source(tmp_path / "a.csv", seed=0)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(Exception, match=r'pip install "gruppo\[tasks\]"'):
+    with pytest.raises(Exception, match=r'pip install .*\[tasks\]"'):
         open_source("reasoning_gym:gcd", seed=0)

@@ -278,5 +278,5 @@ def test_brisque_prefers_a_photograph_to_the_same_with_noise_or_blur_and_has_no_
 
 def test_brisque_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "brisque", None)
-    with pytest.raises(GruppoError, match=r"gruppo\[quality\]"):
+    with pytest.raises(GruppoError, match=r"install .*\[quality\]"):
         resolve_reward("brisque")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from gruppo.loading import install_command
 from gruppo.tracking.files import MetricsFile, read_metrics
 from gruppo.tracking.plots import (
     Panel,
@@ -65,7 +66,7 @@ def test_a_missing_matplotlib_is_one_note_that_names_the_extra(run_dir, monkeypa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     notes = []
     assert plot_run(run_dir, note=notes.append) == []
-    assert len(notes) == 1 and 'pip install "gruppo[report]"' in notes[0]
+    assert len(notes) == 1 and install_command("report") in notes[0]
 
 
 def test_smoothing_neither_lags_nor_changes_a_constant():

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from gruppo.core.images import to_uint8
+from gruppo.loading import install_command
 from gruppo.tracking import samples
 from gruppo.tracking.samples import MAX_ROWS, MAX_SAMPLES, SamplesFile, sheet_name
 from gruppo.types import GruppoError
@@ -174,7 +175,7 @@ def test_a_missing_pillow_is_one_warning_and_rows_are_kept_without_pixels(tmp_pa
         for step in (1, 2):
             file.log_samples(step, [row(1, 1), row(1, 2, held_out=True)])
     assert [record.getMessage() for record in caplog.records] == [
-        'Images are not saved: Pillow is not installed. Run: pip install "gruppo[images]"'
+        f"Images are not saved: Pillow is not installed. Run: {install_command('images')}"
     ]
     assert {line["completion"] for line in lines_of(tmp_path)} == {"float32 [1, 28, 28]"}
     assert not (tmp_path / "images").exists()

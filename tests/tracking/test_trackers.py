@@ -18,6 +18,7 @@ from tests.trainer.runs import metrics
 from gruppo import api
 from gruppo import distributed as dist
 from gruppo.config.schema import Config, Stage
+from gruppo.loading import install_command
 from gruppo.tracking import trackers
 from gruppo.trainer.run_dir import RunFolder
 from gruppo.types import GruppoError
@@ -406,12 +407,12 @@ def test_a_missing_package_is_one_line_at_the_start_and_a_warning_in_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(GruppoError, match=rf'--track {name} needs the package .*pip install "gruppo\[track\]"$'):
+    with pytest.raises(GruppoError, match=rf'--track {name} needs the package .*pip install .*\[track\]"$'):
         api.start(tiny.config(tmp_path, track=(name,)))
     assert not (tmp_path / "runs").exists()
     with caplog.at_level(logging.WARNING, logger="gruppo"):
         trackers.open_trackers([name], tmp_path, Config(), from_step=3)
-    assert len(caplog.records) == 1 and 'pip install "gruppo[track]"' in caplog.records[0].getMessage()
+    assert len(caplog.records) == 1 and install_command("track") in caplog.records[0].getMessage()
 
 
 def test_only_the_main_rank_has_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests import fakes, processes, tiny
+from tests.trainer import restoration_runs
 from tests.trainer.runs import metrics
 
 import gruppo
 from gruppo import api
-from gruppo.build import name_of
-from gruppo.cli.options import apply_options
+from gruppo.build import Parts, build, name_of
+from gruppo.cli.commands import COMMANDS
+from gruppo.cli.options import apply_options, parse_command, parse_config
 from gruppo.config import schema as configs
 from gruppo.config import serialization
 from gruppo.loading import command_name
@@ -109,7 +112,7 @@ class Source:
 def test_a_question_to_try_is_one_that_was_asked_and_draws_no_further_prompt(tmp_path):
     source = Source()
     result = gruppo.train(model=tiny.model(), data=source, reward=length, runs_dir=tmp_path, **SMALL)
-    assert result.question == "0 + 1 = " and source.taken == 2 * 2
+    assert shlex.split(result.next[0][0])[-1] == "0 + 1 =" and source.taken == 2 * 2
 
 
 def test_a_plain_module_trains_and_its_weights_can_be_loaded_again(tmp_path):
@@ -199,7 +202,7 @@ def test_data_without_held_out_prompts_are_one_warning_and_no_evaluation(tmp_pat
         result = gruppo.train(model=tiny.model(), data=data, reward=length, runs_dir=tmp_path, **settings)
     assert caplog.text.count("no held-out prompts") == 1
     assert result.before is result.after is None and saved_config(result)["evaluation"]["prompts"] == 0
-    assert result.question  # one that was trained on
+    assert result.next[0][0].endswith(" = ?'")  # one that was trained on
     assert (result.folder / "plots/overview.png").is_file()  # drawn also where nothing is shown
 
 
@@ -213,7 +216,7 @@ def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys,
         model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL | {"show": True}
     )
     output = "".join(capsys.readouterr().out.split())
-    assert f"{command_name()}sample{result.folder}" in output and f"{command_name()}eval{result.folder}" in output
+    assert f"{command_name()}sample{result.folder}" in output and f"{command_name()}doctor{result.folder}" in output
     assert levels == [logging.INFO]  # downloads are reported
     assert (log.level, log.handlers) == before
 
@@ -229,8 +232,52 @@ def test_a_shown_run_ends_with_its_table_and_the_next_commands(tmp_path, capsys,
 )
 def test_what_is_suggested_for_longer_is_twice_the_steps_and_is_not_refused(tmp_path, stages, longer):
     config = tiny.config(tmp_path, steps=12, stages=stages)
-    assert watch.for_longer(config) == longer
+    *_, (command, _) = api.next_commands(build(config, Parts())[0], tmp_path / "run")
+    assert command.endswith(f"/run/config.json {longer}")
     checks.check(apply_options(config, longer.split(), "train"))
+
+
+def test_commands_are_written_as_the_shell_needs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "command_name", lambda: "/my env/bin/gruppo")
+    run = build(tiny.config(tmp_path), Parts())[0]
+    run.source.held_out = lambda n: [gruppo.Prompt("0", "What's $HOME?\nSecond line")]
+    (command, _), *_ = api.next_commands(run, tmp_path / "a run")
+    assert shlex.split(command) == ["/my env/bin/gruppo", "sample", str(tmp_path / "a run"), "What's $HOME?"]
+
+
+ALL = {"sample", "eval", "doctor", "train"}
+
+
+@pytest.mark.parametrize(
+    ("names", "given"),
+    [
+        (ALL, {}),
+        (ALL - {"eval", "train"}, {"data": tiny.rows()}),
+        (ALL - {"eval", "train"}, {"reward": lambda completions, **_: [1.0] * len(completions)}),
+        (ALL - {"eval"}, {"prompts__held_out_fraction": 0.0}),
+        (ALL - {"sample", "eval", "train"}, {"model": "a module", "data": [f"{n} + {n} = " for n in range(9)]}),
+    ],
+    ids=["by name", "rows in memory", "a reward in memory", "nothing held out", "a module in memory"],
+)
+def test_the_next_commands_are_those_that_work(tmp_path, capsys, names, given):
+    named = {"model": tiny.model(), "data": tiny.write_rows(tmp_path / "rows.jsonl"), "reward": length}
+    parts = named | {"evaluation__prompts": 2} | given
+    if parts["model"] == "a module":
+        parts["model"] = gruppo.from_module(fakes.TinyGPT(), fakes.ByteTokenizer(), eos_ids=[fakes.END], context=64)
+    result = gruppo.train(runs_dir=tmp_path, **SMALL | parts)
+    commands = [shlex.split(text)[1:] for text, _ in result.next]
+    assert {name for name, *_ in commands} == names
+    for name, *arguments in commands:
+        if name == "train":
+            checks.check(parse_config(name, arguments))
+        else:
+            COMMANDS[name](**parse_command(name, COMMANDS[name], arguments))
+    assert capsys.readouterr().out
+
+
+def test_the_next_commands_of_a_run_on_images_have_no_made_up_prompt(tmp_path):
+    run = restoration_runs.built(tmp_path)
+    assert [text.split()[1] for text, _ in api.next_commands(run, tmp_path / "run")] == ["doctor", "train"]
 
 
 def test_curves_that_cannot_be_drawn_cost_a_line(tmp_path, monkeypatch, caplog):

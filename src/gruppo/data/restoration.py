@@ -17,6 +17,7 @@ from gruppo.core.images import random_crop, random_symmetry, to_uint8
 from gruppo.data.degrade import Degradation, parse_data_options
 from gruppo.data.images import SUFFIXES, image_size, list_images, package_file, read_image
 from gruppo.data.source import IndexedSource, SourceWrapper, digest_of, leave_out, split_by_hash
+from gruppo.loading import install_command
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -205,7 +206,7 @@ def photographs(*, with_gray: bool = False) -> dict[str, Path]:
     if not found:
         packages = ", ".join(DISTRIBUTIONS.values())
         raise GruppoError(
-            f'the photographs need one of {packages}, and none of them is installed; run: pip install "gruppo[photos]"'
+            f"the photographs need one of {packages}, and none of them is installed; run: {install_command('photos')}"
         )
     if missing := [name for name in requested if name not in found]:
         packages = ", ".join(sorted({DISTRIBUTIONS[requested[name][0]] for name in missing}))

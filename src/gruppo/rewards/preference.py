@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gruppo.loading import install_command
 from gruppo.rewards.images import NAN, ImageReward, to_pillow
 from gruppo.rewards.models import plain_text
 from gruppo.types import GruppoError
@@ -78,7 +79,7 @@ def _clip_reward(name: str, model: str, processor: str, scale: float | None, bat
         raise GruppoError(
             f"{name}: the CLIP model {model!r} could not be loaded: {reason} Set model= to a folder with a CLIP model "
             "in safetensors and its processor, or to a hub id that this machine can reach. Image processors need "
-            'pip install "gruppo[images]".'
+            f"{install_command('images')}."
         ) from error
     module.requires_grad_(False).eval().to(device)
     factor = float(module.logit_scale.exp()) if scale is None else scale

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gruppo.loading import install_command
 from gruppo.tracking.files import read_metrics
 
 Metrics = Sequence[Mapping[str, float]]
@@ -61,7 +62,7 @@ def plot_run(run_dir: str | Path, *, note: Callable[[str], None] = lambda messag
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        note('No plots were drawn: matplotlib is not installed. Install it with: pip install "gruppo[report]"')
+        note(f"No plots were drawn: matplotlib is not installed. Install it with: {install_command('report')}")
         return []
     metrics = read_metrics(run_dir)
     panels = panels_of(metrics)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -18,7 +17,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.loading import command_name
 from gruppo.tracking.files import read_lines, read_metrics, replace_file
 from gruppo.tracking.formatting import as_text, duration, number
 from gruppo.tracking.samples import BEFORE_AFTER, FOLDER
@@ -27,8 +25,6 @@ Z_95 = 1.959963984540054
 """97.5% quantile of the standard normal distribution."""
 LAST_STEPS = 10
 """Steps over which the final training reward is averaged; a single step is noisy."""
-MAX_PROMPT = 120
-"""Characters of a prompt that is put into a command."""
 MAX_TEXT, MAX_SAMPLES = 2000, 12
 FILES = {
     "final": "the trained model",
@@ -62,15 +58,12 @@ def closing_lines(
     run_dir: str | Path,
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
-    *,
-    question: str = "What is 3 + 4?",
-    longer: str = "",
+    commands: Sequence[tuple[str, str]] = (),
 ) -> RenderableType:
-    """Summary of a finished run: evaluations, files, and commands to type next.
+    """Summary of a finished run: evaluations, files, and ``commands`` to type next, each with what it does.
 
     ``before`` and ``after`` are held-out evaluations: ``step``, ``prompts``, ``mean``, ``low`` and ``high`` (a 95%
-    interval), and ``parts``, the mean of each reward by name. ``question`` is an example of a prompt; ``longer`` are
-    options that train the run's config for longer. Steps, reward and time are read from the run's metrics.
+    interval), and ``parts``, the mean of each reward by name. Steps, reward and time are read from the run's metrics.
     """
     run_dir = Path(run_dir)
     steps = [row for row in read_metrics(run_dir) if "time/step_s" in row]  # also those that sampled nothing
@@ -83,15 +76,6 @@ def closing_lines(
     if before or after:
         parts.append(Padding(_evaluation_table(before or {}, after or {}), (1, 0, 0, 0)))
     files = [(str(run_dir / name), text) for name, text in FILES.items() if (run_dir / name).exists()]
-    run, gruppo = shlex.quote(str(run_dir)), shlex.quote(command_name())
-    prompt = question if question and question.isprintable() and len(question) <= MAX_PROMPT else "..."
-    config = shlex.quote(str(run_dir / "config.json"))
-    commands = [
-        (f"{gruppo} sample {run} {shlex.quote(prompt)}", "sample from the model"),
-        (f"{gruppo} eval {run}", "evaluate it again"),
-        (f"{gruppo} resume {run}", "continue, if it was stopped"),
-        (f"{gruppo} train {config} {longer or f'--steps {2 * len(steps) or 300}'}", "train again, for longer"),
-    ]
     for title, rows, separator in (("Files", files, "  "), ("Next", commands, "  # ")):
         if rows:
             width = max(len(left) for left, _ in rows)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gruppo.loading import install_command
 from gruppo.protocols import Tracker
 from gruppo.tracking.files import JsonLines, read_lines, replace_file, to_json
 from gruppo.tracking.formatting import ARRAYS, as_text, number, shape_text
@@ -92,7 +93,7 @@ class SamplesFile(Tracker):
             title += f" ({count} of {len(rows)} images)" if count < len(rows) else ""
             sheet, boxes = draw(layout, title=title)
         except ImportError:
-            text = 'Images are not saved: Pillow is not installed. Run: pip install "gruppo[images]"'
+            text = f"Images are not saved: Pillow is not installed. Run: {install_command('images')}"
             return self._warn_once("Pillow", text)
         except Exception as error:  # a sheet is not worth a run
             return self._warn_once("draw", f"images of step {step} cannot be drawn: {type(error).__name__}: {error}")

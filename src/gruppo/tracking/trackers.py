@@ -24,7 +24,7 @@ import numpy
 
 from gruppo.config.schema import Config
 from gruppo.config.serialization import to_dict
-from gruppo.loading import import_extra, load_object
+from gruppo.loading import import_extra, install_command, load_object
 from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import as_text
 from gruppo.tracking.images import has_pixels
@@ -52,7 +52,7 @@ def check(names: Sequence[str]) -> None:
             except (ImportError, ValueError):
                 is_installed = False
             if not is_installed:
-                text = 'which is not installed; run: pip install "gruppo[track]"'
+                text = f"which is not installed; run: {install_command('track')}"
                 raise GruppoError(f'--track {name} needs the package "{name}", {text}')
             continue
         if ":" not in name:

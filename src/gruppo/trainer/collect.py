@@ -150,7 +150,7 @@ def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
         first = f": {next(iter(failures.values()))}" if failures else ""
         raise DataError(
             f"step {state.step}: the environment failed in {len(failures)} of {len(rollouts)} conversations and no "
-            f"other was scored{first}. Mend the environment, then start or resume the run."
+            f"other was scored{first}. Fix the environment, then start or resume the run."
         )
     usable = sum(finish != "error" for finish in rollouts.finish) + len(failures)
     if state.unscored_steps and not dist.all_max(usable):
@@ -162,7 +162,7 @@ def _stop_if_useless(run: Run, rollouts: Rollouts, scores: Scores) -> None:
         first = f": {scores.failures[0].message}" if scores.failures else " (every reward was None)"
         in_a_row = f", {state.unscored_steps} steps in a row" if state.step else ""
         raise DataError(
-            f"step {state.step}: the reward scored none of {len(rollouts)} completions{in_a_row}{first}. Mend the "
+            f"step {state.step}: the reward scored none of {len(rollouts)} completions{in_a_row}{first}. Fix the "
             "reward function, then start or resume the run."
         )
     for failed in scores.failures[:3]:

@@ -13,9 +13,6 @@ from typing import Any
 from rich.console import Console
 
 from gruppo import distributed as dist
-from gruppo.config import serialization
-from gruppo.config.schema import Config
-from gruppo.config.stages import stage_path
 from gruppo.protocols import Tracker
 from gruppo.tracking.console import ConsoleTracker
 from gruppo.tracking.plots import plot_run
@@ -130,14 +127,13 @@ def finish(result: Any, *, show: bool) -> Any:
         except Exception as error:  # the run is complete: a failed drawing is a warning
             log.warning("the %s could not be drawn: %s: %s", what, type(error).__name__, error)
     if show:
+<<<<<<< HEAD
         longer = for_longer(serialization.load(folder / "config.json"))
         lines = closing_lines(folder, result.before, result.after, question=result.question, longer=longer)
         with output_may_close():
             Console().print(lines, soft_wrap=True)  # a command must not be broken over two lines
+=======
+        lines = closing_lines(folder, result.before, result.after, result.next)
+        Console().print(lines, soft_wrap=True)  # a command must not be broken over two lines
+>>>>>>> 083c910 ('Next' lists only commands that work for the run; hints about extras name the clone or the wheel)
     return result
-
-
-def for_longer(config: Config) -> str:
-    """Options that train a config again for twice its steps, which a last stage of a fixed length would refuse."""
-    to_the_end = f" --{stage_path(config, len(config.plan) - 1)}.steps 0" if config.plan[-1].steps else ""
-    return f"--steps {2 * config.steps}{to_the_end}"

@@ -669,7 +669,7 @@ def test_a_missing_extra_is_named_in_one_line(monkeypatch):
     pipeline = sd15()
     monkeypatch.setitem(__import__("sys").modules, "diffusers", None)
     for refused in (lambda: load_diffusers("somewhere"), lambda: DiffusersPolicy(pipeline, SIZE)):
-        with pytest.raises(GruppoError, match=r'needs the package "diffusers".*pip install "gruppo\[diffusion\]"$'):
+        with pytest.raises(GruppoError, match=r'needs the package "diffusers".*pip install .*\[diffusion\]"$'):
             refused()
 
 

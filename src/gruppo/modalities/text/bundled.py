@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gruppo.loading import import_extra
+from gruppo.loading import import_extra, install_command
 from gruppo.platforms import sync_to_disk
 from gruppo.types import GruppoError
 
@@ -122,7 +122,7 @@ def _build(
         except Exception as problem:  # a full disk raises an error of safetensors, another GGUF a KeyError
             raise GruppoError(
                 f"{gguf.name} could not be converted ({type(problem).__name__}: {problem}). "
-                'Check the free disk space, and run: pip install --upgrade "gruppo[demo]"'
+                f"Check the free disk space, and run: {install_command('demo')} --upgrade"
             ) from problem
         weights = model / "model.safetensors"
         record = {
