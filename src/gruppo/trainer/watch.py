@@ -127,13 +127,7 @@ def finish(result: Any, *, show: bool) -> Any:
         except Exception as error:  # the run is complete: a failed drawing is a warning
             log.warning("the %s could not be drawn: %s: %s", what, type(error).__name__, error)
     if show:
-<<<<<<< HEAD
-        longer = for_longer(serialization.load(folder / "config.json"))
-        lines = closing_lines(folder, result.before, result.after, question=result.question, longer=longer)
+        lines = closing_lines(folder, result.before, result.after, result.next)
         with output_may_close():
             Console().print(lines, soft_wrap=True)  # a command must not be broken over two lines
-=======
-        lines = closing_lines(folder, result.before, result.after, result.next)
-        Console().print(lines, soft_wrap=True)  # a command must not be broken over two lines
->>>>>>> 083c910 ('Next' lists only commands that work for the run; hints about extras name the clone or the wheel)
     return result
