@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import curves, demonstrations, grpo_vs_ppo, presets, sorting, variants
-from tests import tiny
+from tests import processes, tiny
 
 from gruppo.core.objective import PRESETS
 
@@ -102,6 +102,7 @@ def test_both_commands_print_a_table_and_write_json(
     small = "--prompts 2 --group-size 2 --new-tokens 4 --steps 1 --kl off --compute float32"
     grpo_vs_ppo.main([*small.split(), "--model", tiny.model(), "--json", str(tmp_path / "a")])
     assert {"grpo", "ppo-shared", "ppo-separate"} == json.loads((tmp_path / "a").read_text())["summary"]["off"].keys()
+    monkeypatch.setattr(presets, "get_context", lambda kind: processes._server)  # it has imported torch
     small = "--only grpo --seeds 1 --steps 1 --processes 1"
     presets.main([*small.split(), "--json", str(tmp_path / "b"), "--plot", str(tmp_path / "c.png")])
     assert len(json.loads((tmp_path / "b").read_text())["runs"]) == 1 and (tmp_path / "c.png").is_file()
