@@ -172,7 +172,7 @@ def test_a_run_of_a_ten_line_script_is_resumed_by_its_folder_without_training_ag
         **SMALL | {"steps": 4},
     )
     run = tmp_path / "runs/run"
-    for path in (run / "final", run / "checkpoints"):
+    for path in (run / "final", run / "checkpoints", run / "metrics.jsonl"):  # as if it had been killed at once
         path.rename(path.with_name(f"moved-{path.name}"))
     child = processes.gruppo("resume", str(run), folder=tmp_path / "child")
     assert child.wait() == 0, child.err
