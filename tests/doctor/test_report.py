@@ -38,7 +38,7 @@ def text(run, width=120):
 def test_the_terminal_shows_what_was_measured_what_it_means_and_what_to_change(tmp_path):
     run = write(tmp_path / "run", MIXED)
     output = text(run)
-    assert " ".join(output.split()).startswith(f"{run}: 30 steps, 2 problems found by 21 of 27 rules 1. ")
+    assert " ".join(output.split()).startswith(f"{run}: 30 steps, 2 problems found by 22 of 28 rules 1. ")
     assert "1. The entropy has collapsed  entropy-collapse" in output
     assert "2. The consistency loss keeps rising  consistency-loss" in output
     for line in (
@@ -70,7 +70,7 @@ def test_the_page_shows_what_is_printed_and_lists_every_rule(tmp_path, monkeypat
 def test_a_healthy_run_has_no_problems(tmp_path):
     run = write(tmp_path / "run", {})
     output = text(run)
-    assert " ".join(output.split()).startswith(f"{run}: 30 steps, no problems found by 20 of 27 rules Not ")
+    assert " ".join(output.split()).startswith(f"{run}: 30 steps, no problems found by 21 of 28 rules Not ")
     assert " try " not in output and str(report.suggestion(report.diagnose(read(run)))) == ""
 
 
@@ -165,3 +165,11 @@ def test_what_a_terminal_cannot_write_is_escaped(tmp_path, monkeypatch):
     assert processes.exit_code(["doctor", str(run)]) == 0
     stdout.flush()
     assert b"\\u6570" in stdout.buffer.getvalue()
+
+
+def test_what_blocks_learning_comes_first(tmp_path):
+    """A constant reward is listed after truncation in the table of rules."""
+    constant = {"group/zero_spread_frac": 1.0, "reward/mean": 0.0, "reward/max": 0.0, "reward/std_within_group": 0.0}
+    for truncated, first in ((0.5, "zero-spread"), (1.0, "truncation")):  # nothing but beginnings is rewarded
+        run = write(tmp_path / first, constant | {"finish/truncated_frac": truncated, "eval/reward_mean": None})
+        assert report.diagnose(read(run)).findings[0].rule == first

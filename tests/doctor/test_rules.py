@@ -145,8 +145,29 @@ FAULTS = {
         },
         ("zero-spread",),
         ("--stages supervised:3,full",),
-        "every sample has the same reward (0)",
-        config={"stage__kl_coef": 0.0},
+        "the reward of the data's own targets is 1",
+        config={"stage__kl_coef": 0.0, "reward": ("exact_match",)},
+        files={"samples.jsonl": [{"step": 1, "prompt": "p", "completion": "?", "target": 7}]},
+    ),
+    "demonstrations that the reward would score 0 too": Fault(
+        {"group/zero_spread_frac": 1.0, "reward/mean": 0.0, "reward/max": 0.0, "reward/std_within_group": 0.0}
+        | held_out(0, 0, 0, 0),
+        ("zero-spread",),
+        (),
+        "give partial credit, or start with demonstrations that this reward scores higher",
+        config={"stage__kl_coef": 0.0, "reward": ("regex_format:<answer>.*</answer>",)},
+        files={"samples.jsonl": [{"step": 1, "prompt": "p", "completion": "?", "target": "7"}]},
+    ),
+    "completions that are all truncated and masked": Fault(
+        {"finish/truncated_frac": 1.0, "grad/norm": 0.0, "advantage/mean_abs": None},
+        ("no-gradient", "truncation"),
+        ("--rollout.max-new-tokens 16",),
+        config={"objective__mask_truncated": True, "rollout__max_new_tokens": 8, "stage__kl_coef": 0.0},
+    ),
+    "weights that are ruined, with completions that are truncated": Fault(
+        {"grad/norm": early({1: 3.0, 2: 3.0}, 0.0), "finish/truncated_frac": 0.8},
+        ("no-gradient", "truncation"),
+        config={"optim__lr": 1e6},
     ),
     "groups that are alike while the reward stands still": Fault(
         {"group/zero_spread_frac": 0.8, "reward/mean": thirds(0.05, 0.05, 0.05, noise=0.001), **held_out(0, 0, 0, 0)},

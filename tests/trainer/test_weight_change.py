@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 from gruppo import api
 from gruppo.build import Parts
 from gruppo.modalities.text import from_pretrained
-from gruppo.trainer.weight_change import EVERY, Moved
+from gruppo.trainer.weight_change import EVERY, Moved, warn_if_idle
 
 
 def moved(*values: list[float], gradients: list[list[float] | None], lr: float = 0.5) -> Any:
@@ -72,3 +74,44 @@ def test_a_critic_that_learns_alone_is_all_that_is_asked(tmp_path, caplog):
 def test_it_is_logged_at_the_first_step_and_now_and_then(tmp_path):
     run = api.start(tiny.config(tmp_path, steps=EVERY + 2, evaluation__prompts=0, saving__every=0)).folder
     assert [row["step"] for row in metrics(run) if "update/changed_frac" in row] == [1, EVERY + 1]
+
+
+def never(completions: Any, **_: Any) -> list[float | None]:
+    """Scores the first step, and nothing after it."""
+    never.calls += 1  # type: ignore[attr-defined]
+    return tiny.digits(completions) if never.calls == 1 else [None] * len(completions)  # type: ignore[attr-defined]
+
+
+never.calls = 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reward", "reason"),
+    [
+        ({"optim__lr": 1e6}, tiny.digits, r"--optim.lr 1e\+06 may have ruined the weights"),
+        ({}, lambda completions, **_: [0.5] * len(completions), r"the rewards of each group are equal \(mean 0.5\)"),
+        ({}, never, "no completion was scored"),
+    ],
+    ids=["ruined", "equal", "unscored"],
+)
+def test_three_steps_without_a_gradient_are_reported_with_the_reason(tmp_path, caplog, changes, reward, reason):
+    config = tiny.config(tmp_path, steps=5, evaluation__prompts=0, saving__every=0, **changes)
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        api.start(config, Parts(rewards=[reward]))
+    (message,) = (text for text in caplog.messages if "nothing was learned" in text)
+    assert re.search(rf"step \d: nothing was learned in the last 3 steps: {reason}.*doctor .*runs/run says", message)
+
+
+def test_a_step_with_a_gradient_begins_the_count_again_and_masked_completions_are_named(tmp_path, caplog):
+    run = run_in(tmp_path, objective__mask_truncated=True)
+    masked = {"grad/norm": 0.0, "advantage/mean_abs": math.nan, "reward/mean": 0.5, "finish/truncated_frac": 1.0}
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        for norm in (0.0, 0.0, 1.0, 0.0, 0.0, math.nan, 0.0, 0.0):
+            warn_if_idle(run, masked | {"grad/norm": norm}, tmp_path)
+        for _ in range(3):
+            warn_if_idle(run, masked | {"grad/critic_norm": 0.5}, tmp_path)  # a critic that learns alone
+        assert not caplog.messages
+        for _ in range(2):
+            warn_if_idle(run, masked, tmp_path)
+        warn_if_idle(run, masked, tmp_path)
+    assert "all completions were truncated, which --objective.mask-truncated leaves out" in caplog.text

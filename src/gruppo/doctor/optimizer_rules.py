@@ -12,6 +12,7 @@ from gruppo.config.stages import peak_lr, stage_path
 from gruppo.doctor import remedies
 from gruppo.doctor.record import TREND_STEPS, Record, Series
 from gruppo.doctor.remedies import Change, Match
+from gruppo.trainer.weight_change import IDLE, NORMS
 from gruppo.trainer.weight_change import LEAST as MIN_CHANGED
 
 
@@ -29,7 +30,8 @@ def check_updates(run: Record) -> Iterator[Match]:
 
     if changed.span().mean < MIN_CHANGED:
         values, evidence = {"changed": changed.span().mean}, [(changed, [changed.span()])]
-        yield Match("unchanged-weights", [remedies.scale_lr(run, 10.0)], values=values, evidence=evidence)
+        changes = [remedies.scale_lr(run, 10.0)]
+        yield Match("unchanged-weights", changes, values=values, evidence=evidence, blocks=True)
 
     norm, limit = run["grad/norm"].values, run.config.optim.max_grad_norm
     if limit and norm:
@@ -56,6 +58,27 @@ def check_updates(run: Record) -> Iterator[Match]:
         yield Match("repeated-back-off", changes, values={"count": count.values[-1]}, evidence=evidence)
 
 
+def check_gradient(run: Record) -> Iterator[Match]:
+    """Steps up to the last one in which no network had a gradient. Equal rewards have rules of their own."""
+    norms = [run[name] for name in NORMS if len(run[name])]
+    moving = {step for norm in norms for step, value in zip(norm.steps, norm.values, strict=True) if value}
+    idle = [step for step in run["grad/norm"].steps if step > max(moving, default=-1)]
+    if len(idle) < IDLE[0]:
+        return
+    size, truncated, lr = run["advantage/mean_abs"], run["finish/truncated_frac"], peak_lr(run.config, run.stage_index)
+    differs = [value > 0 for step, value in zip(size.steps, size.values, strict=True) if step in idle]
+    if differs and all(differs):
+        option = "--optim.lr" if run.stage.lr is None else run.option("lr")
+        # AdamW moves each weight by about the learning rate; weights are about 0.02
+        change = Change({option: remedies.number(min(lr / 100, 1e-3))}, f"at most a hundredth of {lr:g}")
+        yield Match("no-gradient", [change], "weights", {"since": idle[0]}, blocks=True)
+    elif run.config.objective.mask_truncated and truncated.last_mean == 1:
+        limit = run.config.rollout.max_new_tokens
+        changes = [Change({"--rollout.max-new-tokens": str(2 * limit)}, f"twice {limit}")]
+        changes += remedies.set_objective(run, "learns from truncated completions too", mask_truncated=False)
+        yield Match("no-gradient", changes, "masked", {"since": idle[0]}, blocks=True)
+
+
 def check_warmup(run: Record) -> Iterator[Match]:
     """A warm-up that lasts as long as its stage, or a learning rate of 0."""
     lr, config, numbers = run["optim/lr"], run.config, run["stage/number"]
@@ -80,7 +103,7 @@ def check_warmup(run: Record) -> Iterator[Match]:
         else:
             change = Change({"--optim.lr" if stage.lr is None else f"--{prefix}.lr": "1e-06"}, "currently 0")
         evidence = [(lr, [lr.at(lr.steps.index(steps[0])), lr.at(lr.steps.index(steps[-1]))])]
-        yield Match("warmup-too-long", [change], "long" if peak else "zero", values, evidence)
+        yield Match("warmup-too-long", [change], "long" if peak else "zero", values, evidence, blocks=not peak)
         return
 
 

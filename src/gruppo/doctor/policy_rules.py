@@ -124,4 +124,5 @@ def check_lengths(run: Record) -> Iterator[Match]:
     if run["finish/truncated_frac"].last_mean >= 0.25:
         limit = run.config.rollout.max_new_tokens
         longer = Change({"--rollout.max-new-tokens": str(2 * limit)}, f"twice {limit}")
-        yield Match("truncation", [longer, *remedies.shorter(run)])
+        is_cause = run["finish/truncated_frac"].last_mean >= 0.9 and not any(run["reward/std_within_group"].values)
+        yield Match("truncation", [longer, *remedies.shorter(run)], blocks=is_cause and len(run.reward) > 0)

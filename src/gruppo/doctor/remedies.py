@@ -34,6 +34,8 @@ class Match:
     """Values in the text of the meaning, beside the run."""
     evidence: Sequence[tuple[Series, Sequence[Span]]] = ()
     """Shown before the metrics of the rule: a series, and the spans of steps over which its means are given."""
+    blocks: bool = False
+    """Whether nothing can be learned until this is solved: such findings come first."""
 
 
 FACTORS = {0.5: "half of", 3.0: "three times", 10.0: "ten times"}

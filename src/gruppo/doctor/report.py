@@ -49,7 +49,7 @@ class Finding:
 
 _TABLE = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 RULES = [Rule(name, **fields) for name, fields in _TABLE.items()]
-"""All rules, in the order of the report."""
+"""All rules, in the order of the report; what blocks learning comes first."""
 _MODULES = vars(policy_rules) | vars(reward_rules) | vars(optimizer_rules)
 CHECKS = [value for name, value in _MODULES.items() if name.startswith("check_")]
 
@@ -96,7 +96,7 @@ def diagnose(run: Record) -> Report:
         measured = [(series.name, spans) for series, spans in evidence if len(series)]  # the others were never logged
         meaning = text.format(run=run, **match.values)
         findings.append(Finding(rule.name, rule.title, measured, meaning, match.changes))
-    return Report(run, findings, skipped)
+    return Report(run, sorted(findings, key=lambda finding: not matches[finding.rule].blocks), skipped)
 
 
 def print_report(report: Report, *, is_json: bool) -> None:

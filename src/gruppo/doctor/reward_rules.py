@@ -9,11 +9,14 @@ from collections.abc import Iterator, Mapping
 from gruppo.doctor import remedies
 from gruppo.doctor.record import NEAR_TOP, TREND_STEPS, Record
 from gruppo.doctor.remedies import Change, Match
+from gruppo.rewards import resolve_reward
 
 ZERO_SPREAD = 0.6
 """Fraction of groups without spread above which most sampling is wasted. A run that has solved its prompts reaches 0.8
 and more, so it counts only while the reward has room to improve."""
 MAX_GROUP = 64
+TEXT_REWARDS = ("exact_match", "numeric_match", "regex_format", "length_target", "keywords", "repetition_penalty")
+"""Built-in rewards that read the completion and the answer alone."""
 
 
 def check_reward_failures(run: Record) -> Iterator[Match]:
@@ -42,7 +45,9 @@ def check_reward_failures(run: Record) -> Iterator[Match]:
         changes.append(Change({"--scoring.timeout-s": remedies.number(2 * timeout_s)}, f"twice {timeout_s:g} seconds"))
     values = {"fraction": failed if fails else total, "detail": detail}
     evidence = [unscored, *(series for kind, series in counts.items() if totals[kind])]
-    yield Match("reward-failures", changes, "", values, [(series, [series.span()]) for series in evidence])
+    shown = [(series, [series.span()]) for series in evidence]
+    is_constant = not any(run["reward/std_within_group"].values)  # what was scored cannot be compared either
+    yield Match("reward-failures", changes, "", values, shown, blocks=is_constant or max(failed, total) >= 0.9)
 
 
 def check_zero_spread(run: Record) -> Iterator[Match]:
@@ -57,10 +62,13 @@ def check_zero_spread(run: Record) -> Iterator[Match]:
         yield Match("zero-spread", [resample], "easy")
     elif is_constant:
         changes: list[Change] = []
-        if len(run.config.plan) == 1 and run.config.steps >= 2:
+        reward, of_targets = run.reward.span().mean, reward_of_targets(run)
+        advice = "Give partial credit, or start with demonstrations that this reward scores higher."
+        if of_targets > reward and len(run.config.plan) == 1 and run.config.steps >= 2:
+            advice = f"The reward of the data's own targets is {of_targets:.3g}: start with them as demonstrations."
             stages = f"supervised:{max(run.config.steps // 10, 1)},full"
             changes = [Change({"--stages": stages}, "demonstrations for a tenth of the steps")]
-        yield Match("zero-spread", changes, "constant", {"reward": run.reward.span().mean})
+        yield Match("zero-spread", changes, "constant", {"reward": reward, "advice": advice}, blocks=True)
     else:
         sizes, rare = run["group/size_max"], min(run.reward_level, 1 - run.reward_level)
         size = int(sizes.values[-1]) if len(sizes) else rollout.group_size
@@ -71,6 +79,19 @@ def check_zero_spread(run: Record) -> Iterator[Match]:
             option = "--rollout.group-size" if run.stage.group_size is None else run.option("group_size")
             changes = [Change({option: str(larger)}, f"rare answers are sampled more often than with {size}")]
         yield Match("zero-spread", [*changes, resample, *remedies.higher_temperature(run)], "stuck")
+
+
+def reward_of_targets(run: Record) -> float:
+    """Mean reward of the targets in samples.jsonl; NaN if it is not known without running code of the user's."""
+    targets = [str(row["target"]) for row in run.samples if isinstance(row.get("target"), str | int | float)]
+    weights = run.config.scoring.weights or (1.0,) * len(run.config.reward)
+    names = [spec.partition(":")[0] for spec in run.config.reward]
+    if not targets or not all(name in TEXT_REWARDS for name in names):
+        return math.nan
+    inputs = {"completions": targets, "answer": targets, "completion_ids": [list(target) for target in targets]}
+    scores = [resolve_reward(spec)(**inputs) for spec in run.config.reward]
+    means = [sum(filter(None, score)) / len(score) for score in scores]
+    return sum(weight * mean for weight, mean in zip(weights, means, strict=True))
 
 
 def check_flat_reward(run: Record) -> Iterator[Match]:

@@ -30,6 +30,7 @@ from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.signals import Interrupted
 from gruppo.trainer.update import learn
+from gruppo.trainer.weight_change import warn_if_idle
 from gruppo.types import NumericalStop, Rollouts
 
 log = logging.getLogger("gruppo")
@@ -129,6 +130,7 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         show_samples(run, collected)
         if folder.completions is not None:
             folder.completions.append(state.step, completions)
+    warn_if_idle(run, metrics, folder.path)
     end_of_step(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without
     every = run.config.saving.every
     if state.step == run.config.steps or (every and state.step % every == 0):

@@ -30,6 +30,8 @@ class State:
     """Consecutive updates whose gradient was not finite."""
     unscored_steps: int = 0
     """Consecutive steps in which no row was scored."""
+    idle_steps: int = 0
+    """Consecutive steps without a gradient."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     running: Mapping[str, Any] = field(default_factory=dict)
     """Moving statistics of the rewards, by reward; replaced, never changed in place."""

@@ -1,4 +1,6 @@
-"""Share of the weights that an update changes. Changes below half the gap between two numbers are rounded away.
+"""Whether updates change the weights: steps without a gradient, and changes that are lost in rounding.
+
+A change below half the gap between two numbers is rounded away.
 
 In bfloat16 that gap is 1/256 of a weight: at a learning rate of 1e-6, most weights keep every bit.
 """
@@ -6,10 +8,14 @@ In bfloat16 that gap is 1/256 of a weight: at a learning rate of 1e-6, most weig
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from gruppo.engines.local import spread_sample
+from gruppo.loading import command_name
 from gruppo.trainer.run import Run
 from gruppo.types import Stat
 
@@ -19,6 +25,9 @@ EVERY = 50
 """Steps between measurements."""
 LEAST = 0.05
 """Share of changed weights below which there is a warning."""
+IDLE = (3, 30, 300, 3000)
+"""Consecutive steps without a gradient at which there is a warning."""
+NORMS = ("grad/norm", "grad/critic_norm", "grad/action_norm")
 
 
 class Moved:
@@ -49,3 +58,29 @@ def warn_if_still(run: Run, changed: Stat) -> None:
             run.config.optim.lr,
             " and ".join(dtypes),
         )
+
+
+def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path) -> None:
+    """Count steps in which no network had a gradient, and name the reason after three of them."""
+    norms = [metrics[name] for name in NORMS if name in metrics]
+    state, size = run.state, metrics.get("advantage/mean_abs")
+    state.idle_steps = state.idle_steps + 1 if norms and not any(norms) else 0
+    if state.idle_steps not in IDLE:
+        return
+    reason = f"--optim.lr {run.config.optim.lr:g} may have ruined the weights, which give a gradient of exactly 0"
+    if size is None:
+        reason = "the demonstrations give a gradient of exactly 0"
+    elif math.isnan(metrics.get("reward/mean", math.nan)):
+        reason = "no completion was scored"
+    elif run.config.objective.mask_truncated and metrics.get("finish/truncated_frac") == 1:
+        reason = "all completions were truncated, which --objective.mask-truncated leaves out of the loss"
+    elif not size > 0:
+        reason = f"the rewards of each group are equal (mean {metrics['reward/mean']:.3g})"
+    log.warning(
+        "step %d: nothing was learned in the last %d steps: %s. %s doctor %s says what to change.",
+        state.step,
+        state.idle_steps,
+        reason,
+        command_name(),
+        folder,
+    )
