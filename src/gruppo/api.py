@@ -92,22 +92,27 @@ def resume(
     reward: Any = None,
     environment: Any = None,
     engine: Any = None,
+    allow_changes: bool = False,
     show: bool = True,
 ) -> Result:
     """Continue a stopped or killed run to the bit, from its newest whole checkpoint; without one, from the start.
 
     What the run was given as Python objects without a name (a ``TextPolicy``, a list of rows, a lambda) is given again,
-    the model as it was before training.
+    the model as it was before training. Where code, tokenizer, versions or the number of threads have changed since the
+    run began, so that its results would, it is refused unless ``allow_changes``.
     """
     parts = Parts.of(model, data, reward, environment, engine)
     with logged() if show else nullcontext():
-        return finish(start(path, parts, show=show), show=show)
+        return finish(start(path, parts, allow_changes=allow_changes, show=show), show=show)
 
 
-def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool = False) -> Result:
+def start(
+    source: Config | str | Path, parts: Parts | None = None, *, allow_changes: bool = False, show: bool = False
+) -> Result:
     """Train a config from the beginning, or continue the run in a folder from its newest whole checkpoint.
 
-    ``parts``: Python objects in place of the config's names. ``show``: the live screen.
+    ``parts``: Python objects in place of the config's names. ``allow_changes``: see ``resume``. ``show``: the live
+    screen.
     """
     if is_importing():
         raise RunDuringImport
@@ -144,7 +149,7 @@ def start(source: Config | str | Path, parts: Parts | None = None, *, show: bool
                 folder.create(run.config)
                 warn_of_overlap(run)
             else:
-                folder.check_model(run, model_source)
+                folder.check_manifest(run, model_source, allow_changes=allow_changes)
             is_restored = not is_new and folder.restore(run)
             if not is_restored:
                 folder.write_manifest(run, model_source)

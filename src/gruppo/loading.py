@@ -130,6 +130,32 @@ def is_users_module(name: str, file: str | None) -> bool:
     return top in _named or not (is_installed or any(map(Path(file).is_relative_to, libraries)))
 
 
+def code_digest(spec: str) -> str | None:
+    """SHA-256 of the user's file that ``file.py:name`` or ``package.module:name`` names, with those that it imports.
+
+    None for the name of anything else. What a function imports when it is called is not included.
+    """
+    place = spec.rpartition(":")[0]
+    is_file = bool(place) and is_file_name(place)
+    root = str(Path(place).expanduser().resolve()) if is_file else getattr(sys.modules.get(place), "__file__", None)
+    # a script that is run and named is the module __main__, one that is loaded has a name of ours
+    modules = [module for module in list(sys.modules.values()) if root and getattr(module, "__file__", None) == root]
+    files = {root} if root and is_file and Path(root).is_file() else set()
+    seen: set[str] = set()
+    while modules:
+        module = modules.pop()
+        file = getattr(module, "__file__", None)
+        if module.__name__ in seen or not is_users_module(module.__name__, file):
+            continue
+        seen.add(module.__name__)
+        files.add(file)
+        for value in list(vars(module).values()):
+            owner = value if isinstance(value, ModuleType) else sys.modules.get(str(getattr(value, "__module__", None)))
+            modules += [owner] if owner is not None else []
+    digests = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if Path(file).is_file())
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else None
+
+
 def users_line(error: BaseException) -> str | None:
     """Where the user's own code raised an error, or called what raised it; None if it was not called."""
     place = None

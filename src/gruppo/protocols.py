@@ -120,6 +120,10 @@ class Policy:
         """SHA-256 of ``frozen_base``; None without one."""
         return None
 
+    def input_digests(self) -> dict[str, str | None]:
+        """SHA-256 of what makes the module's inputs from prompts, such as the tokenizer; a resumed run compares it."""
+        return {}
+
     def save_with_origin(self, folder: Path) -> None:
         """``save``, and the function that makes the policy, if one does."""
         self.save(folder)

@@ -6,13 +6,16 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import sys
 import time
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from tests import processes, tiny
 from tests.trainer.runs import FULL, SIMPLE, Signalling, assert_same, begin_or_go_on, newest, steps_logged
 
@@ -133,9 +136,9 @@ def test_a_signal_during_an_evaluation_keeps_the_step_before_it(tmp_path):
     assert [e["step"] for e in json.loads((run / "evaluations.json").read_text())] == [0]
 
 
-def policy_that_signals(step: int, *numbers: int):
+def policy_that_signals(step: int, *numbers: int, model: str = ""):
     """Signals arrive in the middle of the update of a step (one forward a step, three minibatches)."""
-    policy = from_pretrained(tiny.model(), compute="float32")
+    policy = from_pretrained(model or tiny.model(), compute="float32")
     real, calls = policy.likelihood, []
 
     def likelihood(*args, **kwargs):
@@ -401,3 +404,93 @@ def test_a_run_folder_that_is_deleted_or_moved_in_training_is_reported_as_that(t
     with pytest.raises(GruppoError, match="was deleted or moved during training"):
         start_with(tmp_path, losing, evaluation__prompts=0)
     assert not list(run.glob("*"))  # no folder without a config that holds half a run
+
+
+# --- what has changed since the run began -----------------------------------------------------------------------------
+
+MINE = "import beside\n\ndef digits(completions, **_):\n    return beside.score(completions)\n"
+BESIDE = "from tests import tiny\n\ndef score(completions):\n    return tiny.digits(completions)\n"
+REPLY = "def reply(text, state, turn):\n    return None\n"
+
+
+def edit(name: str):
+    def change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (folder / name).write_text((folder / name).read_text() + "\nLATER = 1\n")
+        sys.modules.pop("beside", None)  # a new process would import it anew
+
+    return change
+
+
+def write_template(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "tiny/chat_template.jinja"
+    path.write_text(path.read_text().replace("<assistant>", "<assistant><assistant>"))
+
+
+def add_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = json.loads((folder / "tiny/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tiny/tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def another_version(package: str):
+    def change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        version = run_dir.metadata.version
+        monkeypatch.setattr(run_dir.metadata, "version", lambda name: "0.0" if name == package else version(name))
+
+    return change
+
+
+def another_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+
+
+CHANGES = {
+    "reward": (edit("mine.py"), "the code of .*mine.py:digits has changed"),
+    "what it imports": (edit("beside.py"), "the code of .*mine.py:digits has changed"),
+    "environment": (edit("replies.py"), "the code of .*replies.py:reply has changed"),
+    "chat template": (write_template, "the chat template has changed"),
+    "tokenizer": (add_token, "the tokenizer has changed"),
+    "torch": (another_version("torch"), "torch was .* and is 0.0"),
+    "gruppo": (another_version("gruppo"), "gruppo was .* and is 0.0"),
+    "threads": (another_thread, r"torch had 1 threads and has 64 \(set OMP_NUM_THREADS=1\)"),
+}
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch) -> Path:
+    """A run that a signal stopped after one step, whose reward, environment and model lie in ``tmp_path``."""
+    for name, text in {"mine.py": MINE, "beside.py": BESIDE, "replies.py": REPLY}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of mine.py is added to it
+    sys.modules.pop("beside", None)
+    tiny.write_model(tmp_path / "tiny")
+    files = {"reward": [f"{tmp_path / 'mine.py'}:digits"], "environment__reply": f"{tmp_path / 'replies.py'}:reply"}
+    config = config_in(tmp_path, files, model=str(tmp_path / "tiny"), steps=2, evaluation__prompts=0)
+    with pytest.raises(Stopped):
+        api.start(config, Parts(model=policy_that_signals(1, signal.SIGTERM, model=config.model)))
+    return tmp_path / "runs/run"
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES)
+def test_what_changes_the_results_is_refused_unless_it_is_allowed(stopped, monkeypatch, caplog, change, says):
+    with monkeypatch.context() as patch:
+        change(stopped.parents[1], patch)
+        with pytest.raises(GruppoError, match=rf"not continue to the same results: {says}.* with --allow-changes"):
+            api.start(stopped)
+        api.start(stopped, allow_changes=True)
+        assert re.search(says, caplog.text)
+        api.start(stopped)  # the manifest names what it was continued with
+    (entry,) = json.loads((stopped / "manifest.json").read_text())["resumed_with"]
+    assert re.search(says, entry["changes"][0])
+
+
+def test_what_only_may_change_the_results_is_reported(stopped, monkeypatch, caplog):
+    another_version("transformers")(stopped, monkeypatch)
+    api.start(stopped)
+    assert re.search("since the run began: transformers was .* and is 0.0.", caplog.text)
+
+
+def test_an_unchanged_setup_is_no_warning(stopped, caplog):
+    api.start(stopped)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -52,13 +52,17 @@ def train(args: list[str]) -> None:
         finish(api.start(config, show=True), show=True)
 
 
-def resume(run: Annotated[str, "Folder of the run, such as runs/arithmetic-20260101-120000."]) -> None:
+def resume(
+    run: Annotated[str, "Folder of the run, such as runs/arithmetic-20260101-120000."],
+    *,
+    allow_changes: Annotated[bool, "Continue though code, tokenizer, versions or threads have changed."] = False,
+) -> None:
     """Continue a stopped or killed run from its newest complete checkpoint, to the bit."""
     from gruppo import api
     from gruppo.trainer.watch import finish
 
     with _until_stopped(Path(run)):
-        finish(api.start(run, show=True), show=True)
+        finish(api.start(run, allow_changes=allow_changes, show=True), show=True)
 
 
 def eval_(

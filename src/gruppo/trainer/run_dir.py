@@ -21,7 +21,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config
-from gruppo.loading import command_name
+from gruppo.loading import code_digest, command_name
 from gruppo.platforms import lock_file, sync_to_disk
 from gruppo.protocols import digest
 from gruppo.seeds import seed_at
@@ -273,18 +273,18 @@ class RunFolder:
             else {"name": config.supervised.data or config.data, "fingerprint": demos.fingerprint()},
             "token_budget": token_budget(run),
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
-            **environment(),
-            "world": dist.world_size(),
+            **setup(run),
             "first_weights_sha256": first_weights(run),
             "base_sha256": run.policy.base_sha256,
             "reference_sha256": remember(run),
         }
         checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))
 
-    def check_model(self, run: Run, model_source: Mapping[str, Any]) -> None:
-        """Refuse to resume with a model whose weights are not those that the run began with; warn of another file.
+    def check_manifest(self, run: Run, model_source: Mapping[str, Any], *, allow_changes: bool) -> None:
+        """Refuse to resume with what changes the results, unless ``allow_changes``; warn of every other difference.
 
-        The reference is a copy of the model, and a model given in memory may have been trained since.
+        Never with a model whose weights are not those that the run began with: the reference is a copy of them, and a
+        model given in memory may have been trained since.
         """
         if not dist.is_main():
             return
@@ -292,8 +292,15 @@ class RunFolder:
             manifest = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
             weights_then, reference_then = manifest["first_weights_sha256"], manifest["reference_sha256"]
             model_then = manifest["model"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return  # a run killed before its manifest was written has no step to continue
+            now = setup(run)
+            differences = compare(manifest, now, is_on_cpu=run.policy.device.type == "cpu")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            if checkpoint.steps(self.checkpoints):  # a run killed before its manifest was written has none
+                log.warning(
+                    "%s is missing or damaged: whether code and versions have changed is not known.",
+                    self.path / "manifest.json",
+                )
+            return
         if weights_then is not None and weights_then != first_weights(run):
             raise GruppoError(
                 f"the model {run.config.model} is not the one that {self.path} began with: its weights have changed. "
@@ -310,6 +317,17 @@ class RunFolder:
                 model_then["sha256"] or "none",
                 file_now or "none",
             )
+        if refused := [text for text, changes_results in differences if changes_results]:
+            if not allow_changes:
+                raise GruppoError(
+                    f"{self.path} would not continue to the same results: {'; '.join(refused)}. Restore what has "
+                    "changed, or continue with --allow-changes (gruppo.resume(..., allow_changes=True))."
+                )
+            entry = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": refused}
+            manifest |= now | {"resumed_with": [*manifest.get("resumed_with", []), entry]}
+            checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))
+        if differences:
+            log.warning("since the run began: %s.", "; ".join(text for text, _ in differences))
 
     def write_final(self, run: Run) -> Path:
         """Write the trained model to a folder of its own."""
@@ -342,6 +360,32 @@ def first_weights(run: Run) -> str | None:
     if run.reference is None and run.config.model != IN_MEMORY:
         return None
     return digest(run.policy.frozen_base() | run.policy.checkpoint_weights())
+
+
+def setup(run: Run) -> dict[str, Any]:
+    """What a resumed run is compared with: digests of code and of the tokenizer, versions, hardware."""
+    config = run.config
+    functions = [*config.reward, config.environment.reply, config.engine]
+    code = {f"code of {name}": sha256 for name in functions if (sha256 := code_digest(name)) is not None}
+    return {"inputs": code | run.policy.input_digests(), "world": dist.world_size(), **environment()}
+
+
+def compare(then: Mapping[str, Any], now: Mapping[str, Any], *, is_on_cpu: bool) -> list[tuple[str, bool]]:
+    """Differences between a manifest and the present, in words, each with whether it changes the results."""
+    odd = sorted(dict(then["inputs"].items() ^ now["inputs"].items()))
+    found = [(f"the {name} has changed", True) for name in odd]
+    for name, version in now["versions"].items():
+        if (before := then["versions"].get(name)) != version:
+            found.append((f"{name} was {before} and is {version}", name in ("gruppo", "torch")))
+    threads, before = now["hardware"]["threads"], then["hardware"]["threads"]
+    if threads != before:  # sums on a CPU are divided among them
+        found.append((f"torch had {before} threads and has {threads} (set OMP_NUM_THREADS={before})", is_on_cpu))
+    for name in ("cpu", "gpu"):
+        if (before := then["hardware"][name]) != now["hardware"][name]:
+            found.append((f"the {name.upper()} was {before} and is {now['hardware'][name]}", False))
+    if then["world"] != now["world"]:
+        found.append((f"there were {then['world']} ranks and are {now['world']}", False))
+    return found
 
 
 def environment() -> dict[str, Any]:

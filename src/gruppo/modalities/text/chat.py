@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gruppo.loading import code_digest
 from gruppo.types import DataError, GruppoError
 
 _GREETING = {"role": "user", "content": "Hello."}
@@ -44,6 +47,20 @@ class Chat:
     def can_chat(self) -> bool:
         """Whether conversations can be encoded."""
         return self.render is not None if self.is_plain else bool(self.tokenizer.chat_template)
+
+    def digests(self) -> dict[str, str | None]:
+        """SHA-256 of the tokenizer and of the chat template, or of the code of the user that stands for them."""
+        if self.is_plain:
+            code = {"tokenizer": type(self.tokenizer), "chat template": self.render}
+            return {name: code_digest(f"{getattr(value, '__module__', '')}:") for name, value in code.items()}
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        content = {"vocabulary": self.tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
+        for last_call in ("padding", "truncation"):
+            content.pop(last_call, None)
+        parts = {"tokenizer": content, "chat template": self.tokenizer.chat_template}
+        return {
+            name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in parts.items()
+        }
 
     def encode(self, inputs: Any) -> list[int]:
         """Ids of a string, or of messages up to where the assistant answers."""

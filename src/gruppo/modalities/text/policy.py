@@ -44,6 +44,9 @@ class TextPolicy(AdaptablePolicy):
     )
     compute_dtype: torch.dtype = torch.float32
 
+    def input_digests(self) -> dict[str, str | None]:
+        return self.chat.digests()
+
     def __init__(
         self,
         module: nn.Module,
