@@ -42,7 +42,7 @@ READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md", DOCS / "index.md"]
 WITH_OPTIONS = [*PAGES, *START, *GUIDES, *REFERENCE, *LEARNED, *READMES, DOCS / "dev/sources.md"]
 ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {
-    *("--nproc-per-node", "--num-generations", "--extra-index-url", "--index-url"),
+    *("--nproc-per-node", "--num-generations", "--extra-index-url", "--index-url", "--allow-changes", "--kills"),
     *("--adapter", "--debug", "--help", "--help-all", "--json", "--names", "--options", "--samples", "--tours"),
 }
 """Of other programs, and of commands other than train."""

@@ -1,0 +1,104 @@
+"""Kill runs at random operations and resume them until they are complete: ``python -m benchmarks.kills --kills 60``.
+
+An operation is a file of the run that is opened, renamed, deleted or synced, a folder that is made, a backward pass, or
+an optimizer step. Each run must equal one that nothing stopped, to the bit: weights, optimizer state, critic, random
+state, metrics, samples and evaluations. Exit code 1 if one does not, or cannot be resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests import processes, tiny
+from tests.trainer import restoration_runs
+from tests.trainer.runs import FULL, assert_same, begin_or_go_on
+
+from gruppo.config import serialization
+from gruppo.config.schema import Config
+
+KINDS: dict[str, Callable[[Path], Config]] = {
+    "text, KL reference, random reward": lambda folder: tiny.config(folder, **FULL | {"saving__keep": 2}),
+    "restoration": lambda folder: restoration_runs.config(folder, saving__every=1, evaluation__prompts=2),
+    "text, PPO with a critic": lambda folder: tiny.config(folder, objective="ppo", critic__kind="separate"),
+}
+FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
+
+
+def count_operations(config: dict[str, Any], kill_at: int, result: str) -> None:
+    """Begin or resume the run, and die before operation ``kill_at``; without one, write how many there were."""
+    import torch
+
+    count, runs_dir = 0, str(config["runs_dir"])
+
+    def operation() -> None:
+        nonlocal count
+        count += 1
+        if count == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        # rmtree deletes names relative to an open folder
+        if event in FILE_EVENTS and (event in ("os.remove", "os.rmdir") or str(arguments[0]).startswith(runs_dir)):
+            operation()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            operation()
+            return function(*arguments, **options)
+
+        return call
+
+    sys.addaudithook(on_event)
+    os.fsync = counted(os.fsync)
+    torch.Tensor.backward = counted(torch.Tensor.backward)  # type: ignore[method-assign]
+    torch.optim.AdamW.step = counted(torch.optim.AdamW.step)  # type: ignore[method-assign]
+    begin_or_go_on(config)
+    Path(result).write_text(str(count))
+
+
+def kill_and_resume(make: Callable[[Path], Config], kills: int, folder: Path, chance: random.Random) -> str:
+    """Kill runs of one kind ``kills`` times; return what happened. AssertionError if a run differs."""
+    result, killed, runs = folder / "operations", 0, 0
+
+    def config_of(name: str) -> dict[str, Any]:
+        return serialization.to_dict(make(folder)) | {"name": name}
+
+    def child(name: str, kill_at: int) -> int:
+        run = processes.start(count_operations, config_of(name), kill_at, str(result), folder=folder / "child")
+        code = run.wait()
+        assert code in (0, -signal.SIGKILL), f"{name}: exit code {code}: {run.err}"
+        return code
+
+    child("whole", 0)
+    operations = int(result.read_text())
+    while killed < kills:
+        runs += 1
+        # a run that resumes has fewer operations to come, and may be complete before it is killed
+        while child(f"run{runs}", chance.randint(1, operations) if killed < kills else 0):
+            killed += 1
+        assert_same(folder / f"runs/run{runs}", folder / "runs/whole")
+    return f"{killed} kills in {runs} runs of {operations} operations: all resumed to the bit"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=60, help="in all, divided among the kinds of runs")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for number, (name, make) in enumerate(KINDS.items()):
+        share = len(range(number, arguments.kills, len(KINDS)))
+        with tempfile.TemporaryDirectory() as folder:
+            chance = random.Random(f"{arguments.seed} {name}")
+            print(f"{name}: {kill_and_resume(make, share, Path(folder), chance)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
