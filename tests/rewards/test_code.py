@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -494,6 +495,14 @@ def test_tests_that_are_not_understood_are_refused_with_what_is_needed():
     assert "test 2: " in refusal(["assert f(1) == 1", "f(1)"])
     assert "an argument is a object" in refusal([{"args": [object()], "output": 2}], entry="f")
     assert "an output cannot be compared: it is a object" in refusal([{"args": [], "output": object()}], entry="f")
+    deep = functools.reduce(lambda inner, _: [inner], range(250), [])
+    for args in (
+        {"args": [deep]},
+        {"kwargs": {"class": 1}},
+        {"args": [functools.reduce(lambda x, _: [x], range(5000))]},
+    ):
+        assert re.search("cannot be compiled|nested too deeply", refusal([{**args, "output": 1}], entry="f"))
+    assert "is no Python ('return' outside function" in refusal(["assert f(1) == 1"], setup="return 5")
     assert "args is 1" in refusal([{"args": 1, "output": 2}], entry="f")
     assert "kwargs {'a b': 1}" in refusal([{"args": [], "kwargs": {"a b": 1}, "output": 2}], entry="f")
     assert "is not one JSON value a line" in refusal(

@@ -9,7 +9,7 @@ import ast
 import builtins
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ from gruppo.rewards.code_compare import Approx, equal
 from gruppo.rewards.sandbox.jail import CaseResult
 
 _MOST_ITEMS = 10_000_000
+_LONGEST_SOURCE = 1_000_000  # 9 million characters take 2 s and 800 MB to compile
 
 
 class BadTest(Exception):
@@ -53,10 +54,11 @@ class ProgramCase:
 
 
 _TYPES = {t.__name__: t for t in (int, float, bool, complex, str, bytes, list, tuple, dict, set, frozenset)}
+_LAZY = {f.__name__: f for f in (range, map, filter, zip, enumerate, reversed)}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_TYPES,
-    **{f.__name__: f for f in (sorted, len, sum, min, max, abs, round, any, all, isinstance, range)},
-    **{f.__name__: f for f in (map, filter, zip, enumerate, reversed)},
+    **_LAZY,
+    **{f.__name__: f for f in (sorted, len, sum, min, max, abs, round, any, all, isinstance)},
     **{f"math.{f.__name__}": f for f in (math.isclose, math.isnan, math.isinf, math.floor, math.ceil, math.sqrt)},
     **{"pytest.approx": Approx, "approx": Approx},
 }
@@ -75,18 +77,24 @@ _OUTER = (
 """Syntax allowed around the program's calls in the jail: nothing that could hold an expected value."""
 
 
-def _contains(item: Any, container: Any) -> bool:
-    return item in container if isinstance(container, (str, bytes)) else any(equal(item, each) for each in container)
-
-
 _OPERATORS: dict[type, Callable[..., Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow},
     **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
     **{ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_},
     **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
-    **{ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.Eq: equal, ast.NotEq: lambda a, b: not equal(a, b)},
-    **{ast.In: _contains, ast.NotIn: lambda a, b: not _contains(a, b)},
+    **{ast.Is: operator.is_, ast.IsNot: operator.is_not},
 }
+
+
+def check_compiles(source: str) -> str:
+    """Return an expression for the jail, where it is compiled in each program's time; BadTest if it cannot be."""
+    if len(source) > _LONGEST_SOURCE:
+        raise BadTest(f"{source:.60} has {len(source)} characters; at most {_LONGEST_SOURCE} are compiled")
+    try:
+        compile(source, "test", "eval", dont_inherit=True)
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        raise BadTest(f"{source:.60} cannot be compiled ({error})") from None
+    return source
 
 
 def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
@@ -120,6 +128,8 @@ def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
                 raise BadTest("it calls nothing of the program")
         except BadTest as error:
             raise BadTest(f"{_show(line)}: {error}") from None
+        except RecursionError:
+            raise BadTest(f"{' '.join(text.split()):.80} is nested too deeply") from None
         cases.append(ProgramCase(tuple(sources), partial(_evaluate, outside), len(text), exceptions))
     return cases, "\n".join(imports)
 
@@ -200,7 +210,9 @@ def _send(node: ast.expr, sources: list[str]) -> ast.expr:
             raise BadTest(f"{_show(part)} is made of what the program gave; compare f(...) with ==")
         if not isinstance(part, (ast.Call, ast.Lambda)) or _name(getattr(part, "func", part)) in _FUNCTIONS:
             outer += filter(_mentions, ast.iter_child_nodes(part))
-    sources.append(ast.unparse(node))
+    if isinstance(node, ast.Call) and _name(node.func) in _LAZY:
+        raise BadTest(f"{_show(node)} is no plain data; compare list(...)")
+    sources.append(check_compiles(ast.unparse(node)))
     return ast.Name(str(len(sources) - 1))
 
 
@@ -253,11 +265,14 @@ def _constant(node: ast.expr) -> ast.Constant:
         if isinstance(part, (ast.BoolOp, ast.Compare, ast.Not)):
             raise BadTest(f"{_show(node)} is not understood, and calls nothing of the program")
     try:
-        return ast.Constant(_evaluate(node))
+        value = _evaluate(node)
     except BadTest:
         raise
     except Exception as error:
         raise BadTest(f"{_show(node)} has no value ({type(error).__name__}: {error})") from None
+    if isinstance(value, Iterator):  # the first program would use it up
+        raise BadTest(f"{_show(node)} is no plain data; compare list(...)")
+    return ast.Constant(value)
 
 
 def _evaluate(node: ast.expr, values: Sequence[Any] = ()) -> Any:
@@ -277,16 +292,20 @@ def _evaluate(node: ast.expr, values: Sequence[Any] = ()) -> Any:
         case ast.BoolOp(op=op, values=parts):
             return (all if isinstance(op, ast.And) else any)(_evaluate(part, values) for part in parts)
         case ast.Compare(left=left, ops=ops, comparators=others):
-            sides = [_evaluate(side, values) for side in (left, *others)]
-            return all(_OPERATORS[type(op)](a, b) for op, (a, b) in zip(ops, pairwise(sides), strict=True))
+            nodes = [left, *others]
+            sides = [_evaluate(side, values) for side in nodes]
+            return all(
+                _compare(op, a, b, is_left_expected=isinstance(node, ast.Constant))
+                for op, node, (a, b) in zip(ops, nodes, pairwise(sides), strict=False)
+            )
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_evaluate(operand, values))
         case ast.Call(func=func, args=args, keywords=keywords) if _name(func) in _FUNCTIONS:
             options = {str(keyword.arg): _evaluate(keyword.value) for keyword in keywords}
-            value = _FUNCTIONS[_name(func)](*(_evaluate(arg, values) for arg in args), **options)
-            if isinstance(value, range) and len(value) > _MOST_ITEMS:
+            inputs = [_evaluate(arg, values) for arg in args]
+            if any(isinstance(each, range) and len(each) > _MOST_ITEMS for each in inputs):
                 raise ValueError(f"more than {_MOST_ITEMS} items")
-            return value
+            return _FUNCTIONS[_name(func)](*inputs, **options)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             a, b = _evaluate(left, values), _evaluate(right, values)
             # Bounded, for the trainer computes it: 10**10**10, [0] * 10**10 and "%99999999d" % 1 have no end.
@@ -299,3 +318,20 @@ def _evaluate(node: ast.expr, values: Sequence[Any] = ()) -> Any:
                 raise ValueError(f"more than {_MOST_ITEMS} items")
             return _OPERATORS[type(op)](a, b)
     raise BadTest(f"{_show(node)} is not understood, and calls nothing of the program")
+
+
+def _compare(op: ast.cmpop, left: Any, right: Any, *, is_left_expected: bool) -> bool:
+    """Compare two values, of which the type of the expected one decides about a tolerance."""
+    is_same = (lambda a, b: equal(b, a)) if is_left_expected else equal
+    match op:
+        case ast.Eq() | ast.NotEq():
+            return is_same(left, right) == isinstance(op, ast.Eq)
+        case ast.In() | ast.NotIn():
+            if isinstance(right, range):  # Python goes over all of it for a float
+                is_in = isinstance(left, (int, float)) and left % 1 == 0 and int(left) in right
+            elif isinstance(right, (str, bytes)):
+                is_in = left in right
+            else:
+                is_in = any(is_same(left, item) for item in right)
+            return is_in == isinstance(op, ast.In)
+    return bool(_OPERATORS[type(op)](left, right))

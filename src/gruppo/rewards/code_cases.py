@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gruppo.rewards.code_asserts import BadTest, ProgramCase, read_asserts
+from gruppo.rewards.code_asserts import BadTest, ProgramCase, check_compiles, read_asserts
 from gruppo.rewards.code_compare import equal, equal_text
 from gruppo.rewards.sandbox.plain_data import NotPlain, encode
 
@@ -61,8 +60,8 @@ def read_tests(cell: Any, *, entry: Any = None, setup: Any = None, imports: Any 
         return None
     code = "\n".join(filter(None, codes))
     try:
-        ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        compile(code, "setup", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise BadTest(f"its setup (test_imports, test_setup_code) is no Python ({error})") from None
 
     if isinstance(cell, Mapping):  # inputs and outputs side by side, as in APPS; with fn_name they are arguments
@@ -135,13 +134,15 @@ def _calls(calls: Sequence[tuple[Any, Any, Sequence[Any]]], entry: Any, setup: s
         are_names = isinstance(kwargs, Mapping) and all(isinstance(k, str) and k.isidentifier() for k in kwargs)
         if not isinstance(args, (list, tuple)) or not are_names:
             raise BadTest(f"args is {args!r:.60}, kwargs {kwargs!r:.60}; it needs a list, and an object of keywords")
-        sources = [*map(_source, args), *(f"{key}={_source(item)}" for key, item in kwargs.items())]
         try:
+            sources = [*map(_source, args), *(f"{key}={_source(item)}" for key, item in kwargs.items())]
             length = len(encode(outputs[0]))
         except NotPlain as error:
             raise BadTest(f"an output cannot be compared: {error}") from None
+        except RecursionError:
+            raise BadTest("an argument is nested too deeply") from None
         is_right = lambda values, outputs=outputs: any(equal(values[0], x, is_json=True) for x in outputs)  # noqa: E731
-        cases.append(ProgramCase((f"{entry}({', '.join(sources)})",), is_right, length))
+        cases.append(ProgramCase((check_compiles(f"{entry}({', '.join(sources)})"),), is_right, length))
     return ProgramTests(is_script=False, cases=tuple(cases), setup=setup, entry=entry)
 
 

@@ -33,21 +33,24 @@ class Approx:
         return not math.isinf(value) and abs(got - value) <= max(rel * abs(value), absolute)
 
 
-def is_close(a: complex, b: complex) -> bool:
-    """Whether two numbers differ by no more than the tolerances; infinities and NaN are close to themselves alone."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
+def is_close(got: complex, expected: complex) -> bool:
+    """Whether a number is the expected one, within the tolerances if that is a float; infinities and NaN equal only
+    themselves. An expected int is exact: 1e9 is not 1000000007.
+    """
+    if isinstance(expected, int):
+        return got == expected
     try:
-        if isinstance(a, complex) or isinstance(b, complex):
-            a, b = complex(a), complex(b)
-            return is_close(a.real, b.real) and is_close(a.imag, b.imag)
-        return a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        if isinstance(got, complex) or isinstance(expected, complex):
+            got, expected = complex(got), complex(expected)
+            return is_close(got.real, expected.real) and is_close(got.imag, expected.imag)
+        is_nan = got != got and expected != expected
+        return is_nan or math.isclose(got, expected, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
     except OverflowError:  # an int beyond all floats
         return False
 
 
 def equal(got: Any, expected: Any, *, is_json: bool = False, close: Callable[[Any, Any], bool] = is_close) -> bool:
-    """Python's ``==`` over plain data, with a tolerance where one of two numbers is a float, and NaN equal to NaN.
+    """Python's ``==`` over plain data, with a tolerance where the expected number is a float, and NaN equal to NaN.
 
     So 3 is 3.0 and True is 1; a list is no tuple, a set no list, "3" not 3. Floats inside sets, and keys, are compared
     exactly. ``is_json``: the expected value came from JSON, which has no tuples: a tuple equals the list of its items.
@@ -71,7 +74,7 @@ def equal(got: Any, expected: Any, *, is_json: bool = False, close: Callable[[An
 def equal_text(got: str, expected: str) -> bool:
     """Equality of the words of each line; spaces around words, and blank lines at both ends, do not count.
 
-    Words that are numbers, at least one of them with a point or an exponent, may differ by the tolerance of floats.
+    A word that is a number with a point or an exponent is a float. If it is expected, its tolerance applies.
     """
     lines, expected_lines = ([line.split() for line in text.strip().splitlines()] for text in (got, expected))
     if list(map(len, lines)) != list(map(len, expected_lines)):
@@ -82,7 +85,7 @@ def equal_text(got: str, expected: str) -> bool:
                 continue
             if max(map(len, pair)) > _LONGEST_NUMBER or not all(map(_NUMBER.fullmatch, pair)):
                 return False
-            are_whole = all(word.lstrip("+-").isdigit() for word in pair)
-            if are_whole or not is_close(*map(float, pair)):
+            numbers = [int(word) if word.lstrip("+-").isdigit() else float(word) for word in pair]
+            if all(isinstance(number, int) for number in numbers) or not is_close(*numbers):
                 return False
     return True
