@@ -17,7 +17,8 @@ from gruppo.rewards import RewardSet, code, resolve_reward
 from gruppo.rewards.code import code_tests, program_in
 from gruppo.rewards.code_asserts import BadTest
 from gruppo.rewards.code_cases import ProgramCase, ProgramTests, read_tests
-from gruppo.rewards.sandbox.jail import CaseResult, Jail, JailError
+from gruppo.rewards.sandbox.jail import Jail
+from gruppo.rewards.sandbox.protocol import CaseResult, SandboxError
 from gruppo.timeouts import CallError
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -110,17 +111,16 @@ def test_a_row_without_tests_is_not_scored_and_one_whose_tests_cannot_be_judged_
 
 
 @jailed
-def test_a_jail_that_fails_leaves_its_rows_unscored_and_the_next_row_has_a_new_one(monkeypatch):
+def test_a_jail_that_fails_leaves_its_rows_unscored_and_the_next_row_has_a_new_one():
     class Failing(Jail):
         def calls(self, program, cases, **options):
             if "2 * x" in program:
-                raise JailError("the jail ended")
+                raise SandboxError("the jail ended")
             return super().calls(program, cases, **options)
 
-    monkeypatch.setattr(code, "Jail", Failing)
-    first, second, third = code_tests(workers=1)([RIGHT, HALF, RIGHT], tests=[DOUBLE] * 3)
+    first, second, third = code_tests(workers=1, sandbox=Failing)([RIGHT, HALF, RIGHT], tests=[DOUBLE] * 3)
     assert second == 1 / 3 and all(isinstance(each, CallError) for each in (first, third))
-    assert first.message == "the jail failed: the jail ended"
+    assert first.message == "the sandbox failed: the jail ended"
 
 
 @jailed
@@ -355,10 +355,18 @@ def test_nothing_of_what_is_expected_can_be_told_from_the_request(monkeypatch):
 
 def test_a_long_answer_has_room_for_all_of_its_row_and_no_more_than_it_may_need():
     def room(*lengths):
-        return read_tests([{"input": "", "output": "x" * length} for length in lengths]).cap
+        return read_tests([{"input": "", "output": "x" * length} for length in lengths]).room
 
     assert (room(0), room(3), room(8191), room(8192), room(3, 8192)) == (65536, 65536, 65536, 131072, 131072)
     assert room(10**6) == (1 << 22) + 65536 and room(3 * 10**6) == -(-4 * 3 * 10**6 // 65536) * 65536
+
+
+@jailed
+def test_a_long_answer_that_a_test_writes_shortly_has_room():
+    """By the length of the text, 64 KiB: no program could have passed."""
+    tests = ["assert f(1) == [0] * 50_000", "assert f(1) == pytest.approx([0.5] * 50_000)"]
+    texts = [f"```python\ndef f(x): return [{value}] * 50_000\n```" for value in ("0", "0.5")]
+    assert code_tests()(texts, tests=[tests[:1], tests[1:]]) == [1.0, 1.0]
 
 
 FORGED = """
@@ -545,7 +553,7 @@ def test_options_are_written_after_the_name():
 def test_without_a_jail_the_reward_is_refused_when_it_is_named(monkeypatch):
     from gruppo.rewards.sandbox import jail
 
-    monkeypatch.setattr(jail, "probe", lambda: "it needs Linux, and this is darwin")
+    monkeypatch.setattr(jail, "probe", lambda *_: "it needs Linux, and this is darwin")
     with pytest.raises(
         GruppoError, match=r"code that a model wrote is not run here: it needs Linux.*--reward file\.py"
     ):

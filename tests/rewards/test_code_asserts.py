@@ -9,7 +9,7 @@ import pytest
 
 from gruppo.rewards.code_asserts import BadTest, ProgramCase, read_asserts
 from gruppo.rewards.code_compare import equal, equal_text
-from gruppo.rewards.sandbox.jail import CaseResult
+from gruppo.rewards.sandbox.protocol import CaseResult
 
 WORD = "zebra"
 NAN = float("nan")

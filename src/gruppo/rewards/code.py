@@ -13,7 +13,8 @@ from typing import Any
 from gruppo.platforms import usable_processors
 from gruppo.rewards.code_asserts import BadTest
 from gruppo.rewards.code_cases import ProgramTests, read_tests
-from gruppo.rewards.sandbox.jail import CaseResult, Jail, JailError, SandboxLimits, require_jail
+from gruppo.rewards.sandbox.backends import choose_sandbox
+from gruppo.rewards.sandbox.protocol import CaseResult, Sandbox, SandboxError, SandboxLimits
 from gruppo.rewards.text import text_of
 from gruppo.timeouts import CallError
 from gruppo.types import DataError
@@ -39,13 +40,15 @@ class CodeTests:
     """Share of a row's tests that the program in a completion passes, 0 to 1. In TRL's calling convention.
 
     The program is the last block of the completion that is fenced as Python; without one the last fenced block, closed
-    or not; without a fence the whole text. It runs in a jail (``gruppo.rewards.sandbox``) and returns plain data;
-    what is expected never enters the jail, so no exit code, print or ``__eq__`` can pass for a right answer.
+    or not; without a fence the whole text. It runs in a sandbox (``gruppo.rewards.sandbox``) and returns plain data;
+    what is expected never enters it, so no exit code, print or ``__eq__`` can pass for a right answer.
 
     ``all_or_nothing``: 1 where every test passes, else 0. ``column``: where the tests are. ``case_s``, ``program_s``
     and ``memory_mib``: see ``SandboxLimits``. ``workers``: programs that run at once; 0: one for each processor, up to
-    16. A row without tests is not scored; one whose tests cannot be judged from outside is a failure with the reason.
-    Weakness: tests that stand in the prompt can be answered from a table. Raises GruppoError where no jail holds.
+    16. ``sandbox``: where programs run, see ``choose_sandbox``; empty: in gruppo's jail. ``packages``: names, separated
+    by commas, that programs may import beside the standard library. A row without tests is not scored; one whose tests
+    cannot be judged from outside is a failure with the reason. Weakness: tests that stand in the prompt can be answered
+    from a table. Raises GruppoError where no program runs, or the jail does not hold.
     """
 
     __name__ = "code_tests"
@@ -60,12 +63,14 @@ class CodeTests:
         program_s: float = SandboxLimits.program_s,
         memory_mib: int = SandboxLimits.memory_mib,
         workers: int = 0,
+        sandbox: str | Callable[[SandboxLimits], Sandbox] = "",
+        packages: str = "",
     ) -> None:
         self.all_or_nothing, self.column = all_or_nothing, column
         self.limits = SandboxLimits(case_s, program_s, memory_mib)
         if workers < 0:
             raise ValueError(f"workers={workers}; it needs 0, for one for each processor, or more")
-        require_jail()
+        self.open_sandbox = choose_sandbox(sandbox, self.limits, packages.replace(",", " ").split())
         # The ranks of a machine share its processors.
         processors = max(1, usable_processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.workers = workers or min(_MOST_WORKERS, processors)
@@ -124,27 +129,27 @@ class CodeTests:
         """Score each row. A program that occurs several times for one task is run once."""
         keys = [(program, id(test)) for program, test in zip(programs, tests, strict=True)]
         tasks = dict(zip(keys, tests, strict=True))
-        jails = _JailPool(self.limits)
+        sandboxes = _SandboxPool(self.open_sandbox)
         pool = ThreadPoolExecutor(max(1, min(self.workers, len(tasks))), thread_name_prefix="gruppo-code")
         try:
-            scores = dict(zip(tasks, pool.map(lambda key: jails.score(key[0], tasks[key]), tasks), strict=True))
+            scores = dict(zip(tasks, pool.map(lambda key: sandboxes.score(key[0], tasks[key]), tasks), strict=True))
             return [scores[key] for key in keys]
         finally:
-            for jail in jails.opened:  # whoever waits for one gets a JailError
-                jail.end()
+            for sandbox in sandboxes.opened:  # whoever waits for one gets a SandboxError
+                sandbox.end()
             pool.shutdown(cancel_futures=True)
-            for jail in jails.opened:
-                jail.close()
+            for sandbox in sandboxes.opened:
+                sandbox.close()
 
 
 code_tests = CodeTests  # ``CodeTests`` under the name that ``--reward`` has for it
 
 
-class _JailPool:
-    """Pool of jails, opened as threads need them."""
+class _SandboxPool:
+    """Pool of sandboxes, opened as threads need them."""
 
-    def __init__(self, limits: SandboxLimits) -> None:
-        self.limits, self.opened, self._idle = limits, list[Jail](), queue.SimpleQueue[Jail]()
+    def __init__(self, open_sandbox: Callable[[], Sandbox]) -> None:
+        self._open, self.opened, self._idle = open_sandbox, list[Sandbox](), queue.SimpleQueue[Sandbox]()
         self._setup_problems = dict[str, str]()  # by the text of a setup; empty where there is none
 
     def score(self, program: str, tests: ProgramTests | BadTest | None) -> ProgramScore | CallError | None:
@@ -155,30 +160,30 @@ class _JailPool:
         try:
             if isinstance(tests, BadTest):
                 raise BadTest(str(tests))
-            requests, caps = [case.request for case in tests.cases], [tests.cap] * len(tests.cases)
+            requests = [case.request for case in tests.cases]
             try:
-                jail = self._idle.get_nowait()
+                sandbox = self._idle.get_nowait()
             except queue.Empty:
-                jail = Jail(self.limits)
-                self.opened.append(jail)
+                sandbox = self._open()
+                self.opened.append(sandbox)
             if tests.is_script:
-                results = jail.script(program, requests, caps=caps)
+                results = sandbox.script(program, requests, room=tests.room)
             else:
-                results = jail.calls(program, requests, setup=tests.setup, entry=tests.entry, caps=caps)
+                results = sandbox.calls(program, requests, setup=tests.setup, entry=tests.entry, room=tests.room)
             problem = ""
             if tests.setup and not any(result.status == "value" for result in results):
                 # A setup that fails without any program is no program's fault; a NameError may be.
                 if tests.setup not in self._setup_problems:
-                    (alone,) = jail.calls("", [()], setup=tests.setup)
+                    (alone,) = sandbox.calls("", [()], setup=tests.setup)
                     is_its_own = alone.status != "value" and not alone.message.startswith("NameError")
                     self._setup_problems[tests.setup] = _printable(alone.message) if is_its_own else ""
                 problem = self._setup_problems[tests.setup]
-            self._idle.put(jail)
+            self._idle.put(sandbox)
             if problem:
                 raise BadTest(f"its setup (test_imports, test_setup_code) fails: {problem}")
             return score_results(results, tests)
-        except JailError as error:  # the jail is not used again
-            return CallError("exception", f"the jail failed: {error}", "jail")
+        except SandboxError as error:  # the sandbox is not used again
+            return CallError("exception", f"the sandbox failed: {error}", "sandbox")
         except BadTest as error:
             message = f"its tests cannot be used: {error}"
             return CallError("exception", message, message)

@@ -16,7 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 from gruppo.rewards.code_compare import Approx, equal
-from gruppo.rewards.sandbox.jail import CaseResult
+from gruppo.rewards.sandbox.plain_data import NotPlain, encode
+from gruppo.rewards.sandbox.protocol import CaseResult
 
 _MOST_ITEMS = 10_000_000
 _LONGEST_SOURCE = 1_000_000  # 9 million characters take 2 s and 800 MB to compile
@@ -86,6 +87,14 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 }
 
 
+def _length(expected: Any) -> int:
+    """Characters that an expected value has as plain data: [0] * 10**6 is short only in the test."""
+    try:
+        return len(encode(expected.value if isinstance(expected, Approx) else expected))
+    except NotPlain:  # a range, or types
+        return 0
+
+
 def check_compiles(source: str) -> str:
     """Return an expression for the jail, where it is compiled in each program's time; BadTest if it cannot be."""
     if len(source) > _LONGEST_SOURCE:
@@ -130,7 +139,8 @@ def read_asserts(text: str) -> tuple[list[ProgramCase], str]:
             raise BadTest(f"{_show(line)}: {error}") from None
         except RecursionError:
             raise BadTest(f"{' '.join(text.split()):.80} is nested too deeply") from None
-        cases.append(ProgramCase(tuple(sources), partial(_evaluate, outside), len(text), exceptions))
+        length = sum(_length(node.value) for node in ast.walk(outside) if isinstance(node, ast.Constant))
+        cases.append(ProgramCase(tuple(sources), partial(_evaluate, outside), max(length, len(text)), exceptions))
     return cases, "\n".join(imports)
 
 

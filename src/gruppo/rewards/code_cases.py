@@ -33,13 +33,12 @@ class ProgramTests:
     entry: str | None = None
 
     @property
-    def cap(self) -> int:
-        """Bytes above the usual limit that the answer to any case may have: 4 to 8 per character of the longest.
+    def room(self) -> int:
+        """Bytes above the usual limit that all answers of a program may have: 4 to 8 per character that is expected.
 
-        The program can learn this number, so that it is one for the row, and coarse: steps of 64 KiB, which tell
-        nothing about an answer.
+        The program can learn this number, so that it is coarse: steps of 64 KiB, which tell nothing about an answer.
         """
-        length = max(case.length for case in self.cases)
+        length = sum(case.length for case in self.cases)
         return (max(4 * length, min(8 * length, _USUAL_MOST)) // _STEP + 1) * _STEP
 
 

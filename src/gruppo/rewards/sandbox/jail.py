@@ -6,8 +6,10 @@ The layers are those of ``lockdown``; README.md says what they leave open.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,91 +17,112 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from gruppo.rewards.sandbox.plain_data import NotPlain, decode
+from gruppo.rewards.sandbox.protocol import CaseResult, SandboxError, SandboxLimits, base_room, decode_values
 from gruppo.types import GruppoError
 
-_START_S = 30.0
+_START_S = 60.0  # an image may have to be unpacked
+_END_S = 10.0
+_MOST_ERRORS = 1 << 20
 _GRACE_S = 30.0
 _WALL_FACTOR = 10  # as in child.py, which cannot be imported where there is no fcntl
-_LEAST_MIB, _MOST_MIB = 128, 1 << 20
 _KEPT = ("LD_LIBRARY_PATH",)  # what an interpreter may need to start; a program sees no environment at all
 _FOLDER = Path(__file__).parents[1]
-_BARE = "import sys; sys.path.append(sys.argv[1]); from sandbox.supervisor import main; sys.path.pop(); main()"
+_INSIDE = ("supervisor", "child", "lockdown", "syscalls", "program", "plain_data")
+_FLAGS = ("-P", "-s", "-S", "-B", "-X", "utf8")
+_BARE = """
+import json, sys
+settings = json.loads(sys.argv[1])
+sys.path.append(settings.pop("source"))
+from sandbox.supervisor import main
+sys.path.pop()
+main(**settings)
+"""
+# In a container, the first interpreter starts a second one, which has no environment, fixed hashes and no site.
+_CONTAINED = f"""
+import json, os, sys
+settings = json.loads(sys.argv[2]) | {{"folders": [path for path in sys.path if path.endswith("-packages")]}}
+kept = {{name: os.environ[name] for name in {_KEPT} if name in os.environ}} | {{"PYTHONHASHSEED": "0"}}
+os.execve(sys.executable, [sys.executable, *{_FLAGS}, "-c", sys.argv[1], json.dumps(settings)], kept)
+"""
+IN_MEMORY = """
+import importlib.util, json, sys
+class Sources:
+    found = json.loads(sys.stdin.buffer.readline())
+    def find_spec(name, path=None, target=None):
+        if name in Sources.found:
+            return importlib.util.spec_from_loader(name, Sources, is_package=name == "sandbox")
+    def create_module(spec):
+        return None
+    def exec_module(module):
+        exec(compile(Sources.found[module.__name__], module.__name__ + ".py", "exec"), vars(module))
+sys.meta_path.insert(0, Sources)
+"""
+"""Imports this folder from the first line of standard input, where its files do not exist."""
+_BARE_IN_MEMORY = f"""{IN_MEMORY}
+from sandbox.supervisor import main
+sys.meta_path.remove(Sources)
+Sources.found.clear()
+main(**json.loads(sys.argv[1]))
+"""
 
 
-class JailError(GruppoError):
-    """The jail itself failed; nothing is known about the program."""
-
-
-@dataclass(frozen=True)
-class SandboxLimits:
-    """Limits of one program."""
-
-    case_s: float = 2.0
-    """Seconds of the processor for a case; ten times as many on the clock."""
-    program_s: float = 6.0
-    """Seconds of the processor for all its cases; ten times as many on the clock."""
-    memory_mib: int = 1024
-    """Address space, that of the interpreter included."""
-
-    def __post_init__(self) -> None:
-        is_time = 0 < self.case_s <= 3600 and 0 < self.program_s <= 3600
-        if not (is_time and _LEAST_MIB <= self.memory_mib <= _MOST_MIB):
-            raise GruppoError(
-                f"case_s={self.case_s:g}, program_s={self.program_s:g}, memory_mib={self.memory_mib} cannot limit a "
-                f"program; it needs seconds above 0 and up to 3600, and {_LEAST_MIB} to {_MOST_MIB} MiB."
-            )
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """Result of one case of a program."""
-
-    status: Literal["value", "error", "timeout", "not_run"]
-    value: Any = None
-    """Calls: the list of the expressions' values. Scripts: the printed text."""
-    message: str = ""
-    """Why there is no value; for an exception, its type and text."""
-    exception: str = ""
-    """Built-in type of the exception that the case raised, or the one that its type derives from."""
+def sources(*modules: str) -> bytes:
+    """Modules of this folder as one line, for ``IN_MEMORY``."""
+    texts = {f"sandbox.{name}": Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in modules}
+    return json.dumps(texts | {"sandbox": ""}).encode() + b"\n"
 
 
 class Jail(AbstractContextManager["Jail"]):
     """A bare interpreter that runs programs one after another, each in a confined process. A context manager.
 
-    Raises JailError where it cannot be used.
+    ``command``: starts a Python interpreter in a container of the user's, with the same jail inside. ``packages``: what
+    programs may import beside the standard library. Raises SandboxError where it cannot be used.
     """
 
-    def __init__(self, limits: SandboxLimits | None = None) -> None:
-        if sys.platform != "linux":
-            raise JailError(f"it needs Linux, and this is {sys.platform}")
-        self.limits = limits or SandboxLimits()
+    def __init__(
+        self, limits: SandboxLimits | None = None, *, command: Sequence[str] = (), packages: Sequence[str] = ()
+    ) -> None:
+        if sys.platform != "linux" and not command:
+            raise SandboxError(f"it needs Linux, and this is {sys.platform}")
+        self.limits, self._is_contained = limits or SandboxLimits(), bool(command)
+        settings: dict[str, Any] = {"packages": list(packages), "is_contained": self._is_contained}
+        if command:
+            arguments = [*command, "-c", _CONTAINED, _BARE_IN_MEMORY, json.dumps(settings)]
+            environment = None  # that of the command, which does not pass it on
+        else:
+            settings |= {"folders": _folders_of(packages), "source": str(_FOLDER)}
+            arguments = [sys.executable, *_FLAGS, "-c", _BARE, json.dumps(settings)]
+            environment = {"PYTHONHASHSEED": "0"} | {name: os.environ[name] for name in _KEPT if name in os.environ}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BARE, str(_FOLDER)],
+                arguments,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={"PYTHONHASHSEED": "0"} | {name: os.environ[name] for name in _KEPT if name in os.environ},
-                cwd="/",
+                stderr=self._errors,
+                env=environment,
+                cwd=None if command else "/",
                 start_new_session=True,
             )
         except OSError as error:
-            raise JailError(f"the jail's interpreter cannot be started: {error}") from None
+            self._errors.close()
+            raise SandboxError(f"{arguments[0]} cannot be started: {error}") from None
         try:
-            self._exchange(b"", _START_S)
+            self._exchange(sources(*_INSIDE) if command else b"", _START_S)
         except BaseException:
             self.close()
             raise
 
     def end(self) -> None:
-        """Kill the interpreter and a program that still runs; pending requests raise JailError."""
-        self._process.kill()
+        """Kill the interpreter and a program that still runs; pending requests raise SandboxError."""
+        if self._is_contained:  # its command passes the signal on, and may have to clean up
+            self._process.terminate()
+        else:
+            self._process.kill()
 
     def close(self, *_: object) -> None:
         """``end`` it and free its pipes."""
@@ -107,44 +130,34 @@ class Jail(AbstractContextManager["Jail"]):
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):  # what it did not read is lost
                 pipe.close()  # type: ignore[union-attr]
-        self._process.wait()
+        self._errors.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     __exit__ = close
 
     def calls(
-        self,
-        program: str,
-        cases: Sequence[Sequence[str]],
-        *,
-        setup: str = "",
-        entry: str | None = None,
-        caps: Sequence[int] | None = None,
+        self, program: str, cases: Sequence[Sequence[str]], *, setup: str = "", entry: str | None = None, room: int = 0
     ) -> list[CaseResult]:
         """Evaluate the expressions of each case in the program's namespace, after ``setup``.
 
         All cases share one process, as a row of asserts does; after one that ended the process, a new one goes on with
-        the next. ``caps``: bytes beyond 64 KiB that the values of a case may have.
+        the next.
         """
-        results = self._run(caps, kind="calls", program=program, cases=[*map(list, cases)], setup=setup, entry=entry)
-        for n, result in enumerate(results):
-            if result.status == "value":
-                try:
-                    value = decode(result.value)
-                    if not isinstance(value, list) or len(value) != len(cases[n]):  # a line that the program forged
-                        raise NotPlain("it is no plain data")
-                    results[n] = CaseResult("value", value)
-                except NotPlain as error:
-                    results[n] = CaseResult("error", message=str(error))
-        return results
+        results = self._run(room, kind="calls", program=program, cases=[*map(list, cases)], setup=setup, entry=entry)
+        return decode_values(results, cases, room)
 
-    def script(self, program: str, inputs: Sequence[str], *, caps: Sequence[int] | None = None) -> list[CaseResult]:
+    def script(self, program: str, inputs: Sequence[str], *, room: int = 0) -> list[CaseResult]:
         """Run the program with each standard input, in a new process each; the value is the printed text."""
-        return self._run(caps, kind="script", program=program, cases=list(inputs))
+        return self._run(room, kind="script", program=program, cases=list(inputs))
 
-    def _run(self, caps: Sequence[int] | None, **request: Any) -> list[CaseResult]:
+    def _run(self, room: int, **request: Any) -> list[CaseResult]:
         limits = self.limits
         request |= {"case_s": limits.case_s, "program_s": limits.program_s, "memory": limits.memory_mib << 20}
-        request["caps"] = list(caps or [0] * len(request["cases"]))
+        request["room"] = base_room(len(request["cases"])) + room
         patience_s = _GRACE_S + _WALL_FACTOR * (limits.program_s + limits.case_s)
         answer = self._exchange(json.dumps(request).encode() + b"\n", patience_s)
         return [CaseResult(**record) for record in answer["results"]]
@@ -157,21 +170,39 @@ class Jail(AbstractContextManager["Jail"]):
         timer.daemon = True
         timer.start()
         try:
-            stdin.write(request)
-            stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it ended; why is read below
+                stdin.write(request)
+                stdin.flush()
             line = stdout.readline()
         except (OSError, ValueError) as error:  # ValueError: it was closed
-            raise JailError(f"the jail ended: {error}") from None
+            raise SandboxError(f"the jail ended: {error}") from None
         finally:
             timer.cancel()
         if not line.endswith(b"\n"):
             if time.monotonic() > began + patience_s:
-                raise JailError(f"the jail gave no answer within {patience_s:g} s")
-            raise JailError(f"the jail ended with status {self._process.wait()}")
-        record = json.loads(line)
+                raise SandboxError(f"the jail gave no answer within {patience_s:g} s")
+            status = self._process.wait()
+            self._errors.seek(0)
+            errors = self._errors.read(_MOST_ERRORS).decode("utf-8", "replace").strip().splitlines()
+            raise SandboxError(f"the jail ended with status {status}" + (f": {errors[-1]:.200}" if errors else ""))
+        try:
+            record = json.loads(line)
+        except ValueError:
+            raise SandboxError(f"it printed {line!r:.100}, which is no answer") from None
         if "refused" in record:
-            raise JailError(record["refused"])
+            raise SandboxError(record["refused"])
         return record
+
+
+def _folders_of(packages: Sequence[str]) -> list[str]:
+    """Folders from which packages can be imported."""
+    folders = []
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise SandboxError(f"there is no package {name!r} here")
+        folders.append(str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]))
+    return folders
 
 
 ATTEMPTS = {
@@ -191,33 +222,41 @@ ATTEMPTS = {
 
 
 @cache
-def probe() -> str | None:
+def probe(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> str | None:
     """Return why the jail does not hold, or None if it does. Cached; takes about 0.2 s."""
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.write_text("secret", encoding="utf-8")
         facts = {"secret": str(secret), "folder": folder, "pid": os.getpid(), "python": sys.executable}
+        cases = [["6 * 7"], *([text.format(**facts)] for text in ATTEMPTS.values())]
         try:
-            with Jail() as jail:
-                computed, *tried = jail.calls("", [["6 * 7"], *([text.format(**facts)] for text in ATTEMPTS.values())])
+            with Jail(command=command, packages=packages) as jail:
+                computed, *tried = jail.calls("".join(f"import {name}\n" for name in packages), cases)
                 (printed,) = jail.script("print(6 * int(input()))", ["7"])
-        except JailError as error:
+        except SandboxError as error:
             return str(error)
     for what, result, value in (("program that computes", computed, [42]), ("script that prints", printed, "42\n")):
         if result != CaseResult("value", value):
             return f"a {what} 6 * 7 does not run in it: {result.message or repr(result.value)}"
     for attempt, result in zip(ATTEMPTS, tried, strict=True):
-        if result.status != "error" or not result.message.startswith("PermissionError"):
+        # A container need not have the file, nor the process.
+        if result.status != "error" or not result.message.startswith(("PermissionError", "FileNotFoundError")):
             return f"a program in it could {attempt}"
     return None
 
 
-def require_jail() -> None:
+def require_jail(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> None:
     """Raise GruppoError unless the jail holds on this machine."""
-    problem = probe()
+    problem = probe(command, packages)
+    if problem is not None and command:
+        raise GruppoError(
+            f"code that a model wrote is not run by {shlex.join(command)}: {problem}. The command has to start a "
+            "Python 3.11 or later whose standard input and output are this process's, as in podman run --rm -i "
+            "--network none IMAGE python3; see docs/guides/code.md."
+        )
     if problem is not None:
         raise GruppoError(
             f"code that a model wrote is not run here: {problem}. The jail needs Linux 5.13 or later with Landlock and "
-            "seccomp, on x86-64 or ARM; in a container, a seccomp profile that allows both. Run there, or score code "
-            "with your own reward (--reward file.py:function)."
+            "seccomp, on x86-64 or ARM; in a container, a seccomp profile that allows both. Run there, name another "
+            "sandbox (--reward code_tests:sandbox=...), or score code with your own reward (--reward file.py:function)."
         )

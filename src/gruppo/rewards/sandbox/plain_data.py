@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 DEEPEST = 100  # levels of nesting below the list of a case's values
@@ -30,10 +32,17 @@ def encode(value: Any) -> str:
     return json.dumps(_to_json(value, 0))
 
 
-def decode(line: str) -> Any:
+@dataclass
+class NodeBudget:
+    """Values, items and keys that may still be decoded: a short text can have millions, which fill the memory."""
+
+    left: int
+
+
+def decode(line: str, budget: NodeBudget | None = None) -> Any:
     """Inverse of ``encode``; raises NotPlain for any other text, which a program may have forged."""
     try:
-        return _from_json(json.loads(line), 0)
+        return _from_json(json.loads(line), 0, budget or NodeBudget(len(line)))
     except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise NotPlain(f"{_NOT_PLAIN} ({type(error).__name__})") from None
 
@@ -49,6 +58,9 @@ def _to_json(value: Any, depth: int) -> Any:
         return ["c", [plain.real.hex(), plain.imag.hex()]]
     base: Any = next((base for base in (*_ATOMS, *_NESTED) if issubclass(kind, base)), None)
     if base is None:
+        numpy = sys.modules.get("numpy")  # a number of numpy's is one of Python's in every comparison
+        if numpy is not None and issubclass(kind, numpy.generic) and type(plain := value.item()) is not kind:
+            return _to_json(plain, depth)
         raise NotPlain(f"it is a {kind.__name__}, which is no plain data")
     if base in _ATOMS:
         tag, write, _ = _ATOMS[base]
@@ -60,7 +72,10 @@ def _to_json(value: Any, depth: int) -> Any:
     return [_NESTED[base], [_to_json(item, depth + 1) for item in base.__iter__(value)]]
 
 
-def _from_json(tagged: Any, depth: int) -> Any:
+def _from_json(tagged: Any, depth: int, budget: NodeBudget) -> Any:
+    budget.left -= 1
+    if budget.left < 0:
+        raise NotPlain("it has too many items")
     match tagged:
         case None | bool() | str():
             return tagged
@@ -73,13 +88,13 @@ def _from_json(tagged: Any, depth: int) -> Any:
                 raise NotPlain(_TOO_DEEP)
             if tag == "d":
                 items, values = [key for key, _ in items], [item for _, item in items]
-            keys = [_from_json(item, depth + 1) for item in items]
+            keys = [_from_json(item, depth + 1, budget) for item in items]
             if tag in "lt":
                 return keys if tag == "l" else tuple(keys)
             # A table of many items whose hashes collide would take hours to fill.
             if len(keys) - len(set(map(hash, keys))) > _MOST_COLLISIONS:
                 raise NotPlain(f"it has more than {_MOST_COLLISIONS} items that hash alike")
             if tag == "d":
-                return dict(zip(keys, [_from_json(value, depth + 1) for value in values], strict=True))
+                return dict(zip(keys, [_from_json(value, depth + 1, budget) for value in values], strict=True))
             return set(keys) if tag == "s" else frozenset(keys)
     raise NotPlain(_NOT_PLAIN)

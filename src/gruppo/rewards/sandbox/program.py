@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import gc
 import os
+import re
 import sys
 import threading
 import typing
@@ -20,6 +21,8 @@ CHANNEL = 3  # descriptor that results go to, one line each
 LOCKED, LOADING = -2, -1
 """Case numbers of the reports that the process is confined, and that the program's top level has run."""
 _LONGEST_MESSAGE = 300
+_LINE = re.compile(rb"(-?[0-9]{1,6}) ([ve]) (.*)", re.DOTALL)
+NOT_RUN = {"status": "not_run", "message": "the program's time was used up before this case"}
 
 Report = Callable[[int, str, str], None]
 
@@ -33,6 +36,31 @@ def write_report(nonce: str, case: int, kind: str, text: str, write: Callable[[i
     line = f"{nonce} {case} {kind} {text}\n".encode("ascii", "backslashreplace")
     while line:
         line = line[write(CHANNEL, line) :]
+
+
+def read_report(line: bytes | bytearray, nonce: str) -> tuple[int, str, str] | None:
+    """Case, kind and text of a line that has the nonce; None of any other, which the program wrote itself."""
+    if not line.startswith(f"{nonce} ".encode()):
+        return None
+    fields = _LINE.fullmatch(line, len(nonce) + 1)
+    return fields and (int(fields[1]), fields[2].decode(), fields[3].decode("ascii", "backslashreplace"))
+
+
+def add_results(
+    results: list[dict[str, str]], reports: Mapping[int, tuple[str, str]], count: int, failure: dict[str, str]
+) -> None:
+    """Append the results that a process reported. ``failure``: that of the case during which it ended, if it did."""
+    kind, text = reports.get(LOADING, ("", ""))
+    if kind != "v":  # its top level fails again each time
+        failure = {"status": "error", "message": text} if kind == "e" else failure
+        results += [failure] * (count - len(results))
+    while len(results) < count and len(results) in reports:
+        kind, text = reports[len(results)]
+        exception, _, message = text.partition(" ")
+        error = {"status": "error", "message": message, "exception": exception}
+        results.append({"status": "value", "value": text} if kind == "v" else error)
+    if len(results) < count:
+        results.append(failure)
 
 
 def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoReturn:

@@ -1,7 +1,8 @@
 """Serves requests, one per line of standard input, each in a confined child; answers are lines of standard output.
 
-This process never runs a program itself and never holds an expected answer. It is a bare interpreter, so that a child
-forked from it starts within a millisecond and finds nothing of the trainer in memory.
+This process never runs a program itself and never reads a request: it forks a handler, which reads one, forks the
+program's children and answers. It is a bare interpreter, so that a child starts within a millisecond and finds nothing
+of the trainer, and nothing of earlier programs, in memory.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .child import Child, Meter, start
-from .lockdown import Lockdown
-from .program import LOADING, LOCKED
+from .lockdown import Lockdown, die_with
+from .program import LOADING, LOCKED, NOT_RUN, add_results
 
 PRELOADED = """
 abc array bisect cmath collections copy dataclasses datetime decimal enum fractions functools hashlib heapq io itertools
@@ -27,32 +28,75 @@ json math numbers operator random re statistics string threading time types typi
 """
 """Modules that most programs import: loaded once, for all."""
 _END_REASONS = {"output": "too much output", "threads": "too many threads", "orphan": "the trainer is gone"}
-_NOT_RUN = {"status": "not_run", "message": "the program's time was used up before this case"}
 
 
-def main() -> None:
-    """Serve requests until standard input is closed."""
+def main(*, packages: Sequence[str], folders: Sequence[str], is_contained: bool) -> None:
+    """Fork handlers, one request each, until standard input is closed.
+
+    ``packages``: what programs may import beside the standard library; ``folders``: where they are.
+    ``is_contained``: this interpreter runs in a container of the user's.
+    """
     for name in PRELOADED.split():
         importlib.import_module(name)
+    # A package is loaded once, for all: with threads of its own, it could not be forked.
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    sys.path += folders
+    try:
+        modules = [importlib.import_module(name) for name in packages]
+        if "numpy" in sys.modules:  # to be seeded in each child
+            importlib.import_module("numpy.random")
+    except ImportError as error:
+        return print(json.dumps({"refused": f"a package cannot be imported ({error})"}), flush=True)
+    del sys.path[len(sys.path) - len(folders) :]
     os.environ.clear()
     # Where the machine's memory runs out, the kernel ends a program and not the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends us, by closing the pipe
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # process 1 of a container would ignore it
     try:
-        lockdown = Lockdown()
+        lockdown = Lockdown(is_contained=is_contained, packages=modules)
     except OSError as error:
         return print(json.dumps({"refused": f"Landlock cannot be used ({error})"}), flush=True)
+    # What the first request loads would be loaded again in each handler.
+    trial = {"program": "", "setup": "", "entry": None, "case_s": 9, "program_s": 9, "memory": 1 << 30, "room": 1 << 16}
+    for kind, case in (("calls", ["1"]), ("script", "")):
+        json.dumps(_run(json.loads(json.dumps(trial | {"kind": kind, "cases": [case]})), lockdown))
     gc.freeze()  # what a child collects is its own: our pages stay shared
     print(json.dumps({"ready": lockdown.abi}), flush=True)
-    for line in sys.stdin.buffer:
-        try:
-            answer = _run(json.loads(line), lockdown)
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-            answer = {"refused": f"{type(error).__name__}: {error} ({place})"}
-        print(json.dumps(answer), flush=True)
+    # Two handlers, so that one waits for the next request while the other ends; who has the turn reads.
+    supervisor, (turn, pass_turn), alive = os.getpid(), os.pipe(), 0
+    os.write(pass_turn, b"1")
+    while True:
+        if alive == 2:
+            status = os.waitstatus_to_exitcode(os.wait()[1])
+            if status != 0:
+                sys.exit(status)
+            alive -= 1
+        alive += 1
+        if os.fork() == 0:
+            try:
+                die_with(supervisor)
+                os.read(turn, 1)
+                _serve(lockdown, pass_turn)
+            finally:
+                os._exit(1)  # closed, or failed
+
+
+def _serve(lockdown: Lockdown, pass_turn: int) -> None:
+    """Answer one request in a process of its own, in whose memory no program finds those before it."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return
+    try:
+        answer = _run(json.loads(line), lockdown)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        answer = {"refused": f"{type(error).__name__}: {error} ({place})"}
+    os.write(pass_turn, b"1")
+    print(json.dumps(answer), flush=True)
+    os._exit(0)
 
 
 def _run(request: Mapping[str, Any], lockdown: Lockdown) -> dict[str, Any]:
@@ -61,33 +105,29 @@ def _run(request: Mapping[str, Any], lockdown: Lockdown) -> dict[str, Any]:
     What ends a process costs the case that it was at; the cases after it run in a new one.
     """
     case_s, program_s, count = request["case_s"], request["program_s"], len(request["cases"])
-    caps, used = dict(enumerate(request["caps"])), Meter()
+    room, used = request["room"], Meter()
     results: list[dict[str, str]] = []
     while len(results) < count:
         if used.is_over(program_s):
-            results += [_NOT_RUN] * (count - len(results))
+            results += [NOT_RUN] * (count - len(results))
             break
-        child = start(request, len(results), caps, lockdown)
+        child = start(request, len(results), room, lockdown)
         used = child.watch(case_s, program_s, used)
+        room = child.room
         kind, text = child.reports.get(LOCKED, ("e", "it ended before it was"))
-        if kind != "v":  # a confined process cannot take this report back
+        # A confined process cannot take this report back; only one that is confined has output.
+        if kind != "v" and child.end_reason != "output":
             return {"refused": f"a process could not be locked: {text}"}
-        kind, text = child.reports.get(LOADING, ("", ""))
-        failure = {"status": "error", "message": text} if kind == "e" else _failure(child, case_s, program_s)
+        failure = _failure(child, case_s, program_s)
         if request["kind"] == "script":
+            kind, text = child.reports.get(LOADING, ("", ""))
+            failure = {"status": "error", "message": text} if kind == "e" else failure
             is_value = not child.end_reason and child.status == 0 and kind != "e"
             printed = child.printed.decode("utf-8", "replace")
             results.append({"status": "value", "value": printed} if is_value else failure)
-        elif kind != "v":  # its top level fails again each time
-            results += [failure] * (count - len(results))
+            room -= len(child.printed) * is_value
         else:
-            while len(results) in child.reports:
-                kind, text = child.reports[len(results)]
-                exception, _, message = text.partition(" ")
-                error = {"status": "error", "message": message, "exception": exception}
-                results.append({"status": "value", "value": text} if kind == "v" else error)
-            if len(results) < count:
-                results.append(failure)
+            add_results(results, child.reports, count, failure)
     return {"results": results}
 
 
