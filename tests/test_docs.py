@@ -44,6 +44,8 @@ ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {
     *("--nproc-per-node", "--num-generations", "--extra-index-url", "--index-url", "--allow-changes", "--kills"),
     *("--adapter", "--debug", "--help", "--help-all", "--json", "--names", "--options", "--samples", "--tours"),
+    *("--bind", "--cap-drop", "--dev", "--mount", "--network", "--proc", "--read-only", "--rm", "--ro-bind"),
+    *("--runtime", "--unshare-all"),
 }
 """Of other programs, and of commands other than train."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
