@@ -9,7 +9,13 @@ from pathlib import Path
 from gruppo import loading
 
 ROOT = Path(__file__).parents[1]
-IMPORT_NAMES = {"pillow": "PIL", "scikit-image": "skimage", "scikit-learn": "sklearn", "reasoning-gym": "reasoning_gym"}
+IMPORT_NAMES = {
+    "pillow": "PIL",
+    "scikit-image": "skimage",
+    "scikit-learn": "sklearn",
+    "reasoning-gym": "reasoning_gym",
+    "math-verify": "math_verify",
+}
 REQUIRED_BY = {"opencv-python-headless": "brisque"}
 """Packages that another package imports: brisque asks for OpenCV and not for the build without a display."""
 

@@ -11,7 +11,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "gruppo"
 LAYERS: tuple[set[str], ...] = (
-    {"types", "protocols", "seeds", "loading", "platforms", "timeouts"},
+    {"types", "protocols", "seeds", "loading", "platforms", "timeouts", "errors", "watchdog", "reward_process"},
     {"core"},
     {"distributed", "losses"},
     {"config"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import time
 from contextlib import ExitStack, nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo import distributed as dist
+from gruppo import watchdog
 from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config
@@ -22,6 +24,8 @@ from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder
 from gruppo.trainer.watch import finish, logged, on_screen, output_may_close
 from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
 
 MAX_PROMPT = 120
 """Characters of a prompt that is put into a command."""
@@ -151,9 +155,13 @@ def start(
             else:
                 folder.check_manifest(run, model_source, allow_changes=allow_changes)
             is_restored = not is_new and folder.restore(run)
+            if not is_new and run.state.step < run.config.steps:
+                log.info("%s is incomplete: %d of %d steps are saved.", path, run.state.step, run.config.steps)
             if not is_restored:
                 folder.write_manifest(run, model_source)
         began = time.perf_counter()
+        stack.callback(setattr, watchdog, "run_folder", watchdog.run_folder)
+        watchdog.run_folder = str(path)
         stack.enter_context(run.stopper.listening())
         # closed in reverse order: the screen gives the terminal back before anything else is printed
         stack.callback(run.engine.close)

@@ -29,6 +29,7 @@ from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.common.reference import ReferenceModel, Rule
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, peek
+from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards.registry import absolute_reward, resolve_reward
 from gruppo.rewards.scoring import RewardSet
 from gruppo.testing import check_engine, check_policy
@@ -347,8 +348,9 @@ def open_rewards(
             max_reply_tokens=chosen.max_reply_tokens,
             timeout_s=chosen.timeout_s,
         )
+    processes = RewardProcesses(config.seed) if config.scoring.isolate and CAN_ISOLATE else None
     rewards = RewardSet(
-        list(map(resolve_reward, parts.rewards or config.reward)),
+        [resolve_reward(reward, processes) for reward in parts.rewards or config.reward],
         config.scoring.weights,
         config.scoring.timeout_s,
         may_be_empty=not learns_from_samples(config),

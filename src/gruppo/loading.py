@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gruppo.types import GruppoError
+from gruppo.errors import GruppoError
 
 
 class RunDuringImport(GruppoError):
@@ -49,8 +49,12 @@ def load_object(spec: str) -> Any:
                 f"the module {place!r} cannot be imported: {type(error).__name__}: {error}. For a file, write"
                 " path/to/file.py:name."
             ) from error
-    if name in vars(module):
-        return vars(module)[name]
+    try:
+        return getattr(module, name)  # and not from vars(): a module may load its names when they are first used
+    except AttributeError:
+        pass
+    except (Exception, SystemExit) as error:
+        raise GruppoError(f"{place}:{name} cannot be loaded: {type(error).__name__}: {error}.") from error
     names = [
         public
         for public, value in vars(module).items()

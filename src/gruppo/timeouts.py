@@ -1,6 +1,7 @@
 """Calls of user functions with a deadline.
 
-Deadlines use daemon threads, not signals: they work outside the main thread and never keep a process alive.
+Deadlines use daemon threads, not signals: they work outside the main thread and never keep a process alive. A call that
+holds the interpreter lock past its deadline is ended by ``gruppo.watchdog``, and the process with it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import asyncio
 import contextvars
 import difflib
 import inspect
+import math
+import sys
 import threading
 import time
 import traceback
@@ -18,9 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from gruppo.types import DataError, GruppoError
+from gruppo.errors import DataError, GruppoError
+from gruppo.watchdog import watching
 
 FailureKind = Literal["exception", "timeout", "count", "not_finite"]
 _current = threading.local()
@@ -47,15 +49,22 @@ class TimedCall:
     """One call of a function, in a daemon thread or in the caller's."""
 
     fn: Callable[[], Any]
-    on_done: Callable[[], None]
+    timeout_s: float | None = None
+    name: str = "a call"
+    on_done: Callable[[], None] = lambda: None
     done: threading.Event = field(default_factory=threading.Event)
     started: float = field(default_factory=time.monotonic)
+    """Infinite while the process that makes the call is being started: that costs nothing of its time."""
     value: Any = None
     error: BaseException | None = None
     future: Future | None = None
     """The coroutine that the call waits for."""
+    kill: Callable[[], None] | None = None
+    """Kills the process that makes the call."""
 
     def run(self, device: int | None = None) -> None:
+        import torch
+
         if device is not None:
             torch.cuda.set_device(device)  # the current device is per thread, and a new thread starts at 0
         _current.call = self
@@ -79,9 +88,12 @@ class TimedCall:
         raise CallError.from_exception(self.error) from self.error
 
     def abandon(self, patience_s: float = 0.5) -> None:
-        """Stop waiting. A coroutine is cancelled; a thread cannot be, and runs on, counted by ``abandoned_count``."""
+        """Stop waiting. A coroutine is cancelled, and a process killed; a thread cannot be, and runs on, counted by
+        ``abandoned_count``."""
         global _loop
         _abandoned.append(self)
+        if self.kill is not None:
+            self.kill()
         if self.future is None or _loop is None:
             return
         self.future.cancel()
@@ -93,28 +105,45 @@ class TimedCall:
                 _loop = None if _loop is loop else _loop
 
 
-def start_call(fn: Callable[[], Any], on_done: Callable[[], None] = lambda: None, *, inline: bool = False) -> TimedCall:
+def start_call(
+    fn: Callable[[], Any],
+    timeout_s: float | None = None,
+    name: str = "a call",
+    *,
+    on_done: Callable[[], None] = lambda: None,
+    inline: bool = False,
+) -> TimedCall:
     """Run ``fn`` in a daemon thread of its own, with the caller's context variables and CUDA device.
 
-    With ``inline``, run it to its end in the caller's thread.
+    With ``inline``, run it to its end in the caller's thread. ``name`` is what errors call it.
     """
-    call = TimedCall(fn, on_done)
+    call = TimedCall(fn, timeout_s, name, on_done)
     if inline:
         call.run()
     else:
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        torch = sys.modules.get("torch")
+        device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
         run = contextvars.copy_context().run
         threading.Thread(target=run, args=(call.run, device), name="gruppo-reward", daemon=True).start()
     return call
 
 
-def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None) -> Any:
+def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, name: str = "a call") -> Any:
     """Value of ``fn()``. Raises CallError when it raises or takes longer. None: no deadline, in the caller's thread."""
-    call = start_call(fn, inline=timeout_s is None)
-    if not call.done.wait(timeout_s):
-        call.abandon()
-        raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
+    with watching(name, timeout_s) as beat:  # from before the start: a thread may never give the lock back
+        call = start_call(fn, timeout_s, name, inline=timeout_s is None)
+        left = math.inf if timeout_s is None else timeout_s
+        while not call.done.wait(min(left, 1.0)):
+            beat()
+            if timeout_s is not None and (left := call.started + timeout_s - time.monotonic()) <= 0:
+                call.abandon()
+                raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
     return call.result()
+
+
+def current_call() -> TimedCall | None:
+    """The call that this thread makes."""
+    return getattr(_current, "call", None)
 
 
 def run_awaitable(awaitable: Awaitable[Any]) -> Any:
@@ -154,8 +183,12 @@ def describe_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text, hint = str(error).strip().splitlines(), ""
-    if "signal only works in main thread" in str(error):
-        hint = "; it sets a signal: run it in the main thread, without a deadline, with --scoring.timeout-s None"
+    # math-verify raises an error of its own from Python's
+    if any("signal only works in main thread" in str(cause) for cause in (error, error.__cause__)):
+        hint = (
+            "; it sets a signal, which needs a main thread: give the function as file.py:name, with --scoring.isolate, "
+            "or set --scoring.timeout-s None"
+        )
     return f"{type(error).__name__}: {text[0][:300] if text else ''}{place}{hint}"
 
 

@@ -1,4 +1,4 @@
-"""Records that every part of the package shares, and the errors that the command line reports.
+"""Records that every part of the package shares; the errors of ``gruppo.errors`` are importable from here too.
 
 Shapes: ``P`` prompts, ``G`` samples per prompt, ``B`` rows (all samples of a batch), ``T`` actions, ``V`` vocabulary,
 ``*E`` event dimensions of one continuous action. Lower-case ``b`` and ``t`` are the rows and columns of one
@@ -16,30 +16,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from gruppo.errors import DataError, GruppoError, NumericalStop  # noqa: F401
+
 Finish = Literal["stop", "length", "error"]
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
-
-
-class GruppoError(Exception):
-    """A mistake that the user can correct. The message says what was got, what is needed and what to do.
-
-    The command line prints it as one line, without a traceback, and exits with ``exit_code``.
-    """
-
-    exit_code = 2
-
-
-class DataError(GruppoError):
-    """The data or the reward cannot be used (exit code 3)."""
-
-    exit_code = 3
-
-
-class NumericalStop(GruppoError):
-    """Training stopped because its numbers are no longer usable (exit code 4)."""
-
-    exit_code = 4
 
 
 # --- records ---------------------------------------------------------------------------------------------------------

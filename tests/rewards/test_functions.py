@@ -12,6 +12,7 @@ import torch
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.data.rows import row_source
+from gruppo.reward_process import TrainerState
 from gruppo.rewards import FunctionReward, RewardSet, columns_of
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -26,12 +27,12 @@ def test_a_function_gets_every_keyword_of_its_signature_row_by_row():
     rollouts = rollouts_of(
         ["a", "b", "c"], group_ids=[1, 0, 1], targets=["T0", "T1"], metas=[{"level": 5}, {"level": 7}]
     )
-    rewards = RewardSet(reward).score(rollouts, step=4, max_steps=9).rewards
+    rewards = RewardSet(reward).score(rollouts, TrainerState(4, 9, 0.5)).rewards
     assert rewards.tolist() == [1, 2, 3]
     assert seen["prompts"] == ["ask 1", "ask 0", "ask 1"] and seen["completions"] == ["a", "b", "c"]
     assert seen["completion_ids"] == [[0], [10, 11], [20, 21, 22]]
     assert seen["answer"] == seen["target"] == ["T1", "T0", "T1"] and seen["level"] == [7, 5, 7]
-    assert (seen["trainer_state"].global_step, seen["trainer_state"].max_steps) == (4, 9)
+    assert seen["trainer_state"] == TrainerState(global_step=4, max_steps=9, epoch=0.5)
 
 
 def test_a_function_with_var_keywords_gets_everything_and_one_without_gets_only_what_it_names():

@@ -29,6 +29,7 @@ in stages:   gruppo train arithmetic-format --stages supervised:6,ramp:10,full -
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -36,7 +37,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 EXIT_USAGE, EXIT_STOPPED = 2, 75
@@ -85,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 @contextmanager
 def _exit_codes(is_debug: bool) -> Iterator[None]:
     """Within, exceptions become exit codes, other signals act like Ctrl-C, and only our own log lines are shown."""
+    if not faulthandler.is_enabled():
+        with suppress(OSError, ValueError, AttributeError):  # a standard error that is no file
+            faulthandler.enable()  # a crash shows where it was
     warnings.filterwarnings("ignore")
     os.environ.update({variable: value for variable, value in QUIET.items() if variable not in os.environ})
     log = logging.getLogger("gruppo")

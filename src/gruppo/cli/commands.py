@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from gruppo.cli import help as help_text
 from gruppo.cli.app import EXIT_STOPPED
 from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
+from gruppo.errors import DataError
 from gruppo.loading import command_name
 from gruppo.recipes import RECIPES
 from gruppo.tracking.formatting import ARRAYS, as_text
@@ -23,17 +26,34 @@ from gruppo.types import GruppoError
 
 @contextmanager
 def _until_stopped(path: Path) -> Iterator[None]:
-    """Exit with the command that continues the run in ``path`` if a signal stops it."""
+    """Exit with the command that continues the run in ``path`` if a signal stops it; never with 0 before its end."""
     from gruppo import distributed as dist
     from gruppo.trainer.loop import Stopped, how_to_continue
 
+    process, leave = os.getpid(), os._exit
+    problem = f"before the run was complete. Remove that; what is saved continues with: {command_name()} resume {path}"
+
+    def leave_incomplete(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == process:  # not a child that was forked
+            caller, status = sys._getframe(1), DataError.exit_code
+            place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            print(f"gruppo: {place} called os._exit(0) {problem}", file=sys.stderr, flush=True)
+        leave(status)
+
+    os._exit = leave_incomplete
     try:
         yield
     except (Stopped, KeyboardInterrupt):  # a second signal interrupts at once
         if dist.is_main():
             print(f"gruppo: {how_to_continue(path)}", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
+    except SystemExit as error:
+        if error.code:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(f"{frame.filename}:{frame.lineno} called sys.exit() {problem}") from None
     finally:
+        os._exit = leave
         dist.shutdown()
 
 

@@ -239,6 +239,11 @@ class ScoringConfig:
     """Weight of each reward; default: all 1."""
     timeout_s: Timeout = 60.0
     """Seconds before a call fails and leaves its rows unscored; None disables."""
+    isolate: bool = True
+    """Call functions of files and modules in another process, killed when late.
+
+    A reward that holds the interpreter lock, crashes or exits then costs only its rows. Not on Windows.
+    """
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from gruppo.timeouts import (
     start_call,
 )
 from gruppo.types import GruppoError, Prompt
+from gruppo.watchdog import watching
 
 PROVIDED = ("text", "messages", "state", "turn", "seed", "prompt")
 """Keywords that every environment can ask for, besides the columns of the data."""
@@ -95,13 +96,15 @@ class Environment:
             if self.timeout_s is None:
                 call_with_timeout(work, None)
                 return answers
-            call = start_call(work)
-            while not call.done.wait(max(began[0] + self.timeout_s - time.monotonic(), 0.001)):
-                if time.monotonic() - began[0] >= self.timeout_s:
-                    break
-            else:
-                call.result()
-                return answers
+            with watching(f"environment {self.name!r}", self.timeout_s) as beat:
+                call = start_call(work)
+                while not call.done.wait(max(began[0] + self.timeout_s - time.monotonic(), 0.001)):
+                    beat()
+                    if time.monotonic() - began[0] >= self.timeout_s:
+                        break
+                else:
+                    call.result()
+                    return answers
             is_over.set()
             call.abandon()
             late = [key for key in waiting if key not in answers][:1]
@@ -156,7 +159,7 @@ class Environment:
         # a timeout cannot interrupt a coroutine that blocks the event loop
         deadline = None if self.timeout_s is None else self.timeout_s + 1.0
         try:
-            answers = call_with_timeout(lambda: run_awaitable(reply_all()), deadline)
+            answers = call_with_timeout(lambda: run_awaitable(reply_all()), deadline, f"environment {self.name!r}")
         except CallError as problem:
             if problem.kind == "timeout":
                 text = f"no answer within {self.timeout_s:.3g} s: a coroutine blocks, and all others with it"

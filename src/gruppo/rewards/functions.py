@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from gruppo.protocols import Reward
+from gruppo.reward_process import Answer, TrainerState, as_list
 from gruppo.rewards.text import text_of
 from gruppo.timeouts import CallError, accepted_keywords, function_name, require_columns, run_awaitable
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
@@ -29,36 +29,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class TrainerState:
-    """Progress of the run, as TRL's reward functions read it."""
-
-    global_step: int = 0
-    max_steps: int = 0
-
-
-@dataclass(frozen=True)
 class StepScores:
     """Scores of the steps of one row."""
 
     columns: Sequence[int]
     """The action that ends each step, as a column of the rollouts. Steps that end in the same action are added."""
     scores: Sequence[Any]  # a number for each step, or None where it is not scored
-
-
-@dataclass
-class Answer:
-    """Values that one call returned and logged for its rows."""
-
-    size: int
-    values: Sequence[Any] = ()  # for each row a number or None, ``StepScores``, or the error that makes it a failure
-    metrics: list[tuple[str, float]] = field(default_factory=list)
-    extras: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
-
-    def log_extra(self, column: str, values: Iterable[Any]) -> None:
-        values = list(values)
-        if len(values) != self.size:
-            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.size} completions")
-        self.extras.append((column, values))
 
 
 TextStep = tuple[str, int]
@@ -71,7 +47,7 @@ class FunctionReward:
     """A reward function, called with keyword arguments: those in its signature, or all if it has ``**kwargs``.
 
     It can request ``prompts``, ``completions`` (strings, message lists, or images [C, H, W], then also as ``images``),
-    ``completion_ids``, ``trainer_state`` (``global_step``, ``max_steps``), ``log_metric(name, value)``,
+    ``completion_ids``, ``trainer_state`` (``global_step``, ``max_steps``, ``epoch``), ``log_metric(name, value)``,
     ``log_extra(column, values)`` and every column of the data as a list: ``Prompt.target`` as ``answer`` and
     ``target``, and every key of ``Prompt.meta``, which wins over those two names. With an environment, ``state`` is
     the dict of each conversation.
@@ -94,7 +70,8 @@ class FunctionReward:
         self.scores_steps = self.separator is not None
         self.decode: Decode | None = None
         """Set by ``RewardSet.set_decoder``; needed to find the token that ends each step."""
-        self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
+        is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
+        self.is_async = is_async or getattr(fn, "is_async", False)  # the latter of a function in another process
         self._parameters, self._takes_all = accepted_keywords(fn, f"reward {self.name!r}")
         self.requested_columns = frozenset(self._parameters)
         self._provided = (*PROVIDED, "steps") if self.scores_steps else PROVIDED
@@ -107,7 +84,7 @@ class FunctionReward:
         self._check(columns)
         self._data_columns.update(columns)
 
-    def prepare(self, rollouts: Rollouts, step: int, max_steps: int) -> RowCall:
+    def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
         columns, per_row, outputs = columns_of(rollouts.prompts), rollouts.per_row, list(rollouts.completions)
         prompts = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
         if "policy_text" in per_row:  # of a text with an environment's replies, show only what the policy wrote
@@ -136,8 +113,8 @@ class FunctionReward:
         def call(rows: Sequence[int]) -> Answer:
             answer = Answer(len(rows))
             arguments: dict[str, Any] = {
-                "trainer_state": TrainerState(step, max_steps),
-                "log_metric": lambda name, value: answer.metrics.append((name, float(value))),
+                "trainer_state": state,
+                "log_metric": answer.log_metric,
                 "log_extra": answer.log_extra,
             }
             if self.separator is not None:
@@ -148,7 +125,7 @@ class FunctionReward:
                 arguments[name] = [_copied(values[row]) if name in copied else values[row] for row in rows]
             returned = self.fn(**arguments)
             returned = run_awaitable(returned) if inspect.isawaitable(returned) else returned
-            answer.values = _as_list(returned, len(rows))
+            answer.values = as_list(returned, len(rows))
             if self.scores_steps:
                 answer.values = [self._place(rollouts, *x) for x in zip(rows, answer.values, steps, strict=True)]
             return answer
@@ -198,14 +175,14 @@ class ObjectReward:
             raise DataError(f"{problem}; they have: {has}. Add the column, or rename one.")
         self._check(columns)
 
-    def prepare(self, rollouts: Rollouts, step: int, max_steps: int) -> RowCall:
+    def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
         def call(rows: Sequence[int]) -> Answer:
             returned = self.fn(rollouts if len(rows) == len(rollouts) else rollouts.take(list(rows)))
             if not self.scores_steps:
                 if isinstance(returned, Tensor) and returned.ndim == 2:
                     problem = f"reward {self.name!r} returned {tuple(returned.shape)}: a score for each action"
                     raise DataError(f"{problem}. Set scores_steps = True on the object, or return one per row, [B].")
-                values = _as_list(returned, len(rows))
+                values = as_list(returned, len(rows))
                 return Answer(len(rows), [None if value != value else value for value in values])
             mask = rollouts.mask[list(rows)]
             if not isinstance(returned, Tensor) or returned.shape != mask.shape:
@@ -229,18 +206,6 @@ def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     for prompt in prompts:
         names |= {*prompt.meta, *(("answer", "target") if prompt.target is not None else ())}
     return tuple(sorted(names))
-
-
-def _as_list(returned: Any, size: int) -> list[Any]:
-    """Convert the returned values to a list; ``CallError`` unless there is one per row."""
-    if isinstance(returned, (Tensor, np.ndarray)) and returned.ndim != 1:
-        raise CallError("count", f"returned shape {tuple(returned.shape)}; it needs one number per completion")
-    if not isinstance(returned, (list, tuple, Tensor, np.ndarray)):
-        got = f"returned {returned!r:.60} ({type(returned).__name__})"
-        raise CallError("exception", f"{got}; it needs a list of one number per completion", type(returned).__name__)
-    if len(returned) != size:
-        raise CallError("count", f"returned {len(returned)} rewards for {size} completions")
-    return list(returned) if isinstance(returned, (list, tuple)) else returned.tolist()
 
 
 def _copied(value: Any) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from gruppo.loading import absolute_path, absolute_spec, did_you_mean, import_extra, is_file_name, load_object
+from gruppo.reward_process import RewardProcesses
 from gruppo.rewards import code, images, preference, text
 from gruppo.rewards.functions import FunctionReward
 from gruppo.rewards.models import ProcessRewardModel, RewardModel, ScoringNetwork
@@ -25,13 +26,16 @@ class BuiltIn:
     """none: the factory is the reward. text: one string. values: separated by commas. options: NAME=VALUE. path: a
     path, then options."""
     usage: str = ""
+    is_isolated: bool = False
+    """Called in a process of its own: what a model writes can make it hang, where no thread can stop it."""
 
 
 BUILT_INS = {
     "exact_match": BuiltIn(text.exact_match, "none", "exact_match"),
     "numeric_match": BuiltIn(text.numeric_match, "none", "numeric_match"),
     "reasoning_gym_score": BuiltIn(text.reasoning_gym_score, "none", "reasoning_gym_score"),
-    "regex_format": BuiltIn(text.regex_format, "text", "regex_format:PATTERN"),
+    "math_verify": BuiltIn(text.math_verify, "none", "math_verify", is_isolated=True),
+    "regex_format": BuiltIn(text.regex_format, "text", "regex_format:PATTERN", is_isolated=True),
     "length_target": BuiltIn(text.length_target, "values", "length_target:50 or length_target:50,characters"),
     "keywords": BuiltIn(text.keywords, "values", "keywords:because,so or keywords for 因为, 所以, 然而, 但是"),
     "repetition_penalty": BuiltIn(text.repetition_penalty, "values", "repetition_penalty or repetition_penalty:3,-1.0"),
@@ -51,8 +55,11 @@ BUILT_INS |= {
 _OPTION = r",(?=\s*[A-Za-z_]+=)"  # the comma before an option; others belong to the path or to the value before
 
 
-def resolve_reward(spec: Any) -> Any:
-    """Resolve a callable or FunctionReward (returned as it is), a built-in, ``file.py:name`` or ``module:name``."""
+def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
+    """Resolve a callable or FunctionReward (returned as it is), a built-in, ``file.py:name`` or ``module:name``.
+
+    ``processes``: where functions of files and modules are called, and built-ins that a completion can make hang.
+    """
     if callable(spec) or isinstance(spec, FunctionReward):
         return spec
     if not isinstance(spec, str):
@@ -64,7 +71,11 @@ def resolve_reward(spec: Any) -> Any:
     if name in BUILT_INS:
         try:
             entry = BUILT_INS[name]
-            return _build(entry.factory, entry.arguments, arguments if colon else None)
+            reward = _build(entry.factory, entry.arguments, arguments if colon else None)
+            if processes is None or not entry.is_isolated:
+                return reward
+            place = f"{entry.factory.__module__}:{entry.factory.__name__}"
+            return processes.load(place, *([arguments] if entry.arguments == "text" else [])) or reward
         except (TypeError, ValueError) as error:
             options = ",".join(f"{option}=VALUE" for option in inspect.signature(entry.factory).parameters)
             usage = entry.usage or f"{name} or {name}:{options}"
@@ -78,6 +89,8 @@ def resolve_reward(spec: Any) -> Any:
             f"there is no reward {spec!r}; the built-in ones are {', '.join(BUILT_INS)}."
             f"{did_you_mean(name, BUILT_INS)} For your own function write path/to/file.py:name or package.module:name."
         )
+    if processes is not None and (isolated := processes.load(spec.strip())) is not None:
+        return isolated
     reward = load_object(spec.strip())
     if not callable(reward):
         raise DataError(f"{spec} is {reward!r:.80} ({type(reward).__name__}), which is not callable; name a function.")
@@ -89,8 +102,11 @@ def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Ca
     if style == "none":
         if arguments is not None:
             raise ValueError("it takes no arguments")
-        if factory is text.reasoning_gym_score:  # before the run, not at the first answer
+        # before the run, not at the first answer
+        if factory is text.reasoning_gym_score:
             import_extra("reasoning_gym", "tasks", "reasoning_gym_score")
+        if factory is text.math_verify:
+            import_extra("math_verify", "math", "math_verify")
         return factory
     if style in ("text", "path") and not arguments:
         raise ValueError(f"it needs a {'pattern' if style == 'text' else 'path'}")

@@ -23,9 +23,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gruppo.protocols import Reward
-from gruppo.rewards.functions import Answer, Decode, FunctionReward, ObjectReward, RowCall, StepScores
+from gruppo.reward_process import Answer, TrainerState
+from gruppo.rewards.functions import Decode, FunctionReward, ObjectReward, RowCall, StepScores
 from gruppo.timeouts import CallError, FailureKind, TimedCall, abandoned_count, call_with_timeout, start_call
 from gruppo.types import GruppoError, Rollouts
+from gruppo.watchdog import watching
 
 SAME_ERRORS = 4  # single rows that repeat the error of the whole batch before the remaining rows count as failed too
 POOL_THREADS = 8
@@ -166,14 +168,16 @@ class RewardSet:
         for reward in self._rewards.values():
             reward.check(columns)
 
-    def score(self, rollouts: Rollouts, *, step: int = 0, max_steps: int = 0, is_evaluation: bool = False) -> Scores:
+    def score(self, rollouts: Rollouts, state: TrainerState | None = None, *, is_evaluation: bool = False) -> Scores:
         """Score all rows. Asynchronous rewards run at the same time, the others one after the other."""
         rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
         results, tasks, concurrent = dict[str, RewardResult](), list[Callable[[], None]](), list[Callable[[], None]]()
         for name, reward in self._rewards.items():
             columns = rollouts.mask.shape[1] if reward.scores_steps else 0
             results[name] = RewardResult(name, len(rollouts), columns)
-            task = partial(score_rows, reward.prepare(rollouts, step, max_steps), rows, results[name], reward.timeout_s)
+            task = partial(
+                score_rows, reward.prepare(rollouts, state or TrainerState()), rows, results[name], reward.timeout_s
+            )
             (concurrent if reward.is_async else tasks).append(task)
         running = list(map(start_call, concurrent))
         for run in tasks:
@@ -263,7 +267,7 @@ def score_rows(call: RowCall, rows: Sequence[int], result: RewardResult, timeout
     if not rows:
         return
     try:
-        result.record(rows, call_with_timeout(partial(call, rows), timeout_s))
+        result.record(rows, call_with_timeout(partial(call, rows), timeout_s, f"reward {result.name!r}"))
     except CallError as error:
         if len(rows) == 1 or error.kind == "count":
             result.fail(rows, error)
@@ -280,28 +284,38 @@ def _retry(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: 
     others. A function that is simply broken fails with the same error on every row: after ``SAME_ERRORS`` rows the
     others are not tried.
     """
-    deadline, patience = (math.inf, math.inf) if timeout_s is None else (time.monotonic() + timeout_s, timeout_s / 4)
+    now = time.monotonic()
+    deadline, patience = (math.inf, math.inf) if timeout_s is None else (now + timeout_s, timeout_s / 4)
     places = POOL_THREADS if first.kind == "timeout" else 1
     waiting, running, finished = deque(rows), dict[int, TimedCall](), queue.SimpleQueue[int]()
     tried = repeated = 0
-    while (waiting or running) and repeated < SAME_ERRORS and (now := time.monotonic()) < deadline:
-        busy = sum(now - thread.started < patience for thread in running.values())
-        while waiting and busy < places:
-            row = waiting.popleft()
-            running[row] = start_call(partial(call, [row]), partial(finished.put, row), inline=timeout_s is None)
-            busy += 1
-        try:
-            row = finished.get(timeout=min(deadline - now, patience / 4, 1.0))
-        except queue.Empty:
-            continue
-        try:
-            result.record([row], running.pop(row).result())
-        except CallError as error:
-            result.fail([row], error)
-            repeated += error.identity == first.identity and repeated == tried
-        tried += 1
-    for row, thread in running.items():
-        thread.abandon()
+    with watching(name := f"reward {result.name!r}", timeout_s) as beat:
+        while (waiting or running) and repeated < SAME_ERRORS and now < deadline:
+            busy = sum(now - timed.started < patience for timed in running.values())
+            while waiting and busy < places:
+                row = waiting.popleft()
+                on_done = partial(finished.put, row)
+                running[row] = start_call(
+                    partial(call, [row]), timeout_s, name, on_done=on_done, inline=timeout_s is None
+                )
+                busy += 1
+            is_starting = any(timed.started == math.inf for timed in running.values())
+            try:
+                row = finished.get(timeout=min(deadline - now, patience / 4, 1.0))
+            except queue.Empty:
+                continue
+            finally:
+                beat()
+                before, now = now, time.monotonic()
+                deadline += (now - before) * is_starting  # a process is being started in place of one that was killed
+            try:
+                result.record([row], running.pop(row).result())
+            except CallError as error:
+                result.fail([row], error)
+                repeated += error.identity == first.identity and repeated == tried
+            tried += 1
+    for row, timed in running.items():
+        timed.abandon()
         result.fail([row], CallError("timeout", f"no answer within {timeout_s:.3g} s, alone or in the batch"))
     late = CallError("timeout", f"not reached: other rows used up the further {timeout_s or 0:.3g} s")
     result.fail(list(waiting), first if repeated == SAME_ERRORS else late)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
+from gruppo.errors import GruppoError
 from gruppo.loading import import_extra
-from gruppo.types import GruppoError
 
 RewardFunction = Callable[..., list[float | None]]
 COHERENCE_WORDS = ("因为", "所以", "然而", "但是")
@@ -55,11 +56,37 @@ def numeric_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -
     return scores
 
 
+def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 where math-verify finds the completion's answer equal to the row's, as formulas or sets; else 0.
+
+    The completion's answer is its last \\boxed{}, else a formula in LaTeX, else a number. The row's answer is LaTeX,
+    with or without $, a number, or what follows "####"; one that cannot be read as either is not scored. A list in the
+    box is a set, and equals no number.
+    """
+    library = import_extra("math_verify", "math", "math_verify")
+    for name in ("parser", "grader"):  # they warn of the missing timeouts
+        logging.getLogger(f"math_verify.{name}").setLevel(logging.ERROR)
+    # Its own timeouts set signals and count as wrong answers. Here a call without an answer in time is not scored.
+    parse = partial(library.parse, parsing_timeout=None, fallback_mode="no_fallback")
+    targets = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
+    scores: list[float | None] = []
+    for completion, gold in zip(completions, answer, strict=True):
+        text = "" if gold is None else str(gold).rpartition("####")[2].strip()
+        expected = parse(text if "$" in text or "\\boxed" in text else f"${text}$", targets) if text else []
+        if not expected:
+            scores.append(None)
+            continue
+        found = parse(text_of(completion), targets)
+        scores.append(float(library.verify(expected, found, timeout_seconds=None)))
+    return scores
+
+
 def regex_format(pattern: str) -> RewardFunction:
     """1 where the whole completion, stripped, matches the pattern (``.`` matches line ends too); else 0.
 
     The whole text has to match, so a right part inside anything else scores 0. ``.*`` lets anything through, and nested
-    repeats such as ``(a+)+`` can take exponential time, which no timeout can stop: matching does not yield to threads.
+    repeats such as ``(a+)+`` can take exponential time, which only --scoring.isolate stops: matching does not yield to
+    threads.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)

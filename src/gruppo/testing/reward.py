@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards import RewardSet, Scores, columns_of, resolve_reward
 from gruppo.testing.sampling import ContractError, as_prompts, require
 from gruppo.types import Prompt, Rollouts
@@ -23,7 +24,7 @@ def check_reward(reward: Any, prompts: Sequence[Any] | None = None, *, timeout_s
     target and columns that the reward reads.
     """
     prompts = as_prompts([SUM, WORD] if prompts is None else prompts)
-    scorer = RewardSet([resolve_reward(reward)], timeout_s=timeout_s)
+    scorer = RewardSet([resolve_reward(reward, RewardProcesses() if CAN_ISOLATE else None)], timeout_s=timeout_s)
     who = f"reward {scorer.names[0]!r}"
     scorer.check(columns_of(prompts))
     scorer.set_decoder(lambda ids: "".join(map(chr, filter(None, ids))))

@@ -133,7 +133,7 @@ def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> R
             "two prompts of a step have the same id and draw, so their samples are one group; refilled or grown groups "
             "need to be told apart. Let the data source number its draws: Prompt(..., draw=n)."
         )
-    scores = run.rewards.score(rollouts, step=run.state.step, max_steps=run.config.steps)
+    scores = run.rewards.score(rollouts, run.trainer_state)
     return Round(rollouts, scores, list(requests), time.perf_counter() - began)
 
 

@@ -161,7 +161,7 @@ def _example(run: Run) -> list[str]:
         lines.append(f"  as tokens   {encoded}")
     if run.rewards.names:
         rollouts = run.engine.generate([Request(prompt, 1)], run.sampling, seed=run.config.seed)
-        scores = run.rewards.score(rollouts, step=0, max_steps=run.config.steps)
+        scores = run.rewards.score(rollouts, run.trainer_state)
         length = int(rollouts.mask[0].sum())
         sample = shown(run.policy.render(rollouts, 0))
         lines.append(f"  completion  {sample}  ({length} {run.policy.action_name}s, ended by {rollouts.finish[0]})")

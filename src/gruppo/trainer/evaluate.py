@@ -76,7 +76,7 @@ def evaluate(
         rollouts = generate([Request(p, 1) for p in mine], sampling, seed=run.config.seed)
         scores = Scores(torch.full((len(mine),), torch.nan), {})  # without rewards, images are still shown
         if run.rewards.names:
-            scores = run.rewards.score(rollouts, step=run.state.step, max_steps=run.config.steps, is_evaluation=True)
+            scores = run.rewards.score(rollouts, run.trainer_state, is_evaluation=True)
             if failed := environment_failures(rollouts):
                 why = next(iter(failed.values()))
                 log.warning(
@@ -125,9 +125,7 @@ def evaluate_steps(run: Run, prompts: Sequence[Prompt]) -> dict[str, float]:
             mine,
             run.sampling,
             generate=lambda requests, sampling: run.engine.generate(requests, sampling, seed=run.config.seed),
-            score=lambda rollouts: (
-                run.rewards.score(rollouts, step=run.state.step, max_steps=run.config.steps, is_evaluation=True).rewards
-            ),
+            score=lambda rollouts: run.rewards.score(rollouts, run.trainer_state, is_evaluation=True).rewards,
             budget=budget_for(run, 0),
         )
     return reduced(dist.merge_stats(stats))

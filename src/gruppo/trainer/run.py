@@ -12,6 +12,7 @@ from torch import nn
 from gruppo.config.schema import Config
 from gruppo.environments import Environment
 from gruppo.protocols import Critic, Engine, Policy, PromptSource, Reference, Tracker
+from gruppo.reward_process import TrainerState
 from gruppo.trainer.signals import Stopper
 from gruppo.trainer.stages import StageSchedule
 from gruppo.types import Prompt, Sampling, Stat
@@ -86,6 +87,13 @@ class Run:
     @property
     def parameter_names(self) -> list[str]:
         return list(trained(self.policy.module, self.critic))
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        """Progress for reward functions. As in TRL, an epoch counts the prompts of steps, not those resampled."""
+        step, size = self.state.step, self.source.epoch_size
+        epoch = step * self.config.rollout.prompts / size if size else None
+        return TrainerState(step, self.config.steps, epoch)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         self.known.update(metrics)

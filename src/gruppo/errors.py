@@ -1,0 +1,24 @@
+"""Errors that the command line reports. They import no torch: the process of the reward functions starts with them."""
+
+from __future__ import annotations
+
+
+class GruppoError(Exception):
+    """A mistake that the user can correct. The message says what was got, what is needed and what to do.
+
+    The command line prints it as one line, without a traceback, and exits with ``exit_code``.
+    """
+
+    exit_code = 2
+
+
+class DataError(GruppoError):
+    """The data or the reward cannot be used (exit code 3)."""
+
+    exit_code = 3
+
+
+class NumericalStop(GruppoError):
+    """Training stopped because its numbers are no longer usable (exit code 4)."""
+
+    exit_code = 4
