@@ -575,3 +575,47 @@ def test_the_live_screen_is_closed_before_the_line_of_an_error(tmp_path, recipe)
     assert "\x1b[?25l" in shown  # a live screen hides the cursor
     *_, screen, last = shown.rstrip().rpartition("\x1b[?25h")[0], shown.rstrip().rpartition("\x1b[?25h")[2]
     assert screen and last.lstrip("\r\n").startswith("gruppo: step 0: the reward scored none")
+
+
+INCOMPLETE = """
+import os, sys
+
+def leaves(completions, trainer_state, **columns):
+    if trainer_state.global_step == 1:
+        os._exit(0)
+    return [float(len(text)) for text in completions]
+
+
+def engine(policy):
+    sys.exit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "says", "left"),
+    [
+        (
+            ["--reward", "mine.py:leaves", "--scoring.isolate", "False"],
+            "mine.py:6 called os._exit(0)",
+            "no final model",
+        ),
+        (["--engine", "mine.py:engine"], "mine.py:11 called sys.exit()", "does not exist"),
+    ],
+    ids=["os._exit", "sys.exit"],
+)
+def test_code_that_ends_the_process_with_0_does_not_pass_for_a_complete_run(tmp_path, recipe, options, says, left):
+    (tmp_path / "mine.py").write_text(INCOMPLETE)
+    options = [option.replace("mine.py", str(tmp_path / "mine.py")) for option in options]
+    code, _, err = call(tmp_path, "train", recipe, *options, "--name", "left")
+    assert code == 3 and says in err and f"gruppo resume {tmp_path / 'runs/left'}" in err
+    code, _, err = call(tmp_path, "eval", str(tmp_path / "runs/left"))
+    assert code == 2 and left in err
+
+
+def test_a_reward_of_a_file_that_exits_costs_its_rows_and_not_the_run(tmp_path, recipe):
+    (tmp_path / "mine.py").write_text(INCOMPLETE)
+    code, _, err = call(tmp_path, "train", recipe, "--reward", f"{tmp_path / 'mine.py'}:leaves", "--name", "whole")
+    assert code == 0, err
+    rows = map(json.loads, (tmp_path / "runs/whole/metrics.jsonl").read_text().splitlines())
+    counts = [row["reward/exception_count"] for row in rows if "reward/exception_count" in row]
+    assert counts[0] == 0 < counts[1] and counts[2] == 0
