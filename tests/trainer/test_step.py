@@ -18,6 +18,7 @@ from torch import nn
 from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.modalities.text import from_pretrained
+from gruppo.reward_process import TrainerState
 from gruppo.trainer.collect import collect
 from gruppo.trainer.minibatches import minibatches
 from gruppo.trainer.run import Run
@@ -327,6 +328,15 @@ def test_a_run_goes_on_through_rewards_that_raise_and_a_step_without_any_score(t
     assert logged[3]["reward/mean"] is None and logged[3]["ratio/max"] is None
     kept = [(run / f"checkpoints/step_{n:06d}/model.safetensors").read_bytes() for n in (1, 2, 3, 4, 5)]
     assert kept[1] == kept[2] == kept[3] and kept[0] != kept[1] and kept[3] != kept[4]
+
+
+def test_rewards_are_told_the_step_and_the_epoch(tmp_path):
+    run = run_in(tmp_path)
+    run.state.step = 3
+    before = run.source.position
+    run.source.take(3 * run.config.rollout.prompts)
+    epoch = (run.source.position - before) / run.source.epoch_size
+    assert run.trainer_state == TrainerState(global_step=3, max_steps=run.config.steps, epoch=epoch)
 
 
 @pytest.mark.silent_bug(20)
