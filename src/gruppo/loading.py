@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -139,23 +140,28 @@ def code_digest(spec: str) -> str | None:
 
     None for the name of anything else. What a function imports when it is called is not included.
     """
+
+    def file_of(module: ModuleType | None) -> str | None:
+        return getattr(module, "__dict__", {}).get("__file__")  # getattr would import what a lazy module stands for
+
     place = spec.rpartition(":")[0]
     is_file = bool(place) and is_file_name(place)
-    root = str(Path(place).expanduser().resolve()) if is_file else getattr(sys.modules.get(place), "__file__", None)
+    root = str(Path(place).expanduser().resolve()) if is_file else file_of(sys.modules.get(place))
     # a script that is run and named is the module __main__, one that is loaded has a name of ours
-    modules = [module for module in list(sys.modules.values()) if root and getattr(module, "__file__", None) == root]
-    files = {root} if root and is_file and Path(root).is_file() else set()
+    modules = [module for module in list(sys.modules.values()) if root and file_of(module) == root]
+    files = {root} if root and is_file else set()
     seen: set[str] = set()
     while modules:
         module = modules.pop()
-        file = getattr(module, "__file__", None)
-        if module.__name__ in seen or not is_users_module(module.__name__, file):
+        file = file_of(module)
+        if file is None or module.__name__ in seen or not is_users_module(module.__name__, file):
             continue
         seen.add(module.__name__)
         files.add(file)
         for value in list(vars(module).values()):
-            owner = value if isinstance(value, ModuleType) else sys.modules.get(str(getattr(value, "__module__", None)))
-            modules += [owner] if owner is not None else []
+            with suppress(Exception):  # an object of the user's may refuse to be asked
+                owner = value if isinstance(value, ModuleType) else sys.modules.get(str(value.__module__))
+                modules += [owner] if owner is not None else []
     digests = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if Path(file).is_file())
     return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else None
 

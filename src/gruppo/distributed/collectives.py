@@ -55,7 +55,7 @@ def init(timeout_s: float = 1800, *, advice: str = "") -> None:
         _processes = [
             text.decode() for text in all_gather(f" (process {os.getpid()} on {socket.gethostname()})".encode())
         ]
-    except td.DistError as error:
+    except (td.DistError, ValueError) as error:  # ValueError: MASTER_ADDR is not set
         raise RankLost(
             f"the {os.environ['WORLD_SIZE']} ranks did not meet within {timeout_s:g} s ({str(error).splitlines()[0]}). "
             "Check that all of them were started and reach MASTER_ADDR, or set --distributed.timeout-s higher."
@@ -63,8 +63,10 @@ def init(timeout_s: float = 1800, *, advice: str = "") -> None:
 
 
 def shutdown() -> None:
+    global _heartbeat, _lost
     if _heartbeat is not None:
         _heartbeat.close()
+    _heartbeat = _lost = None
     if td.is_initialized():
         td.destroy_process_group()
 

@@ -293,7 +293,9 @@ class RunFolder:
             weights_then, reference_then = manifest["first_weights_sha256"], manifest["reference_sha256"]
             model_then = manifest["model"]
             now = setup(run)
-            differences = compare(manifest, now, is_on_cpu=run.policy.device.type == "cpu")
+            # without a checkpoint, the run begins again, with the present setup
+            is_begun = bool(checkpoint.steps(self.checkpoints))
+            differences = compare(manifest, now, is_on_cpu=run.policy.device.type == "cpu") if is_begun else []
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             if checkpoint.steps(self.checkpoints):  # a run killed before its manifest was written has none
                 log.warning(
