@@ -243,3 +243,25 @@ def test_a_missing_file_names_the_nearest(tmp_path):
         read_jsonl(tmp_path / "no" / "such.jsonl")
     with pytest.raises(DataError, match="cannot be read"):
         read_jsonl(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        str([{"role": "user", "content": "1 + 1 = ?"}]),
+        json.dumps([{"content": "1 + 1 = ?", "role": "user"}]),
+        "array([{'role': 'user', 'content': '1 + 1 = ?'}], dtype=object)",
+        " {'role': 'user', 'content': '1 + 1 = ?'}",
+    ],
+    ids=["python", "json", "numpy", "one message"],
+)
+def test_a_conversation_that_was_converted_to_a_string_is_refused_with_the_fix(text):
+    with pytest.raises(
+        DataError, match=r"the prompt in row 2 of the data is a conversation that was.*ast.literal_eval"
+    ):
+        row_source([{"prompt": "a"}, {"prompt": text}], seed=0)
+
+
+@pytest.mark.parametrize("text", ['Write JSON such as [{"role": "user"}].', "[{x: 1}]", "{'rolex': 1}"])
+def test_texts_with_lists_in_them_are_no_conversations(text):
+    assert row_source([{"prompt": text}], seed=0, held_out_fraction=0.0).take(1)[0].inputs == text

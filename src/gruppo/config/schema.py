@@ -279,6 +279,11 @@ class PromptsConfig:
     """Fraction of the prompts held out for evaluation, chosen by hash."""
     difficulty_column: str = ""
     """Column with a number, higher is harder, for a stage's difficulty."""
+    special_tokens: Literal["split", "refuse", "keep"] = "split"
+    """Special tokens in the text of prompts: encoded as text, refused, or kept.
+
+    keep is for prompts that already have the chat template applied.
+    """
 
 
 @dataclass(frozen=True)

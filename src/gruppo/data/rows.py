@@ -17,6 +17,8 @@ from gruppo.types import DataError, Prompt
 FILE_KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 TARGET_COLUMNS = ("answer", "target", "solution", "label")
 PROMPT_LIKE = ("question", "problem", "instruction", "query", "text", "input", "messages")
+AS_TEXT = re.compile(r"""\s*(?:array\(|list\()?\s*\[?\s*\{\s*['"](?:role|content)['"]\s*:""")
+"""How a conversation begins that was converted to a string."""
 MESSAGES = 'it needs a text or a list of {"role": ..., "content": ...} messages with texts in both.'
 
 
@@ -71,6 +73,12 @@ def row_source(
 
 def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
     """The prompt, a text or messages; an error for anything else, which names the row by ``where``."""
+    if isinstance(inputs, str) and AS_TEXT.match(inputs):
+        raise DataError(
+            f"the prompt in {where} is a conversation that was converted to a string, {inputs[:24]!r}...; it needs the "
+            "list of messages. Convert the column back (ast.literal_eval, or json.loads for JSON) and save it as JSON "
+            "Lines or Parquet; CSV holds no lists."
+        )
     if isinstance(inputs, str) and inputs:
         texts = {f"the prompt in {where}": inputs}
     elif not isinstance(inputs, list) or not inputs:

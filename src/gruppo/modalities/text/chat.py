@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gruppo.loading import code_digest
 from gruppo.types import DataError, GruppoError
@@ -15,6 +17,8 @@ from gruppo.types import DataError, GruppoError
 _GREETING = {"role": "user", "content": "Hello."}
 _PLACEHOLDER = "gruppo5spoke5here"
 """Stands for the assistant's turn where only the text that a template writes behind it is needed."""
+BREAK = "\ue0f0\ue0f1\ue0f0"
+"""Private-use characters that keep a special token of the user's text apart from those that a template writes."""
 
 
 class Chat:
@@ -36,6 +40,12 @@ class Chat:
         end = None if is_plain else tokenizer.eos_token_id
         self.closing = [end] if end in self.eos_ids else list(self.eos_ids[:1])
         """The end token that closes a completion where the conversation does not say which; empty if there is none."""
+        self.special_tokens: Literal["split", "refuse", "keep"] = "split"
+        """What becomes of special tokens in the text of messages; a tokenizer of one's own decides by itself."""
+        added = {} if is_plain else tokenizer.added_tokens_decoder
+        names = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
+        self._special = _any_of(names)
+        self._guarded_special = _any_of([name[0] + BREAK + name[1:] for name in names])
         self._drops_empty_system = False
         if self.can_chat and not is_plain:
             try:
@@ -65,7 +75,7 @@ class Chat:
     def encode(self, inputs: Any) -> list[int]:
         """Ids of a string, or of messages up to where the assistant answers."""
         if isinstance(inputs, str):
-            ids = list(self.tokenizer.encode(inputs))
+            ids = list(self.tokenizer.encode(inputs, **self._split(inputs)))
         elif self.can_chat:
             ids = self._encode_messages(inputs)
         else:
@@ -83,7 +93,7 @@ class Chat:
     def encode_answered(self, inputs: Any, text: str) -> list[int]:
         """Ids of the prompt with an answer, encoded together; empty if that is impossible."""
         if isinstance(inputs, str):
-            return list(self.tokenizer.encode(inputs + text))
+            return list(self.tokenizer.encode(inputs + text, **self._split(inputs)))
         if self.is_plain:
             return []
         begun = inputs[-1]["content"] if inputs[-1]["role"] == "assistant" else ""
@@ -93,9 +103,61 @@ class Chat:
         except DataError:
             return []
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, **options: bool) -> list[int]:
         """Ids of a text between others, without tokens of a beginning or end."""
-        return list(self.tokenizer.encode(text, **({} if self.is_plain else {"add_special_tokens": False})))
+        if BREAK in text:
+            return self._encode_rendered(text)
+        return list(self.tokenizer.encode(text, **({} if self.is_plain else {"add_special_tokens": False}), **options))
+
+    # --- special tokens in the text of users ---
+
+    def special_token_in(self, inputs: Any) -> str:
+        """The first special token in the text of a prompt, "" if there is none."""
+        texts = [inputs] if isinstance(inputs, str) else [str(message["content"]) for message in inputs]
+        return next((found[0] for text in texts if (found := self._special.search(text))), "")
+
+    def _split(self, text: str) -> dict[str, bool]:
+        splits = self.special_tokens != "keep" and bool(self._special.search(text))
+        return {"split_special_tokens": True} if splits else {}
+
+    def _guarded(self, messages: Sequence[Any]) -> list[Any]:
+        """The messages with a break in each special token of their texts."""
+        if self.special_tokens == "keep" or not self.special_token_in(messages):
+            return list(messages)
+
+        def guard(text: Any) -> str:
+            return self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], str(text))
+
+        return [{**message, "content": guard(message["content"])} for message in messages]
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        """Ids of a rendered conversation in which the user's special tokens are guarded: those are encoded as text.
+
+        The text is cut at the template's tokens. That this gives the tokenizer's own ids is checked on the same text
+        without the user's special tokens.
+        """
+
+        def by_parts(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+            ends = [found.span() for found in self._special.finditer(text)]
+            ids, start = list[int](), 0
+            for first, last in [*ends, (len(text), len(text))]:
+                if part := text[start:first].replace(BREAK, ""):
+                    ids += encode(part)
+                ids += [self.tokenizer.convert_tokens_to_ids(text[first:last])] if first < last else []
+                start = last
+            return ids
+
+        alone = partial(self.encode_text, split_special_tokens=True)
+        behind_others = partial(self._encode_between, split_special_tokens=True)
+        plain = self._guarded_special.sub("x", text)
+        expected = self.encode_text(plain)
+        for encode in (alone, behind_others):
+            if by_parts(plain, encode) == expected:
+                return by_parts(text, encode)
+        raise DataError(
+            "the text of a message holds a special token, which this tokenizer cannot encode as text. Remove it, or "
+            "set --prompts.special-tokens keep."
+        )
 
     def encode_reply(self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool) -> list[int]:
         """Ids from where the assistant ended to where it answers again, with a reply between: a text or messages.
@@ -104,7 +166,7 @@ class Chat:
         its last token was an end token, which is then not written again.
         """
         if isinstance(reply, str):
-            return self.encode_text(reply) if self.is_plain else self._encode_between(reply)
+            return self.encode_text(reply) if self.is_plain else self._encode_between(reply, **self._split(reply))
         if self.is_plain:
             begun = self._encode_messages([*inputs, *completion[:-1]]) + self.encode_text(completion[-1]["content"])
             whole = self._encode_messages([*inputs, *completion, *reply])
@@ -117,7 +179,8 @@ class Chat:
             ids = whole[len(begun) :]
             return ids[1:] if is_closed and ids and ids[0] in self.eos_ids else ids
         before = inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs  # an answer begun there is in completion
-        messages = [*before, *completion[:-1], {"role": "assistant", "content": _PLACEHOLDER}, *reply]
+        spoken = [*before, *completion[:-1], {"role": "assistant", "content": _PLACEHOLDER}]
+        messages = [*self._guarded(spoken), *self._guarded(reply)]
         text = self._apply_template(messages, tokenize=False, add_generation_prompt=True)
         _, found, tail = text.rpartition(_PLACEHOLDER)
         if not found:
@@ -135,27 +198,25 @@ class Chat:
         ids = self.encode_text((end or ends[0]) + tail)
         return ids[1:] if ids and ids[0] in self.eos_ids else self.encode_text(tail)
 
-    def _encode_between(self, text: str) -> list[int]:
+    def _encode_between(self, text: str, **options: bool) -> list[int]:
         """Ids of a text behind others, without the space that some tokenizers put before the beginning of a text."""
         for anchor in ("\n", "#", "a"):
-            before, whole = self.encode_text(anchor), self.encode_text(anchor + text)
+            before, whole = self.encode_text(anchor, **options), self.encode_text(anchor + text, **options)
             if whole[: len(before)] == before:
                 return whole[len(before) :]
-        return self.encode_text(text)
+        return self.encode_text(text, **options)
 
     def _encode_messages(self, messages: Sequence[Any], *, is_whole: bool = False) -> list[int]:
         """Ids up to where the assistant answers or continues; with ``is_whole``, up to the end of its last turn."""
         if self.render is not None:
             return list(self.render(messages))
         continues = messages[-1]["role"] == "assistant" and not is_whole
-        ids = self._apply_template(
-            messages,
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=not continues and not is_whole,
-            continue_final_message=continues,
-        )
-        return list(ids)
+        options = {"add_generation_prompt": not continues and not is_whole, "continue_final_message": continues}
+        # the answer of a demonstration keeps its end token, for which it is refused later
+        guarded = [*self._guarded(messages[:-1]), messages[-1]] if is_whole else self._guarded(messages)
+        if any(BREAK in str(message["content"]) for message in guarded):
+            return self._encode_rendered(self._apply_template(guarded, tokenize=False, **options))
+        return list(self._apply_template(messages, tokenize=True, return_dict=False, **options))
 
     def _apply_template(self, messages: Sequence[Any], **options: Any) -> Any:
         from jinja2 import TemplateError
@@ -185,6 +246,17 @@ class Chat:
         """Save a Hugging Face tokenizer; another one is saved by its owner."""
         if not self.is_plain:
             self.tokenizer.save_pretrained(folder)
+
+
+def special_token_error(prompt_id: str, token: str) -> str:
+    return (
+        f"the text of prompt {prompt_id!r} holds the special token {token}, which the model would read as a control "
+        "token. Remove it, or set --prompts.special-tokens split."
+    )
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
 def target_text(target: Any) -> str:

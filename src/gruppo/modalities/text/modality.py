@@ -14,6 +14,7 @@ from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.common.validation import refuse_unused_options
 from gruppo.modalities.text.bundled import BUNDLED
+from gruppo.modalities.text.chat import special_token_error
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.custom import ModelFunction, is_custom, names_function
 from gruppo.modalities.text.load import Adapt, from_pretrained, give_adapter
@@ -73,6 +74,8 @@ class TextModality(Modality):
     def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         assert isinstance(policy, TextPolicy)
         rewards.set_decoder(policy.chat.text)
+        policy.chat.special_tokens = config.prompts.special_tokens
+        check_special_tokens(data, policy)
         check_lengths(data, policy, config)
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
@@ -94,6 +97,25 @@ class TextModality(Modality):
 
 TEXT = TextModality()
 TextPolicy.modality = TEXT
+
+
+def check_special_tokens(source: Any, policy: TextPolicy) -> None:
+    """Refuse data with special tokens in the text of a prompt, or warn that they are encoded as text."""
+    if policy.chat.special_tokens == "keep":
+        return
+    for row, prompt in enumerate(source.all_prompts() if hasattr(source, "all_prompts") else (), start=1):
+        if not (token := policy.chat.special_token_in(prompt.inputs)):
+            continue
+        if policy.chat.special_tokens == "refuse":
+            raise DataError(f"row {row}: {special_token_error(prompt.id, token)}")
+        log.warning(
+            "row %d: the text of prompt %r holds the special token %s. Such tokens are encoded as text; set "
+            "--prompts.special-tokens keep if the chat template is already applied to these prompts.",
+            row,
+            prompt.id,
+            token,
+        )
+        return
 
 
 def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gruppo.core.distributions import chunked_categorical
 from gruppo.modalities.common.lora import AdaptablePolicy
 from gruppo.modalities.text.backbones import Backbone
-from gruppo.modalities.text.chat import Chat, answer_ids, target_text
+from gruppo.modalities.text.chat import Chat, answer_ids, special_token_error, target_text
 from gruppo.modalities.text.generation import Generated, append_turns, cut_at_stop, generate, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
@@ -149,6 +149,8 @@ class TextPolicy(AdaptablePolicy):
     # --- sampling ---
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
+        if self.chat.special_tokens == "refuse" and (token := self.chat.special_token_in(prompt.inputs)):
+            return special_token_error(prompt.id, token)
         if self.context is None:
             return None
         tokens = len(self.chat.encode(prompt.inputs))
