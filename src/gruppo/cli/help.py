@@ -22,7 +22,8 @@ EXPERT = re.compile(
     r"rollout\.(refill_by|max_group_size)|optim\.(betas|eps|terms_every)|objective\.(scale_eps|running_decay|dims|"
     r"tau_pos|tau_neg|kl_gradient|kl_mask|correction_level|correction_low|correction_high|clip_unit|combine|whiten)|"
     r"stage\.(name|steps|until|cons_coef|difficulty|weight_decay)|reference\.watch_prompts|evaluation\.along_steps|"
-    r"prompts\.(difficulty_column|special_tokens)|environment\.(max_reply_tokens|timeout_s)|distributed\..*|back_off\.drop|lora\.adapter"
+    r"prompts\.(difficulty_column|special_tokens)|environment\.(max_reply_tokens|timeout_s)|distributed\..*|"
+    r"back_off\.drop|lora\.adapter"
 )
 """Options that only ``--help-all`` lists, unless a recipe sets them."""
 OF_CRITICS = re.compile(r"critic\..*|objective\.(gamma|lam|value_clip)|stage\.value_coef")

@@ -7,7 +7,7 @@ from tests import tiny
 from tests.fakes import CHAT_TEMPLATE, END, ByteTokenizer, bpe_tokenizer, render
 
 from gruppo import api
-from gruppo.build import build
+from gruppo.build import Parts, build
 from gruppo.modalities.text.chat import Chat
 from gruppo.types import DataError
 
@@ -115,8 +115,8 @@ def test_special_tokens_in_the_text_of_messages_are_text_and_those_of_the_templa
     ids, special = chat.encode(messages), set(tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>", "<|assistant|>"]))
     harmless = chat.encode([*messages[:2], {"role": "user", "content": "abc"}])
     assert [i for i in ids if i in special] == [i for i in harmless if i in special]
-    begin = next(n for n, (a, b) in enumerate(zip(ids, harmless, strict=False)) if a != b)
-    assert harmless[:begin] == ids[:begin] and ids[-2:] == harmless[-2:]
+    begin = len(harmless) - harmless[::-1].index(tokenizer.convert_tokens_to_ids("<|user|>"))
+    assert ids[:begin] == harmless[:begin] and ids[-2:] == harmless[-2:]
     assert chat.text_with_specials(ids).replace(" ", "").count(ATTACK) == 1
 
 
@@ -162,9 +162,9 @@ def test_a_run_names_the_row_of_special_tokens_in_its_data(tmp_path, caplog):
     with pytest.raises(
         DataError, match=r"^row 5: the text of prompt '4' holds the special token <eos>, which .* split"
     ):
-        build(api.change(config, {"prompts__special_tokens": "refuse"}))
+        build(api.change(config, {"prompts__special_tokens": "refuse"}), Parts())
     for mode, warnings in (("split", 1), ("keep", 0)):
         caplog.clear()
-        run, _ = build(api.change(config, {"prompts__special_tokens": mode}))
+        run, _ = build(api.change(config, {"prompts__special_tokens": mode}), Parts())
         assert sum("row 5: the text of prompt '4'" in text for text in caplog.messages) == warnings
         assert run.policy.chat.special_tokens == mode
