@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before any test is
 os.environ["MPLBACKEND"] = "Agg"
@@ -17,6 +20,9 @@ from tests import processes
 
 from gruppo.tracking.plots import plot_run
 
+os.environ["GRUPPO_STATE"] = tempfile.mkdtemp(prefix="gruppo-state-")  # children of the tests inherit it
+atexit.register(shutil.rmtree, os.environ["GRUPPO_STATE"], ignore_errors=True)
+os.environ["GRUPPO_TRUSTED_RUNS"] = tempfile.gettempdir()  # tests copy runs; those of trust unset it
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("gruppo", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("gruppo")

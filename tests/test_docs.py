@@ -43,6 +43,7 @@ WITH_OPTIONS = [*PAGES, *START, *GUIDES, *REFERENCE, *LEARNED, *READMES, DOCS / 
 ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {
     *("--nproc-per-node", "--num-generations", "--extra-index-url", "--index-url", "--allow-changes", "--kills"),
+    "--trust-run",
     *("--adapter", "--debug", "--help", "--help-all", "--json", "--names", "--options", "--samples", "--tours"),
     *("--bind", "--cap-drop", "--dev", "--mount", "--network", "--proc", "--read-only", "--rm", "--ro-bind"),
     *("--runtime", "--unshare-all"),

@@ -11,7 +11,19 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "gruppo"
 LAYERS: tuple[set[str], ...] = (
-    {"types", "protocols", "seeds", "loading", "platforms", "timeouts", "errors", "watchdog", "reward_process"},
+    {
+        "types",
+        "protocols",
+        "seeds",
+        "loading",
+        "platforms",
+        "timeouts",
+        "errors",
+        "watchdog",
+        "reward_process",
+        "integrity",
+        "trust",
+    },
     {"core"},
     {"distributed", "losses"},
     {"config"},

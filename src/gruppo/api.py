@@ -7,11 +7,12 @@ import shlex
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from gruppo import distributed as dist
-from gruppo import watchdog
+from gruppo import trust, watchdog
 from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config
@@ -58,6 +59,7 @@ def train(
     engine: Any = None,
     steps: int | None = None,
     show: bool = True,
+    trust_run: bool = False,
     **changes: Any,
 ) -> Result:
     """Train a model on data with a reward, and return where it is.
@@ -67,7 +69,8 @@ def train(
     convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the policy, so that
     it speaks again. ``engine``: an engine that samples, or the name of a function that makes one. ``changes`` are
     further fields of ``Config``, dotted ones with two underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``.
-    ``show``: the live screen, and the results at the end.
+    ``show``: the live screen, and the results at the end. ``trust_run``: import the code that the model's folder names,
+    though you did not create it.
 
     A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 finishes what would be lost, saves, and raises
     ``gruppo.Stopped``; ``resume`` continues from there. A second Ctrl-C or SIGTERM stops at once.
@@ -85,7 +88,7 @@ def train(
     if engine is not None:
         config = replace(config, engine=name_of(engine))
     with logged() if show else nullcontext():
-        return finish(start(config, parts, show=show), show=show)
+        return finish(start(config, parts, show=show, trust_run=trust_run), show=show)
 
 
 def resume(
@@ -98,20 +101,30 @@ def resume(
     engine: Any = None,
     allow_changes: bool = False,
     show: bool = True,
+    trust_run: bool = False,
+    trust_remote_code: bool = False,
 ) -> Result:
     """Continue a stopped or killed run to the bit, from its newest whole checkpoint; without one, from the start.
 
     What the run was given as Python objects without a name (a ``TextPolicy``, a list of rows, a lambda) is given again,
     the model as it was before training. Where code, tokenizer, versions or the number of threads have changed since the
-    run began, so that its results would, it is refused unless ``allow_changes``.
+    run began, so that its results would, it is refused unless ``allow_changes``. ``trust_run``: import the code
+    that the folder names, though you did not create it; ``trust_remote_code``: run code of its model's repository.
     """
     parts = Parts.of(model, data, reward, environment, engine)
+    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
     with logged() if show else nullcontext():
-        return finish(start(path, parts, allow_changes=allow_changes, show=show), show=show)
+        return finish(start(path, parts, allow_changes=allow_changes, show=show, **trusts), show=show)
 
 
 def start(
-    source: Config | str | Path, parts: Parts | None = None, *, allow_changes: bool = False, show: bool = False
+    source: Config | str | Path,
+    parts: Parts | None = None,
+    *,
+    allow_changes: bool = False,
+    show: bool = False,
+    trust_run: bool = False,
+    trust_remote_code: bool = False,
 ) -> Result:
     """Train a config from the beginning, or continue the run in a folder from its newest whole checkpoint.
 
@@ -138,18 +151,27 @@ def start(
                 f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
             )
     dist.init(config.distributed.timeout_s, advice=f"Continue on as many ranks with: {command_name()} resume {path}")
+    settings = serialization.to_dict(config)
+    models, code = trust.imports_of_models(settings), trust.imports_of_run(settings, path)
     with ExitStack() as stack:
         stack.enter_context(output_may_close())
         folder = RunFolder(path)
         stack.callback(folder.close)
         with dist.fail_together():  # before the model is opened, which may take minutes
+            if dist.is_main():  # the config of a new run is this user's own; the models that it names may not be
+                for place, names in models.items() if is_new else [(path, code)]:
+                    trust.check(place, names, trust_run=trust_run, trust_remote_code=trust_remote_code)
             if not is_new:
                 folder.open()
             elif dist.is_main():
                 folder.check_is_new()
+        is_open = is_new or trust_run or any(isinstance(part, str) for part in (parts.data, *(parts.rewards or ())))
+        stack.enter_context(trust.importing(code, closed_for=None if is_open else path))
         run, model_source = build(config, parts)
         with dist.fail_together():
             if is_new:
+                if dist.is_main():  # first: a run that is killed between the two can be resumed
+                    trust.record(path, code)
                 folder.create(run.config)
                 warn_of_overlap(run)
             else:
@@ -178,6 +200,9 @@ def start(
         loop.train(run, folder)
         with dist.fail_together():
             model = folder.write_final(run)
+            # a policy given in memory may have been made by a function that the config does not name
+            if dist.is_main() and set(names := trust.imports_of_model(model)) - set(code):
+                trust.record(model, names)
         seconds = time.perf_counter() - began
     state, last = run.state, run.state.step
     if state.best is not None and state.best.get("returned_at") == last:  # the weights are those of the best step
@@ -217,10 +242,14 @@ def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
     return tuple(commands)
 
 
-def explain(config: Config) -> list[str]:
+def explain(config: Config, *, trust_run: bool = False) -> list[str]:
     """Describe what training would do, without training: objective, stages, work, memory, one prompt and its reward."""
     validate(config, Parts())
-    return dry_run.explain(build(config, Parts())[0])
+    models = trust.imports_of_models(serialization.to_dict(config))
+    for place, names in models.items():
+        trust.check(place, names, trust_run=trust_run)
+    with trust.importing([*chain(*models.values())]):
+        return dry_run.explain(build(config, Parts())[0])
 
 
 def new_name(stem: str, runs_dir: str | Path) -> str:

@@ -11,12 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
+from gruppo import trust
 from gruppo.build import Parts, build, missing_parts, with_reference
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config, LoraConfig, Stage
 from gruppo.core.objective import Objective
 from gruppo.data.images import read_image
 from gruppo.data.restoration import WithReference
+from gruppo.integrity import check_seal
 from gruppo.loading import command_name
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.adapters import is_adapter, model_of
@@ -34,25 +36,47 @@ PIPELINE_ADAPTER = "pytorch_lora_weights.safetensors"
 """As diffusers names it."""
 
 
-def load_policy(model: str | Path, *, compute: Any = "auto", trust_remote_code: bool = False, **options: Any) -> Policy:
-    """Open the policy of a run, a folder, a bundled model, a hub id or FILE.py:FUNCTION."""
+def load_policy(
+    model: str | Path,
+    *,
+    compute: Any = "auto",
+    trust_run: bool = False,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Policy:
+    """Open the policy of a run, a folder, a bundled model, a hub id or FILE.py:FUNCTION.
+
+    ``trust_run``: import the code that a folder names, though you did not create it; ``trust_remote_code``: run the
+    code of a hub model's repository.
+    """
     name = model_of(model)
     path = Path(name)
     is_folder = not names_function(name)
     if is_folder and not path.exists() and path.parent != Path() and path.parent.is_dir():  # no hub id: it is here
         raise GruppoError(f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is there.")
     name = str(BUNDLED[name]().path) if name in BUNDLED else name
-    return find_modality(name).load(name, compute=compute, trust_remote_code=trust_remote_code, **options)
+    modality, code = find_modality(name), trust.imports_of_model(Path(name).expanduser())
+    trust.check(Path(name), code, trust_run=trust_run)
+    with trust.importing(code, closed_for=path if path.is_dir() and not trust_run else None):
+        return modality.load(name, compute=compute, trust_remote_code=trust_remote_code, **options)
 
 
 def evaluate_run(
-    path: Path, *, prompts: int, data: str = "", samples: int = 0
+    path: Path,
+    *,
+    prompts: int,
+    data: str = "",
+    samples: int = 0,
+    trust_run: bool = False,
+    trust_remote_code: bool = False,
 ) -> tuple[Evaluated, list[dict[str, Any]]]:
     """Evaluate a run's final model on its held-out prompts, or on other ``data``; return the result and each answer.
 
     ``samples``: completions per prompt beside the greedy one, for mean@k and pass@k.
     """
     first = serialization.load(path / "config.json")
+    code = trust.imports_of_run(serialization.to_dict(first), path)
+    trust.check(path, code, trust_run=trust_run, trust_remote_code=trust_remote_code)
     if prompts < 1:
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
     if not first.reward:
@@ -73,17 +97,18 @@ def evaluate_run(
     )
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
-    policy = load_policy(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
-    run, _ = build(config, Parts(policy))
-    for source in ("source", "validation"):
-        if isinstance(getattr(run, source), WithReference):  # by now compared with the trained policy
-            setattr(run, source, with_saved_reference(path, first, getattr(run, source)))
-    if not (held := held_out(run, prompts)):
-        raise DataError(
-            f"the data of {path} have no held-out prompts to evaluate on. Give other data with --data FILE, or train "
-            "with --prompts.held-out-fraction above 0."
-        )
-    return evaluate(run, held)
+    with trust.importing(code, closed_for=None if trust_run or data else path):
+        policy = load_policy(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
+        run, _ = build(config, Parts(policy))
+        for source in ("source", "validation"):
+            if isinstance(getattr(run, source), WithReference):  # by now compared with the trained policy
+                setattr(run, source, with_saved_reference(path, first, getattr(run, source)))
+        if not (held := held_out(run, prompts)):
+            raise DataError(
+                f"the data of {path} have no held-out prompts to evaluate on. Give other data with --data FILE, or "
+                "train with --prompts.held-out-fraction above 0."
+            )
+        return evaluate(run, held)
 
 
 def with_saved_reference(path: Path, config: Config, source: WithReference) -> WithReference:
@@ -118,6 +143,8 @@ def sample(
     max_new_tokens: int = 64,
     seed: int = 0,
     is_plain: bool = False,
+    trust_run: bool = False,
+    trust_remote_code: bool = False,
 ) -> list[Any]:
     """Return a list of ``n`` samples for each prompt; or of the PNG files that images are written to, a sheet last.
 
@@ -125,7 +152,8 @@ def sample(
     """
     if n < 1:
         raise GruppoError(f"--n {n} samples nothing; it needs at least 1.")
-    policy, config = load_policy(model), Config()
+    policy = load_policy(model, trust_run=trust_run, trust_remote_code=trust_remote_code)
+    config = Config()
     if is_run := (Path(model) / "config.json").is_file() and (Path(model) / "manifest.json").is_file():
         config = serialization.load(Path(model) / "config.json")
     sampling = Sampling(temperature=temperature, max_actions=max_new_tokens)
@@ -172,7 +200,14 @@ def _written(
     return files
 
 
-def export(model: str | Path, folder: Path, *, is_adapter_kept: bool = False) -> Path:
+def export(
+    model: str | Path,
+    folder: Path,
+    *,
+    is_adapter_kept: bool = False,
+    trust_run: bool = False,
+    trust_remote_code: bool = False,
+) -> Path:
     """Write a model as a folder of its own, an adapter merged into its base; or the adapter as it is."""
     if folder.exists():
         raise GruppoError(f"the folder {folder} exists already. Name a new one, or delete it.")
@@ -187,11 +222,14 @@ def export(model: str | Path, folder: Path, *, is_adapter_kept: bool = False) ->
             raise GruppoError(
                 f"{model} has no adapter: its weights themselves were trained. Leave --adapter out for the model."
             )
+        check_seal(path)
         ignore = shutil.ignore_patterns("COMPLETE")  # the new folder gets a seal of its own
         with checkpoint.replacing(folder) as temporary:
             shutil.copytree(path, temporary, dirs_exist_ok=True, ignore=ignore)
         return folder
-    policy = load_policy(model, compute="float32", is_merged=True)
+    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+    policy = load_policy(model, compute="float32", is_merged=True, **trusts)
     with checkpoint.replacing(folder) as temporary:
         policy.save_with_origin(temporary)
+    trust.record(folder, trust.imports_of_model(folder))
     return folder

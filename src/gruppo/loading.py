@@ -11,8 +11,8 @@ import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,8 @@ class RunDuringImport(GruppoError):
 _depth = 0
 _named: set[str] = set()
 """Packages from which an object was named."""
+_sealed_for = ""
+"""Folder of somebody else that is being opened, from which nothing may be imported."""
 
 
 def is_importing() -> bool:
@@ -34,8 +36,26 @@ def is_importing() -> bool:
     return _depth > 0
 
 
+@contextmanager
+def sealed_imports(folder: str) -> Iterator[None]:
+    """Within, ``load_object`` refuses every name, because ``folder`` is not trusted; "" allows all."""
+    global _sealed_for
+    previous, _sealed_for = _sealed_for, folder
+    try:
+        yield
+    finally:
+        _sealed_for = previous
+
+
+def check_unsealed(spec: str) -> None:
+    """Refuse a name within ``sealed_imports``."""
+    if _sealed_for:
+        raise GruppoError(f"{_sealed_for} names code to run: {spec}. Read the code; if you trust it, add --trust-run.")
+
+
 def load_object(spec: str) -> Any:
     """Object that ``file.py:name`` or ``package.module:name`` names."""
+    check_unsealed(spec)
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise GruppoError(f"{spec!r} names no object; write path/to/file.py:name or package.module:name.")
@@ -74,8 +94,13 @@ def is_file_name(place: str) -> bool:
 
 def absolute_path(path: str) -> str:
     """Return the absolute path of a file or folder that exists; any other name as it is."""
-    expanded = Path(path).expanduser()
-    return os.path.abspath(expanded) if path and expanded.exists() else path
+    expanded = os.path.expanduser(path)
+    return os.path.abspath(expanded) if path and os.path.exists(expanded) else path
+
+
+def visible(text: str) -> str:
+    """The text on one line, with control and invisible characters as escapes such as ``\\n`` and ``\\x1b``."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def absolute_spec(spec: str) -> str:

@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from gruppo.errors import DataError, GruppoError
-from gruppo.loading import load_object
+from gruppo.loading import check_unsealed, load_object
 from gruppo.timeouts import CallError, current_call, function_name
 from gruppo.watchdog import GRACE_S
 
@@ -266,6 +266,7 @@ class RewardProcesses:
         None for what has to be called in this process: anything but a function, such as an object with the ``Reward``
         protocol, which reads tensors. GruppoError where it cannot be imported.
         """
+        check_unsealed(spec)  # the process knows nothing of a seal
         key, process = json.dumps([spec, *arguments]), self._take()
         try:
             info = self._load(process, key)

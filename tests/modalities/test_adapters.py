@@ -15,6 +15,7 @@ from tests.fakes import causal_lm, llama, requests, with_random_adapter
 from gruppo.modalities.common.adapters import adapt_from, is_adapter, read_adapter
 from gruppo.modalities.common.lora import has_adapter, inject
 from gruppo.modalities.text import from_pretrained
+from gruppo.trainer import checkpoint
 from gruppo.types import GruppoError, Sampling
 
 IDS = torch.arange(1, 15).view(2, 7)
@@ -134,23 +135,25 @@ def test_what_is_no_adapter_says_what_is_wrong(folder, tmp_path):
         read_adapter(path)
 
 
+def sealed_copy(source, target):
+    with checkpoint.replacing(target) as temporary:
+        shutil.copytree(source, temporary, dirs_exist_ok=True)
+
+
 def test_a_runs_folder_stands_for_the_adapter_in_it(folder, tmp_path):
     path, policy = folder
     run = tmp_path / "run"
-    shutil.copytree(path, run / "final")
-    (run / "final/COMPLETE").write_text("")
+    sealed_copy(path, run / "final")
     assert is_adapter(run) and read_adapter(run).folder == run / "final"
     assert torch.equal(from_pretrained(run, compute="float32").module(IDS).logits, policy.module(IDS).logits)
-    shutil.copytree(tiny.model(), tmp_path / "whole/final")
-    (tmp_path / "whole/final/COMPLETE").write_text("")
+    sealed_copy(tiny.model(), tmp_path / "whole/final")
     with pytest.raises(GruppoError, match=r"whole/final' has no adapter_config.json"):
         read_adapter(tmp_path / "whole")
 
 
 def test_an_adapter_whose_base_is_a_runs_folder_finds_its_model(folder, tmp_path):
     path, policy = folder
-    shutil.copytree(tiny.model(), tmp_path / "run/final")
-    (tmp_path / "run/final/COMPLETE").write_text("")
+    sealed_copy(tiny.model(), tmp_path / "run/final")
     base = json.loads((path / "base.json").read_text())
     (path / "base.json").write_text(json.dumps(base | {"base": str(tmp_path / "run")}))
     assert torch.equal(from_pretrained(path, compute="float32").module(IDS).logits, policy.module(IDS).logits)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from gruppo.loading import visible
 from gruppo.tracking.console import ConsoleTracker, best_and_worst, time_bar
-from gruppo.tracking.formatting import as_text, duration, number, shorten, trend, visible
+from gruppo.tracking.formatting import as_text, duration, number, shorten, trend
 from gruppo.tracking.samples import sheet_name
 
 STEP = {

@@ -110,7 +110,7 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
     except Exception as error:
         if is_debug:
             raise
-        from gruppo.loading import users_line
+        from gruppo.loading import users_line, visible
         from gruppo.types import GruppoError
 
         what = f"{type(error).__name__}: {error}"
@@ -121,6 +121,7 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
             message, code = f"{place}, raised {what}. Correct the function, then try again.", EXIT_USAGE
         elif isinstance(error, OSError) and error.errno is not None:
             message, code = f"{error.filename or 'the system'}: {error.strerror}. Fix that, then try again.", EXIT_USAGE
+        message = visible(" ".join(message.split()))  # it may quote a file of somebody else
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler or signal.SIG_DFL)

@@ -14,14 +14,19 @@ from typing import Annotated, NoReturn
 
 from gruppo.cli import help as help_text
 from gruppo.cli.app import EXIT_STOPPED
-from gruppo.cli.options import parse_config, pop_option
+from gruppo.cli.options import parse_config, pop_option, pop_switch
 from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.errors import DataError
-from gruppo.loading import command_name
+from gruppo.loading import command_name, visible
 from gruppo.recipes import RECIPES
 from gruppo.tracking.formatting import ARRAYS, as_text
 from gruppo.types import GruppoError
+
+TrustRun = Annotated[bool, "Import the code that the folder names, though you did not create it."]
+TrustRemoteCode = Annotated[bool, "Allow code from a hub model's repository to run."]
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What moves the cursor, sets the clipboard or changes the order of text on a terminal."""
 
 
 @contextmanager
@@ -59,7 +64,8 @@ def _until_stopped(path: Path) -> Iterator[None]:
 
 def train(args: list[str]) -> None:
     """Train from the beginning."""
-    config = parse_config("train", args)
+    trust_run, args = pop_switch(args, "--trust-run")
+    config = parse_config("train", args, trust_run=trust_run)
     from gruppo import api  # takes seconds: a wrong option is answered before
     from gruppo.trainer.watch import finish
 
@@ -69,20 +75,23 @@ def train(args: list[str]) -> None:
         stem = re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", saved) or path.stem.split(":")[0] or "run"
         config = replace(config, name=api.new_name(stem, config.runs_dir))
     with _until_stopped(Path(config.runs_dir) / config.name):
-        finish(api.start(config, show=True), show=True)
+        finish(api.start(config, show=True, trust_run=trust_run), show=True)
 
 
 def resume(
     run: Annotated[str, "Folder of the run, such as runs/arithmetic-20260101-120000."],
     *,
     allow_changes: Annotated[bool, "Continue though code, tokenizer, versions or threads have changed."] = False,
+    trust_run: TrustRun = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Continue a stopped or killed run from its newest complete checkpoint, to the bit."""
     from gruppo import api
     from gruppo.trainer.watch import finish
 
     with _until_stopped(Path(run)):
-        finish(api.start(run, allow_changes=allow_changes, show=True), show=True)
+        trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+        finish(api.start(run, None, allow_changes=allow_changes, show=True, **trusts), show=True)
 
 
 def eval_(
@@ -92,11 +101,14 @@ def eval_(
     data: Annotated[str, "Data to evaluate on; default: the run's held-out prompts."] = "",
     samples: Annotated[int, "Samples per prompt beside the greedy one, for mean@k and pass@k."] = 0,
     show: Annotated[int, "Number of answers to print."] = 5,
+    trust_run: TrustRun = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Evaluate a run's newest model on its held-out prompts with its rewards, at temperature 0."""
     from gruppo import inference
 
-    result, rows = inference.evaluate_run(Path(run), prompts=prompts, data=data, samples=samples)
+    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+    result, rows = inference.evaluate_run(Path(run), prompts=prompts, data=data, samples=samples, **trusts)
     for row in (row for row in rows[:show] if not isinstance(row["prompt"], ARRAYS)):
         is_image = "group" in row  # shown on the sheet of images instead
         answer = "" if is_image else f" -> '{as_text(row['completion'])}'   target {row['target']!r}"
@@ -122,21 +134,34 @@ def sample(
     seed: Annotated[int, "Random seed."] = 0,
     plain: Annotated[bool, "Continue the text as it is, without the chat template."] = False,
     folder: Annotated[str, "Folder for the images of a diffusion model."] = "samples",
+    trust_run: TrustRun = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Sample from a run's model, or from any model folder, hub id or bundled model."""
     if not prompt:
         raise GruppoError(f'no prompt was given. For example: {command_name()} sample RUN "What is 3 + 4?"')
     from gruppo import inference
 
-    numbers = {"n": n, "max_new_tokens": max_new_tokens, "seed": seed}
-    samples = inference.sample(model, prompt, Path(folder), temperature=temperature, is_plain=plain, **numbers)
+    samples = inference.sample(
+        model,
+        prompt,
+        Path(folder),
+        n=n,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        is_plain=plain,
+        trust_run=trust_run,
+        trust_remote_code=trust_remote_code,
+    )
     if isinstance(samples[0], Path):
         print(f"{len(samples) - 1} images in {folder}, all of them on {samples[-1]}")
         return
     for text_prompt, completions in zip(prompt, samples, strict=True):
         for completion in completions:
             text = (completion if isinstance(completion, str) else repr(completion)).strip()
-            print(text if len(prompt) == n == 1 else f"{text_prompt!r} -> {text!r}")
+            shown = _CONTROLS.sub(lambda match: visible(match[0]), text) if sys.stdout.isatty() else text
+            print(shown if len(prompt) == n == 1 else f"{text_prompt!r} -> {text!r}")
 
 
 def export(
@@ -144,21 +169,25 @@ def export(
     folder: Annotated[str, "Folder to write, which must not exist."],
     *,
     adapter: Annotated[bool, "Keep the adapter separate, for peft."] = False,
+    trust_run: TrustRun = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a run's model as a folder that transformers or diffusers opens; an adapter is merged into its base."""
     from gruppo import inference
 
-    print(f"written to {inference.export(run, Path(folder), is_adapter_kept=adapter)}")
+    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+    print(f"written to {inference.export(run, Path(folder), is_adapter_kept=adapter, **trusts)}")
 
 
 def explain(args: list[str]) -> None:
     """Describe what ``train`` would do; with ``--names SYSTEM``, show the options under another system's names."""
     names, args = pop_option(args, "--names")
     if names is None:
-        config = parse_config("explain", args)
+        trust_run, args = pop_switch(args, "--trust-run")
+        config = parse_config("explain", args, trust_run=trust_run)
         from gruppo import api
 
-        print("\n".join(api.explain(config)))
+        print("\n".join(api.explain(config, trust_run=trust_run)))
         return
     if not names or names.startswith("-"):
         raise GruppoError(
@@ -174,11 +203,12 @@ def doctor(
     run: Annotated[str, "Folder of the run, which may still be training."],
     *,
     json: Annotated[bool, "Print JSON."] = False,
+    trust_run: TrustRun = False,
 ) -> None:
     """Check the metrics of a run for common problems: measurements, their meaning, options to change."""
     from gruppo.doctor import record, report
 
-    report.print_report(report.diagnose(record.read(Path(run))), is_json=json)
+    report.print_report(report.diagnose(record.read(Path(run), trust_run=trust_run)), is_json=json)
 
 
 def config(args: list[str]) -> None:

@@ -41,6 +41,7 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
         f"({', '.join(KINDS)}), whose options are --stages.0.lr and so on.",
         WIDTH,
     )
+    lines.append("--trust-run imports code that the folder of a run or model names, though you did not create it.")
     if command.startswith("explain"):
         lines.append("--names trl, verl, ddpo or sources shows the options under the names that they have there.")
     hidden = [EXPERT, re.compile(r"stages\..*")]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gruppo import trust
 from gruppo.cli import help as help_text
 from gruppo.config import peer_options, serialization
 from gruppo.config.options import Option, convert, describe_type, flag, is_list, nearest, options
@@ -28,8 +29,7 @@ def recipe_config(name: str) -> Config:
     """The config of a built-in recipe, file.py:function, a config file or a run's folder."""
     if name in RECIPES:
         return RECIPES[name]()
-    path = Path(name) / "config.json" if (Path(name) / "config.json").is_file() else Path(name)
-    if path.suffix in serialization.SUFFIXES:
+    if (path := config_file(name)) is not None:
         config = serialization.load(path)
         # A saved run's name is taken; one that the user wrote in a file of their own is kept.
         return replace(config, name="") if path.name == "config.json" else config
@@ -43,8 +43,17 @@ def recipe_config(name: str) -> Config:
     return config
 
 
-def parse_config(command: str, args: Sequence[str]) -> Config:
-    """The config of ``RECIPE --options``; with ``--help`` its options are printed, and the process exits."""
+def config_file(name: str) -> Path | None:
+    """The config file that RECIPE names, itself or by the folder of a run; None for other recipes."""
+    path = Path(name) / "config.json" if (Path(name) / "config.json").is_file() else Path(name)
+    return path if name not in RECIPES and path.suffix in serialization.SUFFIXES else None
+
+
+def parse_config(command: str, args: Sequence[str], *, trust_run: bool = False) -> Config:
+    """The config of ``RECIPE --options``; with ``--help`` its options are printed, and the process exits.
+
+    Code that the config of a run names, and no option, is refused unless this user created the run or ``trust_run``.
+    """
     if args and args[0] in HELP_FLAGS:
         print(help_text.config_help(Config(), f"{command} RECIPE", is_complete=args[0] == "--help-all"))
         sys.exit(0)
@@ -53,7 +62,21 @@ def parse_config(command: str, args: Sequence[str]) -> Config:
             f"no recipe was given. gruppo {command} RECIPE, where RECIPE is {', '.join(RECIPES)}, file.py:function, or "
             "a config file (TOML, YAML, JSON)."
         )
-    return apply_options(recipe_config(args[0]), args[1:], f"{command} {args[0]}")
+    recipe, file, usage = recipe_config(args[0]), config_file(args[0]), f"{command} {args[0]}"
+    if file is None or command == "config":  # the user's own code, or nothing is imported
+        return apply_options(recipe, args[1:], usage)
+    config = apply_options(replace(recipe, trust_remote_code=False), args[1:], usage)
+    in_file = trust.imports(serialization.to_dict(recipe))
+    used = {*trust.imports(serialization.to_dict(config)), trust.REMOTE_CODE}  # not those that the options replace
+    is_run = file.name == "config.json" or (file.parent / "manifest.json").is_file()
+    names = [name for name in in_file if name in used and (is_run or trust.REMOTE_CODE in name)]
+    trust.check(
+        file.parent if is_run else file,
+        names,
+        trust_run=trust_run or not is_run,  # a config file of the user's own may name what it likes
+        trust_remote_code=config.trust_remote_code,
+    )
+    return config
 
 
 def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
@@ -83,6 +106,11 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
         print(help_text.config_help(config, command, is_complete="--help-all" in requested))
         sys.exit(0)
     return config
+
+
+def pop_switch(args: Sequence[str], option: str) -> tuple[bool, list[str]]:
+    """Whether an option without a value is given, and the other arguments."""
+    return option in args, [arg for arg in args if arg != option]
 
 
 def pop_option(args: Sequence[str], option: str) -> tuple[str | None, list[str]]:

@@ -372,7 +372,7 @@ class Config:
     engine: str = ""
     """Engine that samples: file.py:function of a policy; default: the policy itself."""
     trust_remote_code: bool = False
-    """Allow code from a hub model's repository to run."""
+    """Allow code from a hub model's repository to run; no config file can turn it on."""
     show_samples_every: Count = 10
     """Steps between samples shown on screen; 0 disables."""
     objective: Objective = field(default_factory=Objective)

@@ -15,9 +15,12 @@ from gruppo.config.options import convert, describe_type, fields_of, nested_type
 from gruppo.config.schema import Config, CriticConfig
 from gruppo.config.sections import section_name, sections
 from gruppo.core.objective import PRESETS, Objective
+from gruppo.integrity import parse_json
 from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError
 
+MAX_BYTES = 1 << 22
+"""Of a config file; those of gruppo have a few KB."""
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
@@ -120,7 +123,7 @@ def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
                 needed = describe_type(hint)
                 if name == "modality":
                     needed = f"null: a modality's options have a section of their own, {' or '.join(sections())}"
-                raise EntryError(entry, f"config entry {entry} is {value!r}; it needs {needed}.") from None
+                raise EntryError(entry, f"config entry {entry} is {value!r:.80}; it needs {needed}.") from None
     modalities = [name for name in values if kind is Config and name in sections()]
     if len(modalities) > 1:
         two = " and ".join(modalities[:2])
@@ -137,11 +140,13 @@ def load(path: Path) -> Config:
     """The config of a .toml, .yaml or .json file; an error names the line where it can be found."""
     needed = "a config file is needed, such as a run's config.json."
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
         text = path.read_text(encoding="utf-8")
         data = _parse(text, path.suffix)
     except FileNotFoundError:
         raise GruppoError(f"{path} does not exist; a config file (TOML, YAML or JSON) is needed.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise GruppoError(f"{path} cannot be read as {path.suffix[1:].upper()} ({error}); {needed}") from None
     if not isinstance(data, dict):
         raise GruppoError(f"{path} holds a {type(data).__name__}; {needed}")
@@ -156,7 +161,7 @@ def _parse(text: str, suffix: str) -> Any:
     if suffix == ".toml":
         return tomllib.loads(text)
     if suffix not in (".yaml", ".yml"):
-        return json.loads(text)
+        return parse_json(text)
     import yaml
 
     class Loader(yaml.SafeLoader):

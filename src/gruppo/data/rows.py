@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.data.source import IndexedSource, nearest, prompt_key, split_by_hash
+from gruppo.integrity import parse_json
 from gruppo.loading import import_extra
 from gruppo.types import DataError, Prompt
 
@@ -124,7 +125,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             continue
         where = f"line {number} of {path}"
         try:
-            row = json.loads(line.decode("utf-8"))
+            row = parse_json(line.decode("utf-8"))
         except UnicodeDecodeError:
             raise DataError(f"{where} is not UTF-8; save the file as UTF-8.") from None
         except (json.JSONDecodeError, RecursionError) as problem:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gruppo import trust
 from gruppo.config import serialization
 from gruppo.config.schema import Config
 from gruppo.config.stages import stage_path
+from gruppo.integrity import json_lines, parse_json, read_json
 from gruppo.modalities import find_modality
 from gruppo.tracking.files import read_metrics
 from gruppo.types import GruppoError
@@ -144,7 +146,7 @@ class Record:
         return f"--{stage_path(self.config, self.stage_index)}.{field_name}".replace("_", "-")
 
 
-def read(folder: Path) -> Record:
+def read(folder: Path, *, trust_run: bool = False) -> Record:
     """Read a run's folder. Without a config or metrics it is refused; other files may be missing or damaged."""
     path, log = folder / "metrics.jsonl", folder / "log.txt"
     if not folder.is_dir():
@@ -159,7 +161,10 @@ def read(folder: Path) -> Record:
     except (ValueError, TypeError) as error:  # a text other than "inf"
         raise GruppoError(f"{path} has a value that is not a number ({error}). Delete that line.") from None
     for line, row in enumerate(rows, start=1):
-        wrong = [name for name, value in row.items() if not isinstance(value, int | float)]
+        # an integer beyond the largest float raises OverflowError wherever it is used
+        wrong = [
+            n for n, v in row.items() if not isinstance(v, int | float) or (isinstance(v, int) and abs(v) > 2**1023)
+        ]
         if wrong or not math.isfinite(row["step"]):
             raise GruppoError(f"{path}, line {line}: {(wrong or ['step'])[0]} is not a number. Delete that line.")
     if not any(row["step"] > 0 for row in rows):
@@ -170,17 +175,20 @@ def read(folder: Path) -> Record:
     )
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     config = serialization.load(folder / "config.json")
+    code = trust.imports_of_run(serialization.to_dict(config), folder)
+    trust.check(folder, code, trust_run=trust_run, trust_remote_code=True)  # it opens no model
     return Record(folder, config, rows, samples, evaluations, manifest[0] if manifest else {}, text)
 
 
 def _objects(path: Path) -> list[Mapping[str, Any]]:
     """The objects of a JSON file, of a list in it, or of its lines; what cannot be parsed is left out."""
     objects: list[Any] = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
-        try:
-            value = json.loads(part)
-        except ValueError:
-            continue
-        objects += value if isinstance(value, list) else [value]
+    if path.is_file() and path.suffix == ".jsonl":
+        for line in json_lines(path):
+            with suppress(ValueError):
+                objects.append(parse_json(line))
+    elif path.is_file():
+        with suppress(ValueError):
+            value = read_json(path)
+            objects += value if isinstance(value, list) else [value]
     return [value for value in objects if isinstance(value, Mapping)]

@@ -20,8 +20,8 @@ from gruppo.config.schema import IN_MEMORY
 from gruppo.doctor import optimizer_rules, policy_rules, reward_rules
 from gruppo.doctor.record import Record, Span
 from gruppo.doctor.remedies import Change
-from gruppo.loading import command_name
-from gruppo.tracking.formatting import number, visible
+from gruppo.loading import command_name, visible
+from gruppo.tracking.formatting import number
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
             usage = entry.usage or f"{name} or {name}:{options}"
             raise GruppoError(f"reward {name}:{arguments} is not understood ({error}); write {usage}.") from None
     try:
-        is_module = importlib.util.find_spec(name) is not None
+        is_module = importlib.util.find_spec(name.partition(".")[0]) is not None  # that of a.b would import a
     except (ImportError, ValueError):
         is_module = False
     if not colon or not (is_file_name(spec.rpartition(":")[0]) or is_module):

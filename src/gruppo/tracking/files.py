@@ -21,6 +21,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from gruppo.integrity import json_lines, parse_json
 from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import ARRAYS, as_text, shape_text
 from gruppo.types import GruppoError
@@ -83,18 +84,20 @@ class JsonLines:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Rows of a file of JSON lines, without a torn last line; none if there is no file."""
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()] if path.exists() else []
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
+    odd = 0
+    for number, line in enumerate(json_lines(path) if path.exists() else (), start=1):
+        if odd:
+            text = f"line {odd} is not a JSON object with a step. Delete that line, or move the file away."
+            raise GruppoError(f"{path}, {text}")
         try:
-            row = json.loads(line)
-        except ValueError:  # neither JSON nor UTF-8
+            row = parse_json(line)
+        except ValueError:  # neither JSON nor UTF-8, or beyond its limits
             row = None
         if isinstance(row, dict) and "step" in row:
             rows.append(row)
-        elif number < len(lines):
-            text = f"line {number} is not a JSON object with a step. Delete that line, or move the file away."
-            raise GruppoError(f"{path}, {text}")
+        else:
+            odd = number  # unless it is the last
     return rows
 
 
@@ -141,7 +144,7 @@ class CompletionFiles:
                 path.unlink()
             elif int(match[1]) + STEPS_PER_FILE > step:
                 lines, is_whole = read_completions(path)
-                kept = [line for line in lines if json.loads(line)["step"] <= step]
+                kept = [line for line in lines if parse_json(line)["step"] <= step]
                 if not is_whole or len(kept) < len(lines):
                     replace_file(path, gzip.compress(b"".join(kept), mtime=0))
         self._size = sum(path.stat().st_size for path in self.folder.glob("*"))

@@ -10,6 +10,8 @@ import numpy as np
 from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
+from gruppo.loading import visible
+
 ARRAYS = (Tensor, np.ndarray)
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -43,11 +45,6 @@ def trend(values: Sequence[float], width: int) -> str:
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in last)
-
-
-def visible(text: str) -> str:
-    """The text on one line, with control and invisible characters as escapes such as ``\\n`` and ``\\x1b``."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(text: str, width: int) -> str:

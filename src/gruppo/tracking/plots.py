@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import tomllib
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gruppo.integrity import read_json
 from gruppo.loading import install_command
 from gruppo.tracking.files import read_metrics
 
@@ -107,7 +107,7 @@ def stage_starts(run_dir: str | Path, metrics: Metrics) -> dict[int, str]:
     """First step of each stage after the first, with the stage's name, or its number if it has none."""
     steps, numbers = series(metrics, "stage/number")
     try:
-        config = json.loads((Path(run_dir) / "config.json").read_text(encoding="utf-8"))
+        config = read_json(Path(run_dir) / "config.json")
         names = {number: str(stage["name"]) for number, stage in enumerate(config["stages"], start=1)}
     except (OSError, ValueError, KeyError, TypeError):  # plots need no config
         names = {}

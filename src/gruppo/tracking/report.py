@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from gruppo.integrity import read_json
 from gruppo.tracking.files import read_lines, read_metrics, replace_file
 from gruppo.tracking.formatting import as_text, duration, number
 from gruppo.tracking.samples import BEFORE_AFTER, FOLDER
@@ -117,7 +117,7 @@ def write_page(run_dir: str | Path) -> Path | None:
     run_dir = Path(run_dir)
     sections: list[tuple[str, str | Path]] = []  # each a heading, and a table or the file of an image
     try:
-        evaluations = json.loads((run_dir / "evaluations.json").read_text(encoding="utf-8"))
+        evaluations = read_json(run_dir / "evaluations.json")
         names = list(dict.fromkeys(name for each in evaluations for name in each["parts"])) if evaluations else []
         names = names if len(names) > 1 else []
         rows = [

@@ -24,6 +24,7 @@ import numpy
 
 from gruppo.config.schema import Config
 from gruppo.config.serialization import to_dict
+from gruppo.integrity import read_json
 from gruppo.loading import import_extra, install_command, load_object
 from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import as_text
@@ -245,7 +246,7 @@ def _tracker_ids(run_dir: Path, **opened: str) -> dict[str, str]:
     """Ids of the run in its trackers, by which a resume continues it; saved where one was opened."""
     path = run_dir / STATE_FILE
     try:
-        ids = dict(json.loads(path.read_text(encoding="utf-8")))
+        ids = dict(read_json(path))
     except (OSError, ValueError, TypeError):
         ids = {}
     if opened:

@@ -8,7 +8,6 @@ lost 25 of 25 newest saves, writing in place 15, this none.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gruppo.integrity import SEAL, fingerprint, read_json, verify
 from gruppo.loading import command_name
 from gruppo.platforms import sync_to_disk
 from gruppo.types import GruppoError
@@ -93,9 +93,9 @@ def replacing(target: Path, *, is_folder: bool = True) -> Iterator[Path]:
         written = [temporary]
         if is_folder:
             inside = sorted(temporary.rglob("*"))
-            seal = {path.relative_to(temporary).as_posix(): _fingerprint(path) for path in inside if path.is_file()}
-            (temporary / "COMPLETE").write_text(json.dumps(seal, indent=1), encoding="utf-8")
-            written = [*inside, temporary / "COMPLETE", temporary]
+            seal = {path.relative_to(temporary).as_posix(): fingerprint(path) for path in inside if path.is_file()}
+            (temporary / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
+            written = [*inside, temporary / SEAL, temporary]
         for path in written:  # all of it reaches the disk before it gets its name
             sync_to_disk(path)
         if is_folder and target.exists():
@@ -202,7 +202,7 @@ def load(path: Path) -> Saved:
     advice = "Delete that folder to continue from an earlier save, or start the run again."
     try:
         verify(path)
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = read_json(path / "state.json")
         if state.get("format") != FORMAT:
             raise GruppoError(
                 f"checkpoint {path} has format {state.get('format')!r}, this version reads {FORMAT}. {advice}"
@@ -218,22 +218,6 @@ def load(path: Path) -> Saved:
         raise GruppoError(f"checkpoint {path} cannot be read: {reason}. {advice}") from error
 
 
-def verify(path: Path) -> None:
-    """Raise ValueError unless every file that COMPLETE names has the size and SHA-256 given there."""
-    if not (path / "COMPLETE").is_file():
-        raise ValueError("it has no COMPLETE, which is written last")
-    seal = json.loads((path / "COMPLETE").read_text(encoding="utf-8"))
-    if not isinstance(seal, dict) or not seal:
-        raise ValueError("COMPLETE is not a gruppo seal")
-    for name, expected in seal.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"COMPLETE names {name!r}, which is outside the folder")
-        if not (path / name).is_file():
-            raise ValueError(f"its file {name!r} is missing")
-        if _fingerprint(path / name) != expected:
-            raise ValueError(f"{name} has changed since it was written")
-
-
 def seal_holds(path: Path) -> bool:
     """Whether a sealed folder is there and unchanged."""
     try:
@@ -241,11 +225,6 @@ def seal_holds(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 # --- optimizer and random state as tensors and JSON ------------------------------------------------------------------

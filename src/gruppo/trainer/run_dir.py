@@ -21,6 +21,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config
+from gruppo.integrity import read_json
 from gruppo.loading import code_digest, command_name
 from gruppo.platforms import lock_file, sync_to_disk
 from gruppo.protocols import digest
@@ -289,7 +290,7 @@ class RunFolder:
         if not dist.is_main():
             return
         try:
-            manifest = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
+            manifest = read_json(self.path / "manifest.json")
             weights_then, reference_then = manifest["first_weights_sha256"], manifest["reference_sha256"]
             model_then = manifest["model"]
             now = setup(run)

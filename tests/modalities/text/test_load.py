@@ -22,6 +22,7 @@ from tests.fakes import (
 )
 
 from gruppo.modalities.text import from_module, from_pretrained, from_transformers
+from gruppo.trainer import checkpoint
 from gruppo.types import GruppoError, Sampling
 
 IDS = torch.arange(1, 20)[None]
@@ -179,7 +180,8 @@ def test_a_runs_folder_opens_as_its_final_model(folder, tmp_path_factory):
     (run / "manifest.json").write_text("{}")
     with pytest.raises(GruppoError, match=r"the run .* has no final model yet\. Finish it with .* resume"):
         from_pretrained(run)
-    (run / "final/COMPLETE").write_text("")
+    with checkpoint.replacing(run / "final") as temporary:
+        shutil.copytree(folder, temporary, dirs_exist_ok=True)
     assert from_pretrained(run, compute="float32").context == from_pretrained(folder, compute="float32").context
 
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from gruppo.integrity import check_seal, read_json
 from gruppo.loading import command_name, import_extra
 from gruppo.modalities.common.lora import (
     POLICY,
@@ -131,14 +132,15 @@ def read_adapter(path: str | Path) -> Adapter:
         problem = f"has no {CONFIG}" if folder.exists() else "does not exist"
         raise GruppoError(f"the adapter folder {str(folder)!r} {problem}. Give a folder that peft or gruppo wrote.")
     peft = import_extra("peft", "lora", f"the adapter {path}")
+    check_seal(folder)
     base = None
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
         weights = load_file(folder / WEIGHTS)
         if (folder / BASE).is_file():
-            entry = json.loads((folder / BASE).read_text(encoding="utf-8"))
+            entry = read_json(folder / BASE)
             base = Base(str(entry["base"]), str(entry["sha256"]))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise GruppoError(
             f"the adapter {folder} cannot be read: {' '.join(str(error).split())}. It needs {CONFIG} and {WEIGHTS}, as "
             "peft writes them."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 from gruppo.config.options import flag
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, values_of
+from gruppo.integrity import check_seal, read_json
 from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.common.state_dict import load_strictly
 from gruppo.modalities.common.validation import refuse, refuse_unused_options
@@ -209,8 +209,9 @@ def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
 def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> DenoiserPolicy:
     """The policy that ``save`` wrote; a module other than ``DenoisingUNet`` is given, and gets the weights."""
     folder = Path(folder)
+    check_seal(folder)
     try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings = read_json(folder / SETTINGS)
         weights = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
+from gruppo.integrity import check_seal, read_json
 from gruppo.loading import import_extra
 from gruppo.modalities.common.lora import (
     POLICY,
@@ -344,15 +345,18 @@ def load_diffusers(
     """The policy of a pipeline's folder or hub id; for a folder that ``save`` wrote, with its settings by default."""
     diffusers = import_extra("diffusers", "diffusion", "an image pipeline")
     logging, folder = diffusers.utils.logging, Path(name)
+    check_seal(folder)
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         # diffusers needs the names of components that a saved pipeline lacks, such as SD 3's T5.
         index = folder / "model_index.json"
-        components = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+        components = read_json(index) if index.is_file() else {}
         without = {part: None for part, place in components.items() if place == [None, None]}
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(name), dtype=dtype, **without)
-    except (OSError, ValueError, AttributeError, ImportError) as error:
+        # without the option, files of pickles are read where there are no others
+        options = {"dtype": dtype, "use_safetensors": True, **without}
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(str(name), **options)
+    except (OSError, ValueError, AttributeError, ImportError, RecursionError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise GruppoError(
             f"{name} is no pipeline that diffusers opens: {reason} It needs a folder with model_index.json, as "
@@ -364,7 +368,7 @@ def load_diffusers(
     file = folder / SETTINGS
     if settings is None and file.is_file():
         try:
-            saved = json.loads(file.read_text(encoding="utf-8"))
+            saved = read_json(file)
             settings = PipelineSettings(**{**saved, "size": tuple(saved["size"])})
         except (ValueError, TypeError, KeyError) as error:
             raise GruppoError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from gruppo import trust
+from gruppo.integrity import check_seal, read_json
 from gruppo.loading import load_object
 from gruppo.modalities.common.state_dict import load_strictly, read_safetensors
 from gruppo.modalities.restoration.actions import ACTIONS, open_action
@@ -125,6 +126,7 @@ def load_restorer(
     elif network is None and not spec:
         raise GruppoError(f"{folder} holds the weights of a module of your own. Give load_restorer that module.")
     elif network is None:
+        trust.check(folder, trust.imports(spec))
         network = open_network(spec, channels=channels, conditions=opened.conditions)
     load_strictly(Restorer(network, opened), weights, str(folder))
     options = {name: settings[name] for name in SAVED}
@@ -133,8 +135,9 @@ def load_restorer(
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and weights of a policy's folder."""
+    check_seal(folder)
     try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings = read_json(folder / SETTINGS)
         weights = load_file(folder / WEIGHTS)
         settings["action"]["kind"], settings["channels"], settings["network"]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

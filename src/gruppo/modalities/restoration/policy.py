@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gruppo import trust
 from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
 from gruppo.core.images import PIXEL_LOSSES, PixelLoss, psnr, quantize
 from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
@@ -155,6 +156,7 @@ class RestorationPolicy(Policy):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / WEIGHTS)
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        trust.record(folder, trust.imports(settings))
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 

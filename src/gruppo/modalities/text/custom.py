@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gruppo import trust
+from gruppo.integrity import check_seal, read_json
 from gruppo.loading import absolute_spec, is_file_name, load_object
 from gruppo.modalities.common.state_dict import load_strictly, read_safetensors
 from gruppo.modalities.text.policy import TextPolicy
@@ -77,7 +79,7 @@ class ModelFunction:
     @classmethod
     def read(cls, folder: Path) -> ModelFunction:
         try:
-            entry = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            entry = read_json(folder / SETTINGS)
             return cls(str(entry["made_by"]), str(entry["sha256"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise GruppoError(
@@ -87,6 +89,7 @@ class ModelFunction:
 
     def write(self, folder: Path) -> None:
         (folder / SETTINGS).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        trust.record(folder, [self.made_by])
 
 
 def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
@@ -97,7 +100,9 @@ def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
     if not is_custom(name):
         return _make(str(name), seed, None)
     folder = Path(name).expanduser()
+    check_seal(folder)
     source = ModelFunction.read(folder)
+    trust.check(folder, [source.made_by])
     weights = read_safetensors(folder / WEIGHTS)
     try:
         policy = _make(source.made_by, seed, folder)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from gruppo.integrity import check_seal
 from gruppo.loading import transformers_error
 from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
 from gruppo.modalities.common.lora import cast_base, has_adapter
@@ -115,6 +116,7 @@ def _load(path: str, tokenizer_path: str | None, trust_remote_code: bool) -> tup
     if is_local and not (folder / "config.json").is_file():
         problem = "has no config.json" if folder.exists() else "does not exist"
         raise GruppoError(f"the model folder {path!r} {problem}. Give a folder of save_pretrained, or a hub id.")
+    check_seal(folder)
     source, kind = str(folder) if is_local else path, "tokenizer"
     options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
     hf_logging.disable_progress_bar()

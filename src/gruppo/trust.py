@@ -1,0 +1,193 @@
+"""Which folders may name Python code that is imported when they are opened.
+
+Configs and saved models name functions: ``/path/rewards.py:score``, ``package.module:make``. Opening a folder of
+somebody else must not import them. The state folder, outside all run folders, holds one record for each folder that
+names code: where it is, and what it named when this user's command created it. A folder that names more than its
+record is refused without ``--trust-run``, so that nobody who edits, copies or moves a folder can add code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.machinery import all_suffixes
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from gruppo.integrity import read_json
+from gruppo.loading import absolute_path, absolute_spec, is_file_name, sealed_imports
+from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
+
+STATE, TRUSTED = "GRUPPO_STATE", "GRUPPO_TRUSTED_RUNS"
+REMOTE_CODE = "trust_remote_code"
+"""Setting of a config, and option of a reward model: code of a hub model's repository runs."""
+RUNS_CODE = re.compile(rf"\b({REMOTE_CODE}\s*=(?!\s*false\b)|sandbox\s*=\s*\S)", re.IGNORECASE)
+"""Options of a reward that run a repository's code, or a command."""
+MODEL_FILES = ("module.json", "restorer.json")
+"""Files of saved models that name a function."""
+
+_allowed: frozenset[str] = frozenset()
+"""Names that the folder being opened may import; those of the folders that it names in turn are among them."""
+
+
+# --- what a folder would import ---------------------------------------------------------------------------------------
+
+
+def imports(settings: Any, key: str = "") -> list[str]:
+    """Names of Python objects in a nested config, options that turn on code of a hub's repository, and commands."""
+    if isinstance(settings, Mapping):
+        return [name for k, value in settings.items() for name in imports(value, str(k))]
+    if isinstance(settings, list | tuple):
+        return [name for value in settings for name in imports(value, key)]
+    if key == REMOTE_CODE:
+        return [REMOTE_CODE] if settings else []
+    text = settings.strip() if isinstance(settings, str) else ""
+    if RUNS_CODE.search(text):
+        return [text]
+    spec = text.removeprefix("restore:")
+    place, _, name = spec.rpartition(":")
+    if is_file_name(place) or key == "data":  # data with a colon is a task, reasoning_gym:NAME, unless it is a file
+        return [absolute_spec(spec)] if place.endswith(tuple(all_suffixes())) else []
+    parts = [*place.split("."), name]
+    with suppress(ImportError, ValueError):
+        if all(map(str.isidentifier, parts)) and importlib.util.find_spec(parts[0]) is not None:
+            return [spec]
+    return []
+
+
+def imports_of_run(settings: Any, folder: Path) -> list[str]:
+    """Names in a run's config, in the saved models that it names, and in its own model."""
+    return [*imports(settings), *chain(*imports_of_models([settings, str(folder)]).values())]
+
+
+def imports_of_models(settings: Any) -> dict[Path, list[str]]:
+    """Names of functions in the saved models that a nested config names, by their folders."""
+    if isinstance(settings, Mapping | list | tuple):
+        parts = settings.values() if isinstance(settings, Mapping) else settings
+        return {folder: names for part in parts for folder, names in imports_of_models(part).items()}
+    if not isinstance(settings, str) or not settings:
+        return {}
+    folder = Path(absolute_path(settings))
+    return {path: names for path in (folder, folder / "final") if (names := imports_of_model(path))}
+
+
+def imports_of_model(folder: Path) -> list[str]:
+    """Names of functions in a saved model's folder. A damaged file names none: it cannot be opened either."""
+    names = []
+    for file in MODEL_FILES:
+        with suppress(OSError, ValueError):
+            names += imports(read_json(folder / file))
+    return names
+
+
+# --- what may be imported ---------------------------------------------------------------------------------------------
+
+
+def check(folder: Path, names: Collection[str], *, trust_run: bool = False, trust_remote_code: bool = False) -> None:
+    """Refuse a folder that would import what it did not name when this user created it."""
+    listed = f"{folder} names code to run: {', '.join(dict.fromkeys(names))}."
+    flags = ["--trust-remote-code"] if any(REMOTE_CODE in name for name in names) and not trust_remote_code else []
+    if not (trust_run or _is_trusted(folder, names)):
+        flags.insert(0, "--trust-run")
+        options = ", ".join(f"{flag.strip('-').replace('-', '_')}=True" for flag in flags)
+        raise GruppoError(
+            f"{listed} No command of yours on this machine created it there with that code. Read the code; if you "
+            f"trust it, add {' '.join(flags)} (in Python {options}), or set {TRUSTED} to a folder above."
+        )
+    if flags:
+        raise GruppoError(
+            f"{listed} Only the command line can turn that on, no file. If you trust the repository, add {flags[0]} "
+            "(in Python trust_remote_code=True)."
+        )
+
+
+@contextmanager
+def importing(names: Collection[str], *, closed_for: Path | None = None) -> Iterator[None]:
+    """Within, these names, which ``check`` has passed, may be imported; with ``closed_for`` and no names, none at all.
+
+    So a setting that ``imports`` does not know cannot import anything from a folder of somebody else.
+    """
+    global _allowed
+    previous, _allowed = _allowed, frozenset(names)
+    try:
+        with sealed_imports("" if names or closed_for is None else str(closed_for)):
+            yield
+    finally:
+        _allowed = previous
+
+
+def _is_trusted(folder: Path, names: Collection[str]) -> bool:
+    if _allowed.issuperset(names):
+        return True
+    place = folder.expanduser().resolve()
+    for text in filter(None, os.environ.get(TRUSTED, "").split(os.pathsep)):
+        parent = Path(text).expanduser()
+        if not parent.is_absolute():
+            raise GruppoError(f"{TRUSTED} has {text!r}, which means another folder in each folder. Give its full path.")
+        if place.is_relative_to(parent.resolve()):
+            return True
+    # a model's folder is part of the run above it
+    return any(set(names) <= _recorded(path) for path in (place, *place.parents))
+
+
+def _recorded(place: Path) -> set[str]:
+    with suppress(OSError, ValueError, RuntimeError, KeyError, TypeError):
+        record = read_json(_record_of(place))
+        if record["folder"] == str(place):
+            return {str(name) for name in record["imports"]}
+    return set()
+
+
+# --- the state folder -------------------------------------------------------------------------------------------------
+
+
+def record(folder: Path, names: Collection[str]) -> None:
+    """Record that this user created a folder that names this code; a warning if the state folder cannot be written."""
+    if folder.name.startswith("."):  # temporary: what renames it records it
+        return
+    try:
+        place = folder.expanduser().resolve()
+        file = _record_of(place)
+        if not names:  # another run may have been there
+            file.unlink(missing_ok=True)
+            return
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".tmp-{os.getpid()}")
+        temporary.write_text(json.dumps({"folder": str(place), "imports": sorted(set(names))}), encoding="utf-8")
+        temporary.replace(file)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        if names:
+            log.warning(
+                "%s could not be recorded as yours (%s). It works now; opening it later needs --trust-run. Set %s to a "
+                "folder that can be written, or %s to %s.",
+                *(folder, error, STATE, TRUSTED, folder.absolute().parent),
+            )
+
+
+def _record_of(place: Path) -> Path:
+    digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:32]
+    return state_folder() / "runs" / f"{digest}.json"
+
+
+def state_folder() -> Path:
+    """GRUPPO_STATE, or where the platform keeps such files; the nodes of a cluster may share it."""
+    if chosen := os.environ.get(STATE):
+        if not Path(chosen).expanduser().is_absolute():  # a folder of somebody else could hold records of its own
+            raise GruppoError(f"{STATE}={chosen!r} means another folder in each folder. Give its full path.")
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "gruppo"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "gruppo"
+    base = Path(os.environ.get("XDG_STATE_HOME") or "")  # the specification: a relative one is ignored
+    return (base if base.is_absolute() else Path.home() / ".local" / "state") / "gruppo"
