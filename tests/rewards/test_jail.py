@@ -159,8 +159,8 @@ def test_a_program_that_sleeps_has_the_time_of_a_case_and_no_more(jail):
 
 @jailed
 def test_time_for_which_a_program_waits_for_a_processor_does_not_count():
-    """Five others on its processor: it waits for four times as long as it may sleep."""
-    with Jail(SandboxLimits(case_s=0.3, program_s=0.4)) as own:
+    """Five others on its processor: it waits for longer than it may sleep."""
+    with Jail(SandboxLimits(case_s=0.5, program_s=2)) as own:
         os.sched_setaffinity(own._process.pid, one := {min(os.sched_getaffinity(0))})
         for handler in children_of(own._process.pid):
             os.sched_setaffinity(handler, one)
