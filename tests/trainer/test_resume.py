@@ -438,6 +438,10 @@ def add_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "tiny/tokenizer.json").write_text(json.dumps(tokenizer))
 
 
+def add_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write_rows(folder / "validation.jsonl", tiny.rows(3))
+
+
 def another_version(package: str):
     def change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         version = run_dir.metadata.version
@@ -456,6 +460,7 @@ CHANGES = {
     "environment": (edit("replies.py"), "the code of .*replies.py:reply has changed"),
     "chat template": (write_template, "the chat template has changed"),
     "tokenizer": (add_token, "the tokenizer has changed"),
+    "validation data": (add_row, "the validation data has changed"),
     "torch": (another_version("torch"), "torch was .* and is 0.0"),
     "gruppo": (another_version("gruppo"), "gruppo was .* and is 0.0"),
     "threads": (another_thread, r"torch had 1 threads and has 64 \(set OMP_NUM_THREADS=1\)"),
@@ -471,6 +476,7 @@ def stopped(tmp_path, monkeypatch) -> Path:
     sys.modules.pop("beside", None)
     tiny.write_model(tmp_path / "tiny")
     files = {"reward": [f"{tmp_path / 'mine.py'}:digits"], "environment__reply": f"{tmp_path / 'replies.py'}:reply"}
+    files["evaluation__data"] = tiny.write_rows(tmp_path / "validation.jsonl", tiny.rows(2))
     config = config_in(tmp_path, files, model=str(tmp_path / "tiny"), steps=2, evaluation__prompts=0)
     with pytest.raises(Stopped):
         api.start(config, Parts(model=policy_that_signals(1, signal.SIGTERM, model=config.model)))

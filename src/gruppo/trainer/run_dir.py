@@ -370,7 +370,10 @@ def setup(run: Run) -> dict[str, Any]:
     config = run.config
     functions = [*config.reward, config.environment.reply, config.engine]
     code = {f"code of {name}": sha256 for name in functions if (sha256 := code_digest(name)) is not None}
-    return {"inputs": code | run.policy.input_digests(), "world": dist.world_size(), **environment()}
+    inputs = code | run.policy.input_digests()
+    if run.validation is not None:
+        inputs["validation data"] = run.validation.fingerprint()
+    return {"inputs": inputs, "world": dist.world_size(), **environment()}
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any], *, is_on_cpu: bool) -> list[tuple[str, bool]]:
