@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 import time
-from contextlib import suppress
-from pathlib import Path
 
 from tests import processes
 from tests.rewards.fakes import rollouts_of
 
 from gruppo import watchdog
 from gruppo.rewards import RewardSet
-from gruppo.timeouts import CallError, call_with_timeout
+from gruppo.timeouts import call_with_timeout
 
 
 def holds(completions):
@@ -34,21 +34,19 @@ def test_a_call_that_holds_the_lock_past_its_deadline_ends_the_process_and_names
     assert (tmp_path / "log.txt").read_text() == child.err  # what the next command can point to
 
 
-def suspend_in_a_call(folder: str) -> None:
-    watchdog.GRACE_S, watchdog.PATIENCE_S = 0.2, 5.0
-    with suppress(CallError):  # its deadline is over too
-        call_with_timeout(lambda: Path(folder, "called").touch() or time.sleep(0.2), 1.0)
-    Path(folder, "done").touch()
-
-
-def test_a_process_that_was_suspended_past_the_limit_goes_on(tmp_path):
-    """Its timer has run out when it continues, and it holds no lock."""
-    child = processes.start(suspend_in_a_call, str(tmp_path), folder=tmp_path / "child")
-    child.wait_for((tmp_path / "called").exists)
-    child.send(signal.SIGSTOP)
-    time.sleep(2 * 1.0 + 0.2 + 0.3)
-    child.send(signal.SIGCONT)
-    assert child.wait() == 0 and (tmp_path / "done").exists()
+def test_a_process_that_was_suspended_past_the_limit_goes_on():
+    """Its timer runs out when it continues; it holds no lock, and says so within the patience."""
+    sleeper = subprocess.Popen(["sleep", "60"])
+    command = [sys.executable, "-I", "-S", "-c", watchdog._WATCHER, str(sleeper.pid), "2.0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as watcher:
+        assert watcher.stdin is not None
+        watcher.stdin.write(b"\0it hangs\x1f\nTimeout!\nThread 1\n")
+        time.sleep(0.3)
+        watcher.stdin.write(b"\0it hangs\x1f\n")
+        time.sleep(0.3)
+        assert sleeper.poll() is None
+        watcher.stdin.write(b"Timeout!\nThread 1\n")
+        assert sleeper.wait(30) == -signal.SIGKILL
 
 
 def long_calls() -> None:
