@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +37,7 @@ def meet(lost: int, number: int, timeout_s: float) -> None:
 )
 def test_ranks_name_the_one_that_is_dead_or_stopped(tmp_path, number, lost):
     """Of three ranks, since of two, none can name the wrong one."""
-    ranks = processes.ranks(3, meet, lost, int(number), 2.0, folder=tmp_path)
+    ranks = processes.ranks(3, meet, lost, int(number), 4.0, folder=tmp_path)
     others = {index: rank for index, rank in enumerate(ranks) if index != lost}
     assert [rank.wait() for rank in others.values()] == [75, 75], "\n".join(rank.err for rank in others.values())
     for index, rank in others.items():
@@ -58,15 +56,8 @@ def test_a_rank_that_is_alive_and_late_is_not_called_lost(tmp_path):
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def stops_a_rank(completions: Sequence[Any], trainer_state: Any, **_: Any) -> list[float]:
-    if os.environ["RANK"] == "1" and trainer_state.global_step == 1 and "STOP" in os.environ:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return tiny.digits(completions)
-
-
-def test_a_run_with_a_stopped_rank_saves_and_says_how_to_resume(tmp_path, monkeypatch):
-    reward = [f"{Path(__file__).resolve()}:stops_a_rank"]
-    config = tiny.config(tmp_path, reward=reward, distributed__timeout_s=3, steps=3, evaluation__prompts=0)
+def test_a_run_with_a_stopped_rank_saves_and_says_how_to_resume(tmp_path):
+    config = tiny.config(tmp_path, distributed__timeout_s=8, steps=3, evaluation__prompts=0)
     recipe, run = tmp_path / "recipe.json", tmp_path / "runs/run"
     recipe.write_text(json.dumps(serialization.to_dict(config)))
     ranks = processes.ranks(2, stopping, ["train", str(recipe), "--name", "run"], folder=tmp_path / "stopped")
@@ -84,5 +75,15 @@ def test_a_run_with_a_stopped_rank_saves_and_says_how_to_resume(tmp_path, monkey
 
 
 def stopping(args: list[str]) -> None:
-    os.environ["STOP"] = "1"
+    """The command, of which rank 1 is stopped in its second step."""
+    from gruppo.trainer import loop
+
+    collect = loop.collect
+
+    def stopped(run: Any, *arguments: Any) -> Any:
+        if dist.rank() == 1 and run.state.step == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return collect(run, *arguments)
+
+    loop.collect = stopped
     processes.command_line(args)

@@ -49,6 +49,7 @@ QUIET = {
     "HF_HUB_VERBOSITY": "error",
     "DATASETS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Read by the libraries when they are imported; variables that the user has set keep their value."""
 

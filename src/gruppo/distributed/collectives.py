@@ -13,7 +13,7 @@ import torch
 import torch.distributed as td
 from torch import Tensor
 
-from gruppo.distributed.heartbeat import Heartbeat
+from gruppo.distributed.heartbeat import ROUNDS, Heartbeat
 from gruppo.types import GruppoError, Stat
 
 __all__ = ["RankLost", "all_gather", "all_max", "all_sum", "fail_together", "init", "is_main", "merge_stats", "rank"]
@@ -45,12 +45,13 @@ def init(timeout_s: float = 1800, *, advice: str = "") -> None:
         return
     # NCCL then waits and raises an error as gloo does, instead of ending the process
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    timeout, (_timeout_s, _advice) = timedelta(seconds=timeout_s), (timeout_s, advice)
+    _timeout_s, _advice, interval_s = timeout_s, advice, min(timeout_s / 30, 1.0)
+    timeout = timedelta(seconds=timeout_s - ROUNDS * interval_s)  # the rest is for finding the lost rank
     try:
         store, number, count = next(td.rendezvous("env://", timeout=timeout))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         td.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
-        _heartbeat = Heartbeat(td.PrefixStore("gruppo", store), number, count, interval_s=min(timeout_s / 30, 1.0))
+        _heartbeat = Heartbeat(td.PrefixStore("gruppo", store), number, count, interval_s=interval_s)
         _processes = [""] * count
         _processes = [
             text.decode() for text in all_gather(f" (process {os.getpid()} on {socket.gethostname()})".encode())

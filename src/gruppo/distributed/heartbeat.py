@@ -11,8 +11,8 @@ import time
 
 import torch.distributed as td
 
-MISSED = 5
-"""Beats without which a rank is lost."""
+MISSED, ROUNDS = 5, 10
+"""Beats without which a rank is lost, and rounds in which that is found."""
 
 
 class Heartbeat:
