@@ -28,7 +28,8 @@ def stand_in(monkeypatch):
 
 def in_nanochat(folder: Any, **changes: Any) -> Any:
     names = {"model": f"{FILE}:model", "data": f"{FILE}:problems", "reward": [f"{FILE}:is_right"]}
-    return tiny.config(folder, **(names | {"compute": "auto", "prompts__held_out_fraction": 0.0} | changes))
+    here = {"compute": "auto", "prompts__held_out_fraction": 0.0, "scoring__isolate": False}  # with the stand-in
+    return tiny.config(folder, **(names | here | changes))
 
 
 def test_render_ends_where_the_assistant_answers_and_keeps_an_answer_that_is_begun():
