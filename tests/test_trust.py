@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,13 @@ from gruppo import api, inference, trust
 from gruppo.cli import app, commands
 from gruppo.config import serialization
 from gruppo.config.schema import Config
+from gruppo.data.open import open_source
 from gruppo.integrity import MAX_BYTES, parse_json
 from gruppo.loading import absolute_spec
+from gruppo.modalities import find_modality
+from gruppo.modalities.common.lora import inject
+from gruppo.modalities.diffusion.config import DiffusionConfig
+from gruppo.trainer import checkpoint
 from gruppo.types import GruppoError
 
 BARE = {"evaluation__prompts": 0, "saving__every": 1, "steps": 1}
@@ -259,6 +265,32 @@ def test_a_flipped_byte_in_the_final_model_is_refused_and_resume_writes_it_again
         assert code == 2 and "model.safetensors has changed since it was written" in line and f"resume {run}" in line
     assert gives(capsys, "resume", str(run))[0] == 0 and weights.read_bytes() == data
     assert gives(capsys, "sample", str(run), "hello")[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["own module", "restorer", "denoiser", "adapter"])
+def test_every_kind_of_model_is_compared_with_its_seal(tmp_path, kind):
+    if kind == "own module":
+        policy = gruppo.load_policy(own_models.own("model"))
+    elif kind == "restorer":
+        policy = gruppo.open_restorer("dncnn", "band_gains", channels=1)
+    elif kind == "denoiser":
+        config = api.change(Config(), {"model": "unet", "data": "digits", "modality": DiffusionConfig(width=8)})
+        policy = find_modality("unet").open(config, open_source("digits", seed=0))[0]
+    else:
+        pytest.importorskip("peft")
+        adapt = partial(inject, rank=2, alpha=4.0, targets=(), seed=0, base=tiny.model())
+        policy = gruppo.from_pretrained(tiny.model(), adapt=adapt)
+    with checkpoint.replacing(tmp_path / "saved") as temporary:
+        policy.save_with_origin(temporary)
+    trust.record(tmp_path / "saved", trust.imports_of_model(tmp_path / "saved"))
+    gruppo.load_policy(tmp_path / "saved")
+    (weights,) = (tmp_path / "saved").glob("*.safetensors")
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(
+        GruppoError, match=rf"{weights.name} has changed since it was written\. Save or export it again"
+    ):
+        gruppo.load_policy(tmp_path / "saved")
 
 
 # --- hostile files ----------------------------------------------------------------------------------------------------
