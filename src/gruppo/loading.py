@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -13,6 +14,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -163,32 +165,50 @@ def is_users_module(name: str, file: str | None) -> bool:
 def code_digest(spec: str) -> str | None:
     """SHA-256 of the user's file that ``file.py:name`` or ``package.module:name`` names, with those that it imports.
 
-    None for the name of anything else. What a function imports when it is called is not included.
+    The files are read and not imported: a reward function of a file is imported in another process. None for the name
+    of anything else.
     """
-
-    def file_of(module: ModuleType | None) -> str | None:
-        return getattr(module, "__dict__", {}).get("__file__")  # getattr would import what a lazy module stands for
-
     place = spec.rpartition(":")[0]
-    is_file = bool(place) and is_file_name(place)
-    root = str(Path(place).expanduser().resolve()) if is_file else file_of(sys.modules.get(place))
-    # a script that is run and named is the module __main__, one that is loaded has a name of ours
-    modules = [module for module in list(sys.modules.values()) if root and file_of(module) == root]
-    files = {root} if root and is_file else set()
-    seen: set[str] = set()
-    while modules:
-        module = modules.pop()
-        file = file_of(module)
-        if file is None or module.__name__ in seen or not is_users_module(module.__name__, file):
+    if not place:
+        return None
+    if is_file_name(place):
+        root: str | None = str(Path(place).expanduser().resolve())
+    else:  # a script that is run and named is the module __main__, one that is loaded has a name of ours
+        # not getattr, with which a lazy module would import what it stands for
+        root = getattr(sys.modules.get(place), "__dict__", {}).get("__file__")
+        root = root if root and is_users_module(place, root) else None
+    waiting = [Path(root)] if root else []
+    digests: dict[Path, str] = {}
+    while waiting:
+        file = waiting.pop()
+        if file in digests or not file.is_file():
             continue
-        seen.add(module.__name__)
-        files.add(file)
-        for value in list(vars(module).values()):
-            with suppress(Exception):  # an object of the user's may refuse to be asked
-                owner = value if isinstance(value, ModuleType) else sys.modules.get(str(value.__module__))
-                modules += [owner] if owner is not None else []
-    digests = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if Path(file).is_file())
-    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else None
+        source = file.read_bytes()
+        digests[file] = hashlib.sha256(source).hexdigest()
+        with suppress(SyntaxError, ValueError, RecursionError):
+            waiting += _imported_files(ast.parse(source), file)
+    return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest() if digests else None
+
+
+def _imported_files(tree: ast.AST, file: Path) -> Iterator[Path]:
+    """Files of the user's that a file imports, those of the packages around them included."""
+    for node in ast.walk(tree):
+        names, folders = list[str](), [file.parent, *map(Path, sys.path)]
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            prefix = f"{node.module}." if node.module else ""
+            names = [prefix + alias.name for alias in node.names]
+            if node.level:
+                folders = [file.parents[node.level - 1]]
+        for name in names:
+            parts = name.split(".")
+            for folder, end in product(folders, range(1, len(parts) + 1)):
+                inner = folder.joinpath(*parts[:end])
+                for candidate in (inner.parent / f"{inner.name}.py", inner / "__init__.py"):
+                    is_installed = {"site-packages", "dist-packages"} & {*candidate.parts}
+                    if not is_installed and candidate.is_file() and is_users_module(name, str(candidate)):
+                        yield candidate.resolve()
 
 
 def users_line(error: BaseException) -> str | None:
