@@ -31,6 +31,7 @@ CLOCKED = ("time/", "mem/", "rate/")
 SIMPLE: dict[str, Any] = {}
 FULL: dict[str, Any] = {
     "reward": [tiny.reward("noisy")],
+    "scoring__isolate": False,
     "optim__epochs": 2,
     "optim__minibatches": 2,
     "optim__warmup_steps": 3,
@@ -38,7 +39,7 @@ FULL: dict[str, Any] = {
     "stage__kl_coef": 0.1,
     "stage__entropy_coef": 0.01,
 }
-"""Several updates a batch, a reference, a schedule, and a reward that draws from Python's global generator."""
+"""Several updates a batch, a reference, a schedule, and a reward that draws from the process's generator."""
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
