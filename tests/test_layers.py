@@ -29,9 +29,9 @@ LAYERS: tuple[set[str], ...] = (
     {"config"},
     {"modalities", "engines", "environments", "rewards", "data", "tracking"},
     {"testing", "trainer"},
-    {"build"},
+    {"build", "recipes"},
     {"api", "inference"},
-    {"cli", "doctor", "recipes", "__init__", "__main__"},
+    {"cli", "doctor", "__init__", "__main__"},
 )
 """From the bottom to the top."""
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import time
 from dataclasses import replace
@@ -453,8 +454,35 @@ def test_a_reward_is_shown_conversations_where_the_prompts_are():
     assert seen[0] == [{"role": "assistant", "content": ""}]
 
 
+def short_and_right(completions, answer, **columns):
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(a in text) - 0.05 * len(text.split()) for text, a in zip(texts, answer, strict=True)]
+
+
+def test_a_reward_is_checked_with_all_that_training_takes_as_data(tmp_path):
+    messages = [{"role": "user", "content": "How much is 2 plus 3?"}]
+    row = {"prompt": messages, "answer": "5"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    for data in (None, [row, row], str(tmp_path / "data.jsonl"), tmp_path / "data.jsonl"):
+        check_reward(short_and_right, data)
+    check_reward(short_and_right, [{"q": messages, "a": 5, "answer": "5"}], prompt_column="q", target_column="a")
+    check_reward(lambda completions: [float(len(c.split())) for c in completions], ["1 + 1 =", "a longer prompt"])
+    with pytest.raises(ContractError, match="Completions were texts"):
+        check_reward(short_and_right, [{"prompt": "2 + 3 =", "answer": "5"}])
+    with pytest.raises(DataError, match="there is no file"):
+        check_reward(short_and_right, "nowhere.jsonl")
+
+
 def crashes_on_empty(completions, **columns):
-    return [1.0 / len(c) for c in completions]
+    return [1.0 / len(c[0]["content"]) for c in completions]
+
+
+def crashes_on_empty_text(completions, **columns):
+    return [1.0 / len(c.split(" ")[0]) for c in completions]
+
+
+def crashes(completions, **columns):
+    return [1 / 0 for _ in completions]
 
 
 def returns_one_less(completions, **columns):
@@ -462,7 +490,7 @@ def returns_one_less(completions, **columns):
 
 
 def returns_inf(completions, **columns):
-    return [float("inf") if not c else 1.0 for c in completions]
+    return [1.0 if c[0]["content"] else float("inf") for c in completions]
 
 
 def sleeps(completions, **columns):
@@ -479,7 +507,7 @@ def is_random(completions, **columns):
 
 
 def scores_in_its_own_order(completions, **columns):
-    return sorted(float(len(c)) for c in completions)
+    return sorted(float(len(str(c))) for c in completions)
 
 
 def edits_the_prompts(completions, tags, **columns):
@@ -495,9 +523,14 @@ def asks_for_more(completions, solutions):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (crashes_on_empty, "'crashes_on_empty', exception for the completion '': ZeroDivisionError"),
+        (
+            crashes_on_empty,
+            "for the completion .*'content': ''}]: ZeroDivisionError.*Completions were lists of messages",
+        ),
+        (crashes_on_empty_text, "exception for the completion '': ZeroDivisionError.*Completions were texts"),
+        (crashes, "Completions were lists of messages.*Completions were texts.*Give check_reward some of your data"),
         (returns_one_less, "'returns_one_less', count for the completion"),
-        (returns_inf, "'returns_inf', not_finite for the completion ''"),
+        (returns_inf, "'returns_inf', not_finite for the completion .*'content': ''"),
         (sleeps, "'sleeps', timeout for the completion"),
         (scores_nothing, "scored none of 12 completions"),
         (is_random, "the same completions need the same scores"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,10 +16,13 @@ from typing import Any
 from gruppo import distributed as dist
 from gruppo import trust, watchdog
 from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
-from gruppo.config import serialization
+from gruppo.config import peer_options, serialization
+from gruppo.config.options import flag, options
 from gruppo.config.schema import IN_MEMORY, Config
+from gruppo.config.sections import sections
 from gruppo.config.stages import stage_path
 from gruppo.loading import RunDuringImport, command_name, is_importing
+from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
 from gruppo.seeds import seed_at
 from gruppo.trainer import checkpoint, dry_run, loop
 from gruppo.trainer.evaluate import held_out
@@ -50,7 +55,7 @@ class Result:
 
 
 def train(
-    config: Config | None = None,
+    config: Config | str | Path | None = None,
     *,
     model: Any = None,
     data: Any = None,
@@ -64,31 +69,54 @@ def train(
 ) -> Result:
     """Train a model on data with a reward, and return where it is.
 
-    ``model``: a hub id, a folder, a bundled name, ``file.py:function``, or a policy. ``data``: a name, a path, a
-    list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in TRL's calling
-    convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the policy, so that
-    it speaks again. ``engine``: an engine that samples, or the name of a function that makes one. ``changes`` are
-    further fields of ``Config``, dotted ones with two underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``.
-    ``show``: the live screen, and the results at the end. ``trust_run``: import the code that the model's folder names,
-    though you did not create it.
+    ``config``: a ``Config``, or what ``gruppo train`` takes: a recipe's name, a config file, the folder of a run, or
+    ``file.py:function``. ``model``: a hub id, a folder, a bundled name, ``file.py:function``, or a policy. ``data``: a
+    name, a path, a list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in
+    TRL's calling convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the
+    policy, so that it speaks again. ``engine``: an engine that samples, or the name of a function that makes one.
+    ``changes`` are further fields of ``Config``, dotted ones with two underscores: ``rollout__group_size=16``,
+    ``optim__lr=1e-5``. ``show``: the live screen, and the results at the end. ``trust_run``: import the code that the
+    folder of the model or of the config's run names, though you did not create it.
 
     A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 finishes what would be lost, saves, and raises
     ``gruppo.Stopped``; ``resume`` continues from there. A second Ctrl-C or SIGTERM stops at once.
     """
+    if is_importing():
+        raise RunDuringImport
+    if config is not None and not isinstance(config, Config | str | Path):
+        raise GruppoError(
+            f"config is {config!r:.80} ({type(config).__name__}); it needs a gruppo.Config, a recipe's name such as "
+            '"arithmetic", file.py:function, a config file or the folder of a run. Pass single settings by name: '
+            "gruppo.train(steps=50)."
+        )
+    name = str(config) if isinstance(config, str | Path) else ""
+    file = config_file(name) if name else None
+    recipe = recipe_config(str(config)) if isinstance(config, str | Path) else config or Config()
+    # a file does not turn on remote code: the caller does
+    config = recipe if file is None else replace(recipe, trust_remote_code=False)
     parts = Parts.of(model, data, reward, environment, engine)
-    config = change(config or Config(), changes if steps is None else {"steps": steps, **changes})
-    config = replace(
-        config,
-        model=config.model if model is None else name_of(model),
-        data=config.data if data is None else name_of(data),
-        reward=config.reward if parts.rewards is None else tuple(map(name_of, parts.rewards)),
-    )
-    if environment is not None:
-        config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
-    if engine is not None:
-        config = replace(config, engine=name_of(engine))
-    with logged() if show else nullcontext():
-        return finish(start(config, parts, show=show, trust_run=trust_run), show=show)
+    changes = changes if steps is None else {"steps": steps, **changes}
+    try:
+        config = change(config, changes)
+        config = replace(
+            config,
+            model=config.model if model is None else name_of(model),
+            data=config.data if data is None else name_of(data),
+            reward=config.reward if parts.rewards is None else tuple(map(name_of, parts.rewards)),
+        )
+        if environment is not None:
+            config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
+        if engine is not None:
+            config = replace(config, engine=name_of(engine))
+        if file is not None:
+            check_code(file, recipe, config, trust_run=trust_run)
+        if name and not config.name:
+            config = replace(config, name=new_name(run_stem(name), config.runs_dir))
+        with logged() if show else nullcontext():
+            return finish(start(config, parts, show=show, trust_run=trust_run), show=show)
+    except GruppoError as error:
+        error.args = (as_passed(str(error), changes),)
+        raise
 
 
 def resume(
@@ -261,4 +289,27 @@ def new_name(stem: str, runs_dir: str | Path) -> str:
 
 def change(config: Config, changes: dict[str, Any]) -> Config:
     """A config with the given leaves, dotted names with two underscores: ``{"rollout__group_size": 4}``."""
-    return serialization.change(config, {name.replace("__", "."): value for name, value in changes.items()})
+
+    def spell(name: str) -> str:
+        return name.replace(".", "__")
+
+    try:
+        return serialization.change(config, {name.replace("__", "."): value for name, value in changes.items()})
+    except serialization.UnknownEntry as error:
+        known = [*options(config)]
+        for section, kind in sections().items():
+            known += [] if type(config.modality) is kind else options(kind(), f"{section}.")
+        hint = peer_options.suggestion(error.entry, known, spell)
+        raise GruppoError(
+            f"unknown option {spell(error.entry)}. {hint}docs/reference/config.md lists the options; in Python, two "
+            "underscores stand for a dot."
+        ) from None
+
+
+def as_passed(message: str, changes: Iterable[str]) -> str:
+    """A message with the options of ``changes`` as they were passed, ``rollout__group_size``, not as in the shell."""
+    for name in changes:
+        dotted = name.replace("__", ".")
+        spellings = f"{re.escape(flag(dotted))}|{re.escape(dotted)}" if "." in dotted else re.escape(flag(dotted))
+        message = re.sub(rf"(?<![\w.-])(?:{spellings})(?![.-]?\w)", name, message)
+    return message

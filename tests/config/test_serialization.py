@@ -242,10 +242,14 @@ def test_keywords_with_two_underscores_change_leaves_and_whole_branches():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"optim__lrr": 1}, "unknown entry optim.lrr. Did you mean optim.lr?"),
+        ({"optim__lrr": 1}, "unknown option optim__lrr. Did you mean optim__lr?"),
         ({"stepz": 1}, "Did you mean steps?"),
+        ({"lr": 1}, "Did you mean optim__lr?"),
+        ({"rollout_group_size": 4}, "Did you mean rollout__group_size?"),
+        ({"num_generations": 4}, "num_generations of trl is rollout__group_size."),
+        ({"diffusion__stepz": 1}, "Did you mean diffusion__steps?"),
         ({"steps__x": 1}, "steps is a value"),
-        ({"nowhere__x__y": 1}, "unknown entry nowhere"),
+        ({"nowhere__x__y": 1}, "unknown option nowhere"),
     ],
 )
 def test_keywords_that_name_nothing_are_refused(changes, says):

@@ -63,6 +63,41 @@ def test_names_a_list_of_texts_and_a_function_train(tmp_path):
     assert isinstance(policy, gruppo.TextPolicy)
 
 
+def test_a_recipes_name_and_a_config_file_train_as_on_the_command_line(tmp_path):
+    parts = {"model": tiny.model(), "data": tiny.rows(), "reward": length, "runs_dir": tmp_path}
+    result = gruppo.train("arithmetic", **parts, **SMALL | {"name": "", "steps": 1})
+    assert result.folder.name.startswith("arithmetic-")
+    assert saved_config(result)["optim"]["lr"] == parse_config("train", ["arithmetic"]).optim.lr
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f'model = "{tiny.model()}"\nreward = ["exact_match"]\n[optim]\nlr = 0.5\n')
+    result = gruppo.train(mine, data=tiny.rows(), runs_dir=tmp_path, **SMALL | {"name": "", "steps": 1})
+    assert result.folder.name.startswith("mine-")
+    assert saved_config(result)["optim"]["lr"] == 0.5 and saved_config(result)["reward"] == ["exact_match"]
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ({"steps": 3}, {}, r"config is {'steps': 3} \(dict\); it needs a gruppo.Config, a recipe's name"),
+        ("", {}, "unknown recipe ''. Built in: arithmetic"),
+        ("arithmetik", {}, "Did you mean arithmetic?"),
+        ("nowhere.toml", {}, "nowhere.toml does not exist"),
+        ("arithmetic", {"rollout__group_size": 0}, "^rollout__group_size=0 is .* Set rollout__group_size 8"),
+        (None, {"rollout__group_size": "x"}, "config entry rollout__group_size is 'x'"),
+        (
+            None,
+            {"num_generations": 4},
+            "^unknown option num_generations. .* of trl is rollout__group_size",
+        ),
+        (None, {"stages__1__lr": 4}, "^stages__1__lr: the list has no entry 1"),
+    ],
+)
+def test_a_mistake_in_python_is_one_line_in_names_of_python(config, changes, message):
+    with pytest.raises(GruppoError, match=message) as error:
+        gruppo.train(config, show=False, **changes)
+    assert "\n" not in str(error.value)
+
+
 def test_several_rewards_with_weights_add_up(tmp_path):
     result = gruppo.train(
         model=tiny.model(),

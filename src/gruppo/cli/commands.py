@@ -20,6 +20,7 @@ from gruppo.config.schema import Config
 from gruppo.errors import DataError
 from gruppo.loading import command_name, visible
 from gruppo.recipes import RECIPES
+from gruppo.recipes.open import run_stem
 from gruppo.tracking.formatting import ARRAYS, as_text
 from gruppo.types import GruppoError
 
@@ -70,10 +71,7 @@ def train(args: list[str]) -> None:
     from gruppo.trainer.watch import finish
 
     if not config.name:  # the recipe, or the saved run without its time
-        path = Path(args[0])
-        saved = path.parent.name if path.name == "config.json" else path.name if path.is_dir() else ""
-        stem = re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", saved) or path.stem.split(":")[0] or "run"
-        config = replace(config, name=api.new_name(stem, config.runs_dir))
+        config = replace(config, name=api.new_name(run_stem(args[0]), config.runs_dir))
     with _until_stopped(Path(config.runs_dir) / config.name):
         finish(api.start(config, show=True, trust_run=trust_run), show=True)
 

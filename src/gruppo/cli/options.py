@@ -7,46 +7,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from gruppo import trust
 from gruppo.cli import help as help_text
 from gruppo.config import peer_options, serialization
-from gruppo.config.options import Option, convert, describe_type, flag, is_list, nearest, options
+from gruppo.config.options import Option, convert, describe_type, flag, is_list, options
 from gruppo.config.schema import Config, Stage
 from gruppo.config.sections import section_name, sections
 from gruppo.config.stages import planned
-from gruppo.loading import did_you_mean, is_file_name, load_object
 from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
+from gruppo.recipes.open import check_code, config_file, recipe_config
 from gruppo.types import GruppoError
 
 HELP_FLAGS = ("-h", "--help", "--help-all")
-
-
-def recipe_config(name: str) -> Config:
-    """The config of a built-in recipe, file.py:function, a config file or a run's folder."""
-    if name in RECIPES:
-        return RECIPES[name]()
-    if (path := config_file(name)) is not None:
-        config = serialization.load(path)
-        # A saved run's name is taken; one that the user wrote in a file of their own is kept.
-        return replace(config, name="") if path.name == "config.json" else config
-    if ":" not in name and not is_file_name(name):
-        hint = did_you_mean(name, RECIPES, f" Built in: {', '.join(RECIPES)}; or give file.py:function.")
-        raise GruppoError(f"unknown recipe {name!r}.{hint}")
-    recipe = load_object(name)
-    config = recipe() if callable(recipe) else recipe
-    if not isinstance(config, Config):
-        raise GruppoError(f"{name} gives a {type(config).__name__}; a recipe returns a gruppo.Config.")
-    return config
-
-
-def config_file(name: str) -> Path | None:
-    """The config file that RECIPE names, itself or by the folder of a run; None for other recipes."""
-    path = Path(name) / "config.json" if (Path(name) / "config.json").is_file() else Path(name)
-    return path if name not in RECIPES and path.suffix in serialization.SUFFIXES else None
 
 
 def parse_config(command: str, args: Sequence[str], *, trust_run: bool = False) -> Config:
@@ -66,16 +40,7 @@ def parse_config(command: str, args: Sequence[str], *, trust_run: bool = False) 
     if file is None or command == "config":  # the user's own code, or nothing is imported
         return apply_options(recipe, args[1:], usage)
     config = apply_options(replace(recipe, trust_remote_code=False), args[1:], usage)
-    in_file = trust.imports(serialization.to_dict(recipe))
-    used = {*trust.imports(serialization.to_dict(config)), trust.REMOTE_CODE}  # not those that the options replace
-    is_run = file.name == "config.json" or (file.parent / "manifest.json").is_file()
-    names = [name for name in in_file if name in used and (is_run or trust.REMOTE_CODE in name)]
-    trust.check(
-        file.parent if is_run else file,
-        names,
-        trust_run=trust_run or not is_run,  # a config file of the user's own may name what it likes
-        trust_remote_code=config.trust_remote_code,
-    )
+    check_code(file, recipe, config, trust_run=trust_run)
     return config
 
 
@@ -216,9 +181,5 @@ def _unknown(
         existing = f"are the stages {' and '.join(names)}" if len(names) > 1 else f"is the stage {names[0]} alone"
         index = next((n for n, stage in enumerate(stages) if stage.name == match[1]), len(stages) - 1)
         return GruppoError(f"unknown option {flag(name)}: there {existing}: --stages.{index}.{field}.")
-    near = nearest(name, table)
-    # The last part of one of our options beats another system's name: --lr is --optim.lr.
-    is_same_leaf = near is not None and near.rpartition(".")[2] == name.rpartition(".")[2]
-    hint = "" if is_same_leaf else peer_options.hint(name)
-    hint = f"{hint} " if hint else f"Did you mean {flag(near)}? " if near else ""
+    hint = peer_options.suggestion(name, table, flag)
     return GruppoError(f"unknown option {flag(name)}. {hint}gruppo {command} --help lists them.")

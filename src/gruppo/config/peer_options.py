@@ -6,14 +6,14 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gruppo.config.options import as_text, flag
+from gruppo.config.options import as_text, flag, nearest
 from gruppo.config.schema import Config, Stage
 from gruppo.config.sections import sections
 from gruppo.config.stages import highest
@@ -116,11 +116,23 @@ def lookup(system: str, name: str) -> tuple[PeerOption, ...]:
     return tuple(option for option in peer_options(system) if normalized(name) in option.keys)
 
 
-def hint(name: str) -> str:
+def suggestion(name: str, known: Collection[str], spell: Callable[[str], str]) -> str:
+    """The option that an unknown name probably meant, as a sentence and a space; empty if there is none.
+
+    ``known``: dotted options; ``spell`` writes one as the user types it, in the shell or in Python.
+    """
+    near = nearest(name, known)
+    # The last part of one of our options beats another system's name: --lr is --optim.lr.
+    is_same_leaf = near is not None and near.rpartition(".")[2] == name.rpartition(".")[2]
+    sentence = "" if is_same_leaf else hint(name, spell)
+    return f"{sentence} " if sentence else f"Did you mean {spell(near)}? " if near else ""
+
+
+def hint(name: str, spell: Callable[[str], str] = flag) -> str:
     """What another system's option is called here, as a sentence for an error; empty if no system has it."""
     for system in SYSTEMS:
         for option in lookup(system, name):
-            if options := " ".join(map(flag, (option.ours or option.near).split())):
+            if options := " ".join(map(spell, (option.ours or option.near).split())):
                 how = "is" if option.ours else "has no counterpart; the nearest is"
                 return f"{normalized(name)} of {system} {how} {options}."
     return ""

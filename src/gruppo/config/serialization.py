@@ -33,6 +33,10 @@ class EntryError(GruppoError):
         """Dotted."""
 
 
+class UnknownEntry(EntryError):
+    """An entry that the config does not have."""
+
+
 # --- dicts ------------------------------------------------------------------------------------------------------------
 
 
@@ -61,6 +65,9 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
         value, section = _plain(value), data
         for part in path:
             if isinstance(section, list | tuple):
+                if part not in map(str, range(len(section))):
+                    has = f"it has {len(section)}, counted from 0" if section else "it has none"
+                    raise GruppoError(f"{name}: the list has no entry {part}; {has}. Set the whole list.")
                 section = section[int(part)]
             else:
                 section = section.setdefault(part, {}) if isinstance(section, dict) else None
@@ -105,7 +112,7 @@ def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
         entry = f"{prefix}{name}"
         if name not in hints:
             known = f" Known: {', '.join(sorted(hints))}."
-            raise EntryError(
+            raise UnknownEntry(
                 entry, f"the config has an unknown entry {entry}.{did_you_mean(name, hints, known, prefix=prefix)}"
             )
         hint, inner = hints[name], nested_type(hints[name])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from gruppo.data.open import open_source
+from gruppo.protocols import peek
 from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards import RewardSet, Scores, columns_of, resolve_reward
 from gruppo.testing.sampling import ContractError, as_prompts, require
@@ -14,16 +17,57 @@ from gruppo.types import Prompt, Rollouts
 
 SUM = Prompt("sum", "1 + 1 =", "2")
 WORD = Prompt("word", "Say yes.", "yes", draw=1)
+MAX_PROMPTS = 16
+"""Prompts of the data that a reward is checked with."""
 
 
-def check_reward(reward: Any, prompts: Sequence[Any] | None = None, *, timeout_s: float | None = 60.0) -> None:
+class _RaisesAlways(ContractError):
+    """The reward raises for every completion, as one does that is written for the other form of completions."""
+
+
+def check_reward(
+    reward: Any,
+    prompts: Any = None,
+    *,
+    timeout_s: float | None = 60.0,
+    prompt_column: str = "prompt",
+    target_column: str | None = None,
+) -> None:
     """Check that a reward scores any completion, an empty one too, and that each score stays with its completion.
 
     For rewards of steps, the scores of the steps are checked too. ``reward``: a function in TRL's calling convention,
-    an object with the Reward protocol, or a name such as ``file.py:function``. ``prompts``: some of your data, with the
-    target and columns that the reward reads.
+    an object with the Reward protocol, or a name such as ``file.py:function``. ``prompts``: data as for
+    ``gruppo.train(data=...)``, with the target and columns that the reward reads, or a list of ``Prompt``; of data, the
+    first ``MAX_PROMPTS`` of an epoch are used.
+
+    Completions are lists of messages where the prompts are, else texts, as in training. Without ``prompts`` they are
+    lists of messages, and texts for a reward that raises for every such list.
     """
-    prompts = as_prompts([SUM, WORD] if prompts is None else prompts)
+    advice, cases = "", list[Sequence[Prompt]]()
+    if prompts is None:
+        advice = " Give check_reward some of your data as prompts to check with the form of their completions."
+        cases = [[replace(p, inputs=[{"role": "user", "content": p.inputs}]) for p in (SUM, WORD)], [SUM, WORD]]
+    elif isinstance(prompts, list | tuple) and all(isinstance(prompt, Prompt) for prompt in prompts):
+        cases = [as_prompts(prompts)]
+    else:
+        columns: dict[str, Any] = {"prompt_column": prompt_column, "target_column": target_column}
+        source = open_source(prompts, seed=0, held_out_fraction=0.0, **columns)
+        cases = [peek(source, min(source.epoch_size or MAX_PROMPTS, MAX_PROMPTS))]
+    problems = []
+    for case in cases:
+        try:
+            return _check(reward, case, timeout_s)
+        except ContractError as error:
+            forms = dict.fromkeys("texts" if isinstance(prompt.inputs, str) else "lists of messages" for prompt in case)
+            problem = f"{error} Completions were {' and '.join(forms)}."
+            if not isinstance(error, _RaisesAlways):
+                raise ContractError(problem + advice) from None
+            problems.append(problem)
+    raise ContractError(" ".join(problems) + advice)
+
+
+def _check(reward: Any, prompts: Sequence[Prompt], timeout_s: float | None) -> None:
+    """Check with completions in the form of the prompts."""
     scorer = RewardSet([resolve_reward(reward, RewardProcesses() if CAN_ISOLATE else None)], timeout_s=timeout_s)
     who = f"reward {scorer.names[0]!r}"
     scorer.check(columns_of(prompts))
@@ -31,8 +75,9 @@ def check_reward(reward: Any, prompts: Sequence[Any] | None = None, *, timeout_s
     rollouts = _completions(prompts)
     before = _readable(rollouts)  # as text: a copy would share what a reward changes in place
     scores = scorer.score(rollouts)
+    raises_always = len(scores.failures) == len(rollouts) and all(f.kind == "exception" for f in scores.failures)
     for failure in scores.failures:
-        raise ContractError(
+        raise (_RaisesAlways if raises_always else ContractError)(
             f"{who}, {failure.kind} for the completion {rollouts.completions[failure.row]!r:.80}: {failure.message}. "
             "It needs one finite number for each completion, whatever it says, or None for not scored."
         )

@@ -1,0 +1,62 @@
+"""Opens the config that a recipe's name, a function, a config file or the folder of a run stands for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from gruppo import trust
+from gruppo.config import serialization
+from gruppo.config.schema import Config
+from gruppo.loading import did_you_mean, is_file_name, load_object
+from gruppo.recipes import RECIPES
+from gruppo.types import GruppoError
+
+
+def recipe_config(name: str) -> Config:
+    """The config of a built-in recipe, file.py:function, a config file or a run's folder."""
+    if name in RECIPES:
+        return RECIPES[name]()
+    if (path := config_file(name)) is not None:
+        config = serialization.load(path)
+        # A saved run's name is taken; one that the user wrote in a file of their own is kept.
+        return replace(config, name="") if path.name == "config.json" else config
+    if ":" not in name and not is_file_name(name):
+        hint = did_you_mean(name, RECIPES, f" Built in: {', '.join(RECIPES)}; or give file.py:function.")
+        raise GruppoError(f"unknown recipe {name!r}.{hint}")
+    recipe = load_object(name)
+    config = recipe() if callable(recipe) else recipe
+    if not isinstance(config, Config):
+        raise GruppoError(f"{name} gives a {type(config).__name__}; a recipe returns a gruppo.Config.")
+    return config
+
+
+def config_file(name: str) -> Path | None:
+    """The config file that a recipe names, itself or by the folder of a run; None for other recipes."""
+    path = Path(name) / "config.json" if (Path(name) / "config.json").is_file() else Path(name)
+    return path if name not in RECIPES and path.suffix in serialization.SUFFIXES else None
+
+
+def check_code(file: Path, recipe: Config, config: Config, *, trust_run: bool = False) -> None:
+    """Refuse code that a run's config file names, unless this user created the run or ``trust_run``.
+
+    ``recipe``: as in the file; ``config``: with the options, which may replace names of the file and alone turn on
+    ``trust_remote_code``.
+    """
+    used = {*trust.imports(serialization.to_dict(config)), trust.REMOTE_CODE}
+    is_run = file.name == "config.json" or (file.parent / "manifest.json").is_file()
+    in_file = [name for name in trust.imports(serialization.to_dict(recipe)) if name in used]
+    trust.check(
+        file.parent if is_run else file,
+        [name for name in in_file if is_run or trust.REMOTE_CODE in name],
+        trust_run=trust_run or not is_run,  # a config file of the user's own may name what it likes
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def run_stem(name: str) -> str:
+    """What a new run of a recipe is named after: the recipe, or the saved run without its time."""
+    path = Path(name)
+    saved = path.parent.name if path.name == "config.json" else path.name if path.is_dir() else ""
+    return re.sub(r"-\d{8}-\d{6}(-\d+)?$", "", saved) or path.stem.split(":")[0] or "run"
