@@ -27,7 +27,7 @@ from gruppo.seeds import seed_at
 from gruppo.trainer import checkpoint, dry_run, loop
 from gruppo.trainer.evaluate import held_out
 from gruppo.trainer.run import Run
-from gruppo.trainer.run_dir import RunFolder
+from gruppo.trainer.run_dir import RunFolder, check_is_run
 from gruppo.trainer.watch import finish, logged, on_screen, output_may_close
 from gruppo.types import GruppoError
 
@@ -50,6 +50,7 @@ class Result:
     tokens: int
     """Sampled in training."""
     seconds: float
+    """Since the start of training or of its continuation: loading, steps, evaluations and saving."""
     next: tuple[tuple[str, str], ...] = ()
     """Commands that work for this run, each with what it does."""
 
@@ -161,7 +162,7 @@ def start(
     """
     if is_importing():
         raise RunDuringImport
-    parts, is_new = parts or Parts(), isinstance(source, Config)
+    began, parts, is_new = time.perf_counter(), parts or Parts(), isinstance(source, Config)
     if isinstance(source, Config):
         validate(source, parts)
         # absolute paths: the run may be continued, evaluated and exported from another folder
@@ -169,9 +170,7 @@ def start(
         path = Path(config.runs_dir) / config.name
     else:
         path = Path(source)
-        if not (path / "config.json").is_file():
-            what = "has no config.json" if path.exists() else "does not exist"
-            raise GruppoError(f"the run folder {path} {what}. Give the folder of a run, such as runs/arithmetic-...")
+        check_is_run(path)
         config = serialization.load(path / "config.json")
         if missing := missing_parts(config, parts):
             raise GruppoError(
@@ -209,7 +208,6 @@ def start(
                 log.info("%s is incomplete: %d of %d steps are saved.", path, run.state.step, run.config.steps)
             if not is_restored:
                 folder.write_manifest(run, model_source)
-        began = time.perf_counter()
         stack.callback(setattr, watchdog, "run_folder", watchdog.run_folder)
         watchdog.run_folder = str(path)
         stack.enter_context(run.stopper.listening())

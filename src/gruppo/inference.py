@@ -30,6 +30,7 @@ from gruppo.tracking.images import Cell, SheetRow, draw, to_pil
 from gruppo.tracking.samples import FOLDER, write_sheet
 from gruppo.trainer import checkpoint
 from gruppo.trainer.evaluate import Evaluated, evaluate, held_out
+from gruppo.trainer.run_dir import check_is_run
 from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
 
 PIPELINE_ADAPTER = "pytorch_lora_weights.safetensors"
@@ -74,6 +75,7 @@ def evaluate_run(
 
     ``samples``: completions per prompt beside the greedy one, for mean@k and pass@k.
     """
+    check_is_run(path)
     first = serialization.load(path / "config.json")
     code = trust.imports_of_run(serialization.to_dict(first), path)
     trust.check(path, code, trust_run=trust_run, trust_remote_code=trust_remote_code)

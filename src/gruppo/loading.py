@@ -89,6 +89,16 @@ def load_object(spec: str) -> Any:
     raise GruppoError(f"{place} has no {name!r}; it has: {has}.{did_you_mean(name, names, prefix=f'{place}:')}")
 
 
+def functions_of(path: Path) -> list[str]:
+    """Public functions and classes of a Python file, which is not imported; none if it cannot be read."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, ValueError, SyntaxError):
+        return []
+    defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [name for name in defined if not name.startswith("_")]
+
+
 def is_file_name(place: str) -> bool:
     """Whether a name is that of a file and not of a module."""
     return place.endswith(".py") or "/" in place or "\\" in place
@@ -236,6 +246,11 @@ def transformers_error(error: Exception, what: str) -> str:
     if line.endswith(":"):
         return f"it has no {what} that transformers can open."
     return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """1 step, 2 steps."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def command_name(program: str = "gruppo") -> str:

@@ -352,7 +352,7 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
         (["explain", "arithmetik"], "Did you mean arithmetic?"),
         (["resume", "no/run"], "the run folder no/run does not exist"),
         (["resume"], "RUN is missing. gruppo resume --help"),
-        (["eval", "no/run"], "no/run/config.json does not exist"),
+        (["eval", "no/run"], "the run folder no/run does not exist"),
         (["sample", "some-model"], f"For example: {command_name()} sample RUN"),
         (["eval", "x", "--promts", "3"], "unknown option --promts. Did you mean --prompts?"),
         (["sample", "m", "p", "--n", "two"], "--n two: it needs a whole number"),

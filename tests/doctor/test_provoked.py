@@ -28,6 +28,11 @@ RUNNING = {"objective__baseline": "running", "objective__scale": "none", "object
 PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "a reward that is always 0": ({"reward": [f"{REWARDS}:constant"]}, ["zero-spread"], ""),
     "a learning rate that ruins the weights": ({"optim__lr": 1e6}, ["no-gradient"], "--optim.lr 0.001"),
+    "a learning rate that takes the entropy": (
+        {"optim__lr": 1e3, "reward": [tiny.reward("digits")]},
+        ["no-gradient", "zero-spread"],
+        "",
+    ),
     "loss_sup that does not fall": (
         {"stages": STAGES},
         ["warmup-too-long", "supervised-loss"],

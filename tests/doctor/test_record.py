@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from tests.doctor.planted import Fault, early, plant, thirds, write
 
+from gruppo import api
 from gruppo.config.schema import Stage
 from gruppo.doctor import remedies
 from gruppo.doctor.record import Series, Span, read
@@ -149,3 +150,11 @@ def test_a_line_that_a_crash_has_torn_and_other_files_that_are_damaged_cost_noth
     assert read(run).steps == 30
     (run / "evaluations.json").write_text(json.dumps([1, {"low": None, "high": 1.0}]))
     assert read(run).evaluation_noise == pytest.approx(0.05)  # of rewards from 0 to 1
+
+
+@pytest.mark.parametrize("open_run", [lambda path: read(path), lambda path: api.resume(path, show=False)])
+def test_a_mistyped_run_folder_names_the_nearest_run(tmp_path, open_run):
+    (tmp_path / "first-run").mkdir()
+    (tmp_path / "first-run" / "config.json").write_text("{}")
+    with pytest.raises(GruppoError, match=r"frist-run does not exist\. Did you mean .*first-run\?$"):
+        open_run(tmp_path / "frist-run")

@@ -77,6 +77,13 @@ def test_an_unknown_built_in_names_the_nearest(spec):
         resolve_reward(spec)
 
 
+def test_a_file_without_a_function_names_the_functions_of_the_file_and_does_not_run_it(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import os\ndef length(completions): ...\ndef _own(): ...\nraise ValueError('was run')\n")
+    with pytest.raises(GruppoError, match=r"is a file; name a function of it: .*mine.py:length; it has: length\.$"):
+        resolve_reward(str(file))
+
+
 @pytest.mark.parametrize("spec", [None, 3, ["exact_match"]])
 def test_what_is_neither_text_nor_callable_is_refused(spec):
     with pytest.raises(DataError, match="not callable"):

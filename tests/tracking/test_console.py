@@ -64,6 +64,14 @@ def test_a_plain_line_holds_the_values_and_the_time_left():
     assert output(plain) == f"step 11/150  {rest}\nstep 12/150  {rest}  4:36 left\n"  # 138 steps of 2 s
 
 
+def test_rows_without_a_reward_are_counted_on_the_line_and_on_the_screen():
+    plain, live = (tracker(9, is_terminal=is_terminal) for is_terminal in (False, True))
+    for each in (plain, live):
+        each.log(1, STEP | {"reward/unscored_count": 2.0})
+    assert "2 without a reward" in output(plain)
+    assert "2 rows of this step have no reward" in final_screen(live)
+
+
 def test_a_resumed_run_begins_at_its_step_and_says_that_it_is_stopping():
     live = tracker(150, is_terminal=True, step=70)
     assert "step 70/150" in final_screen(live)

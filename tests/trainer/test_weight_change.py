@@ -88,11 +88,12 @@ never.calls = 0  # type: ignore[attr-defined]
 @pytest.mark.parametrize(
     ("changes", "reward", "reason"),
     [
+        ({"optim__lr": 1e3, "rollout__temperature": 0.5}, tiny.digits, r"the completions of each group are identical"),
         ({"optim__lr": 1e6}, tiny.digits, r"--optim.lr 1e\+06 may have ruined the weights"),
         ({}, lambda completions, **_: [0.5] * len(completions), r"the rewards of each group are equal \(mean 0.5\)"),
         ({}, never, "no completion was scored"),
     ],
-    ids=["ruined", "equal", "unscored"],
+    ids=["identical", "ruined", "equal", "unscored"],
 )
 def test_three_steps_without_a_gradient_are_reported_with_the_reason(tmp_path, caplog, changes, reward, reason):
     config = tiny.config(tmp_path, steps=5, evaluation__prompts=0, saving__every=0, **changes)

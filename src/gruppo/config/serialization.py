@@ -152,7 +152,8 @@ def load(path: Path) -> Config:
         text = path.read_text(encoding="utf-8")
         data = _parse(text, path.suffix)
     except FileNotFoundError:
-        raise GruppoError(f"{path} does not exist; a config file (TOML, YAML or JSON) is needed.") from None
+        guess = did_you_mean(path.name, [other.name for other in path.parent.glob(f"*{path.suffix}")])
+        raise GruppoError(f"{path} does not exist; a config file (TOML, YAML or JSON) is needed.{guess}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise GruppoError(f"{path} cannot be read as {path.suffix[1:].upper()} ({error}); {needed}") from None
     if not isinstance(data, dict):

@@ -12,7 +12,7 @@ from gruppo.config.stages import peak_lr, stage_path
 from gruppo.doctor import remedies
 from gruppo.doctor.record import TREND_STEPS, Record, Series
 from gruppo.doctor.remedies import Change, Match
-from gruppo.trainer.weight_change import IDLE, NORMS
+from gruppo.trainer.weight_change import IDENTICAL, IDLE, NORMS
 from gruppo.trainer.weight_change import LEAST as MIN_CHANGED
 
 
@@ -67,11 +67,13 @@ def check_gradient(run: Record) -> Iterator[Match]:
         return
     size, truncated, lr = run["advantage/mean_abs"], run["finish/truncated_frac"], peak_lr(run.config, run.stage_index)
     differs = [value > 0 for step, value in zip(size.steps, size.values, strict=True) if step in idle]
-    if differs and all(differs):
+    is_ruined = bool(differs) and all(differs)
+    is_repeating = bool(moving) and run.is_stuck and re.search(rf"nothing was learned[^\n]*{IDENTICAL}", run.log)
+    if is_ruined or is_repeating:
         option = "--optim.lr" if run.stage.lr is None else run.option("lr")
         # AdamW moves each weight by about the learning rate; weights are about 0.02
         change = Change({option: remedies.number(min(lr / 100, 1e-3))}, f"at most a hundredth of {lr:g}")
-        yield Match("no-gradient", [change], "weights", {"since": idle[0]}, blocks=True)
+        yield Match("no-gradient", [change], "weights" if is_ruined else "identical", {"since": idle[0]}, blocks=True)
     elif run.config.objective.mask_truncated and truncated.last_mean == 1:
         limit = run.config.rollout.max_new_tokens
         changes = [Change({"--rollout.max-new-tokens": str(2 * limit)}, f"twice {limit}")]

@@ -17,6 +17,7 @@ from gruppo.config.stages import stage_path
 from gruppo.integrity import json_lines, parse_json, read_json
 from gruppo.modalities import find_modality
 from gruppo.tracking.files import read_metrics
+from gruppo.trainer.run_dir import check_is_run
 from gruppo.types import GruppoError
 
 TREND_STEPS = 9
@@ -149,11 +150,7 @@ class Record:
 def read(folder: Path, *, trust_run: bool = False) -> Record:
     """Read a run's folder. Without a config or metrics it is refused; other files may be missing or damaged."""
     path, log = folder / "metrics.jsonl", folder / "log.txt"
-    if not folder.is_dir():
-        problem = "is a file" if folder.exists() else "does not exist"
-        raise GruppoError(f"the run folder {folder} {problem}. Give the folder of a run, such as runs/arithmetic-...")
-    if not (folder / "config.json").is_file():
-        raise GruppoError(f"the run folder {folder} has no config.json. Give the folder of a run.")
+    check_is_run(folder)
     if path.exists() and not path.is_file():
         raise GruppoError(f"{path} is not a file. Give the folder of a run.")
     try:

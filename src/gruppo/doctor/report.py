@@ -20,7 +20,7 @@ from gruppo.config.schema import IN_MEMORY
 from gruppo.doctor import optimizer_rules, policy_rules, reward_rules
 from gruppo.doctor.record import Record, Span
 from gruppo.doctor.remedies import Change
-from gruppo.loading import command_name, visible
+from gruppo.loading import command_name, counted, visible
 from gruppo.tracking.formatting import number
 
 
@@ -85,7 +85,7 @@ def diagnose(run: Record) -> Report:
             names = [metric for metric in run.metrics if metric.startswith(name)] if name.endswith("/") else [name]
             steps, least = max((len(run[metric]) for metric in names), default=0), 1 if i else rule.min_steps
             if steps < least and rule.name not in skipped:
-                short = f"{name.rstrip('/')} was logged in {steps} steps; {least} are needed"
+                short = f"{name.rstrip('/')} was logged in {counted(steps, 'step')}; {least} are needed"
                 skipped[rule.name] = short if steps else f"no {name.rstrip('/')} was logged"
         if rule.name not in matches or rule.name in skipped:
             continue
@@ -116,7 +116,9 @@ def render(report: Report) -> RenderableType:
     """The findings, each with its measurements, meaning and changes, and the rules that were skipped."""
     run, count = report.run, len(report.findings)
     found = {0: "no problems found", 1: "1 problem found"}.get(count, f"{count} problems found")
-    head = Text.assemble((str(run.folder), "bold"), f": {run.steps} steps, ", (found, "yellow" if count else "green"))
+    head = Text.assemble(
+        (str(run.folder), "bold"), f": {counted(run.steps, 'step')}, ", (found, "yellow" if count else "green")
+    )
     parts: list[RenderableType] = [head.append(f" by {len(RULES) - len(report.skipped)} of {len(RULES)} rules")]
     for i, finding in enumerate(report.findings, start=1):
         title = Text.assemble(f"{i}. ", (finding.title, "bold yellow"), (f"  {finding.rule}", "dim"))

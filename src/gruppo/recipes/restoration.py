@@ -1,4 +1,4 @@
-"""Image restoration: a start for your own images, photographs, text, and the scripts of source document 004."""
+"""Image restoration: a start for your own images, photographs and text, and a staged run."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def restore() -> Config:
 
 
 def restore_progressive() -> Config:
-    """Document 004's staged script: supervision (5 parts), a ramp from supervision to GRPO (20), GRPO (25).
+    """A UNet learns to denoise photographs in stages: supervision, a ramp to rewards (PSNR, SSIM), GRPO (6 minutes).
 
-    Rewards, coefficients of KL (0.01) and consistency (0.1), clip (0.2), limits of advantages (3) and gradients (1) are
-    the document's. Changes: groups of 8 (with two, every advantage is 0.7 or -0.7), advantages within the group (a mean
-    over all images measures how hard an image is), a frozen reference that is reset after supervision, and 20 times the
-    learning rate for the action. Photographs of installed packages. One CPU core: 6 minutes; 30.2 dB after supervision
+    KL 0.01, consistency 0.1, clip 0.2, advantages limited to 3, gradients to 1. Groups of 8 (with two, every advantage
+    is 0.7 or -0.7), advantages within the group (a mean over all images measures how hard an image is), a frozen
+    reference that is reset after supervision, and 20 times the learning rate for the action. Photographs of installed
+    packages. One CPU core: 6 minutes; 30.2 dB after supervision
     and no more after GRPO: PSNR and SSIM are differentiable, and supervision follows their gradient.
     """
     full = schema.Stage("full", sup_coef=0.5, cons_coef=0.1, kl_coef=0.01, lr=5e-5)
@@ -76,10 +76,10 @@ def restore_progressive() -> Config:
 
 
 def restore_quick() -> Config:
-    """Document 004's quick script: supervision, GRPO, KL and consistency in one stage, for a trained network.
+    """A trained denoiser continues with supervision, GRPO, KL and consistency in one stage (3 minutes).
 
-    gruppo train restore-quick --model RUN, where RUN is a run of ``restore`` or ``restore-progressive``. Values are the
-    document's, with the changes of restore-progressive. One CPU core: 3 minutes.
+    gruppo train restore-quick --model RUN, where RUN is a run of ``restore`` or ``restore-progressive``. Rewards and
+    coefficients are those of restore-progressive. One CPU core: 3 minutes.
     """
     staged = restore_progressive()
     return replace(

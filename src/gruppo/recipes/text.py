@@ -1,4 +1,4 @@
-"""Language models: a starting point for your own data and reward, and the scripts of source documents 001 and 002."""
+"""Language models: a starting point for your own data and reward, nanochat's settings, and Chinese questions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gruppo.config.schema import Config
 from gruppo.recipes.arithmetic import arithmetic
 
 QWEN_PROMPTS = Path(__file__).with_name("qwen_prompts.jsonl")
-"""Thirty questions in Chinese that ask for a reason; document 001 has none of its own."""
+"""Thirty questions in Chinese that ask for a reason; the data of the qwen recipe."""
 
 
 def plain() -> Config:
@@ -30,10 +30,11 @@ def plain() -> Config:
 
 
 def chat() -> Config:
-    """Document 002's chat script with its settings: groups of 16, clip 0.2, KL 0.04, one update per batch.
+    """SmolLM2-135M-Instruct learns sums and differences with nanochat's sampling: groups of 16, KL 0.04 (17 minutes).
 
-    Sampling (temperature 1, the 50 most likely tokens) and the linear decay are nanochat's. ``--objective nanochat
-    --stage.kl-coef 0`` is the original script: reward minus the group's mean, no clip, no KL, the average of each
+    Clip 0.2, one update per batch. Sampling (temperature 1, the 50 most likely tokens) and the linear decay are
+    nanochat's. ``--objective nanochat --stage.kl-coef 0`` is the original script: reward minus the group's mean, no
+    clip, no KL, the average of each
     prompt. With one update per batch the ratio is 1 and the clip has no effect; ``--optim.epochs 2`` gives it one.
 
     gruppo train chat learns sums and differences with SmolLM2-135M-Instruct: measured here on one thread of an AMD EPYC
@@ -52,11 +53,11 @@ def chat() -> Config:
 
 
 def qwen() -> Config:
-    """Document 001's script with its settings: Qwen2.5-0.5B, groups of 8 at temperature 0.8, KL 0.1, clip 0.2.
+    """Qwen2.5-0.5B learns to give reasons in Chinese, in about 50 characters: groups of 8, KL 0.1 (for a GPU).
 
-    Its two rewards: a length of about 50, and 因为, 所以, 然而, 但是. Changes: length is counted in visible characters,
-    as Chinese has no spaces and every answer was one word; equal rewards are found by comparison, and advantages are
-    divided with ddof 1. Set --model to a folder or another hub id: gruppo train qwen --model smollm2-135m needs no hub.
+    Thirty questions, temperature 0.8, clip 0.2. Two rewards: a length of about 50 visible characters, as Chinese has no
+    spaces to count words by, and the words 因为, 所以, 然而, 但是. Set --model to a folder or
+    another hub id: gruppo train qwen --model smollm2-135m needs no hub.
     Both rewards are easy to exploit. Qwen is for a GPU and has not been run here. One CPU core: two steps of SmolLM2
     take 3 to 10 minutes, nearly all of it for answers of 96 tokens (--rollout.max-new-tokens).
     """

@@ -7,9 +7,18 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from gruppo.loading import absolute_path, absolute_spec, did_you_mean, import_extra, is_file_name, load_object
+from gruppo.loading import (
+    absolute_path,
+    absolute_spec,
+    did_you_mean,
+    functions_of,
+    import_extra,
+    is_file_name,
+    load_object,
+)
 from gruppo.reward_process import RewardProcesses
 from gruppo.rewards import code, images, preference, text
 from gruppo.rewards.functions import FunctionReward
@@ -84,6 +93,12 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
         is_module = importlib.util.find_spec(name.partition(".")[0]) is not None  # that of a.b would import a
     except (ImportError, ValueError):
         is_module = False
+    if not colon and name.endswith(".py") and Path(name).is_file():
+        functions = functions_of(Path(name))
+        has = f"; it has: {', '.join(functions)}." if functions else ". It has no public function."
+        raise GruppoError(
+            f"the reward {name!r} is a file; name a function of it: {name}:{(*functions, 'NAME')[0]}{has}"
+        )
     if not colon or not (is_file_name(spec.rpartition(":")[0]) or is_module):
         raise GruppoError(
             f"there is no reward {spec!r}; the built-in ones are {', '.join(BUILT_INS)}."

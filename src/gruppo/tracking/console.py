@@ -120,6 +120,8 @@ class ConsoleTracker:
             return self._update_body()
         words = [stage] if stage else []
         words += [f"{row[0]} {number(metrics[name])}" for name, row in METRICS.items() if row[0] and name in metrics]
+        if (unscored := metrics.get("reward/unscored_count", 0)) > 0:
+            words.append(f"{unscored:.0f} without a reward")
         if "rate/tokens_per_s" in metrics:
             unit = "tok" if self._unit == "token" else f"{self._unit}s"
             words.append(f"{number(metrics['rate/tokens_per_s'])} {unit}/s")
@@ -210,6 +212,8 @@ class ConsoleTracker:
             parts[-2:] = [both]
         if any(f"time/{name}_s" in metrics for name in PHASES):
             parts.append(time_bar(metrics, inner))
+        if (unscored := metrics.get("reward/unscored_count", 0)) > 0:
+            parts.append(Text(f"{unscored:.0f} rows of this step have no reward", "bold yellow"))
         if self._held_out:
             parts.append(Text(self._held_out, "bold", no_wrap=True, overflow="ellipsis"))
         panels: list[RenderableType] = [Panel(Group(*parts), border_style="dim", width=width)] if parts else [Text()]

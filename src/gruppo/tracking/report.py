@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gruppo.integrity import read_json
+from gruppo.loading import counted
 from gruppo.tracking.files import read_lines, read_metrics, replace_file
 from gruppo.tracking.formatting import as_text, duration, number
 from gruppo.tracking.samples import BEFORE_AFTER, FOLDER
@@ -59,19 +60,29 @@ def closing_lines(
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
     commands: Sequence[tuple[str, str]] = (),
+    seconds: float = 0.0,
 ) -> RenderableType:
     """Summary of a finished run: evaluations, files, and ``commands`` to type next, each with what it does.
 
     ``before`` and ``after`` are held-out evaluations: ``step``, ``prompts``, ``mean``, ``low`` and ``high`` (a 95%
-    interval), and ``parts``, the mean of each reward by name. Steps, reward and time are read from the run's metrics.
+    interval), and ``parts``, the mean of each reward by name. Steps, their time, the reward and the count of rows
+    without one are read from the run's metrics. ``seconds``: time since the start, loading and evaluations included.
     """
     run_dir = Path(run_dir)
     steps = [row for row in read_metrics(run_dir) if "time/step_s" in row]  # also those that sampled nothing
     rewards = [row["reward/mean"] for row in steps if math.isfinite(row.get("reward/mean", math.nan))][-LAST_STEPS:]
-    seconds = sum(row["time/step_s"] for row in steps)
-    summary = Text.assemble((str(run_dir), "bold"), f": {len(steps)} steps in {duration(seconds)}")
+    in_steps = sum(row["time/step_s"] for row in steps)
+    summary = Text.assemble((str(run_dir), "bold"), f": {counted(len(steps), 'step')} in {duration(in_steps)}")
+    if seconds > in_steps:  # not if the run was resumed: its first steps were before
+        summary.append(f", {duration(seconds)} with loading, evaluation and saving")
     if rewards:
-        summary.append(f"; reward {sum(rewards) / len(rewards):.3f} over the last {len(rewards)} steps")
+        last = "last step" if len(rewards) == 1 else f"last {len(rewards)} steps"
+        summary.append(f"; reward {sum(rewards) / len(rewards):.3f} over the {last}")
+    unscored = sum(row.get("reward/unscored_count", 0) for row in steps)
+    if unscored > 0:
+        sampled = steps[-1].get("progress/rollouts", math.nan)
+        of_all = f" of {sampled:.0f}" if math.isfinite(sampled) else ""
+        summary.append(f"; {unscored:.0f}{of_all} sampled rows had no reward (log.txt, samples.jsonl)", "yellow")
     parts: list[RenderableType] = [summary]
     if before or after:
         parts.append(Padding(_evaluation_table(before or {}, after or {}), (1, 0, 0, 0)))
@@ -86,7 +97,7 @@ def closing_lines(
 
 def _evaluation_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
     evaluation, sides = after or before, (before, after)
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # negative rewards fit in 80
     table.add_column(f"held-out, {evaluation.get('prompts', '?')} prompts")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -94,16 +105,23 @@ def _evaluation_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ta
     if len(evaluation.get("parts", {})) > 1:
         rows |= {f"  {name}": [side.get("parts", {}).get(name) for side in sides] for name in evaluation["parts"]}
     for i, (name, (old, new)) in enumerate(rows.items()):
-        cells = ["-" if mean is None else f"{mean:.3f}" for mean in (old, new)]
+        cells = [_cell(mean) for mean in (old, new)]
         if i == 0:
-            ends = [f" [{side['low']:.3f}, {side['high']:.3f}]" if side else "" for side in sides]
+            ends = [f" [{_cell(side['low'])}, {_cell(side['high'])}]" if side else "" for side in sides]
             cells = [cell + interval for cell, interval in zip(cells, ends, strict=True)]
         change = Text("-")
         if old is not None and new is not None:
             color = "green" if new > old else "red" if new < old else ""
-            change = Text(f"{new - old:+.3f}", f"{'' if i else 'bold '}{color}")
+            change = Text(_cell(new - old, "+"), f"{'' if i else 'bold '}{color}")
         table.add_row(Text(name), *map(Text, cells), change)
     return table
+
+
+def _cell(value: float | None, sign: str = "") -> str:
+    """Three decimals, fewer of numbers from 10 on; "-" for None and NaN."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:{sign}.{3 if abs(value) < 10 else 2 if abs(value) < 100 else 1}f}"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from gruppo.config.options import flag
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, stage_path
 from gruppo.core.describe import describe_objective, objective_warnings
+from gruppo.loading import counted
 from gruppo.protocols import peek
 from gruppo.trainer import dynamic_sampling, references
 from gruppo.trainer.demonstrations import take_demonstrations
@@ -39,7 +40,7 @@ def _objective(run: Run) -> list[str]:
         max_length=run.sampling.max_actions,
         action=run.policy.action_name,
     )
-    passes = f"{optim.epochs} epochs of {optim.minibatches} minibatches"
+    passes = f"{counted(optim.epochs, 'epoch')} of {counted(optim.minibatches, 'minibatch', 'minibatches')}"
     stop = f", fewer where the KL to the old policy exceeds {optim.stop_kl:g}" if optim.stop_kl else ""
     lines.append(f"updates     {config.updates_per_batch} per step: {passes}{stop}")
     if rollout.refill_rounds:
@@ -63,7 +64,7 @@ def _stages(config: Config) -> list[str]:
         return []
     lines = ["STAGES"]
     for index, stage in enumerate(config.plan):
-        steps = f"{stage.steps} steps" if stage.steps else "to the end"
+        steps = counted(stage.steps, "step") if stage.steps else "to the end"
         until = f", or until {stage.until}" if stage.until else ""
         names = (*SCHEDULED, "warmup_steps", "new_reference")
         changed = [name for name in names if getattr(stage, name) != getattr(Stage(), name)]

@@ -130,7 +130,7 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         show_samples(run, collected)
         if folder.completions is not None:
             folder.completions.append(state.step, completions)
-    warn_if_idle(run, metrics, folder.path)
+    warn_if_idle(run, metrics, folder.path, collected.rollouts)
     end_of_step(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without
     every = run.config.saving.every
     if state.step == run.config.steps or (every and state.step % every == 0):

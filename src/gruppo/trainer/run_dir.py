@@ -22,7 +22,7 @@ from gruppo import distributed as dist
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.integrity import read_json
-from gruppo.loading import code_digest, command_name
+from gruppo.loading import code_digest, command_name, did_you_mean
 from gruppo.platforms import lock_file, sync_to_disk
 from gruppo.protocols import digest
 from gruppo.seeds import seed_at
@@ -36,6 +36,17 @@ from gruppo.trainer.run import Run, State
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
+
+
+def check_is_run(path: Path) -> None:
+    """Refuse what is not the folder of a run, and name the nearest run beside it."""
+    if (path / "config.json").is_file():
+        return
+    problem = "does not exist" if not path.exists() else "has no config.json" if path.is_dir() else "is a file"
+    runs = [config.parent.name for config in path.absolute().parent.glob("*/config.json")]
+    parent = "" if path.parent == Path() else f"{path.parent}{os.sep}"
+    example = " Give the folder of a run, such as runs/arithmetic-..."
+    raise GruppoError(f"the run folder {path} {problem}.{did_you_mean(path.name, runs, example, prefix=parent)}")
 
 
 class RunFolder:

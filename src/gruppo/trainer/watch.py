@@ -127,7 +127,7 @@ def finish(result: Any, *, show: bool) -> Any:
         except Exception as error:  # the run is complete: a failed drawing is a warning
             log.warning("the %s could not be drawn: %s: %s", what, type(error).__name__, error)
     if show:
-        lines = closing_lines(folder, result.before, result.after, result.next)
+        lines = closing_lines(folder, result.before, result.after, result.next, result.seconds)
         with output_may_close():
             Console().print(lines, soft_wrap=True)  # a command must not be broken over two lines
     return result

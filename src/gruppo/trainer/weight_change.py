@@ -17,7 +17,7 @@ import torch
 from gruppo.engines.local import spread_sample
 from gruppo.loading import command_name
 from gruppo.trainer.run import Run
-from gruppo.types import Stat
+from gruppo.types import Rollouts, Stat
 
 log = logging.getLogger("gruppo")
 
@@ -27,6 +27,8 @@ LEAST = 0.05
 """Share of changed weights below which there is a warning."""
 IDLE = (3, 30, 300, 3000)
 """Consecutive steps without a gradient at which there is a warning."""
+IDENTICAL = "the completions of each group are identical"
+"""In the log, where the doctor reads it."""
 NORMS = ("grad/norm", "grad/critic_norm", "grad/action_norm")
 
 
@@ -60,7 +62,7 @@ def warn_if_still(run: Run, changed: Stat) -> None:
         )
 
 
-def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path) -> None:
+def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts: Rollouts | None = None) -> None:
     """Count steps in which no network had a gradient, and name the reason after three of them."""
     norms = [metrics[name] for name in NORMS if name in metrics]
     state, size = run.state, metrics.get("advantage/mean_abs")
@@ -74,6 +76,11 @@ def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path) -> None:
         reason = "no completion was scored"
     elif run.config.objective.mask_truncated and metrics.get("finish/truncated_frac") == 1:
         reason = "all completions were truncated, which --objective.mask-truncated leaves out of the loss"
+    elif rollouts is not None and _are_identical(rollouts):
+        reason = (
+            f"{IDENTICAL} (mean reward {metrics['reward/mean']:.3g}): the policy has no entropy left, which a large "
+            f"learning rate causes (--optim.lr is {run.config.optim.lr:g}), or the temperature is too low"
+        )
     elif not size > 0:
         reason = f"the rewards of each group are equal (mean {metrics['reward/mean']:.3g})"
     log.warning(
@@ -84,3 +91,14 @@ def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path) -> None:
         command_name(),
         folder,
     )
+
+
+def _are_identical(rollouts: Rollouts) -> bool:
+    """Whether this rank's groups repeat one sequence of actions; not if each group has a single row."""
+    groups = rollouts.group_ids
+    first = {group: row for row, group in reversed([*enumerate(groups.tolist())])}
+    firsts = torch.tensor([first[group] for group in groups.tolist()], dtype=torch.long)
+    mask, actions = rollouts.mask, rollouts.actions
+    chosen = (mask | mask[firsts]).reshape(*mask.shape, *[1] * (actions.dim() - 2))
+    is_equal = torch.equal(mask, mask[firsts]) and not ((actions != actions[firsts]) & chosen).any()
+    return len(first) < len(groups) and is_equal

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
+from gruppo.loading import counted
 from gruppo.modalities.common.lora import AdaptablePolicy
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, answer_ids, special_token_error, target_text
@@ -113,7 +114,8 @@ class TextPolicy(AdaptablePolicy):
         shared = "the prompt with every row" if is_padded else "a group's prompt once"
         replies = "; and the environment's replies" if config.environment.reply else ""
         return [
-            f"prompts     {mean:.0f} tokens on average, {max(lengths)} at most (of {len(lengths)})",
+            f"prompts     {mean:.0f} tokens on average, at most {max(lengths)}; measured on "
+            f"{counted(len(lengths), 'prompt')}",
             f"sampled     at most {rows * config.rollout.max_new_tokens:,} tokens per step, "
             f"{config.rollout.max_new_tokens} per row",
             f"trained on  at most {trained:,.0f} tokens per epoch, {shared}{replies}",
