@@ -147,7 +147,7 @@ FAULTS = {
         ("--stages supervised:3,full",),
         "the reward of the data's own targets is 1",
         config={"stage__kl_coef": 0.0, "reward": ("exact_match",)},
-        files={"samples.jsonl": [{"step": 1, "prompt": "p", "completion": "?", "target": 7}]},
+        files={"samples.jsonl": '{"step": 1, "prompt": "p", "completion": "?", "target": 7}\n'},
     ),
     "demonstrations that the reward would score 0 too": Fault(
         {"group/zero_spread_frac": 1.0, "reward/mean": 0.0, "reward/max": 0.0, "reward/std_within_group": 0.0}
@@ -156,7 +156,7 @@ FAULTS = {
         (),
         "give partial credit, or start with demonstrations that this reward scores higher",
         config={"stage__kl_coef": 0.0, "reward": ("regex_format:<answer>.*</answer>",)},
-        files={"samples.jsonl": [{"step": 1, "prompt": "p", "completion": "?", "target": "7"}]},
+        files={"samples.jsonl": '{"step": 1, "prompt": "p", "completion": "?", "target": "7"}\n'},
     ),
     "completions that are all truncated and masked": Fault(
         {"finish/truncated_frac": 1.0, "grad/norm": 0.0, "advantage/mean_abs": None},

@@ -31,7 +31,6 @@ CLOCKED = ("time/", "mem/", "rate/")
 SIMPLE: dict[str, Any] = {}
 FULL: dict[str, Any] = {
     "reward": [tiny.reward("noisy")],
-    "scoring__isolate": False,
     "optim__epochs": 2,
     "optim__minibatches": 2,
     "optim__warmup_steps": 3,
