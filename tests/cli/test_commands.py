@@ -616,7 +616,17 @@ def test_code_that_ends_the_process_with_0_does_not_pass_for_a_complete_run(tmp_
 
 def test_a_reward_of_a_file_that_exits_costs_its_rows_and_not_the_run(tmp_path, recipe):
     (tmp_path / "mine.py").write_text(INCOMPLETE)
-    code, _, err = call(tmp_path, "train", recipe, "--reward", f"{tmp_path / 'mine.py'}:leaves", "--name", "whole")
+    code, _, err = call(
+        tmp_path,
+        "train",
+        recipe,
+        "--reward",
+        f"{tmp_path / 'mine.py'}:leaves",
+        "--scoring.isolate",
+        "True",
+        "--name",
+        "whole",
+    )
     assert code == 0, err
     rows = map(json.loads, (tmp_path / "runs/whole/metrics.jsonl").read_text().splitlines())
     counts = [row["reward/exception_count"] for row in rows if "reward/exception_count" in row]
