@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,8 +246,8 @@ def test_explain_says_what_a_recipe_of_a_document_would_do(tmp_path: Path, name:
     assert coefficient in output and ("a copy that follows the policy" in output) == (name == "ddpo")
 
 
-def test_recipes_are_listed_with_the_document_and_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, document in {"ddpo": "000", "qwen": "001", "chat": "002"}.items():
+def test_recipes_are_described_with_their_time_and_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("ddpo", "qwen", "chat"):
         commands.recipes((name,))
         out = " ".join(capsys.readouterr().out.split())
-        assert out.startswith(f"{name} Document {document}'s") and "CPU" in out and "here" in out
+        assert out.startswith(f"{name} ") and "CPU" in out and re.search(r"minutes|hours|\bs a step", out)

@@ -192,7 +192,13 @@ def start(
                 folder.open()
             elif dist.is_main():
                 folder.check_is_new()
-        is_open = is_new or trust_run or any(isinstance(part, str) for part in (parts.data, *(parts.rewards or ())))
+        is_open = (
+            is_new
+            or trust_run
+            or any(
+                isinstance(part, str) for part in (parts.data, parts.environment, parts.engine, *(parts.rewards or ()))
+            )
+        )
         stack.enter_context(trust.importing(code, closed_for=None if is_open else path))
         run, model_source = build(config, parts)
         with dist.fail_together():

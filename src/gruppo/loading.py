@@ -57,6 +57,7 @@ def check_unsealed(spec: str) -> None:
 
 def load_object(spec: str) -> Any:
     """Object that ``file.py:name`` or ``package.module:name`` names."""
+    global _depth
     check_unsealed(spec)
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
@@ -65,13 +66,20 @@ def load_object(spec: str) -> Any:
         module = load_file(Path(place))
     else:
         _named.add(place.split(".")[0])
+        _depth += 1
         try:
             module = importlib.import_module(place)
+        except RunDuringImport:
+            raise GruppoError(
+                f"the module {place!r} starts a run when it is imported; put that under if __name__ == '__main__'."
+            ) from None
         except (Exception, SystemExit) as error:
             raise GruppoError(
                 f"the module {place!r} cannot be imported: {type(error).__name__}: {error}. For a file, write"
                 " path/to/file.py:name."
             ) from error
+        finally:
+            _depth -= 1
     try:
         return getattr(module, name)  # and not from vars(): a module may load its names when they are first used
     except AttributeError:
@@ -186,7 +194,12 @@ def code_digest(spec: str) -> str | None:
     else:  # a script that is run and named is the module __main__, one that is loaded has a name of ours
         # not getattr, with which a lazy module would import what it stands for
         root = getattr(sys.modules.get(place), "__dict__", {}).get("__file__")
-        root = root if root and is_users_module(place, root) else None
+        if place not in sys.modules and place.split(".")[0] not in (*sys.stdlib_module_names, "gruppo"):
+            inner = [Path(folder, *place.split(".")) for folder in sys.path]
+            found = (file for path in inner for file in (path.parent / f"{path.name}.py", path / "__init__.py"))
+            root = next((str(file.resolve()) for file in found if file.is_file()), None)
+        is_ours = place.split(".")[0] in (*sys.stdlib_module_names, "gruppo") and place != "__main__"
+        root = None if is_ours else root
     waiting = [Path(root)] if root else []
     digests: dict[Path, str] = {}
     while waiting:

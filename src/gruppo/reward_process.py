@@ -258,16 +258,21 @@ class RewardProcesses:
         self._lock = threading.Lock()
         self._all, self._idle = set[_Process](), list[_Process]()
         self._sources: dict[str, Any] = {}
+        self._functions = set[str]()
         weakref.finalize(self, _close_all, self._all)
 
-    def load(self, spec: str, *arguments: Any) -> Callable[..., Any] | None:
+    def load(self, spec: str, *arguments: Any, is_built_in: bool = False) -> Callable[..., Any] | None:
         """Return the function of a spec, or what the factory of a spec returns for ``arguments``.
 
+        ``is_built_in``: the spec is not the user's, so that a folder that is not trusted may name it.
         None for what has to be called in this process: anything but a function, such as an object with the ``Reward``
         protocol, which reads tensors. GruppoError where it cannot be imported.
         """
-        check_unsealed(spec)  # the process knows nothing of a seal
-        key, process = json.dumps([spec, *arguments]), self._take()
+        if not is_built_in:
+            check_unsealed(spec)  # the process knows nothing of a seal
+        key = json.dumps([spec, *arguments])
+        self._functions.add(key)
+        process = self._take(key)
         try:
             info = self._load(process, key)
         except CallError as error:
@@ -285,7 +290,7 @@ class RewardProcesses:
         digest = hashlib.blake2b(b"%d " % self.seed + body, digest_size=4)
         for buffer in buffers:
             digest.update(buffer)
-        call, process, limit_s = current_call(), self._take(), None
+        call, process, limit_s = current_call(), self._take(key), None
         torch = sys.modules.get("torch")
         device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
         try:
@@ -310,8 +315,10 @@ class RewardProcesses:
         self._put(process)
         return _checked(answer)
 
-    def _take(self) -> _Process:
+    def _take(self, key: str) -> _Process:
+        """An idle process, one that has loaded the function if there is one, or a new one."""
         with self._lock:
+            self._idle.sort(key=lambda process: key in process.loaded)
             while self._idle:
                 process = self._idle.pop()
                 if process.process.poll() is None:
@@ -323,9 +330,9 @@ class RewardProcesses:
             return process
 
     def _put(self, process: _Process) -> None:
-        """Keep one process, the first to be idle; the others were for rows that are retried."""
+        """Keep as many processes as there are functions, which may run at once; others were for retried rows."""
         with self._lock:
-            if not self._idle:
+            if len(self._idle) < len(self._functions):
                 self._idle.append(process)
                 return
         self._end(process)
@@ -340,7 +347,11 @@ class RewardProcesses:
         process.loaded.add(key)
         if self._sources.setdefault(key, info["source"]) != info["source"]:
             path = info["source"][0]
-            raise CallError("exception", f"{path} has changed since the run began; resume the run to use it", "changed")
+            raise CallError(
+                "exception",
+                f"{path} has changed since the run began; use it with gruppo resume RUN --allow-changes",
+                "changed",
+            )
         return info
 
 

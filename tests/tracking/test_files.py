@@ -169,7 +169,7 @@ def write_completions(folder, steps, *, max_bytes=1e9):
 
 
 def completion_steps(folder):
-    paths = sorted((folder / "completions").glob("*"))
+    paths = sorted((folder / "completions").glob("*.gz"))
     return [json.loads(line)["step"] for path in paths for line in read_completions(path)[0]]
 
 
@@ -190,13 +190,15 @@ def test_a_resumed_run_deletes_the_completions_after_its_checkpoint(tmp_path):
     last = tmp_path / f"completions/step_{STEPS_PER_FILE + 1:06d}.jsonl.gz"
     last.write_bytes(last.read_bytes()[:-10])  # killed while writing
     (tmp_path / "completions/.step_000001.jsonl.gz.new").touch()
+    (tmp_path / "completions/.ipynb_checkpoints").mkdir()  # of the user's
     files.cut(STEPS_PER_FILE + 2)
     assert set(completion_steps(tmp_path)) == set(range(1, STEPS_PER_FILE + 2))
     files.cut(STEPS_PER_FILE - 1)
     files.append(STEPS_PER_FILE, [{"completion": "again"}])
     before = [step for step in range(1, STEPS_PER_FILE) for _ in range(3)]
     assert completion_steps(tmp_path) == [*before, STEPS_PER_FILE]
-    assert [path.name for path in (tmp_path / "completions").iterdir()] == ["step_000001.jsonl.gz"]
+    names = {path.name for path in (tmp_path / "completions").iterdir()}
+    assert names == {"step_000001.jsonl.gz", ".ipynb_checkpoints"}
 
 
 def test_completions_stop_at_their_limit_with_one_warning(tmp_path, caplog):

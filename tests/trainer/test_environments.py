@@ -280,7 +280,7 @@ def test_functions_that_are_not_understood_are_refused_in_one_line(tmp_path, cha
 
 def test_a_column_of_a_name_that_the_environment_gives_is_refused(tmp_path):
     tiny.write_rows(tmp_path / "data.jsonl", [row | {"turn": 1} for row in tiny.rows()])
-    with pytest.raises(DataError, match="the data have a column 'turn', and an environment is given something else"):
+    with pytest.raises(DataError, match=r"data\.jsonl has a column 'turn', and an environment is given something else"):
         api.start(config(tmp_path))
 
 

@@ -23,19 +23,19 @@ from gruppo.types import GruppoError
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a group of one": ({"rollout__group_size": 1}, r"group_size=1 gives no baseline.*--objective reinforce"),
     "clip bounds that cross": ({"objective__clip_low": 1.5}, r"clip_low=1.5.*needs clip_low <= 1"),
-    "a dual clip inside": ({"objective__dual_clip": 1.1}, r"dual_clip=1.1 crosses.*--objective.dual-clip 3"),
+    "a dual clip inside": ({"objective__dual_clip": 1.1}, r"dual_clip=1.1 crosses.*objective__dual_clip 3"),
     "correction bounds that cross": (
         {"objective__correction": "mask", "objective__correction_low": 4.0},
-        r"correction_low=4, correction_high=3: 1, the weight.*Set --objective.correction-low 0",
+        r"correction_low=4, correction_high=3: 1, the weight.*Set objective__correction_low 0",
     ),
-    "a negative kl_coef": ({"stage__kl_coef": -0.1}, r"stage.kl_coef=-0.1 .*--stage.kl-coef"),
+    "a negative kl_coef": ({"stage__kl_coef": -0.1}, r"stage__kl_coef=-0.1 .*Set stage__kl_coef 0"),
     "a negative value_clip": ({"objective": "ppo", "objective__value_clip": -1.0}, r"value_clip=-1.0 is out of range"),
-    "lam above 1": ({"objective": "ppo", "objective__lam": 1.5}, r"lam=1.5 is out of range.*Set --objective.lam 0.95"),
+    "lam above 1": ({"objective": "ppo", "objective__lam": 1.5}, r"lam=1.5 is out of range.*Set objective__lam 0.95"),
     "no lesson for the critic": ({"objective": "ppo", "stage__value_coef": 0.0}, r"value_coef=0 never trains"),
     "a critic for GRPO": ({"critic__kind": "separate"}, r"a critic was set, but.*--objective ppo"),
     "a penalty on every length": (
         {"objective": "dapo", "objective__overlong": 8},
-        r"overlong=8 penalizes every length up to the longest, 8.*Set --objective.overlong 1",
+        r"overlong=8 penalizes every length up to the longest, 8.*Set objective__overlong 1",
     ),
     "refilling groups of one": (
         {"objective": "ppo", "rollout__group_size": 1, "rollout__refill_rounds": 1},

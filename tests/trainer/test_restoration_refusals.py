@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no module": (network("NO_FUNCTION"), r"NO_FUNCTION is a int|NO_FUNCTION is an int"),
     "an unknown action": ({"restoration__action": "band_gain"}, r"no action 'band_gain'.*Did you mean 'band_gains'"),
     "an unknown option of an action": ({"restoration__action": "pixels:size=3"}, r"'pixels:size=3' is not understood"),
-    "a std of 0": ({"restoration__action": "pixels:std=0"}, r"std=0 is no scale"),
+    "a std of 0": ({"restoration__action": "pixels:std=0"}, r"std=0 does not fit 3 numbers"),
     "patches of a grid": (PATCHES | {"restoration__patches": 3}, r"grid of 2 x 2 cannot be cut into 3 x 3"),
     "patches of a picture": (
         {"restoration__action": "pixels", "restoration__patches": 3},

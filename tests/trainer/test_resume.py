@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import random
@@ -24,7 +25,8 @@ from gruppo import api
 from gruppo.build import Parts
 from gruppo.config import schema as configs
 from gruppo.config import serialization
-from gruppo.loading import command_name
+from gruppo.inference import evaluate_run
+from gruppo.loading import code_digest, command_name
 from gruppo.modalities.text import from_pretrained
 from gruppo.rewards.functions import FunctionReward
 from gruppo.trainer import checkpoint, run_dir
@@ -505,3 +507,21 @@ def test_what_only_may_change_the_results_is_reported(stopped, monkeypatch, capl
 def test_an_unchanged_setup_is_no_warning(stopped, caplog):
     api.start(stopped)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_run_with_an_isolated_built_in_reward_is_resumed_and_evaluated_without_a_flag(tmp_path, monkeypatch):
+    monkeypatch.delenv("GRUPPO_TRUSTED_RUNS", raising=False)
+    config = tiny.config(tmp_path, reward=(r"regex_format:\\d",), scoring__isolate=True, steps=2)
+    folder = api.start(config).folder
+    assert api.start(folder).folder == folder
+    assert evaluate_run(folder, prompts=2)[0].scored == 2
+
+
+def test_the_code_of_a_module_is_compared_whether_or_not_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "a_module_of_mine.py").write_text("def mine(completions, **_): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = code_digest("a_module_of_mine:mine")
+    importlib.import_module("a_module_of_mine")
+    assert before == code_digest("a_module_of_mine:mine") is not None
+    (tmp_path / "a_module_of_mine.py").write_text("def mine(completions, **_): pass")
+    assert code_digest("a_module_of_mine:mine") != before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import hashlib
 import json
@@ -18,8 +19,8 @@ from gruppo.types import DataError, Prompt
 FILE_KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 TARGET_COLUMNS = ("answer", "target", "solution", "label")
 PROMPT_LIKE = ("question", "problem", "instruction", "query", "text", "input", "messages")
-AS_TEXT = re.compile(r"""\s*(?:array\(|list\()?\s*\[?\s*\{\s*['"](?:role|content)['"]\s*:""")
-"""How a conversation begins that was converted to a string."""
+AS_TEXT = re.compile(r"\s*(?:(?:array|list)\()?\s*(?P<messages>[\[{].*[\]}])\s*(?:,\s*dtype=\w+\s*)?\)?\s*", re.DOTALL)
+"""A text that may be a conversation converted to a string, by str, json.dumps or a NumPy array's repr."""
 MESSAGES = 'it needs a text or a list of {"role": ..., "content": ...} messages with texts in both.'
 
 
@@ -72,9 +73,23 @@ def row_source(
     return IndexedSource(name, seed, train, held_out, prompt_at, columns, digest.hexdigest(), identity, all_items=items)
 
 
+def is_stringified(text: str) -> bool:
+    """Whether a text as a whole is a conversation that was converted to a string."""
+    if (match := AS_TEXT.fullmatch(text)) is None:
+        return False
+    for read in (parse_json, ast.literal_eval):
+        try:
+            value = read(match["messages"])
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        messages = value if isinstance(value, list | tuple) else [value]
+        return bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+    return False
+
+
 def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
     """The prompt, a text or messages; an error for anything else, which names the row by ``where``."""
-    if isinstance(inputs, str) and AS_TEXT.match(inputs):
+    if isinstance(inputs, str) and is_stringified(inputs):
         raise DataError(
             f"the prompt in {where} is a conversation that was converted to a string, {inputs[:24]!r}...; it needs the "
             "list of messages. Convert the column back (ast.literal_eval, or json.loads for JSON) and save it as JSON "
@@ -128,7 +143,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             row = parse_json(line.decode("utf-8"))
         except UnicodeDecodeError:
             raise DataError(f"{where} is not UTF-8; save the file as UTF-8.") from None
-        except (json.JSONDecodeError, RecursionError) as problem:
+        except ValueError as problem:
             raise DataError(f"{where} is not JSON ({problem}); it needs one JSON object per line.") from None
         if not isinstance(row, dict):
             raise DataError(f'{where} is a {type(row).__name__}; it needs an object such as {{"prompt": ...}}.')

@@ -15,7 +15,7 @@ ZERO_SPREAD = 0.6
 """Fraction of groups without spread above which most sampling is wasted. A run that has solved its prompts reaches 0.8
 and more, so it counts only while the reward has room to improve."""
 MAX_GROUP = 64
-TEXT_REWARDS = ("exact_match", "numeric_match", "regex_format", "length_target", "keywords", "repetition_penalty")
+TEXT_REWARDS = ("exact_match", "numeric_match", "length_target", "keywords", "repetition_penalty")
 """Built-in rewards that read the completion and the answer alone."""
 
 

@@ -140,14 +140,17 @@ class CompletionFiles:
         """Delete what was written after ``step``, and what a kill left half-written."""
         for path in sorted(self.folder.glob("*")):
             match = re.fullmatch(r"step_(\d+)\.jsonl\.gz", path.name)
-            if match is None or int(match[1]) > step:
+            if match is None:  # a file of the user's, or what a kill left
+                if path.name.startswith(".step_") and path.name.endswith(".new"):
+                    path.unlink()
+            elif int(match[1]) > step:
                 path.unlink()
             elif int(match[1]) + STEPS_PER_FILE > step:
                 lines, is_whole = read_completions(path)
                 kept = [line for line in lines if parse_json(line)["step"] <= step]
                 if not is_whole or len(kept) < len(lines):
                     replace_file(path, gzip.compress(b"".join(kept), mtime=0))
-        self._size = sum(path.stat().st_size for path in self.folder.glob("*"))
+        self._size = sum(path.stat().st_size for path in self.folder.glob("step_*.jsonl.gz"))
 
     def append(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._is_full or not rows:

@@ -92,8 +92,7 @@ def evaluate(
         # random numbers of its own: a training prompt may have the same draw
         seed = seed_at(run.config.seed, "evaluation")
         rollouts = generate([Request(p, count) for p in mine], run.sampling, seed=seed)
-        progress = {"step": run.state.step, "max_steps": run.config.steps}
-        rewards = run.rewards.score(rollouts, **progress, is_evaluation=True).rewards
+        rewards = run.rewards.score(rollouts, run.trainer_state, is_evaluation=True).rewards
         best = torch.full((len(mine),), -torch.inf).scatter_reduce(
             0, rollouts.group_ids.cpu(), rewards.nan_to_num(nan=-torch.inf), "amax"
         )

@@ -623,7 +623,7 @@ def test_flux_is_told_its_guidance_and_has_no_other():
         (lambda: DiffusersPolicy(object()), r"a object is not a pipeline that can be trained.*StableDiffusionPipeline"),
         (lambda: DiffusersPolicy(sd15(), PipelineSettings(size=(15, 16))), r"size=15 x 16 .*multiples of 2"),
         (lambda: DiffusersPolicy(flux(), PipelineSettings(size=(16, 18))), r"size=16 x 18 .*multiples of 4"),
-        (lambda: DiffusersPolicy(sd15(), replace(SIZE, dropped=1.0)), r"dropped=1.0 is out of range"),
+        (lambda: DiffusersPolicy(sd15(), replace(SIZE, dropped=1.0)), r"dropped=1.0 is out of the range"),
         (lambda: made(sd15).policy.sample([Request(Prompt("a", 7), 1)], SAMPLINGS[sd15], seed=0), r"a int is no capt"),
         (lambda: made(sd15).policy.check_sampling(DiffusionSampling(1.0, max_actions=2000)), r"2000 steps are more"),
         (lambda: made(sd15).policy.check_sampling(SAMPLINGS[sd3]), r"transition='flow_sde' does not fit the diff"),

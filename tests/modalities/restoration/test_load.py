@@ -187,7 +187,7 @@ def test_an_action_is_written_as_a_name_with_options(text, made):
         ("controls", "there needs to be one at least"),
         ("controls:noise=0-1@2", "starts at 2 and has the range 0 to 1"),
         ("band_gains:grid=0", "grid=0 has no cell"),
-        ("pixels:std=-1", "std=-1 is no scale"),
+        ("pixels:std=-1", "std=-1 does not fit 3 numbers"),
     ],
 )
 def test_an_action_that_there_is_not_is_refused(text, why):
