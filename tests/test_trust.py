@@ -134,6 +134,10 @@ def test_an_entry_that_is_not_listed_imports_nothing(tmp_path, clean, evil, monk
     monkeypatch.setattr(trust, "imports", lambda settings, key="": [])
     with pytest.raises(GruppoError, match=r"names code to run: .*evil.py:f.*--trust-run"):
         inference.evaluate_run(run, prompts=2)
+    own = tmp_path / "own.py"
+    own.write_text("def rows():\n    return [{'prompt': '1 + 1', 'answer': '2'}]\n")
+    with pytest.raises(GruppoError, match=r"names code to run: .*evil.py:f.*--trust-run"):  # data of one's own may
+        inference.evaluate_run(run, prompts=2, data=f"{own}:rows")
     assert not (tmp_path / "executed").exists()
 
 

@@ -29,8 +29,8 @@ class RunDuringImport(GruppoError):
 _depth = 0
 _named: set[str] = set()
 """Packages from which an object was named."""
-_sealed_for = ""
-"""Folder of somebody else that is being opened, from which nothing may be imported."""
+_sealed_for, _typed = "", ""
+"""Folder of somebody else that is being opened, from which nothing may be imported, and the name that may be."""
 
 
 def is_importing() -> bool:
@@ -39,19 +39,19 @@ def is_importing() -> bool:
 
 
 @contextmanager
-def sealed_imports(folder: str) -> Iterator[None]:
-    """Within, ``load_object`` refuses every name, because ``folder`` is not trusted; "" allows all."""
-    global _sealed_for
-    previous, _sealed_for = _sealed_for, folder
+def sealed_imports(folder: str, allowed: str = "") -> Iterator[None]:
+    """Within, ``load_object`` refuses every name but ``allowed``, because ``folder`` is not trusted; "" allows all."""
+    global _sealed_for, _typed
+    previous, (_sealed_for, _typed) = (_sealed_for, _typed), (folder, allowed)
     try:
         yield
     finally:
-        _sealed_for = previous
+        _sealed_for, _typed = previous
 
 
 def check_unsealed(spec: str) -> None:
     """Refuse a name within ``sealed_imports``."""
-    if _sealed_for:
+    if _sealed_for and spec != _typed:
         raise GruppoError(f"{_sealed_for} names code to run: {spec}. Read the code; if you trust it, add --trust-run.")
 
 

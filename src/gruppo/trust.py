@@ -112,15 +112,16 @@ def check(folder: Path, names: Collection[str], *, trust_run: bool = False, trus
 
 
 @contextmanager
-def importing(names: Collection[str], *, closed_for: Path | None = None) -> Iterator[None]:
-    """Within, these names, which ``check`` has passed, may be imported; with ``closed_for`` and no names, none at all.
+def importing(names: Collection[str], *, closed_for: Path | None = None, typed: str = "") -> Iterator[None]:
+    """Within, these names, which ``check`` has passed, may be imported; with ``closed_for`` and no names, none at all
+    but ``typed``, which is of this command.
 
     So a setting that ``imports`` does not know cannot import anything from a folder of somebody else.
     """
     global _allowed
     previous, _allowed = _allowed, frozenset(names)
     try:
-        with sealed_imports("" if names or closed_for is None else str(closed_for)):
+        with sealed_imports("" if names or closed_for is None else str(closed_for), typed):
             yield
     finally:
         _allowed = previous
