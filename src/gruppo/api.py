@@ -90,8 +90,8 @@ def train(
             '"arithmetic", file.py:function, a config file or the folder of a run. Pass single settings by name: '
             "gruppo.train(steps=50)."
         )
-    name = str(config) if isinstance(config, str | Path) else ""
-    file = config_file(name) if name else None
+    name = str(config) if isinstance(config, str | Path) else None
+    file = None if name is None else config_file(name)
     recipe = recipe_config(str(config)) if isinstance(config, str | Path) else config or Config()
     # a file does not turn on remote code: the caller does
     config = recipe if file is None else replace(recipe, trust_remote_code=False)
@@ -111,7 +111,7 @@ def train(
             config = replace(config, engine=name_of(engine))
         if file is not None:
             check_code(file, recipe, config, trust_run=trust_run)
-        if name and not config.name:
+        if name is not None and not config.name:
             config = replace(config, name=new_name(run_stem(name), config.runs_dir))
         with logged() if show else nullcontext():
             return finish(start(config, parts, show=show, trust_run=trust_run), show=show)
@@ -192,14 +192,8 @@ def start(
                 folder.open()
             elif dist.is_main():
                 folder.check_is_new()
-        is_open = (
-            is_new
-            or trust_run
-            or any(
-                isinstance(part, str) for part in (parts.data, parts.environment, parts.engine, *(parts.rewards or ()))
-            )
-        )
-        stack.enter_context(trust.importing(code, closed_for=None if is_open else path))
+        closed_for = None if is_new or trust_run else path
+        stack.enter_context(trust.importing(code, closed_for=closed_for, typed=parts.names))
         run, model_source = build(config, parts)
         with dist.fail_together():
             if is_new:

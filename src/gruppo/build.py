@@ -58,6 +58,12 @@ class Parts:
     environment: Callable[..., Any] | None = None
     engine: Engine | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """Parts that are names."""
+        parts = (self.data, self.environment, self.engine, *(self.rewards or ()))
+        return [part for part in parts if isinstance(part, str)]
+
     @classmethod
     def of(
         cls, model: Any = None, data: Any = None, reward: Any = None, environment: Any = None, engine: Any = None

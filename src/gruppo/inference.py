@@ -99,7 +99,7 @@ def evaluate_run(
     )
     if missing := missing_parts(config, Parts()):
         raise GruppoError(f"this run's {' and '.join(missing)} came from Python objects, which a file does not hold.")
-    with trust.importing(code, closed_for=None if trust_run else path, typed=data):
+    with trust.importing(code, closed_for=None if trust_run else path, typed=[data]):
         policy = load_policy(path, compute=config.compute, trust_remote_code=config.trust_remote_code)
         run, _ = build(config, Parts(policy))
         for source in ("source", "validation"):

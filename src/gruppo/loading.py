@@ -12,9 +12,8 @@ import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,8 +28,10 @@ class RunDuringImport(GruppoError):
 _depth = 0
 _named: set[str] = set()
 """Packages from which an object was named."""
-_sealed_for, _typed = "", ""
-"""Folder of somebody else that is being opened, from which nothing may be imported, and the name that may be."""
+_sealed_for = ""
+"""Folder of somebody else that is being opened, from which nothing may be imported."""
+_typed: frozenset[str] = frozenset()
+"""Names that this command was given, which may be."""
 
 
 def is_importing() -> bool:
@@ -39,10 +40,10 @@ def is_importing() -> bool:
 
 
 @contextmanager
-def sealed_imports(folder: str, allowed: str = "") -> Iterator[None]:
-    """Within, ``load_object`` refuses every name but ``allowed``, because ``folder`` is not trusted; "" allows all."""
+def sealed_imports(folder: str, typed: Collection[str] = ()) -> Iterator[None]:
+    """Within, ``load_object`` refuses all names but ``typed``, because ``folder`` is not trusted; "" allows all."""
     global _sealed_for, _typed
-    previous, (_sealed_for, _typed) = (_sealed_for, _typed), (folder, allowed)
+    previous, (_sealed_for, _typed) = (_sealed_for, _typed), (folder, frozenset(typed))
     try:
         yield
     finally:
@@ -51,7 +52,7 @@ def sealed_imports(folder: str, allowed: str = "") -> Iterator[None]:
 
 def check_unsealed(spec: str) -> None:
     """Refuse a name within ``sealed_imports``."""
-    if _sealed_for and spec != _typed:
+    if _sealed_for and spec not in _typed:
         raise GruppoError(f"{_sealed_for} names code to run: {spec}. Read the code; if you trust it, add --trust-run.")
 
 
@@ -191,15 +192,12 @@ def code_digest(spec: str) -> str | None:
         return None
     if is_file_name(place):
         root: str | None = str(Path(place).expanduser().resolve())
+    elif place.split(".")[0] in (*sys.stdlib_module_names, "gruppo") and place != "__main__":
+        return None
     else:  # a script that is run and named is the module __main__, one that is loaded has a name of ours
         # not getattr, with which a lazy module would import what it stands for
         root = getattr(sys.modules.get(place), "__dict__", {}).get("__file__")
-        if place not in sys.modules and place.split(".")[0] not in (*sys.stdlib_module_names, "gruppo"):
-            inner = [Path(folder, *place.split(".")) for folder in sys.path]
-            found = (file for path in inner for file in (path.parent / f"{path.name}.py", path / "__init__.py"))
-            root = next((str(file.resolve()) for file in found if file.is_file()), None)
-        is_ours = place.split(".")[0] in (*sys.stdlib_module_names, "gruppo") and place != "__main__"
-        root = None if is_ours else root
+        root = root or next((str(file) for file in reversed(_files_of(place, map(Path, sys.path)))), None)
     waiting = [Path(root)] if root else []
     digests: dict[Path, str] = {}
     while waiting:
@@ -225,13 +223,22 @@ def _imported_files(tree: ast.AST, file: Path) -> Iterator[Path]:
             if node.level:
                 folders = [file.parents[node.level - 1]]
         for name in names:
-            parts = name.split(".")
-            for folder, end in product(folders, range(1, len(parts) + 1)):
-                inner = folder.joinpath(*parts[:end])
-                for candidate in (inner.parent / f"{inner.name}.py", inner / "__init__.py"):
-                    is_installed = {"site-packages", "dist-packages"} & {*candidate.parts}
-                    if not is_installed and candidate.is_file() and is_users_module(name, str(candidate)):
-                        yield candidate.resolve()
+            yield from (
+                path
+                for path in _files_of(name, folders)
+                if not {"site-packages", "dist-packages"} & {*path.parts} and is_users_module(name, str(path))
+            )
+
+
+def _files_of(name: str, folders: Iterable[Path]) -> list[Path]:
+    """Files that an import of ``package.module`` reads, in the first folder that has any: outer packages first."""
+    parts = name.split(".")
+    for folder in folders:
+        inner = [folder.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+        candidates = [path for each in inner for path in (each.parent / f"{each.name}.py", each / "__init__.py")]
+        if files := [path.resolve() for path in candidates if path.is_file()]:
+            return files
+    return []
 
 
 def users_line(error: BaseException) -> str | None:

@@ -112,9 +112,9 @@ def check(folder: Path, names: Collection[str], *, trust_run: bool = False, trus
 
 
 @contextmanager
-def importing(names: Collection[str], *, closed_for: Path | None = None, typed: str = "") -> Iterator[None]:
+def importing(names: Collection[str], *, closed_for: Path | None = None, typed: Collection[str] = ()) -> Iterator[None]:
     """Within, these names, which ``check`` has passed, may be imported; with ``closed_for`` and no names, none at all
-    but ``typed``, which is of this command.
+    but ``typed``, which this command was given.
 
     So a setting that ``imports`` does not know cannot import anything from a folder of somebody else.
     """

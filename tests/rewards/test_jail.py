@@ -164,9 +164,12 @@ def test_time_for_which_a_program_waits_for_a_processor_does_not_count():
         os.sched_setaffinity(own._process.pid, one := {min(os.sched_getaffinity(0))})
         for handler in children_of(own._process.pid):
             os.sched_setaffinity(handler, one)
-        spin = [sys.executable, "-S", "-c", f"import os\nos.sched_setaffinity(0, {one})\nwhile True: pass"]
-        others = [subprocess.Popen(spin) for _ in range(5)]
+        spin = f"import os\nos.sched_setaffinity(0, {one})\nprint(flush=True)\nwhile True: pass"
+        command = [sys.executable, "-S", "-c", spin]
+        others = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(5)]
         try:
+            for other in others:  # until all of them are on that processor
+                other.stdout.readline()
             work = (
                 "import time\ndef f():\n    while time.process_time() < began + 0.2: pass\nbegan = time.process_time()"
             )

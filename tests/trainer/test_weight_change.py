@@ -108,7 +108,7 @@ def test_a_step_with_a_gradient_begins_the_count_again_and_masked_completions_ar
     masked = {"grad/norm": 0.0, "advantage/mean_abs": math.nan, "reward/mean": 0.5, "finish/truncated_frac": 1.0}
     with caplog.at_level(logging.WARNING, "gruppo"):
         for norm in (0.0, 0.0, 1.0, 0.0, 0.0, math.nan, 0.0, 0.0):
-            warn_if_idle(run, masked | {"grad/norm": norm}, tmp_path)
+            warn_if_idle(run, masked | {"grad/norm": norm} | ({"advantage/mean_abs": 0.5} if norm else {}), tmp_path)
         for _ in range(3):
             warn_if_idle(run, masked | {"grad/critic_norm": 0.5}, tmp_path)  # a critic that learns alone
         assert not caplog.messages

@@ -304,10 +304,11 @@ class RunFolder:
             manifest = read_json(self.path / "manifest.json")
             weights_then, reference_then = manifest["first_weights_sha256"], manifest["reference_sha256"]
             model_then = manifest["model"]
-            now = setup(run)
+            present = setup(run)
             # without a checkpoint, the run begins again, with the present setup
             is_begun = bool(checkpoint.steps(self.checkpoints))
-            differences = compare(manifest, now, is_on_cpu=run.policy.device.type == "cpu") if is_begun else []
+            is_on_cpu = run.policy.device.type == "cpu"
+            changing, other = differences(manifest, present, is_on_cpu=is_on_cpu) if is_begun else ([], [])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             if checkpoint.steps(self.checkpoints):  # a run killed before its manifest was written has none
                 log.warning(
@@ -331,17 +332,17 @@ class RunFolder:
                 model_then["sha256"] or "none",
                 file_now or "none",
             )
-        if refused := [text for text, changes_results in differences if changes_results]:
+        if changing:
             if not allow_changes:
                 raise GruppoError(
-                    f"{self.path} would not continue to the same results: {'; '.join(refused)}. Restore what has "
+                    f"{self.path} would not continue to the same results: {'; '.join(changing)}. Restore what has "
                     "changed, or continue with --allow-changes (gruppo.resume(..., allow_changes=True))."
                 )
-            entry = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": refused}
-            manifest |= now | {"resumed_with": [*manifest.get("resumed_with", []), entry]}
+            entry = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": changing}
+            manifest |= present | {"resumed_with": [*manifest.get("resumed_with", []), entry]}
             checkpoint.write_text(self.path / "manifest.json", json.dumps(manifest, indent=2))
-        if differences:
-            log.warning("since the run began: %s.", "; ".join(text for text, _ in differences))
+        if changing or other:
+            log.warning("since the run began: %s.", "; ".join([*changing, *other]))
 
     def write_final(self, run: Run) -> Path:
         """Write the trained model to a folder of its own."""
@@ -387,22 +388,25 @@ def setup(run: Run) -> dict[str, Any]:
     return {"inputs": inputs, "world": dist.world_size(), **environment()}
 
 
-def compare(then: Mapping[str, Any], now: Mapping[str, Any], *, is_on_cpu: bool) -> list[tuple[str, bool]]:
-    """Differences between a manifest and the present, in words, each with whether it changes the results."""
-    odd = sorted(dict(then["inputs"].items() ^ now["inputs"].items()))
-    found = [(f"the {name} has changed", True) for name in odd]
-    for name, version in now["versions"].items():
-        if (before := then["versions"].get(name)) != version:
-            found.append((f"{name} was {before} and is {version}", name in ("gruppo", "torch")))
-    threads, before = now["hardware"]["threads"], then["hardware"]["threads"]
-    if threads != before:  # sums on a CPU are divided among them
-        found.append((f"torch had {before} threads and has {threads} (set OMP_NUM_THREADS={before})", is_on_cpu))
+def differences(
+    manifest: Mapping[str, Any], present: Mapping[str, Any], *, is_on_cpu: bool
+) -> tuple[list[str], list[str]]:
+    """What has changed since a manifest was written, in words: what changes the results, and everything else."""
+    odd = sorted(dict(manifest["inputs"].items() ^ present["inputs"].items()))
+    changing, other = [f"the {name} has changed" for name in odd], list[str]()
+    for name, version in present["versions"].items():
+        if (saved := manifest["versions"].get(name)) != version:
+            (changing if name in ("gruppo", "torch") else other).append(f"{name} was {saved} and is {version}")
+    threads, saved = present["hardware"]["threads"], manifest["hardware"]["threads"]
+    if threads != saved:  # sums on a CPU are divided among them
+        text = f"torch had {saved} threads and has {threads} (set OMP_NUM_THREADS={saved})"
+        (changing if is_on_cpu else other).append(text)
     for name in ("cpu", "gpu"):
-        if (before := then["hardware"][name]) != now["hardware"][name]:
-            found.append((f"the {name.upper()} was {before} and is {now['hardware'][name]}", False))
-    if then["world"] != now["world"]:
-        found.append((f"there were {then['world']} ranks and are {now['world']}", False))
-    return found
+        if (saved := manifest["hardware"][name]) != present["hardware"][name]:
+            other.append(f"the {name.upper()} was {saved} and is {present['hardware'][name]}")
+    if manifest["world"] != present["world"]:
+        other.append(f"there were {manifest['world']} ranks and are {present['world']}")
+    return changing, other
 
 
 def environment() -> dict[str, Any]:

@@ -63,10 +63,12 @@ def warn_if_still(run: Run, changed: Stat) -> None:
 
 
 def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path, rollouts: Rollouts | None = None) -> None:
-    """Count steps in which no network had a gradient, and name the reason after three of them."""
+    """Count steps without a gradient, or with one of regularizers alone; name the reason after three of them."""
     norms = [metrics[name] for name in NORMS if name in metrics]
     state, size = run.state, metrics.get("advantage/mean_abs")
-    state.idle_steps = state.idle_steps + 1 if norms and not any(norms) else 0
+    # a KL or entropy term has a gradient where no row has an advantage; a critic and demonstrations do learn
+    is_flat = size is not None and not size > 0 and not {"grad/critic_norm", "sup/loss_nats"} & metrics.keys()
+    state.idle_steps = state.idle_steps + 1 if norms and (is_flat or not any(norms)) else 0
     if state.idle_steps not in IDLE:
         return
     reason = f"--optim.lr {run.config.optim.lr:g} may have ruined the weights, which give a gradient of exactly 0"
