@@ -19,9 +19,11 @@ from gruppo.core.advantages import group_advantages
 from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import Objective
 from gruppo.core.weights import Average, loss_total, loss_weights
+from gruppo.distributed import collectives
 from gruppo.types import GruppoError, Likelihood, Stat
 
 VOCABULARY, MAX_LENGTH = 5, 9
+F32, F64 = torch.float32, torch.float64
 LENGTHS = torch.tensor([9, 1, 3, 2, 2, 7, 4])
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 3.0, -1.0, 2.0, float("nan")])
 GROUP_IDS = torch.tensor([0, 3, 0, 1, 1, 2, 2])
@@ -99,8 +101,24 @@ def primitives() -> dict[str, Any]:
         "max": dist.all_max(10 + 3 * dist.rank()),
         "gathered": [part.decode() for part in dist.all_gather(b"x" * (3 * dist.rank()) + b"end")],
         "together": agreed(),
+        "buckets": buckets(),
         "merged": {n: [s.count, s.sum, s.sum_sq, s.min, s.max] for n, s in dist.merge_stats(names).items()},
     }
+
+
+def buckets() -> bool:
+    """Whether gradients summed in buckets equal those summed one by one, to the last bit; several dtypes and sizes."""
+    collectives.LARGE_BYTES, collectives.BUCKET_BYTES = 400, 300
+    generator = torch.Generator().manual_seed(dist.rank())
+    shapes = [(3,), (50,), (7,), (20, 10), (90,), (0,), (1,)]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=kind)) for shape in shapes for kind in (F32, F64)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    apart = nn.Parameter(torch.zeros(20, 10))  # its gradient is not contiguous
+    apart.grad = torch.randn(10, 20, generator=generator).t()
+    expected = [dist.all_sum(parameter.grad) for parameter in (*parameters, apart) if parameter.grad is not None]
+    dist.sum_gradients([*parameters, apart])
+    return all(map(torch.equal, [parameter.grad for parameter in (*parameters, apart)], expected))
 
 
 def agreed() -> list[str]:

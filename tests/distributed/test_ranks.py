@@ -109,6 +109,10 @@ def test_the_collectives_by_hand(two):
         assert primitives["merged"] == {"a": [2, 5, 13, 2, 3], "b": [2, 13, 85, 6, 7]}
 
 
+def test_gradients_summed_in_buckets_are_those_summed_one_by_one_to_the_last_bit(two):
+    assert [rank["primitives"]["buckets"] for rank in two] == [True, True]
+
+
 def test_a_world_of_one_changes_nothing(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     dist.init()

@@ -19,6 +19,9 @@ from gruppo.types import GruppoError, Stat
 __all__ = ["RankLost", "all_gather", "all_max", "all_sum", "fail_together", "init", "is_main", "merge_stats", "rank"]
 __all__ += ["shutdown", "sum_gradients", "world_size"]
 
+LARGE_BYTES, BUCKET_BYTES = 2**20, 8 * 2**20
+"""A gradient that is summed by itself; smaller ones that are summed together."""
+
 
 class RankLost(GruppoError):
     """Another rank is dead, stopped or late. The run can be resumed."""
@@ -148,15 +151,38 @@ def fail_together() -> Iterator[None]:
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Sum gradients over ranks in place. A parameter without one counts as zero, so that all ranks agree."""
+    """Sum gradients over ranks in place. A parameter without one counts as zero, so that all ranks agree.
+
+    Small ones in buckets: a collective takes a fixed time. Large ones in place, without a copy.
+    """
     if world_size() == 1:
         return
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad
+        if gradient.nbytes >= LARGE_BYTES and gradient.is_contiguous():
             with _naming_lost_ranks():
-                td.all_reduce(parameter.grad)
+                td.all_reduce(gradient)
+            continue
+        bucket = buckets.setdefault((gradient.dtype, gradient.device), [])
+        bucket.append(gradient)
+        if sum(gradient.nbytes for gradient in bucket) >= BUCKET_BYTES:
+            _sum_bucket(bucket)
+            bucket.clear()
+    for bucket in filter(None, buckets.values()):
+        _sum_bucket(bucket)
+
+
+def _sum_bucket(gradients: list[Tensor]) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    with _naming_lost_ranks():
+        td.all_reduce(flat)
+    for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
