@@ -20,6 +20,7 @@ from gruppo.rewards.sandbox import jail as jail_module
 from gruppo.rewards.sandbox import syscalls
 from gruppo.rewards.sandbox.jail import ATTEMPTS, Jail, probe, require_jail
 from gruppo.rewards.sandbox.plain_data import DEEPEST, NotPlain, decode, encode
+from gruppo.rewards.sandbox.program import LOCKED
 from gruppo.rewards.sandbox.protocol import CaseResult, SandboxError, SandboxLimits
 from gruppo.types import GruppoError
 
@@ -53,7 +54,10 @@ def tried_each(jail: Jail, expressions: list[str], program: str = "import os, sy
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return []
 
 
 def programs_of(supervisor: int) -> list[int]:
@@ -166,7 +170,8 @@ def test_time_for_which_a_program_waits_for_a_processor_does_not_count():
             os.sched_setaffinity(handler, one)
         spin = f"import os\nos.sched_setaffinity(0, {one})\nprint(flush=True)\nwhile True: pass"
         command = [sys.executable, "-S", "-c", spin]
-        others = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(5)]
+        # each in a session of its own, as the jail is: the kernel deals time out to sessions first
+        others = [subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) for _ in range(5)]
         try:
             for other in others:  # until all of them are on that processor
                 other.stdout.readline()
@@ -460,6 +465,22 @@ def test_memory_threads_and_output_have_an_end(patient):
     assert patient.script(printed, [""], room=100_000)[0].value == "x" * 100_000 + "\n"
     long = [["'x' * 100_000"]]
     assert patient.calls("", long)[0].status == "error" and patient.calls("", long, room=100_000)[0].status == "value"
+
+
+@jailed
+def test_printed_text_counts_whole_where_a_report_arrives_in_the_middle_of_it():
+    """On a busy machine the supervisor reads 64 KiB of output before the report that the process is confined."""
+    from gruppo.rewards.sandbox.child import Child
+
+    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    with socket.socket() as unused:
+        child = Child(process.pid, 3, 4, unused, "nonce", range(0), room=100)
+        child._take(4, b"x" * 80)
+        child._take(3, f"nonce {LOCKED} v \n".encode())
+        assert not child.end_reason and LOCKED in child.reports
+        child._take(4, b"x" * 80)
+    process.communicate()
+    assert child.end_reason == "output"
 
 
 @jailed

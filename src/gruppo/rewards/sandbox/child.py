@@ -59,7 +59,7 @@ class Child:
     end_reason: str = ""  # why it was killed, if it was: time, output, threads, orphan
     status: int = 0
     _line: bytearray = field(default_factory=bytearray)
-    _unread: int = 0  # bytes since the last line that was ours
+    _unread: int = 0  # bytes of the channel since the last line that was ours
     _delays: dict[str, float] = field(default_factory=dict)  # by thread: seconds for which it waited for a processor
     _threads: list[str] = field(default_factory=list)
     _spent: Meter = Meter()
@@ -118,17 +118,17 @@ class Child:
         """Collect printed text and reports: the first line of each case that has the nonce. In linear time."""
         if self.end_reason == "output":
             return
-        self._unread += len(chunk)
         if fd == self.output:
             self.printed += chunk
         else:
+            self._unread += len(chunk)
             *ends, rest = chunk.split(b"\n")
             for end in ends:
                 self._line += end
                 self._read_line()
                 self._line.clear()
             self._line += rest
-        if self._unread > self.room:
+        if len(self.printed) + self._unread > self.room:
             self._kill("output")
 
     def _read_line(self) -> None:
