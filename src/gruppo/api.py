@@ -17,7 +17,7 @@ from gruppo import distributed as dist
 from gruppo import trust, watchdog
 from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
 from gruppo.config import peer_options, serialization
-from gruppo.config.options import flag, options
+from gruppo.config.options import options
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.sections import sections
 from gruppo.config.stages import stage_path
@@ -109,6 +109,9 @@ def train(
             config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
         if engine is not None:
             config = replace(config, engine=name_of(engine))
+        if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
+            # on the command line too they are then called in the trainer's process, whose random state is saved
+            config = replace(config, scoring=replace(config.scoring, isolate=False))
         if file is not None:
             check_code(file, recipe, config, trust_run=trust_run)
         if name is not None and not config.name:
@@ -116,7 +119,7 @@ def train(
         with logged() if show else nullcontext():
             return finish(start(config, parts, show=show, trust_run=trust_run), show=show)
     except GruppoError as error:
-        error.args = (as_passed(str(error), changes),)
+        error.args = (as_passed(str(error), config, changes),)
         raise
 
 
@@ -304,10 +307,12 @@ def change(config: Config, changes: dict[str, Any]) -> Config:
         ) from None
 
 
-def as_passed(message: str, changes: Iterable[str]) -> str:
-    """A message with the options of ``changes`` as they were passed, ``rollout__group_size``, not as in the shell."""
-    for name in changes:
-        dotted = name.replace("__", ".")
-        spellings = f"{re.escape(flag(dotted))}|{re.escape(dotted)}" if "." in dotted else re.escape(flag(dotted))
-        message = re.sub(rf"(?<![\w.-])(?:{spellings})(?![.-]?\w)", name, message)
-    return message
+def as_passed(message: str, config: Config, changes: Iterable[str]) -> str:
+    """A message with flags, and the dotted names of ``changes``, as they are passed in Python: rollout__group_size."""
+    known, changed = options(config), {name.replace("__", ".") for name in changes if "__" in name}
+
+    def in_python(match: re.Match[str]) -> str:
+        dotted = match[0].removeprefix("--").replace("-", "_")
+        return dotted.replace(".", "__") if dotted in (known if match[0].startswith("--") else changed) else match[0]
+
+    return re.sub(r"(?<![\w.-])(?:--)?[a-z][\w-]*(?:\.\w[\w-]*)*(?![.-]?\w)", in_python, message)

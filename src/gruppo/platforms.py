@@ -8,6 +8,8 @@ import os
 import signal
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -77,3 +79,38 @@ def stop_signals() -> list[signal.Signals]:
     """
     known = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
     return [number for number in known if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
+
+
+class _StreamFunctions(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("read", "write", "seek", "close")]
+
+
+@contextmanager
+def no_clean_exit(message: str, status: int) -> Iterator[None]:
+    """Within, C code that calls ``exit`` ends this process with ``message`` on standard error and ``status``.
+
+    ``exit`` raises nothing in Python, but it flushes the streams of the C library. Two of them have a buffered text and
+    write functions that are ``write`` and ``_exit``. Without effect where the C library cannot make them, as on macOS.
+    """
+    libc = ctypes.CDLL(None) if os.name == "posix" else None
+    if libc is None or not (hasattr(libc, "fopencookie") and hasattr(libc, "__fpurge")):
+        yield
+        return
+    libc.fopencookie.restype = ctypes.c_void_p
+    # The stream that was opened last is flushed first.
+    streams = list[ctypes.c_void_p]()
+    for argument, function in ((status, libc._exit), (2, libc.write)):
+        functions = _StreamFunctions(write=ctypes.cast(function, ctypes.c_void_p))
+        streams.append(ctypes.c_void_p(libc.fopencookie(ctypes.c_void_p(argument), b"w", functions)))
+        libc.fputs(message.encode()[:4000] + b"\n", streams[-1])  # less than a buffer
+
+    def purge() -> None:
+        while streams:
+            libc.__fpurge(streams[-1])
+            libc.fclose(streams.pop())
+
+    os.register_at_fork(after_in_child=purge)
+    try:
+        yield
+    finally:
+        purge()

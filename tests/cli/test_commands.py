@@ -580,7 +580,7 @@ def test_the_live_screen_is_closed_before_the_line_of_an_error(tmp_path, recipe)
 
 
 INCOMPLETE = """
-import os, sys
+import ctypes, os, sys
 
 def leaves(completions, trainer_state, **columns):
     if trainer_state.global_step == 1:
@@ -590,6 +590,9 @@ def leaves(completions, trainer_state, **columns):
 
 def engine(policy):
     sys.exit()
+
+def library(policy):
+    ctypes.CDLL(None).exit(0)
 """
 
 
@@ -602,8 +605,9 @@ def engine(policy):
             "no final model",
         ),
         (["--engine", "mine.py:engine"], "mine.py:11 called sys.exit()", "does not exist"),
+        (["--engine", "mine.py:library"], "C code called exit()", "does not exist"),
     ],
-    ids=["os._exit", "sys.exit"],
+    ids=["os._exit", "sys.exit", "exit"],
 )
 def test_code_that_ends_the_process_with_0_does_not_pass_for_a_complete_run(tmp_path, recipe, options, says, left):
     (tmp_path / "mine.py").write_text(INCOMPLETE)

@@ -103,6 +103,7 @@ def write(
     every = HEALTHY | columns
     rows = [{"step": step, **_row(every, step)} for step in range(1, STEPS + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "final").mkdir()
     for name, content in (files or {}).items():
         (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
     return folder

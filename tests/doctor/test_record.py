@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -110,7 +111,7 @@ def damaged(name, text):
 
 ROW = '{"step": 1, "reward/mean": 0.5}\n'
 UNREADABLE = {
-    "no folder": (lambda run: [path.unlink() for path in run.iterdir()] + [run.rmdir()], "does not exist"),
+    "no folder": (shutil.rmtree, "does not exist"),
     "no config": (lambda run: (run / "config.json").unlink(), "has no config.json. Give the folder of a run"),
     "a broken config": (damaged("config.json", "{"), "cannot be read as JSON"),
     "a foreign config": (damaged("config.json", '{"colour": 1}'), "unknown entry colour"),

@@ -71,6 +71,10 @@ def test_a_healthy_run_has_no_problems(tmp_path):
     run = write(tmp_path / "run", {})
     output = text(run)
     assert " ".join(output.split()).startswith(f"{run}: 30 steps, no problems found by 21 of 28 rules Not ")
+    assert "incomplete" not in output
+    (run / "final").rmdir()
+    (advice,) = re.findall("The run is incomplete: .*", " ".join(text(run, width=1000).split()))
+    assert "30 of 30 steps are logged" in advice and advice.endswith(f"{command_name()} resume {run}")
     assert " try " not in output and str(report.suggestion(report.diagnose(read(run)))) == ""
 
 

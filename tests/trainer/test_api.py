@@ -90,6 +90,11 @@ def test_a_recipes_name_and_a_config_file_train_as_on_the_command_line(tmp_path)
             "^unknown option num_generations. .* of trl is rollout__group_size",
         ),
         (None, {"stages__1__lr": 4}, "^stages__1__lr: the list has no entry 1"),
+        (  # two options, of which one was given
+            "arithmetic",
+            {"objective__correction": "truncate", "objective__correction_low": 5.0},
+            "Set objective__correction_low 0 objective__correction_high 3",
+        ),
     ],
 )
 def test_a_mistake_in_python_is_one_line_in_names_of_python(config, changes, message):

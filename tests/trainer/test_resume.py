@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests import processes, tiny
+from tests.rewards import isolated
 from tests.trainer.runs import FULL, SIMPLE, Signalling, assert_same, begin_or_go_on, newest, steps_logged
 
 import gruppo
@@ -318,6 +319,18 @@ def test_parts_in_memory_are_asked_for_by_name_and_resume_to_the_bit(tmp_path):
     assert_same(gruppo.resume(run, **again, show=False).folder, expected)
 
 
+def test_a_random_reward_given_as_a_function_draws_the_same_where_it_is_resumed_by_name(tmp_path):
+    """A function given by name runs in another process, whose random numbers are others."""
+    config = dataclasses.replace(
+        config_in(tmp_path, SIMPLE, steps=4, saving__every=2, saving__keep=2, scoring__isolate=True), name="whole"
+    )
+    run = gruppo.train(config, reward=isolated.draws, show=False).folder
+    stopped = shutil.copytree(run, tmp_path / "runs/stopped")
+    shutil.rmtree(stopped / "final")
+    shutil.rmtree(newest(stopped))
+    assert_same(gruppo.resume(stopped, show=False, trust_run=True).folder, run)
+
+
 def test_a_model_in_memory_that_has_been_trained_since_is_refused(tmp_path):
     policy = from_pretrained(tiny.model(), compute="float32")
     stop = Signalling(8)
@@ -366,7 +379,7 @@ def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(tmp_path
     monkeypatch.setattr(run_dir, "sync_to_disk", lambda path: (events.append(path.name), sync(path)))
     monkeypatch.setattr(checkpoint, "save", lambda *a, **k: (events.append("checkpoint"), save(*a, **k)))
     api.start(config_in(tmp_path, SIMPLE, steps=2, saving__every=1))
-    assert events == ["metrics.jsonl", "samples.jsonl", "checkpoint"] * 2
+    assert events == ["metrics.jsonl", "samples.jsonl", "step_000001.jsonl.gz", "checkpoint"] * 2
 
 
 def test_rows_of_metrics_that_are_missing_before_the_checkpoint_are_reported(tmp_path, whole, caplog):

@@ -19,6 +19,7 @@ from gruppo.config import peer_options, serialization
 from gruppo.config.schema import Config
 from gruppo.errors import DataError
 from gruppo.loading import command_name, visible
+from gruppo.platforms import no_clean_exit
 from gruppo.recipes import RECIPES
 from gruppo.recipes.open import run_stem
 from gruppo.tracking.formatting import ARRAYS, as_text
@@ -48,7 +49,8 @@ def _until_stopped(path: Path) -> Iterator[None]:
 
     os._exit = leave_incomplete
     try:
-        yield
+        with no_clean_exit(f"gruppo: C code called exit() {problem}", DataError.exit_code):
+            yield
     except (Stopped, KeyboardInterrupt):  # a second signal interrupts at once
         if dist.is_main():
             print(f"gruppo: {how_to_continue(path)}", file=sys.stderr)

@@ -136,6 +136,11 @@ class Record:
         """Metrics that match a pattern as a whole, each with the text of the pattern's group."""
         return [(name, match[1]) for name in self.metrics if (match := re.fullmatch(pattern, name))]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has ended and written its model."""
+        return (self.folder / "final").is_dir()
+
     def stage_at(self, step: int) -> int:
         """Index in the config of the stage that a step belongs to."""
         numbers = self["stage/number"]

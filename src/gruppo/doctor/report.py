@@ -71,7 +71,7 @@ class Report:
             changes = [{"options": dict(change.settings), "why": change.why} for change in finding.changes]
             findings.append(vars(finding) | {"measured": measured, "changes": changes})
         checked = [rule.name for rule in RULES if rule.name not in self.skipped]
-        run = {"run": str(self.run.folder), "steps": self.run.steps}
+        run = {"run": str(self.run.folder), "steps": self.run.steps, "is_complete": self.run.is_complete}
         return run | {"findings": findings, "checked": checked, "skipped": dict(self.skipped)}
 
 
@@ -139,6 +139,11 @@ def render(report: Report) -> RenderableType:
     early = [f"{name} ({reason})" for name, reason in report.skipped.items() if name not in absent]
     lines = [f"Not checked, because the metrics were not logged: {', '.join(absent)}."] if absent else []
     lines += [f"Too early to tell: {'; '.join(early)}."] if early else []
+    if not run.is_complete:
+        lines.append(
+            f"The run is incomplete: {run.steps} of {run.config.steps} steps are logged and there is no final model. "
+            f"If no process is training it, continue with: {command_name()} resume {shlex.quote(str(run.folder))}"
+        )
     return Group(*parts, *(Padding(Text(line, "dim"), (1, 0, 0, 0), expand=False) for line in lines))
 
 

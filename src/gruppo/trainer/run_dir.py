@@ -162,9 +162,11 @@ class RunFolder:
         if not dist.is_main():
             return
         self.check_exists()
-        for name in ("metrics.jsonl", "samples.jsonl") if state is not None else ():
-            if (file := self.path / name).exists():  # a checkpoint must not outlive the rows before it
-                sync_to_disk(file)
+        if state is not None:  # a checkpoint must not outlive the rows before it
+            *_, completions = [None, *sorted(self.path.glob("completions/step_*"))]
+            for file in (self.path / "metrics.jsonl", self.path / "samples.jsonl", completions):
+                if file is not None and file.exists():
+                    sync_to_disk(file)
         checkpoint.save(
             self.best if state is None else self.checkpoints,
             step=run.state.step if state is None else state["step"],
