@@ -15,7 +15,7 @@ trl := trl==1.16.0
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help size demo digits photos lines test mutants mutants-all lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
+.PHONY: help size demo digits photos lines docs test mutants mutants-all lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make digits  train an image model from scratch, then make its files smaller by GRPO; a judge compares them"
 	@echo "make photos  restore real photographs, then make their files smaller by GRPO, and compare with baselines"
 	@echo "make lines   restore lines of text for an OCR reader without clean images, and compare with baselines"
+	@echo "make docs    build the documentation site into build/docs (make docs ARGS=serve shows it while you edit)"
 	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them; JOBS=8 processes)"
 	@echo "make mutants inject known bugs whose code or test has changed, and a sample, and list the test that catches each"
 	@echo "make mutants-all  inject all of them and record those that are caught (about a quarter of an hour)"
@@ -69,6 +70,9 @@ lint: .venv/.ready-test
 	@$(bin)/ruff check .
 	@$(bin)/ruff format --check .
 	@$(bin)/mypy
+
+docs: .venv/.ready-docs
+	@NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs $(or $(ARGS),build) --strict --quiet
 
 size:
 	@$(PYTHON) tests/size.py
@@ -128,6 +132,12 @@ clean:
 .venv/.ready-demo: .venv/.torch $(pins)
 	@echo "Installing gruppo and what the demo needs: about a minute, once."
 	@$(pip) -e ".[demo]"
+	@touch $@
+
+# Pages are built without importing gruppo: no torch.
+.venv/.ready-docs: .venv/.python $(pins)
+	@echo "Installing what the documentation needs: half a minute, once."
+	@$(pip) $$($(bin)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 .venv/.ready-digits: .venv/.torch $(pins)

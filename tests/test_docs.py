@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import shlex
 import typing
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 from tests import tiny
 from tests.doctor.test_provoked_restoration import config_of as restoring
-from tests.trainer.runs import metrics
 
+import gruppo
 from gruppo import api
-from gruppo.cli.help import all_options
+from gruppo.cli.commands import COMMANDS, TAKING_RECIPE
+from gruppo.cli.help import all_options, parameters
 from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import schema as configs
 from gruppo.config.options import as_text, convert, flag
@@ -27,6 +29,7 @@ from gruppo.core.objective import PRESETS, Objective
 from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES
 from gruppo.rewards.code import ProgramScore, code_metrics
+from gruppo.tracking.files import read_metrics
 from gruppo.trainer import checks
 from gruppo.types import Batch, GruppoError, Likelihood, Rollouts
 
@@ -42,16 +45,18 @@ READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md", DOCS / "index.md"]
 WITH_OPTIONS = [*PAGES, *START, *GUIDES, *REFERENCE, *LEARNED, *READMES, DOCS / "dev/sources.md"]
 ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {
-    *("--nproc-per-node", "--num-generations", "--extra-index-url", "--index-url", "--allow-changes", "--kills"),
-    "--trust-run",
-    *("--adapter", "--debug", "--help", "--help-all", "--json", "--names", "--options", "--samples", "--tours"),
+    *("--nproc-per-node", "--num-generations", "--extra-index-url", "--index-url", "--kills", "--logdir"),
+    *("--debug", "--help", "--help-all", "--names", "--options", "--tours"),
     *("--bind", "--cap-drop", "--dev", "--mount", "--network", "--proc", "--read-only", "--rm", "--ro-bind"),
     *("--runtime", "--unshare-all"),
 }
-"""Of other programs, and of commands other than train."""
+"""Of other programs, or for all commands."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
 """In code style, but not names of gruppo."""
+PARAMETERS = {name: parameters(run) for name, run in COMMANDS.items() if name not in TAKING_RECIPE}
+"""Positional arguments and options of each command that takes no recipe."""
 OPTIONS = {flag(name): option.hint for name, option in all_options().items()} | {"--stages": str}
+OPTIONS |= {flag(name): option.hint for _, named in PARAMETERS.values() for name, option in named.items()}
 """Type of each command-line option."""
 
 
@@ -62,7 +67,7 @@ def each(pages: list[Path]) -> Any:
 def blocks(page: Path) -> Iterator[tuple[str, int, str]]:
     """Yield language, number of the first line, and text of each fenced block."""
     text = page.read_text(encoding="utf-8")
-    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for found in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         yield found[1], text[: found.start()].count("\n") + 2, found[2]
 
 
@@ -251,24 +256,35 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     staged = replace(staged, environment=configs.EnvironmentConfig(reply="gruppo.recipes.guess:reply"))
     held = configs.Stage(sup_coef=0.1, cons_coef=0.1, kl_coef=0.1)
     restored = restoring(folder, steps=1, stage=held, optim=configs.OptimConfig(lr=1e-4, terms_every=1))
-    rows = [row for config in (grpo, ppo, staged, restored) for row in metrics(api.start(config).folder)]
-    timed = {
-        "time/rollout_s",
-        "time/environment_s",
-        "time/reward_s",
-        "time/update_s",
-        "rate/tokens_per_s",
-        "mem/peak_gib",
-    }
+    rows = [row for config in (grpo, ppo, staged, restored) for row in read_metrics(api.start(config).folder)]
     of_programs = {f"reward_metric/{name}" for name in code_metrics([ProgramScore(1, 1)])}
-    return {name for row in rows for name in row} | timed | of_programs
+    return {name for row in rows for name in row} - {"step"} | of_programs
 
 
 @each([*OURS, *START, *GUIDES, *REFERENCE, DOCS / "dev/sources.md"])
 def test_every_metric_is_one_that_a_run_logs(page: Path, logged: set[str]) -> None:
     unknown = {span for span in spans(page) if re.fullmatch(r"[a-z_]+(/[a-z0-9_]+)+", span)} - logged
     unknown = {name for name in unknown if not name.startswith("tests/")}
+    unknown = {name for name in unknown if re.sub(r"^reward/\w+/", "reward/digits/", name) not in logged}
     assert not unknown - {"owner/name", "grad/action_norm", "eval/psnr"}
+
+
+def documented_metrics() -> list[str]:
+    """Patterns of the first columns of the metrics page; NAME and the like stand for any word."""
+    cells = re.findall(r"^\| (`.+?) \|", (DOCS / "reference/metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    patterns = []
+    for cell in cells:
+        prefix = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            prefix = name.rpartition("/")[0] if "/" in name else prefix
+            full = name if "/" in name else f"{prefix}/{name}"
+            patterns.append(re.sub(r"(?<![a-z])[A-Z]+(?![a-z])", r"[^/]+", re.escape(full)).replace("…", ".+"))
+    return patterns
+
+
+def test_the_metrics_page_explains_every_metric_of_a_run(logged: set[str]) -> None:
+    unknown = {name for name in logged if not any(re.fullmatch(p, name) for p in documented_metrics())}
+    assert not unknown, ", ".join(sorted(unknown))
 
 
 # --- the table of options ---------------------------------------------------------------------------------------------
@@ -287,14 +303,35 @@ def option_table() -> str:
     return "\n".join(lines).strip()
 
 
-def with_options(page: str) -> str:
-    start, end = (page.index(mark) for mark in ("<!-- options -->", "<!-- end -->"))
-    return f"{page[:start]}<!-- options -->\n\n{option_table()}\n\n{page[end:]}"
+def command_tables() -> str:
+    """Arguments and options of each command, with defaults."""
+    lines: list[str] = []
+    for command, (positional, named) in PARAMETERS.items():
+        lines += ["", f"### gruppo {command}", "", inspect.getdoc(COMMANDS[command]) or ""]
+        rows = [f"| `{name.upper()}` | | {option.help} |" for name, option in positional.items()]
+        rows += [f"| `{flag(name)}` | {as_text(o.value) or '-'} | {o.help} |" for name, o in named.items()]
+        lines += ["", "| argument | default | meaning |", "|---|---|---|", *rows]
+    return "\n".join(lines).strip()
 
 
-def test_the_config_page_lists_every_option() -> None:
-    page = (DOCS / "reference/config.md").read_text(encoding="utf-8")
-    assert page == with_options(page), "python -m tests.test_docs writes the table"
+GENERATED = {DOCS / "reference/config.md": option_table, DOCS / "reference/cli.md": command_tables}
+"""Pages with a part that is written from the code."""
+
+
+def with_tables(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    start, end = (text.index(mark) for mark in ("<!-- options -->", "<!-- end -->"))
+    return f"{text[:start]}<!-- options -->\n\n{GENERATED[page]()}\n\n{text[end:]}"
+
+
+@each([*GENERATED])
+def test_the_config_and_command_line_pages_list_every_option(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == with_tables(page), "python -m tests.test_docs writes the table"
+
+
+def test_the_page_of_docstrings_lists_every_public_name() -> None:
+    page = (DOCS / "reference/api.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: gruppo\.(\w+)$", page, re.MULTILINE)) == sorted({*gruppo.__all__} - {"__version__"})
 
 
 # --- links, files and examples ---------------------------------------------------------------------------------------
@@ -349,5 +386,5 @@ def test_the_examples_of_a_page_hold(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    config_page = DOCS / "reference/config.md"
-    config_page.write_text(with_options(config_page.read_text(encoding="utf-8")), encoding="utf-8")
+    for generated in GENERATED:
+        generated.write_text(with_tables(generated), encoding="utf-8")

@@ -15,7 +15,10 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 LEARN = ROOT / "docs/learn"
-ENGLISH, CHINESE = sorted(LEARN.glob("*.md")), sorted(LEARN.glob("zh/*.md"))
+ENGLISH, CHINESE = (
+    [page for page in sorted(LEARN.glob("*.md")) if page.name.endswith(".zh.md") == is_chinese]
+    for is_chinese in (False, True)
+)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<said>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 """A Python block, and the text block after it: what it prints."""
@@ -24,6 +27,10 @@ NEW_LINE = "\n"
 
 def each(pages: list[Path]) -> Any:
     return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(LEARN).with_suffix("")))
+
+
+def chinese_of(page: Path) -> Path:
+    return page.with_suffix(".zh.md")
 
 
 @pytest.fixture(autouse=True)
@@ -78,13 +85,13 @@ def test_no_text_block_stands_where_nothing_prints_it(page: Path) -> None:
 
 
 def test_both_languages_have_the_same_pages_and_each_but_the_first_has_code() -> None:
-    assert [page.name for page in ENGLISH] == [page.name for page in CHINESE]
+    assert [chinese_of(page) for page in ENGLISH] == CHINESE
     assert [page.name for page in ENGLISH if "```python" not in page.read_text(encoding="utf-8")] == ["README.md"]
 
 
 @each(ENGLISH)
 def test_the_chinese_page_has_the_code_the_numbers_and_the_sources_of_the_english_one(page: Path) -> None:
-    english, chinese = (p.read_text(encoding="utf-8") for p in (page, page.parent / "zh" / page.name))
+    english, chinese = (p.read_text(encoding="utf-8") for p in (page, chinese_of(page)))
     shown, reported = ([block.groups() for block in SHOWN.finditer(text)] for text in (english, chinese))
     assert shown == reported
     for kind in (r"^#+ ", r"^\|", r"arxiv\.org/abs/([\d.]+)", r"`(--[^`]+)`", r"`(gruppo [^`]+)`"):
@@ -93,7 +100,7 @@ def test_the_chinese_page_has_the_code_the_numbers_and_the_sources_of_the_englis
 
 @each([*ENGLISH, *CHINESE])
 def test_a_paper_is_named_by_its_number_and_listed_on_the_first_page(page: Path) -> None:
-    text, first = page.read_text(encoding="utf-8"), (page.parent / "README.md").read_text(encoding="utf-8")
+    text, first = page.read_text(encoding="utf-8"), page.with_name("README.md").read_text(encoding="utf-8")
     papers = re.findall(r"\[(?:arXiv )?(\d{4}\.\d{5})\]\(https://arxiv\.org/abs/(\d{4}\.\d{5})\)", text)
     assert len(papers) == text.count("arxiv.org") and all(number == address for number, address in papers)
     assert {number for number, _ in papers} <= set(re.findall(r"abs/([\d.]+)", first))
