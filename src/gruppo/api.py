@@ -108,7 +108,7 @@ def train(
         if environment is not None:
             config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
         if engine is not None:
-            config = replace(config, engine=name_of(engine))
+            config = replace(config, engine=replace(config.engine, kind=name_of(engine)))
         if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
             # on the command line too they are then called in the trainer's process, whose random state is saved
             config = replace(config, scoring=replace(config.scoring, isolate=False))

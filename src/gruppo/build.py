@@ -100,7 +100,7 @@ def missing_parts(config: Config, parts: Parts) -> list[str]:
         "data": config.data == IN_MEMORY and parts.data is None,
         "reward": IN_MEMORY in config.reward and parts.rewards is None,
         "environment": config.environment.reply == IN_MEMORY and parts.environment is None,
-        "engine": config.engine == IN_MEMORY and parts.engine is None,
+        "engine": config.engine.kind == IN_MEMORY and parts.engine is None,
     }
     return [name for name, is_missing in missing.items() if is_missing]
 
@@ -143,7 +143,11 @@ def with_absolute_paths(config: Config) -> Config:
         lora=replace(config.lora, adapter=absolute_path(config.lora.adapter)),
         track=tuple(map(absolute_spec, config.track)),
         environment=replace(config.environment, reply=absolute_spec(config.environment.reply)),
-        engine=absolute_spec(config.engine),
+        engine=replace(
+            config.engine,
+            kind=absolute_spec(config.engine.kind),
+            publish_dir=config.engine.publish_dir and os.path.abspath(os.path.expanduser(config.engine.publish_dir)),
+        ),
     )
     return find_modality(config.model).absolute_paths(config, lambda name: absolute_spec(absolute_path(name)))
 
@@ -250,6 +254,8 @@ def check_capabilities(config: Config, policy: Policy) -> None:
     needs = {"conversations": "--environment.reply"} if config.environment.reply else {}
     if config.objective.has_critic:
         needs[f"{config.critic.kind}_critic"] = f"--critic.kind {config.critic.kind}"
+    if config.engine.kind == "vllm":
+        needs["serving"] = "--engine vllm"
     for capability, option in needs.items():
         if capability not in policy.supports:
             raise GruppoError(
@@ -283,16 +289,31 @@ def place(policy: Policy, config: Config) -> Config:
 
 
 def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, source: Any) -> Engine:
-    """Return the engine that samples: the policy itself in this process, or a checked one from outside."""
-    if parts.engine is None and not config.engine:
+    """Return the engine that samples: the policy itself in this process, servers, or a checked one from outside."""
+    kind = config.engine.kind
+    if parts.engine is None and not kind:
         return LocalEngine(policy)
+    if parts.engine is None and kind == "vllm":
+        return open_vllm(config, policy, sampling, source)
     engine = parts.engine
     if engine is None:
-        function = load_object(config.engine)
+        function = load_object(kind)
         if not callable(function):
-            raise GruppoError(f"{config.engine} is a {type(function).__name__}; it needs a function of a policy.")
+            raise GruppoError(f"{kind} is a {type(function).__name__}; it needs a function of a policy.")
         engine = function(policy)
     check_engine(engine, policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=0.1)
+    engine.sync(policy, 0)
+    return engine
+
+
+def open_vllm(config: Config, policy: Policy, sampling: Any, source: Any) -> Engine:
+    """Return the engine of vLLM servers, each of which was found to fit this run."""
+    from gruppo.engines.vllm import VllmEngine
+
+    chosen = config.engine
+    urls = [url for text in chosen.urls for url in text.split(",") if url]
+    folder = Path(chosen.publish_dir or Path(config.runs_dir).absolute() / config.name / "published")
+    engine = VllmEngine(policy, urls, folder, timeout_s=chosen.timeout_s, max_inflight=chosen.max_inflight)
     engine.sync(policy, 0)
     return engine
 

@@ -22,3 +22,9 @@ class NumericalStop(GruppoError):
     """Training stopped because its numbers are no longer usable (exit code 4)."""
 
     exit_code = 4
+
+
+class EngineLost(GruppoError):
+    """No engine is left to sample with (exit code 5). What is complete is saved, and the run can be resumed."""
+
+    exit_code = 5

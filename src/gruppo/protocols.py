@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +20,26 @@ from jaxtyping import Bool, Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gruppo.types import Batch, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling, Stat
+from gruppo.types import (
+    Batch,
+    Generated,
+    GruppoError,
+    Likelihood,
+    MicroBatch,
+    Prompt,
+    Request,
+    Rollouts,
+    Sampling,
+    Stat,
+    TokenBatch,
+)
 
 Outputs = Collection[str]
 """Requested outputs of a likelihood beside ``logprobs``: "entropy" (with gradient), "entropy_value" (without, cheaper),
 "gaussian", "values", "output"."""
+
+GenerateTokens = Callable[[TokenBatch, Any, int], Generated]
+"""Samples the rows of a batch: (batch, sampling, seed)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,7 @@ class Policy:
     """What differs between kinds of models before one is open; the neutral ``Modality`` by default."""
     supports: ClassVar[frozenset[str]] = frozenset()
     """Optional capabilities: "consistency", "conversations", "demonstrations", "lora", "restore", "separate_critic",
-    "shared_critic"."""
+    "serving", "shared_critic"."""
     likelihood_outputs: ClassVar[frozenset[str]] = frozenset()
     """Outputs that ``likelihood`` can return beside log-probs; with "gaussian", KL divergences are exact."""
     actions_are_positions: ClassVar[bool] = False
@@ -171,6 +186,44 @@ class Policy:
     ) -> Rollouts:
         """Append the replies of an environment to their rows and sample the next turn ("conversations")."""
         raise NotImplementedError(f"{type(self).__name__} does not support conversations.")
+
+    # --- sampling by an inference server ("serving") ---
+
+    def sample_with(
+        self, generate: GenerateTokens, requests: Sequence[Request], sampling: Any, *, seed: int
+    ) -> Rollouts:
+        """``sample``, with tokens that ``generate`` samples elsewhere."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be sampled by a server.")
+
+    def continue_with(
+        self,
+        generate: GenerateTokens,
+        rollouts: Rollouts,
+        replies: Mapping[int, Any],
+        sampling: Any,
+        *,
+        seed: int,
+        max_reply_tokens: int = 256,
+    ) -> Rollouts:
+        """``continue_rollouts``, with tokens that ``generate`` samples elsewhere."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be sampled by a server.")
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights in the compute dtype under the names of the model's files, tied ones under each name."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be loaded by a server.")
+
+    def served_config(self) -> dict[str, Any]:
+        """Return the model's config.json, without tied weights."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be loaded by a server.")
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a row."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be sampled by a server.")
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of a text, without tokens of a beginning or end."""
+        raise NotImplementedError(f"{type(self).__name__} has no tokenizer.")
 
     # --- likelihood ---
 

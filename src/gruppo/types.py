@@ -157,6 +157,34 @@ class Rollouts:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """N rows to be sampled token by token: the first turn of each, or a further one."""
+
+    prompts: tuple[Int[Tensor, "L"], ...]
+    """Token ids of each prompt."""
+    owners: Int[Tensor, "N"]
+    """Row to index into ``prompts``."""
+    addresses: tuple[tuple[int, int], ...]
+    """Draw and sample number of each row, which address its random numbers."""
+    starts: tuple[int, ...] = ()
+    """Tokens that the policy sampled in each row before; empty in the first turn."""
+    prefixes: tuple[Int[Tensor, "T"], ...] | None = None
+    """Tokens of each row after its prompt; None in the first turn."""
+    limits: Int[Tensor, "N"] | None = None
+    """Maximum tokens of each row; None: ``sampling.max_actions``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """The sampled tokens of N rows."""
+
+    tokens: Int[Tensor, "N T"]
+    logprobs: Float[Tensor, "N T"]
+    lengths: Int[Tensor, "N"]
+    finish: tuple[Finish, ...]
+
+
 _COLUMN_FIELDS = ("actions", "mask", "sampler_logprobs", "policy_version")
 _ROW_FIELDS = (*_COLUMN_FIELDS, "lengths", "completions", "temperature", "finish")
 

@@ -50,7 +50,9 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
     ``--objective NAME`` chooses a preset, ``--stages NAME:STEPS,...`` the stages; the other options, applied after
     them, change single values. ``--stage.x`` together with ``--stages`` changes what the stages are made from.
     """
-    values, stray = _split([arg for arg in args if arg not in HELP_FLAGS], options(config))
+    # as in a config file, where engine = "vllm" sets the kind
+    words = [re.sub(r"^--engine(?=$|=)", "--engine.kind", arg) for arg in args if arg not in HELP_FLAGS]
+    values, stray = _split(words, options(config))
     if stray:
         raise GruppoError(f"not understood: {' '.join(stray)}. gruppo {command} --help lists the options.")
     if "objective" in values:

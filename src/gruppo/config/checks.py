@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from gruppo.config.options import flag
-from gruppo.config.schema import Config, LoraConfig, Stage
+from gruppo.config.schema import Config, EngineConfig, LoraConfig, Stage
 from gruppo.config.stages import highest, learns_from_samples, peak_lr, stage_path, values_of
 from gruppo.core.schedules import parse_schedule
 from gruppo.types import GruppoError
@@ -220,6 +220,13 @@ def _section_rules(config: Config) -> Rules:
             "environment options were set without a function that replies. Set --environment.reply file.py:function, "
             "or leave the --environment options out."
         ),
+        (config.engine.kind == "vllm" and not any(config.engine.urls))
+        and (
+            "--engine vllm was given no server. Start one with gruppo serve MODEL, and set --engine.urls "
+            "http://127.0.0.1:8000."
+        ),
+        ("engine" in is_set and config.engine.kind != "vllm" and config.engine != EngineConfig(config.engine.kind))
+        and ("engine.urls and the like are for vLLM servers. Set --engine vllm, or leave the --engine options out."),
         ("critic" in is_set and not config.objective.has_critic)
         and (
             f"a critic was set, but objective.baseline={config.objective.baseline!r} uses none. Set --objective ppo, "

@@ -268,6 +268,31 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True)
+class EngineConfig:
+    """Where samples come from."""
+
+    kind: str = ""
+    """vllm (servers), or file.py:function of a policy; default: the policy itself.
+
+    --engine NAME is short for it.
+    """
+    urls: tuple[str, ...] = ()
+    """vLLM servers, such as http://127.0.0.1:8000; gruppo serve starts one."""
+    publish_dir: str = ""
+    """Folder of the weights that servers load; default: in the run's folder.
+
+    The servers read it under the same path.
+    """
+    timeout_s: Annotated[float, Range(gt=0)] = 60.0
+    """Seconds without a token after which a server is left out.
+
+    Its groups are sampled on other servers. It is tried again at the next step.
+    """
+    max_inflight: Positive = 512
+    """Rows that one server samples at a time."""
+
+
+@dataclass(frozen=True)
 class PromptsConfig:
     """Columns of the data, and the split."""
 
@@ -369,8 +394,6 @@ class Config:
     """Device to train on; auto takes an accelerator if there is one."""
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; auto measures both once. Master weights are always float32."""
-    engine: str = ""
-    """Engine that samples: file.py:function of a policy; default: the policy itself."""
     trust_remote_code: bool = False
     """Allow code from a hub model's repository to run; no config file can turn it on."""
     show_samples_every: Count = 10
@@ -399,6 +422,7 @@ class Config:
     track: tuple[str, ...] = ()
     """Additional trackers: tensorboard, wandb, trackio (extra track), file.py:Class."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     @property

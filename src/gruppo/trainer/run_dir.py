@@ -382,7 +382,7 @@ def first_weights(run: Run) -> str | None:
 def setup(run: Run) -> dict[str, Any]:
     """What a resumed run is compared with: digests of code and of the tokenizer, versions, hardware."""
     config = run.config
-    functions = [*config.reward, config.environment.reply, config.engine]
+    functions = [*config.reward, config.environment.reply, config.engine.kind]
     code = {f"code of {name}": sha256 for name in functions if (sha256 := code_digest(name)) is not None}
     inputs = code | run.policy.input_digests()
     if run.validation is not None:

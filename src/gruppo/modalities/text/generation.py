@@ -13,22 +13,13 @@ from torch import Tensor
 from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding
 from gruppo.modalities.text.chat import Chat
+from gruppo.protocols import GenerateTokens
 from gruppo.seeds import uniforms_at
 from gruppo.timeouts import describe_error
-from gruppo.types import DataError, Finish, Rollouts, Sampling
+from gruppo.types import DataError, Finish, Generated, Rollouts, Sampling, TokenBatch
 
 if TYPE_CHECKING:
     from gruppo.modalities.text.policy import TextPolicy
-
-
-@dataclass(frozen=True, eq=False)
-class Generated:
-    """The sampled tokens of N rows."""
-
-    tokens: Int[Tensor, "N T"]
-    logprobs: Float[Tensor, "N T"]
-    lengths: Int[Tensor, "N"]
-    finish: tuple[Finish, ...]
 
 
 @torch.no_grad()
@@ -88,6 +79,21 @@ def generate(
             slots, is_open, sampled = slots[kept], is_open[kept], sampled[kept]
         decoding.advance(torch.where(is_open, sampled, 0).to(decoding.logits.device))
     return Generated(tokens, logprobs, lengths, tuple(finish))
+
+
+def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, seed: int) -> Generated:
+    """Sample the rows of a batch from the policy's own weights."""
+    if batch.limits is None:
+        uniforms = torch.stack([uniforms_at(seed, *address, sampling.max_actions) for address in batch.addresses])
+    else:
+        uniforms = torch.zeros(len(batch.owners), int(batch.limits.max()), dtype=torch.float64)
+        for row, (start, limit) in enumerate(zip(batch.starts, batch.limits.tolist(), strict=True)):
+            uniforms[row, :limit] = uniforms_at(seed, *batch.addresses[row], start + limit)[start:]
+    prompts = [ids.to(policy.device) for ids in batch.prompts]
+    prefixes = None if batch.prefixes is None else [ids.to(policy.device) for ids in batch.prefixes]
+    with torch.no_grad():
+        decoding = policy.backbone.start(prompts, batch.owners.to(policy.device), prefixes)
+        return generate(decoding, uniforms, sampling, policy.chat, batch.limits)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
@@ -163,26 +169,31 @@ def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
 
 
 def append_turns(
-    policy: TextPolicy, rollouts: Rollouts, turns: Sequence[Turn], sampling: Sampling, seed: int
+    policy: TextPolicy,
+    generate: GenerateTokens,
+    rollouts: Rollouts,
+    turns: Sequence[Turn],
+    sampling: Sampling,
+    seed: int,
 ) -> Rollouts:
     """Append to each of these rows its reply, with mask False, and a sampled turn of the policy.
 
     Randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before. Histories are read
     again each turn, the prompt of a group once.
     """
-    limits = torch.tensor([turn.limit for turn in turns])
-    uniforms = torch.zeros(len(turns), int(limits.max()), dtype=torch.float64)
-    for place, turn in enumerate(turns):
-        start = int(rollouts.mask[turn.row].sum())
-        prompt_draw = rollouts.prompts[int(rollouts.group_ids[turn.row])].draw
-        sample = int(rollouts.per_row["sample"][turn.row])
-        uniforms[place, : turn.limit] = uniforms_at(seed, prompt_draw, sample, start + turn.limit)[start:]
-    groups, owners = rollouts.group_ids[torch.tensor([turn.row for turn in turns])].unique(return_inverse=True)
-    prompts = [rollouts.shared["prompt_ids"][group].to(policy.device) for group in groups.tolist()]
-    prefixes = [torch.cat([turn.prefix, turn.added]).to(policy.device) for turn in turns]
-    with torch.no_grad():
-        decoding = policy.backbone.start(prompts, owners.to(policy.device), prefixes)
-        generated = generate(decoding, uniforms, sampling, policy.chat, limits)
+    rows = torch.tensor([turn.row for turn in turns])
+    groups, owners = rollouts.group_ids[rows].unique(return_inverse=True)
+    draws = [rollouts.prompts[group].draw for group in rollouts.group_ids[rows].tolist()]
+    prefixes = tuple(torch.cat([turn.prefix, turn.added]) for turn in turns)
+    batch = TokenBatch(
+        prompts=tuple(rollouts.shared["prompt_ids"][group] for group in groups.tolist()),
+        owners=owners,
+        addresses=tuple(zip(draws, rollouts.per_row["sample"][rows].tolist(), strict=True)),
+        starts=tuple(rollouts.mask[rows].sum(dim=1).tolist()),
+        prefixes=prefixes,
+        limits=torch.tensor([turn.limit for turn in turns]),
+    )
+    generated = generate(batch, sampling, seed)
 
     lengths, finish, completions = rollouts.lengths.clone(), list(rollouts.finish), list(rollouts.completions)
     texts, counts = list(rollouts.per_row["text"]), generated.lengths.tolist()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,13 +18,23 @@ from gruppo.loading import counted
 from gruppo.modalities.common.lora import AdaptablePolicy
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.modalities.text.chat import Chat, answer_ids, special_token_error, target_text
-from gruppo.modalities.text.generation import Generated, append_turns, cut_at_stop, generate, next_turns
+from gruppo.modalities.text.generation import append_turns, cut_at_stop, generate_locally, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
 from gruppo.modalities.text.precision import ComputeCopy
-from gruppo.protocols import Outputs
-from gruppo.seeds import uniforms_at
-from gruppo.types import Finish, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
+from gruppo.protocols import GenerateTokens, Outputs
+from gruppo.types import (
+    Finish,
+    Generated,
+    GruppoError,
+    Likelihood,
+    MicroBatch,
+    Prompt,
+    Request,
+    Rollouts,
+    Sampling,
+    TokenBatch,
+)
 
 BATCH_ROWS = 128
 """Rows decoded together. Groups are not split; a larger group is a batch of its own."""
@@ -35,7 +47,7 @@ class TextPolicy(AdaptablePolicy):
     copy that follows it. Dropout is off in both, since sampled and scored rows must come from one network.
     """
 
-    supports = frozenset({"conversations", "demonstrations", "lora", "separate_critic", "shared_critic"})
+    supports = frozenset({"conversations", "demonstrations", "lora", "separate_critic", "serving", "shared_critic"})
     likelihood_outputs = frozenset({"entropy", "entropy_value", "values"})
     action_name, budget_name, default_budgets = "token", "tokens", (TOKENS_ON_CPU, TOKENS)
     out_of_memory_hint = (
@@ -166,6 +178,19 @@ class TextPolicy(AdaptablePolicy):
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
         """Sample ``request.size`` completions of each prompt; randomness depends on (seed, draw, sample, position)."""
+        self.refresh()
+        return self.sample_with(partial(generate_locally, self), requests, sampling, seed=seed, batch_rows=BATCH_ROWS)
+
+    def sample_with(
+        self,
+        generate: GenerateTokens,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        seed: int,
+        batch_rows: int = sys.maxsize,
+    ) -> Rollouts:
+        """``sample``, with tokens from ``generate``, which is called with at most ``batch_rows`` rows."""
         if not requests or any(request.size < 1 for request in requests):
             raise ValueError("sample needs at least one request, each of size 1 or more.")
         prompts: dict[tuple[str, int], Prompt] = {}
@@ -179,19 +204,15 @@ class TextPolicy(AdaptablePolicy):
                     f"two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows would "
                     "become one group. Give each prompt an id of its own."
                 )
-            if batches[-1] and sum(r.size for r in batches[-1]) + request.size > BATCH_ROWS:
+            if batches[-1] and sum(r.size for r in batches[-1]) + request.size > batch_rows:
                 batches.append([])
             batches[-1].append(request)
-        self.refresh()
         parts = []
         for batch in batches:
-            encoded = [torch.tensor(self.chat.encode(r.prompt.inputs), device=self.device) for r in batch]
+            encoded = tuple(torch.tensor(self.chat.encode(r.prompt.inputs)) for r in batch)
             owners = torch.tensor([p for p, r in enumerate(batch) for _ in range(r.size)])
-            addresses = [(r.prompt.draw, r.first + i) for r in batch for i in range(r.size)]
-            uniforms = torch.stack([uniforms_at(seed, draw, i, sampling.max_actions) for draw, i in addresses])
-            with torch.no_grad():
-                decoding = self.backbone.start(encoded, owners.to(self.device))
-                generated = generate(decoding, uniforms, sampling, self.chat)
+            addresses = tuple((r.prompt.draw, r.first + i) for r in batch for i in range(r.size))
+            generated = generate(TokenBatch(encoded, owners, addresses), sampling, seed)
             ids = [row[:length].tolist() for row, length in zip(generated.tokens, generated.lengths, strict=True)]
             texts = [cut_at_stop(self.chat.text(row), sampling.stop) for row in ids]
             parts.append(_rollouts([r.prompt for r in batch], owners, encoded, generated, texts, sampling))
@@ -207,10 +228,50 @@ class TextPolicy(AdaptablePolicy):
         the row's number in its group, "text", its last turn, and "environment_failure".
         """
         self.refresh()
+        options = {"seed": seed, "max_reply_tokens": max_reply_tokens, "batch_rows": BATCH_ROWS}
+        return self.continue_with(partial(generate_locally, self), rollouts, replies, sampling, **options)
+
+    def continue_with(
+        self,
+        generate: GenerateTokens,
+        rollouts: Rollouts,
+        replies: Mapping[int, Any],
+        sampling: Any,
+        *,
+        seed: int,
+        max_reply_tokens: int = 256,
+        batch_rows: int = sys.maxsize,
+    ) -> Rollouts:
+        """``continue_rollouts``, with tokens from ``generate``, which is called with at most ``batch_rows`` rows."""
         rollouts, turns = next_turns(self, rollouts, replies, sampling, max_reply_tokens)
-        for start in range(0, len(turns), BATCH_ROWS):
-            rollouts = append_turns(self, rollouts, turns[start : start + BATCH_ROWS], sampling, seed)
+        for start in range(0, len(turns), batch_rows):
+            rollouts = append_turns(self, generate, rollouts, turns[start : start + batch_rows], sampling, seed)
         return rollouts
+
+    # --- serving ---
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        from torch.distributed.tensor import DTensor  # takes two seconds
+
+        for name, tensor in self.module.state_dict().items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # one tensor of FSDP at a time
+            yield name, whole.to(self.compute_dtype) if whole.is_floating_point() else whole
+
+    def served_config(self) -> dict[str, Any]:
+        if self.backbone.is_plain:
+            raise GruppoError(
+                f"a {type(self.module).__name__} of gruppo.from_module cannot be loaded by a server; it needs to be a "
+                "Hugging Face model. Leave --engine out."
+            )
+        dtype, module = str(self.compute_dtype).removeprefix("torch."), cast(Any, self.module)
+        return {**module.config.to_diff_dict(), "tie_word_embeddings": False, "dtype": dtype}
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.chat.eos_ids
+
+    def encode_text(self, text: str) -> list[int]:
+        return self.chat.encode_text(text)
 
     # --- likelihood ---
 

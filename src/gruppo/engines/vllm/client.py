@@ -1,0 +1,200 @@
+"""One vLLM server over HTTP: sampling, scoring, and loading weights. Plain routes of vLLM; nothing imports it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gruppo.loading import import_extra
+from gruppo.types import Finish
+
+KEY = "GRUPPO_ENGINE_KEY"
+"""Environment variable with the servers' key; never in a config, which is saved."""
+CONNECT_S, CONTROL_S = 5.0, 600.0
+"""Limits of a connection and of a control request; loading weights is one."""
+CLAMPED = -9000.0
+"""vLLM sends -9999 in place of a log-prob that is no number, which JSON cannot hold."""
+GENERATE = "/inference/v1/generate"
+
+
+class ServerError(Exception):
+    """A server did not do what was asked of it. The request can be repeated, there or on another server."""
+
+    def __init__(self, reason: str, *, status: int = 0, is_lasting: bool = False) -> None:
+        super().__init__(reason)
+        self.status = status
+        """Of HTTP; 0 without an answer."""
+        self.is_lasting = is_lasting
+        """Whether nothing but new weights can make the server usable again."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampled row."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: Finish
+
+
+class Replica:
+    """A server, what it holds, and how much it has to do."""
+
+    def __init__(self, url: str, *, is_lora: bool = False) -> None:
+        self.url, self.is_lora = url.rstrip("/"), is_lora
+        self.label: str | None = None
+        """Version of the weights that the server was proved to hold; None: nothing is sampled from it."""
+        self.why = "it has not been asked for anything yet"
+        """Why there is no label."""
+        self.loaded: str | None = None
+        """Label of the weights that were loaded last, proved or not."""
+        self.inflight = self.failures = 0
+        """Rows being sampled; failed requests since the last one that succeeded."""
+        self.tokens, self.progress_at = 0.0, 0.0
+        """Tokens that the server has counted, and the time of its last sign of progress."""
+        self.tasks: set[asyncio.Task[Sampled]] = set()
+        self._client: Any = None
+
+    # --- HTTP ---
+
+    def open(self) -> None:
+        """Open the pool of connections, in the event loop that uses it."""
+        httpx = import_extra("httpx2", "vllm", "the vllm engine")
+        key = os.environ.get(KEY)
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            # each request has its own deadline, and the engine decides how many are in flight
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,  # a proxy for the internet cannot reach servers of a private network
+        )
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = CONTROL_S) -> Any:
+        """Return the JSON of an answer, {} for none, or a text that is not JSON; ServerError if there is none."""
+        import httpx2 as httpx
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._client.request(method, path, json=body)
+        except TimeoutError:
+            raise ServerError(f"{path.partition('?')[0]} had no answer within {timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, reset, truncated
+            why = str(error) or type(error).__name__
+            raise ServerError(f"{path.partition('?')[0]}: {why}") from None
+        if answer.status_code >= 400:
+            what = " ".join(_detail(answer.text).split())[:300]
+            raise ServerError(
+                f"{path.partition('?')[0]} answered {answer.status_code}: {what}", status=answer.status_code
+            )
+        try:
+            return json.loads(answer.text) if answer.text else {}
+        except ValueError:
+            if path == "/metrics":
+                return answer.text
+            raise ServerError(f"{path} answered with something that is not JSON: {answer.text[:80]!r}") from None
+
+    # --- sampling and scoring ---
+
+    async def sample(self, ids: Sequence[int], params: Mapping[str, Any], label: str) -> Sampled:
+        """Sample one row after ``ids`` from the weights ``label``; ServerError unless each token is from them."""
+        body = {"token_ids": list(ids), "sampling_params": dict(params), "cache_salt": label}
+        answer = await self.request("POST", GENERATE, body | ({"model": label} if self.is_lora else {}), timeout_s=None)
+        try:
+            choice = answer["choices"][0]
+            tokens, content = list(choice["token_ids"]), choice["logprobs"]["content"]
+            logprobs = [float(entry["logprob"]) for entry in content]
+            named = [int(entry["token_id"]) for entry in content]
+            reason = choice["finish_reason"]
+            spans = [
+                (span["version"], int(span["end"]) - int(span["start"])) for span in choice["weight_versions"] or ()
+            ]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ServerError(f"{GENERATE} sent an answer without tokens, log-probs and versions ({what})") from None
+        if self.is_lora:  # an adapter is chosen by its name; the version is that of the base
+            spans = [(answer.get("model"), len(tokens))]
+        covered = sum(count for version, count in spans if version == label)
+        if covered != len(tokens):
+            held = sorted({str(version) for version, _ in spans})
+            raise ServerError(f"it samples from the weights {held}, and {label!r} was published", is_lasting=True)
+        limit = int(params["max_tokens"])
+        is_whole = named == tokens and 0 < len(tokens) <= limit and reason in ("stop", "length")
+        if not is_whole or max(logprobs) > 1e-3:
+            raise ServerError(
+                f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(named)} log-probs, the highest "
+                f"{max(logprobs, default=math.nan):.3g}, finish {reason!r}"
+            )
+        broken = next((n for n, x in enumerate(logprobs) if not (math.isfinite(x) and x > CLAMPED)), None)
+        if broken is not None:  # logits that are not finite
+            return Sampled(tokens[:broken], logprobs[:broken], "error")
+        return Sampled(tokens, [min(x, 0.0) for x in logprobs], reason)
+
+    async def score(self, rows: Sequence[Sequence[int]], *, timeout_s: float = CONTROL_S) -> list[list[float]]:
+        """Return the log-probs, at temperature 1, of the tokens after the first of each row. No cache is read."""
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "watermarking": False}
+        model = {"model": self.loaded} if self.is_lora else {}
+        bodies = [{"token_ids": list(ids), "sampling_params": params, **model} for ids in rows]
+        answers = await asyncio.gather(*(self.request("POST", GENERATE, b, timeout_s=timeout_s) for b in bodies))
+        try:
+            return [
+                [float(entry[str(token)]["logprob"]) for token, entry in zip(ids, found, strict=True) if entry]
+                for ids, found in zip(rows, (answer["prompt_logprobs"] for answer in answers), strict=True)
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(f"{GENERATE} sent no log-probs of a prompt ({type(error).__name__}: {error})") from None
+
+    async def count_tokens(self, *, timeout_s: float) -> float:
+        """Return the tokens that the server has generated since it was started."""
+        text = await self.request("GET", "/metrics", timeout_s=timeout_s)
+        counts = re.findall(r"^vllm:generation_tokens_total(?:\{.*\})? (\S+)$", str(text), re.MULTILINE)
+        return sum(map(float, counts))
+
+    # --- weights ---
+
+    async def load(self, folder: Path, label: str) -> None:
+        """Load the weights of a folder and name them. Where it fails, the server stays paused: it may hold half of
+        them."""
+        self.label, before = None, self.loaded
+        if self.is_lora:
+            await self.request("POST", "/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
+            self.loaded = label
+            if before is not None:
+                try:
+                    await self.request("POST", "/v1/unload_lora_adapter", {"lora_name": before})
+                except ServerError as error:
+                    if not error.status:  # a server that was started again does not know it
+                        raise
+            return
+        await self.request("POST", "/pause?mode=abort&clear_cache=true")
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self.request("POST", "/collective_rpc", call)
+        # neither a reload nor a transfer clears it; blocks of older weights were read for 17 versions (NeMo-RL#4018)
+        cleared = await self.request("POST", "/reset_prefix_cache")
+        if not cleared.get("success"):
+            raise ServerError("/reset_prefix_cache did not clear the prefix cache")
+        await self.request("POST", "/update_weight_version", {"new_version": label})  # after the load, never before it
+        await self.request("POST", "/resume")
+        self.loaded = label
+
+
+def _detail(text: str) -> str:
+    """The message of an error's JSON; the text itself if it has none."""
+    try:
+        found = json.loads(text)
+        while isinstance(found, dict):
+            found = next(found[key] for key in ("message", "error", "detail") if key in found)
+        return str(found)
+    except (ValueError, StopIteration):
+        return text

@@ -1,0 +1,300 @@
+"""Samples from vLLM servers that hold published copies of the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from gruppo import distributed as dist
+from gruppo.engines.vllm.client import CONNECT_S, Replica, Sampled, ServerError
+from gruppo.engines.vllm.publish import Publication
+from gruppo.errors import EngineLost
+from gruppo.seeds import seed_at
+from gruppo.types import Generated, GruppoError, Request, Rollouts, Sampling, TokenBatch
+
+log = logging.getLogger("gruppo")
+
+T = TypeVar("T")
+
+MAX_FAILURES = 3
+"""Failed requests in a row after which a server is ejected; and of one row, on each server."""
+BACK_OFF_S = 0.2
+"""Before a request is repeated; doubled each time."""
+
+
+class VllmEngine:
+    """Spreads groups over servers, and samples again elsewhere what a server does not answer.
+
+    A server is sampled from while it has a ``label``: it was proved to hold the published weights, and has answered
+    since. The next ``sync`` tries all servers again.
+    """
+
+    def __init__(
+        self, policy: Any, urls: Sequence[str], folder: Path, *, timeout_s: float = 60.0, max_inflight: int = 512
+    ) -> None:
+        self.policy, self.timeout_s, self.max_inflight = policy, timeout_s, max_inflight
+        self.publication, self.version, self.label = Publication(folder), 0, ""
+        # another process's labels differ: a server that an older trainer still feeds is never taken for ours
+        self._name = f"gruppo-{dist.all_gather(secrets.token_hex(4).encode())[0].decode()}"
+        self.replicas = [Replica(url, is_lora=policy.base_sha256 is not None) for url in urls]
+        self.done = self.total = 0
+        self._published: Path | None = None
+        self._serial = 0
+        self._changed = asyncio.Event()  # a server has room again, or is out
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="gruppo-vllm", daemon=True).start()
+        self._run(self._open())
+
+    # --- sampling ---
+
+    def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
+        return self._stamped(self.policy.sample_with(self._generate, requests, sampling, seed=seed))
+
+    def continue_rollouts(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
+        return self._stamped(self.policy.continue_with(self._generate, rollouts, replies, sampling, **how))
+
+    def _stamped(self, rollouts: Rollouts) -> Rollouts:
+        """``Replica.sample`` has compared the version of every token with the one that was published."""
+        return replace(rollouts, policy_version=torch.where(rollouts.mask, self.version, 0))
+
+    def progress(self) -> str:
+        """What is being sampled, for the screen; "" if nothing is."""
+        if self.done == self.total:
+            return ""
+        active = sum(replica.label is not None for replica in self.replicas)
+        return f"sampled {self.done} of {self.total} rows, {active} of {len(self.replicas)} servers"
+
+    def _generate(self, batch: TokenBatch, sampling: Sampling, seed: int) -> Generated:
+        """Sample the rows of a batch; a ``GenerateTokens`` of policies."""
+        self.done, self.total = 0, len(batch.owners)
+        try:
+            rows = self._run(self._sample(batch, sampling, seed))
+        finally:
+            self.done = self.total
+        columns = max(max(len(row.tokens) for row in rows), 1)
+        tokens, logprobs = torch.zeros(len(rows), columns, dtype=torch.long), torch.zeros(len(rows), columns)
+        for number, row in enumerate(rows):
+            tokens[number, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.long)
+            logprobs[number, : len(row.tokens)] = torch.tensor(row.logprobs)
+        lengths = torch.tensor([len(row.tokens) for row in rows])
+        return Generated(tokens, logprobs, lengths, tuple(row.finish for row in rows))
+
+    async def _sample(self, batch: TokenBatch, sampling: Sampling, seed: int) -> list[Sampled]:
+        prompts = [ids.tolist() for ids in batch.prompts]
+        prefixes = [[]] * len(batch.owners) if batch.prefixes is None else [ids.tolist() for ids in batch.prefixes]
+        rows: list[tuple[list[int], dict[str, Any]]] = []
+        for row, owner in enumerate(batch.owners.tolist()):
+            start = batch.starts[row] if batch.starts else 0
+            params = {
+                # one generator a request: with n > 1 a repeated one would draw other samples
+                "seed": seed_at(seed, "server", *batch.addresses[row], start),
+                "max_tokens": sampling.max_actions if batch.limits is None else int(batch.limits[row]),
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "stop": list(sampling.stop),
+                "stop_token_ids": list(self.policy.stop_ids),
+                "detokenize": bool(sampling.stop),
+                "skip_special_tokens": False,  # a stop text may name special tokens
+                "logprobs": 0,
+                "watermarking": False,
+            }
+            rows.append((prompts[owner] + prefixes[row], params))
+        groups: dict[int, list[int]] = {}
+        for row, owner in enumerate(batch.owners.tolist()):
+            groups.setdefault(owner, []).append(row)
+        found: dict[int, Sampled] = {}
+
+        async def sample_group(members: Sequence[int]) -> None:
+            replica = await self._choose(len(members))  # one server for a prompt, which it reads once
+            await _all(self._sample_row(rows[row], replica, found, row) for row in members)
+
+        watch = asyncio.create_task(self._watch())
+        try:
+            await _all(sample_group(members) for members in groups.values())
+        finally:
+            watch.cancel()
+        return [found[row] for row in range(len(rows))]
+
+    async def _sample_row(
+        self, row: tuple[list[int], dict[str, Any]], replica: Replica, found: dict[int, Sampled], number: int
+    ) -> None:
+        """Sample a row on this server, or on others if it fails there."""
+        failures = 0
+        while True:
+            if replica.label is None:
+                replica.inflight -= 1
+                replica = await self._choose(1)
+            task = asyncio.ensure_future(replica.sample(*row, replica.label or ""))
+            replica.tasks.add(task)
+            try:
+                found[number] = await task
+            except asyncio.CancelledError:
+                task.cancel()
+                if (current := asyncio.current_task()) is None or current.cancelling():
+                    raise
+                continue  # the server was ejected, and its requests with it
+            except ServerError as error:
+                failures += 1
+                if error.status == 400:
+                    raise GruppoError(f"the server {replica.url} refuses a request: {error}.") from None
+                if failures == MAX_FAILURES * len(self.replicas):
+                    raise EngineLost(f"a request failed {failures} times, at last on {replica.url}: {error}.") from None
+                replica.failures += 1
+                if error.is_lasting or replica.failures >= MAX_FAILURES:
+                    self._eject(replica, str(error))
+                await asyncio.sleep(BACK_OFF_S * 2 ** min(failures, 4))
+                others = [other for other in self.replicas if other.label is not None and other is not replica]
+                if others:
+                    replica.inflight -= 1
+                    replica = min(others, key=lambda other: other.inflight)
+                    replica.inflight += 1
+                continue
+            finally:
+                replica.tasks.discard(task)
+            replica.failures, replica.progress_at = 0, time.monotonic()
+            replica.inflight -= 1
+            self.done += 1
+            self._changed.set()
+            return
+
+    async def _choose(self, count: int) -> Replica:
+        """Return the server with the fewest rows once it has room for ``count`` more, which then count as its own."""
+        while True:
+            usable = [replica for replica in self.replicas if replica.label is not None]
+            if not usable:
+                await self._revive()
+                continue
+            replica = min(usable, key=lambda replica: replica.inflight)
+            if not replica.inflight or replica.inflight + count <= self.max_inflight:
+                if not replica.inflight:
+                    replica.progress_at = time.monotonic()
+                replica.inflight += count
+                return replica
+            self._changed.clear()
+            await self._changed.wait()
+
+    # --- failures ---
+
+    def _eject(self, replica: Replica, why: str) -> None:
+        """Sample nothing more from a server until weights are published to it; what it was sampling goes elsewhere."""
+        if replica.label is None:
+            return
+        replica.label, replica.why = None, why
+        log.warning("the server %s is left out: %s", replica.url, why)
+        for task in replica.tasks:
+            task.cancel()
+        self._changed.set()
+
+    async def _watch(self) -> None:
+        """Eject servers that make no progress for ``timeout_s``: neither a row is answered nor a token counted."""
+        while True:
+            await asyncio.sleep(min(self.timeout_s / 4, 5.0))
+            await asyncio.gather(*(self._watch_one(r) for r in self.replicas if r.label is not None and r.inflight))
+
+    async def _watch_one(self, replica: Replica) -> None:
+        try:  # /health answers while the engine behind it is dead; a count of tokens does not grow
+            tokens = await replica.count_tokens(timeout_s=self.timeout_s / 4)
+            if tokens != replica.tokens:
+                replica.tokens, replica.progress_at = tokens, time.monotonic()
+        except ServerError:
+            pass
+        if replica.inflight and time.monotonic() - replica.progress_at > self.timeout_s:
+            self._eject(replica, f"no token for {self.timeout_s:g} s")
+
+    async def _revive(self) -> None:
+        """Wait until a server is back, and load the published weights again; EngineLost after ``timeout_s``."""
+        raise self._lost()
+
+    def _lost(self) -> EngineLost:
+        reasons = "; ".join(f"{replica.url} ({replica.why})" for replica in self.replicas)
+        return EngineLost(
+            f"no vLLM server is left: {reasons}. What is complete is saved. Start the servers again, then continue "
+            "with gruppo resume."
+        )
+
+    # --- weights ---
+
+    def sync(self, policy: Any, version: int) -> None:
+        """Publish the weights, and return once every server that is sampled from has proved that it holds them."""
+        self.policy = policy
+        self._serial += 1  # a version may be published again, after a return to older weights
+        self.label = f"{self._name}-v{version}-{self._serial}"
+        if policy.base_sha256 is not None:
+            self._published = self.publication.write_adapter(self.label, policy.save)
+        else:
+            self._published = self.publication.write(self.label, policy.served_weights(), policy.served_config())
+        with dist.fail_together():
+            if dist.is_main():
+                self._run(self._publish(self._published, self.label))
+        states = json.dumps([replica.why if replica.label is None else "" for replica in self.replicas])
+        admitted = json.loads(dist.all_gather(states.encode())[0])  # the first rank has asked the servers
+        for replica, why in zip(self.replicas, admitted, strict=True):
+            replica.label, replica.loaded, replica.why = (None if why else self.label), self.label, why
+            replica.failures = 0
+        if all(admitted):
+            raise self._lost()
+        self.version = version
+
+    async def _publish(self, folder: Path, label: str) -> None:
+        """Load the folder into every server that answers."""
+        await asyncio.gather(*(self._admit(replica, folder, label) for replica in self.replicas))
+
+    async def _admit(self, replica: Replica, folder: Path, label: str) -> None:
+        was_usable = replica.label is not None
+        replica.label = None
+        try:
+            await replica.request("GET", "/health", timeout_s=CONNECT_S)
+            await replica.load(folder, label)
+        except ServerError as error:
+            replica.why = str(error)
+            if was_usable:
+                log.warning("the server %s is left out: %s", replica.url, replica.why)
+            return
+        replica.label = label
+
+    # --- the event loop ---
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the engine's thread; a signal that interrupts the wait cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _open(self) -> None:
+        for replica in self.replicas:
+            replica.open()
+
+    def close(self) -> None:
+        async def close() -> None:
+            await asyncio.gather(*(replica.close() for replica in self.replicas))
+
+        if not self._loop.is_closed():
+            self._run(close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self.publication.clear()
+
+
+async def _all(work: Any) -> None:
+    """Run coroutines at once; where one fails, cancel the others and raise its error."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

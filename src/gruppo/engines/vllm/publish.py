@@ -1,0 +1,115 @@
+"""Weights as a folder that servers load: written shard by shard, with their SHA-256 and version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gruppo import distributed as dist
+from gruppo.platforms import sync_to_disk
+from gruppo.types import GruppoError
+
+RECORD = "published.json"
+SHARD_BYTES = 1 << 29
+"""Of one file: no more than this, or one tensor, is in memory beside the model."""
+
+
+class Publication:
+    """A folder with the published versions, of which the newest two are kept. Its methods are collectives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def check(self) -> None:
+        """Refuse a folder that cannot be written."""
+
+        def probe(folder: Path) -> None:
+            (folder / "probe").write_bytes(b"")
+
+        self._write(".probe", probe)
+        if dist.is_main():
+            shutil.rmtree(self.folder / ".probe")
+
+    def write(self, label: str, weights: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> Path:
+        """Write ``weights`` as the version ``label``, and return its folder. ``config``: the model's config.json."""
+
+        def save(folder: Path) -> None:
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            write_shards(folder, weights)
+
+        if not dist.is_main():
+            for _ in weights:  # each tensor of a sharded model is gathered by all ranks
+                pass
+        return self._write(label, save)
+
+    def write_adapter(self, label: str, save: Callable[[Path], None]) -> Path:
+        """Write an adapter as the version ``label`` by ``save``, a policy's, and return its folder."""
+        return self._write(label, save)
+
+    def _write(self, label: str, save: Callable[[Path], None]) -> Path:
+        """Save into a new folder and rename it when it is complete; then delete the versions before the last."""
+        final, partial = self.folder / label, self.folder / f".{label}.partial"
+        with dist.fail_together():
+            if not dist.is_main():
+                return final
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                save(partial)
+                sha256 = {path.name: _sha256(path) for path in sorted(partial.glob("*.safetensors"))}
+                (partial / RECORD).write_text(json.dumps({"version": label, "sha256": sha256}) + "\n", encoding="utf-8")
+                partial.rename(final)
+                sync_to_disk(self.folder)
+            except OSError as error:
+                raise GruppoError(
+                    f"the weights cannot be written to {self.folder} ({error.strerror or error}). Set "
+                    "--engine.publish-dir to a folder with space that this machine can write and the servers can read."
+                ) from error
+            versions = [path for path in self.folder.iterdir() if (path / RECORD).is_file()]
+            for old in sorted(versions, key=lambda path: path.stat().st_mtime)[:-2]:
+                shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def clear(self) -> None:
+        """Delete what was published, and the folder if nothing else is in it."""
+        if dist.is_main() and self.folder.is_dir():
+            for path in [*self.folder.iterdir()]:
+                if (path / RECORD).is_file() or path.suffix == ".partial":
+                    shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                self.folder.rmdir()
+
+
+def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors as they come to safetensors files of at most ``SHARD_BYTES``, with the index of Hugging Face."""
+    shard: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
+    total = 0
+
+    def flush() -> None:
+        name = f"model-{len(set(files.values())) + 1:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        files.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in weights:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        shard[name] = tensor.detach().cpu().contiguous().clone()  # a file holds no tensor twice: tied ones are copied
+        total += tensor.nbytes
+    flush()
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,266 @@
+"""A small HTTP server with the routes of vLLM that gruppo uses. It samples from a tiny model of ours: log-probs are
+true. Faults are attributes, so that a test can switch them on while a client is at work."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from gruppo.core.distributions import chunked_categorical
+from gruppo.modalities.text import TextPolicy, from_pretrained
+from gruppo.modalities.text.generation import generate
+from gruppo.types import Sampling
+
+
+class FakeServer:
+    """``url`` answers from construction to ``close``. ``model``: the folder that the server was started with."""
+
+    def __init__(self, model: str, *, key: str = "", port: int = 0) -> None:
+        self.policy = untied(from_pretrained(model, compute="float32"))
+        self.key, self.version, self.is_paused = key, "default", False
+        self.adapters: dict[str, Any] = {}
+        self.cache: dict[Any, TextPolicy] = {}  # prompt to the weights that read it
+        self.tokens = 0
+        self.lock = threading.Lock()
+        self.log: list[tuple[str, Any]] = []
+        """Paths and bodies of all requests."""
+        # what a test may change
+        self.dev_mode = self.scale_out = True
+        self.logprobs_mode, self.max_model_len = "processed_logprobs", 128
+        self.seconds_per_row = 0.0
+        self.before: Callable[[str, Any], None] = lambda path, body: None
+        """Called before each request is answered; may raise ``Fault``."""
+        self.answer: Callable[[str, Any, Any], Any] = lambda path, body, answer: answer
+        """Changes the answer of a request."""
+        self.load: Callable[[TextPolicy, dict[str, torch.Tensor]], None] = load_weights
+        """Puts published weights into a copy of the policy."""
+        self.clears_cache = True
+
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # 40 ms for each answer otherwise
+
+            def do_GET(self) -> None:
+                self.reply(None)
+
+            def do_POST(self) -> None:
+                self.reply(json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null"))
+
+            def reply(self, body: Any) -> None:
+                try:
+                    code, answer = server.handle(self.command, self.path, body, self.headers.get("Authorization", ""))
+                except Fault as fault:
+                    code, answer = fault.code, {"error": {"message": fault.message}}
+                    if not code:
+                        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+                        self.close_connection = True
+                        return
+                data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128
+
+            def handle_error(self, *_: Any) -> None:
+                pass  # a client that left
+
+        self.http = Server(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    # --- routes ---
+
+    def handle(self, method: str, path: str, body: Any, authorization: str) -> tuple[int, Any]:
+        url = urlsplit(path)
+        self.log.append((url.path, body))
+        self.before(url.path, body)
+        # as in vLLM: its key guards these alone; gruppo serve adds a guard for the rest
+        if self.key and authorization != f"Bearer {self.key}":
+            return 401, {"error": "Unauthorized"}
+        name = f"{method.lower()}_{url.path.strip('/').replace('/', '_').replace('-', '_')}"
+        route = getattr(self, name, None)
+        if route is None or (not self.dev_mode and url.path in DEV_ROUTES):
+            return 404, {"detail": "Not Found"}
+        answer = route(body or {}, {k: v[0] for k, v in parse_qs(url.query).items()})
+        code, answer = answer if isinstance(answer, tuple) else (200, answer)
+        return code, self.answer(url.path, body, answer)
+
+    def get_health(self, body: Any, query: Any) -> Any:
+        return ""
+
+    def get_v1_models(self, body: Any, query: Any) -> Any:
+        names = ["tiny", *self.adapters]
+        return {"data": [{"id": name, "root": "tiny", "max_model_len": self.max_model_len} for name in names]}
+
+    def get_server_info(self, body: Any, query: Any) -> Any:
+        config = self.policy.module.config
+        model = {"logprobs_mode": self.logprobs_mode, "max_model_len": self.max_model_len, "hf_config": str(config)}
+        return {"vllm_config": {"model_config": model}}
+
+    def get_metrics(self, body: Any, query: Any) -> Any:
+        return f'# TYPE\nvllm:generation_tokens_total{{engine="0",model_name="tiny"}} {float(self.tokens)}\n'
+
+    def get_weight_info(self, body: Any, query: Any) -> Any:
+        return {"weight_version": self.version}
+
+    def post_tokenize(self, body: Any, query: Any) -> Any:
+        ids = self.policy.chat.encode_text(body["prompt"])
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
+
+    def post_pause(self, body: Any, query: Any) -> Any:
+        self.is_paused = True
+        return {"status": "paused"}
+
+    def post_resume(self, body: Any, query: Any) -> Any:
+        self.is_paused = False
+        return {"status": "resumed"}
+
+    def post_reset_prefix_cache(self, body: Any, query: Any) -> Any:
+        if self.clears_cache:
+            self.cache.clear()
+        return {"success": True}
+
+    def post_update_weight_version(self, body: Any, query: Any) -> Any:
+        self.version = body["new_version"]
+        return {"success": True, "new_version": self.version}
+
+    def post_collective_rpc(self, body: Any, query: Any) -> Any:
+        assert body["method"] == "reload_weights" and self.is_paused
+        folder = Path(body["kwargs"]["weights_path"])
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            return 500, {"error": {"message": f"Cannot find any model weights with `{folder}`", "code": 500}}
+        policy = untied(copy.deepcopy(self.policy))
+        try:
+            self.load(policy, {name: x for file in files for name, x in load_file(file).items()})
+        except RuntimeError as error:  # of another model
+            return 500, {"error": {"message": str(error), "code": 500}}
+        self.policy = policy
+        return {"results": [None]}
+
+    def post_v1_load_lora_adapter(self, body: Any, query: Any) -> Any:
+        from gruppo.modalities.common.adapters import adapt_from
+
+        policy = copy.deepcopy(self.policy)
+        adapt_from(body["lora_path"], base="")(policy.module)
+        self.adapters[body["lora_name"]] = policy
+        return f"Success: LoRA adapter '{body['lora_name']}' added successfully."
+
+    def post_v1_unload_lora_adapter(self, body: Any, query: Any) -> Any:
+        if self.adapters.pop(body["lora_name"], None) is None:
+            return 404, {"error": {"message": f"The lora adapter '{body['lora_name']}' cannot be found."}}
+        return "Success"
+
+    def post_inference_v1_generate(self, body: Any, query: Any) -> Any:
+        if not self.scale_out:
+            return 403, {"error": {"message": "Scale-out endpoints are disabled. Restart with --enable-scale-out"}}
+        ids, params, name = body["token_ids"], body["sampling_params"], body.get("model") or "tiny"
+        if name not in ("tiny", *self.adapters):
+            return 404, {"error": {"message": f"The model `{name}` does not exist."}}
+        if len(ids) + params["max_tokens"] > self.max_model_len:
+            return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
+        while self.is_paused:
+            time.sleep(0.005)
+        time.sleep(self.seconds_per_row)
+        with self.lock:
+            policy, version = self.adapters.get(name, self.policy), self.version
+            answer = {"choices": [self.sampled(policy, version, ids, params, body.get("cache_salt"))], "model": name}
+            if params.get("prompt_logprobs") is not None:
+                scored = score(policy, ids)
+                answer["prompt_logprobs"] = [
+                    None,
+                    *({str(t): {"logprob": x}} for t, x in zip(ids[1:], scored, strict=True)),
+                ]
+        return answer
+
+    def sampled(self, policy: TextPolicy, version: str, ids: list[int], params: Any, salt: Any) -> Any:
+        first = policy if params.get("prompt_logprobs") is not None else self.cache.setdefault((salt, *ids), policy)
+        sampling = Sampling(
+            params["temperature"],
+            params.get("top_k", 0),
+            params.get("top_p", 1.0),
+            params["max_tokens"],
+            tuple(params.get("stop", ())),
+        )
+        generator = torch.Generator().manual_seed(params.get("seed", 0))
+        uniforms = torch.rand(1, params["max_tokens"], generator=generator, dtype=torch.float64)
+        with torch.no_grad():
+            decoding = policy.backbone.start([torch.tensor(ids)], torch.tensor([0]))
+            if first is not policy:  # the prompt was read by older weights
+                decoding.logits = first.backbone.start([torch.tensor(ids)], torch.tensor([0])).logits
+            row = generate(decoding, uniforms, sampling, policy.chat)
+        length = int(row.lengths[0])
+        tokens, logprobs = row.tokens[0, :length].tolist(), row.logprobs[0, :length].tolist()
+        self.tokens += length
+        return {
+            "index": 0,
+            "token_ids": tokens,
+            "logprobs": {"content": [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs, strict=True)]},
+            "finish_reason": row.finish[0],
+            "weight_versions": [{"version": version, "start": 0, "end": length}],
+        }
+
+
+DEV_ROUTES = (
+    "/server_info",
+    "/pause",
+    "/resume",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/update_weight_version",
+    "/weight_info",
+)
+
+
+class Fault(Exception):
+    """What a server does in place of answering: an HTTP code, or 0 to reset the connection."""
+
+    def __init__(self, code: int, message: str = "Internal Server Error") -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+def untied(policy: TextPolicy) -> TextPolicy:
+    """A policy whose head is a parameter of its own."""
+    head = policy.module.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    return policy
+
+
+def load_weights(policy: TextPolicy, weights: dict[str, torch.Tensor]) -> None:
+    policy.module.load_state_dict(weights)
+
+
+@torch.no_grad()
+def score(policy: TextPolicy, ids: list[int]) -> list[float]:
+    """Log-probs of the tokens after the first, at temperature 1."""
+    features = policy.backbone.features(torch.tensor([ids]))[0, :-1]
+    targets = torch.tensor(ids[1:])
+    logprobs, _ = chunked_categorical(features, policy.backbone.head, targets, torch.ones(len(targets)))
+    return logprobs.tolist()
