@@ -21,6 +21,8 @@ LAYERS: tuple[set[str], ...] = (
         "errors",
         "watchdog",
         "reward_process",
+        "reward_values",
+        "reward_worker",
         "integrity",
         "trust",
     },

@@ -1,37 +1,34 @@
 """Reward functions in a process of their own, which can be killed: whatever they do, the run goes on.
 
-Arguments and answers cross a pipe as JSON, tensors beside it as bytes; nothing is unpickled. The process imports this
-module and what the functions need, so it has to stay free of torch.
+Arguments and answers cross a pipe as JSON, tensors beside it as bytes; nothing is unpickled. ``reward_worker`` is the
+other side.
 """
 
 from __future__ import annotations
 
-import asyncio
-import faulthandler
 import hashlib
-import inspect
 import json
 import logging
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from inspect import Parameter, Signature
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from gruppo.errors import DataError, GruppoError
-from gruppo.loading import check_unsealed, load_object
-from gruppo.timeouts import CallError, current_call, function_name
+from gruppo.loading import check_unsealed
+from gruppo.reward_values import NotPlain, encode
+from gruppo.reward_worker import make
+from gruppo.timeouts import CallError, current_call
 from gruppo.watchdog import GRACE_S
 
 log = logging.getLogger("gruppo")
@@ -39,130 +36,9 @@ log = logging.getLogger("gruppo")
 CAN_ISOLATE = os.name == "posix"
 """Whether functions can run in another process. Windows passes no pipes to a process by number."""
 _START_S = 60.0
-_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-@dataclass(frozen=True)
-class TrainerState:
-    """Progress of the run, as TRL's reward functions read it."""
-
-    global_step: int = 0
-    max_steps: int = 0
-    epoch: float | None = None
-    """Passes over the training prompts before this step; None where the data have no end."""
-
-
-@dataclass
-class Answer:
-    """Values that one call returned and logged for its rows."""
-
-    size: int | None = None  # None: the number of values is checked elsewhere
-    values: Sequence[Any] = ()  # for each row a number or None, ``StepScores``, or the error that makes it a failure
-    metrics: list[tuple[str, float]] = field(default_factory=list)
-    extras: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
-
-    def log_metric(self, name: str, value: float) -> None:
-        self.metrics.append((name, float(value)))
-
-    def log_extra(self, column: str, values: Iterable[Any]) -> None:
-        values = list(values)
-        if self.size is not None and len(values) != self.size:
-            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.size} completions")
-        self.extras.append((column, values))
-
-
-def as_list(returned: Any, size: int | None) -> list[Any]:
-    """Convert the returned values to a list; ``CallError`` unless there is one per row. None: the rows are unknown."""
-    is_array = hasattr(returned, "tolist") and hasattr(returned, "ndim")  # of numpy or torch
-    if is_array and returned.ndim != 1:
-        raise CallError("count", f"returned shape {tuple(returned.shape)}; it needs one number per completion")
-    if not is_array and not isinstance(returned, (list, tuple)):
-        got = f"returned {returned!r:.60} ({type(returned).__name__})"
-        raise CallError("exception", f"{got}; it needs a list of one number per completion", type(returned).__name__)
-    if size is not None and len(returned) != size:
-        raise CallError("count", f"returned {len(returned)} rewards for {size} completions")
-    return returned.tolist() if is_array else list(returned)
-
-
-# --- plain data -------------------------------------------------------------------------------------------------------
-
-
-class _NotPlain(Exception):
-    """A value that JSON and bytes cannot hold without changing it."""
-
-
-def _encode(value: Any, buffers: list[bytes]) -> Any:
-    """Convert to JSON that keeps tuples and keys of any type, with the bytes of tensors and arrays in ``buffers``."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is list:
-        return value if _PLAIN.issuperset(map(type, value)) else [_encode(part, buffers) for part in value]
-    if kind is dict and "$" not in value and all(type(key) is str for key in value):
-        return {key: _encode(part, buffers) for key, part in value.items()}
-    if kind in (tuple, set, frozenset, dict):
-        return {
-            "$": kind.__name__,
-            "of": [_encode(part, buffers) for part in (value.items() if kind is dict else value)],
-        }
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if kind is bytes:
-        buffers.append(value)
-        return {"$": "bytes"}
-    if torch is not None and isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous()
-        buffers.append(data.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return {"$": "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
-        buffers.append(value.tobytes())
-        is_scalar = isinstance(value, numpy.generic)
-        return {"$": "array", "dtype": value.dtype.str, "shape": list(value.shape), "is_scalar": is_scalar}
-    raise _NotPlain(f"{kind.__module__}.{kind.__qualname__}")
-
-
-def _decode(value: Any, buffers: Iterable[bytes]) -> Any:
-    """Invert ``_encode``; ``buffers`` are used up in the order in which they were added."""
-    if isinstance(value, list):
-        return [_decode(part, buffers) for part in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get("$")
-    if kind is None:
-        return {key: _decode(part, buffers) for key, part in value.items()}
-    if kind == "bytes":
-        return next(iter(buffers))
-    if kind == "tensor":
-        import torch
-
-        data, dtype = bytearray(next(iter(buffers))), getattr(torch, value["dtype"])
-        return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(value["shape"])
-    if kind == "array":
-        import numpy
-
-        array = numpy.frombuffer(bytearray(next(iter(buffers))), dtype=value["dtype"]).reshape(value["shape"])
-        return array[()] if value["is_scalar"] else array
-    return {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}[kind](_decode(value["of"], buffers))
-
-
-def _plain_entry(entry: Any) -> Any:
-    """One returned value as JSON: a number, None, a text, a list of them; or the error that it is."""
-    if hasattr(entry, "tolist"):
-        entry = entry.tolist()
-    if isinstance(entry, CallError):
-        return {"error": [entry.kind, entry.message, str(entry.identity)]}
-    if isinstance(entry, (list, tuple)):
-        return [_plain_entry(part) for part in entry]
-    if isinstance(entry, int) and abs(entry) > 1 << 1023:  # more digits than Python writes; no float32 in any case
-        return math.copysign(math.inf, entry)
-    if entry is None or isinstance(entry, (bool, int, float, str)):
-        return entry
-    got = f"returned {entry!r:.60} ({type(entry).__name__})"
-    return {"error": ["exception", f"{got}; each entry is a number or None", type(entry).__name__]}
-
-
-# --- the trainer's side -----------------------------------------------------------------------------------------------
-
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gruppo.reward_process import main; main()"
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gruppo.reward_worker import main; main()"
 
 
 class _Process:
@@ -397,14 +273,14 @@ class _IsolatedFunction:
         if "trainer_state" in plain:
             plain["trainer_state"] = asdict(plain["trainer_state"])
         try:
-            cells = _encode(plain, buffers)
-        except _NotPlain as problem:
+            cells = encode(plain, buffers)
+        except NotPlain as problem:
             log.warning(
                 "reward %s is called in this process: its arguments hold a %s, which only Python can hand over. "
                 "--scoring.isolate False says so from the start.",
                 *(self.__name__, problem),
             )
-            self._local = _make(self._key)
+            self._local = make(self._key)
             return self._local(**arguments)
         answer = self._processes.ask(self._key, {"arguments": cells, "logs": [*logs]}, buffers)
         for name, value in answer["metrics"] if "log_metric" in logs else ():
@@ -412,107 +288,3 @@ class _IsolatedFunction:
         for column, values in answer["extras"] if "log_extra" in logs else ():
             logs["log_extra"](column, values)
         return [CallError(*value["error"]) if isinstance(value, dict) else value for value in answer["values"]]
-
-
-# --- the other side ---------------------------------------------------------------------------------------------------
-
-
-def _make(key: str) -> Any:
-    """Object of a spec, or what it returns for the arguments in ``key``."""
-    spec, *arguments = json.loads(key)
-    loaded = load_object(spec)
-    return loaded(*arguments) if arguments else loaded
-
-
-def main() -> None:
-    """Serve requests until the pipe is closed."""
-    faulthandler.enable()
-    number = int(sys.argv[2])
-    os.set_inheritable(number, False)
-    connection, functions = Connection(number), dict[str, Any]()
-    loop = asyncio.new_event_loop()  # one for all calls: a client that a function opens on it stays usable
-    while True:
-        try:
-            header, request = json.loads(connection.recv_bytes()), json.loads(connection.recv_bytes())
-            buffers = [connection.recv_bytes() for _ in range(header["buffers"])]
-        except (EOFError, OSError):
-            os._exit(0)
-        try:
-            if "load" in request:
-                function = functions[request["load"]] = _make(request["load"])
-                answer = _described(function)
-            elif "check" in request:
-                functions[request["of"]].check(request["check"])
-                answer = {}
-            else:
-                answer = _answer(functions[request["of"]], request, buffers, header, loop)
-            reply = json.dumps(answer, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
-        except GruppoError as error:
-            kind = "DataError" if isinstance(error, DataError) else "GruppoError"
-            reply = json.dumps({"error": [kind, str(error), ""]})
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the trainer has to get an answer
-            problem = error if isinstance(error, CallError) else CallError.from_exception(error)
-            reply = json.dumps({"error": [problem.kind, problem.message, str(problem.identity)]})
-        connection.send_bytes(reply.encode())
-
-
-def _described(function: Any) -> dict[str, Any]:
-    """All that the trainer needs to know of a function."""
-    source = _source(function)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return {"is_here": True, "source": source}  # the error is raised there
-    if inspect.isclass(function) or isinstance(getattr(function, "name", None), str):
-        return {"is_here": True, "source": source}
-    names = ("timeout_s", "step_separator", "memory_bytes")
-    return {
-        "source": source,
-        "name": function_name(function),
-        "parameters": [[p.name, p.kind.name, p.default is p.empty] for p in parameters],
-        "is_async": inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
-        "attributes": {name: getattr(function, name) for name in names if hasattr(function, name)},
-        "has_check": hasattr(function, "check"),
-    }
-
-
-def _source(function: Any) -> list[str] | None:
-    """File of a function, and its hash."""
-    try:
-        path = inspect.getsourcefile(inspect.unwrap(getattr(function, "func", function)))
-        with open(path or "", "rb") as file:
-            return [str(path), hashlib.sha256(file.read()).hexdigest()]
-    except (TypeError, OSError):
-        return None
-
-
-def _answer(
-    function: Callable[..., Any],
-    request: dict[str, Any],
-    buffers: Sequence[bytes],
-    header: dict[str, Any],
-    loop: asyncio.AbstractEventLoop,
-) -> dict[str, Any]:
-    """Call a function. Its generators are seeded, and torch records no gradients."""
-    arguments, logged = _decode(request["arguments"], iter(buffers)), Answer()
-    arguments |= {name: getattr(logged, name) for name in request["logs"]}
-    if "trainer_state" in arguments:
-        arguments["trainer_state"] = TrainerState(**arguments["trainer_state"])
-    random.seed(header["seed"])
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(header["seed"])
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(header["seed"])
-        torch.set_grad_enabled(False)
-        if header["device"]:
-            torch.cuda.set_device(header["device"])
-    if header["exit_after_s"] is not None:
-        faulthandler.dump_traceback_later(header["exit_after_s"], exit=True)
-    try:
-        returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = loop.run_until_complete(returned)
-        values = [_plain_entry(entry) for entry in as_list(returned, None)]
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    return {"values": values, "metrics": logged.metrics, "extras": logged.extras}

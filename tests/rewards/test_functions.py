@@ -12,7 +12,7 @@ import torch
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.data.rows import row_source
-from gruppo.reward_process import TrainerState
+from gruppo.reward_values import TrainerState
 from gruppo.rewards import FunctionReward, RewardSet, columns_of
 from gruppo.types import DataError, GruppoError, Prompt
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from tests.rewards.fakes import rollouts_of
 
-from gruppo.reward_process import RewardProcesses, TrainerState, _decode, _encode
+from gruppo.reward_process import RewardProcesses
+from gruppo.reward_values import TrainerState, decode, encode
 from gruppo.rewards import RewardSet, resolve_reward
 from gruppo.timeouts import abandoned_count
 from gruppo.types import DataError, GruppoError
@@ -138,5 +139,5 @@ def test_a_file_that_ends_the_process_on_import_is_one_line(tmp_path):
 def test_tensors_cross_the_pipe_bit_for_bit(dtype, shape):
     buffers: list[bytes] = []
     sent = torch.arange(6)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
-    received = _decode(_encode([{"$": sent}], buffers), iter(buffers))[0]["$"]
+    received = decode(encode([{"$": sent}], buffers), iter(buffers))[0]["$"]
     assert received.dtype == dtype and received.shape == sent.shape and torch.equal(received, sent)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from gruppo.protocols import Reward
-from gruppo.reward_process import Answer, TrainerState, as_list
+from gruppo.reward_values import Answer, TrainerState, as_list
 from gruppo.rewards.text import text_of
 from gruppo.timeouts import CallError, accepted_keywords, function_name, require_columns, run_awaitable
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts

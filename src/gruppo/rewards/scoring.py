@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gruppo.protocols import Reward
-from gruppo.reward_process import Answer, TrainerState
+from gruppo.reward_values import Answer, TrainerState
 from gruppo.rewards.functions import Decode, FunctionReward, ObjectReward, RowCall, StepScores
 from gruppo.timeouts import CallError, FailureKind, TimedCall, abandoned_count, call_with_timeout, start_call
 from gruppo.types import GruppoError, Rollouts

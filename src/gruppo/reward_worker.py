@@ -1,0 +1,124 @@
+"""The process that ``reward_process`` starts: it loads reward functions and calls them.
+
+It imports this module and what the functions need, so it has to stay free of torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import hashlib
+import inspect
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from gruppo.errors import DataError, GruppoError
+from gruppo.loading import load_object
+from gruppo.reward_values import Answer, TrainerState, as_list, decode, plain_entry
+from gruppo.timeouts import CallError, function_name
+
+
+def make(key: str) -> Any:
+    """Object of a spec, or what it returns for the arguments in ``key``."""
+    spec, *arguments = json.loads(key)
+    loaded = load_object(spec)
+    return loaded(*arguments) if arguments else loaded
+
+
+def main() -> None:
+    """Serve requests until the pipe is closed."""
+    faulthandler.enable()
+    number = int(sys.argv[2])
+    os.set_inheritable(number, False)
+    connection, functions = Connection(number), dict[str, Any]()
+    loop = asyncio.new_event_loop()  # one for all calls: a client that a function opens on it stays usable
+    while True:
+        try:
+            header, request = json.loads(connection.recv_bytes()), json.loads(connection.recv_bytes())
+            buffers = [connection.recv_bytes() for _ in range(header["buffers"])]
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            if "load" in request:
+                function = functions[request["load"]] = make(request["load"])
+                answer = _described(function)
+            elif "check" in request:
+                functions[request["of"]].check(request["check"])
+                answer = {}
+            else:
+                answer = _answer(functions[request["of"]], request, buffers, header, loop)
+            reply = json.dumps(answer, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
+        except GruppoError as error:
+            kind = "DataError" if isinstance(error, DataError) else "GruppoError"
+            reply = json.dumps({"error": [kind, str(error), ""]})
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the trainer has to get an answer
+            problem = error if isinstance(error, CallError) else CallError.from_exception(error)
+            reply = json.dumps({"error": [problem.kind, problem.message, str(problem.identity)]})
+        connection.send_bytes(reply.encode())
+
+
+def _described(function: Any) -> dict[str, Any]:
+    """All that the trainer needs to know of a function."""
+    source = _source(function)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return {"is_here": True, "source": source}  # the error is raised there
+    if inspect.isclass(function) or isinstance(getattr(function, "name", None), str):
+        return {"is_here": True, "source": source}
+    names = ("timeout_s", "step_separator", "memory_bytes")
+    return {
+        "source": source,
+        "name": function_name(function),
+        "parameters": [[p.name, p.kind.name, p.default is p.empty] for p in parameters],
+        "is_async": inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
+        "attributes": {name: getattr(function, name) for name in names if hasattr(function, name)},
+        "has_check": hasattr(function, "check"),
+    }
+
+
+def _source(function: Any) -> list[str] | None:
+    """File of a function, and its hash."""
+    try:
+        path = inspect.getsourcefile(inspect.unwrap(getattr(function, "func", function)))
+        with open(path or "", "rb") as file:
+            return [str(path), hashlib.sha256(file.read()).hexdigest()]
+    except (TypeError, OSError):
+        return None
+
+
+def _answer(
+    function: Callable[..., Any],
+    request: dict[str, Any],
+    buffers: Sequence[bytes],
+    header: dict[str, Any],
+    loop: asyncio.AbstractEventLoop,
+) -> dict[str, Any]:
+    """Call a function. Its generators are seeded, and torch records no gradients."""
+    arguments, logged = decode(request["arguments"], iter(buffers)), Answer()
+    arguments |= {name: getattr(logged, name) for name in request["logs"]}
+    if "trainer_state" in arguments:
+        arguments["trainer_state"] = TrainerState(**arguments["trainer_state"])
+    random.seed(header["seed"])
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(header["seed"])
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(header["seed"])
+        torch.set_grad_enabled(False)
+        if header["device"]:
+            torch.cuda.set_device(header["device"])
+    if header["exit_after_s"] is not None:
+        faulthandler.dump_traceback_later(header["exit_after_s"], exit=True)
+    try:
+        returned = function(**arguments)
+        if inspect.isawaitable(returned):
+            returned = loop.run_until_complete(returned)
+        values = [plain_entry(entry) for entry in as_list(returned, None)]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return {"values": values, "metrics": logged.metrics, "extras": logged.extras}
