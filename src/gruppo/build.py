@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gruppo.config.stages import learns_from_samples, stage_path
 from gruppo.data.open import is_function_name, open_source
 from gruppo.data.restoration import WithReference
 from gruppo.data.source import Curriculum, IndexedSource, prompt_key
+from gruppo.distributed import sharding
 from gruppo.engines import LocalEngine
 from gruppo.environments import PROVIDED, ConversationEngine, Environment
 from gruppo.loading import absolute_path, absolute_spec, load_object
@@ -28,7 +30,7 @@ from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.common.reference import ReferenceModel, Rule
 from gruppo.modalities.text.bundled import BUNDLED
-from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, peek
+from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, digest, peek
 from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards.registry import absolute_reward, resolve_reward
 from gruppo.rewards.scoring import RewardSet
@@ -160,6 +162,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
             f"Set --rollout.prompts {dist.world_size()} or more, or start fewer ranks."
         )
     data = config.data if parts.data is None else parts.data
+    is_sharded = sharding.request(config.distributed.shard)
     columns: dict[str, Any] = {
         "prompt_column": config.prompts.column,
         "target_column": config.prompts.target_column,
@@ -207,6 +210,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     if config.objective.has_critic:  # new; on resume, its weights come from the checkpoint
         critic = modality.critic(config, policy, source) or SharedCritic(policy)
     engine = open_engine(config, parts, policy, sampling, source)
+    sha256 = shard(config, policy, reference, critic) if is_sharded else {}
     run = Run(
         config=config,
         policy=policy,
@@ -220,6 +224,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         demos=demos,
         sampling=sampling,
         environment=environment,
+        **sha256,
     )
     is_evaluated = bool(rewards.names) or policy.renders_images  # without rewards, images are still shown
     if is_evaluated and config.evaluation.prompts and not held_out(run, config.evaluation.prompts):
@@ -279,13 +284,36 @@ def place(policy: Policy, config: Config) -> Config:
         torch.backends.cudnn.allow_tf32 = False  # 10 bits of a convolution are too few for a ratio of 1
     if device == "mps" and not torch.backends.mps.is_available():
         raise GruppoError("--device mps: torch finds no Metal device. Set --device cpu.")
-    if policy.device != torch.device(device):
+    if (
+        policy.device != torch.device(device) and not sharding.is_requested()
+    ):  # moved a unit at a time, as it is sharded
         policy.to(torch.device(device))
     is_half = policy.compute_dtype == torch.bfloat16
     if dist.all_max(int(is_half)) and dist.all_max(int(not is_half)):
         raise GruppoError("the ranks measured different --compute to be faster. Set --compute float32 or bfloat16.")
     compute: Any = str(policy.compute_dtype).removeprefix("torch.")
     return replace(config, compute=compute)
+
+
+def shard(config: Config, policy: Policy, reference: Reference | None, critic: Critic | None) -> dict[str, Any]:
+    """Shard all weights over ranks, in place; return digests of them from before and of this rank's shards, for Run.
+
+    Last of all: copies are made, and an engine is checked, with whole weights.
+    """
+    device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    apply = partial(sharding.shard, mode=config.distributed.shard, device=device)
+    frozen = {} if reference is None else reference.frozen_state_dict()
+    sha256 = {"reference_sha256": digest(frozen) if frozen else None}
+    if reference is not None or config.model == IN_MEMORY:
+        sha256["first_weights_sha256"] = digest(policy.frozen_base() | policy.checkpoint_weights())
+    policy.shard(apply)
+    if critic is not None:
+        critic.shard(apply)
+    if reference is not None:
+        reference.shard(apply)
+        frozen = {name: sharding.local(tensor) for name, tensor in reference.frozen_state_dict().items()}
+        sha256["reference_shards_sha256"] = digest(frozen) if frozen else None
+    return sha256
 
 
 def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, source: Any) -> Engine:
@@ -356,7 +384,8 @@ def with_reference(source: Any, policy: Policy, reference: Reference | None) -> 
     first = policy.at(deepcopy(policy.module).requires_grad_(False)) if reference is None else policy
 
     def restore(images: torch.Tensor) -> torch.Tensor:
-        with nullcontext(first) if reference is None else reference.active() as restorer:
+        active = nullcontext(first) if reference is None else reference.active()
+        with active as restorer, sharding.gathered(restorer.module):
             return restorer.restore(images)
 
     return WithReference(source, restore)
@@ -418,8 +447,11 @@ def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.
     optim, own = config.optim, trained(policy.module, None)
     groups: list[dict[str, Any]] = []
     for group in policy.modality.parameter_groups(config, policy):
-        params = [own[name] for name in group.names]
-        groups.append({"params": params, "is_critic": False, "lr_factor": group.lr_factor, "norm": group.norm})
+        # sharded and whole parameters apart, since AdamW steps over all of a group at once
+        for is_sharded in (True, False):
+            params = [own[name] for name in group.names if sharding.is_sharded(own[name]) == is_sharded]
+            options = {"is_critic": False, "lr_factor": group.lr_factor, "norm": group.norm}
+            groups += [{"params": params, **options}] if params else []
     if critic is not None:
         params = [p for p in critic.module.parameters() if p.requires_grad]
         norm = "norm" if critic.is_shared else "critic_norm"

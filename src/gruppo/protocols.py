@@ -116,6 +116,13 @@ class Policy:
         """Move the policy to a device, in place."""
         self.module.to(device)
 
+    def shard(self, apply: Callable[..., None]) -> None:
+        """Shard the weights over ranks, in place, with ``apply(module, units=None, compute_dtype=None)``.
+
+        ``units``: parts that are sharded by themselves; None for the layers of the module.
+        """
+        apply(self.module)
+
     def at(self, module: nn.Module) -> Self:
         """Return this policy over other weights of the same architecture, such as those of a reference."""
         other = copy.copy(self)
@@ -459,6 +466,10 @@ class Critic(Protocol):
         """Return what a checkpoint of the critic holds, by name."""
         ...
 
+    def shard(self, apply: Callable[..., None]) -> None:
+        """Shard the network of its own over ranks, if it has one; see ``Policy.shard``."""
+        return
+
     def zero_grad(self) -> None:
         """Release gradients of copies that ``module`` does not hold, after a failed pass."""
         return
@@ -479,6 +490,10 @@ class Reference(Protocol):
     """Whether the weights are offloaded between uses; it is then evaluated in one pass before a batch's updates."""
     follows_policy: bool
     """Whether the weights change, by ``update`` or ``reset_to``."""
+
+    def shard(self, apply: Callable[..., None]) -> None:
+        """Shard a copy of the weights over ranks, if it holds one; called after ``Policy.shard``."""
+        return
 
     def on_device(self) -> AbstractContextManager[None]:
         """Hold the weights on the compute device within."""

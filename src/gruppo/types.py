@@ -231,6 +231,8 @@ class MicroBatch:
 
     rows: Int[Tensor, "b"]
     cols: slice
+    is_repeat: bool = False
+    """Whether it is run at zero weight, since sharded weights need as many forwards on each rank."""
 
     def of(self, x: Tensor) -> Tensor:
         """Select the micro-batch, ``[b, t, ...]``, of a ``[B, T, ...]`` tensor."""

@@ -359,6 +359,12 @@ class SavingConfig:
 class DistributedConfig:
     """Several ranks, started by torchrun."""
 
+    shard: Literal["none", "fsdp", "hybrid"] = "none"
+    """Shard weights, gradients and optimizer state over ranks.
+
+    none: each rank has all of them. fsdp: over all ranks. hybrid: over the ranks of each machine, replicated over
+    machines.
+    """
     timeout_s: Annotated[float, Range(gt=0)] = 1800.0
     """Seconds that a rank waits for the others before the run ends, resumable."""
 

@@ -20,9 +20,11 @@ NO_LOGIT = -1e30
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs more than its forward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+    """Whether calling the module runs more than its forward; hooks of FSDP, which only gather its weights, aside."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(
+        type(getattr(hook, "__self__", None)).__name__ != "FSDPState" for hooks in kinds for hook in hooks.values()
+    )
 
 
 def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:

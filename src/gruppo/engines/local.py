@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gruppo.distributed.sharding import local
 from gruppo.types import Request, Rollouts
 
 
@@ -47,6 +48,6 @@ class LocalEngine:
 
 
 def spread_sample(x: Tensor) -> Tensor:
-    """Return 256 to 511 numbers at equal distances in ``x``; all of a smaller tensor."""
-    flat = x.detach().flatten()
+    """Return 256 to 511 numbers at equal distances in ``x``, or this rank's shard of it; all of a smaller tensor."""
+    flat = local(x.detach()).flatten()
     return flat[:: max(1, len(flat) // 256)]

@@ -17,6 +17,7 @@ from gruppo.trainer import dynamic_sampling
 from gruppo.trainer.advantages import assemble
 from gruppo.trainer.demonstrations import demonstrations, unsampled
 from gruppo.trainer.dynamic_sampling import Round, empty_slots, join_rounds
+from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.metrics import batch_metrics
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
@@ -53,7 +54,8 @@ def collect(run: Run, step_params: StepParams) -> Collected:
         source.level, skipped_before = step_params.difficulty, source.passed_over
     environment_began = 0.0 if run.environment is None else run.environment.elapsed_s  # evaluations add to it too
     began = time.perf_counter()
-    rounds, grown = sample(run, step_params)
+    with whole_weights(run.policy):
+        rounds, grown = sample(run, step_params)
     sampled_at, reward_s = time.perf_counter(), sum(one.reward_s for one in (*rounds, grown) if one is not None)
     rollout = run.config.rollout
     refills = rollout.refill_rounds > 0

@@ -19,6 +19,7 @@ from gruppo.config.schema import Config, SupervisedConfig
 from gruppo.config.stages import highest
 from gruppo.data.open import is_custom_source, open_source
 from gruppo.data.source import nearest
+from gruppo.distributed.sharding import forward
 from gruppo.protocols import PromptSource, peek
 from gruppo.seeds import generator_at, seed_at
 from gruppo.trainer.run import Run
@@ -207,7 +208,7 @@ def supervised_backward(
     names += ["loss/cons"] if step_params.cons_coef else []
     stats = dict.fromkeys(names, Stat())
     for micro_batch in micro_batches:
-        likelihood = run.policy.likelihood(demos, micro_batch)
+        likelihood = forward(run.policy.module, run.policy.likelihood, demos, micro_batch)
         loss = run.policy.supervised_loss(demos.take(micro_batch.rows), likelihood)  # [b, t]
         loss_mask = micro_batch.of(demos.mask).to(loss.device)
         term = (micro_batch.of(weights).to(loss) * torch.where(loss_mask, loss, 0)).sum()
@@ -215,7 +216,9 @@ def supervised_backward(
         if step_params.cons_coef:
             held = consistency_term(run, demos, micro_batch, micro_batch.of(weights), likelihood)
             total, stats["loss/cons"] = total + step_params.cons_coef * held, stats["loss/cons"] + Stat.of(held)
-        total.backward()
+        (total * 0 if micro_batch.is_repeat else total).backward()
+        if micro_batch.is_repeat:
+            continue
         stats["loss/sup"] += Stat.of(term)
         stats["sup/nats"] += Stat.of(loss, loss_mask)
         stats["sup/tokens"] += Stat(1, float(loss_mask.sum()))
@@ -230,6 +233,9 @@ def consistency_term(
     ref = Likelihood(likelihood.logprobs.detach())
     if run.reference is not None and run.policy.modality.consistency_reads_reference(run.config):
         ref = run.reference.likelihood(rollouts, micro_batch, outputs=("output",))
-    loss = run.policy.consistency_loss(rollouts.take(micro_batch.rows), likelihood, ref)[:, micro_batch.cols]
+    policy, rows = run.policy, rollouts.take(micro_batch.rows)
+    loss = forward(policy.module, policy.consistency_loss, rows, likelihood, ref)[
+        :, micro_batch.cols
+    ]  # may call it again
     loss_mask = micro_batch.of(rollouts.mask).to(loss.device)
     return (weights.to(loss) * torch.where(loss_mask, loss, 0)).sum()

@@ -26,6 +26,7 @@ from gruppo.tracking.files import to_json
 from gruppo.trainer import back_off, checkpoint, references
 from gruppo.trainer.collect import Collected, collect
 from gruppo.trainer.evaluate import Evaluated, evaluate, evaluate_steps, held_out, sample_rows
+from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.signals import Interrupted
@@ -166,8 +167,11 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
         return {}
     with boundary_kept(run, folder):
         prompts = held_out(run, count)
-        done, rows = evaluate(run, prompts)
-        watched = references.watch(run) | evaluate_steps(run, prompts)
+        with whole_weights(run.policy):
+            done, rows = evaluate(run, prompts)
+        watched = references.watch(run)
+        with whole_weights(run.policy):
+            watched |= evaluate_steps(run, prompts)
     with dist.fail_together():
         if run.rewards.names:
             run.state.evaluations.append(asdict(done))

@@ -7,14 +7,18 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from gruppo import distributed as dist
+from gruppo.distributed.sharding import gathered, is_sharded, is_unit, local
 from gruppo.protocols import Policy
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError, MicroBatch, Rollouts
@@ -24,6 +28,8 @@ log = logging.getLogger("gruppo")
 USABLE_FRAC = 0.5
 """Share for activations of what gradients and optimizer state leave free. Logits and scores need some too."""
 GIB = 2**30
+_told: WeakSet[Policy] = WeakSet()
+"""Policies whose sampling has been logged."""
 
 Part = tuple[Rollouts, Bool[Tensor, "B T"]]
 """Rollouts, and which of their actions are evaluated."""
@@ -59,6 +65,8 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
     while True:
         budgets = [budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts]
         cuts = [run.policy.micro_batches(*part, budget) for part, budget in zip(parts, budgets, strict=True)]
+        if is_unit(run.policy.module):
+            cuts = [equally_many(run.policy, part[0], cut) for part, cut in zip(parts, cuts, strict=True)]
         longest = max(longest_row(run.policy, part[0], cut) for part, cut in zip(parts, cuts, strict=True))
         # Where a row alone needs more than is free, Linux would kill the process without a message.
         free, needed = free_bytes(run.policy.device), longest * run.policy.bytes_per_unit(least=True)
@@ -88,6 +96,24 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
             "to begin there.",
             *(run.state.step, budget, finer, finer),
         )
+
+
+def equally_many(policy: Policy, rollouts: Rollouts, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """As many micro-batches as the rank with most has: further ones repeat the smallest, at zero weight. A collective.
+
+    Sharded weights are gathered, and gradients reduced, in each forward and backward of all ranks. A repeat has actions
+    that the policy chose, so that its gradients, all zero, are of the same weights as those of other ranks.
+    """
+    missing = dist.all_max(len(micro_batches)) - len(micro_batches)
+    if not missing:
+        return micro_batches
+    if not micro_batches:  # no row of this rank has a loss
+        chosen = rollouts.mask.flatten(1).any(dim=1)
+        first = torch.arange(len(chosen)) == (int(chosen.int().argmax()) if len(chosen) else 0)
+        micro_batches = policy.micro_batches(rollouts, rollouts.mask & first[:, None], 1)[:1]
+        return [replace(micro_batch, is_repeat=True) for micro_batch in micro_batches] * missing
+    smallest = min(micro_batches, key=lambda micro_batch: len(micro_batch.rows))
+    return [*micro_batches, *[replace(smallest, is_repeat=True)] * missing]
 
 
 def finer_budget(policy: Policy, parts: Sequence[Part], budget: int, count: int) -> int:
@@ -124,6 +150,27 @@ def _does_not_fit(run: Run, units: int, reason: str) -> GruppoError:
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def whole_weights(policy: Policy) -> Iterator[None]:
+    """Hold sharded weights whole on each rank within, for sampling; refused where they do not fit. A collective."""
+    if not is_unit(policy.module):
+        yield
+        return
+    needed = policy.compute_dtype.itemsize * sum(p.numel() for p in policy.module.parameters() if is_sharded(p))
+    free = free_bytes(policy.device)
+    if dist.all_max(int(free is not None and needed > free)):
+        raise GruppoError(
+            f"sampling with the model itself needs its weights whole on each rank, {needed / GIB:.2f} GiB, and "
+            f"{0 if free is None else free / GIB:.2f} GiB are free on rank {dist.rank()}. Sample on servers with "
+            "--engine vllm, or train a smaller --model."
+        )
+    if policy not in _told:
+        _told.add(policy)
+        log.info("sampling gathers the sharded weights: %.2f GiB on each rank, while it samples.", needed / GIB)
+    with gathered(policy.module):
+        yield
 
 
 def token_budget(run: Run) -> int:
@@ -163,7 +210,7 @@ def budget_for(run: Run, longest: int) -> int:
 
 def still_to_come(run: Run) -> int:
     """Bytes of float32 gradients and of AdamW's state, as far as they are not there yet."""
-    numbers = sum(p.numel() for p in run.parameters)
+    numbers = sum(local(p).numel() for p in run.parameters)
     return 4 * numbers + (0 if run.optimizer.state else 8 * numbers)
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from gruppo import distributed as dist
+from gruppo.distributed.sharding import forward, is_unit
 from gruppo.protocols import Outputs, Policy, check_values
 from gruppo.seeds import generator_at
 from gruppo.trainer.demonstrations import demo_parts
@@ -28,7 +29,7 @@ def minibatches(run: Run, batch: Batch) -> Iterator[Batch]:
             yield from (replace(batch, demos=part) for part in demos if part is not None)
             continue
         for rows, part in zip(minibatch_rows(run, batch.rollouts, epoch), demos, strict=True):
-            yield replace(_part(batch, rows), demos=part)
+            yield replace(_part(run, batch, rows), demos=part)
 
 
 def minibatch_rows(run: Run, rollouts: Rollouts, epoch: int) -> Iterator[Int[Tensor, "b"]]:
@@ -54,7 +55,10 @@ def minibatch_rows(run: Run, rollouts: Rollouts, epoch: int) -> Iterator[Int[Ten
         yield torch.isin(numbers, part).nonzero()[:, 0]
 
 
-def _part(batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
+def _part(run: Run, batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
+    if not len(rows) and is_unit(run.policy.module):  # a row without a loss, for the forwards that all ranks need
+        part = batch.take(torch.zeros(1, dtype=torch.long))
+        return replace(part, loss_mask=torch.zeros_like(part.loss_mask))
     return batch if len(rows) == len(batch.rewards) else batch.take(rows)
 
 
@@ -93,7 +97,7 @@ def gaussian_outputs(run: Run) -> Outputs:
 
 def likelihood_of(policy: Policy, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs) -> Likelihood:
     """The policy's likelihood; refused where its values are not one per action."""
-    likelihood = policy.likelihood(rollouts, micro_batch, outputs=outputs)
+    likelihood = forward(policy.module, policy.likelihood, rollouts, micro_batch, outputs=outputs)
     if "values" in outputs:
         assert likelihood.values is not None
         check_values(likelihood.values, micro_batch)
@@ -141,12 +145,14 @@ def evaluated(run: Run, batch: Batch, step_params: StepParams) -> Batch:
     ):
         assert batch.rollouts is not None
         for rows in minibatch_rows(run, batch.rollouts, epoch=0):
-            part = _part(batch, rows)
+            part = _part(run, batch, rows)
             assert part.rollouts is not None
             for attempt in attempts(run, [(part.rollouts, has_gradient(run, part, step_params))]):
                 with attempt as (micro_batches,):
                     values = [_evaluate(run, part.rollouts, one, needed, step_params) for one in micro_batches]
             for micro_batch, by_name in zip(micro_batches, values, strict=True):
+                if micro_batch.is_repeat:
+                    continue
                 cols = torch.arange(micro_batch.cols.start or 0, micro_batch.cols.stop)
                 for name, numbers in by_name.items():  # [b, t, ...]
                     numbers = numbers.detach().to(torch.promote_types(numbers.dtype, torch.float32)).cpu()

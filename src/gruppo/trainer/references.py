@@ -8,9 +8,11 @@ from typing import Any
 
 from gruppo.config.schema import Config, ReferenceConfig
 from gruppo.config.stages import highest, stage_path
+from gruppo.distributed.sharding import local
 from gruppo.environments import converse
 from gruppo.protocols import Modality, digest
 from gruppo.trainer.evaluate import evaluate, held_out
+from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.run import Run
 from gruppo.types import GruppoError
 
@@ -87,11 +89,12 @@ def remember(run: Run) -> str | None:
 
 
 def check_unchanged(run: Run) -> None:
-    """Stop a run whose frozen weights are no longer those of its start."""
-    then = run.reference_sha256
+    """Stop a run whose frozen weights are no longer those of its start. Of sharded ones, each rank reads its shards."""
+    then = run.reference_shards_sha256 or run.reference_sha256
     if run.reference is None or then is None:
         return
-    if (now := digest(run.reference.frozen_state_dict())) != then:
+    frozen = {name: local(tensor) for name, tensor in run.reference.frozen_state_dict().items()}
+    if (now := digest(frozen)) != then:
         raise GruppoError(
             f"step {run.state.step}: the frozen weights of the reference have changed since the start (SHA-256 "
             f"{now[:12]}, was {then[:12]}), so the KL was to something else. Nothing was saved at this "
@@ -106,7 +109,7 @@ def watch(run: Run) -> dict[str, float]:
         return {}
     metrics = {"reference/distance_frac": reference.distance(run.policy)}
     if run.config.reference.is_mixed and (prompts := held_out(run, run.config.reference.watch_prompts)):
-        with reference.active() as policy:
+        with reference.active() as policy, whole_weights(policy):
             generate: Any = policy.sample
             if run.environment is not None:
                 generate = partial(converse, policy.sample, policy.continue_rollouts, run.environment)

@@ -57,6 +57,10 @@ class Run:
     reference: Reference | None = None
     reference_sha256: str | None = None
     """Digest of the reference's frozen weights, taken before the first update."""
+    reference_shards_sha256: str | None = None
+    """Of this rank's shards of them, where they are sharded."""
+    first_weights_sha256: str | None = None
+    """Digest of the policy's weights before training, where they are sharded since."""
     critic: Critic | None = None
     validation: PromptSource | None = None
     """Source of the held-out prompts, if it is not ``source``."""

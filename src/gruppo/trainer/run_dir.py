@@ -376,7 +376,7 @@ def first_weights(run: Run) -> str | None:
     """SHA-256 of the untrained weights, if a resume depends on them and no file name identifies them."""
     if run.reference is None and run.config.model != IN_MEMORY:
         return None
-    return digest(run.policy.frozen_base() | run.policy.checkpoint_weights())
+    return run.first_weights_sha256 or digest(run.policy.frozen_base() | run.policy.checkpoint_weights())
 
 
 def setup(run: Run) -> dict[str, Any]:

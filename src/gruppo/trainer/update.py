@@ -18,6 +18,7 @@ from gruppo import distributed as dist
 from gruppo.config.schema import OptimConfig
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import Average, loss_total, loss_weights
+from gruppo.distributed.sharding import clip_grad_norm, is_sharded
 from gruppo.trainer import gradients
 from gruppo.trainer.demonstrations import consistency_term, supervised_backward
 from gruppo.trainer.memory import Part, attempts
@@ -136,7 +137,7 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
     stats = backward(run, batch, step_params)
     has_gradients = torch.tensor([int(parameter.grad is not None) for parameter in run.parameters])
     reached = dist.all_sum(has_gradients).tolist()
-    dist.sum_gradients(learning(run, step_params))
+    dist.sum_gradients(p for p in learning(run, step_params) if not is_sharded(p))  # FSDP has summed those
     for parameter, ranks in zip(run.parameters, reached, strict=True):
         if not ranks:  # as an action's std while only demonstrations are learned from: no momentum or decay moves it
             parameter.grad = None
@@ -169,7 +170,7 @@ def learning(run: Run, step_params: StepParams) -> list[torch.nn.Parameter]:
 def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[str, Stat]:
     """Clip each network's gradient and step; skip the update where a gradient is not finite."""
     limit = run.config.optim.max_grad_norm or float("inf")
-    norms = {name: float(torch.nn.utils.clip_grad_norm_(own, limit)) for name, own in networks.items()}
+    norms = {name: clip_grad_norm(own, limit) for name, own in networks.items()}
     stats = {f"grad/{name}": Stat(1, norm) for name, norm in norms.items()}
     if all(map(math.isfinite, norms.values())):
         run.state.skipped_updates = 0
@@ -242,6 +243,9 @@ def _backward(
             outputs = required_outputs(run, step_params)
             likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=outputs)
         inputs = loss_inputs(run, batch, micro_batch, weights, likelihood)
+        if micro_batch.is_repeat:
+            nothing = torch.zeros_like(inputs.weights)
+            inputs = replace(inputs, weights=nothing, loss_mask=nothing.bool())
         terms, micro_batch_stats = policy_loss(likelihood, inputs, objective)
         if step_params.cons_coef:
             terms["cons"] = consistency_term(run, rollouts, micro_batch, inputs.weights, likelihood)
@@ -260,6 +264,8 @@ def _backward(
             values = run.critic.values(rollouts, micro_batch)
             terms["value"], micro_batch_stats["value/clip_frac"] = critic_loss(values, inputs, objective)
             (step_params.value_coef * terms["value"]).backward()
+        if micro_batch.is_repeat:
+            continue
         micro_batch_stats |= {f"loss/{name}": Stat.of(term) for name, term in terms.items() if name != "entropy"}
         micro_batch_stats["update/micro_batches"] = Stat(1, 1.0)
         micro_batch_stats |= run.policy.update_stats(batch, micro_batch, likelihood, inputs)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gruppo.distributed.sharding import forward
 from gruppo.modalities.common.lora import module_weights
 from gruppo.protocols import Critic, check_values
 from gruppo.types import GruppoError, MicroBatch, Rollouts
@@ -47,7 +48,8 @@ class HeadCritic(Critic):
         return {"critic, float32": 4.0 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)}
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
-        return check_values(self._policy.values(rollouts, micro_batch), micro_batch)
+        policy = self._policy
+        return check_values(forward(policy.module, policy.values, rollouts, micro_batch), micro_batch)
 
 
 class SharedCritic(HeadCritic):

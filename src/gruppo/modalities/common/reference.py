@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gruppo.distributed.sharding import forward, is_sharded, local, whole
 from gruppo.modalities.common.lora import has_adapter, trained, without_adapter
 from gruppo.protocols import Outputs, Policy
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
@@ -99,6 +100,17 @@ class ReferenceModel:
         """The module that computes; its parameters are empty while the weights are offloaded."""
         return self._policy.compute_module
 
+    def shard(self, apply: Callable[..., None]) -> None:
+        """Shard the copy over ranks, after the policy; see ``Policy.shard``."""
+        if self.shares_module:
+            self._read = store(trained(self._policy.module), "device", None) if self.follows_policy else dict
+            return
+        for name, weight in self._read().items():  # in the dtype that they are mixed in: FSDP casts to that of compute
+            self.module.get_parameter(name).data = weight.detach()
+        self._policy.shard(apply)
+        shards: dict[str, Tensor] = dict(self.module.named_parameters())
+        self._read = shards.copy
+
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Load offloaded weights for the length of the block; nested calls and other storage cost nothing."""
@@ -123,7 +135,7 @@ class ReferenceModel:
     @torch.no_grad()
     def likelihood(self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()) -> Likelihood:
         with self.active() as policy:
-            return policy.likelihood(rollouts, micro_batch, outputs=outputs)
+            return forward(policy.module, policy.likelihood, rollouts, micro_batch, outputs=outputs)
 
     # --- following the policy ---
 
@@ -157,8 +169,8 @@ class ReferenceModel:
         difference = norm = 0.0
         for name, tensor in trained(policy.module).items():
             reference = weights.pop(name)
-            difference += float((tensor.to(reference.device) - reference).square_().sum(dtype=torch.float64))
-            norm += float(reference.square().sum(dtype=torch.float64))
+            difference += float(whole((tensor.to(reference.device) - reference).square_().sum(dtype=torch.float64)))
+            norm += float(whole(reference.square().sum(dtype=torch.float64)))
         return (difference / norm) ** 0.5 if norm else float("nan")
 
     # --- saved state ---
@@ -191,6 +203,17 @@ def swapped(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     Autograd does not notice (``.data``), so the backward pass of an earlier forward still works afterwards.
     """
     parameters = {name: parameter for name, parameter in module.named_parameters() if name in weights}
+    if any(map(is_sharded, parameters.values())):  # FSDP gathers from the memory of the shards, not from ``.data``
+        shards = {name: local(parameter.detach()) for name, parameter in parameters.items()}
+        kept = {name: shard.clone() for name, shard in shards.items()}
+        try:
+            for name, shard in shards.items():
+                shard.copy_(local(weights[name]))
+            yield
+        finally:
+            for name, shard in shards.items():
+                shard.copy_(kept[name])
+        return
     before = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():

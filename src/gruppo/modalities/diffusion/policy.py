@@ -399,3 +399,6 @@ class DenoiserCritic(HeadCritic):
         dtype = torch.promote_types(policy.compute_dtype, torch.float32)
         self._policy.value_head = head = ValueHead(features.shape[-1], dtype=dtype).to(policy.device)
         self.module = nn.ModuleDict({"trunk": trunk, "head": head})
+
+    def shard(self, apply: Callable[..., None]) -> None:
+        self._policy.shard(apply)

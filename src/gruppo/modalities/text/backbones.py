@@ -49,6 +49,8 @@ class Backbone:
     """Whether decoding layer by layer is exact (``LayeredDecoding``)."""
     layouts: tuple[Layout, ...] = ("padded",)
     """Layouts of rows, the fastest first."""
+    dtype: torch.dtype | None = None
+    """Of a forward of sharded weights, whose shards have another; None for that of the weights."""
     source: ModelFunction | None = None
     """The function that made the module, if it was opened by name."""
 
@@ -93,8 +95,9 @@ class Backbone:
             inputs = {}
             if tokens.visible is not None:
                 visible = tokens.visible.to(weight.device)[:, None]
-                mask = torch.zeros(visible.shape, dtype=weight.dtype, device=weight.device)
-                mask = mask.masked_fill_(~visible, torch.finfo(weight.dtype).min)
+                dtype = self.dtype or weight.dtype
+                mask = torch.zeros(visible.shape, dtype=dtype, device=weight.device)
+                mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)
                 inputs = {"position_ids": tokens.positions.to(weight.device), "attention_mask": mask}
             features = self.features(tokens.ids.to(weight.device), **inputs).flatten(0, 1)
         return features[tokens.before(row, column).to(weight.device)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ class SeparateCritic(HeadCritic):
         self._policy, self.trunk = network, trunk
         self.compute_copy = None if network.copy is None else network.copy.module
         self.module = nn.ModuleDict({"trunk": trunk, "head": head})
+
+    def shard(self, apply: Callable[..., None]) -> None:
+        self.compute_copy = None
+        self._policy.shard(apply)
 
     def zero_grad(self) -> None:
         self._policy.compute_module.zero_grad(set_to_none=True)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
 from gruppo.core.linear_head import has_hooks
+from gruppo.distributed.sharding import forward
 from gruppo.modalities.common.lora import LowRank, low_rank
 from gruppo.modalities.text.layouts import AttentionBlock, Tokens
 
@@ -79,10 +80,14 @@ def stream_features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
     x = decoder.embed(stream.ids)
     cos, sin = (half[0].contiguous() for half in decoder.rotary(x.to(wide), stream.positions[None]))
     for layer in decoder.layers:
-        # functions, so that the tensors of one half are freed before the other
-        x = x + _attention(decoder, layer.self_attn, norm(layer.input_layernorm, x), stream, cos, sin)
-        x = x + _mlp(decoder, layer.mlp, norm(layer.post_attention_layernorm, x))
+        x = forward(layer, _layer, x, decoder, layer, stream, cos, sin)
     return norm(decoder.norm, x)
+
+
+def _layer(x: Tensor, decoder: Decoder, layer: Any, stream: Tokens, cos: Tensor, sin: Tensor) -> Tensor:
+    # functions, so that the tensors of one half are freed before the other
+    x = x + _attention(decoder, layer.self_attn, norm(layer.input_layernorm, x), stream, cos, sin)
+    return x + _mlp(decoder, layer.mlp, norm(layer.post_attention_layernorm, x))
 
 
 def _attention(decoder: Decoder, part: Any, x: Tensor, stream: Tokens, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from gruppo.distributed.sharding import is_requested
 from gruppo.integrity import check_seal
 from gruppo.loading import transformers_error
 from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
@@ -141,7 +142,7 @@ def from_transformers(
 ) -> TextPolicy:
     """Make a policy of a Hugging Face model in memory and its tokenizer."""
     module = module.float().eval()
-    if (device := _accelerator()) is not None:
+    if (device := _accelerator()) is not None and not is_requested():
         module = module.to(device)
     backbone = probe(module)
     if not (backbone.caches or backbone.decodes):
@@ -172,6 +173,7 @@ def place(policy: TextPolicy, compute: Compute) -> TextPolicy:
     """Move a policy to this rank's accelerator, if there is one, and to the requested dtype, in place."""
     device = _accelerator() or policy.device
     dtype = policy.compute_dtype if compute == "auto" else _compute_dtype(compute, 0, policy.module)
+    device = policy.device if is_requested() else device
     if (dtype, device) != (policy.compute_dtype, policy.device):
         policy.module.to(device)
         policy.compute_in(dtype)
@@ -226,7 +228,8 @@ def _accelerator() -> torch.device | None:
 
 def _compute_dtype(compute: Compute, width: int, module: nn.Module) -> torch.dtype:
     if compute == "auto":
-        return faster_dtype(width, device=next(module.parameters()).device)
+        later = _accelerator() if is_requested() else None  # where the shards will compute
+        return faster_dtype(width, device=later or next(module.parameters()).device)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if compute not in dtypes:
         raise GruppoError(f"compute={compute!r} is not one of auto, {', '.join(dtypes)}.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,6 +92,12 @@ class TextPolicy(AdaptablePolicy):
     @property
     def compute_module(self) -> nn.Module:
         return self.backbone.module
+
+    def shard(self, apply: Callable[..., None]) -> None:
+        """Shard the master weights; FSDP casts them where they are gathered, in place of a copy."""
+        self.copy, dtypes = None, {parameter.dtype for parameter in self.module.parameters()}
+        self.backbone = replace(self.backbone.on(self.module), dtype=self.compute_dtype)
+        apply(self.module, compute_dtype=None if dtypes == {self.compute_dtype} else self.compute_dtype)
 
     def at(self, module: nn.Module) -> TextPolicy:
         """Return this policy over other weights of the same kind, without a copy or value head: a reference."""

@@ -1,0 +1,269 @@
+"""Parameters, gradients and optimizer state sharded over ranks with FSDP2, applied to a model from outside.
+
+Each block of the model is a unit: its weights are gathered when its forward runs, and again in the backward pass. What
+is in no block, such as the last norm and the head, belongs to the root unit, which is gathered during ``forward`` of
+the whole model. Outside of ``forward`` and ``gathered`` every weight is a DTensor, of which a rank holds its shard.
+
+Gradients are summed over ranks, not averaged: the loss weights have the denominators of all ranks already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from gruppo.distributed.collectives import world_size
+from gruppo.types import Gaussian, GruppoError, Likelihood
+
+Shard = Literal["none", "fsdp", "hybrid"]
+T = TypeVar("T")
+
+_requested = False
+_world: Any = None
+_mesh: Any = None
+"""Ranks that the weights are sharded over, and with "hybrid" replicated over; None while nothing is sharded."""
+
+
+# --- applying it ------------------------------------------------------------------------------------------------------
+
+
+def request(mode: Shard) -> bool:
+    """Say how models that are opened next will be sharded; return whether they will. A world of one shards nothing."""
+    global _requested
+    _requested = mode != "none" and world_size() > 1
+    return _requested
+
+
+def is_requested() -> bool:
+    """Whether models that are opened now will be sharded: they are left on the CPU until then, a device too small."""
+    return _requested
+
+
+def shard(
+    module: nn.Module,
+    units: Sequence[nn.Module] | None = None,
+    *,
+    mode: Shard,
+    device: torch.device,
+    compute_dtype: torch.dtype | None = None,
+) -> None:
+    """Shard a module in place over all ranks, each of ``units`` (``blocks_of`` by default) and the rest by themselves.
+
+    ``compute_dtype``: of forward and backward; the shards keep the dtype that the weights have, and gradients are
+    reduced in float32. None computes in the dtype of the weights. Weights may be on the CPU before: a unit at a time is
+    moved to ``device``.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = _mesh_of(mode, device)
+    reduce_dtype = None if compute_dtype is None else torch.promote_types(compute_dtype, torch.float32)
+    # inputs stay as they are: positions and attention biases need more digits than bfloat16 has
+    precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
+    # FSDP cannot cut a single number: these stay whole on each rank, and their gradients are summed like replicas'
+    numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "ignored_params": numbers}
+    try:
+        for unit in blocks_of(module) if units is None else units:
+            fully_shard(unit, reshard_after_forward=True, **options)
+        # The root is gathered again for its backward: kept, it would stay whole after a forward without one.
+        root: Any = fully_shard(module, reshard_after_forward=True, **options)
+    except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
+        raise _cannot_shard(module, error) from error
+    for parameter in numbers:
+        parameter.data = parameter.data.to(device)
+    for part in sharded_units(root):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    with torch.no_grad():  # FSDP reads which weights are trained now, before a forward in which they are frozen
+        forward(module, _nothing)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _mesh_of(mode: Shard, device: torch.device) -> Any:
+    """All ranks, or machines by the ranks of each ("hybrid"): weights are sharded over the last dimension."""
+    global _mesh, _world
+    if _mesh is not None and _world is torch.distributed.group.WORLD:
+        return _mesh
+    _world = torch.distributed.group.WORLD
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils import _pytree
+
+    ranks = world_size()
+    if mode == "hybrid":
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if ranks % local or local in (1, ranks):
+            raise GruppoError(
+                f"distributed.shard=hybrid shards within each machine and replicates over machines; {ranks} ranks at "
+                f"{local} per machine leave nothing to {'shard' if local == 1 else 'replicate'}. Set "
+                "--distributed.shard fsdp, or start the same number of ranks (2 or more) on each of several machines."
+            )
+        _mesh = init_device_mesh(device.type, (ranks // local, local), mesh_dim_names=("replicate", "shard"))
+    else:
+        _mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    for record in (Gaussian, Likelihood):  # FSDP looks for tensors in what a forward returns
+        if record not in _pytree.SUPPORTED_NODES:
+            _pytree.register_dataclass(record)
+    return _mesh
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The parts of a model that are sharded by themselves: its layers, and an input embedding that is not tied.
+
+    Layers are the elements of the outermost ``nn.ModuleList``s. Without a list they are the children that have
+    children: weights of a single layer, such as a table of positions, may be read without calling it. A part that
+    shares a weight with the rest of the model belongs to the root.
+    """
+    parts: list[nn.Module] = []
+    _find_lists(module, parts)
+    inner = module
+    while not parts:
+        parts = [child for child in inner.children() if any(child.children())]
+        if len(parts) == 1:
+            inner, parts = parts[0], []
+        elif not parts:
+            break
+    get_embedding: Any = getattr(module, "get_input_embeddings", None)
+    if callable(get_embedding):
+        with suppress(NotImplementedError):  # of networks without an embedding
+            parts.append(get_embedding())
+    owners: dict[int, int] = {}  # of each parameter, in how many places it is
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    kept = []
+    for part in dict.fromkeys(parts):
+        own: dict[int, int] = {}
+        for inside in part.modules():
+            for parameter in inside.parameters(recurse=False):
+                own[id(parameter)] = own.get(id(parameter), 0) + 1
+        if own and all(owners[key] == count for key, count in own.items()):
+            kept.append(part)
+    return kept
+
+
+def _find_lists(module: nn.Module, found: list[nn.Module]) -> None:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            found += [element for element in child if any(True for _ in element.parameters())]
+        else:
+            _find_lists(child, found)
+
+
+def _cannot_shard(module: nn.Module, error: Exception) -> GruppoError:
+    reason = " ".join(str(error).split())
+    return GruppoError(
+        f"{type(module).__name__} cannot be sharded: {reason:.300}. Set --distributed.shard none, which keeps all "
+        "weights on each rank."
+    )
+
+
+# --- computing with it ------------------------------------------------------------------------------------------------
+
+
+def forward(module: nn.Module, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call ``function(*args, **kwargs)`` as the forward of a module, whose weights are then whole if it is sharded.
+
+    FSDP gathers a unit's weights in hooks around its forward, and registers its backward on the tensors among the
+    arguments and results; those of ``Likelihood`` are found too. A collective: each rank calls it equally often.
+    """
+    if _mesh is None or not is_unit(module):
+        return function(*args, **kwargs)
+    target: Any = module
+    own = vars(target).pop("forward", None)
+
+    def once(*args: Any, **kwargs: Any) -> T:
+        restore()  # the function may call the module itself
+        return function(*args, **kwargs)
+
+    def restore() -> None:
+        vars(target).pop("forward", None)
+        if own is not None:
+            target.forward = own
+
+    target.forward = once
+    try:
+        return target(*args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise GruppoError(
+                f"{type(module).__name__} cannot be sharded: it reads weights of a part without calling that part. "
+                "Set --distributed.shard none, which keeps all weights on each rank."
+            ) from error
+        raise
+    finally:
+        restore()
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Hold all weights whole on each rank within, in the compute dtype, as for sampling. They must not be changed.
+
+    A collective as it begins; within, forwards communicate nothing, so that ranks may run different numbers of them.
+    """
+    units = sharded_units(module)
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(True, recurse=False)
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether FSDP gathers this module's weights around its forward."""
+    if _mesh is None:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def sharded_units(module: nn.Module) -> list[Any]:
+    return [part for part in module.modules() if is_unit(part)]
+
+
+# --- sharded tensors --------------------------------------------------------------------------------------------------
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    if _mesh is None:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, which shares its memory; the tensor itself if it is not sharded."""
+    return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, or the sum of a number's parts; a collective if it is sharded."""
+    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float) -> float:
+    """Scale gradients to a norm of at most ``limit``; return the norm before, over the shards of all ranks."""
+    parameters = list(parameters)
+    own, sharded = [p for p in parameters if not is_sharded(p)], [p for p in parameters if is_sharded(p)]
+    if not sharded:
+        return float(nn.utils.clip_grad_norm_(own, limit))
+    # apart: torch does not combine the two kinds
+    grads = ([p.grad for p in part if p.grad is not None] for part in (own, sharded))
+    norms = [whole(nn.utils.get_total_norm(part)) for part in grads if part]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])) if norms else torch.zeros(())
+    for part in (own, sharded):
+        nn.utils.clip_grads_with_norm_(part, limit, total)
+    return float(total)
