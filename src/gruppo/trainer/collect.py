@@ -54,7 +54,7 @@ def collect(run: Run, step_params: StepParams) -> Collected:
         source.level, skipped_before = step_params.difficulty, source.passed_over
     environment_began = 0.0 if run.environment is None else run.environment.elapsed_s  # evaluations add to it too
     began = time.perf_counter()
-    with whole_weights(run.policy):
+    with whole_weights(run.policy, engine=run.config.engine.kind):
         rounds, grown = sample(run, step_params)
     sampled_at, reward_s = time.perf_counter(), sum(one.reward_s for one in (*rounds, grown) if one is not None)
     rollout = run.config.rollout

@@ -167,10 +167,10 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
         return {}
     with boundary_kept(run, folder):
         prompts = held_out(run, count)
-        with whole_weights(run.policy):
+        with whole_weights(run.policy, engine=run.config.engine.kind):
             done, rows = evaluate(run, prompts)
         watched = references.watch(run)
-        with whole_weights(run.policy):
+        with whole_weights(run.policy, engine=run.config.engine.kind):
             watched |= evaluate_steps(run, prompts)
     with dist.fail_together():
         if run.rewards.names:

@@ -153,9 +153,12 @@ def _does_not_fit(run: Run, units: int, reason: str) -> GruppoError:
 
 
 @contextmanager
-def whole_weights(policy: Policy) -> Iterator[None]:
-    """Hold sharded weights whole on each rank within, for sampling; refused where they do not fit. A collective."""
-    if not is_unit(policy.module):
+def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
+    """Hold sharded weights whole on each rank within, for sampling; refused where they do not fit. A collective.
+
+    ``engine``: its kind; servers have weights of their own.
+    """
+    if engine == "vllm" or not is_unit(policy.module):
         yield
         return
     needed = policy.compute_dtype.itemsize * sum(p.numel() for p in policy.module.parameters() if is_sharded(p))
