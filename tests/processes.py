@@ -25,6 +25,7 @@ _server.set_forkserver_preload(
         "pytest",
         "tests.trainer.runs",
         "tests.warm",
+        "torch.distributed.fsdp",
         "transformers.generation.utils",
         "transformers.models.auto.modeling_auto",
         "transformers.models.auto.tokenization_auto",

@@ -227,8 +227,8 @@ def start(
         if not is_restored:  # reward functions may draw from the global generators
             checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
         loop.train(run, folder)
+        model = folder.write_final(run)
         with dist.fail_together():
-            model = folder.write_final(run)
             # a policy given in memory may have been made by a function that the config does not name
             if dist.is_main() and set(names := trust.imports_of_model(model)) - set(code):
                 trust.record(model, names)

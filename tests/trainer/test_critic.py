@@ -284,7 +284,7 @@ def test_a_checkpoint_of_another_critic_is_refused_in_words_and_restores_nothing
 def test_a_saved_head_of_another_width_is_refused_with_both_shapes(tmp_path, opened):
     run = built(tmp_path, SHARED)
     folder = opened(run.config)
-    run.critic.module.weight = torch.nn.Parameter(torch.zeros(1, 17))
+    run.critic.module.weight.data = torch.zeros(1, 17)
     run.optimizer.state.clear()
     folder.save(run, boundary_state(run))
     with pytest.raises(GruppoError, match=r"its weight is \[1, 17\], this run needs \[1, 16\]"):

@@ -24,11 +24,13 @@ def watch(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
         return
     if best is None or value > best["value"]:
         state.best = {"step": state.step, "value": value}
+        folder.finish_saving()
         with dist.fail_together():
             folder.save(run)
         return
     if value >= best["value"] - config.drop:
         return
+    folder.finish_saving()
     try:
         with dist.fail_together():
             saved = folder.best_weights(run)

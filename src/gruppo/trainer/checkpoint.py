@@ -14,7 +14,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,17 +24,21 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from gruppo import distributed as dist
 from gruppo.integrity import SEAL, fingerprint, read_json, verify
 from gruppo.loading import command_name
 from gruppo.platforms import sync_to_disk
+from gruppo.trainer import shards
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
 FORMAT = 1
+FILES = ("model", "optimizer", "critic", "reference")
+Sharded = Mapping[str, Mapping[str, Tensor]]
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -83,28 +87,43 @@ def replacing(target: Path, *, is_folder: bool = True) -> Iterator[Path]:
     A folder is sealed with COMPLETE. A full disk and other failures to write are raised as GruppoError.
     """
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    replaced = target.with_name(f".{target.name}.old-{os.getpid()}")
-    try:
-        if is_folder:
-            target.parent.mkdir(parents=True, exist_ok=True)
+    with explained_failures(target):
+        try:
+            if is_folder:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                remove(temporary)
+                temporary.mkdir()
+            yield temporary
+            written = [temporary]
+            if is_folder:
+                inside = sorted(temporary.rglob("*"))
+                seal = {path.relative_to(temporary).as_posix(): fingerprint(path) for path in inside if path.is_file()}
+                (temporary / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
+                written = [*inside, temporary / SEAL, temporary]
+            put_in_place(temporary, target, written)
+        except Exception:
             remove(temporary)
-            temporary.mkdir()
-        yield temporary
-        written = [temporary]
-        if is_folder:
-            inside = sorted(temporary.rglob("*"))
-            seal = {path.relative_to(temporary).as_posix(): fingerprint(path) for path in inside if path.is_file()}
-            (temporary / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
-            written = [*inside, temporary / SEAL, temporary]
-        for path in written:  # all of it reaches the disk before it gets its name
-            sync_to_disk(path)
-        if is_folder and target.exists():
-            target.rename(replaced)
-        temporary.replace(target)
-        sync_to_disk(target.parent)
-        remove(replaced)
+            raise
+
+
+def put_in_place(temporary: Path, target: Path, written: Iterable[Path]) -> None:
+    """Rename a file or folder to ``target``, after all that was ``written`` has reached the disk."""
+    replaced = target.with_name(f".{target.name}.old-{os.getpid()}")
+    for path in written:
+        sync_to_disk(path)
+    if target.is_dir():
+        target.rename(replaced)
+    temporary.replace(target)
+    sync_to_disk(target.parent)
+    remove(replaced)
+
+
+@contextmanager
+def explained_failures(target: Path) -> Iterator[None]:
+    """Raise failures to write as GruppoError."""
+    try:
+        yield
     except Exception as error:
-        remove(temporary)
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise GruppoError(
                 f"the disk is full: {target} could not be written, and the save before it is intact. Free some space, "
@@ -174,21 +193,27 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(m[1]) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name)) and path.is_dir())
 
 
-def load_latest(folder: Path) -> Saved | None:
+def load_latest(folder: Path, sharded: Sharded = MappingProxyType({})) -> Saved | None:
     """Load the checkpoint that ``latest`` names, else the newest that is whole; None if there are none at all.
 
-    A damaged one gives way to the one before. If none is whole, the error is that of the first.
+    A damaged one gives way to the one before. If none is whole, the error is that of the first. All ranks load the
+    same one, which each of them can read.
     """
     problem, latest = None, ""
     with suppress(OSError, ValueError):
         latest = (folder / "latest").read_text(encoding="utf-8").strip()
     # the one that was completed last, then from the newest on: a later one was written but never pointed at
-    for name in sorted(map(name_of, reversed(steps(folder))), key=lambda name: name != latest):
+    names = sorted(map(name_of, reversed(steps(folder))), key=lambda name: name != latest)
+    for name in json.loads(dist.all_gather(json.dumps(names).encode())[0]):
+        saved, error = None, GruppoError(f"checkpoint {folder / name} cannot be read by another rank.")
         try:
-            saved = load(folder / name)
-        except GruppoError as error:
+            saved = load(folder / name, sharded)
+        except GruppoError as own:
+            error = own
+        if dist.all_max(int(saved is None)):
             problem = problem or error
             continue
+        assert saved is not None
         if problem:
             log.warning("%s Continuing from step %d.", problem, saved.step)
         return saved
@@ -197,20 +222,26 @@ def load_latest(folder: Path) -> Saved | None:
     return None
 
 
-def load(path: Path) -> Saved:
-    """Load a checkpoint, after comparing every file with its seal."""
+def load(path: Path, sharded: Sharded = MappingProxyType({})) -> Saved:
+    """Load a checkpoint, after comparing every file with its seal.
+
+    ``sharded``: DTensors of this run by file and name. Of these, only this rank's slices are read, and as they must be
+    read by all ranks, each compares its share of the files.
+    """
     advice = "Delete that folder to continue from an earlier save, or start the run again."
     try:
-        verify(path)
+        verify(path, share=slice(dist.rank(), None, dist.world_size()) if sharded else slice(None))
         state = read_json(path / "state.json")
         if state.get("format") != FORMAT:
             raise GruppoError(
                 f"checkpoint {path} has format {state.get('format')!r}, this version reads {FORMAT}. {advice}"
             )
-        weights, optimizer = load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors")
-        files = {name: path / f"{name}.safetensors" for name in ("critic", "reference")}
-        optional = {name: load_file(file) for name, file in files.items() if file.is_file()}
-        return Saved(int(state["step"]), weights, optimizer, state, **optional)
+        files = {name: shards.read(path, name, sharded.get(name, {})) for name in FILES}
+        if (lost := next((name for name in FILES[:2] if files[name] is None), None)) is not None:
+            raise ValueError(f"it has no {lost}.safetensors and no shards of it")
+        weights, optimizer, critic, reference = (files[name] or {} for name in FILES)
+        has_critic = files["critic"] is not None
+        return Saved(int(state["step"]), weights, optimizer, state, critic if has_critic else None, reference)
     except (OSError, ValueError, AttributeError, KeyError, TypeError, SafetensorError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.filename:

@@ -62,6 +62,7 @@ def train(run: Run, folder: RunFolder) -> None:
             publish(run, folder, collected, metrics | run.stage_schedule.metrics(step_params))
             if run.state.step < run.config.steps and dist.all_max(int(run.stopper.requested)):  # of any rank
                 save(run, folder)
+                folder.finish_saving()
                 raise Interrupted
         back_off.warn_if_never(run)
     except Interrupted:
@@ -95,12 +96,14 @@ def boundary_kept(run: Run, folder: RunFolder) -> Iterator[None]:
     except (Interrupted, Exception):
         if boundary["step"] > 0:
             folder.save(run, boundary)
+            folder.wait()
         raise
 
 
 def save(run: Run, folder: RunFolder) -> None:
     """Save a checkpoint after a whole step. Where it fails, no rank waits for the one that writes."""
     boundary = boundary_state(run)
+    folder.finish_saving()
     with dist.fail_together():
         references.check_unchanged(run)
         folder.save(run, boundary)

@@ -29,7 +29,8 @@ from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
 from gruppo.tracking.files import CompletionFiles, MetricsFile, read_lines
 from gruppo.tracking.samples import SamplesFile
-from gruppo.trainer import checkpoint
+from gruppo.trainer import checkpoint, shards
+from gruppo.trainer.background_save import Writer
 from gruppo.trainer.memory import token_budget
 from gruppo.trainer.references import check_unchanged, remember
 from gruppo.trainer.run import Run, State
@@ -50,12 +51,15 @@ def check_is_run(path: Path) -> None:
 
 
 class RunFolder:
-    """The folder of a run. Only the main rank writes; on the others, methods that write do nothing."""
+    """The folder of a run. Only the main rank writes, but for shards of weights; methods of others do nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints, self.best = path / "checkpoints", path / "best"
         self.completions: CompletionFiles | None = None
+        self._writer = Writer()
+        self._written: set[Path] = set()
+        """Of a sharded run, the checkpoints that this process has begun to write or was resumed from."""
         self._saved_best: int | None = None
         """Step of the best weights that the newest checkpoint names."""
         self._lock: IO[str] | None = None
@@ -123,6 +127,7 @@ class RunFolder:
         )
 
     def close(self) -> None:
+        self._writer.close()
         if self._handler is not None:
             log.removeHandler(self._handler)
             with suppress(OSError):
@@ -157,36 +162,56 @@ class RunFolder:
     def save(self, run: Run, state: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint of ``state``, which ``boundary_state`` made, and delete old ones.
 
-        Without ``state``, keep weights and optimizer state as the best so far, for ``best_weights``.
+        Without ``state``, keep weights and optimizer state as the best so far, for ``best_weights``. Where weights are
+        sharded, each rank begins to write its own; ``finish_saving`` waits until all are written.
         """
-        if not dist.is_main():
+        is_sharded = any(sharded_tensors(run).values())
+        if not dist.is_main() and not is_sharded:
             return
-        self.check_exists()
-        if state is not None:  # a checkpoint must not outlive the rows before it
+        if dist.is_main():
+            self.check_exists()
+        if dist.is_main() and state is not None:  # a checkpoint must not outlive the rows before it
             *_, completions = [None, *sorted(self.path.glob("completions/step_*"))]
             for file in (self.path / "metrics.jsonl", self.path / "samples.jsonl", completions):
                 if file is not None and file.exists():
                     sync_to_disk(file)
-        checkpoint.save(
-            self.best if state is None else self.checkpoints,
-            step=run.state.step if state is None else state["step"],
-            weights=run.policy.checkpoint_weights(),
-            optimizer=checkpoint.optimizer_tensors(run.optimizer, run.parameter_names),
-            state=state or {},
-            critic=None if run.critic is None else run.critic.checkpoint_weights(),
-            reference={} if run.reference is None else run.reference.state_dict(),
-        )
-        if state is not None:
-            checkpoint.prune(self.checkpoints, run.config.saving.keep, newest=state["step"])
-            self._saved_best = None if state["best"] is None else int(state["best"]["step"])
         # a run that resumes from the newest checkpoint may return to the best weights that it names
-        newest_best = None if run.state.best is None else int(run.state.best["step"])
-        checkpoint.keep_only(self.best, {self._saved_best, newest_best})
+        saved_best = self._saved_best if state is None else best_step(state["best"])
+        keep, newest_best = run.config.saving.keep, best_step(run.state.best)
+        step = run.state.step if state is None else int(state["step"])
+
+        def delete_old() -> None:
+            if state is not None:
+                checkpoint.prune(self.checkpoints, keep, newest=step)
+            checkpoint.keep_only(self.best, {saved_best, newest_best})
+
+        target = (self.best if state is None else self.checkpoints) / checkpoint.name_of(step)
+        files, content = tensors_of(run), state or {}
+        if is_sharded:
+            if target not in self._written:
+                self._written.add(target)
+                self._writer.begin(target, step, files, content, delete_old)
+        else:
+            checkpoint.save(target.parent, step=step, state=content, **files)
+            delete_old()
+        self._saved_best = saved_best
+
+    def wait(self) -> None:
+        """Wait until this rank has written its part of the checkpoint."""
+        self._writer.wait()
+
+    def finish_saving(self) -> None:
+        """Wait until what all ranks are writing is a complete checkpoint. A collective."""
+        with dist.fail_together():
+            self.wait()
+        with dist.fail_together():
+            if dist.is_main():
+                self._writer.check_committed()
 
     def best_weights(self, run: Run) -> checkpoint.Saved:
         """Load the best weights so far."""
         assert run.state.best is not None
-        return checkpoint.load(self.best / checkpoint.name_of(int(run.state.best["step"])))
+        return checkpoint.load(self.best / checkpoint.name_of(int(run.state.best["step"])), sharded_tensors(run))
 
     def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
         """Restore weights, reference and optimizer; nothing else of the run changes.
@@ -215,11 +240,11 @@ class RunFolder:
                     tensor.copy_(loaded[name])
         if run.reference is not None:
             run.reference.load_state_dict(saved.reference)
-        checkpoint.restore_optimizer(run.optimizer, saved.optimizer, run.parameter_names)
+        checkpoint.restore_optimizer(run.optimizer, saved.optimizer, optimized_names(run))
 
     def restore(self, run: Run) -> bool:
         """Restore the run from its newest checkpoint; return False if there is none."""
-        saved = checkpoint.load_latest(self.checkpoints)
+        saved = checkpoint.load_latest(self.checkpoints, sharded_tensors(run))
         if saved is None:
             steps = max((row["step"] for row in read_lines(self.path / "metrics.jsonl")), default=0)
             # killed before its first save, a run has logged no step after the one at which it is due
@@ -252,7 +277,8 @@ class RunFolder:
                 checkpoint.restore_random_state(saved.state["random"][dist.rank()])
             else:  # there are more ranks than when it was saved
                 checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank(), run.state.step))
-            self._saved_best = None if run.state.best is None else int(run.state.best["step"])
+            self._saved_best = best_step(run.state.best)
+            self._written = {self.checkpoints / checkpoint.name_of(saved.step)}
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise GruppoError(
@@ -347,13 +373,59 @@ class RunFolder:
             log.warning("since the run began: %s.", "; ".join([*changing, *other]))
 
     def write_final(self, run: Run) -> Path:
-        """Write the trained model to a folder of its own."""
+        """Write the trained model to a folder of its own, as one process would. A collective."""
         target = self.path / "final"
-        self.check_exists()
-        if dist.is_main() and not checkpoint.seal_holds(target):
-            with checkpoint.replacing(target) as temporary:
-                run.policy.save_with_origin(temporary)
+        self.finish_saving()
+        with dist.fail_together():
+            self.check_exists()
+            is_written = not dist.is_main() or checkpoint.seal_holds(target)
+        if not dist.all_max(int(not is_written)):
+            return target
+        with (
+            checkpoint.explained_failures(target),
+            shards.whole_parameters(run.policy.module, self.path),
+            dist.fail_together(),
+        ):
+            if dist.is_main():
+                with checkpoint.replacing(target) as temporary:
+                    run.policy.save_with_origin(temporary)
         return target
+
+
+def tensors_of(run: Run) -> dict[str, Any]:
+    """The tensors of a checkpoint, as ``checkpoint.save`` takes them."""
+    return {
+        "weights": run.policy.checkpoint_weights(),
+        "optimizer": checkpoint.optimizer_tensors(run.optimizer, optimized_names(run)),
+        "critic": None if run.critic is None else run.critic.checkpoint_weights(),
+        "reference": {} if run.reference is None else run.reference.state_dict(),
+    }
+
+
+def optimized_names(run: Run) -> list[str]:
+    """Names of the parameters in the order of the optimizer, which has sharded ones and whole ones apart."""
+    names = {id(p): name for name, p in zip(run.parameter_names, run.parameters, strict=True)}
+    return [names[id(parameter)] for group in run.optimizer.param_groups for parameter in group["params"]]
+
+
+def sharded_tensors(run: Run) -> checkpoint.Sharded:
+    """The tensors of a checkpoint that are divided among ranks, by its files."""
+    moments = {
+        f"{moment}.{name}": parameter
+        for moment in ("exp_avg", "exp_avg_sq")
+        for name, parameter in zip(run.parameter_names, run.parameters, strict=True)
+    }
+    files: dict[str, Mapping[str, Any]] = {
+        "model": run.policy.checkpoint_weights(),
+        "optimizer": moments,
+        "critic": {} if run.critic is None else run.critic.checkpoint_weights(),
+        "reference": {} if run.reference is None else run.reference.state_dict(),
+    }
+    return {file: shards.only_sharded(tensors) for file, tensors in files.items()}
+
+
+def best_step(best: Mapping[str, float] | None) -> int | None:
+    return None if best is None else int(best["step"])
 
 
 def boundary_state(run: Run) -> dict[str, Any]:

@@ -1,0 +1,161 @@
+"""Writes the checkpoints of sharded runs: each rank its own shards, in the background, into one folder.
+
+All ranks write to one temporary folder, and the last to be done seals and renames it. So a save needs no message
+between ranks, and is made even where a rank fails alone, as its error ends the others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gruppo import distributed as dist
+from gruppo.integrity import SEAL, fingerprint, read_json
+from gruppo.platforms import sync_to_disk
+from gruppo.trainer import checkpoint
+from gruppo.trainer.shards import Shard, file_name, own_shards
+from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
+
+VISIBLE_S = 60.0
+"""Seconds until what one machine has written must be seen by another. NFS keeps names for up to 60 s."""
+
+
+@dataclass(frozen=True, eq=False)
+class Save:
+    """What one rank writes of a checkpoint."""
+
+    target: Path
+    files: Mapping[str, Mapping[str, Shard]]
+    state: str | None
+    """Content of state.json, on the one rank that writes it."""
+    rank: int
+    world_size: int
+    after_commit: Callable[[], None] = lambda: None
+
+    @property
+    def shared_folder(self) -> Path:
+        """Where all ranks write before the checkpoint has its name."""
+        return self.target.with_name(f".{self.target.name}.tmp-ranks")
+
+    def done(self, rank: int) -> Path:
+        """The file that names all others of a rank, and is written after them."""
+        return self.shared_folder / f"rank-{rank:05d}.json"
+
+    def write(self) -> None:
+        """Write this rank's files, and commit the checkpoint if no other rank's are missing."""
+        folder, paths = self.shared_folder, list[Path]()
+        with checkpoint.explained_failures(self.target):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, shards in self.files.items():
+                if shards or self.rank == 0:  # before the first update, the optimizer has no tensors
+                    paths.append(folder / file_name(name, self.rank, self.world_size))
+                    places = {n: json.dumps([s.offset, s.shape]) for n, s in shards.items()}
+                    save_file({n: s.data for n, s in shards.items()}, paths[-1], metadata=places)
+            if self.state is not None:
+                paths.append(folder / "state.json")
+                paths[-1].write_text(self.state, encoding="utf-8")
+            for path in paths:
+                sync_to_disk(path)
+            checkpoint.write_text(self.done(self.rank), json.dumps({path.name: fingerprint(path) for path in paths}))
+            self.commit()
+
+    def commit(self) -> None:
+        """Seal the checkpoint and give it its name, if the files of all ranks are there."""
+        done = [self.done(rank) for rank in range(self.world_size)]
+        if not all(path.is_file() for path in done):
+            return
+        sealed = self.target.with_name(f".{self.target.name}.tmp-{os.getpid()}")
+        try:
+            self.shared_folder.rename(sealed)
+        except FileNotFoundError:  # another rank was the last too, and this is its to commit
+            return
+        done = [sealed / path.name for path in done]
+        seal: dict[str, Any] = {}
+        for path in done:
+            seal |= read_json(path)
+            path.unlink()
+        (sealed / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
+        checkpoint.put_in_place(sealed, self.target, [sealed / SEAL, sealed])  # each rank has synced its own
+        checkpoint.write_text(self.target.parent / "latest", self.target.name)
+        self.after_commit()
+
+    def check_committed(self) -> None:
+        """Wait until the checkpoint is complete, after all ranks have written theirs."""
+        until = time.monotonic() + VISIBLE_S
+        while self.shared_folder.exists() or not (self.target / SEAL).is_file():
+            with checkpoint.explained_failures(self.target):
+                self.commit()
+            if time.monotonic() > until:
+                missing = [str(rank) for rank in range(self.world_size) if not self.done(rank).is_file()]
+                raise GruppoError(
+                    f"{self.target} is incomplete: the shards of rank {', '.join(missing)} are not in its folder. All "
+                    "ranks write to one folder: give a --runs-dir that all machines share."
+                )
+            time.sleep(0.05)
+
+
+class Writer:
+    """Writes one save at a time in a thread."""
+
+    def __init__(self) -> None:
+        self._save: Save | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(
+        self,
+        target: Path,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor] | None],
+        state: Mapping[str, Any],
+        after_commit: Callable[[], None],
+    ) -> None:
+        """Copy what this rank has to write, and begin to write it; ``tensors`` as of ``checkpoint.save``."""
+        self.wait()
+        text = json.dumps({"format": checkpoint.FORMAT, "step": step, **state}) if dist.is_main() else None
+        files = zip(checkpoint.FILES, (tensors[name] for name in ("weights", *checkpoint.FILES[1:])), strict=True)
+        copies = {name: own_shards(own or {}) for name, own in files if own or name == "optimizer"}
+        save = Save(target, copies, text, dist.rank(), dist.world_size(), after_commit)
+
+        def write() -> None:
+            try:
+                save.write()
+            except BaseException as error:
+                self._error = error
+
+        self._save, self._thread = save, threading.Thread(target=write, name="gruppo-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for this rank's files; raise what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Wait for this rank's files; an error is only logged, since the run is over."""
+        try:
+            self.wait()
+        except Exception as error:
+            log.warning("%s", error)
+
+    def check_committed(self) -> None:
+        """For one rank, after all have waited: the checkpoint is complete, or an error says what is missing."""
+        if self._save is not None:
+            self._save.check_committed()
+            self._save = None

@@ -1,0 +1,261 @@
+"""Sharded checkpoints: every rank writes its own part, whole or absent, and any number of ranks reads them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests import processes, tiny
+from tests.trainer import sharded
+
+from gruppo.config import serialization
+from gruppo.trainer import background_save, checkpoint, shards
+from gruppo.trainer.background_save import Save, Writer
+from gruppo.trainer.shards import Shard
+from gruppo.types import GruppoError
+
+W = torch.arange(35.0).reshape(7, 5)
+
+
+def save_of(folder: Path, step: int, rank: int, world_size: int) -> Save:
+    """One rank's part of a checkpoint whose tensors are ``W + step``, cut as FSDP cuts them."""
+    files = {}
+    for name, tensors in {"model": {"w": W + step}, "optimizer": {"exp_avg.w": 2 * (W + step)}}.items():
+        files[name] = {}
+        for key, tensor in tensors.items():
+            rows = -(-len(tensor) // world_size)  # rounded up: the last ranks may have fewer, or none
+            part = tensor[rank * rows : (rank + 1) * rows]
+            if len(part):
+                files[name][key] = Shard(part.clone(), [rank * rows, 0], [*tensor.shape])
+    state = json.dumps({"format": checkpoint.FORMAT, "step": step}) if rank == 0 else None
+    return Save(folder / checkpoint.name_of(step), files, state, rank, world_size)
+
+
+def save(folder: Path, step: int, world_size: int = 3) -> Path:
+    for rank in range(world_size):
+        save_of(folder, step, rank, world_size).write()
+    return folder / checkpoint.name_of(step)
+
+
+def step_of(folder: Path) -> int | None:
+    """The step of what a resume would get, whose tensors are those of that step."""
+    saved = checkpoint.load_latest(folder)
+    if saved is None:
+        return None
+    assert torch.equal(saved.weights["w"], W + saved.step)
+    assert torch.equal(saved.optimizer["exp_avg.w"], 2 * (W + saved.step))
+    return saved.step
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 9])
+def test_one_process_reads_what_any_number_of_ranks_wrote(tmp_path, world_size):
+    path = save(tmp_path, 4, world_size)
+    assert step_of(tmp_path) == 4 and (tmp_path / "latest").read_text() == "step_000004"
+    files = {file.name for file in path.iterdir()}
+    assert {*json.loads((path / "COMPLETE").read_text())} == files - {"COMPLETE"}
+    assert len([name for name in files if name.startswith("model-shard")]) == {1: 1, 2: 2, 3: 3, 5: 4, 9: 7}[world_size]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 9])
+def test_any_slice_is_read_from_the_files_that_have_it(tmp_path, world_size):
+    path = save(tmp_path, 0, world_size)
+    with shards.opened(shards.paths_of(path, "model")) as (parts, shapes):
+        assert shapes == {"w": [7, 5]}
+        for first in range(7):
+            for rows in range(8 - first):
+                got = shards.assembled("w", parts["w"], [first, 1], [rows, 3])
+                assert torch.equal(got, W[first : first + rows, 1:4])
+
+
+def test_where_a_shard_is_missing_the_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    (path / "model-shard-00002-of-00003.safetensors").unlink()
+    assert step_of(tmp_path) == 1 and "model-shard-00002-of-00003.safetensors' is missing" in caplog.text
+    seal = json.loads((path / "COMPLETE").read_text())
+    del seal["model-shard-00002-of-00003.safetensors"]
+    (path / "COMPLETE").write_text(json.dumps(seal))
+    with pytest.raises(GruppoError, match="shards of w are missing"):
+        checkpoint.load(path)
+
+
+# --- a save that is stopped at any operation --------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    pass
+
+
+def operations(monkeypatch, at: int, act) -> list[str]:
+    """``act`` runs instead of the ``at``-th operation on the disk; the operations, in order."""
+    calls: list[str] = []
+
+    def wrap(owner, name):
+        real = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            calls.append(name)
+            if len(calls) - 1 == at:
+                act()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    wrap(background_save, "save_file")
+    for name in ("write_text", "mkdir", "rename", "replace", "unlink"):
+        wrap(Path, name)
+    wrap(os, "fsync")
+    return calls
+
+
+def raise_broken():
+    raise Broken
+
+
+@pytest.fixture
+def count(tmp_path, monkeypatch) -> int:
+    """How many operations a save has. Nothing is synced, which would take most of a test's time."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    save(tmp_path / "counted", 1, world_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = operations(patch, -1, None)
+        save(tmp_path / "counted", 2, world_size=2)
+    return len(calls)
+
+
+@pytest.mark.silent_bug(33)
+def test_a_save_that_is_stopped_at_any_operation_leaves_the_former_or_the_new_one_whole(tmp_path, monkeypatch, count):
+    for at in range(count):
+        folder = tmp_path / str(at)
+        save(folder, 1, world_size=2)
+        with monkeypatch.context() as patch:
+            operations(patch, at, raise_broken)
+            with pytest.raises(Broken):
+                save(folder, 2, world_size=2)
+        assert step_of(folder) in (1, 2)
+        checkpoint.sweep(folder)  # as a resumed run does
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+        save(folder, 3, world_size=2)
+        assert step_of(folder) == 3
+
+
+def test_a_save_syncs_all_files_of_all_ranks_before_it_has_its_name(tmp_path, monkeypatch):
+    calls = operations(monkeypatch, -1, None)
+    save(tmp_path, 1, world_size=2)
+    named = [n for n, call in enumerate(calls) if call == "replace"]
+    done, sealed = named[:2], named[2]  # the two ranks' lists of files, then the folder
+    for last in done:  # each file, then the list itself
+        written = [call for call in calls[:last] if call in ("save_file", "write_text")]
+        assert calls[:last].count("fsync") >= len(written)
+    assert calls[sealed - 1] == "fsync" and calls[sealed + 1] == "fsync"
+    assert max(n for n, call in enumerate(calls) if call == "save_file") < done[1]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_disk_that_fails_at_any_operation_is_one_clear_error(tmp_path, monkeypatch, count, number):
+    def fail():
+        raise OSError(number, os.strerror(number))
+
+    says, raised = "the disk is full" if number == errno.ENOSPC else "could not be written", 0
+    for at in range(count):
+        folder = tmp_path / str(at)
+        save(folder, 1, world_size=2)
+        with monkeypatch.context() as patch:
+            operations(patch, at, fail)
+            try:
+                save(folder, 2, world_size=2)  # a file that cannot be deleted costs nothing
+            except GruppoError as error:
+                assert says in str(error)
+                raised += 1
+        assert step_of(folder) in (1, 2)
+    assert raised > count // 2
+
+
+def test_ranks_that_are_done_at_once_commit_once(tmp_path):
+    both = [save_of(tmp_path, 1, rank, 2) for rank in range(2)]
+    commits = []
+    object.__setattr__(both[0], "after_commit", lambda: commits.append(0))
+    object.__setattr__(both[1], "after_commit", lambda: commits.append(1))
+    for one in both:
+        one.write()
+        one.commit()
+    both[0].check_committed()
+    assert commits == [1] and step_of(tmp_path) == 1
+
+
+def test_ranks_that_write_to_folders_of_their_own_are_told_to_share_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(background_save, "VISIBLE_S", 0.0)
+    both = [save_of(tmp_path / str(rank), 1, rank, 2) for rank in range(2)]
+    for one in both:
+        one.write()
+    with pytest.raises(GruppoError, match=r"the shards of rank 1 are not in its folder.*--runs-dir that all machines"):
+        both[0].check_committed()
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+def begin(writer: Writer, folder: Path, weights: dict[str, torch.Tensor], step: int) -> None:
+    optimizer = {"exp_avg.w": 2 * weights["w"]}
+    tensors = {"weights": weights, "optimizer": optimizer, "critic": None, "reference": {}}
+    writer.begin(folder / checkpoint.name_of(step), step, tensors, {}, lambda: None)
+
+
+@pytest.mark.silent_bug(33)
+def test_a_write_in_the_background_does_not_see_the_weights_of_the_next_step(tmp_path, monkeypatch):
+    may_write, real = threading.Event(), background_save.save_file
+
+    def late(*args, **kwargs):
+        assert may_write.wait(60)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(background_save, "save_file", late)
+    writer, weights = Writer(), {"w": W + 1}
+    begin(writer, tmp_path, weights, 1)
+    weights["w"] += 5  # the next step
+    assert checkpoint.steps(tmp_path) == []
+    may_write.set()
+    writer.wait()
+    writer.check_committed()
+    assert step_of(tmp_path) == 1
+
+
+def test_what_fails_in_the_background_is_raised_before_the_next_save(tmp_path, monkeypatch):
+    writer, weights = Writer(), {"w": W + 1}
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(background_save, "save_file", fail)
+    begin(writer, tmp_path, weights, 1)
+    with pytest.raises(GruppoError, match="the disk is full"):
+        begin(writer, tmp_path, weights, 2)
+    monkeypatch.undo()
+    begin(writer, tmp_path, {"w": W + 3}, 3)
+    writer.wait()
+    assert step_of(tmp_path) == 3
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.silent_bug(33)
+def test_what_two_ranks_save_is_restored_to_the_bit_on_one_and_four(tmp_path):
+    """Weights, optimizer, critic and state; with layers of uneven shards, and a head that only one rank has."""
+    critic = {"objective": "ppo", "critic__kind": "separate"}
+    config = serialization.to_dict(tiny.config(tmp_path, name="run", **critic))
+    processes.run_ranks(2, sharded.save_or_go_on, config, "fsdp", 3, folder=tmp_path / "two")
+    one = sharded.sharded_run(config, "none")
+    sharded.learn(one, 3)
+    expected = str(tmp_path / "expected.safetensors")
+    save_file(sharded.everything(one), expected)
+    sharded.compare(config, ["none"], expected, 3)
+    kinds = ["fsdp", "hybrid", "none"]
+    processes.run_ranks(4, sharded.compare, config, kinds, expected, 3, folder=tmp_path / "four")
