@@ -445,17 +445,20 @@ def open_rewards(
 def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.AdamW:
     """Return AdamW over the policy's parameter groups, then the critic's with a learning rate of its own."""
     optim, own = config.optim, trained(policy.module, None)
-    groups: list[dict[str, Any]] = []
+    kinds: list[tuple[list[torch.nn.Parameter], dict[str, Any]]] = []
     for group in policy.modality.parameter_groups(config, policy):
+        options = {"is_critic": False, "lr_factor": group.lr_factor, "norm": group.norm}
+        kinds.append(([own[name] for name in group.names], options))
+    if critic is not None:
+        norm = "norm" if critic.is_shared else "critic_norm"
+        params = [p for p in critic.module.parameters() if p.requires_grad]
+        kinds.append((params, {"is_critic": True, "lr_factor": 1.0, "norm": norm}))
+    groups: list[dict[str, Any]] = []
+    for params, options in kinds:
         # sharded and whole parameters apart, since AdamW steps over all of a group at once
         for is_sharded in (True, False):
-            params = [own[name] for name in group.names if sharding.is_sharded(own[name]) == is_sharded]
-            options = {"is_critic": False, "lr_factor": group.lr_factor, "norm": group.norm}
-            groups += [{"params": params, **options}] if params else []
-    if critic is not None:
-        params = [p for p in critic.module.parameters() if p.requires_grad]
-        norm = "norm" if critic.is_shared else "critic_norm"
-        groups.append({"params": params, "is_critic": True, "lr_factor": 1.0, "norm": norm})
+            alike = [parameter for parameter in params if sharding.is_sharded(parameter) == is_sharded]
+            groups += [{"params": alike, **options}] if alike else []
     return torch.optim.AdamW(
         groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )
