@@ -15,7 +15,7 @@ trl := trl==1.16.0
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help size demo digits photos lines docs test mutants mutants-all lint bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
+.PHONY: help size demo digits photos lines docs test mutants mutants-all lint gpu bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make mutants inject known bugs whose code or test has changed, and a sample, and list the test that catches each"
 	@echo "make mutants-all  inject all of them and record those that are caught (about a quarter of an hour)"
 	@echo "make lint    ruff (lint and format) and mypy"
+	@echo "make gpu     on a machine with a GPU: its tests, a step against TRL, generation, roofline; nine minutes"
 	@echo "make bench   speed and memory, short: a step against TRL, generation, roofline, scaling; about six minutes"
 	@echo "make bench-full  the same at length, about an hour; writes docs/dev/performance.md's tables and figures"
 	@echo "make bench-demonstrations  demonstrations before rewards against rewards alone, about half an hour"
@@ -76,6 +77,10 @@ docs: .venv/.ready-docs
 
 size:
 	@$(PYTHON) tests/size.py
+
+# On the machine's own Python, which has torch for its driver; wheels that it lacks: tools/gpu_wheels.sh.
+gpu:
+	@PYTHONPATH=build/gpu/site:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu --out build/gpu $(VLLM) $(ARGS)
 
 bench: .venv/.ready-bench
 	@$(bin)/python -m benchmarks.step --short

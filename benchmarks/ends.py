@@ -39,8 +39,8 @@ class ScriptedEnds:
         rows = spec["prompts"] * spec["group_size"]
         self.lengths = row_lengths(rows, step, most=spec["new_tokens"], mean=spec["mean_tokens"])
 
-    def _scripted(self, prompts: Sequence[Tensor], owners: Tensor) -> Any:
-        decoding = self._start(prompts, owners)
+    def _scripted(self, prompts: Sequence[Tensor], owners: Tensor, *more: Any) -> Any:
+        decoding = self._start(prompts, owners, *more)
         if not self.lengths:
             return decoding
         now, self.lengths = self.lengths[: len(owners)], self.lengths[len(owners) :]

@@ -139,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=4, help="prompts a step, of 8 completions each")
     parser.add_argument("--trl-python", default=None, help="a Python that has TRL; without it, this one if it has")
     parser.add_argument("--trl-batch", type=int, default=8, help="rows of one TRL forward")
     parser.add_argument("--trl-checkpointing", action="store_true", help="let TRL recompute activations")
@@ -150,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pythons = {"gruppo": sys.executable} | ({"trl": trl_python} if trl_python else {})
     common = {
         "model": options.model or str(smollm2_135m().path),
-        "prompts": 4,
+        "prompts": options.prompts,
         "group_size": 8,
         "compute": options.compute,
         "trl_batch": options.trl_batch,
