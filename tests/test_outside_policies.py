@@ -33,13 +33,15 @@ SHORT: dict[str, dict[str, Any]] = {
 def config(name: str, folder: Path, **changes: Any) -> gruppo.Config:
     short = {"steps": 3, "evaluation__prompts": 4, "evaluation__every": 0, "saving__every": 1, "name": "run"}
     short |= {"runs_dir": str(folder / "runs"), "show_samples_every": 1}
+    short |= {"scoring__isolate": False}  # a process that imports the example, and torch with it, takes 2 s of CPU time
     return api.change(load_object(f"{EXAMPLES / f'{name}.py'}:{name}")(), short | SHORT[name] | changes)
 
 
 @pytest.fixture(scope="module", params=SHORT)
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     torch.set_num_threads(1)
-    return request.param, api.start(config(request.param, tmp_path_factory.mktemp(request.param))).folder
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, api.start(config(request.param, folder, scoring__isolate=request.param == "routes")).folder
 
 
 def test_a_policy_from_outside_is_killed_and_resumes_to_the_bit(finished, tmp_path, monkeypatch):
@@ -68,6 +70,7 @@ def test_a_command_reaches_backward_in_eight_frames_of_ours(tmp_path, monkeypatc
 
     monkeypatch.setattr(torch.Tensor, "backward", counted)
     options = ["--steps", "1", "--rollout.prompts", "2", "--evaluation.prompts", "0", "--runs-dir", str(tmp_path)]
+    options += ["--scoring.isolate", "False"]
     with pytest.raises(SystemExit, match="0"):
         main(["train", f"{EXAMPLES / 'pendulum.py'}:pendulum", "--optim.minibatches", "1", *options])
     assert depths and all(len(frames) <= 8 for frames in depths), depths[0]

@@ -213,8 +213,9 @@ def code_digest(spec: str) -> str | None:
 
 def _imported_files(tree: ast.AST, file: Path) -> Iterator[Path]:
     """Files of the user's that a file imports, those of the packages around them included."""
+    search_path = [file.parent, *map(Path, sys.path)]
     for node in ast.walk(tree):
-        names, folders = list[str](), [file.parent, *map(Path, sys.path)]
+        names, folders = list[str](), search_path
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -74,6 +74,7 @@ def config(folder: Path, **changes: Any) -> Config:
         "steps": 4,
         "name": "run",
         "runs_dir": str(folder / "runs"),
+        "scoring__isolate": False,  # a process that imports this file, and torch with it, takes 3 s of CPU time
         "show_samples_every": 2,
         "diffusion__steps": 4,
         "objective__kl": "exact",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,10 +251,14 @@ def probe(module: Any) -> Backbone:
         features = backbone.features_before([first.cpu()], completions, torch.tensor([0, 0]), row, column)
         return backbone.head(features)
 
+    @cache
+    def plain_logits(logits_of: Callable[[Backbone], Tensor]) -> Tensor:
+        return logits_of(plain).float()
+
     def agrees(logits_of: Callable[[Backbone], Tensor], **fast_way: Any) -> bool:
         try:
             with torch.no_grad():
-                got, expected = logits_of(replace(plain, **fast_way)).float(), logits_of(plain).float()
+                got, expected = logits_of(replace(plain, **fast_way)).float(), plain_logits(logits_of)
         except Exception:  # whatever a model raises, the plain way remains
             return False
         # root mean square of the difference, over that of the expected logits about their mean
