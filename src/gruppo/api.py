@@ -211,11 +211,12 @@ def start(
                 log.info("%s is incomplete: %d of %d steps are saved.", path, run.state.step, run.config.steps)
             if not is_restored:
                 folder.write_manifest(run, model_source)
+        stack.callback(run.engine.close)
+        run.engine.sync(run.policy, run.state.version)  # until now it held the first weights, or none
         stack.callback(setattr, watchdog, "run_folder", watchdog.run_folder)
         watchdog.run_folder = str(path)
         stack.enter_context(run.stopper.listening())
         # closed in reverse order: the screen gives the terminal back before anything else is printed
-        stack.callback(run.engine.close)
         with dist.fail_together():
             files = folder.trackers(from_step=run.state.step if is_restored else None)
         for tracker in files:

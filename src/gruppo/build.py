@@ -330,7 +330,6 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
             raise GruppoError(f"{kind} is a {type(function).__name__}; it needs a function of a policy.")
         engine = function(policy)
     check_engine(engine, policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=0.1)
-    engine.sync(policy, 0)
     return engine
 
 
@@ -339,10 +338,18 @@ def open_vllm(config: Config, policy: Policy, sampling: Any, source: Any) -> Eng
     from gruppo.engines.vllm import VllmEngine
 
     chosen = config.engine
-    urls = [url for text in chosen.urls for url in text.split(",") if url]
-    folder = Path(chosen.publish_dir or Path(config.runs_dir).absolute() / config.name / "published")
+    # a batch system may start the servers of a resumed run elsewhere
+    texts = [os.environ["GRUPPO_ENGINE_URLS"]] if os.environ.get("GRUPPO_ENGINE_URLS") else chosen.urls
+    urls = [url for text in texts for url in text.split(",") if url]
+    run_folder = Path(config.runs_dir).absolute() / config.name
+    folder = Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
     engine = VllmEngine(policy, urls, folder, timeout_s=chosen.timeout_s, max_inflight=chosen.max_inflight)
-    engine.sync(policy, 0)
+    try:
+        prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[-64:] or peek(source, 64)
+        engine.check(policy.longest_prompt(prompts) + sampling.max_actions)
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 

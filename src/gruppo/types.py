@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from gruppo.errors import DataError, GruppoError, NumericalStop  # noqa: F401
+from gruppo.errors import DataError, EngineLost, GruppoError, NumericalStop  # noqa: F401
 
 Finish = Literal["stop", "length", "error"]
 

@@ -4,6 +4,7 @@ true. Faults are attributes, so that a test can switch them on while a client is
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import socket
 import threading
@@ -28,11 +29,11 @@ class FakeServer:
     """``url`` answers from construction to ``close``. ``model``: the folder that the server was started with."""
 
     def __init__(self, model: str, *, key: str = "", port: int = 0) -> None:
-        self.policy = untied(from_pretrained(model, compute="float32"))
+        self.policy = copy.deepcopy(opened(model))
         self.key, self.version, self.is_paused = key, "default", False
         self.adapters: dict[str, Any] = {}
         self.cache: dict[Any, TextPolicy] = {}  # prompt to the weights that read it
-        self.tokens = 0
+        self.tokens, self.is_closed = 0, False
         self.lock = threading.Lock()
         self.log: list[tuple[str, Any]] = []
         """Paths and bodies of all requests."""
@@ -65,15 +66,24 @@ class FakeServer:
                     code, answer = server.handle(self.command, self.path, body, self.headers.get("Authorization", ""))
                 except Fault as fault:
                     code, answer = fault.code, {"error": {"message": fault.message}}
-                    if not code:
-                        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-                        self.close_connection = True
-                        return
+                    if code in BROKEN:
+                        return self.break_off(code)
                 data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
+
+            def break_off(self, how: int) -> None:
+                self.close_connection = True
+                if how == RESET:
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+                    self.connection.close()
+                    return
+                self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"choices": [{')
+                while how == SLOW and not server.is_closed:
+                    time.sleep(0.02)
+                    self.wfile.write(b" ")
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -91,6 +101,7 @@ class FakeServer:
         self.thread.start()
 
     def close(self) -> None:
+        self.is_closed = True
         self.http.shutdown()
         self.http.server_close()
 
@@ -200,7 +211,8 @@ class FakeServer:
         return answer
 
     def sampled(self, policy: TextPolicy, version: str, ids: list[int], params: Any, salt: Any) -> Any:
-        first = policy if params.get("prompt_logprobs") is not None else self.cache.setdefault((salt, *ids), policy)
+        scores = params.get("prompt_logprobs") is not None  # which reads no cache
+        first = policy if scores else self.cache.setdefault((salt, *ids), policy)
         sampling = Sampling(
             params["temperature"],
             params.get("top_k", 0),
@@ -238,12 +250,21 @@ DEV_ROUTES = (
 )
 
 
+RESET, TRUNCATED, SLOW = BROKEN = (0, -1, -2)
+"""The connection is reset; the answer ends in its middle; it comes a byte at a time."""
+
+
 class Fault(Exception):
-    """What a server does in place of answering: an HTTP code, or 0 to reset the connection."""
+    """What a server does in place of answering: an HTTP code, or one of ``BROKEN``."""
 
     def __init__(self, code: int, message: str = "Internal Server Error") -> None:
         super().__init__(message)
         self.code, self.message = code, message
+
+
+@functools.cache
+def opened(model: str) -> TextPolicy:
+    return untied(from_pretrained(model, compute="float32"))
 
 
 def untied(policy: TextPolicy) -> TextPolicy:

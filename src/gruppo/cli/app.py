@@ -10,6 +10,7 @@ usage: gruppo COMMAND ...
   explain RECIPE [--options]  what train would do: objective, tokens, memory, a real prompt and its reward
   explain --names trl RECIPE  its options under TRL's names (or verl, ddpo, sources); trl:beta for one
   doctor RUN                  diagnose a run: measurements, their meaning, options to change
+  serve MODEL [-- OPTIONS]    a vLLM server for --engine vllm; OPTIONS are vLLM's own
   config RECIPE [--options]   print the config as TOML, to edit and train
   recipes [NAME]              list the built-in recipes, or describe one
   completion bash|zsh|fish    print a script for shell completion
@@ -17,7 +18,8 @@ usage: gruppo COMMAND ...
   gruppo COMMAND --help       the options of a command; --help-all for all of them
   --debug                     with any command: show the traceback of an error
 
-exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop, 75 stopped by a signal (resume continues)
+exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop; gruppo resume continues after
+            5 no server left, 75 stopped by a signal
 
 start here:  gruppo train arithmetic
 your data:   gruppo train plain --model smollm2-135m --data mine.jsonl --reward my.py:f

@@ -238,7 +238,22 @@ def completion(shell: Annotated[str, "bash, zsh or fish."]) -> None:
     print(help_text.completion(shell, COMMANDS, {name: list(RECIPES) for name in TAKING_RECIPE}))
 
 
-_ALL = (train, resume, eval_, sample, export, explain, doctor, config, recipes, completion)
+def serve(
+    model: Annotated[str, "The --model of the runs that will use the server."],
+    options: Annotated[tuple[str, ...], "Options of vLLM, after --."],
+    *,
+    host: Annotated[str, "Address to listen on; any but a loopback one needs a key."] = "127.0.0.1",
+    port: Annotated[int, "Port to listen on."] = 8000,
+    lora_rank: Annotated[int, "Largest rank of adapters; 0 serves none."] = 0,
+    python: Annotated[str, "Python with vLLM; default: VLLM_PYTHON, this one, or .venv-vllm."] = "",
+) -> None:
+    """Start a vLLM server for --engine vllm, as in: gruppo serve smollm2-135m -- --max-model-len 1024."""
+    from gruppo.cli import serve as server
+
+    server.run(model, host=host, port=port, python=python, lora_rank=lora_rank, options=options)
+
+
+_ALL = (train, resume, eval_, sample, export, explain, doctor, serve, config, recipes, completion)
 COMMANDS: dict[str, Callable[..., None]] = {command.__name__.rstrip("_"): command for command in _ALL}
 TAKING_RECIPE = ("train", "explain", "config")
 """Commands of a recipe and the options of its config, which they parse themselves."""

@@ -93,11 +93,14 @@ def pop_option(args: Sequence[str], option: str) -> tuple[str | None, list[str]]
 
 def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -> dict[str, Any]:
     """The keyword arguments for a command's function; with ``--help`` they are described, and the process exits."""
+    at = args.index("--") if "--" in args else len(args)
+    args, literal = args[:at], args[at + 1 :]  # words after -- are no options
     if any(arg in HELP_FLAGS for arg in args):
         print(help_text.command_help(name, command))
         sys.exit(0)
     positional, table = help_text.parameters(command)
     values, words = _split(args, table)
+    words += literal
     if unknown := next((option for option in values if option not in table), ""):
         raise _unknown(unknown, name, table)
     parsed: dict[str, Any] = {option: _parse(table[option], value, name) for option, value in values.items()}

@@ -32,7 +32,7 @@ from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.signals import Interrupted
 from gruppo.trainer.update import learn
 from gruppo.trainer.weight_change import warn_if_idle
-from gruppo.types import NumericalStop, Rollouts
+from gruppo.types import EngineLost, NumericalStop, Rollouts
 
 log = logging.getLogger("gruppo")
 
@@ -67,6 +67,11 @@ def train(run: Run, folder: RunFolder) -> None:
         back_off.warn_if_never(run)
     except Interrupted:
         raise Stopped(how_to_continue(folder.path)) from None
+    except EngineLost as error:
+        has_save = checkpoint.steps(folder.path / "checkpoints")
+        saved = "What is complete is saved." if has_save else "No step was complete."
+        command = f"{command_name()} resume {folder.path}"
+        raise EngineLost(f"{error} {saved} Start the servers again, then continue with: {command}") from None
 
 
 def how_to_continue(path: Path) -> str:
@@ -115,7 +120,11 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
     rows = metrics.get("rollouts", 0.0)
     state.step += 1
     state.version += 1
-    run.engine.sync(run.policy, run.state.version)
+    lost: EngineLost | None = None
+    try:
+        run.engine.sync(run.policy, run.state.version)
+    except EngineLost as error:  # the step is complete: it is logged and saved before the run ends
+        lost = error
     if run.reference is not None:
         run.reference.update(run.policy, run.state.step)
     seconds = sum(metrics.get(f"time/{part}_s", 0.0) for part in TIMED)
@@ -134,6 +143,9 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         show_samples(run, collected)
         if folder.completions is not None:
             folder.completions.append(state.step, completions)
+    if lost is not None:
+        save(run, folder)
+        raise lost
     warn_if_idle(run, metrics, folder.path, collected.rollouts)
     end_of_step(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without
     every = run.config.saving.every

@@ -285,7 +285,6 @@ class RunFolder:
                 f"the checkpoint of step {saved.step} in {self.checkpoints} does not belong to this model and data "
                 f"({reason}). Resume with the run's own config and the model as it was, or start a new run."
             ) from error
-        run.engine.sync(run.policy, run.state.version)  # until now it sampled from the first weights
         self.write_evaluations(run)  # the file may be torn, or ahead of the checkpoint
         return True
 

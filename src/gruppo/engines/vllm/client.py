@@ -42,13 +42,15 @@ class Sampled:
     tokens: list[int]
     logprobs: list[float]
     finish: Finish
+    cached_tokens: int | None = None
+    """Of the prompt, read from the prefix cache; None if the server does not say."""
 
 
 class Replica:
     """A server, what it holds, and how much it has to do."""
 
-    def __init__(self, url: str, *, is_lora: bool = False) -> None:
-        self.url, self.is_lora = url.rstrip("/"), is_lora
+    def __init__(self, url: str, number: int = 0, *, is_lora: bool = False) -> None:
+        self.url, self.number, self.is_lora = url.rstrip("/"), number, is_lora
         self.label: str | None = None
         """Version of the weights that the server was proved to hold; None: nothing is sampled from it."""
         self.why = "it has not been asked for anything yet"
@@ -61,6 +63,10 @@ class Replica:
         """Tokens that the server has counted, and the time of its last sign of progress."""
         self.tasks: set[asyncio.Task[Sampled]] = set()
         self._client: Any = None
+
+    def label_of(self, version: str) -> str:
+        """The label of a version on this server, by which two servers behind one address are told apart."""
+        return f"{version}-r{self.number}"
 
     # --- HTTP ---
 
@@ -107,9 +113,14 @@ class Replica:
 
     # --- sampling and scoring ---
 
-    async def sample(self, ids: Sequence[int], params: Mapping[str, Any], label: str) -> Sampled:
-        """Sample one row after ``ids`` from the weights ``label``; ServerError unless each token is from them."""
-        body = {"token_ids": list(ids), "sampling_params": dict(params), "cache_salt": label}
+    async def sample(
+        self, ids: Sequence[int], params: Mapping[str, Any], label: str, *, salt: str | None = None
+    ) -> Sampled:
+        """Sample one row after ``ids`` from the weights ``label``; ServerError unless each token is from them.
+
+        Prefixes are shared with requests of the same ``salt``, by default those of the same weights.
+        """
+        body = {"token_ids": list(ids), "sampling_params": dict(params), "cache_salt": salt or label}
         answer = await self.request("POST", GENERATE, body | ({"model": label} if self.is_lora else {}), timeout_s=None)
         try:
             choice = answer["choices"][0]
@@ -136,10 +147,11 @@ class Replica:
                 f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(named)} log-probs, the highest "
                 f"{max(logprobs, default=math.nan):.3g}, finish {reason!r}"
             )
+        cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
         broken = next((n for n, x in enumerate(logprobs) if not (math.isfinite(x) and x > CLAMPED)), None)
         if broken is not None:  # logits that are not finite
-            return Sampled(tokens[:broken], logprobs[:broken], "error")
-        return Sampled(tokens, [min(x, 0.0) for x in logprobs], reason)
+            return Sampled(tokens[:broken], logprobs[:broken], "error", cached)
+        return Sampled(tokens, [min(x, 0.0) for x in logprobs], reason, cached)
 
     async def score(self, rows: Sequence[Sequence[int]], *, timeout_s: float = CONTROL_S) -> list[list[float]]:
         """Return the log-probs, at temperature 1, of the tokens after the first of each row. No cache is read."""

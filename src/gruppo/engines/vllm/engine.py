@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from gruppo import distributed as dist
+from gruppo.engines.vllm.check import check_server
 from gruppo.engines.vllm.client import CONNECT_S, Replica, Sampled, ServerError
 from gruppo.engines.vllm.publish import Publication
 from gruppo.errors import EngineLost
@@ -46,14 +47,26 @@ class VllmEngine:
         self.publication, self.version, self.label = Publication(folder), 0, ""
         # another process's labels differ: a server that an older trainer still feeds is never taken for ours
         self._name = f"gruppo-{dist.all_gather(secrets.token_hex(4).encode())[0].decode()}"
-        self.replicas = [Replica(url, is_lora=policy.base_sha256 is not None) for url in urls]
+        is_lora = policy.base_sha256 is not None
+        self.replicas = [Replica(url, number, is_lora=is_lora) for number, url in enumerate(urls)]
         self.done = self.total = 0
         self._published: Path | None = None
-        self._serial = 0
+        self._serial, self._reviving = 0, asyncio.Lock()
         self._changed = asyncio.Event()  # a server has room again, or is out
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="gruppo-vllm", daemon=True).start()
         self._run(self._open())
+
+    def check(self, tokens: int) -> None:
+        """Refuse a folder that cannot be written, and servers that do not fit; ``tokens``: the longest row."""
+        self.publication.check()
+
+        async def check() -> None:
+            await _all(check_server(replica, self.policy, tokens=tokens) for replica in self.replicas)
+
+        with dist.fail_together():
+            if dist.is_main():
+                self._run(check())
 
     # --- sampling ---
 
@@ -214,14 +227,21 @@ class VllmEngine:
 
     async def _revive(self) -> None:
         """Wait until a server is back, and load the published weights again; EngineLost after ``timeout_s``."""
-        raise self._lost()
+        async with self._reviving:
+            give_up_at = time.monotonic() + self.timeout_s
+            while all(replica.label is None for replica in self.replicas):
+                if time.monotonic() > give_up_at or self._published is None:
+                    raise self._lost()
+                try:
+                    async with asyncio.timeout(self.timeout_s):
+                        await self._publish(self._published)
+                except TimeoutError:
+                    raise self._lost() from None
+                await asyncio.sleep(min(1.0, self.timeout_s / 10))
 
     def _lost(self) -> EngineLost:
-        reasons = "; ".join(f"{replica.url} ({replica.why})" for replica in self.replicas)
-        return EngineLost(
-            f"no vLLM server is left: {reasons}. What is complete is saved. Start the servers again, then continue "
-            "with gruppo resume."
-        )
+        reasons = "; ".join(f"{replica.url}: {replica.why}" for replica in self.replicas)
+        return EngineLost(f"no vLLM server is left ({reasons}).")
 
     # --- weights ---
 
@@ -236,32 +256,41 @@ class VllmEngine:
             self._published = self.publication.write(self.label, policy.served_weights(), policy.served_config())
         with dist.fail_together():
             if dist.is_main():
-                self._run(self._publish(self._published, self.label))
+                self._run(self._publish(self._published))
         states = json.dumps([replica.why if replica.label is None else "" for replica in self.replicas])
         admitted = json.loads(dist.all_gather(states.encode())[0])  # the first rank has asked the servers
         for replica, why in zip(self.replicas, admitted, strict=True):
-            replica.label, replica.loaded, replica.why = (None if why else self.label), self.label, why
-            replica.failures = 0
+            label = replica.label_of(self.label)
+            replica.label, replica.loaded, replica.why, replica.failures = None if why else label, label, why, 0
         if all(admitted):
             raise self._lost()
         self.version = version
 
-    async def _publish(self, folder: Path, label: str) -> None:
-        """Load the folder into every server that answers."""
-        await asyncio.gather(*(self._admit(replica, folder, label) for replica in self.replicas))
+    async def _publish(self, folder: Path) -> None:
+        """Load the published folder into every server that answers."""
+        await asyncio.gather(*(self._admit(replica, folder) for replica in self.replicas))
 
-    async def _admit(self, replica: Replica, folder: Path, label: str) -> None:
-        was_usable = replica.label is not None
+    async def _admit(self, replica: Replica, folder: Path) -> None:
+        """Load the published folder into a server, and sample from it once it has proved that it holds it."""
+        was_usable, label, was_out = replica.label is not None, replica.label_of(self.label), bool(replica.why)
         replica.label = None
         try:
             await replica.request("GET", "/health", timeout_s=CONNECT_S)
             await replica.load(folder, label)
         except ServerError as error:
+            if error.status and self._serial == 1:  # what it cannot load at first, it never can
+                raise GruppoError(
+                    f"the server {replica.url} cannot load the weights from {folder}: {error}. It needs the run's "
+                    "--model, and to read that folder under the same path: set --engine.publish-dir to one that both "
+                    "machines share."
+                ) from None
             replica.why = str(error)
             if was_usable:
                 log.warning("the server %s is left out: %s", replica.url, replica.why)
             return
-        replica.label = label
+        if was_out and self.version:
+            log.info("the server %s is back", replica.url)
+        replica.label, replica.why, replica.failures = label, "", 0
 
     # --- the event loop ---
 

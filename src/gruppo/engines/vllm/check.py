@@ -1,0 +1,87 @@
+"""Whether a server fits a run, before its first step. Each refusal is one line with what to set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gruppo.engines.vllm.client import CONNECT_S, GENERATE, KEY, Replica, ServerError
+from gruppo.types import GruppoError
+
+SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+"""Entries of a model's config that its weights depend on."""
+TEXT = "Is 17 + 25 = 42?\n\tNaïve café, 北京 😀"
+"""Tokenized by both: digits, white space, and characters of several bytes."""
+START = "Start the server with gruppo serve MODEL"
+
+
+async def check_server(replica: Replica, policy: Any, *, tokens: int) -> None:
+    """Refuse a server that lacks a route, holds another model or tokenizer, or a context of fewer than ``tokens``."""
+    url = replica.url
+    try:
+        await replica.request("GET", "/health", timeout_s=CONNECT_S)
+        models = (await replica.request("GET", "/v1/models"))["data"]
+    except ServerError as error:
+        if error.status in (401, 403):
+            raise GruppoError(f"the server {url} needs a key. Set the environment variable {KEY} to its key.") from None
+        raise GruppoError(
+            f"no vLLM server answers at {url} ({error}). Start one with gruppo serve MODEL and wait until it answers, "
+            "or correct --engine.urls."
+        ) from None
+    except (KeyError, TypeError):
+        raise GruppoError(f"{url} is not a vLLM server. Correct --engine.urls.") from None
+    context = next((model["max_model_len"] for model in models if model.get("max_model_len")), tokens)
+    if context < tokens:
+        raise GruppoError(
+            f"the server {url} has a context of {context} tokens, and the longest prompt and its completion need "
+            f"{tokens}. Start it with gruppo serve MODEL -- --max-model-len {tokens}, or lower "
+            "--rollout.max-new-tokens."
+        )
+    info = await _ask(replica, "GET", "/server_info?config_format=json", None, f"development routes. {START}")
+    settings = (info.get("vllm_config") or {}).get("model_config") or {}
+    if (mode := settings.get("logprobs_mode")) != "processed_logprobs":
+        raise GruppoError(
+            f"the server {url} reports {mode}, which leave out temperature, top-k and top-p; processed_logprobs are "
+            f"needed. {START}, which sets --logprobs-mode processed_logprobs."
+        )
+    if difference := _difference(policy.served_config(), settings.get("hf_config")):
+        name, ours, theirs = difference
+        raise GruppoError(
+            f"the server {url} runs another model: its {name} is {theirs}, and that of --model is {ours}. Start it "
+            "with gruppo serve and the run's --model."
+        )
+    body = {"prompt": TEXT, "add_special_tokens": False}
+    theirs = (await _ask(replica, "POST", "/tokenize", body, f"route /tokenize. {START}")).get("tokens")
+    if theirs != policy.encode_text(TEXT):
+        raise GruppoError(
+            f"the server {url} has another tokenizer than the run's model: it makes other tokens of {TEXT!r}. Start it "
+            "with gruppo serve and the run's --model."
+        )
+    sampled = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
+    body = {"token_ids": policy.encode_text(TEXT)[:1], "sampling_params": sampled}
+    await replica.request("POST", "/resume")  # a run that died while it published has left the server paused
+    answer = await _ask(replica, "POST", GENERATE, body, f"route {GENERATE}. {START}, which sets --enable-scale-out")
+    if not (answer.get("choices") or [{}])[0].get("weight_versions"):
+        raise GruppoError(
+            f"the server {url} does not say which weights chose a token: its vLLM is too old. Install vLLM 0.32 or "
+            "newer."
+        )
+
+
+async def _ask(replica: Replica, method: str, path: str, body: Any, what: str) -> Any:
+    try:
+        return await replica.request(method, path, body)
+    except ServerError as error:
+        if error.status in (401, 403, 404, 405):
+            raise GruppoError(f"the server {replica.url} has no {what} ({error}).") from None
+        raise GruppoError(f"the server {replica.url} fails: {error}. Look into its log.") from None
+
+
+def _difference(config: Mapping[str, Any], served: Any) -> tuple[str, Any, str] | None:
+    """The first entry in which a model's config differs from the text of a server's."""
+    for name in SHAPE:
+        found = re.search(rf'"{name}": "?([\w.-]+)', str(served))
+        if found and name in config and found[1] != str(config[name]):
+            return name, config[name], found[1]
+    return None
