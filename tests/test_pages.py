@@ -12,7 +12,7 @@ from tests import tiny
 
 from gruppo import api
 from gruppo.cli.commands import COMMANDS
-from gruppo.cli.options import parse_config
+from gruppo.cli.options import parse_command, parse_config
 from gruppo.tracking.files import read_metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -86,5 +86,5 @@ def test_the_files_and_commands_of_a_page_work(
             (row,) = [row for row in read_metrics(result.folder) if row["step"] == 1]
             assert row["reward/unscored_count"] == 0 and row["progress/rollouts"] == 4
         elif name in ("export", "doctor"):
-            COMMANDS[name](*words)
+            COMMANDS[name](**parse_command(name, COMMANDS[name], words))
     assert trained == PAGES[page]
