@@ -43,7 +43,7 @@ help:
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu makes the download about 2 GB smaller."
 
 demo: .venv/.ready-demo
-	@$(bin)/gruppo train arithmetic $(ARGS)
+	@$(bin)/gruppo train arithmetic --evaluation.every 5 --stage.until "eval/reward_mean >= 0.8" $(ARGS)
 
 digits: .venv/.ready-digits
 	@test -d runs/digits-pretrain/final || $(bin)/gruppo train digits-pretrain

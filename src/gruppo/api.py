@@ -207,7 +207,7 @@ def start(
             else:
                 folder.check_manifest(run, model_source, allow_changes=allow_changes)
             is_restored = not is_new and folder.restore(run)
-            if not is_new and run.state.step < run.config.steps:
+            if not is_new and not run.is_complete:
                 log.info("%s is incomplete: %d of %d steps are saved.", path, run.state.step, run.config.steps)
             if not is_restored:
                 folder.write_manifest(run, model_source)

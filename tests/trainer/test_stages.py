@@ -138,6 +138,20 @@ def test_a_gate_on_a_metric_that_does_not_exist_says_so_with_the_nearest_name(ca
     assert "eval/rewards_mean was never measured. Did you mean eval/reward_mean?" in caplog.text
 
 
+@pytest.mark.parametrize("until", ["reward/mean > -1", "eval/reward_mean > -1"])
+def test_a_gate_of_the_last_stage_ends_the_run_which_is_then_complete(tmp_path, until, caplog):
+    """After step 1 by a metric of training, which is then evaluated; by the evaluation before it, without a step."""
+    with caplog.at_level(logging.INFO, "gruppo"):
+        run = api.start(tiny.config(tmp_path, steps=4, stage__until=until, evaluation__every=4)).folder
+    steps = int(until.startswith("reward"))
+    assert f"step {steps}: the run ends ({until.split()[0]} is" in caplog.text
+    assert (run / "final").is_dir() and checkpoint.steps(run / "checkpoints") == [steps] * steps
+    assert [done["step"] for done in json.loads((run / "evaluations.json").read_text())] == [*range(steps + 1)]
+    before = (run / "metrics.jsonl").read_bytes()
+    api.start(run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_value_that_is_not_finite_opens_no_gate():
     stage_schedule = StageSchedule(given(replace(WARM, until="m < 1"), LAST))
     assert advanced(stage_schedule, math.nan, -math.inf, metric="m") == ["warm", "warm"]
@@ -160,7 +174,6 @@ def test_a_boundary_is_settled_once():
         (replace(GIVEN, stage=Stage(difficulty="linear:0.2,1.5")), "reaches 1.5.*at least 0 and at most 1"),
         (replace(GIVEN, stage=Stage(group_size="steps:8,5=0")), "reaches 0.*at least 1"),
         (replace(GIVEN, stage=Stage(lr="adaptive:1,target=1")), "stage.lr cannot be adaptive"),
-        (replace(GIVEN, stage=Stage(until="m > 1")), "ends the last stage, and nothing follows"),
         (replace(GIVEN, stage=Stage(rl_coef=0.0)), "learns nothing"),
         (given(WARM, LAST, stage=Stage(kl_coef=0.1)), r"both stage and stages.*--stages\.1\.kl-coef"),
         (given(replace(WARM, steps=0), LAST), r"stages\.0\.steps=0 lasts to the end, but another"),

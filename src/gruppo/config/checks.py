@@ -67,8 +67,6 @@ def _stage_rules(config: Config, index: int) -> Rules:
             f"{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its maximum "
             "length."
         ),
-        (is_last and stage.until)
-        and (f"{where}.until={stage.until!r} ends the last stage, and nothing follows. Leave it out, or add a stage."),
         (stage.until.strip().startswith("eval/") and not config.evaluation.is_repeated)
         and (
             f"{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after "

@@ -50,17 +50,17 @@ class Stopped(Exception):
 
 
 def train(run: Run, folder: RunFolder) -> None:
-    """Run steps until ``config.steps`` are complete, from wherever the run is."""
+    """Run steps until the run is complete, from wherever it is."""
     references.remember(run)
     try:
         end_of_step(run, folder, {})
-        while run.state.step < run.config.steps:
+        while not run.is_complete:
             step_params = run.stage_schedule.step_params(run.state.step)
             with boundary_kept(run, folder):
                 collected = collect(run, step_params)
             metrics = collected.metrics | learn(run, collected.batch, step_params)
             publish(run, folder, collected, metrics | run.stage_schedule.metrics(step_params))
-            if run.state.step < run.config.steps and dist.all_max(int(run.stopper.requested)):  # of any rank
+            if not run.is_complete and dist.all_max(int(run.stopper.requested)):  # of any rank
                 save(run, folder)
                 folder.finish_saving()
                 raise Interrupted
@@ -149,7 +149,7 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
     warn_if_idle(run, metrics, folder.path, collected.rollouts)
     end_of_step(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without
     every = run.config.saving.every
-    if state.step == run.config.steps or (every and state.step % every == 0):
+    if run.is_complete or (every and state.step % every == 0):
         save(run, folder)
 
 
@@ -165,7 +165,10 @@ def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> No
         back_off.watch(run, folder, {**metrics, **evaluated})
     if (message := run.stage_schedule.advance(step, run.known)) is not None:
         log.info("%s", message)
-        references.renew_if_asked(run)
+        if run.stage_schedule.is_over:
+            evaluate_if_due(run, folder)  # a metric of training may have ended it
+        else:
+            references.renew_if_asked(run)
 
 
 def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
@@ -174,7 +177,7 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
     Returns the metrics of what is watched beside the rewards, such as a mixed reference.
     """
     count, every, step = run.config.evaluation.prompts, run.config.evaluation.every, run.state.step
-    is_due = step in (0, run.config.steps) or (every and step % every == 0)
+    is_due = step == 0 or run.is_complete or (every and step % every == 0)
     is_done = any(done["step"] == step for done in run.state.evaluations)
     if not run.rewards.names:  # images were shown, and nothing was measured
         is_done = run.stage_schedule.settled >= run.state.step

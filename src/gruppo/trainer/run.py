@@ -93,6 +93,11 @@ class Run:
         return list(trained(self.policy.module, self.critic))
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done, or the gate of the last stage has opened."""
+        return self.state.step >= self.config.steps or self.stage_schedule.is_over
+
+    @property
     def trainer_state(self) -> TrainerState:
         """Progress for reward functions. As in TRL, an epoch counts the prompts of steps, not those resampled."""
         step, size = self.state.step, self.source.epoch_size

@@ -112,6 +112,8 @@ class StageSchedule:
         """Factor of the learning rate, lowered after each return to the best weights."""
         self.settled = -1
         """Step whose gates have been evaluated."""
+        self.is_over = False
+        """Whether the gate of the last stage has opened, which ends the run."""
         self._sampled_since: int | None = None
         self._seen: list[float] = []
         """The values of the gate's metric in the stage."""
@@ -194,30 +196,34 @@ class StageSchedule:
             self._seen.append(value)
 
     def advance(self, step: int, known: Mapping[str, float]) -> str | None:
-        """At the boundary after ``step`` steps: begin the next stage if it is due, and return why.
+        """At the boundary after ``step`` steps: begin the next stage, or end the run, if it is due, and return why.
 
         A gate that did not open within the stage's steps is a warning, with the last value of its metric or, where
         that was never measured, the nearest of the ``known`` ones.
         """
-        if self.settled >= step:
+        if self.settled >= step or self.is_over:
             return None
         self.settled = step
-        if self.index + 1 >= len(self.plan):
-            return None
+        is_last = self.index + 1 == len(self.plan)
         gate, stage, name, seen = self._gates[self.index], self.stage, self.name, self._seen
         if gate and gate.is_open(self._seen):
             why = f"{gate.metric} is {seen[-1]:.4g}, and {name} lasts until {stage.until}"
-        elif stage.steps and step - self.began >= stage.steps:
+        elif (step == self.config.steps) if is_last else stage.steps and step - self.began >= stage.steps:
             why = f"{name} has had its {stage.steps} steps"
             if gate:
                 near = "" if seen else nearest_metric(gate.metric, known)
                 last = f"{gate.metric} was {seen[-1]:.4g} at last" if seen else f"{gate.metric} was never measured"
                 log.warning(
                     "%s ends after its %d steps, and its gate %r never opened: %s.%s",
-                    *(name, stage.steps, stage.until, last, f" Did you mean {near}?" if near else ""),
+                    *(name, step - self.began, stage.until, last, f" Did you mean {near}?" if near else ""),
                 )
+            if is_last:
+                return None
         else:
             return None
+        if is_last:
+            self.is_over = True
+            return f"step {step}: the run ends ({why})."
         self.index, self.began, self._seen = self.index + 1, step, []
         return f"step {step}: {self.name} begins ({why})."
 
@@ -227,6 +233,7 @@ class StageSchedule:
             "began": self.began,
             "lr_scale": self.lr_scale,
             "settled": self.settled,
+            "is_over": self.is_over,
             "sampled_since": self._sampled_since,
             "seen": list(self._seen),
             "controllers": [
@@ -238,6 +245,7 @@ class StageSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.index, self.began, self.lr_scale = int(state["index"]), int(state["began"]), float(state["lr_scale"])
         self.settled, self._sampled_since = int(state["settled"]), state["sampled_since"]
+        self.is_over = bool(state["is_over"])
         self._seen = list(state["seen"])
         for stage, saved in zip(self._schedules, state["controllers"], strict=True):
             for name, numbers in saved.items():
