@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -17,7 +16,6 @@ from tests.trainer.runs import assert_same, begin_or_go_on, metrics, newest, wei
 
 from gruppo.config import serialization
 from gruppo.inference import load_policy
-from gruppo.tracking.files import read_lines
 
 FULL: dict[str, Any] = {
     "reward": [f"{Path(__file__).resolve()}:noisy_and_stopping"],

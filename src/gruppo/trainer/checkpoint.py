@@ -262,10 +262,10 @@ def seal_holds(path: Path) -> bool:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """AdamW's state, keyed ``exp_avg.<parameter>``; ``names`` in the order of its parameters."""
+    """AdamW's state, not copied, keyed ``exp_avg.<parameter>``; ``names`` in the order of its parameters."""
     per_index = optimizer.state_dict()["state"]
     return {
-        f"{key}.{names[i]}": torch.as_tensor(value).clone().contiguous()
+        f"{key}.{names[i]}": torch.as_tensor(value).contiguous()
         for i, entries in per_index.items()
         for key, value in entries.items()
     }
