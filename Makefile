@@ -7,6 +7,7 @@ JOBS ?= 2
 TORCH_INDEX ?=
 RESULTS ?= build/bench
 VLLM_PYTHON ?=
+REPOSITORY ?=
 
 bin := .venv/bin
 pip := $(bin)/python -m pip -qq --disable-pip-version-check install -c constraints.txt
@@ -29,6 +30,7 @@ help:
 	@echo "make mutants-all  inject all of them and record those that are caught (about a quarter of an hour)"
 	@echo "make lint    ruff (lint and format) and mypy"
 	@echo "make gpu     on a machine with a GPU: its tests, a step against TRL, generation, roofline; nine minutes"
+	@echo "make release REPOSITORY=https://host/owner/gruppo  build the package and try it in a fresh environment"
 	@echo "make bench   speed and memory, short: a step against TRL, generation, roofline, scaling; about six minutes"
 	@echo "make bench-full  the same at length, about an hour; writes docs/dev/performance.md's tables and figures"
 	@echo "make bench-demonstrations  demonstrations before rewards against rewards alone, about half an hour"
@@ -74,6 +76,10 @@ lint: .venv/.ready-test
 
 docs: .venv/.ready-docs
 	@NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs $(or $(ARGS),build) --strict --quiet
+
+release:
+	@test -n "$(REPOSITORY)" || { echo "Name the repository for the package's links: make release REPOSITORY=https://host/owner/gruppo"; exit 2; }
+	@TORCH_INDEX=$(TORCH_INDEX) .ci/release $(PYTHON) $(REPOSITORY)
 
 size:
 	@$(PYTHON) tests/size.py
