@@ -45,7 +45,15 @@ READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md", DOCS / "index.md"]
 WITH_OPTIONS = [*PAGES, *START, *GUIDES, *REFERENCE, *LEARNED, *READMES, DOCS / "dev/sources.md"]
 ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {
-    *("--nproc-per-node", "--num-generations", "--extra-index-url", "--index-url", "--kills", "--logdir"),
+    *(
+        "--nproc-per-node",
+        "--num-generations",
+        "--extra-index-url",
+        "--index-url",
+        "--kills",
+        "--logdir",
+        "--max-model-len",
+    ),
     *("--debug", "--help", "--help-all", "--names", "--options", "--tours"),
     *("--bind", "--cap-drop", "--dev", "--mount", "--network", "--proc", "--read-only", "--rm", "--ro-bind"),
     *("--runtime", "--unshare-all"),
