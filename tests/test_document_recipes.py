@@ -34,6 +34,7 @@ SHORT: dict[str, Any] = {
     "steps": 2,
     "name": "run",
     "compute": "float32",
+    "scoring__isolate": False,  # a process that imports a test file, and torch with it, takes 3 s of CPU time
     "rollout__prompts": 2,
     "rollout__group_size": 4,
     "evaluation__prompts": 2,

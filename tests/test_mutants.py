@@ -77,8 +77,10 @@ def test_a_test_is_green_where_it_ran_and_passed_in_each_of_its_forms():
 
 PROBE = """
 from tests.mutants import __main__ as command
+from tests.mutants import runner
 from tests.mutants.mutant import Mutant
 
+runner.PRELOADED = ("hypothesis", "torch")  # all that these tests import of it
 by = "core/test_schedules.py::test_warmup_and_decay_by_hand"
 old = "return peak * (step + 1) / warmup"
 command.MUTANTS = [

@@ -68,6 +68,7 @@ def config(folder: Path, **changes: Any) -> Config:
         "name": "run",
         "runs_dir": str(folder / "runs"),
         "compute": "float32",
+        "scoring__isolate": False,  # a process that imports this file, and torch with it, takes 3 s of CPU time
         "show_samples_every": 0,
         "objective__kl": "exact",
         "objective__clip_unit": "nats",

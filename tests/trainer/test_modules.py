@@ -245,6 +245,7 @@ def test_a_name_that_makes_no_model_ends_the_command_with_one_line(tmp_path, cap
     data = tiny.write_rows(tmp_path / "data.jsonl")
     runs = tmp_path / "runs"
     typed = ["--model", model, "--data", data, "--reward", tiny.reward("digits"), "--runs-dir", str(runs)]
+    typed += ["--scoring.isolate", "False"]
     assert code_of("train", "plain", *typed) == 2
     err = capsys.readouterr().err.strip()
     assert said in err and "\n" not in err and "Traceback" not in err
