@@ -46,12 +46,12 @@ class Child:
     process: BaseProcess
     folder: Path
 
-    def wait(self) -> int:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """The exit code; minus the signal's number where one ended it."""
-        self.process.join(TIMEOUT_S)
+        self.process.join(timeout_s)
         if self.process.exitcode is None:
             self.kill()
-            raise AssertionError(f"the child did not end within {TIMEOUT_S} s:\n{self.err}")
+            raise AssertionError(f"the child did not end within {timeout_s} s:\n{self.err}")
         return self.process.exitcode
 
     def send(self, number: int) -> None:

@@ -10,6 +10,7 @@ Gradients are summed over ranks, not averaged: the loss weights have the denomin
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar, cast
@@ -60,6 +61,7 @@ def shard(
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views: nothing is changed in place here
     mesh = _mesh_of(mode, device)
     reduce_dtype = None if compute_dtype is None else torch.promote_types(compute_dtype, torch.float32)
     # inputs stay as they are: positions and attention biases need more digits than bfloat16 has
@@ -71,16 +73,31 @@ def shard(
         for unit in blocks_of(module) if units is None else units:
             fully_shard(unit, reshard_after_forward=True, **options)
         # The root is gathered again for its backward: kept, it would stay whole after a forward without one.
-        root: Any = fully_shard(module, reshard_after_forward=True, **options)
+        root: Any = fully_shard(_Root(module), reshard_after_forward=True, **options)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         raise _cannot_shard(module, error) from error
+    vars(module)[_ROOT] = root  # not a submodule: names of weights stay as they are
     for parameter in numbers:
         parameter.data = parameter.data.to(device)
-    for part in sharded_units(root):
+    for part in sharded_units(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other
     with torch.no_grad():  # FSDP reads which weights are trained now, before a forward in which they are frozen
         forward(module, _nothing)
+
+
+class _Root(nn.Module):
+    """Runs a function as the forward of a whole model, which may then call the model's own forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return function(*args, **kwargs)
+
+
+_ROOT = "_gruppo_root"
 
 
 def _nothing() -> None:
@@ -177,19 +194,10 @@ def forward(module: nn.Module, function: Callable[..., T], *args: Any, **kwargs:
     if _mesh is None or not is_unit(module):
         return function(*args, **kwargs)
     target: Any = module
-    own = vars(target).pop("forward", None)
-
-    def once(*args: Any, **kwargs: Any) -> T:
-        restore()  # the function may call the module itself
-        return function(*args, **kwargs)
-
-    def restore() -> None:
-        vars(target).pop("forward", None)
-        if own is not None:
-            target.forward = own
-
-    target.forward = once
     try:
+        if _ROOT in vars(module):
+            return target._gruppo_root(function, *args, **kwargs)
+        target.forward = function  # hides that of the class, for the hooks of this call
         return target(*args, **kwargs)
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
@@ -199,7 +207,13 @@ def forward(module: nn.Module, function: Callable[..., T], *args: Any, **kwargs:
             ) from error
         raise
     finally:
-        restore()
+        vars(target).pop("forward", None)
+
+
+def reset(module: nn.Module) -> None:
+    """Forget a forward or backward that failed, and the gradients that it has not reduced."""
+    if _ROOT in vars(module):
+        vars(module)[_ROOT].reset_iter_state()
 
 
 @contextmanager
@@ -221,16 +235,18 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether FSDP gathers this module's weights around its forward."""
+    """Whether FSDP gathers weights around the forward of this module: a sharded model, or one of its units."""
     if _mesh is None:
         return False
     from torch.distributed.fsdp import FSDPModule
 
-    return isinstance(module, FSDPModule)
+    return _ROOT in vars(module) or isinstance(module, FSDPModule)
 
 
 def sharded_units(module: nn.Module) -> list[Any]:
-    return [part for part in module.modules() if is_unit(part)]
+    """The units of a sharded model as FSDP modules, the root first."""
+    root = vars(module).get(_ROOT)
+    return [] if root is None else [part for part in root.modules() if is_unit(part) and part is not module]
 
 
 # --- sharded tensors --------------------------------------------------------------------------------------------------

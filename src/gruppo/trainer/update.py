@@ -18,7 +18,7 @@ from gruppo import distributed as dist
 from gruppo.config.schema import OptimConfig
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import Average, loss_total, loss_weights
-from gruppo.distributed.sharding import clip_grad_norm, is_sharded
+from gruppo.distributed.sharding import clip_grad_norm, is_sharded, is_unit
 from gruppo.trainer import gradients
 from gruppo.trainer.demonstrations import consistency_term, supervised_backward
 from gruppo.trainer.memory import Part, attempts
@@ -177,7 +177,10 @@ def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[st
         before = Moved(run.optimizer) if run.state.step % EVERY == 0 else None
         run.optimizer.step()
         stats["update/taken"] = Stat(1, 1.0)
-        return stats if before is None else stats | {"update/changed": before.stat()}
+        if before is not None:
+            changed = {"update/changed": before.stat()}
+            stats |= dist.merge_stats(changed) if is_unit(run.policy.module) else changed  # each rank has its shards
+        return stats
     run.state.skipped_updates += 1
     name, norm = next((name, norm) for name, norm in norms.items() if not math.isfinite(norm))
     whose, option = ("critic", "--critic.lr") if name == "critic_norm" else ("policy", "--optim.lr")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gruppo import trust
 from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
 from gruppo.core.images import PIXEL_LOSSES, PixelLoss, psnr, quantize
+from gruppo.distributed.sharding import blocks_of
 from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
 from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.restoration.actions import Action, Controls, Images
@@ -140,6 +141,9 @@ class RestorationPolicy(Policy):
         """Return the number of dimensions of one action, for an image [C, H, W]."""
         action = self.module.action
         return action.count * (math.prod(image[1:]) if action.grid is None else action.grid**2) // self.columns
+
+    def shard(self, apply: Callable[..., None]) -> None:
+        apply(self.module, blocks_of(self.module.network))  # parts of the action are read without calling them
 
     def save(self, folder: Path) -> None:
         """Write the weights and the settings; ``load_restorer`` reads them. Only networks of gruppo have sizes."""

@@ -1,0 +1,214 @@
+"""Three updates by the trainer's own code, on one process or on one rank of several with sharded weights.
+
+Started on several ranks by test_sharding.py, and called in its process for the numbers of one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests import fakes, fakes_diffusion
+from tests.modalities.restoration import fakes as pictures
+from tests.modalities.updates import SAMPLING, Case, Variant, batch_of, disturb, run_of
+from torch import Tensor
+
+from gruppo import distributed as dist
+from gruppo.build import adamw
+from gruppo.config.schema import Stage
+from gruppo.core.objective import PRESETS
+from gruppo.distributed import sharding
+from gruppo.modalities.common.critic import SharedCritic
+from gruppo.modalities.common.reference import ReferenceModel
+from gruppo.modalities.diffusion.policy import DenoiserCritic, DenoiserPolicy
+from gruppo.modalities.diffusion.unet import DenoisingUNet
+from gruppo.modalities.text.critic import SeparateCritic
+from gruppo.trainer.run import Run
+from gruppo.trainer.update import update
+from gruppo.types import Batch, Rollouts, Sampling
+
+STEPS = 3
+ROWS = 9
+DEALS: dict[str, dict[int, list[list[int]]]] = {
+    "unequal rows": {2: [[8, 0, 5, 2, 4, 6], [3, 7, 1]], 4: [[8, 0, 5], [2, 4, 6], [3], [7, 1]]},
+    "one rank keeps nothing": {2: [[0, 1, 2, 3, 4, 5, 6, 8], [7]], 4: [[0, 1, 2], [7], [3, 4, 5, 6], [8]]},
+}
+"""Rows of each rank; row 7 is not scored. With a small budget, a rank with more rows has more micro-batches."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and on which rows."""
+
+    make: Callable[[torch.dtype], tuple[Any, Rollouts]]
+    objective: str = "grpo"
+    critic: str = "none"
+    rule: Any = "frozen"
+    kl: Any = "k3"
+    deal: str = "unequal rows"
+    budget: int = 60
+    dtype: torch.dtype = torch.float64
+    mode: Any = "fsdp"
+
+
+def text(make: Callable[[], Any], dtype: torch.dtype, *, sampling: Sampling = SAMPLING) -> tuple[Any, Rollouts]:
+    policy = make() if dtype == torch.float32 else fakes.doubled(make())
+    return policy, fakes.ragged(policy.sample(fakes.requests(4, 2, 3), sampling, seed=3))
+
+
+def denoised(make: Callable[[], Any], dtype: torch.dtype) -> tuple[Any, Rollouts]:
+    fake = make() if dtype == torch.float32 else fakes_diffusion.doubled(make())
+    return fake.policy, fakes_diffusion.sampled(fake)
+
+
+def unet() -> Any:
+    """gruppo's own UNet, whose blocks are no list, with weights that are not 0."""
+    fake = fakes_diffusion.flow_sde()
+    torch.manual_seed(0)
+    module = DenoisingUNet(
+        (1, 8, 8), fakes_diffusion.CLASSES, width=16
+    )  # 2 channels a group: of 1, biases would have no gradient
+    with torch.no_grad():
+        module.leave[2].weight.normal_(std=0.1)
+    old = fake.policy.denoiser
+    policy = DenoiserPolicy(
+        module, (1, 8, 8), predicts="velocity", schedule=old.schedule, condition=old.condition, middle="middle"
+    )
+    return replace(fake, policy=policy)
+
+
+def restored(make: Callable[[], Any], dtype: torch.dtype) -> tuple[Any, Rollouts]:
+    policy = make() if dtype == torch.float32 else pictures.doubled(make())
+    return policy, pictures.sampled(policy)
+
+
+SETUPS: dict[str, Setup] = {
+    "tied head": Setup(partial(text, fakes.llama), budget=30),
+    "tied head, float32": Setup(partial(text, fakes.llama), dtype=torch.float32),
+    "untied head": Setup(partial(text, fakes.qwen2)),
+    "truncated sampling": Setup(partial(text, fakes.qwen2, sampling=replace(SAMPLING, top_k=20, top_p=0.9))),
+    "own forward, packed rows": Setup(partial(text, fakes.gpt2)),
+    "own forward, padded rows": Setup(partial(text, fakes.plain)),
+    "one rank keeps nothing": Setup(partial(text, fakes.llama), deal="one rank keeps nothing"),
+    "one piece on each rank": Setup(partial(text, fakes.qwen3), budget=10**9),
+    "adapter": Setup(partial(text, fakes.adapted), rule="adapter_off"),
+    "adapter, mixed reference, separate critic": Setup(partial(text, fakes.adapted), "ppo", "separate", "ema"),
+    "shared critic": Setup(partial(text, fakes.llama), "ppo", "shared"),
+    "separate critic": Setup(partial(text, fakes.qwen2), "ppo", "separate", deal="one rank keeps nothing"),
+    "shared critic, float32": Setup(partial(text, fakes.qwen2), "ppo", "shared", dtype=torch.float32),
+    "denoiser": Setup(partial(denoised, fakes_diffusion.flow_sde), kl="exact", budget=4),
+    "unet with a separate critic": Setup(partial(denoised, unet), "ppo", "separate", kl="exact", budget=8),
+    "restoration by patch": Setup(partial(restored, pictures.pixel_patches), kl="exact", budget=1),
+    "restoration with a critic": Setup(
+        partial(restored, pictures.low_resolution), "ppo", "shared", kl="exact", budget=1, deal="one rank keeps nothing"
+    ),
+    "restoration, the action alone": Setup(partial(restored, pictures.band_gains), kl="exact", budget=2),
+    "hybrid": Setup(partial(text, fakes.qwen2), mode="hybrid"),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    # a small eps makes steps of full size of gradients that are rounding errors
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, weight_decay=0.1, fused=True),
+}
+
+_SOME = (
+    "tied head",
+    "one rank keeps nothing",
+    "adapter, mixed reference, separate critic",
+    "shared critic",
+    "denoiser",
+)
+_MORE = ("tied head, float32", "own forward, padded rows", "restoration by patch", "unet with a separate critic")
+CASES: dict[int, list[tuple[str, str]]] = {
+    2: [*((name, "sgd") for name in SETUPS), *((name, "adamw") for name in (*_SOME, *_MORE))],
+    4: [*((name, "sgd") for name in (*_SOME, "hybrid", "restoration with a critic")), ("tied head", "adamw")],
+}
+"""Setups and optimizers that each number of ranks runs."""
+
+
+def separate_critic(policy: Any) -> Any:
+    return DenoiserCritic(policy) if isinstance(policy, DenoiserPolicy) else SeparateCritic(policy)
+
+
+def run_for(setup: Setup) -> tuple[Run, Any, Batch]:
+    """A run with whole weights, its step's parameters, and the batch of all ranks."""
+    policy, rollouts = setup.make(setup.dtype)
+    reference = ReferenceModel(policy, rule=setup.rule, rate=0.5, every=int(setup.rule == "ema"))
+    critic: Any = SharedCritic(policy)
+    if not reference.shares_module:
+        disturb(reference.module, 0.03 if setup.kl == "k3" else 0.01)
+    disturb(critic.module, 0.3)
+    batch = replace(batch_of(policy, reference, rollouts, setup.dtype), ref=None)  # evaluated beside each micro-batch
+    if setup.critic == "separate":
+        policy.value_head, critic = None, separate_critic(policy)
+        disturb(critic.module["head"], 0.3)
+    objective = replace(PRESETS[setup.objective], kl=setup.kl, kl_in="loss")
+    case = Case(policy, reference, critic, batch)
+    stage = Stage(kl_coef=0.1, entropy_coef=0.05)
+    run, step_params = run_of(case, Variant(batch, policy, setup.budget), objective, stage)
+    return run, step_params, batch
+
+
+def shard(run: Run, mode: Any) -> None:
+    """As ``build`` does."""
+    apply = partial(sharding.shard, mode=mode, device=torch.device("cpu"))
+    run.policy.shard(apply)
+    if run.critic is not None:
+        run.critic.shard(apply)
+    assert run.reference is not None
+    run.reference.shard(apply)
+
+
+def three_steps(name: str, optimizer: str) -> dict[str, Tensor]:
+    """Gradients of each step and weights after them by name, whole; this rank's part of the batch is learned from."""
+    setup = SETUPS[name]
+    run, step_params, batch = run_for(setup)
+    mode = setup.mode if dist.world_size() == 4 or setup.mode == "fsdp" else "fsdp"
+    if mode == "hybrid":
+        sharding._mesh = None  # of the cases before
+    if dist.world_size() > 1:
+        shard(run, mode)
+        batch = batch.take(torch.tensor(DEALS[setup.deal][dist.world_size()][dist.rank()]))
+    found: dict[str, Tensor] = {}
+    kind: Any = OPTIMIZERS[optimizer]
+
+    class Recording(kind.func):  # type: ignore[name-defined, misc]
+        def step(self, *args: Any) -> Any:
+            for parameter_name, parameter in zip(run.parameter_names, run.parameters, strict=True):
+                if parameter.grad is not None:
+                    found[f"gradient {step} {parameter_name}"] = sharding.whole(parameter.grad).detach().clone()
+            return super().step(*args)
+
+    kept = ("params", "is_critic", "lr_factor", "norm")
+    groups = [{key: group[key] for key in kept} for group in adamw(run.policy, run.critic, run.config).param_groups]
+    run.optimizer = Recording(groups, **kind.keywords)
+    for step in range(STEPS):
+        stats, _ = update(run, batch, step_params)
+        found |= {f"stat {step} {stat}": torch.tensor([s.count, s.sum, s.min, s.max]) for stat, s in stats.items()}
+        assert run.reference is not None
+        run.reference.update(run.policy, step + 1)
+    for parameter_name, parameter in zip(run.parameter_names, run.parameters, strict=True):
+        found[f"weight {parameter_name}"] = sharding.whole(parameter.detach()).clone()
+    if run.reference.follows_policy:
+        found |= {f"weight reference {n}": sharding.whole(t).clone() for n, t in run.reference.state_dict().items()}
+        found["weight distance"] = torch.tensor(run.reference.distance(run.policy))
+    cut = run.policy.micro_batches(batch.rollouts, batch.loss_mask, setup.budget)
+    found["own micro-batches"] = torch.tensor([int(n) for n in dist.all_gather(str(len(cut)).encode())])
+    assert all(math.isfinite(float(tensor.abs().max())) for key, tensor in found.items() if not key.startswith("stat"))
+    return found
+
+
+def main(out: str) -> None:
+    if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) == 4:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+    dist.init(60)
+    results = {f"{name} {optimizer}": three_steps(name, optimizer) for name, optimizer in CASES[dist.world_size()]}
+    if dist.is_main():
+        torch.save(results, Path(out) / f"{dist.world_size()}.pt")
+    dist.shutdown()
