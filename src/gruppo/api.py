@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import re
 import shlex
 import time
@@ -17,17 +20,17 @@ from gruppo import distributed as dist
 from gruppo import trust, watchdog
 from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
 from gruppo.config import peer_options, serialization
-from gruppo.config.options import options
+from gruppo.config.options import flag, options
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.sections import sections
 from gruppo.config.stages import stage_path
-from gruppo.loading import RunDuringImport, command_name, is_importing
+from gruppo.loading import RunDuringImport, code_digest, command_name, is_importing
 from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
 from gruppo.seeds import seed_at
 from gruppo.trainer import checkpoint, dry_run, loop
 from gruppo.trainer.evaluate import held_out
 from gruppo.trainer.run import Run
-from gruppo.trainer.run_dir import RunFolder, check_is_run
+from gruppo.trainer.run_dir import RunFolder, check_is_run, environment
 from gruppo.trainer.watch import finish, logged, on_screen, output_may_close
 from gruppo.types import GruppoError
 
@@ -149,6 +152,7 @@ def resume(
         return finish(start(path, parts, allow_changes=allow_changes, show=show, **trusts), show=show)
 
 
+@dist.leaving()
 def start(
     source: Config | str | Path,
     parts: Parts | None = None,
@@ -168,10 +172,14 @@ def start(
     began, parts, is_new = time.perf_counter(), parts or Parts(), isinstance(source, Config)
     if isinstance(source, Config):
         validate(source, parts)
+        dist.init(source.distributed.timeout_s, backend=source.distributed.backend)
         # absolute paths: the run may be continued, evaluated and exported from another folder
         config = with_absolute_paths(replace(source, name=source.name or new_name("run", source.runs_dir)))
+        config = replace(config, name=dist.all_gather(config.name.encode())[0].decode())  # ranks may read other clocks
         path = Path(config.runs_dir) / config.name
-    else:
+        if dist.restarts() and (path / "config.json").is_file():  # torchrun gives the command again
+            source, is_new = path, False
+    if not isinstance(source, Config):
         path = Path(source)
         check_is_run(path)
         config = serialization.load(path / "config.json")
@@ -180,8 +188,10 @@ def start(
                 f"this run's {' and '.join(missing)} came from Python objects. Continue it with "
                 f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
             )
-    dist.init(config.distributed.timeout_s, advice=f"Continue on as many ranks with: {command_name()} resume {path}")
+        dist.init(config.distributed.timeout_s, backend=config.distributed.backend)
+    dist.set_advice(f"Continue on as many ranks with: {command_name()} resume {path}")
     settings = serialization.to_dict(config)
+    check_equal_ranks(config)
     models, code = trust.imports_of_models(settings), trust.imports_of_run(settings, path)
     with ExitStack() as stack:
         stack.enter_context(output_may_close())
@@ -197,7 +207,9 @@ def start(
                 folder.check_is_new()
         closed_for = None if is_new or trust_run else path
         stack.enter_context(trust.importing(code, closed_for=closed_for, typed=parts.names))
-        run, model_source = build(config, parts)
+        with dist.phase("build"):
+            run, model_source = build(config, parts)
+        check_equal({"the data": run.source.fingerprint()})
         with dist.fail_together():
             if is_new:
                 if dist.is_main():  # first: a run that is killed between the two can be resumed
@@ -228,7 +240,8 @@ def start(
         if not is_restored:  # reward functions may draw from the global generators
             checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
         loop.train(run, folder)
-        model = folder.write_final(run)
+        with dist.phase("final save"):
+            model = folder.write_final(run)
         with dist.fail_together():
             # a policy given in memory may have been made by a function that the config does not name
             if dist.is_main() and set(names := trust.imports_of_model(model)) - set(code):
@@ -282,8 +295,43 @@ def explain(config: Config, *, trust_run: bool = False) -> list[str]:
         return dry_run.explain(build(config, Parts())[0])
 
 
+def check_equal_ranks(config: Config) -> None:
+    """Refuse ranks with other settings, code or versions: they would train other models, or wait for each other."""
+    if dist.world_size() == 1:
+        return
+    own: dict[str, Any] = {}
+    entries = [*serialization.to_dict(replace(config, name="")).items()]
+    for name, value in entries:
+        if isinstance(value, dict):
+            entries += [(f"{name}.{key}", entry) for key, entry in value.items()]
+        else:
+            own[flag(name)] = value
+    functions = (config.model, *config.reward, config.environment.reply, config.engine.kind)
+    own |= {f"the code of {name}": code_digest(name) for name in functions}
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    own["gruppo's code"] = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
+    check_equal(own | {f"the version of {name}": version for name, version in environment()["versions"].items()})
+
+
+def check_equal(own: dict[str, Any]) -> None:
+    """A collective: refuse ranks whose values differ from those of rank 0, and name the first that does."""
+    first, *others = (json.loads(part) for part in dist.all_gather(json.dumps(own).encode()))
+    for number, other in enumerate(others, start=1):
+        for name in sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name)):
+            theirs, ours = (str(values.get(name)) for values in (other, first))
+            raise GruppoError(
+                f"rank {number} differs from rank 0 in {name}: {theirs:.40}, not {ours:.40}. Give all ranks the same "
+                "command, files and versions."
+            )
+
+
 def new_name(stem: str, runs_dir: str | Path) -> str:
     """A name for a run that no other in ``runs_dir`` has."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        raise GruppoError(
+            "torchrun --max-restarts gives the command again, and a run without a name would begin anew each time. Add "
+            "--name NAME: a restart then continues that run from its last checkpoint."
+        )
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (f"{name}-{n}" for n in range(2, 1000))
     return next((n for n in (name, *others) if not (Path(runs_dir) / n).exists()), name)

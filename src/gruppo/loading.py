@@ -251,6 +251,20 @@ def users_line(error: BaseException) -> str | None:
     return place
 
 
+def describe_error(error: BaseException) -> tuple[str, int]:
+    """An error in one line, and the exit code of a command that it ends."""
+    what = f"{type(error).__name__}: {error}"
+    message, code = f"{what} (this looks like a bug in gruppo; --debug shows where)", 1
+    if isinstance(error, GruppoError):
+        message, code = str(error), error.exit_code
+    elif (place := users_line(error)) is not None:
+        message, code = f"{place}, raised {what}. Correct the function, then try again.", GruppoError.exit_code
+    elif isinstance(error, OSError) and error.errno is not None:
+        where = error.filename or "the system"
+        message, code = f"{where}: {error.strerror}. Fix that, then try again.", GruppoError.exit_code
+    return visible(" ".join(message.split())), code  # it may quote a file of somebody else
+
+
 def import_extra(module: str, extra: str, what: str) -> ModuleType:
     """Module that ``what`` needs. The error names the extra that installs it."""
     try:

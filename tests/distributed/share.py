@@ -128,9 +128,9 @@ def agreed() -> list[str]:
         try:
             with dist.fail_together():
                 if dist.rank() in failing:
-                    raise ValueError(f"rank {dist.rank()}")
+                    raise GruppoError(f"rank {dist.rank()}")
             result.append("")
-        except (ValueError, GruppoError) as error:
+        except GruppoError as error:
             result.append(str(error))
     return result
 

@@ -18,12 +18,13 @@ from gruppo.trainer import checkpoint
 
 def meet(lost: int, number: int, timeout_s: float) -> None:
     """Join a collective, which one rank does not."""
-    dist.init(timeout_s, advice="Resume.")
+    dist.init(timeout_s)
+    dist.set_advice("Resume.")
     dist.all_max(1)
     if dist.rank() == lost:
         signal.pause() if number == 0 else os.kill(os.getpid(), number)
     try:
-        with dist.fail_together():  # whose own collective must not wait for the timeout again
+        with dist.phase("wait"), dist.fail_together():  # whose own collective must not wait for the timeout again
             dist.all_max(1)
     except dist.RankLost as error:
         print(error, flush=True)
@@ -41,15 +42,18 @@ def test_ranks_name_the_one_that_is_dead_or_stopped(tmp_path, number, lost):
     others = {index: rank for index, rank in enumerate(ranks) if index != lost}
     assert [rank.wait() for rank in others.values()] == [75, 75], "\n".join(rank.err for rank in others.values())
     for index, rank in others.items():
-        assert rank.out.startswith(f"rank {index} cannot continue: rank {lost} (process {ranks[lost].process.pid} on ")
-        assert rank.out.endswith(") has ended or stopped. Resume.\n")
+        other = f"rank {lost} (process {ranks[lost].process.pid} on "
+        assert rank.out.startswith(f"rank {index} cannot continue in phase 'wait': {other}")
+        assert rank.out.endswith(") in phase 'start' has ended or stopped. Resume.\n")
     ranks[lost].kill()
 
 
 def test_a_rank_that_is_alive_and_late_is_not_called_lost(tmp_path):
-    ranks = processes.ranks(2, meet, 1, 0, 1.0, folder=tmp_path)
+    ranks = processes.ranks(2, meet, 1, 0, 2.0, folder=tmp_path)
     assert ranks[0].wait() == 75
-    assert "rank 0 waited 1 s for another rank, which is alive: set --distributed.timeout-s" in ranks[0].out
+    late = f"rank 1 (process {ranks[1].process.pid} on "
+    assert ranks[0].out.startswith(f"rank 0 waited 2 s in phase 'wait' for {late}")
+    assert ") in phase 'start', which is alive: set --distributed.timeout-s higher" in ranks[0].out
     ranks[1].kill()
 
 
@@ -63,11 +67,9 @@ def test_a_run_with_a_stopped_rank_saves_and_says_how_to_resume(tmp_path):
     ranks = processes.ranks(2, stopping, ["train", str(recipe), "--name", "run"], folder=tmp_path / "stopped")
     assert ranks[0].wait() == 75
     ranks[1].kill()
-    assert (
-        ranks[0]
-        .err.splitlines()[-1]
-        .endswith(f"has ended or stopped. Continue on as many ranks with: {command_name()} resume {run}")
-    )
+    advice = f"has ended or stopped. Continue on as many ranks with: {command_name()} resume {run}"
+    line = ranks[0].err.splitlines()[-1]
+    assert line.startswith("gruppo: rank 0 cannot continue in phase 'collect': rank 1 ") and line.endswith(advice)
     assert "bug" not in ranks[0].err and "Traceback" not in ranks[0].err
     assert checkpoint.steps(run / "checkpoints") == [1]  # what was complete before the step that failed
     ranks = processes.ranks(2, processes.command_line, ["resume", str(run)], folder=tmp_path / "resumed")

@@ -103,7 +103,7 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
     from gruppo.platforms import stop_signals
 
     previous = {s: signal.signal(s, signal.default_int_handler) for s in (stop_signals() if is_main_thread else [])}
-    message, code = "", 0
+    message, code, is_others = "", 0, False
     try:
         yield
     except KeyboardInterrupt:
@@ -113,21 +113,20 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
     except Exception as error:
         if is_debug:
             raise
-        from gruppo.loading import users_line, visible
-        from gruppo.types import GruppoError
+        from gruppo.loading import describe_error
 
-        what = f"{type(error).__name__}: {error}"
-        message, code = f"{what} (this looks like a bug in gruppo; --debug shows where)", 1
-        if isinstance(error, GruppoError):
-            message, code = str(error), error.exit_code
-        elif (place := users_line(error)) is not None:
-            message, code = f"{place}, raised {what}. Correct the function, then try again.", EXIT_USAGE
-        elif isinstance(error, OSError) and error.errno is not None:
-            message, code = f"{error.filename or 'the system'}: {error.strerror}. Fix that, then try again.", EXIT_USAGE
-        message = visible(" ".join(message.split()))  # it may quote a file of somebody else
+        message, code = describe_error(error)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            from gruppo import distributed as dist
+
+            dist.record_error(error)
+            is_others = dist.is_reported(error)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler or signal.SIG_DFL)
-    if message:  # some messages have line breaks, of other libraries
-        print(f"gruppo: {' '.join(message.split())}", file=sys.stderr)
+        if (joined := sys.modules.get("gruppo.distributed")) is not None:
+            joined.shutdown()
+    if message:
+        if not is_others:
+            print(f"gruppo: {message}", file=sys.stderr)
         sys.exit(code)

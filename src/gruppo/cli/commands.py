@@ -62,7 +62,6 @@ def _until_stopped(path: Path) -> Iterator[None]:
         raise DataError(f"{frame.filename}:{frame.lineno} called sys.exit() {problem}") from None
     finally:
         os._exit = leave
-        dist.shutdown()
 
 
 def train(args: list[str]) -> None:

@@ -365,6 +365,11 @@ class DistributedConfig:
     none: each rank has all of them. fsdp: over all ranks. hybrid: over the ranks of each machine, replicated over
     machines.
     """
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Backend of collectives on GPUs; those on the CPU use gloo.
+
+    auto: nccl with CUDA. gloo lets several ranks share one GPU, which nccl refuses.
+    """
     timeout_s: Annotated[float, Range(gt=0)] = 1800.0
     """Seconds that a rank waits for the others before the run ends, resumable."""
 

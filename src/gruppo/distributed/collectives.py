@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as td
 from torch import Tensor
 
-from gruppo.distributed.heartbeat import ROUNDS, Heartbeat
+from gruppo.distributed.heartbeat import ROUNDS, Failure, Heartbeat
+from gruppo.loading import describe_error
 from gruppo.types import GruppoError, Stat
 
-__all__ = ["RankLost", "all_gather", "all_max", "all_sum", "fail_together", "init", "is_main", "merge_stats", "rank"]
-__all__ += ["shutdown", "sum_gradients", "world_size"]
+__all__ = ["Failed", "RankLost", "all_gather", "all_max", "all_min", "all_sum", "fail_together", "init", "is_main"]
+__all__ += ["is_reported", "leaving", "merge_stats", "phase", "rank", "record_error", "restarts", "share_failure"]
+__all__ += ["set_advice", "shutdown", "started_ranks", "sum_gradients", "waiting", "world_size"]
 
 LARGE_BYTES, BUCKET_BYTES = 2**20, 8 * 2**20
 """A gradient that is summed by itself; smaller ones that are summed together."""
@@ -29,32 +33,73 @@ class RankLost(GruppoError):
     exit_code = 75
 
 
+class Failed(GruppoError):
+    """Another rank has failed; the message is that rank's."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+EARLY_S = 60.0
+"""How long a rank that fails before the ranks have met waits for the others."""
+
 _heartbeat: Heartbeat | None = None
 _processes: list[str] = []
 """Of each rank, its process and machine."""
 _timeout_s, _advice = 0.0, ""
-_lost: RankLost | None = None
-"""Raised by the first collective that failed: later ones would wait again."""
+_left: GruppoError | None = None
+"""Raised by every collective after one that failed, and after this rank has failed: they would wait for nobody."""
+_PHASE = "_gruppo_phase"
+"""Attribute of an error that names the phase in which it was raised."""
+_shared: Exception | None = None
+"""The last error of this rank that the others know."""
+test_hook: Callable[[str], None] | None = None
+"""Called with the phase where one begins, and before each collective: tests make a rank fail there."""
 
 
-def init(timeout_s: float = 1800, *, advice: str = "") -> None:
-    """Join the process group that ``torchrun`` describes in the environment, if any; gloo on CPUs.
+# --- start and end ----------------------------------------------------------------------------------------------------
 
-    A collective ends with RankLost if another rank has ended, or does not join it within ``timeout_s``. ``advice``, a
-    sentence, is added to the error.
+
+def started_ranks() -> int:
+    """Processes that torchrun, or another launcher, has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def restarts() -> int:
+    """How often ``torchrun --max-restarts`` has started the processes again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def set_advice(sentence: str) -> None:
+    """Add a sentence to the errors of lost ranks."""
+    global _advice
+    _advice = sentence
+
+
+def init(timeout_s: float = 1800, *, backend: Literal["auto", "gloo", "nccl"] = "auto") -> None:
+    """Join the process group that ``torchrun`` describes in the environment, if any.
+
+    A collective ends with RankLost if another rank has ended, or does not join it within ``timeout_s``. ``backend``:
+    of tensors on GPUs; those on the CPU use gloo.
     """
-    global _heartbeat, _processes, _timeout_s, _advice
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or td.is_initialized():
+    global _heartbeat, _processes, _timeout_s
+    if started_ranks() <= 1:
+        return
+    _timeout_s, interval_s = timeout_s, min(timeout_s / 30, 1.0)
+    if td.is_initialized():
         return
     # NCCL then waits and raises an error as gloo does, instead of ending the process
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    _timeout_s, _advice, interval_s = timeout_s, advice, min(timeout_s / 30, 1.0)
     timeout = timedelta(seconds=timeout_s - ROUNDS * interval_s)  # the rest is for finding the lost rank
+    use_nccl = backend == "nccl" or (backend == "auto" and torch.cuda.is_available())
     try:
         store, number, count = next(td.rendezvous("env://", timeout=timeout))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        td.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
-        _heartbeat = Heartbeat(td.PrefixStore("gruppo", store), number, count, interval_s=interval_s)
+        named = "cpu:gloo,cuda:nccl" if use_nccl and torch.cuda.is_available() else "gloo"
+        td.init_process_group(named, store=store, rank=number, world_size=count, timeout=timeout)
+        shared = td.PrefixStore("gruppo", store)
+        times = {"interval_s": interval_s, "limit_s": timeout_s}
+        _heartbeat = Heartbeat(shared, number, count, on_stuck=_end_stuck, **times)
         _processes = [""] * count
         _processes = [
             text.decode() for text in all_gather(f" (process {os.getpid()} on {socket.gethostname()})".encode())
@@ -64,35 +109,210 @@ def init(timeout_s: float = 1800, *, advice: str = "") -> None:
             f"the {os.environ['WORLD_SIZE']} ranks did not meet within {timeout_s:g} s ({str(error).splitlines()[0]}). "
             "Check that all of them were started and reach MASTER_ADDR, or set --distributed.timeout-s higher."
         ) from error
+    if use_nccl and not torch.cuda.is_available():
+        raise GruppoError(
+            "distributed.backend=nccl needs CUDA, and torch finds no CUDA device. Set --distributed.backend gloo, or "
+            "install a CUDA build of torch."
+        )
 
 
 def shutdown() -> None:
-    global _heartbeat, _lost
+    global _heartbeat, _left
     if _heartbeat is not None:
         _heartbeat.close()
-    _heartbeat = _lost = None
+    _heartbeat = _left = None
     if td.is_initialized():
         td.destroy_process_group()
 
 
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
-def _naming_lost_ranks() -> Iterator[None]:
-    """For a collective: where it fails because of another rank, RankLost names that one."""
-    global _lost
-    if _lost is not None:
-        raise _lost
+def phase(name: str) -> Iterator[None]:
+    """Name what this rank does within the block, for the error of ranks that wait for it."""
+    if _heartbeat is None:
+        yield
+        return
+    before, _heartbeat.phase = _heartbeat.phase, name
+    try:
+        if test_hook is not None:
+            test_hook(name)
+        yield
+    except Exception as error:
+        if _PHASE not in vars(error):
+            setattr(error, _PHASE, name)  # the innermost; the error is reported after it was left
+        raise
+    finally:
+        if _heartbeat is not None:
+            _heartbeat.phase = before
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """For what waits for other ranks: where it fails because of one of them, the error names that rank."""
+    global _left
+    if _left is not None:
+        raise _left
+    heartbeat = _heartbeat
+    if heartbeat is None:
+        yield
+        return
+    if test_hook is not None:
+        test_hook(heartbeat.phase)
+    heartbeat.calls += 1
+    is_outermost, began = heartbeat.waiting_since is None, time.monotonic()
+    heartbeat.waiting_since = heartbeat.waiting_since or began
     try:
         yield
     except RuntimeError as error:
-        lost = [] if _heartbeat is None else _heartbeat.lost_ranks()
-        if not lost and "timed out" not in str(error).lower():
+        _left = _reason(heartbeat, error, time.monotonic() - began)
+        if _left is None:
             raise
-        what = f"waited {_timeout_s:g} s for another rank, which is alive: set --distributed.timeout-s higher"
-        if lost:
-            names = " and ".join(f"rank {number}{_processes[number]}" for number in lost)
-            what = f"cannot continue: {names} {'has' if len(lost) == 1 else 'have'} ended or stopped"
-        _lost = RankLost(f"rank {rank()} {what}. {_advice}")
-        raise _lost from error
+        raise _left from error
+    finally:
+        if is_outermost:
+            heartbeat.waiting_since = None
+
+
+def _reason(heartbeat: Heartbeat, error: RuntimeError, waited_s: float) -> GruppoError | None:
+    """Why a collective failed: a rank that has failed, or is lost or late; None where no other rank is the reason."""
+    if failed := _other_failure(heartbeat):
+        return failed
+    lost = heartbeat.lost_ranks()
+    if failed := _other_failure(heartbeat):
+        return failed
+    if lost:
+        return RankLost(
+            f"rank {rank()} cannot continue in phase {heartbeat.phase!r}: {_named(heartbeat, lost)} "
+            f"{'has' if len(lost) == 1 else 'have'} ended or stopped. {_advice}"
+        )
+    if "timed out" not in str(error).lower():
+        return None
+    late = _named(heartbeat, heartbeat.late_ranks()) or "another rank"
+    return RankLost(
+        f"rank {rank()} waited {_timeout_s:g} s in phase {heartbeat.phase!r} for {late}, which is alive: set "
+        f"--distributed.timeout-s higher. {_advice}"
+    )
+
+
+def _named(heartbeat: Heartbeat, ranks: Iterable[int]) -> str:
+    phases = heartbeat.states
+    return " and ".join(f"rank {number}{_processes[number]} in phase {phases[number][2]!r}" for number in ranks)
+
+
+def _other_failure(heartbeat: Heartbeat) -> Failed | None:
+    failure = heartbeat.find_failure()
+    if failure is None or failure.rank == rank():
+        return None
+    return _of_other(failure)
+
+
+def _failure(error: Exception) -> Failure:
+    """What this rank tells the others of an error."""
+    message, exit_code = describe_error(error)
+    present = "" if _heartbeat is None else _heartbeat.phase
+    return Failure(rank(), getattr(error, _PHASE, present), message, exit_code)
+
+
+def _of_other(failure: Failure) -> Failed:
+    where = f"rank {failure.rank}{_processes[failure.rank]} failed in phase {failure.phase!r}"
+    return Failed(f"{where}: {failure.message}", failure.exit_code)
+
+
+def _end_stuck() -> None:
+    """End this process from another thread, since the main one stays in a collective that cannot be interrupted."""
+    assert _heartbeat is not None
+    error = _reason(_heartbeat, RuntimeError("timed out"), _timeout_s)
+    assert error is not None
+    record_error(error)
+    if not _heartbeat.is_reported():
+        os.write(2, f"gruppo: {error}\n".encode())
+    os._exit(error.exit_code)
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Within the block, an error of this rank ends the other ranks too, each with this rank's message."""
+    try:
+        yield
+    except Exception as error:
+        _leave(error)
+        raise
+
+
+def _leave(error: Exception) -> None:
+    """Tell the others of an error that they cannot be told of in a collective; this rank joins none anymore."""
+    global _left
+    if _heartbeat is None or _left is not None or isinstance(error, RankLost | Failed):
+        return
+    _heartbeat.publish(failure := _failure(error))
+    _left = Failed(failure.message, failure.exit_code)
+
+
+def is_reported(error: Exception) -> bool:
+    """Leave the process group because of an error, and return whether rank 0 reports it, so that this rank need not.
+
+    Called before the ranks have met too: those that reach their first collective then end.
+    """
+    if _heartbeat is None:
+        with suppress(GruppoError):
+            init(EARLY_S)
+    if (heartbeat := _heartbeat) is None:
+        return False
+    _leave(error)
+    if td.is_initialized():
+        td.destroy_process_group()  # closes the connections, at which the others stop waiting
+    return heartbeat.is_reported()
+
+
+def record_error(error: BaseException) -> None:
+    """Write the error file of this rank, as ``torch.distributed.elastic`` expects it, where a launcher asks for one."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with suppress(OSError):
+            get_error_handler().record_exception(error)
+
+
+def share_failure(error: Exception | None, status: int = 0, *, in_step: bool = False) -> int:
+    """A collective: raise where any rank has an error, else return the largest ``status`` of all ranks.
+
+    ``in_step``: the error came where the others may be in a collective that this rank has not joined, as in the forward
+    of a sharded model. Then they are told through the store, and this rank does not wait for them.
+    """
+    global _shared
+    if error is not None and (in_step or world_size() == 1):
+        _leave(error)
+        raise error
+    if isinstance(error, RankLost | Failed) or (error is not None and error is _shared):
+        raise error
+    if error is not None:
+        _shared = error
+        with suppress(RankLost, Failed):  # where others cannot be told, they have left
+            all_max(_FAILED)
+            all_gather(json.dumps(vars(_failure(error))).encode())
+        raise error
+    if (worst := all_max(status)) < _FAILED:
+        return worst
+    raise _of_other(Failure(**next(filter(None, map(json.loads, all_gather(b"null"))))))
+
+
+_FAILED = 1_000_000
+
+
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """Raise on all ranks when one raises, so that the others do not wait for it in a collective forever."""
+    try:
+        yield
+    except Exception as error:
+        share_failure(error)
+    else:
+        share_failure(None)
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
 
 
 def rank() -> int:
@@ -111,7 +331,7 @@ def all_sum(x: Tensor, *, op: td.ReduceOp.RedOpType = td.ReduceOp.SUM) -> Tensor
     """Sum over ranks, or another reduction, as a new tensor."""
     if world_size() > 1:
         x = x.clone()
-        with _naming_lost_ranks():
+        with waiting():
             td.all_reduce(x, op=op)
     return x
 
@@ -121,33 +341,22 @@ def all_max(x: int) -> int:
     return int(all_sum(torch.tensor(x), op=td.ReduceOp.MAX)) if world_size() > 1 else x
 
 
+def all_min(x: int) -> int:
+    """Minimum over ranks."""
+    return -all_max(-x)
+
+
 def all_gather(data: bytes) -> list[bytes]:
     """Data of all ranks, in order of rank. Sent as numbers, so nothing is unpickled."""
     if world_size() == 1:
         return [data]
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(world_size())]
-    with _naming_lost_ranks():
+    with waiting():
         td.all_gather(sizes, torch.tensor([len(data)]))
         longest = max(int(size) for size in sizes)
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size())]
         td.all_gather(parts, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8))
     return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
-
-
-@contextmanager
-def fail_together() -> Iterator[None]:
-    """Raise on all ranks when one raises, so that the others do not wait for it in a collective forever."""
-    failure = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    if failure is not None:
-        with suppress(RankLost):  # as others cannot be told, they have left
-            all_max(1)
-        raise failure
-    if all_max(0):
-        raise GruppoError("another rank failed; its message says why and what to do.")
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -165,7 +374,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
         if gradient.nbytes >= LARGE_BYTES and gradient.is_contiguous():
-            with _naming_lost_ranks():
+            with waiting():
                 td.all_reduce(gradient)
             continue
         bucket = buckets.setdefault((gradient.dtype, gradient.device), [])
@@ -179,7 +388,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 def _sum_bucket(gradients: list[Tensor]) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    with _naming_lost_ranks():
+    with waiting():
         td.all_reduce(flat)
     for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))

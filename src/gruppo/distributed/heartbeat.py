@@ -1,4 +1,4 @@
-"""Finds the ranks that are dead or stopped.
+"""Finds the ranks that are dead, stopped, late or have failed, and what each of them was doing.
 
 gloo and NCCL notice that a rank is lost, since its connection closes or a collective times out, and do not say which
 one: in a ring, a rank waits for its neighbor, which may only wait itself.
@@ -6,56 +6,147 @@ one: in a ring, a rank waits for its neighbor, which may only wait itself.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as td
 
 MISSED, ROUNDS = 5, 10
 """Beats without which a rank is lost, and rounds in which that is found."""
+TOLD_S = 10.0
+"""How long a rank that has failed waits for rank 0 to report it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What the first rank that failed tells the others."""
+
+    rank: int
+    phase: str
+    message: str
+    exit_code: int
 
 
 class Heartbeat:
-    """Counts up in the store that the ranks share, and watches the counts of the others.
+    """Publishes what this rank does in the store that the ranks share, and reads what the others do.
 
-    A stopped process counts no more, and one whose main thread computes does.
+    A stopped process publishes nothing more, and one whose main thread computes does. ``on_stuck`` is called, in
+    another thread, where this rank stays in a collective for longer than ``limit_s``, or long after a rank has failed.
     """
 
-    def __init__(self, store: td.Store, rank: int, world_size: int, *, interval_s: float) -> None:
+    def __init__(
+        self,
+        store: td.Store,
+        rank: int,
+        world_size: int,
+        *,
+        interval_s: float,
+        limit_s: float,
+        on_stuck: Callable[[], None],
+    ) -> None:
+        self._main_store = store
         # a connection of its own, since it may wait for a host that is stopped
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        self._rank, self._interval_s = rank, interval_s
+        self._rank, self._interval_s, self._limit_s, self._on_stuck = rank, interval_s, limit_s, on_stuck
         self._missed, self._rounds, self._found = [0] * world_size, 0, ""
+        self.phase, self.calls = "start", 0
+        """What this rank does, and how many collectives it has begun."""
+        self.waiting_since: float | None = None
+        """When the main thread began to wait for other ranks."""
+        self.states: list[tuple[int, int, str]] = [(0, 0, "start")] * world_size
+        """Of each rank: beats, collectives begun, phase."""
+        self.failure: Failure | None = None
         self._closed = threading.Event()
+        self._store.set(f"state/{rank}", json.dumps((0, 0, self.phase)))
         threading.Thread(target=self._run, name="gruppo-heartbeat", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
 
     def _run(self) -> None:
-        counts = [0] * len(self._missed)
+        beats, failed_at = 0, None
+        keys = [f"state/{other}" for other in range(len(self._missed))]
         while not self._closed.wait(self._interval_s):
+            beats += 1
             try:
-                self._store.add(f"beats/{self._rank}", 1)
-                now = [self._store.add(f"beats/{other}", 0) for other in range(len(counts))]
+                self._store.set(keys[self._rank], json.dumps((beats, self.calls, self.phase)))
+                now = [tuple(json.loads(text)) for text in self._store.multi_get(keys)]
                 self._found = self._store.compare_set("lost", "", "").decode()
+                if self.failure is None and (text := self._store.compare_set("failure", "", "").decode()):
+                    self.failure = Failure(**json.loads(text))
             except RuntimeError:  # the process that hosts the store has ended
-                return
+                now = None
             # in rounds, not seconds: where all processes were stopped and go on, none is lost
-            self._missed = [
-                missed + 1 if new == old else 0 for missed, new, old in zip(self._missed, now, counts, strict=True)
-            ]
-            counts, self._rounds = now, self._rounds + 1
+            if now is not None:
+                self._missed = [
+                    missed + 1 if new[0] == old[0] else 0
+                    for missed, new, old in zip(self._missed, now, self.states, strict=True)
+                ]
+                self.states, self._rounds = now, self._rounds + 1
+            if self.failure is not None and failed_at is None:
+                failed_at = time.monotonic()
+            since, limit_s = self.waiting_since, self._limit_s
+            if since is not None and failed_at is not None:  # that collective cannot complete
+                since, limit_s = max(since, failed_at), min(limit_s, TOLD_S)
+            if since is not None and time.monotonic() - since > limit_s:
+                self._on_stuck()
+                return
+            if now is None and since is None:
+                return
+
+    # --- failures ---
+
+    def publish(self, failure: Failure) -> None:
+        """Tell the other ranks that this one has failed; the first one that does is what they report."""
+        with suppress(RuntimeError):
+            self._main_store.compare_set("failure", "", json.dumps(vars(failure)))
+
+    def find_failure(self) -> Failure | None:
+        """What a rank has published, as read by the other thread: the store may be on a host that is stopped."""
+        before, until = self._rounds, time.monotonic() + 5 * self._interval_s
+        while self.failure is None and self._rounds < before + 2 and time.monotonic() < until:
+            time.sleep(self._interval_s / 10)
+        return self.failure
+
+    def is_reported(self) -> bool:
+        """Say that rank 0 reports its error; on the others, wait until it does.
+
+        False where this rank has to report its own: it is rank 0, or rank 0 does not answer, such as after a kill.
+        """
+        others = len(self._missed) - 1
+        with suppress(RuntimeError):
+            if self._rank == 0:
+                self._main_store.set("reported", "1")
+                until = time.monotonic() + 2.0  # its process may host the store: the others read it before
+                while self._main_store.add("read", 0) < others and time.monotonic() < until:
+                    time.sleep(0.02)
+            elif "0" not in self._found.split(","):
+                self._main_store.wait(["reported"], timedelta(seconds=min(TOLD_S, self._limit_s)))
+                self._main_store.add("read", 1)
+                return True
+        return False
+
+    # --- ranks that do not come ---
 
     def lost_ranks(self) -> list[int]:
         """Ranks that are dead or stopped now. All ranks that ask get the answer of the first one."""
         before, until = self._rounds, time.monotonic() + 4 * MISSED * self._interval_s
         time.sleep((MISSED + 2) * self._interval_s)
-        if self._rounds == before:
-            return [0]  # its process hosts the store, or the launcher on its machine does
+        if self._rounds == before and self._rank != 0:
+            self._found = "0"  # its process hosts the store, or the launcher on its machine does
+            return [0]
         while not self._found and not max(self._missed) >= MISSED and time.monotonic() < until:
             time.sleep(self._interval_s)
         if not self._found and (silent := [str(n) for n, missed in enumerate(self._missed) if missed >= MISSED]):
             self._found = self._store.compare_set("lost", "", ",".join(silent)).decode()
             time.sleep(3 * self._interval_s)  # until the others have read it: this process may host the store
         return [int(number) for number in self._found.split(",") if number]
+
+    def late_ranks(self) -> list[int]:
+        """Ranks that are alive and have begun fewer collectives than this one."""
+        return [number for number, (_, calls, _) in enumerate(self.states) if calls < self.calls]

@@ -128,14 +128,16 @@ def _requests(run: Run, slots: Sequence[int], size: int) -> dict[int, Request]:
 
 
 def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> Round:
-    rollouts = run.engine.generate(list(requests.values()), step_params.sampling, seed=run.config.seed)
+    with dist.phase("sample"):
+        rollouts = run.engine.generate(list(requests.values()), step_params.sampling, seed=run.config.seed)
     began = time.perf_counter()
     if len(rollouts.prompts) < len(requests) and (run.config.rollout.refill_rounds or run.config.rollout.first_samples):
         raise DataError(
             "two prompts of a step have the same id and draw, so their samples are one group; refilled or grown groups "
             "need to be told apart. Let the data source number its draws: Prompt(..., draw=n)."
         )
-    scores = run.rewards.score(rollouts, run.trainer_state)
+    with dist.phase("reward"):
+        scores = run.rewards.score(rollouts, run.trainer_state)
     return Round(rollouts, scores, list(requests), time.perf_counter() - began)
 
 

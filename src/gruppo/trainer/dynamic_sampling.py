@@ -70,7 +70,8 @@ def empty_slots(one: Round | None, by: str, slots: int) -> list[int]:
     flags = torch.zeros(slots)
     if one is not None:
         flags[torch.tensor(one.slots)] = one.has_equal_rewards(by).float()
-    return dist.all_sum(flags).nonzero()[:, 0].tolist()
+    with dist.phase("dynamic sampling"):
+        return dist.all_sum(flags).nonzero()[:, 0].tolist()
 
 
 @dataclass(frozen=True, eq=False)

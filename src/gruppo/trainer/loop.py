@@ -56,11 +56,15 @@ def train(run: Run, folder: RunFolder) -> None:
         end_of_step(run, folder, {})
         while not run.is_complete:
             step_params = run.stage_schedule.step_params(run.state.step)
-            with boundary_kept(run, folder):
+            with boundary_kept(run, folder), dist.phase("collect"):
                 collected = collect(run, step_params)
-            metrics = collected.metrics | learn(run, collected.batch, step_params)
-            publish(run, folder, collected, metrics | run.stage_schedule.metrics(step_params))
-            if not run.is_complete and dist.all_max(int(run.stopper.requested)):  # of any rank
+            with dist.phase("learn"):
+                metrics = collected.metrics | learn(run, collected.batch, step_params)
+            with dist.phase("publish"):
+                publish(run, folder, collected, metrics | run.stage_schedule.metrics(step_params))
+            with dist.phase("signals"):
+                is_stopped = not run.is_complete and dist.all_max(int(run.stopper.requested))
+            if is_stopped:
                 save(run, folder)
                 folder.finish_saving()
                 raise Interrupted
@@ -108,8 +112,9 @@ def boundary_kept(run: Run, folder: RunFolder) -> Iterator[None]:
 def save(run: Run, folder: RunFolder) -> None:
     """Save a checkpoint after a whole step. Where it fails, no rank waits for the one that writes."""
     boundary = boundary_state(run)
-    folder.finish_saving()
-    with dist.fail_together():
+    with dist.phase("save"):
+        folder.finish_saving()
+    with dist.phase("save"), dist.fail_together():
         references.check_unchanged(run)
         folder.save(run, boundary)
 
@@ -183,7 +188,7 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
         is_done = run.stage_schedule.settled >= run.state.step
     if not count or not is_due or is_done:
         return {}
-    with boundary_kept(run, folder):
+    with boundary_kept(run, folder), dist.phase("evaluate"):
         prompts = held_out(run, count)
         with whole_weights(run.policy, engine=run.config.engine.kind):
             done, rows = evaluate(run, prompts)

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -38,43 +38,85 @@ Part = tuple[Rollouts, Bool[Tensor, "B T"]]
 # --- micro-batches ----------------------------------------------------------------------------------------------------
 
 
+class MemoryRanOut(GruppoError):
+    """Memory ran out on a rank in a step of sharded weights, which it cannot try again alone."""
+
+    exit_code = 75
+
+    def __init__(self, message: str, budget: int) -> None:
+        super().__init__(message)
+        self.budget = budget
+
+
 @dataclass
 class Attempt:
-    """A context in which memory may run out: it gives the micro-batches of each part, and suppresses that error."""
+    """A context in which memory may run out: it gives the micro-batches of each part, and suppresses that error.
+
+    Its end is a collective: where memory runs out on one rank, it has for all; where one fails, all do.
+    """
 
     micro_batches: list[list[MicroBatch]]
+    budget: int
+    in_step: bool = False
+    """Whether each forward is a collective, as with sharded weights: a rank cannot leave it and try again."""
     error: str | None = None
+    """On this rank."""
+    has_run_out: bool = False
+    """On any rank."""
 
     def __enter__(self) -> list[list[MicroBatch]]:
+        self._waits = ExitStack()
+        self._waits.enter_context(dist.waiting() if self.in_step else nullcontext())
         return self.micro_batches
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        if error is None or not is_out_of_memory(error):
+        if error is not None and is_out_of_memory(error):
+            self.error = str(error)
+            error = None
+            if self.in_step:
+                error = MemoryRanOut(
+                    f"memory ran out on rank {dist.rank()} in micro-batches of {self.budget} tokens; "
+                    "with sharded weights, a step cannot be repeated by one rank. Resume the run: it continues with "
+                    f"{self.budget // 2}.",
+                    self.budget // 2,
+                )
+        elif error is not None:
+            try:
+                self._waits.__exit__(kind, error, traceback)
+            except GruppoError as lost:
+                error = lost
+        self._waits.close()
+        if error is not None and not isinstance(error, Exception):
             return False
-        self.error = str(error)
+        with dist.phase("memory back-off"):
+            status = int(self.error is not None)
+            self.has_run_out = dist.share_failure(error, status, in_step=self.in_step) > 0
         return True
 
 
 def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
-    """Attempts at one piece of work, until memory does not run out in one.
+    """Attempts at one piece of work, until memory does not run out in one; a collective.
 
     ``parts``: several rollouts whose gradients add up; an attempt covers all of them. Gradients are set to zero before
-    the next attempt, so that no micro-batch counts twice. The smaller budget stays for the rest of the run. Not a
-    collective: memory may run out on one rank alone.
+    the next attempt, so that no micro-batch counts twice. The smaller budget stays for the rest of the run, on all
+    ranks.
     """
     while True:
-        budgets = [budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts]
-        cuts = [run.policy.micro_batches(*part, budget) for part, budget in zip(parts, budgets, strict=True)]
-        if is_unit(run.policy.module):
-            cuts = [equally_many(run.policy, part[0], cut) for part, cut in zip(parts, cuts, strict=True)]
-        longest = max(longest_row(run.policy, part[0], cut) for part, cut in zip(parts, cuts, strict=True))
-        # Where a row alone needs more than is free, Linux would kill the process without a message.
-        free, needed = free_bytes(run.policy.device), longest * run.policy.bytes_per_unit(least=True)
-        if free is not None and needed > free and run.policy.device.type == "cpu":
-            raise _does_not_fit(run, longest, f"its activations alone need about {needed / GIB:.2f} GiB")
-        attempt = Attempt(cuts)
+        with dist.phase("micro-batches"), dist.fail_together():
+            budgets = [budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts]
+            cuts = [run.policy.micro_batches(*part, budget) for part, budget in zip(parts, budgets, strict=True)]
+            longest = max(longest_row(run.policy, part[0], cut) for part, cut in zip(parts, cuts, strict=True))
+            # Where a row alone needs more than is free, Linux would kill the process without a message.
+            free, needed = free_bytes(run.policy.device), longest * run.policy.bytes_per_unit(least=True)
+            if free is not None and needed > free and run.policy.device.type == "cpu":
+                raise _does_not_fit(run, longest, f"its activations alone need about {needed / GIB:.2f} GiB")
+        in_step = is_unit(run.policy.module)
+        if in_step:
+            with dist.phase("micro-batches"):
+                cuts = [equally_many(run.policy, part[0], cut) for part, cut in zip(parts, cuts, strict=True)]
+        attempt = Attempt(cuts, max(budgets), in_step)
         yield attempt
-        if attempt.error is None:
+        if not attempt.has_run_out:
             return
         run.state.has_run_out = True
         # Here and not in an ``except`` block, whose traceback would hold the activations of the failed attempt.
@@ -85,16 +127,18 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        budget = max(budgets)
-        finer = finer_budget(run.policy, parts, budget, sum(map(len, cuts)))
-        if not finer:
-            request = re.search(r"tried to allocate ([\d.]+ ?\w+)", attempt.error, re.IGNORECASE)
-            raise _does_not_fit(run, longest, f"the last request was for {request[1]}" if request else "")
-        run.state.token_budget = finer
+        finer = 0
+        with dist.phase("memory back-off"), dist.fail_together():
+            if attempt.error is not None:
+                finer = finer_budget(run.policy, parts, attempt.budget, sum(map(len, cuts)))
+                if not finer:
+                    request = re.search(r"tried to allocate ([\d.]+ ?\w+)", attempt.error, re.IGNORECASE)
+                    raise _does_not_fit(run, longest, f"the last request was for {request[1]}" if request else "")
+        run.state.token_budget = dist.all_min(finer or attempt.budget)
         log.warning(
             "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set --optim.token-budget %d "
             "to begin there.",
-            *(run.state.step, budget, finer, finer),
+            *(run.state.step, attempt.budget, run.state.token_budget, run.state.token_budget),
         )
 
 

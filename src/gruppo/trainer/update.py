@@ -141,7 +141,8 @@ def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, S
     for parameter, ranks in zip(run.parameters, reached, strict=True):
         if not ranks:  # as an action's std while only demonstrations are learned from: no momentum or decay moves it
             parameter.grad = None
-    stats = dist.merge_stats(stats)
+    with dist.phase("early stop"):
+        stats = dist.merge_stats(stats)
     limit = run.config.optim.stop_kl
     has_moved_far = limit > 0 and stats.get("kl/old_k3_nats", Stat()).mean > limit  # the same number on all ranks
     # Networks whose gradient norms are limited apart: a separate critic must not shrink the policy's gradient.
@@ -172,7 +173,9 @@ def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[st
     limit = run.config.optim.max_grad_norm or float("inf")
     norms = {name: clip_grad_norm(own, limit) for name, own in networks.items()}
     stats = {f"grad/{name}": Stat(1, norm) for name, norm in norms.items()}
-    if all(map(math.isfinite, norms.values())):
+    with dist.phase("non-finite gradients"):
+        is_finite = not dist.all_max(int(not all(map(math.isfinite, norms.values()))))
+    if is_finite:
         run.state.skipped_updates = 0
         before = Moved(run.optimizer) if run.state.step % EVERY == 0 else None
         run.optimizer.step()
@@ -182,7 +185,8 @@ def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[st
             stats |= dist.merge_stats(changed) if is_unit(run.policy.module) else changed  # each rank has its shards
         return stats
     run.state.skipped_updates += 1
-    name, norm = next((name, norm) for name, norm in norms.items() if not math.isfinite(norm))
+    # of one kind on all ranks, unless their hardware rounds otherwise
+    name, norm = next(((name, norm) for name, norm in norms.items() if not math.isfinite(norm)), ("norm", math.inf))
     whose, option = ("critic", "--critic.lr") if name == "critic_norm" else ("policy", "--optim.lr")
     step = run.state.step
     log.warning("step %d: the norm of the %s's gradient is %s; this update was skipped.", step, whose, norm)
@@ -211,12 +215,11 @@ def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]
         # the consistency term belongs to what is sampled, where anything is
         params = step_params if batch.rollouts is None else replace(step_params, cons_coef=0.0)
         terms.append(partial(supervised_backward, run, batch.demos, params, weights))
-    with dist.fail_together():
-        for attempt in attempts(run, parts):
-            with attempt as micro_batches:
-                stats = dict[str, Stat]()
-                for term, own in zip(terms, micro_batches, strict=True):
-                    _accumulate(stats, term(own))
+    for attempt in attempts(run, parts):
+        with attempt as micro_batches:
+            stats = dict[str, Stat]()
+            for term, own in zip(terms, micro_batches, strict=True):
+                _accumulate(stats, term(own))
     return stats
 
 
