@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tests import tiny
 from tests.doctor.test_provoked_restoration import config_of as restoring
+from tests.engines.fake_vllm import FakeServer
 
 import gruppo
 from gruppo import api
@@ -57,6 +58,8 @@ FOREIGN_OPTIONS = {
     *("--debug", "--help", "--help-all", "--names", "--options", "--tours"),
     *("--bind", "--cap-drop", "--dev", "--mount", "--network", "--proc", "--read-only", "--rm", "--ro-bind"),
     *("--runtime", "--unshare-all"),
+    *("--dtype", "--enable-prefix-caching", "--enable-scale-out", "--enforce-eager", "--generation-config"),
+    *("--gpu-memory-utilization", "--logprobs-mode", "--max-model-len"),
 }
 """Of other programs, or for all commands."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
@@ -264,7 +267,11 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     staged = replace(staged, environment=configs.EnvironmentConfig(reply="gruppo.recipes.guess:reply"))
     held = configs.Stage(sup_coef=0.1, cons_coef=0.1, kl_coef=0.1)
     restored = restoring(folder, steps=1, stage=held, optim=configs.OptimConfig(lr=1e-4, terms_every=1))
-    rows = [row for config in (grpo, ppo, staged, restored) for row in read_metrics(api.start(config).folder)]
+    server = FakeServer(tiny.model())
+    served = tiny.config(folder, name="served", engine__kind="vllm", engine__urls=[server.url], steps=1)
+    every = (grpo, ppo, staged, restored, served)
+    rows = [row for config in every for row in read_metrics(api.start(config).folder)]
+    server.close()
     of_programs = {f"reward_metric/{name}" for name in code_metrics([ProgramScore(1, 1)])}
     return {name for row in rows for name in row} - {"step"} | of_programs
 

@@ -100,6 +100,7 @@ def train(
     config = recipe if file is None else replace(recipe, trust_remote_code=False)
     parts = Parts.of(model, data, reward, environment, engine)
     changes = changes if steps is None else {"steps": steps, **changes}
+    changes = changes if engine is None else {"engine": name_of(engine), **changes}
     try:
         config = change(config, changes)
         config = replace(
@@ -110,8 +111,6 @@ def train(
         )
         if environment is not None:
             config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
-        if engine is not None:
-            config = replace(config, engine=replace(config.engine, kind=name_of(engine)))
         if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
             # on the command line too they are then called in the trainer's process, whose random state is saved
             config = replace(config, scoring=replace(config.scoring, isolate=False))

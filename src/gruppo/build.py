@@ -209,7 +209,8 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     critic: Critic | None = None
     if config.objective.has_critic:  # new; on resume, its weights come from the checkpoint
         critic = modality.critic(config, policy, source) or SharedCritic(policy)
-    engine = open_engine(config, parts, policy, sampling, source)
+    engine: Any = open_engine(config, parts, policy, sampling, source)
+    is_served = parts.engine is None and config.engine.kind == "vllm"
     sha256 = shard(config, policy, reference, critic) if is_sharded else {}
     run = Run(
         config=config,
@@ -224,6 +225,8 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         demos=demos,
         sampling=sampling,
         environment=environment,
+        progress=engine.progress if is_served else str,
+        engine_metrics=engine.metrics if is_served else dict,
         **sha256,
     )
     is_evaluated = bool(rewards.names) or policy.renders_images  # without rewards, images are still shown

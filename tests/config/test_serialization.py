@@ -256,3 +256,36 @@ def test_keywords_that_name_nothing_are_refused(changes, says):
     with pytest.raises(GruppoError) as error:
         change(GIVEN, changes)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "correction"),
+    [
+        ({"engine": "vllm"}, "truncate"),
+        ({"engine.kind": "vllm", "engine.urls": ["http://a"]}, "truncate"),
+        ({"engine": "vllm", "objective": "dapo"}, "truncate"),
+        ({"engine": "vllm", "objective.correction": "none"}, "none"),
+        ({"engine": "vllm", "objective.correction": "mask"}, "mask"),
+        ({"engine.urls": ["http://a"]}, "none"),
+        ({"engine": "mine.py:engine"}, "none"),
+    ],
+)
+def test_servers_turn_on_the_correction_of_their_arithmetic_unless_told_otherwise(changes, correction):
+    changed = serialization.change(Config(), changes)
+    assert changed.objective.correction == correction
+    assert serialization.from_dict(serialization.to_dict(changed)) == changed
+    assert serialization.change(changed, {"steps": 3}).objective.correction == correction
+
+
+@pytest.mark.parametrize(
+    ("data", "correction"),
+    [
+        ({"engine": "vllm"}, "truncate"),
+        ({"engine": {"kind": "vllm"}, "objective": "dapo"}, "truncate"),
+        ({"engine": {"kind": "vllm"}, "objective": {"clip_high": 0.3}}, "truncate"),
+        ({"engine": {"kind": "vllm"}, "objective": {"correction": "none"}}, "none"),
+        ({"objective": "dapo"}, "none"),
+    ],
+)
+def test_a_file_with_servers_too(data, correction):
+    assert serialization.from_dict(data).objective.correction == correction

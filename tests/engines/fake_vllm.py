@@ -24,12 +24,15 @@ from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.modalities.text.generation import generate
 from gruppo.types import Sampling
 
+LOADING = threading.Lock()
+"""transformers loads one model of a process at a time: it patches torch meanwhile."""
+
 
 class FakeServer:
     """``url`` answers from construction to ``close``. ``model``: the folder that the server was started with."""
 
     def __init__(self, model: str, *, key: str = "", port: int = 0) -> None:
-        self.policy = copy.deepcopy(opened(model))
+        self.model, self.policy = model, copy.deepcopy(opened(model))
         self.key, self.version, self.is_paused = key, "default", False
         self.adapters: dict[str, Any] = {}
         self.cache: dict[Any, TextPolicy] = {}  # prompt to the weights that read it
@@ -68,7 +71,7 @@ class FakeServer:
                     code, answer = fault.code, {"error": {"message": fault.message}}
                     if code in BROKEN:
                         return self.break_off(code)
-                data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+                data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()  # as vLLM's Response
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -178,9 +181,9 @@ class FakeServer:
     def post_v1_load_lora_adapter(self, body: Any, query: Any) -> Any:
         from gruppo.modalities.common.adapters import adapt_from
 
-        policy = copy.deepcopy(self.policy)
-        adapt_from(body["lora_path"], base="")(policy.module)
-        self.adapters[body["lora_name"]] = policy
+        adapt = adapt_from(body["lora_path"], base=self.model)
+        with LOADING:
+            self.adapters[body["lora_name"]] = from_pretrained(self.model, compute="float32", adapt=adapt)
         return f"Success: LoRA adapter '{body['lora_name']}' added successfully."
 
     def post_v1_unload_lora_adapter(self, body: Any, query: Any) -> Any:

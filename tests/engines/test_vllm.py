@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests import tiny
-from tests.engines.fake_vllm import FakeServer
+from tests.engines.fake_vllm import FakeServer, Fault
 
-from gruppo.engines.vllm import VllmEngine
+from gruppo import api
+from gruppo.engines.vllm import VllmEngine, publish
+from gruppo.environments import ConversationEngine, Environment
+from gruppo.modalities.common.lora import inject
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.testing import check_engine
-from gruppo.types import Prompt, Request, Sampling
+from gruppo.types import GruppoError, MicroBatch, Prompt, Request, Rollouts, Sampling
 
 SAMPLING = Sampling(max_actions=8)
 INPUTS = ["1 + 1 =", "a longer prompt"]
@@ -19,6 +30,13 @@ INPUTS = ["1 + 1 =", "a longer prompt"]
 
 def requests(*sizes: int, first: int = 0) -> list[Request]:
     return [Request(Prompt(f"p{n}", f"{n} + {n} =", draw=n), size, first) for n, size in enumerate(sizes)]
+
+
+def require_logprobs(policy: TextPolicy, rollouts: Rollouts) -> None:
+    """The sampler's log-probs are the policy's."""
+    micro_batch = MicroBatch(torch.arange(len(rollouts)), slice(0, rollouts.actions.shape[1]))
+    evaluated = policy.likelihood(rollouts, micro_batch).logprobs.detach()
+    torch.testing.assert_close(evaluated, rollouts.sampler_logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +62,229 @@ def engine(servers, policy, tmp_path) -> Iterator[VllmEngine]:
 
 def test_it_keeps_the_contract_of_engines(engine, policy):
     check_engine(engine, policy, INPUTS, tolerance=1e-4)
+
+
+def test_it_samples_as_a_server_does_whatever_the_company_and_the_number_of_servers(engine, policy):
+    rollouts = engine.generate(requests(3, 2, 3), SAMPLING, seed=0)
+    alone = engine.generate(requests(3, 2, 3)[1:2], SAMPLING, seed=0)
+    assert torch.equal(rollouts.take([3, 4]).actions[:, : alone.actions.shape[1]], alone.actions)
+    grown = engine.generate(requests(1, 1, 1, first=2), SAMPLING, seed=0)
+    assert torch.equal(grown.actions[2, : int(grown.lengths[2])], rollouts.actions[7, : int(rollouts.lengths[7])])
+    assert not torch.equal(engine.generate(requests(3, 2, 3), SAMPLING, seed=1).actions, rollouts.actions)
+
+
+def asked(servers: list[FakeServer], path: str = "/inference/v1/generate") -> list[list[Any]]:
+    return [[body for asked, body in server.log if asked == path] for server in servers]
+
+
+def test_the_samples_of_a_prompt_go_to_one_server_and_groups_are_spread(engine, servers):
+    engine.generate(requests(3, 3, 3, 3), SAMPLING, seed=0)
+    prompts = [{tuple(body["token_ids"]) for body in bodies} for bodies in asked(servers)]
+    assert [len(each) for each in prompts] == [2, 2] and not prompts[0] & prompts[1]
+    # prefixes are shared within a version, and with no other
+    salts = [{body["cache_salt"] for body in bodies} for bodies in asked(servers)]
+    assert salts == [{f"{engine.label}-r0"}, {f"{engine.label}-r1"}]
+
+
+def test_a_server_is_never_given_more_rows_than_it_has_room_for(servers, policy, tmp_path):
+    inflight, most = [0], [0]
+    lock = threading.Lock()
+
+    def before(path: str, body: Any) -> None:
+        if path.endswith("generate"):
+            with lock:
+                inflight[0] += 1
+                most[0] = max(most[0], inflight[0])
+
+    def answer(path: str, body: Any, answer: Any) -> Any:
+        if path.endswith("generate"):
+            with lock:
+                inflight[0] -= 1
+        return answer
+
+    servers[0].before, servers[0].answer = before, answer
+    engine = VllmEngine(policy, [servers[0].url], tmp_path / "published", max_inflight=4)
+    engine.sync(policy, 1)
+    assert len(engine.generate(requests(2, 2, 2, 2, 2), SAMPLING, seed=0)) == 10
+    assert most[0] <= 4
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7, max_actions=8),
+        Sampling(top_k=3, max_actions=8),
+        Sampling(top_p=0.5, max_actions=8),
+        Sampling(stop=("1", "<eos>"), max_actions=8),
+        Sampling(temperature=0, max_actions=8),
+    ],
+    ids=str,
+)
+def test_log_probs_are_those_of_the_policy_under_every_sampling(engine, policy, sampling):
+    rollouts = engine.generate(requests(3, 2), sampling, seed=0)
+    if not sampling.temperature:  # a greedy action has its log-prob at temperature 1
+        rollouts = replace(rollouts, temperature=torch.ones(5))
+    require_logprobs(policy, rollouts)
+
+
+def test_ids_that_their_text_would_not_give_are_sent_and_kept_as_they_are(engine, servers, policy):
+    """Nothing is tokenized by a server."""
+    prompts = [Request(Prompt("p", [{"role": "user", "content": "<eos> 1"}]), 2)]
+    rollouts = engine.generate(prompts, SAMPLING, seed=0)
+    ids = policy.chat.encode(prompts[0].prompt.inputs)
+    assert rollouts.shared["prompt_ids"][0].tolist() == ids
+    assert {tuple(body["token_ids"]) for bodies in asked(servers) for body in bodies} == {tuple(ids)}
+    assert asked(servers, "/tokenize") == [[], []]
+
+
+def test_conversations_go_on_where_they_were(engine, policy):
+    """Each turn continues the ids of the row, with random numbers of its own."""
+    environment = Environment(lambda text, turn, **_: None if turn == 3 else "go on.", turns=3)
+    rollouts = ConversationEngine(engine, environment).generate(
+        requests(2, 2), Sampling(max_actions=12, stop=("1",)), seed=0
+    )
+    assert int(rollouts.per_row["turns"].max()) > 1
+    require_logprobs(policy, rollouts)
+
+
+def test_an_adapter_is_published_by_version_and_never_merged(servers, tmp_path):
+    policy = from_pretrained(
+        tiny.model(), compute="float32", adapt=partial(inject, rank=2, alpha=4.0, base=tiny.model())
+    )
+    engine = VllmEngine(policy, [server.url for server in servers], tmp_path / "published")
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in policy.module.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version)))
+        engine.sync(policy, version)
+        rollouts = engine.generate(requests(2, 2), SAMPLING, seed=0)
+        require_logprobs(policy, rollouts)
+        assert [list(server.adapters) for server in servers] == [[f"{engine.label}-r{n}"] for n in range(2)]
+    assert asked(servers, "/collective_rpc") == [[], []]
+    engine.close()
+
+
+def test_published_folders_are_whole_untied_and_few(engine, policy, tmp_path):
+    for version in range(2, 6):
+        engine.sync(policy, version)
+    folders = sorted((tmp_path / "published").iterdir())
+    assert len(folders) == 2
+    newest = next(folder for folder in folders if folder.name == engine.label)
+    weights = load_file(newest / "model-00001.safetensors")
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert not json.loads((newest / "config.json").read_text())["tie_word_embeddings"]
+    record = json.loads((newest / "published.json").read_text())
+    digest = hashlib.sha256((newest / "model-00001.safetensors").read_bytes()).hexdigest()
+    assert record == {"version": engine.label, "sha256": {"model-00001.safetensors": digest}}
+
+
+def test_shards_hold_every_tensor_once_and_none_is_larger_than_allowed(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "SHARD_BYTES", 4000)
+    publish.write_shards(tmp_path, policy.served_weights())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {file.name: load_file(file) for file in tmp_path.glob("*.safetensors")}
+    assert len(files) > 2 and set(index) == {name for name, _ in policy.served_weights()}
+    assert sum(map(len, files.values())) == len(index)
+    for name, tensor in policy.served_weights():
+        assert torch.equal(files[index[name]][name], tensor)
+    assert all(len(held) == 1 or sum(x.nbytes for x in held.values()) <= 4000 for held in files.values())
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def spoiled(**attributes: Any) -> Callable[[FakeServer], None]:
+    def spoil(server: FakeServer) -> None:
+        for name, value in attributes.items():
+            setattr(server, name, value)
+
+    return spoil
+
+
+def without(key: str) -> Callable[[str, Any, Any], Any]:
+    def answer(path: str, body: Any, answer: Any) -> Any:
+        if not path.endswith("generate"):
+            return answer
+        return {**answer, "choices": [{k: v for k, v in answer["choices"][0].items() if k != key}]}
+
+    return answer
+
+
+def other_tokens(path: str, body: Any, answer: Any) -> Any:
+    return {"tokens": answer["tokens"][1:]} if path == "/tokenize" else answer
+
+
+def bfloat16(path: str, body: Any, answer: Any) -> Any:
+    if path == "/server_info":
+        answer["vllm_config"]["model_config"]["dtype"] = "torch.bfloat16"
+    return answer
+
+
+def no_weights(path: str, body: Any) -> None:
+    if path == "/collective_rpc":
+        raise Fault(500, "Cannot find any model weights")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (FakeServer.close, r"no vLLM server answers at http://.* gruppo serve MODEL .* --engine\.urls"),
+        (spoiled(key="secret"), r"needs a key\. Set the environment variable GRUPPO_ENGINE_KEY"),
+        (spoiled(dev_mode=False), r"has no development routes\. Start the server with gruppo serve"),
+        (spoiled(scale_out=False), r"has no route /inference/v1/generate\. .* --enable-scale-out"),
+        (spoiled(logprobs_mode="raw_logprobs"), r"reports raw_logprobs.* --logprobs-mode processed_logprobs"),
+        (spoiled(max_model_len=12), r"context of 12 tokens.* --max-model-len \d+, or lower --rollout.max-new-tokens"),
+        (spoiled(answer=other_tokens), r"another tokenizer"),
+        (spoiled(answer=bfloat16), r"computes in bfloat16, and the trainer in float32\. .* --compute bfloat16"),
+        (spoiled(answer=without("weight_versions")), r"too old"),
+        (
+            spoiled(before=no_weights),
+            r"cannot load the weights from .*Cannot find any.*--engine.publish-dir",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or str(value)[:40],
+)
+def test_a_server_that_does_not_fit_is_refused_before_the_first_step(servers, tmp_path, spoil, message):
+    spoil(servers[0])
+    urls = [server.url for server in reversed(servers)]
+    with pytest.raises(GruppoError, match=message) as caught:
+        api.start(tiny.config(tmp_path, engine__kind="vllm", engine__urls=urls))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs/run/metrics.jsonl").exists()
+
+
+def test_another_model_is_refused_by_the_first_entry_of_its_config_that_differs(servers, tmp_path):
+    config = tiny.config(tmp_path, engine__kind="vllm", engine__urls=[servers[0].url])
+    servers[0].policy.module.config.hidden_size = 32
+    with pytest.raises(GruppoError, match="runs another model: its hidden_size is 32, and that of --model is 16"):
+        api.start(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine__kind": "vllm"}, r"--engine vllm was given no server"),
+        ({"engine__urls": ["http://127.0.0.1:1"]}, r"for vLLM servers\. Set --engine vllm"),
+    ],
+)
+def test_an_engine_without_servers_and_servers_without_an_engine_are_refused(tmp_path, changes, message):
+    with pytest.raises(GruppoError, match=message):
+        api.start(tiny.config(tmp_path, **changes))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(servers, tmp_path):
+    (tmp_path / "file").write_text("")
+    options = {"engine__urls": [servers[0].url], "engine__publish_dir": str(tmp_path / "file")}
+    with pytest.raises(GruppoError, match=r"cannot be written to .*file.* --engine.publish-dir"):
+        api.start(tiny.config(tmp_path, engine__kind="vllm", **options))
+
+
+def test_what_a_server_needs_a_key_for_is_sent_with_it(servers, policy, tmp_path, monkeypatch):
+    servers[0].key = "secret"
+    monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret")
+    engine = VllmEngine(policy, [servers[0].url], tmp_path / "published")
+    engine.check(64)
+    engine.sync(policy, 1)
+    engine.close()

@@ -21,6 +21,7 @@ from gruppo.types import GruppoError
 
 MAX_BYTES = 1 << 22
 """Of a config file; those of gruppo have a few KB."""
+NO_CORRECTION = ("correction", "none")
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
@@ -48,7 +49,16 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
-    """A config from nested settings. An unknown or ill-typed entry is refused with the nearest name."""
+    """A config from nested settings. An unknown or ill-typed entry is refused with the nearest name.
+
+    With vLLM servers, an objective that does not say otherwise corrects for their arithmetic.
+    """
+    engine, objective = data.get("engine"), data.get("objective", {})
+    if (engine.get("kind") if isinstance(engine, Mapping) else engine) == "vllm":
+        if isinstance(objective, str):
+            objective = {k: v for k, v in dataclasses.asdict(preset(objective)).items() if (k, v) != NO_CORRECTION}
+        if isinstance(objective, Mapping):
+            data = {**data, "objective": {"correction": "truncate", **objective}}
     return _build(Config, data, "")
 
 
@@ -82,6 +92,10 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
         elif name == "modality" and changes[name] is not None:
             leaf = section_name(changes[name])
         section[leaf] = value
+    kind = data["engine"].get("kind") if isinstance(data["engine"], Mapping) else None
+    is_chosen = kind == "vllm" and kind != config.engine.kind  # not where an engine of its own was set before
+    if is_chosen and "objective.correction" not in changes and config.objective.correction == "none":
+        data["objective"] = {k: v for k, v in data["objective"].items() if (k, v) != NO_CORRECTION}
     return from_dict(data)
 
 

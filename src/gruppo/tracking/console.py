@@ -60,7 +60,8 @@ class ConsoleTracker:
     ``step`` and ``total_steps`` are the run's current and last step. Samples change at most every ``samples_every``
     steps, so that they can be read. ``stages``: names of the stages, of which ``stage/number`` says which is running.
     ``run_dir``: where sheets of images are. ``unit``: what ``rate/tokens_per_s`` counts, such as token; "image" for
-    policies that render images, whose actions are converted to images.
+    policies that render images, whose actions are converted to images. ``progress``: what is being done within the
+    step, asked for at each refresh.
     """
 
     def __init__(
@@ -74,12 +75,13 @@ class ConsoleTracker:
         stages: Sequence[str] = (),
         run_dir: str | Path = "",
         unit: str = "token",
+        progress: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or Console()
         self._total, self._title, self._samples_every, self._clock = total_steps, title, samples_every, clock
         self._stages, self._stage, self._unit, self._run_dir = stages, "", unit, Path(run_dir)
-        self._start, self._step = clock(), step
+        self._start, self._step, self._progress = clock(), step, progress
         self._step_ends: deque[float] = deque(maxlen=20)
         self._metrics: dict[str, float] = {}
         self._history: dict[str, deque[float]] = {}
@@ -184,7 +186,9 @@ class ConsoleTracker:
         total = max(self._total, 1)
         bar = ProgressBar(total=total, completed=self._step, complete_style="green", finished_style="green")
         top = Constrain(Padding(Group(header, bar), (0, 1)), min(self.console.width, MAX_WIDTH))
-        return Group(top, self._body, *([Text(f" {self._notice}", "bold yellow")] if self._notice else []))
+        below = [Text(f" {self._notice}", "bold yellow")] if self._notice else []
+        below += [Text(f" {progress}", "dim")] if (progress := self._progress()) else []
+        return Group(top, self._body, *below)
 
     def _seconds_left(self) -> float | None:
         """Seconds to the last step at the pace of the last steps; None until two of them have ended."""

@@ -134,6 +134,7 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         run.reference.update(run.policy, run.state.step)
     seconds = sum(metrics.get(f"time/{part}_s", 0.0) for part in TIMED)
     metrics["time/sync_s"] = time.perf_counter() - began
+    metrics |= run.engine_metrics()
     metrics["time/step_s"] = seconds + metrics["time/sync_s"]
     if collected.rollouts is not None:
         metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]

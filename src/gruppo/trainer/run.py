@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,10 @@ class Run:
     trackers: list[Tracker] = field(default_factory=list)
     stopper: Stopper = field(default_factory=Stopper)
     state: State = field(default_factory=State)
+    progress: Callable[[], str] = str
+    """What the engine is doing, for the screen; "" if there is nothing to say."""
+    engine_metrics: Callable[[], dict[str, float]] = dict
+    """Metrics of the engine since the last call."""
     known: dict[str, float] = field(default_factory=dict)
     """Latest value of each metric logged since the run was started or resumed."""
     example: Prompt | None = None

@@ -92,6 +92,7 @@ def on_screen(run: Run, folder: Path) -> Tracker:
         samples_every=max(run.config.show_samples_every, 1),
         stages=run.stage_schedule.names,
         run_dir=folder,
+        progress=run.progress,
         unit="image" if run.policy.renders_images else run.policy.action_name,
     )
     run.stopper.say = lambda message: None if console.announce(message) else say(message)

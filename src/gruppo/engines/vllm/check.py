@@ -45,6 +45,12 @@ async def check_server(replica: Replica, policy: Any, *, tokens: int) -> None:
             f"the server {url} reports {mode}, which leave out temperature, top-k and top-p; processed_logprobs are "
             f"needed. {START}, which sets --logprobs-mode processed_logprobs."
         )
+    theirs, ours = str(settings.get("dtype") or "").removeprefix("torch."), str(policy.compute_dtype)[6:]
+    if theirs in ("float32", "bfloat16", "float16") and theirs != ours:
+        raise GruppoError(
+            f"the server {url} computes in {theirs}, and the trainer in {ours}. Start it with gruppo serve MODEL -- "
+            f"--dtype {ours}, or set --compute {theirs}."
+        )
     if difference := _difference(policy.served_config(), settings.get("hf_config")):
         name, ours, theirs = difference
         raise GruppoError(

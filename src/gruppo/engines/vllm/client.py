@@ -22,6 +22,8 @@ CONNECT_S, CONTROL_S = 5.0, 600.0
 CLAMPED = -9000.0
 """vLLM sends -9999 in place of a log-prob that is no number, which JSON cannot hold."""
 GENERATE = "/inference/v1/generate"
+TEXT_ROUTES = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Whose answers are not JSON."""
 
 
 class ServerError(Exception):
@@ -88,7 +90,7 @@ class Replica:
             await self._client.aclose()
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = CONTROL_S) -> Any:
-        """Return the JSON of an answer, {} for none, or a text that is not JSON; ServerError if there is none."""
+        """Return the JSON of an answer, {} for an empty one, or the text of ``TEXT_ROUTES``; else ServerError."""
         import httpx2 as httpx
 
         try:
@@ -107,7 +109,7 @@ class Replica:
         try:
             return json.loads(answer.text) if answer.text else {}
         except ValueError:
-            if path == "/metrics":
+            if path in TEXT_ROUTES:
                 return answer.text
             raise ServerError(f"{path} answered with something that is not JSON: {answer.text[:80]!r}") from None
 

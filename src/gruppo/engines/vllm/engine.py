@@ -49,7 +49,7 @@ class VllmEngine:
         self._name = f"gruppo-{dist.all_gather(secrets.token_hex(4).encode())[0].decode()}"
         is_lora = policy.base_sha256 is not None
         self.replicas = [Replica(url, number, is_lora=is_lora) for number, url in enumerate(urls)]
-        self.done = self.total = 0
+        self.done = self.total = self.repeated = 0
         self._published: Path | None = None
         self._serial, self._reviving = 0, asyncio.Lock()
         self._changed = asyncio.Event()  # a server has room again, or is out
@@ -86,6 +86,12 @@ class VllmEngine:
             return ""
         active = sum(replica.label is not None for replica in self.replicas)
         return f"sampled {self.done} of {self.total} rows, {active} of {len(self.replicas)} servers"
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics since the last call: servers in use, and requests that were repeated."""
+        active = sum(replica.label is not None for replica in self.replicas)
+        repeated, self.repeated = self.repeated, 0
+        return {"engine/servers_count": float(active), "engine/repeated_count": float(repeated)}
 
     def _generate(self, batch: TokenBatch, sampling: Sampling, seed: int) -> Generated:
         """Sample the rows of a batch; a ``GenerateTokens`` of policies."""
@@ -156,9 +162,11 @@ class VllmEngine:
                 task.cancel()
                 if (current := asyncio.current_task()) is None or current.cancelling():
                     raise
+                self.repeated += 1
                 continue  # the server was ejected, and its requests with it
             except ServerError as error:
                 failures += 1
+                self.repeated += 1
                 if error.status == 400:
                     raise GruppoError(f"the server {replica.url} refuses a request: {error}.") from None
                 if failures == MAX_FAILURES * len(self.replicas):
