@@ -86,6 +86,11 @@ def test_the_samples_of_a_prompt_go_to_one_server_and_groups_are_spread(engine, 
     assert salts == [{f"{engine.label}-r0"}, {f"{engine.label}-r1"}]
 
 
+def test_a_server_is_named_after_its_weights_were_loaded_and_its_cache_cleared(engine, servers):
+    control = [path for path, _ in servers[0].log if path not in ("/health", "/inference/v1/generate")]
+    assert control == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+
+
 def test_a_server_is_never_given_more_rows_than_it_has_room_for(servers, policy, tmp_path):
     inflight, most = [0], [0]
     lock = threading.Lock()
@@ -178,6 +183,20 @@ def test_published_folders_are_whole_untied_and_few(engine, policy, tmp_path):
     record = json.loads((newest / "published.json").read_text())
     digest = hashlib.sha256((newest / "model-00001.safetensors").read_bytes()).hexdigest()
     assert record == {"version": engine.label, "sha256": {"model-00001.safetensors": digest}}
+
+
+def test_a_folder_is_whole_when_it_has_its_name(policy, tmp_path):
+    publication = publish.Publication(tmp_path)
+
+    def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(policy.served_weights())[:3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        publication.write("v1", interrupted(), {})
+    assert not (tmp_path / "v1").exists()
+    publication.write("v1", policy.served_weights(), {})
+    assert (tmp_path / "v1/published.json").is_file()
 
 
 def test_shards_hold_every_tensor_once_and_none_is_larger_than_allowed(policy, tmp_path, monkeypatch):

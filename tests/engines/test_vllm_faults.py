@@ -24,7 +24,8 @@ from gruppo.engines.vllm import engine as engine_module
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.types import EngineLost, GruppoError, Rollouts
 
-TIMEOUT_S = 0.5
+TIMEOUT_S, HANGING_S = 20.0, 3.0
+"""The second is waited for: a loaded machine must sample a row of the sound server in less."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_a_server_killed_at_any_of_its_requests_costs_nothing_but_time(policy, s
 def test_a_stopped_server_is_left_and_taken_back_with_the_next_weights(policy, sound, expected, tmp_path):
     with (
         process(8, signal.SIGSTOP) as (url, pid),
-        published(policy, url, sound.url, folder=tmp_path) as engine,
+        published(policy, url, sound.url, folder=tmp_path, timeout_s=HANGING_S) as engine,
     ):
         require_same(engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0), expected)  # returns while it is stopped
         assert engine.replicas[0].label is None and "no token" in engine.replicas[0].why
@@ -129,6 +130,19 @@ def test_a_stopped_server_is_left_and_taken_back_with_the_next_weights(policy, s
         rollouts = engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0)
         require_same(rollouts, expected)
         assert torch.equal(rollouts.policy_version, rollouts.mask * 2)
+
+
+def test_a_server_much_slower_than_the_others_is_left(policy, sound, expected, tmp_path):
+    """It counts a token now and then, so that it does not hang."""
+    slow = FakeServer(tiny.model())
+    try:
+        with published(policy, slow.url, sound.url, folder=tmp_path, timeout_s=HANGING_S) as engine:
+            slow.before = lambda path, body: setattr(slow, "tokens", slow.tokens + 0.001 * (path == "/metrics"))
+            slow.seconds_per_row = 1e6
+            require_same(engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0), expected)
+            assert "tokens per second and row" in engine.replicas[0].why
+    finally:
+        slow.close()
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -183,8 +197,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_server_does_not_answer_well_is_sampled_elsewhere(policy, sound, expected, tmp_path, fault):
     broken = FakeServer(tiny.model())
+    timeout_s = HANGING_S if "byte at a time" in fault else TIMEOUT_S
     try:
-        with published(policy, broken.url, sound.url, folder=tmp_path) as engine:
+        with published(policy, broken.url, sound.url, folder=tmp_path, timeout_s=timeout_s) as engine:
             FAULTS[fault](broken)
             require_same(engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0), expected)
             assert engine.replicas[0].label is None and engine.replicas[0].why
@@ -244,7 +259,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    skipped = ("time/", "rate/", "mem/")
+    skipped = ("time/", "rate/", "mem/", "engine/")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: x for name, x in line.items() if not name.startswith(skipped)} for line in lines]
 

@@ -61,8 +61,10 @@ class Replica:
         """Label of the weights that were loaded last, proved or not."""
         self.inflight = self.failures = 0
         """Rows being sampled; failed requests since the last one that succeeded."""
-        self.tokens, self.progress_at = 0.0, 0.0
-        """Tokens that the server has counted, and the time of its last sign of progress."""
+        self.tokens: float | None = None
+        """That the server has counted; None before it was asked."""
+        self.rate, self.progress_at, self.idle_at = 0.0, 0.0, 0.0
+        """Tokens per second of its fastest row; times of the last sign of progress and of the last row."""
         self.tasks: set[asyncio.Task[Sampled]] = set()
         self._client: Any = None
 

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,10 @@ T = TypeVar("T")
 
 MAX_FAILURES = 3
 """Failed requests in a row after which a server is ejected; and of one row, on each server."""
+MAX_INTERVAL_S = 5.0
+"""Between two looks at the tokens that a server has counted; and of each look."""
+SLOW_FACTOR = 8
+"""How much slower than others a server is, row by row, that is left out when all others have nothing else to do."""
 BACK_OFF_S = 0.2
 """Before a request is repeated; doubled each time."""
 
@@ -133,6 +138,8 @@ class VllmEngine:
         for row, owner in enumerate(batch.owners.tolist()):
             groups.setdefault(owner, []).append(row)
         found: dict[int, Sampled] = {}
+        for replica in self.replicas:  # a call that was interrupted has left its rows
+            replica.inflight, replica.rate, replica.idle_at = 0, 0.0, time.monotonic()
 
         async def sample_group(members: Sequence[int]) -> None:
             replica = await self._choose(len(members))  # one server for a prompt, which it reads once
@@ -154,6 +161,7 @@ class VllmEngine:
             if replica.label is None:
                 replica.inflight -= 1
                 replica = await self._choose(1)
+            began = time.monotonic()
             task = asyncio.ensure_future(replica.sample(*row, replica.label or ""))
             replica.tasks.add(task)
             try:
@@ -184,7 +192,8 @@ class VllmEngine:
             finally:
                 replica.tasks.discard(task)
             replica.failures, replica.progress_at = 0, time.monotonic()
-            replica.inflight -= 1
+            replica.inflight, replica.idle_at = replica.inflight - 1, time.monotonic()
+            replica.rate = max(replica.rate, len(found[number].tokens) / (replica.idle_at - began))
             self.done += 1
             self._changed.set()
             return
@@ -199,7 +208,7 @@ class VllmEngine:
             replica = min(usable, key=lambda replica: replica.inflight)
             if not replica.inflight or replica.inflight + count <= self.max_inflight:
                 if not replica.inflight:
-                    replica.progress_at = time.monotonic()
+                    replica.progress_at, replica.tokens = time.monotonic(), None
                 replica.inflight += count
                 return replica
             self._changed.clear()
@@ -218,20 +227,28 @@ class VllmEngine:
         self._changed.set()
 
     async def _watch(self) -> None:
-        """Eject servers that make no progress for ``timeout_s``: neither a row is answered nor a token counted."""
+        """Eject servers that hang, and those that keep all others waiting."""
+        interval_s = min(self.timeout_s / 4, MAX_INTERVAL_S)
         while True:
-            await asyncio.sleep(min(self.timeout_s / 4, 5.0))
-            await asyncio.gather(*(self._watch_one(r) for r in self.replicas if r.label is not None and r.inflight))
+            await asyncio.sleep(interval_s)
+            busy = [replica for replica in self.replicas if replica.label is not None and replica.inflight]
+            await asyncio.gather(*(self._watch_one(replica, interval_s) for replica in busy))
 
-    async def _watch_one(self, replica: Replica) -> None:
-        try:  # /health answers while the engine behind it is dead; a count of tokens does not grow
-            tokens = await replica.count_tokens(timeout_s=self.timeout_s / 4)
-            if tokens != replica.tokens:
-                replica.tokens, replica.progress_at = tokens, time.monotonic()
-        except ServerError:
-            pass
-        if replica.inflight and time.monotonic() - replica.progress_at > self.timeout_s:
+    async def _watch_one(self, replica: Replica, interval_s: float) -> None:
+        before = replica.tokens
+        with suppress(ServerError):  # /health answers while the engine behind it is dead; its tokens do not grow
+            replica.tokens = await replica.count_tokens(timeout_s=interval_s)
+        now, rate = time.monotonic(), 0.0
+        if before is not None and replica.tokens is not None and replica.tokens != before and replica.inflight:
+            replica.progress_at, rate = now, (replica.tokens - before) / replica.inflight / interval_s
+        others = [other for other in self.replicas if other.label is not None and other is not replica]
+        have_waited = others and all(not r.inflight and now - r.idle_at > self.timeout_s for r in others)
+        fastest = max((other.rate for other in others), default=0.0)
+        if replica.inflight and now - replica.progress_at > self.timeout_s:
             self._eject(replica, f"no token for {self.timeout_s:g} s")
+        elif replica.inflight and have_waited and rate < fastest / SLOW_FACTOR:
+            # a long row of a sound server is not sampled again: alone, it is faster than rows of a full batch
+            self._eject(replica, f"{rate:.3g} tokens per second and row, where others have {fastest:.3g}")
 
     async def _revive(self) -> None:
         """Wait until a server is back, and load the published weights again; EngineLost after ``timeout_s``."""

@@ -42,19 +42,26 @@ class Publication:
 
         def save(folder: Path) -> None:
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            write_shards(folder, weights)
+            write_shards(folder, named)
 
-        if not dist.is_main():
-            for _ in weights:  # each tensor of a sharded model is gathered by all ranks
+        def gather_rest() -> None:  # each tensor of a sharded model is gathered by all ranks, also if the disk is full
+            for _ in named:
                 pass
-        return self._write(label, save)
+
+        named = iter(weights)
+        if not dist.is_main():
+            gather_rest()
+        return self._write(label, save, gather_rest)
 
     def write_adapter(self, label: str, save: Callable[[Path], None]) -> Path:
         """Write an adapter as the version ``label`` by ``save``, a policy's, and return its folder."""
         return self._write(label, save)
 
-    def _write(self, label: str, save: Callable[[Path], None]) -> Path:
-        """Save into a new folder and rename it when it is complete; then delete the versions before the last."""
+    def _write(self, label: str, save: Callable[[Path], None], at_last: Callable[[], None] = lambda: None) -> Path:
+        """Save into a new folder and rename it when it is complete; then delete the versions before the last.
+
+        ``at_last`` is called on the first rank after ``save``, whether that fails or not.
+        """
         final, partial = self.folder / label, self.folder / f".{label}.partial"
         with dist.fail_together():
             if not dist.is_main():
@@ -72,6 +79,8 @@ class Publication:
                     f"the weights cannot be written to {self.folder} ({error.strerror or error}). Set "
                     "--engine.publish-dir to a folder with space that this machine can write and the servers can read."
                 ) from error
+            finally:
+                at_last()
             versions = [path for path in self.folder.iterdir() if (path / RECORD).is_file()]
             for old in sorted(versions, key=lambda path: path.stat().st_mtime)[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
