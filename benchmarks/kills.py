@@ -2,7 +2,8 @@
 
 An operation is a file of the run that is opened, renamed, deleted or synced, a folder that is made, a backward pass, or
 an optimizer step. Each run must equal one that nothing stopped, to the bit: weights, optimizer state, critic, random
-state, metrics, samples and evaluations. Exit code 1 if one does not, or cannot be resumed.
+state, metrics, samples and evaluations. Of two sharded ranks, one is killed, and both are resumed. Exit code 1 if a run
+does not equal the other, or cannot be resumed.
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ from tests.trainer.runs import FULL, assert_same, begin_or_go_on
 
 from gruppo.config import serialization
 from gruppo.config.schema import Config
+from gruppo.errors import GruppoError
 
 KINDS: dict[str, Callable[[Path], Config]] = {
     "text, KL reference, random reward": lambda folder: tiny.config(folder, **FULL | {"saving__keep": 2}),
     "restoration": lambda folder: restoration_runs.config(folder, saving__every=1, evaluation__prompts=2),
     "text, PPO with a critic": lambda folder: tiny.config(folder, objective="ppo", critic__kind="separate"),
+    "text, two sharded ranks": lambda folder: tiny.config(
+        folder, **FULL | {"distributed__shard": "fsdp", "distributed__timeout_s": 20, "saving__every": 1, "steps": 4}
+    ),
 }
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
 
 
-def count_operations(config: dict[str, Any], kill_at: int, result: str) -> None:
-    """Begin or resume the run, and die before operation ``kill_at``; without one, write how many there were."""
+def count_operations(config: dict[str, Any], kill_at: int, victim: int, result: str) -> None:
+    """Begin or resume the run; rank ``victim`` dies before operation ``kill_at``. Write how many there were."""
     import torch
 
-    count, runs_dir = 0, str(config["runs_dir"])
+    count, runs_dir, rank = 0, str(config["runs_dir"]), int(os.environ.get("RANK", "0"))
+    kill_at = kill_at if rank == victim else 0
 
     def operation() -> None:
         nonlocal count
@@ -60,41 +66,56 @@ def count_operations(config: dict[str, Any], kill_at: int, result: str) -> None:
     os.fsync = counted(os.fsync)
     torch.Tensor.backward = counted(torch.Tensor.backward)  # type: ignore[method-assign]
     torch.optim.AdamW.step = counted(torch.optim.AdamW.step)  # type: ignore[method-assign]
-    begin_or_go_on(config)
-    Path(result).write_text(str(count))
+    try:
+        begin_or_go_on(config)
+    except GruppoError as error:  # the other rank is lost
+        sys.exit(error.exit_code)
+    Path(f"{result}-{rank}").write_text(str(count))
 
 
 def kill_and_resume(make: Callable[[Path], Config], kills: int, folder: Path, chance: random.Random) -> str:
     """Kill runs of one kind ``kills`` times; return what happened. AssertionError if a run differs."""
     result, killed, runs = folder / "operations", 0, 0
+    ranks = 1 if make(folder).distributed.shard == "none" else 2
 
     def config_of(name: str) -> dict[str, Any]:
         return serialization.to_dict(make(folder)) | {"name": name}
 
-    def child(name: str, kill_at: int) -> int:
-        run = processes.start(count_operations, config_of(name), kill_at, str(result), folder=folder / "child")
-        code = run.wait()
-        assert code in (0, -signal.SIGKILL), f"{name}: exit code {code}: {run.err}"
-        return code
+    def child(name: str, kill_at: int, victim: int = 0) -> bool:
+        """Whether the run was killed."""
+        target = (count_operations, config_of(name), kill_at, victim, str(result))
+        if ranks == 1:
+            children = [processes.start(*target, folder=folder / "child")]
+        else:
+            children = processes.ranks(ranks, *target, folder=folder / "child")
+        codes = [one.wait() for one in children]
+        errors = "\n".join(one.err for one in children)
+        is_lost = -signal.SIGKILL in codes
+        assert {*codes} <= ({0, 75, -signal.SIGKILL} if is_lost else {0}), f"{name}: exit codes {codes}: {errors}"
+        return is_lost
 
     child("whole", 0)
-    operations = int(result.read_text())
+    operations = [int(Path(f"{result}-{rank}").read_text()) for rank in range(ranks)]
     while killed < kills:
         runs += 1
         # a run that resumes has fewer operations to come, and may be complete before it is killed
-        while child(f"run{runs}", chance.randint(1, operations) if killed < kills else 0):
+        victim = chance.randrange(ranks)
+        while child(f"run{runs}", chance.randint(1, operations[victim]) if killed < kills else 0, victim):
             killed += 1
+            victim = chance.randrange(ranks)
         assert_same(folder / f"runs/run{runs}", folder / "runs/whole")
-    return f"{killed} kills in {runs} runs of {operations} operations: all resumed to the bit"
+    return f"{killed} kills in {runs} runs of {sum(operations)} operations: all resumed to the bit"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60, help="in all, divided among the kinds of runs")
+    parser.add_argument("--kind", default="", help="only kinds whose name has this text")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    for number, (name, make) in enumerate(KINDS.items()):
-        share = len(range(number, arguments.kills, len(KINDS)))
+    kinds = {name: make for name, make in KINDS.items() if arguments.kind in name}
+    for number, (name, make) in enumerate(kinds.items()):
+        share = len(range(number, arguments.kills, len(kinds)))
         with tempfile.TemporaryDirectory() as folder:
             chance = random.Random(f"{arguments.seed} {name}")
             print(f"{name}: {kill_and_resume(make, share, Path(folder), chance)}", flush=True)

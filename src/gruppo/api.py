@@ -24,6 +24,7 @@ from gruppo.config.options import flag, options
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.sections import sections
 from gruppo.config.stages import stage_path
+from gruppo.distributed import sharding
 from gruppo.loading import RunDuringImport, code_digest, command_name, is_importing
 from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
 from gruppo.seeds import seed_at
@@ -188,6 +189,7 @@ def start(
                 f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
             )
         dist.init(config.distributed.timeout_s, backend=config.distributed.backend)
+        config = on_these_ranks(config, path)
     dist.set_advice(f"Continue on as many ranks with: {command_name()} resume {path}")
     settings = serialization.to_dict(config)
     check_equal_ranks(config)
@@ -214,6 +216,7 @@ def start(
                 if dist.is_main():  # first: a run that is killed between the two can be resumed
                     trust.record(path, code)
                 folder.create(run.config)
+                folder.check_is_shared(run)
                 warn_of_overlap(run)
             else:
                 folder.check_manifest(run, model_source, allow_changes=allow_changes)
@@ -253,6 +256,20 @@ def start(
     after = next((e for e in reversed(state.evaluations) if e["step"] == last and state.step), None)
     commands = next_commands(run, folder.path)
     return Result(folder.path, model, before, after, int(state.totals["tokens"]), seconds, commands)
+
+
+def on_these_ranks(config: Config, path: Path) -> Config:
+    """Return a saved config for the present number of ranks, which may be another than when the run was saved."""
+    ranks = dist.world_size()
+    if config.rollout.prompts < ranks:
+        raise GruppoError(
+            f"{path} samples {config.rollout.prompts} prompts per step, too few for {ranks} ranks. "
+            f"Resume it on at most {config.rollout.prompts}."
+        )
+    if config.distributed.shard == "hybrid" and ranks > 1 and not sharding.is_hybrid_possible():
+        log.warning("%s was sharded within machines; on this one, it is sharded over all %d ranks.", path, ranks)
+        return replace(config, distributed=replace(config.distributed, shard="fsdp"))
+    return config
 
 
 def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:

@@ -61,35 +61,41 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
 
 
-def save_or_go_on(config: dict[str, Any], kind: str, steps: int) -> None:
-    """Restore the newest checkpoint, if any; learn; save in the background, while one more step is learned from."""
+def save(config: dict[str, Any], kind: str, learned: Sequence[int]) -> None:
+    """Learn for some steps and save in the background, again and again, while one more step is learned from."""
     dist.init(60)
     run, folder = sharded_run(config, kind), RunFolder(Path(config["runs_dir"]) / config["name"])
     with dist.fail_together():
-        if folder.path.exists():
-            folder.open()
-        else:
-            folder.create(run.config)
-    folder.restore(run)
-    learn(run, steps)
-    folder.save(run, boundary_state(run))
-    learn(run, 1)  # must not be in what is saved
+        folder.create(run.config)
+    for steps in learned:
+        learn(run, steps - run.state.step)
+        folder.finish_saving()
+        folder.save(run, boundary_state(run))
+        learn(run, 1)  # must not be in what is saved
     folder.finish_saving()
     folder.close()
     dist.shutdown()
 
 
-def compare(config: dict[str, Any], kinds: Sequence[str], expected: str, step: int) -> None:
-    """Compare all that is restored with the tensors of one process that learned as much."""
+def compare(config: dict[str, Any], cases: Sequence[tuple[str, str, int]], expected: str) -> None:
+    """Compare what is restored of (run, kind of sharding, step) with one process that learned as much.
+
+    Then save it again, as ``RUN-KIND-RANKS``.
+    """
     dist.init(60)
-    tensors = load_file(expected)
-    for kind in kinds:
-        run, folder = sharded_run(config, kind), RunFolder(Path(config["runs_dir"]) / config["name"])
+    for name, kind, step in cases:
+        run, folder = sharded_run(config, kind), RunFolder(Path(config["runs_dir"]) / name)
         assert folder.restore(run) and run.state.step == step
-        restored = everything(run)
+        restored, tensors = everything(run), load_file(f"{expected}/{step}.safetensors")
         assert restored.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert torch.equal(restored[name], tensor), f"{kind}: {name}"
+        for tensor_name, tensor in tensors.items():
+            assert torch.equal(restored[tensor_name], tensor), f"{kind}: {tensor_name}"
+        again = RunFolder(Path(config["runs_dir"]) / f"{name}-{kind}-{dist.world_size()}")
+        with dist.fail_together():
+            again.create(run.config)
+        again.save(run, boundary_state(run))
+        again.finish_saving()
+        again.close()
     dist.shutdown()
 
 

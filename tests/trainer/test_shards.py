@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -249,13 +250,18 @@ def test_what_fails_in_the_background_is_raised_before_the_next_save(tmp_path, m
 @pytest.mark.silent_bug(33)
 def test_what_two_ranks_save_is_restored_to_the_bit_on_one_and_four(tmp_path):
     """Weights, optimizer, critic and state; with layers of uneven shards, and a head that only one rank has."""
-    critic = {"objective": "ppo", "critic__kind": "separate"}
+    critic = {"objective": "ppo", "critic__kind": "separate", "saving__keep": 9}
     config = serialization.to_dict(tiny.config(tmp_path, name="run", **critic))
-    processes.run_ranks(2, sharded.save_or_go_on, config, "fsdp", 3, folder=tmp_path / "two")
+    processes.run_ranks(2, sharded.save, config, "fsdp", [2, 4], folder=tmp_path / "two")
     one = sharded.sharded_run(config, "none")
-    sharded.learn(one, 3)
-    expected = str(tmp_path / "expected.safetensors")
-    save_file(sharded.everything(one), expected)
-    sharded.compare(config, ["none"], expected, 3)
-    kinds = ["fsdp", "hybrid", "none"]
-    processes.run_ranks(4, sharded.compare, config, kinds, expected, 3, folder=tmp_path / "four")
+    for step in (2, 4):
+        sharded.learn(one, step - one.state.step)
+        save_file(sharded.everything(one), tmp_path / f"{step}.safetensors")
+    damaged = shutil.copytree(tmp_path / "runs/run", tmp_path / "runs/damaged")
+    with (damaged / "checkpoints/step_000004/optimizer-shard-00002-of-00002.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)  # a number: one of the ranks compares this file with the seal
+        file.write(b"?")
+    cases = [("run", "fsdp", 4), ("run", "hybrid", 4), ("run", "none", 4), ("damaged", "fsdp", 2)]
+    processes.run_ranks(4, sharded.compare, config, cases, str(tmp_path), folder=tmp_path / "four")
+    again = [(f"run-{kind}-4", "none", 4) for kind in ("fsdp", "hybrid", "none")]
+    sharded.compare(config, [("run", "none", 4), *again, ("damaged-fsdp-4", "none", 2)], str(tmp_path))

@@ -104,6 +104,15 @@ def _nothing() -> None:
     return None
 
 
+def ranks_of_machine() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def is_hybrid_possible() -> bool:
+    """Whether there are several machines, with the same number of ranks on each, two or more."""
+    return world_size() % ranks_of_machine() == 0 and 1 < ranks_of_machine() < world_size()
+
+
 def _mesh_of(mode: Shard, device: torch.device) -> Any:
     """All ranks, or machines by the ranks of each ("hybrid"): weights are sharded over the last dimension."""
     global _mesh, _world
@@ -115,8 +124,8 @@ def _mesh_of(mode: Shard, device: torch.device) -> Any:
 
     ranks = world_size()
     if mode == "hybrid":
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if ranks % local or local in (1, ranks):
+        local = ranks_of_machine()
+        if not is_hybrid_possible():
             raise GruppoError(
                 f"distributed.shard=hybrid shards within each machine and replicates over machines; {ranks} ranks at "
                 f"{local} per machine leave nothing to {'shard' if local == 1 else 'replicate'}. Set "

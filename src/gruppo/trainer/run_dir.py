@@ -30,7 +30,7 @@ from gruppo.tracking import trackers
 from gruppo.tracking.files import CompletionFiles, MetricsFile, read_lines
 from gruppo.tracking.samples import SamplesFile
 from gruppo.trainer import checkpoint, shards
-from gruppo.trainer.background_save import Writer
+from gruppo.trainer.background_save import VISIBLE_S, Writer
 from gruppo.trainer.memory import token_budget
 from gruppo.trainer.references import check_unchanged, remember
 from gruppo.trainer.run import Run, State
@@ -92,6 +92,17 @@ class RunFolder:
         self.open()
         checkpoint.write_text(self.path / "config.json", json.dumps(serialization.to_dict(config), indent=2))
         self.checkpoints.mkdir(exist_ok=True)  # a resumed run without this folder has lost its checkpoints
+
+    def check_is_shared(self, run: Run) -> None:
+        """Refuse to shard a run over machines that do not see one folder: each rank writes its shards there."""
+        until = time.monotonic() + VISIBLE_S
+        while any(sharded_tensors(run).values()) and not (self.path / "config.json").is_file():
+            if time.monotonic() > until:
+                raise GruppoError(
+                    f"rank {dist.rank()} does not see the run folder {self.path} of the main rank, and sharded weights "
+                    "are saved by all ranks. Give a --runs-dir that all machines share."
+                )
+            time.sleep(0.1)
 
     def open(self) -> None:
         """Lock the folder for this process, remove the partial writes of a killed one, and start the log."""
