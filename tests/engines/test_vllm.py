@@ -66,6 +66,7 @@ def test_it_keeps_the_contract_of_engines(engine, policy):
 
 def test_it_samples_as_a_server_does_whatever_the_company_and_the_number_of_servers(engine, policy):
     rollouts = engine.generate(requests(3, 2, 3), SAMPLING, seed=0)
+    assert len({tuple(row) for row in rollouts.actions[5:].tolist()}) == 3
     alone = engine.generate(requests(3, 2, 3)[1:2], SAMPLING, seed=0)
     assert torch.equal(rollouts.take([3, 4]).actions[:, : alone.actions.shape[1]], alone.actions)
     grown = engine.generate(requests(1, 1, 1, first=2), SAMPLING, seed=0)
@@ -246,26 +247,38 @@ def no_weights(path: str, body: Any) -> None:
         raise Fault(500, "Cannot find any model weights")
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (FakeServer.close, r"no vLLM server answers at http://.* gruppo serve MODEL .* --engine\.urls"),
-        (spoiled(key="secret"), r"needs a key\. Set the environment variable GRUPPO_ENGINE_KEY"),
-        (spoiled(dev_mode=False), r"has no development routes\. Start the server with gruppo serve"),
-        (spoiled(scale_out=False), r"has no route /inference/v1/generate\. .* --enable-scale-out"),
-        (spoiled(logprobs_mode="raw_logprobs"), r"reports raw_logprobs.* --logprobs-mode processed_logprobs"),
-        (spoiled(max_model_len=12), r"context of 12 tokens.* --max-model-len \d+, or lower --rollout.max-new-tokens"),
-        (spoiled(answer=other_tokens), r"another tokenizer"),
-        (spoiled(answer=bfloat16), r"computes in bfloat16, and the trainer in float32\. .* --compute bfloat16"),
-        (spoiled(answer=without("weight_versions")), r"too old"),
-        (
-            spoiled(before=no_weights),
-            r"cannot load the weights from .*Cannot find any.*--engine.publish-dir",
-        ),
-    ],
-    ids=lambda value: getattr(value, "__name__", None) or str(value)[:40],
-)
-def test_a_server_that_does_not_fit_is_refused_before_the_first_step(servers, tmp_path, spoil, message):
+REFUSED = {
+    "unreachable": (FakeServer.close, r"no vLLM server answers at http://.* gruppo serve MODEL .* --engine\.urls"),
+    "no key": (spoiled(key="secret"), r"needs a key\. Set the environment variable GRUPPO_ENGINE_KEY"),
+    "no development routes": (
+        spoiled(dev_mode=False),
+        r"has no development routes\. Start the server with gruppo serve",
+    ),
+    "no scale-out": (spoiled(scale_out=False), r"has no route /inference/v1/generate\. .* --enable-scale-out"),
+    "raw log-probs": (
+        spoiled(logprobs_mode="raw_logprobs"),
+        r"reports raw_logprobs.* --logprobs-mode processed_logprobs",
+    ),
+    "short context": (
+        spoiled(max_model_len=12),
+        r"context of 12 tokens.* --max-model-len \d+, or lower --rollout.max-new-tokens",
+    ),
+    "another tokenizer": (spoiled(answer=other_tokens), r"another tokenizer"),
+    "another dtype": (
+        spoiled(answer=bfloat16),
+        r"computes in bfloat16, and the trainer in float32\. .* --compute bfloat16",
+    ),
+    "an old version": (spoiled(answer=without("weight_versions")), r"too old"),
+    "a folder that it cannot read": (
+        spoiled(before=no_weights),
+        r"cannot load the weights from .*Cannot find any.*--engine.publish-dir",
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+def test_a_server_that_does_not_fit_is_refused_before_the_first_step(servers, tmp_path, problem):
+    spoil, message = REFUSED[problem]
     spoil(servers[0])
     urls = [server.url for server in reversed(servers)]
     with pytest.raises(GruppoError, match=message) as caught:

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests import tiny
+from tests import processes, tiny
 from tests.engines.fake_vllm import RESET, SLOW, TRUNCATED, FakeServer, Fault
 from tests.engines.test_vllm import SAMPLING, requests
 
 from gruppo import api
+from gruppo.config import serialization
 from gruppo.engines.vllm import VllmEngine
 from gruppo.engines.vllm import engine as engine_module
 from gruppo.modalities.text import TextPolicy, from_pretrained
@@ -291,6 +292,28 @@ def test_with_no_server_left_a_run_is_saved_and_continues_on_others(tmp_path, mo
         assert rows(run) == rows(whole)
         for name, value in weights(whole).items():
             assert torch.equal(weights(run)[name], value), name
+    finally:
+        for server in servers:
+            server.close()
+
+
+def start(settings: dict[str, Any]) -> None:
+    api.start(serialization.from_dict(settings))
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_from_the_servers_what_one_does(tmp_path):
+    """The first rank publishes; each asks for the rows of its own prompts."""
+    servers = [FakeServer(tiny.model()) for _ in range(2)]
+    try:
+        for name, count in (("one", 1), ("two", 2)):
+            settings = serialization.to_dict(config(tmp_path, servers, name=name))
+            processes.run_ranks(count, start, settings, folder=tmp_path / name)
+        one, two = (weights(tmp_path / "runs" / name) for name in ("one", "two"))
+        for name, value in one.items():
+            torch.testing.assert_close(two[name], value, rtol=0, atol=1e-5)
+        for mine, theirs in zip(rows(tmp_path / "runs/one"), rows(tmp_path / "runs/two"), strict=True):
+            assert theirs["reward/mean"] == pytest.approx(mine["reward/mean"])
     finally:
         for server in servers:
             server.close()

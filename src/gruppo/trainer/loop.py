@@ -151,6 +151,7 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
             folder.completions.append(state.step, completions)
     if lost is not None:
         save(run, folder)
+        folder.finish_saving()
         raise lost
     warn_if_idle(run, metrics, folder.path, collected.rollouts)
     end_of_step(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without
