@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from gruppo.errors import DataError, GruppoError
 from gruppo.loading import check_unsealed
-from gruppo.reward_values import NotPlain, encode
+from gruppo.reward_values import NotEncodable, encode
 from gruppo.reward_worker import make
 from gruppo.timeouts import CallError, current_call
 from gruppo.watchdog import GRACE_S
@@ -274,7 +274,7 @@ class _IsolatedFunction:
             plain["trainer_state"] = asdict(plain["trainer_state"])
         try:
             cells = encode(plain, buffers)
-        except NotPlain as problem:
+        except NotEncodable as problem:
             log.warning(
                 "reward %s is called in this process: its arguments hold a %s, which only Python can hand over. "
                 "--scoring.isolate False says so from the start.",

@@ -55,7 +55,7 @@ def as_list(returned: Any, size: int | None) -> list[Any]:
     return returned.tolist() if is_array else list(returned)
 
 
-class NotPlain(Exception):
+class NotEncodable(Exception):
     """A value that JSON and bytes cannot hold without changing it."""
 
 
@@ -85,7 +85,7 @@ def encode(value: Any, buffers: list[bytes]) -> Any:
         buffers.append(value.tobytes())
         is_scalar = isinstance(value, numpy.generic)
         return {"$": "array", "dtype": value.dtype.str, "shape": list(value.shape), "is_scalar": is_scalar}
-    raise NotPlain(f"{kind.__module__}.{kind.__qualname__}")
+    raise NotEncodable(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def decode(value: Any, buffers: Iterable[bytes]) -> Any:
