@@ -211,6 +211,10 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         critic = modality.critic(config, policy, source) or SharedCritic(policy)
     engine: Any = open_engine(config, parts, policy, sampling, source)
     is_served = parts.engine is None and config.engine.kind == "vllm"
+    if config.optim.recompute == "layer":  # after the reference, which has no backward pass, was copied
+        policy.recompute()
+        if critic is not None:
+            critic.recompute()
     sha256 = shard(config, policy, reference, critic) if is_sharded else {}
     run = Run(
         config=config,

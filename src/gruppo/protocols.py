@@ -123,6 +123,13 @@ class Policy:
         """
         apply(self.module)
 
+    def recompute(self) -> None:
+        """Compute the activations of each layer again in the backward pass, instead of keeping them."""
+        raise GruppoError(
+            f"optim.recompute=layer: {type(self).__name__} does not define recompute. Set --optim.recompute none, or "
+            "lower --optim.token-budget."
+        )
+
     def at(self, module: nn.Module) -> Self:
         """Return this policy over other weights of the same architecture, such as those of a reference."""
         other = copy.copy(self)
@@ -468,6 +475,10 @@ class Critic(Protocol):
 
     def shard(self, apply: Callable[..., None]) -> None:
         """Shard the network of its own over ranks, if it has one; see ``Policy.shard``."""
+        return
+
+    def recompute(self) -> None:
+        """Compute activations of a network of its own again in the backward pass; see ``Policy.recompute``."""
         return
 
     def zero_grad(self) -> None:

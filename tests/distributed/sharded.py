@@ -55,6 +55,7 @@ class Setup:
     budget: int = 60
     dtype: torch.dtype = torch.float64
     mode: Any = "fsdp"
+    is_recomputed: bool = False
 
 
 def text(make: Callable[[], Any], dtype: torch.dtype, *, sampling: Sampling = SAMPLING) -> tuple[Any, Rollouts]:
@@ -93,13 +94,13 @@ SETUPS: dict[str, Setup] = {
     "tied head, float32": Setup(partial(text, fakes.llama), dtype=torch.float32),
     "untied head": Setup(partial(text, fakes.qwen2)),
     "truncated sampling": Setup(partial(text, fakes.qwen2, sampling=replace(SAMPLING, top_k=20, top_p=0.9))),
-    "own forward, packed rows": Setup(partial(text, fakes.gpt2)),
+    "own forward, packed rows": Setup(partial(text, fakes.gpt2), is_recomputed=True),
     "own forward, padded rows": Setup(partial(text, fakes.plain)),
     "one rank keeps nothing": Setup(partial(text, fakes.llama), deal="one rank keeps nothing"),
     "one piece on each rank": Setup(partial(text, fakes.qwen3), budget=10**9),
     "adapter": Setup(partial(text, fakes.adapted), rule="adapter_off"),
     "adapter, mixed reference, separate critic": Setup(partial(text, fakes.adapted), "ppo", "separate", "ema"),
-    "shared critic": Setup(partial(text, fakes.llama), "ppo", "shared"),
+    "shared critic": Setup(partial(text, fakes.llama), "ppo", "shared", is_recomputed=True),
     "separate critic": Setup(partial(text, fakes.qwen2), "ppo", "separate", deal="one rank keeps nothing"),
     "shared critic, float32": Setup(partial(text, fakes.qwen2), "ppo", "shared", dtype=torch.float32),
     "denoiser": Setup(partial(denoised, fakes_diffusion.flow_sde), kl="exact", budget=4),
@@ -173,6 +174,8 @@ def three_steps(name: str, optimizer: str) -> dict[str, Tensor]:
     if mode == "hybrid":
         sharding._mesh = None  # of the cases before
     if dist.world_size() > 1:
+        if setup.is_recomputed:
+            run.policy.recompute()
         shard(run, mode)
         batch = batch.take(torch.tensor(DEALS[setup.deal][dist.world_size()][dist.rank()]))
     found: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar, cast
@@ -18,6 +19,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from gruppo.core.layers import layers_of
 from gruppo.distributed.collectives import world_size
 from gruppo.types import Gaussian, GruppoError, Likelihood
 
@@ -143,44 +145,20 @@ def _mesh_of(mode: Shard, device: torch.device) -> Any:
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The parts of a model that are sharded by themselves: its layers, and an input embedding that is not tied.
 
-    Layers are the elements of the outermost ``nn.ModuleList``s. Without a list they are the children that have
-    children: weights of a single layer, such as a table of positions, may be read without calling it. A part that
-    shares a weight with the rest of the model belongs to the root.
+    A part that shares a weight with the rest of the model belongs to the root.
     """
-    parts: list[nn.Module] = []
-    _find_lists(module, parts)
-    inner = module
-    while not parts:
-        parts = [child for child in inner.children() if any(child.children())]
-        if len(parts) == 1:
-            inner, parts = parts[0], []
-        elif not parts:
-            break
+    parts = layers_of(module)
     get_embedding: Any = getattr(module, "get_input_embeddings", None)
     if callable(get_embedding):
         with suppress(NotImplementedError):  # of networks without an embedding
             parts.append(get_embedding())
-    owners: dict[int, int] = {}  # of each parameter, in how many places it is
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    kept = []
-    for part in dict.fromkeys(parts):
-        own: dict[int, int] = {}
-        for inside in part.modules():
-            for parameter in inside.parameters(recurse=False):
-                own[id(parameter)] = own.get(id(parameter), 0) + 1
-        if own and all(owners[key] == count for key, count in own.items()):
-            kept.append(part)
-    return kept
+    places = _places(module)
+    return [part for part in parts if all(places[key] == count for key, count in _places(part).items())]
 
 
-def _find_lists(module: nn.Module, found: list[nn.Module]) -> None:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            found += [element for element in child if any(True for _ in element.parameters())]
-        else:
-            _find_lists(child, found)
+def _places(module: nn.Module) -> Counter[int]:
+    """Of each parameter, by identity, in how many places it is."""
+    return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
 
 def _cannot_shard(module: nn.Module, error: Exception) -> GruppoError:
@@ -259,6 +237,11 @@ def sharded_units(module: nn.Module) -> list[Any]:
 
 
 # --- sharded tensors --------------------------------------------------------------------------------------------------
+
+
+def replicas() -> int:
+    """How many ranks hold the same shard: the machines of a hybrid mesh."""
+    return 1 if _mesh is None else _mesh.size() // _mesh["shard"].size()
 
 
 def is_sharded(tensor: Tensor) -> bool:

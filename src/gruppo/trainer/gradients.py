@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations
@@ -12,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gruppo import distributed as dist
+from gruppo.distributed.sharding import is_sharded, local, replicas
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Batch, Stat
@@ -34,7 +36,7 @@ def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward
     Each term that takes part costs a forward and a backward pass of the minibatch, and a vector of all weights. A
     cosine is NaN where a gradient is 0. The update that follows is the same as without.
     """
-    vectors: dict[str, Float[Tensor, "N"]] = {}
+    vectors: dict[str, tuple[Float[Tensor, "N"], Float[Tensor, "M"]]] = {}  # of whole weights, of this rank's shards
     for name, coef in TERMS.items():  # those that take part in this step's loss; the same on all ranks
         is_used: bool = getattr(step_params, coef) > 0
         if name == "value":
@@ -47,13 +49,23 @@ def of_terms(run: Run, batch: Batch, step_params: StepParams, backward: Backward
         run.optimizer.zero_grad(set_to_none=True)
         backward(run, batch, replace(step_params, **others))
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in run.parameters]
-        vector = torch.cat([gradient.flatten().float() for gradient in own])
+        kinds = [g for g in own if not is_sharded(g)], [local(g) for g in own if is_sharded(g)]
+        empty = torch.zeros(0, device=run.policy.device)
+        whole, shards = (torch.cat([empty, *(gradient.flatten().float() for gradient in kind)]) for kind in kinds)
         run.optimizer.zero_grad(set_to_none=True)
-        vectors[name] = dist.all_sum(vector)
-    norms = {name: float(vector.norm()) for name, vector in vectors.items()}
+        vectors[name] = dist.all_sum(whole), shards  # FSDP has summed those
+
+    def product(one: str, other: str) -> float:
+        (whole, shards), (other_whole, other_shards) = vectors[one], vectors[other]
+        of_shards = float(dist.all_sum(shards @ other_shards)) / replicas() if len(shards) else 0.0
+        return float(whole @ other_whole) + of_shards
+
+    norms = {
+        name: math.sqrt(product(name, name)) if len(shards) else float(whole.norm())
+        for name, (whole, shards) in vectors.items()
+    }
     metrics = {f"grad_norm/{name}": norm for name, norm in norms.items()}
     for one, other in combinations(vectors, 2):
-        product = norms[one] * norms[other]
-        cosine = float(vectors[one] @ vectors[other]) / product if product else float("nan")
-        metrics[f"grad_cosine/{one}/{other}"] = cosine
+        both = norms[one] * norms[other]
+        metrics[f"grad_cosine/{one}/{other}"] = product(one, other) / both if both else float("nan")
     return metrics

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
 from gruppo.core.groups import group_std
 from gruppo.core.kl import masked_gaussian_kl
+from gruppo.core.layers import recompute_layers
 from gruppo.core.loss import LossInputs
 from gruppo.modalities.common.critic import HeadCritic, ValueHead
 from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
@@ -95,6 +96,9 @@ class DenoiserPolicy(Policy):
         self.weighting: Weighting = weighting
         self.value_head: nn.Module | None = None
         """Features [N, F] to values [N]. Not part of ``module``, so that saves, copies and references exclude it."""
+
+    def recompute(self) -> None:
+        recompute_layers(self.module)
 
     @property
     def dims(self) -> int:
@@ -402,3 +406,6 @@ class DenoiserCritic(HeadCritic):
 
     def shard(self, apply: Callable[..., None]) -> None:
         self._policy.shard(apply)
+
+    def recompute(self) -> None:
+        self._policy.recompute()

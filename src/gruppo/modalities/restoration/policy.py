@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gruppo import trust
 from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
 from gruppo.core.images import PIXEL_LOSSES, PixelLoss, psnr, quantize
+from gruppo.core.layers import recompute_layers
 from gruppo.distributed.sharding import blocks_of
 from gruppo.modalities.common.images import image_error, image_rollouts, row_batches
 from gruppo.modalities.common.validation import refuse
@@ -144,6 +145,9 @@ class RestorationPolicy(Policy):
 
     def shard(self, apply: Callable[..., None]) -> None:
         apply(self.module, blocks_of(self.module.network))  # parts of the action are read without calling them
+
+    def recompute(self) -> None:
+        recompute_layers(self.module.network)
 
     def save(self, folder: Path) -> None:
         """Write the weights and the settings; ``load_restorer`` reads them. Only networks of gruppo have sizes."""

@@ -41,6 +41,9 @@ class SeparateCritic(HeadCritic):
         self.compute_copy = None
         self._policy.shard(apply)
 
+    def recompute(self) -> None:
+        self._policy.recompute()
+
     def zero_grad(self) -> None:
         self._policy.compute_module.zero_grad(set_to_none=True)
 

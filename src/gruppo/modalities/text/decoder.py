@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
+from gruppo.core.layers import checkpointed
 from gruppo.core.linear_head import has_hooks
 from gruppo.distributed.sharding import forward
 from gruppo.modalities.common.lora import LowRank, low_rank
@@ -80,7 +81,7 @@ def stream_features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
     x = decoder.embed(stream.ids)
     cos, sin = (half[0].contiguous() for half in decoder.rotary(x.to(wide), stream.positions[None]))
     for layer in decoder.layers:
-        x = forward(layer, _layer, x, decoder, layer, stream, cos, sin)
+        x = forward(layer, checkpointed(layer, _layer), x, decoder, layer, stream, cos, sin)
     return norm(decoder.norm, x)
 
 

@@ -12,12 +12,13 @@ TOKENS_ON_CPU, TOKENS = 640, 16384
 """Budgets where memory is not short. A CPU's products are nearly as fast at 600 rows as at more; a GPU's are not."""
 
 
-def activations(config: Any, tokens: int, dtype: torch.dtype, layout: str) -> int:
+def activations(config: Any, tokens: int, dtype: torch.dtype, layout: str, *, is_recomputed: bool = False) -> int:
     """Bytes of T tokens: T layers (6 H + 2 K + 2 F) numbers of our layers ("stream"), T layers (16 H + 4 F) else.
 
     H numbers of a feature, K of a key, F of the feed-forward; ours are inputs, norms, q, k, v, the output of attention,
     gate and up. Counted for the Llama layout, whose own norms and rotations keep float32; it has 0.4 and 0.95 MB per
-    token at 135M weights in bfloat16. 0 if the config lacks the sizes, as those of recurrent models.
+    token at 135M weights in bfloat16. Where the backward pass computes layers again, the numbers of one layer and H of
+    each. 0 if the config lacks the sizes, as those of recurrent models.
     """
     try:
         model = config.get_text_config()
@@ -25,7 +26,8 @@ def activations(config: Any, tokens: int, dtype: torch.dtype, layout: str) -> in
         numbers = 16 * model.hidden_size + 4 * feed_forward
         if layout == "stream":
             numbers = 6 * model.hidden_size + 2 * key_numbers(model) + 2 * feed_forward
-        return dtype.itemsize * tokens * model.num_hidden_layers * numbers
+        layers = model.num_hidden_layers
+        return dtype.itemsize * tokens * (numbers + layers * model.hidden_size if is_recomputed else layers * numbers)
     except (AttributeError, TypeError):
         return 0
 
@@ -57,7 +59,9 @@ def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: in
     if isinstance(policy.backbone.head, torch.nn.Linear) and limit.top_k == 0 and limit.top_p == 1:
         logits = tile_bytes(budget, model.vocab_size, width, policy.device)
     return {
-        "activations": activations(model, budget, policy.compute_dtype, policy.backbone.layout),
+        "activations": activations(
+            model, budget, policy.compute_dtype, policy.backbone.layout, is_recomputed=policy.is_recomputed
+        ),
         "logits": logits,
         "cache while sampling": width * 2 * rows * length * model.num_hidden_layers * key_numbers(model),
     }

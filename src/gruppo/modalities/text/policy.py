@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
+from gruppo.core.layers import recompute_layers
 from gruppo.loading import counted
 from gruppo.modalities.common.lora import AdaptablePolicy
 from gruppo.modalities.text.backbones import Backbone
@@ -57,6 +58,8 @@ class TextPolicy(AdaptablePolicy):
         "--optim.token-budget cannot cut a row.",
     )
     compute_dtype: torch.dtype = torch.float32
+    is_recomputed = False
+    """Whether the backward pass computes each layer's activations again."""
 
     def input_digests(self) -> dict[str, str | None]:
         return self.chat.digests()
@@ -97,6 +100,9 @@ class TextPolicy(AdaptablePolicy):
         self.copy, dtypes = None, {parameter.dtype for parameter in self.module.parameters()}
         self.backbone = replace(self.backbone.on(self.module), dtype=self.compute_dtype)
         apply(self.module, compute_dtype=None if dtypes == {self.compute_dtype} else self.compute_dtype)
+
+    def recompute(self) -> None:
+        self.is_recomputed = recompute_layers(self.module, self.compute_module)
 
     def at(self, module: nn.Module) -> TextPolicy:
         """Return this policy over other weights of the same kind, without a copy or value head: a reference."""
@@ -156,7 +162,8 @@ class TextPolicy(AdaptablePolicy):
 
     def bytes_per_unit(self, *, least: bool = False) -> int:
         layout = "stream" if least else self.backbone.layout
-        return activations(getattr(self.module, "config", None), 1, self.compute_dtype, layout)
+        config = getattr(self.module, "config", None)
+        return activations(config, 1, self.compute_dtype, layout, is_recomputed=self.is_recomputed)
 
     def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
         if isinstance(prompts, Rollouts):
