@@ -60,8 +60,10 @@ lines: .venv/.ready-lines
 	@$(bin)/gruppo train restore-text --name lines $(ARGS)
 	@$(bin)/python -m benchmarks.lines lines=runs/lines
 
+# Each process takes tests that follow each other, which share fixtures, and then some of another's; children read the
+# bytecode that the first of them wrote, where the environment says not to write any.
 test: .venv/.ready-test
-	@OMP_NUM_THREADS=1 $(bin)/python -m pytest -q -n $(JOBS) $(ARGS)
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(bin)/python -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
 
 mutants: .venv/.ready-test
 	@OMP_NUM_THREADS=1 $(bin)/python -m tests.mutants $(ARGS)

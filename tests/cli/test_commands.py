@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -236,7 +237,11 @@ def test_a_signal_before_the_run_began_exits_75_and_leaves_nothing(tmp_path, rec
 def signal_while_loading(args: list[str], number: int) -> None:
     from gruppo.modalities.text import modality
 
-    modality.from_pretrained = lambda *_, **__: os.kill(os.getpid(), number)
+    def killed(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(processes.TIMEOUT_S)  # another thread may get the signal: this one is told a moment later
+
+    modality.from_pretrained = killed
     processes.command_line(args)
 
 
