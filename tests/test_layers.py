@@ -33,6 +33,7 @@ LAYERS: tuple[set[str], ...] = (
     {"testing", "trainer"},
     {"build", "recipes"},
     {"api", "inference"},
+    {"trl"},
     {"cli", "doctor", "__init__", "__main__"},
 )
 """From the bottom to the top."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 _NAMES = {
-    "gruppo.api": "train resume",
+    "gruppo.api": "Trainer train resume",
     "gruppo.trainer.loop": "Stopped",
+    "gruppo.trainer.callbacks": "Callback Step",
     "gruppo.inference": "load_policy",
     "gruppo.config.schema": "Config EvaluationConfig OptimConfig RolloutConfig SavingConfig Stage",
     "gruppo.protocols": "Policy Modality",
@@ -28,7 +29,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
-    from gruppo.api import resume, train
+    from gruppo.api import Trainer, resume, train
     from gruppo.config.schema import Config, EvaluationConfig, OptimConfig, RolloutConfig, SavingConfig, Stage
     from gruppo.core.objective import PRESETS, Objective
     from gruppo.data.source import IndexedSource
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from gruppo.modalities.text import TextPolicy, from_module, from_pretrained, from_transformers
     from gruppo.protocols import Modality, Policy
     from gruppo.testing import check_engine, check_policy, check_reward
+    from gruppo.trainer.callbacks import Callback, Step
     from gruppo.trainer.loop import Stopped
     from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
 

@@ -1,16 +1,18 @@
-"""Training runs: start, resume, explain."""
+"""Training runs: step by step, as a whole, resumed, explained."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import os
 import re
 import shlex
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack, nullcontext
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -23,13 +25,16 @@ from gruppo.config import peer_options, serialization
 from gruppo.config.options import flag, options
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.sections import sections
-from gruppo.config.stages import stage_path
+from gruppo.config.stages import SCHEDULED, stage_path
 from gruppo.distributed import sharding
 from gruppo.loading import RunDuringImport, code_digest, command_name, is_importing
+from gruppo.protocols import Policy
 from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
 from gruppo.seeds import seed_at
-from gruppo.trainer import checkpoint, dry_run, loop
-from gruppo.trainer.evaluate import held_out
+from gruppo.tracking import trackers
+from gruppo.trainer import checkpoint, checks, dry_run, loop
+from gruppo.trainer.callbacks import Callbacks, Step
+from gruppo.trainer.evaluate import Evaluated, held_out
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, check_is_run, environment
 from gruppo.trainer.watch import finish, logged, on_screen, output_may_close
@@ -59,6 +64,382 @@ class Result:
     """Commands that work for this run, each with what it does."""
 
 
+class Trainer:
+    """A run, step by step: ``for step in trainer``, or ``trainer.step()``, with your own code in between.
+
+        with gruppo.Trainer("arithmetic", steps=50) as trainer:
+            for step in trainer:
+                if step.metrics["reward/mean"] > 0.9:
+                    trainer.stop()
+        print(trainer.result.model)
+
+    ``config``: a ``Config``, or what ``gruppo train`` takes: a recipe's name, a config file, the folder of a run, or
+    ``file.py:function``. ``model``: a hub id, a folder, a bundled name, ``file.py:function``, or a policy. ``data``: a
+    name, a path, a list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in
+    TRL's calling convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the
+    policy, so that it speaks again. ``engine``: an engine that samples, or the name of a function that makes one.
+    ``validation``: data to evaluate on, like ``data``; by default a part of it is held out. ``callbacks``: objects
+    like ``gruppo.Callback``. ``track``: names of trackers, classes, or objects with ``log``, ``log_samples`` and
+    ``close``. ``changes`` are further fields of ``Config``, dotted ones with two underscores:
+    ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen. ``trust_run``: import the code that the
+    folder of the model or of the config's run names, though you did not create it.
+
+    A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 during a step finishes what would be lost,
+    saves, and raises ``gruppo.Stopped``. What is complete is also saved where the ``with`` block is left early;
+    ``Trainer.resume`` continues from there.
+    """
+
+    def __init__(
+        self,
+        config: Config | str | Path | None = None,
+        *,
+        model: Any = None,
+        data: Any = None,
+        reward: Any = None,
+        environment: Any = None,
+        engine: Any = None,
+        validation: Any = None,
+        steps: int | None = None,
+        callbacks: Sequence[Any] = (),
+        track: Sequence[Any] | None = None,
+        show: bool = False,
+        trust_run: bool = False,
+        **changes: Any,
+    ) -> None:
+        if is_importing():
+            raise RunDuringImport
+        if config is not None and not isinstance(config, Config | str | Path):
+            raise GruppoError(
+                f"config is {config!r:.80} ({type(config).__name__}); it needs a gruppo.Config, a recipe's name such "
+                'as "arithmetic", file.py:function, a config file or the folder of a run. Pass single settings by '
+                "name: gruppo.train(steps=50)."
+            )
+        name = str(config) if isinstance(config, str | Path) else None
+        file = None if name is None else config_file(name)
+        recipe = recipe_config(str(config)) if isinstance(config, str | Path) else config or Config()
+        # a file does not turn on remote code: the caller does
+        config = recipe if file is None else replace(recipe, trust_remote_code=False)
+        parts = Parts.of(model, data, reward, environment, engine, validation)
+        changes = changes if steps is None else {"steps": steps, **changes}
+        changes = changes if engine is None else {"engine": name_of(engine), **changes}
+        try:
+            config = change(config, changes)
+            config = replace(
+                config,
+                model=config.model if model is None else name_of(model),
+                data=config.data if data is None else name_of(data),
+                reward=config.reward if parts.rewards is None else tuple(map(name_of, parts.rewards)),
+                track=config.track if track is None else tuple(n for n in map(name_of, track) if n != IN_MEMORY),
+            )
+            if environment is not None:
+                config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
+            if validation is not None:
+                config = replace(config, evaluation=replace(config.evaluation, data=name_of(validation)))
+            if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
+                # on the command line too they are then called in the trainer's process, whose random state is saved
+                config = replace(config, scoring=replace(config.scoring, isolate=False))
+            if file is not None:
+                check_code(file, recipe, config, trust_run=trust_run)
+            if name is not None and not config.name:
+                config = replace(config, name=new_name(run_stem(name), config.runs_dir))
+            with logged() if show else nullcontext():
+                self._open(config, parts, callbacks=callbacks, track=track or (), show=show, trust_run=trust_run)
+        except GruppoError as error:
+            error.args = (as_passed(str(error), config, changes),)
+            raise
+
+    @classmethod
+    def resume(
+        cls,
+        path: str | Path,
+        *,
+        model: Any = None,
+        data: Any = None,
+        reward: Any = None,
+        environment: Any = None,
+        engine: Any = None,
+        validation: Any = None,
+        **options: Any,
+    ) -> Trainer:
+        """Open a stopped or killed run; see ``gruppo.resume``."""
+        return cls.open(path, Parts.of(model, data, reward, environment, engine, validation), **options)
+
+    @classmethod
+    def open(cls, source: Config | str | Path, parts: Parts | None = None, **options: Any) -> Trainer:
+        """Open a new run of a config, or the run in a folder; see ``start``."""
+        trainer = cls.__new__(cls)
+        trainer._open(source, parts, **options)
+        return trainer
+
+    @dist.leaving()
+    def _open(
+        self,
+        source: Config | str | Path,
+        parts: Parts | None = None,
+        *,
+        callbacks: Sequence[Any] = (),
+        track: Sequence[Any] = (),
+        allow_changes: bool = False,
+        show: bool = False,
+        trust_run: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if is_importing():
+            raise RunDuringImport
+        self._began = time.perf_counter()
+        self._result: Result | None = None
+        parts, is_new = parts or Parts(), isinstance(source, Config)
+        hooks = Callbacks(callbacks, self) if callbacks else None
+        objects = trackers.guarded([one for one in track if name_of(one) == IN_MEMORY])
+        if isinstance(source, Config):
+            validate(source, parts)
+            dist.init(source.distributed.timeout_s, backend=source.distributed.backend)
+            # absolute paths: the run may be continued, evaluated and exported from another folder
+            config = with_absolute_paths(replace(source, name=source.name or new_name("run", source.runs_dir)))
+            config = replace(
+                config, name=dist.all_gather(config.name.encode())[0].decode()
+            )  # ranks may read other clocks
+            path = Path(config.runs_dir) / config.name
+            if dist.restarts() and (path / "config.json").is_file():  # torchrun gives the command again
+                source, is_new = path, False
+        if not isinstance(source, Config):
+            path = Path(source)
+            check_is_run(path)
+            config = serialization.load(path / "config.json")
+            if missing := missing_parts(config, parts):
+                raise GruppoError(
+                    f"this run's {' and '.join(missing)} came from Python objects. Continue it with "
+                    f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
+                )
+            if added := {name_of(one) for one in track} - {IN_MEMORY, *config.track}:
+                raise GruppoError(
+                    f"track={min(added)!r}: a run continues with the trackers of its config, {list(config.track)}, and "
+                    "with objects. Leave the name out, or pass an object."
+                )
+            dist.init(config.distributed.timeout_s, backend=config.distributed.backend)
+            config = on_these_ranks(config, path)
+        dist.set_advice(f"Continue on as many ranks with: {command_name()} resume {path}")
+        settings = serialization.to_dict(config)
+        check_equal_ranks(config)
+        models, code = trust.imports_of_models(settings), trust.imports_of_run(settings, path)
+        with ExitStack() as stack, output_may_close(), ExitStack() as opening:
+            folder = RunFolder(path)
+            stack.callback(folder.close)
+            with dist.fail_together():  # before the model is opened, which may take minutes
+                if dist.is_main():  # the config of a new run is this user's own; the models that it names may not be
+                    for place, names in models.items() if is_new else [(path, code)]:
+                        trust.check(place, names, trust_run=trust_run, trust_remote_code=trust_remote_code)
+                if not is_new:
+                    folder.open()
+                elif dist.is_main():
+                    folder.check_is_new()
+            self._imports: dict[str, Any] = {"closed_for": None if is_new or trust_run else path, "typed": parts.names}
+            opening.enter_context(trust.importing(code, **self._imports))
+            with dist.phase("build"):
+                run, model_source = build(config, parts)
+            check_equal({"the data": run.source.fingerprint()})
+            run.callbacks = hooks
+            with dist.fail_together():
+                if is_new:
+                    if dist.is_main():  # first: a run that is killed between the two can be resumed
+                        trust.record(path, code)
+                    folder.create(run.config)
+                    folder.check_is_shared(run)
+                    warn_of_overlap(run)
+                else:
+                    folder.check_manifest(run, model_source, allow_changes=allow_changes)
+                is_restored = not is_new and folder.restore(run)
+                if not is_new and not run.is_complete:
+                    log.info("%s is incomplete: %d of %d steps are saved.", path, run.state.step, run.config.steps)
+                if not is_restored:
+                    folder.write_manifest(run, model_source)
+            stack.callback(run.engine.close)
+            run.engine.sync(run.policy, run.state.version)  # until now it held the first weights, or none
+            # closed in reverse order: the screen gives the terminal back before anything else is printed
+            with run.stopper.listening():
+                with dist.fail_together():
+                    files = folder.trackers(from_step=run.state.step if is_restored else None)
+                for tracker in [*files, *(objects if dist.is_main() else ())]:
+                    run.trackers.append(tracker)
+                    stack.callback(tracker.close)
+                if show and dist.is_main():
+                    run.trackers.append(on_screen(run, folder.path))
+                    stack.callback(run.trackers[-1].close)
+            if not is_restored:  # reward functions may draw from the global generators
+                checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
+            self.run, self._files, self._code, self._first = run, folder, code, run.state.step
+            self.steps = loop.steps(run, folder)
+            # also where a trainer is forgotten, and at the end of the process
+            self._close = weakref.finalize(self, stack.pop_all().close)
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    @property
+    def policy(self) -> Policy:
+        return self.run.policy
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self._files.path
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done, or the run was stopped."""
+        return self.run.is_complete
+
+    @property
+    def result(self) -> Result:
+        """Of the complete run."""
+        return self.finish()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """For work on the run: its code may be imported, closed streams end nothing, signals stop between steps."""
+        previous, watchdog.run_folder = watchdog.run_folder, str(self.folder)
+        try:
+            with (
+                trust.importing(self._code, **self._imports),
+                output_may_close(),
+                self.run.stopper.listening(),
+                dist.leaving(),
+            ):
+                yield
+        finally:
+            watchdog.run_folder = previous
+
+    def train(self) -> Result:
+        """Run all steps that are left."""
+        with self._running():
+            for _ in self.steps:
+                pass
+            return self.finish()
+
+    def __iter__(self) -> Iterator[Step]:
+        """Run the steps that are left and yield each; a signal stops the run between two, in your own code too."""
+        with self._running():
+            while (step := next(self.steps, None)) is not None:  # yield from would end the steps where a loop is left
+                yield step
+            self.finish()
+
+    def step(self) -> Step:
+        """Run one step: sample, score, update, and evaluate and save where that is due."""
+        with self._running():
+            if (step := next(self.steps, None)) is None:
+                done, after = f"{self.run.state.step} of {self.config.steps} steps", "Start another run for more."
+                if not self.is_complete:
+                    after = f"Continue it with gruppo.Trainer.resume({str(self.folder)!r})."
+                raise GruppoError(f"the run {self.folder} has ended after {done}. {after}")
+            if self.is_complete:
+                self.finish()
+            return step
+
+    def evaluate(self) -> Evaluated:
+        """Evaluate on the held-out prompts as training does; at most once at a step."""
+        run = self.run
+        if not run.config.evaluation.prompts or not run.rewards.names:
+            raise GruppoError(
+                "this run has nothing to evaluate: it needs a reward and held-out prompts. Set evaluation__prompts, "
+                "and prompts__held_out_fraction above 0 or evaluation__data."
+            )
+        if (done := loop.evaluation_at(run, run.state.step)) is None:
+            with run.stopper.listening():
+                loop.evaluate_now(run, self._files)
+            done = loop.evaluation_at(run, run.state.step)
+        assert done is not None
+        return done
+
+    def save(self) -> Path:
+        """Save a checkpoint, from which ``resume`` continues, and return the folder of the model as it is now."""
+        with self._running():
+            if self.run.state.step:
+                loop.save(self.run, self._files)
+            return self._files.write_final(self.run, is_new=True)
+
+    def stop(self) -> None:
+        """End the run after the step that is under way, as if it were the last; with several ranks, on any of them."""
+        self.run.is_stopped = True
+
+    def set(self, **params: Any) -> None:
+        """Change step parameters from the next step on: fields of ``Stage``, such as ``lr``, ``kl_coef``,
+        ``temperature`` or ``group_size``. None returns to the schedule. With several ranks, alike on all of them.
+
+        Values are saved in the next checkpoint: a resumed run repeats what a callback set in ``on_step``.
+        """
+        schedule, config = self.run.stage_schedule, self.config
+        for name, value in params.items():
+            if name not in SCHEDULED:
+                hint = peer_options.suggestion(name, [f"stage.{n}" for n in SCHEDULED], lambda n: n.split(".")[-1])
+                raise GruppoError(f"unknown step parameter {name}. {hint}It needs one of {', '.join(SCHEDULED)}.")
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise GruppoError(f"set({name}={value!r}): it needs a number, or None for the schedule's.")
+            leaves = {f"{stage_path(config, index)}.{name}": value for index in range(len(config.plan))}
+            try:
+                checks.check(serialization.change(config, leaves), self.policy.modality)
+            except GruppoError as error:
+                raise GruppoError(f"set({name}={value}): {error}") from None
+            lacks = {"kl_coef": self.run.reference is None, "sup_coef": self.run.demos is None}
+            if value > 0 and lacks.get(name):
+                what = "reference to measure a KL against" if name == "kl_coef" else "demonstrations"
+                raise GruppoError(
+                    f"set({name}={value}): the run was built without {what}. Start it with a small stage__{name}."
+                )
+        kept = {name: value for name, value in {**schedule.overrides, **params}.items() if value is not None}
+        schedule.overrides = kept
+
+    def finish(self) -> Result:
+        """Write the model of a complete run and return the result; called where the last step is done."""
+        if self._result is not None:
+            return self._result
+        run, state = self.run, self.run.state
+        if not self.is_complete:
+            raise GruppoError(
+                f"the run {self.folder} has {state.step} of {self.config.steps} steps and no result yet. Call "
+                "trainer.train(), or trainer.save() for the model as it is."
+            )
+        for _ in self.steps:  # what comes after the last step
+            pass
+        with dist.phase("final save"):
+            model = self._files.write_final(run, is_new=state.step > self._first)
+        with dist.fail_together():
+            # a policy given in memory may have been made by a function that the config does not name
+            if dist.is_main() and set(names := trust.imports_of_model(model)) - set(self._code):
+                trust.record(model, names)
+        seconds, last = time.perf_counter() - self._began, state.step
+        if state.best is not None and state.best.get("returned_at") == last:  # the weights are those of the best step
+            last = int(state.best["step"])
+        before = next((e for e in state.evaluations if e["step"] == 0), None)
+        after = next((e for e in reversed(state.evaluations) if e["step"] == last and state.step), None)
+        commands, tokens = next_commands(run, self.folder), int(state.totals["tokens"])
+        self._result = Result(self.folder, model, before, after, tokens, seconds, commands)
+        return self._result
+
+    def close(self) -> None:
+        """Save the complete steps that are not saved yet; close the trackers and the engine, and unlock the folder."""
+        with self._running(), ExitStack() as last:
+            last.callback(self._close)
+            # only between two steps: within one, the weights are not those of a step
+            is_between = inspect.getgeneratorstate(self.steps) == inspect.GEN_SUSPENDED
+            if is_between:
+                self._files.finish_saving()
+            if is_between and self.run.state.step not in checkpoint.steps(self._files.checkpoints):
+                loop.save(self.run, self._files)
+                self._files.finish_saving()
+            self.steps.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and dist.world_size() > 1:
+            self.steps.close()  # a rank that fails alone would wait for the others in a save
+        self.close()
+
+
 def train(
     config: Config | str | Path | None = None,
     *,
@@ -67,63 +448,34 @@ def train(
     reward: Any = None,
     environment: Any = None,
     engine: Any = None,
+    validation: Any = None,
     steps: int | None = None,
+    callbacks: Sequence[Any] = (),
+    track: Sequence[Any] | None = None,
     show: bool = True,
     trust_run: bool = False,
     **changes: Any,
 ) -> Result:
     """Train a model on data with a reward, and return where it is.
 
-    ``config``: a ``Config``, or what ``gruppo train`` takes: a recipe's name, a config file, the folder of a run, or
-    ``file.py:function``. ``model``: a hub id, a folder, a bundled name, ``file.py:function``, or a policy. ``data``: a
-    name, a path, a list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in
-    TRL's calling convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the
-    policy, so that it speaks again. ``engine``: an engine that samples, or the name of a function that makes one.
-    ``changes`` are further fields of ``Config``, dotted ones with two underscores: ``rollout__group_size=16``,
-    ``optim__lr=1e-5``. ``show``: the live screen, and the results at the end. ``trust_run``: import the code that the
-    folder of the model or of the config's run names, though you did not create it.
+    The arguments are those of ``gruppo.Trainer``. ``changes`` are fields of ``Config``, dotted ones with two
+    underscores: ``rollout__group_size=16``, ``optim__lr=1e-5``. ``show``: the live screen, and the results at the end.
 
     A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 finishes what would be lost, saves, and raises
     ``gruppo.Stopped``; ``resume`` continues from there. A second Ctrl-C or SIGTERM stops at once.
     """
-    if is_importing():
-        raise RunDuringImport
-    if config is not None and not isinstance(config, Config | str | Path):
-        raise GruppoError(
-            f"config is {config!r:.80} ({type(config).__name__}); it needs a gruppo.Config, a recipe's name such as "
-            '"arithmetic", file.py:function, a config file or the folder of a run. Pass single settings by name: '
-            "gruppo.train(steps=50)."
-        )
-    name = str(config) if isinstance(config, str | Path) else None
-    file = None if name is None else config_file(name)
-    recipe = recipe_config(str(config)) if isinstance(config, str | Path) else config or Config()
-    # a file does not turn on remote code: the caller does
-    config = recipe if file is None else replace(recipe, trust_remote_code=False)
-    parts = Parts.of(model, data, reward, environment, engine)
-    changes = changes if steps is None else {"steps": steps, **changes}
-    changes = changes if engine is None else {"engine": name_of(engine), **changes}
-    try:
-        config = change(config, changes)
-        config = replace(
-            config,
-            model=config.model if model is None else name_of(model),
-            data=config.data if data is None else name_of(data),
-            reward=config.reward if parts.rewards is None else tuple(map(name_of, parts.rewards)),
-        )
-        if environment is not None:
-            config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
-        if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
-            # on the command line too they are then called in the trainer's process, whose random state is saved
-            config = replace(config, scoring=replace(config.scoring, isolate=False))
-        if file is not None:
-            check_code(file, recipe, config, trust_run=trust_run)
-        if name is not None and not config.name:
-            config = replace(config, name=new_name(run_stem(name), config.runs_dir))
-        with logged() if show else nullcontext():
-            return finish(start(config, parts, show=show, trust_run=trust_run), show=show)
-    except GruppoError as error:
-        error.args = (as_passed(str(error), config, changes),)
-        raise
+    parts = {"model": model, "data": data, "reward": reward, "environment": environment, "engine": engine}
+    options: dict[str, Any] = {
+        "validation": validation,
+        "steps": steps,
+        "callbacks": callbacks,
+        "track": track,
+        "trust_run": trust_run,
+    }
+    with logged() if show else nullcontext():
+        with Trainer(config, show=show, **parts, **options, **changes) as trainer:
+            result = trainer.train()
+        return finish(result, show=show)
 
 
 def resume(
@@ -134,6 +486,9 @@ def resume(
     reward: Any = None,
     environment: Any = None,
     engine: Any = None,
+    validation: Any = None,
+    callbacks: Sequence[Any] = (),
+    track: Sequence[Any] = (),
     allow_changes: bool = False,
     show: bool = True,
     trust_run: bool = False,
@@ -142,120 +497,28 @@ def resume(
     """Continue a stopped or killed run to the bit, from its newest whole checkpoint; without one, from the start.
 
     What the run was given as Python objects without a name (a ``TextPolicy``, a list of rows, a lambda) is given again,
-    the model as it was before training. Where code, tokenizer, versions or the number of threads have changed since the
-    run began, so that its results would, it is refused unless ``allow_changes``. ``trust_run``: import the code
-    that the folder names, though you did not create it; ``trust_remote_code``: run code of its model's repository.
+    the model as it was before training; so are its callbacks, and trackers that are objects. Where code, tokenizer,
+    versions or the number of threads have changed since the run began, so that its results would, it is refused unless
+    ``allow_changes``. ``trust_run``: import the code that the folder names, though you did not create it;
+    ``trust_remote_code``: run code of its model's repository.
     """
-    parts = Parts.of(model, data, reward, environment, engine)
+    parts = Parts.of(model, data, reward, environment, engine, validation)
     trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+    options = {"callbacks": callbacks, "track": track, "allow_changes": allow_changes, "show": show, **trusts}
     with logged() if show else nullcontext():
-        return finish(start(path, parts, allow_changes=allow_changes, show=show, **trusts), show=show)
+        return finish(start(path, parts, **options), show=show)
 
 
-@dist.leaving()
-def start(
-    source: Config | str | Path,
-    parts: Parts | None = None,
-    *,
-    allow_changes: bool = False,
-    show: bool = False,
-    trust_run: bool = False,
-    trust_remote_code: bool = False,
-) -> Result:
+def start(source: Config | str | Path, parts: Parts | None = None, **options: Any) -> Result:
     """Train a config from the beginning, or continue the run in a folder from its newest whole checkpoint.
 
-    ``parts``: Python objects in place of the config's names. ``allow_changes``: see ``resume``. ``show``: the live
-    screen.
+    ``parts``: Python objects in place of the config's names. ``options``: ``callbacks``, ``track``, ``allow_changes``,
+    ``show``, ``trust_run`` and ``trust_remote_code`` of ``resume``.
     """
-    if is_importing():
-        raise RunDuringImport
-    began, parts, is_new = time.perf_counter(), parts or Parts(), isinstance(source, Config)
-    if isinstance(source, Config):
-        validate(source, parts)
-        dist.init(source.distributed.timeout_s, backend=source.distributed.backend)
-        # absolute paths: the run may be continued, evaluated and exported from another folder
-        config = with_absolute_paths(replace(source, name=source.name or new_name("run", source.runs_dir)))
-        config = replace(config, name=dist.all_gather(config.name.encode())[0].decode())  # ranks may read other clocks
-        path = Path(config.runs_dir) / config.name
-        if dist.restarts() and (path / "config.json").is_file():  # torchrun gives the command again
-            source, is_new = path, False
-    if not isinstance(source, Config):
-        path = Path(source)
-        check_is_run(path)
-        config = serialization.load(path / "config.json")
-        if missing := missing_parts(config, parts):
-            raise GruppoError(
-                f"this run's {' and '.join(missing)} came from Python objects. Continue it with "
-                f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
-            )
-        dist.init(config.distributed.timeout_s, backend=config.distributed.backend)
-        config = on_these_ranks(config, path)
-    dist.set_advice(f"Continue on as many ranks with: {command_name()} resume {path}")
-    settings = serialization.to_dict(config)
-    check_equal_ranks(config)
-    models, code = trust.imports_of_models(settings), trust.imports_of_run(settings, path)
-    with ExitStack() as stack:
-        stack.enter_context(output_may_close())
-        folder = RunFolder(path)
-        stack.callback(folder.close)
-        with dist.fail_together():  # before the model is opened, which may take minutes
-            if dist.is_main():  # the config of a new run is this user's own; the models that it names may not be
-                for place, names in models.items() if is_new else [(path, code)]:
-                    trust.check(place, names, trust_run=trust_run, trust_remote_code=trust_remote_code)
-            if not is_new:
-                folder.open()
-            elif dist.is_main():
-                folder.check_is_new()
-        closed_for = None if is_new or trust_run else path
-        stack.enter_context(trust.importing(code, closed_for=closed_for, typed=parts.names))
-        with dist.phase("build"):
-            run, model_source = build(config, parts)
-        check_equal({"the data": run.source.fingerprint()})
-        with dist.fail_together():
-            if is_new:
-                if dist.is_main():  # first: a run that is killed between the two can be resumed
-                    trust.record(path, code)
-                folder.create(run.config)
-                folder.check_is_shared(run)
-                warn_of_overlap(run)
-            else:
-                folder.check_manifest(run, model_source, allow_changes=allow_changes)
-            is_restored = not is_new and folder.restore(run)
-            if not is_new and not run.is_complete:
-                log.info("%s is incomplete: %d of %d steps are saved.", path, run.state.step, run.config.steps)
-            if not is_restored:
-                folder.write_manifest(run, model_source)
-        stack.callback(run.engine.close)
-        run.engine.sync(run.policy, run.state.version)  # until now it held the first weights, or none
-        stack.callback(setattr, watchdog, "run_folder", watchdog.run_folder)
-        watchdog.run_folder = str(path)
-        stack.enter_context(run.stopper.listening())
-        # closed in reverse order: the screen gives the terminal back before anything else is printed
-        with dist.fail_together():
-            files = folder.trackers(from_step=run.state.step if is_restored else None)
-        for tracker in files:
-            run.trackers.append(tracker)
-            stack.callback(tracker.close)
-        if show and dist.is_main():
-            run.trackers.append(on_screen(run, folder.path))
-            stack.callback(run.trackers[-1].close)
-        if not is_restored:  # reward functions may draw from the global generators
-            checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
-        loop.train(run, folder)
-        with dist.phase("final save"):
-            model = folder.write_final(run)
-        with dist.fail_together():
-            # a policy given in memory may have been made by a function that the config does not name
-            if dist.is_main() and set(names := trust.imports_of_model(model)) - set(code):
-                trust.record(model, names)
-        seconds = time.perf_counter() - began
-    state, last = run.state, run.state.step
-    if state.best is not None and state.best.get("returned_at") == last:  # the weights are those of the best step
-        last = int(state.best["step"])
-    before = next((e for e in state.evaluations if e["step"] == 0), None)
-    after = next((e for e in reversed(state.evaluations) if e["step"] == last and state.step), None)
-    commands = next_commands(run, folder.path)
-    return Result(folder.path, model, before, after, int(state.totals["tokens"]), seconds, commands)
+    with Trainer.open(source, parts, **options) as trainer, trainer._running():
+        for _ in trainer.steps:  # not Trainer.train: few frames lead from the command line to backward
+            pass
+        return trainer.finish()
 
 
 def on_these_ranks(config: Config, path: Path) -> Config:
@@ -359,15 +622,20 @@ def change(config: Config, changes: dict[str, Any]) -> Config:
     def spell(name: str) -> str:
         return name.replace(".", "__")
 
+    def dotted(name: str) -> str:
+        return name.replace("__", ".")
+
     try:
-        return serialization.change(config, {name.replace("__", "."): value for name, value in changes.items()})
+        return serialization.change(config, {dotted(name): value for name, value in changes.items()})
     except serialization.UnknownEntry as error:
         known = [*options(config)]
         for section, kind in sections().items():
             known += [] if type(config.modality) is kind else options(kind(), f"{section}.")
-        hint = peer_options.suggestion(error.entry, known, spell)
+        # the whole name: the unknown entry of verl's actor_rollout_ref.actor.clip_ratio_low is its first part
+        name = next((n for n in map(dotted, changes) if n.startswith(f"{error.entry}.")), error.entry)
+        hint = peer_options.suggestion(name, known, spell)
         raise GruppoError(
-            f"unknown option {spell(error.entry)}. {hint}docs/reference/config.md lists the options; in Python, two "
+            f"unknown option {spell(name)}. {hint}docs/reference/config.md lists the options; in Python, two "
             "underscores stand for a dot."
         ) from None
 

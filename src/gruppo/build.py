@@ -59,16 +59,23 @@ class Parts:
     rewards: Sequence[Callable[..., Any]] | None = None
     environment: Callable[..., Any] | None = None
     engine: Engine | None = None
+    validation: Any = None
 
     @property
     def names(self) -> list[str]:
         """Parts that are names."""
-        parts = (self.data, self.environment, self.engine, *(self.rewards or ()))
+        parts = (self.data, self.environment, self.engine, self.validation, *(self.rewards or ()))
         return [part for part in parts if isinstance(part, str)]
 
     @classmethod
     def of(
-        cls, model: Any = None, data: Any = None, reward: Any = None, environment: Any = None, engine: Any = None
+        cls,
+        model: Any = None,
+        data: Any = None,
+        reward: Any = None,
+        environment: Any = None,
+        engine: Any = None,
+        validation: Any = None,
     ) -> Parts:
         """Check what a caller gave; names stay in the config."""
         if model is not None and not isinstance(model, str | os.PathLike | Policy):
@@ -92,6 +99,7 @@ class Parts:
             rewards,
             environment,
             None if isinstance(engine, str | os.PathLike) else engine,
+            validation,
         )
 
 
@@ -103,6 +111,7 @@ def missing_parts(config: Config, parts: Parts) -> list[str]:
         "reward": IN_MEMORY in config.reward and parts.rewards is None,
         "environment": config.environment.reply == IN_MEMORY and parts.environment is None,
         "engine": config.engine.kind == IN_MEMORY and parts.engine is None,
+        "validation": config.evaluation.data == IN_MEMORY and parts.validation is None,
     }
     return [name for name, is_missing in missing.items() if is_missing]
 
@@ -111,7 +120,8 @@ def validate(config: Config, parts: Parts) -> None:
     """Refuse options that contradict each other, and a config whose Python objects are not given; nothing is loaded."""
     checks.check(config, find_modality(config.model) if parts.model is None else parts.model.modality)
     if missing := missing_parts(config, parts):
-        options = ["--environment.reply" if name == "environment" else f"--{name}" for name in missing]
+        named = {"environment": "--environment.reply", "validation": "--evaluation.data"}
+        options = [named.get(name, f"--{name}") for name in missing]
         raise GruppoError(
             f"the {' and '.join(missing)} of this config came from Python objects, which a file does not hold. "
             f"Set {' and '.join(options)}."
@@ -176,7 +186,8 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     )
     validation = None
     if config.evaluation.data:
-        validation = open_source(config.evaluation.data, held_out_fraction=0.0, **columns)
+        given = config.evaluation.data if parts.validation is None else parts.validation
+        validation = open_source(given, held_out_fraction=0.0, **columns)
         if isinstance(validation, IndexedSource):
             validation = validation.only_held_out()
     modality = find_modality(config.model) if parts.model is None else parts.model.modality

@@ -21,7 +21,7 @@ from gruppo.modalities.text import from_pretrained
 from gruppo.trainer import checkpoint, checks
 from gruppo.trainer.collect import collect
 from gruppo.trainer.evaluate import evaluate, held_out
-from gruppo.trainer.loop import Stopped, train
+from gruppo.trainer.loop import Stopped, steps
 from gruppo.trainer.references import watch
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import learn
@@ -200,7 +200,7 @@ def test_the_frozen_weights_have_one_hash_from_the_manifest_to_the_end(tmp_path,
     folder.create(run.config)
     folder.write_manifest(run, {})
     then = json.loads((folder.path / "manifest.json").read_text())["reference_sha256"]
-    train(run, folder)
+    list(steps(run, folder))
     folder.close()
     assert then and then == run.reference_sha256 and len(then) == 64
     assert (
@@ -224,7 +224,7 @@ def test_a_run_whose_reference_was_changed_stops_and_keeps_the_saves_before(tmp_
 
     run.reference.update = spoiling
     with pytest.raises(GruppoError, match=r"step 3: the frozen weights of the reference have changed since the start"):
-        train(run, folder)
+        list(steps(run, folder))
     folder.close()
     assert checkpoint.steps(folder.checkpoints)[-1] == 2
 

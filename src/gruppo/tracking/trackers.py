@@ -83,6 +83,17 @@ def open_trackers(names: Sequence[str], run_dir: Path, config: Any, *, from_step
     return [GuardedTracker(name, partial(open_tracker, name)) for name in names]
 
 
+def guarded(track: Sequence[Any]) -> list[Tracker]:
+    """Check trackers that are Python objects, and guard them."""
+    for one in track:
+        if isinstance(one, type):
+            raise GruppoError(f"the tracker {one.__name__} is a class that cannot be imported by name; pass an object.")
+        if missing := [method for method in METHODS if not callable(getattr(one, method, None))]:
+            need = "log(step, metrics), log_samples(step, rows) and close()"
+            raise GruppoError(f"the tracker {type(one).__name__} has no {' and no '.join(missing)}; it needs {need}.")
+    return [GuardedTracker(type(one).__name__, partial(lambda one: one, one)) for one in track]
+
+
 def settings(config: Any) -> dict[str, Any]:
     """Leaves of a config by dotted name, as numbers, texts or booleans."""
     leaves: dict[str, Any] = {}

@@ -6,9 +6,9 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from gruppo.rewards.scoring import Scores
 from gruppo.seeds import seed_at
 from gruppo.tracking.files import to_json
 from gruppo.trainer import back_off, checkpoint, references
+from gruppo.trainer.callbacks import Step
 from gruppo.trainer.collect import Collected, collect
 from gruppo.trainer.evaluate import Evaluated, evaluate, evaluate_steps, held_out, sample_rows
 from gruppo.trainer.memory import whole_weights
@@ -49,25 +50,32 @@ class Stopped(Exception):
     """A signal, such as Ctrl-C, stopped the run; the message says how to continue it."""
 
 
-def train(run: Run, folder: RunFolder) -> None:
-    """Run steps until the run is complete, from wherever it is."""
+def steps(run: Run, folder: RunFolder) -> Generator[Step]:
+    """Run steps until the run is complete, from wherever it is, and yield each."""
     references.remember(run)
+    every = run.config.saving.every
     try:
         end_of_step(run, folder, {})
         while not run.is_complete:
             step_params = run.stage_schedule.step_params(run.state.step)
             with boundary_kept(run, folder), dist.phase("collect"):
                 collected = collect(run, step_params)
+                run.notify("on_rollouts", collected.rollouts, collected.scores)
             with dist.phase("learn"):
                 metrics = collected.metrics | learn(run, collected.batch, step_params)
             with dist.phase("publish"):
-                publish(run, folder, collected, metrics | run.stage_schedule.metrics(step_params))
+                step = publish(run, folder, collected, metrics | run.stage_schedule.metrics(step_params))
             with dist.phase("signals"):
-                is_stopped = not run.is_complete and dist.all_max(int(run.stopper.requested))
-            if is_stopped:
+                is_signalled = not run.is_complete and dist.all_max(int(run.stopper.requested))
+            if is_signalled or run.is_complete or (every and step.step % every == 0):
                 save(run, folder)
+            if is_signalled:
                 folder.finish_saving()
                 raise Interrupted
+            yield step
+        if run.is_stopped:
+            evaluate_if_due(run, folder)
+            save(run, folder)
         back_off.warn_if_never(run)
     except Interrupted:
         raise Stopped(how_to_continue(folder.path)) from None
@@ -91,14 +99,15 @@ def how_to_continue(path: Path) -> str:
 
 
 @contextmanager
-def boundary_kept(run: Run, folder: RunFolder) -> Iterator[None]:
+def boundary_kept(run: Run, folder: RunFolder, *, may_leave: bool = True) -> Iterator[None]:
     """For work that leaves the weights alone: where it fails or is interrupted, the state from before it is saved.
 
     Not after a ``NumericalStop``, where the weights themselves are wrong. Not a collective: a rank may fail alone.
+    ``may_leave``: whether a signal interrupts the work.
     """
     boundary = boundary_state(run)
     try:
-        with run.stopper.may_leave():
+        with run.stopper.may_leave() if may_leave else nullcontext():
             yield
     except NumericalStop:
         raise
@@ -119,8 +128,8 @@ def save(run: Run, folder: RunFolder) -> None:
         folder.save(run, boundary)
 
 
-def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str, float]) -> None:
-    """Hand the new weights to the engine, log, evaluate and save where due."""
+def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str, float]) -> Step:
+    """Hand the new weights to the engine, log, and evaluate where due."""
     began, state = time.perf_counter(), run.state
     rows = metrics.get("rollouts", 0.0)
     state.step += 1
@@ -149,25 +158,32 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         show_samples(run, collected)
         if folder.completions is not None:
             folder.completions.append(state.step, completions)
+    step = Step(state.step, metrics, collected.rollouts, collected.scores)
+    # before an evaluation, within which a signal may end the run: no resume repeats it
+    call_back(run, folder, "on_step", step)
     if lost is not None:
         save(run, folder)
         folder.finish_saving()
         raise lost
     warn_if_idle(run, metrics, folder.path, collected.rollouts)
-    end_of_step(run, folder, metrics)  # before the save, which then holds it; stopped here, the step is saved without
-    every = run.config.saving.every
-    if run.is_complete or (every and state.step % every == 0):
-        save(run, folder)
+    # before the save, which then holds it; stopped here, the step is saved without
+    watched = end_of_step(run, folder, metrics)
+    evaluation = evaluation_at(run, state.step)
+    metrics = {**metrics, **watched, **(evaluation.metrics() if evaluation else {})}
+    return replace(step, metrics=metrics, evaluation=evaluation)
 
 
-def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
+def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> dict[str, float]:
     """At a step boundary, after a step with these ``metrics``: evaluate where due, return to the best weights where
-    the watched metric has fallen, and begin the next stage where this one is over."""
+    the watched metric has fallen, and begin the next stage where this one is over.
+
+    Returns the metrics of what is watched beside the rewards.
+    """
     step = run.state.step
     watched = evaluate_if_due(run, folder)
     if run.stage_schedule.settled < step:
-        at_this_step = [done for done in run.state.evaluations if done["step"] == step]
-        evaluated = (Evaluated(**at_this_step[0]).metrics() if at_this_step else {}) | watched
+        done = evaluation_at(run, step)
+        evaluated = (done.metrics() if done else {}) | watched
         run.stage_schedule.measure(step, evaluated)
         back_off.watch(run, folder, {**metrics, **evaluated})
     if (message := run.stage_schedule.advance(step, run.known)) is not None:
@@ -176,6 +192,12 @@ def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> No
             evaluate_if_due(run, folder)  # a metric of training may have ended it
         else:
             references.renew_if_asked(run)
+    return watched
+
+
+def evaluation_at(run: Run, step: int) -> Evaluated | None:
+    """The evaluation at a step, if there was one."""
+    return next((Evaluated(**done) for done in run.state.evaluations if done["step"] == step), None)
 
 
 def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
@@ -185,13 +207,16 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
     """
     count, every, step = run.config.evaluation.prompts, run.config.evaluation.every, run.state.step
     is_due = step == 0 or run.is_complete or (every and step % every == 0)
-    is_done = any(done["step"] == step for done in run.state.evaluations)
+    is_done = evaluation_at(run, step) is not None
     if not run.rewards.names:  # images were shown, and nothing was measured
         is_done = run.stage_schedule.settled >= run.state.step
-    if not count or not is_due or is_done:
-        return {}
+    return evaluate_now(run, folder) if count and is_due and not is_done else {}
+
+
+def evaluate_now(run: Run, folder: RunFolder) -> dict[str, float]:
+    """Evaluate and log; return the metrics of what is watched beside the rewards."""
     with boundary_kept(run, folder), dist.phase("evaluate"):
-        prompts = held_out(run, count)
+        prompts = held_out(run, run.config.evaluation.prompts)
         with whole_weights(run.policy, engine=run.config.engine.kind):
             done, rows = evaluate(run, prompts)
         watched = references.watch(run)
@@ -204,7 +229,16 @@ def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
             run.log(done.metrics() | watched)
         if run.policy.renders_images and dist.is_main() and run.config.show_samples_every:
             run.show(rows[: 2 * IMAGES_SHOWN * GROUPS_SHOWN])
+    call_back(run, folder, "on_evaluate", done)
     return watched
+
+
+def call_back(run: Run, folder: RunFolder, event: str, what: Any) -> None:
+    """Call the callbacks between two steps; the run is stopped where a rank's wants it to be."""
+    if run.callbacks is not None:
+        with boundary_kept(run, folder, may_leave=False), dist.phase(event):
+            run.notify(event, what)
+        run.is_stopped = bool(dist.all_max(int(run.is_stopped)))
 
 
 def failures_of(scores: Scores) -> dict[int, list[dict[str, str]]]:

@@ -78,6 +78,10 @@ class Run:
     """What the engine is doing, for the screen; "" if there is nothing to say."""
     engine_metrics: Callable[[], dict[str, float]] = dict
     """Metrics of the engine since the last call."""
+    callbacks: Any = None
+    """``trainer.callbacks.Callbacks``; None where there are none."""
+    is_stopped: bool = False
+    """Whether a callback or the caller has ended the run."""
     known: dict[str, float] = field(default_factory=dict)
     """Latest value of each metric logged since the run was started or resumed."""
     example: Prompt | None = None
@@ -98,8 +102,8 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps are done, or the gate of the last stage has opened."""
-        return self.state.step >= self.config.steps or self.stage_schedule.is_over
+        """Whether all steps are done, the gate of the last stage has opened, or a callback has stopped the run."""
+        return self.state.step >= self.config.steps or self.stage_schedule.is_over or self.is_stopped
 
     @property
     def trainer_state(self) -> TrainerState:
@@ -112,6 +116,10 @@ class Run:
         self.known.update(metrics)
         for tracker in self.trackers:
             tracker.log(self.state.step, metrics)
+
+    def notify(self, event: str, *what: Any) -> None:
+        if self.callbacks is not None:
+            self.callbacks.notify(event, *what)
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         for tracker in self.trackers:

@@ -284,6 +284,8 @@ class RunFolder:
                 run.demos.load_state_dict(saved.state["demos"])
             run.state = State(**{field.name: saved.state[field.name] for field in fields(State)})
             run.stage_schedule.load_state_dict(saved.state["stage_schedule"])
+            if run.callbacks is not None:
+                run.callbacks.load_state_dict(saved.state.get("callbacks", {}))
             if dist.rank() < len(saved.state["random"]):
                 checkpoint.restore_random_state(saved.state["random"][dist.rank()])
             else:  # there are more ranks than when it was saved
@@ -382,13 +384,16 @@ class RunFolder:
         if changing or other:
             log.warning("since the run began: %s.", "; ".join([*changing, *other]))
 
-    def write_final(self, run: Run) -> Path:
-        """Write the trained model to a folder of its own, as one process would. A collective."""
+    def write_final(self, run: Run, *, is_new: bool = False) -> Path:
+        """Write the trained model to a folder of its own, as one process would. A collective.
+
+        ``is_new``: also in place of one that is there.
+        """
         target = self.path / "final"
         self.finish_saving()
         with dist.fail_together():
             self.check_exists()
-            is_written = not dist.is_main() or checkpoint.seal_holds(target)
+            is_written = not dist.is_main() or (not is_new and checkpoint.seal_holds(target))
         if not dist.all_max(int(not is_written)):
             return target
         with (
@@ -451,6 +456,7 @@ def boundary_state(run: Run) -> dict[str, Any]:
         "demos": None if run.demos is None else run.demos.state_dict(),
         "stage_schedule": run.stage_schedule.state_dict(),
         "random": list(map(json.loads, random_states)),
+        **({} if run.callbacks is None else {"callbacks": run.callbacks.state_dict()}),
     }
 
 
@@ -466,7 +472,7 @@ def setup(run: Run) -> dict[str, Any]:
     config = run.config
     functions = [*config.reward, config.environment.reply, config.engine.kind]
     code = {f"code of {name}": sha256 for name in functions if (sha256 := code_digest(name)) is not None}
-    inputs = code | run.policy.input_digests()
+    inputs = code | run.policy.input_digests() | ({} if run.callbacks is None else run.callbacks.digests())
     if run.validation is not None:
         inputs["validation data"] = run.validation.fingerprint()
     return {"inputs": inputs, "world": dist.world_size(), **environment()}

@@ -110,6 +110,8 @@ class StageSchedule:
         """Step at which the stage began."""
         self.lr_scale = 1.0
         """Factor of the learning rate, lowered after each return to the best weights."""
+        self.overrides: dict[str, float] = {}
+        """Values that ``Trainer.set`` put in place of the schedules'."""
         self.settled = -1
         """Step whose gates have been evaluated."""
         self.is_over = False
@@ -144,6 +146,7 @@ class StageSchedule:
                 now[name] = schedule.at(step - self.began, length=length)
             else:
                 now[name] = schedule.value
+        now |= self.overrides
         lr, optim = now["lr"], config.optim
         if lr is None:
             lr = warmup_decay(
@@ -176,6 +179,7 @@ class StageSchedule:
         """Step parameters that vary: set by a schedule or controller in some stage, or differing between stages."""
         changing = {name for name in SCHEDULED if len({str(getattr(stage, name)) for stage in self.plan}) > 1}
         changing |= {name for stage in self.plan for name in SCHEDULED if isinstance(getattr(stage, name), str)}
+        changing |= self.overrides.keys()
         now = {"temperature": step_params.sampling.temperature}
         metrics = {
             f"stage/{name}": float(now.get(name, getattr(step_params, name, math.nan)))
@@ -232,6 +236,7 @@ class StageSchedule:
             "index": self.index,
             "began": self.began,
             "lr_scale": self.lr_scale,
+            "overrides": dict(self.overrides),
             "settled": self.settled,
             "is_over": self.is_over,
             "sampled_since": self._sampled_since,
@@ -247,6 +252,7 @@ class StageSchedule:
         self.settled, self._sampled_since = int(state["settled"]), state["sampled_since"]
         self.is_over = bool(state["is_over"])
         self._seen = list(state["seen"])
+        self.overrides = dict(state["overrides"])
         for stage, saved in zip(self._schedules, state["controllers"], strict=True):
             for name, numbers in saved.items():
                 controller = stage[name]
