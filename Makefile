@@ -16,7 +16,7 @@ trl := trl==1.16.0
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help size demo digits photos lines docs test mutants mutants-all lint gpu bench bench-full bench-ppo bench-demonstrations bench-lora curves constraints clean
+.PHONY: help size demo digits photos lines docs test mutants mutants-all lint gpu bench bench-full bench-ppo bench-demonstrations bench-lora bench-ranks curves constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make bench-full  the same at length, about an hour; writes docs/dev/performance.md's tables and figures"
 	@echo "make bench-demonstrations  demonstrations before rewards against rewards alone, about half an hour"
 	@echo "make bench-lora  memory of references and adapters, and their speed; about twenty minutes"
+	@echo "make bench-ranks  memory, steps and saves of sharded ranks against replicas, about twenty minutes; needs 14 GB"
 	@echo "make bench-ppo  memory and time of a step: GRPO against PPO, about ten minutes"
 	@echo "make curves  learning curves of all presets on a small task, about ten minutes; writes docs/images/presets.png"
 	@echo "make size    lines, code lines, functions and comments of each subpackage"
@@ -108,6 +109,9 @@ bench-full: .venv/.ready-bench
 bench-lora: .venv/.ready-test
 	@$(bin)/python -m benchmarks.references --document docs/guides/references.md
 	@$(bin)/python -m benchmarks.lora
+
+bench-ranks: .venv/.ready-test
+	@$(bin)/python -m benchmarks.ranks --document docs/guides/many-gpus.md $(ARGS)
 
 bench-ppo: .venv/.ready-demo
 	@$(bin)/python -m benchmarks.grpo_vs_ppo $(ARGS)

@@ -147,7 +147,7 @@ def summary(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, di
     """Of each variant ``COUNT SHARD``: what the rank that has most holds, and the slowest rank's median step."""
     alone = max(rank["held_gb"] for rank in measured["1 none"])
     found = {}
-    for name, ranks in measured.items():
+    for name, ranks in sorted(measured.items(), key=lambda item: (int(item[0].split()[0]), "fsdp" in item[0])):
         count, most = int(name.split()[0]), max(rank["held_gb"] for rank in ranks)
         ideal = 1 - 1 / count
         found[name] = {
