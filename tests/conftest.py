@@ -34,6 +34,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_fsync():
+    """Nothing waits for the disk, 30 times a run and 4 ms each: a process that is killed loses nothing by it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", processes.no_fsync)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_plots():
     """Finished runs draw nothing: a dozen plots take five times as long as a tiny run. ``plots`` draws them."""
     with pytest.MonkeyPatch.context() as patch:

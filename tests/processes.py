@@ -41,6 +41,10 @@ def no_plots(*_: Any, **__: Any) -> list[Path]:
     return []
 
 
+def no_fsync(_: int) -> None:
+    """For ``os.fsync``: the tests end processes, and not the power."""
+
+
 @dataclass
 class Child:
     process: BaseProcess
@@ -139,6 +143,7 @@ def _child(target: Callable[..., Any], args: Sequence[Any], folder: str, env: Ma
     from gruppo.trainer import watch
 
     torch.set_num_threads(1)
+    os.fsync = no_fsync
     if not draws:
         watch.plot_run = no_plots
     target(*args)

@@ -471,7 +471,9 @@ def setup(run: Run) -> dict[str, Any]:
     """What a resumed run is compared with: digests of code and of the tokenizer, versions, hardware."""
     config = run.config
     functions = [*config.reward, config.environment.reply, config.engine.kind]
-    code = {f"code of {name}": sha256 for name in functions if (sha256 := code_digest(name)) is not None}
+    # once per file, whatever the number of its functions: a file may import a whole project
+    digests = {place: code_digest(f"{place}:") for place in {name.rpartition(":")[0] for name in functions}}
+    code = {f"code of {name}": sha for name in functions if (sha := digests[name.rpartition(":")[0]]) is not None}
     inputs = code | run.policy.input_digests() | ({} if run.callbacks is None else run.callbacks.digests())
     if run.validation is not None:
         inputs["validation data"] = run.validation.fingerprint()
