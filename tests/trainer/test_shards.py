@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,21 @@ def test_a_write_in_the_background_does_not_see_the_weights_of_the_next_step(tmp
     writer.wait()
     writer.check_committed()
     assert step_of(tmp_path) == 1
+
+
+def test_the_copies_are_released_when_they_are_written(tmp_path, monkeypatch):
+    copies, real = [], background_save.own_shards
+
+    def watched(tensors):
+        shards = real(tensors)
+        copies.extend(weakref.ref(shard.data) for shard in shards.values())
+        return shards
+
+    monkeypatch.setattr(background_save, "own_shards", watched)
+    writer = Writer()
+    begin(writer, tmp_path, {"w": W + 1}, 1)
+    writer.wait()
+    assert len(copies) == 2 and [copy() for copy in copies] == [None, None]
 
 
 def test_what_fails_in_the_background_is_raised_before_the_next_save(tmp_path, monkeypatch):

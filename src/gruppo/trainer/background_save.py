@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,8 @@ class Writer:
             except BaseException as error:
                 self._error = error
 
-        self._save, self._thread = save, threading.Thread(target=write, name="gruppo-checkpoint", daemon=True)
+        self._save = replace(save, files={})  # the copies are released as soon as they are written
+        self._thread = threading.Thread(target=write, name="gruppo-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
