@@ -571,7 +571,8 @@ def explain(config: Config, *, trust_run: bool = False) -> list[str]:
     for place, names in models.items():
         trust.check(place, names, trust_run=trust_run)
     with trust.importing([*chain(*models.values())]):
-        return dry_run.explain(build(config, Parts())[0])
+        here = replace(config, engine=type(config.engine)()) if config.engine.kind == "vllm" else config
+        return dry_run.explain(build(here, Parts())[0])  # without the servers, which need not run yet
 
 
 def check_equal_ranks(config: Config) -> None:

@@ -154,6 +154,18 @@ def test_conversations_go_on_where_they_were(engine, policy):
     require_logprobs(policy, rollouts)
 
 
+def test_a_conversation_ends_where_the_context_of_a_server_does(engine):
+    engine.context = 24
+    environment = Environment(lambda **_: "go on.", turns=8)
+    rollouts = ConversationEngine(engine, environment).generate(
+        requests(2, 2), Sampling(max_actions=64, stop=("1", "2", "3", "4", "5", "6")), seed=0
+    )
+    prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
+    written = rollouts.mask.long().flip(1).argmax(1)  # columns of a last reply that nothing follows
+    assert set(rollouts.finish) == {"length"}
+    assert (prompts + rollouts.actions.shape[1] - written <= 24).all()
+
+
 def test_an_adapter_is_published_by_version_and_never_merged(servers, tmp_path):
     policy = from_pretrained(
         tiny.model(), compute="float32", adapt=partial(inject, rank=2, alpha=4.0, base=tiny.model())

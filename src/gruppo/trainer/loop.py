@@ -33,7 +33,7 @@ from gruppo.trainer.run_dir import RunFolder, boundary_state
 from gruppo.trainer.signals import Interrupted
 from gruppo.trainer.update import learn
 from gruppo.trainer.weight_change import warn_if_idle
-from gruppo.types import EngineLost, NumericalStop, Rollouts
+from gruppo.types import EngineLost, GruppoError, NumericalStop, Rollouts
 
 log = logging.getLogger("gruppo")
 
@@ -134,10 +134,10 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
     rows = metrics.get("rollouts", 0.0)
     state.step += 1
     state.version += 1
-    lost: EngineLost | None = None
+    lost: GruppoError | None = None
     try:
         run.engine.sync(run.policy, run.state.version)
-    except EngineLost as error:  # the step is complete: it is logged and saved before the run ends
+    except GruppoError as error:  # the step is complete: it is logged and saved before the run ends
         lost = error
     if run.reference is not None:
         run.reference.update(run.policy, run.state.step)

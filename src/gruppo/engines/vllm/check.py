@@ -16,8 +16,8 @@ TEXT = "Is 17 + 25 = 42?\n\tNaïve café, 北京 😀"
 START = "Start the server with gruppo serve MODEL"
 
 
-async def check_server(replica: Replica, policy: Any, *, tokens: int) -> None:
-    """Refuse a server that lacks a route, holds another model or tokenizer, or a context of fewer than ``tokens``."""
+async def check_server(replica: Replica, policy: Any, *, tokens: int) -> int:
+    """Return the context of a server. Refuse one that lacks a route, or has another model or a shorter context."""
     url = replica.url
     try:
         await replica.request("GET", "/health", timeout_s=CONNECT_S)
@@ -73,6 +73,7 @@ async def check_server(replica: Replica, policy: Any, *, tokens: int) -> None:
             f"the server {url} does not say which weights chose a token: its vLLM is too old. Install vLLM 0.32 or "
             "newer."
         )
+    return context
 
 
 async def _ask(replica: Replica, method: str, path: str, body: Any, what: str) -> Any:

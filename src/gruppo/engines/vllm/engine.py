@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -29,7 +30,7 @@ log = logging.getLogger("gruppo")
 T = TypeVar("T")
 
 MAX_FAILURES = 3
-"""Failed requests in a row after which a server is ejected; and of one row, on each server."""
+"""Failed requests in a row after which a server is ejected; a row may fail twice as often on each."""
 MAX_INTERVAL_S = 5.0
 """Between two looks at the tokens that a server has counted; and of each look."""
 SLOW_FACTOR = 8
@@ -54,6 +55,8 @@ class VllmEngine:
         self._name = f"gruppo-{dist.all_gather(secrets.token_hex(4).encode())[0].decode()}"
         is_lora = policy.base_sha256 is not None
         self.replicas = [Replica(url, number, is_lora=is_lora) for number, url in enumerate(urls)]
+        self.context = sys.maxsize
+        """Tokens of the longest row that every server holds."""
         self.done = self.total = self.repeated = 0
         self._published: Path | None = None
         self._serial, self._reviving = 0, asyncio.Lock()
@@ -66,12 +69,14 @@ class VllmEngine:
         """Refuse a folder that cannot be written, and servers that do not fit; ``tokens``: the longest row."""
         self.publication.check()
 
-        async def check() -> None:
-            await _all(check_server(replica, self.policy, tokens=tokens) for replica in self.replicas)
+        async def check() -> int:
+            contexts = [await check_server(replica, self.policy, tokens=tokens) for replica in self.replicas]
+            return min(contexts)
 
         with dist.fail_together():
             if dist.is_main():
-                self._run(check())
+                self.context = self._run(check())
+        self.context = int(dist.all_gather(str(self.context).encode())[0])
 
     # --- sampling ---
 
@@ -118,11 +123,12 @@ class VllmEngine:
         prefixes = [[]] * len(batch.owners) if batch.prefixes is None else [ids.tolist() for ids in batch.prefixes]
         rows: list[tuple[list[int], dict[str, Any]]] = []
         for row, owner in enumerate(batch.owners.tolist()):
-            start = batch.starts[row] if batch.starts else 0
+            start, ids = batch.starts[row] if batch.starts else 0, prompts[owner] + prefixes[row]
+            limit = sampling.max_actions if batch.limits is None else int(batch.limits[row])
             params = {
                 # one generator a request: with n > 1 a repeated one would draw other samples
                 "seed": seed_at(seed, "server", *batch.addresses[row], start),
-                "max_tokens": sampling.max_actions if batch.limits is None else int(batch.limits[row]),
+                "max_tokens": min(limit, self.context - len(ids)),
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k,
                 "top_p": sampling.top_p,
@@ -133,11 +139,14 @@ class VllmEngine:
                 "logprobs": 0,
                 "watermarking": False,
             }
-            rows.append((prompts[owner] + prefixes[row], params))
+            rows.append((ids, params))
+        found: dict[int, Sampled] = {}
         groups: dict[int, list[int]] = {}
         for row, owner in enumerate(batch.owners.tolist()):
-            groups.setdefault(owner, []).append(row)
-        found: dict[int, Sampled] = {}
+            if rows[row][1]["max_tokens"] > 0:
+                groups.setdefault(owner, []).append(row)
+            else:  # a conversation has filled the context
+                found[row] = Sampled([], [], "length")
         for replica in self.replicas:  # a call that was interrupted has left its rows
             replica.inflight, replica.rate, replica.idle_at = 0, 0.0, time.monotonic()
 
@@ -173,11 +182,10 @@ class VllmEngine:
                 self.repeated += 1
                 continue  # the server was ejected, and its requests with it
             except ServerError as error:
-                failures += 1
-                self.repeated += 1
+                failures, self.repeated = failures + 1, self.repeated + 1
                 if error.status == 400:
                     raise GruppoError(f"the server {replica.url} refuses a request: {error}.") from None
-                if failures == MAX_FAILURES * len(self.replicas):
+                if failures == 2 * MAX_FAILURES * len(self.replicas):  # also after they were given the weights again
                     raise EngineLost(f"a request failed {failures} times, at last on {replica.url}: {error}.") from None
                 replica.failures += 1
                 if error.is_lasting or replica.failures >= MAX_FAILURES:
@@ -336,7 +344,7 @@ class VllmEngine:
         async def close() -> None:
             await asyncio.gather(*(replica.close() for replica in self.replicas))
 
-        if not self._loop.is_closed():
+        if self._loop.is_running():
             self._run(close())
             self._loop.call_soon_threadsafe(self._loop.stop)
         self.publication.clear()
