@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.rewards.fakes import rollouts_of
 
+from gruppo.recipes.guess import found
 from gruppo.reward_process import RewardProcesses
 from gruppo.reward_values import TrainerState, decode, encode
 from gruppo.rewards import RewardSet, resolve_reward
@@ -106,6 +107,13 @@ def test_functions_share_a_process_that_is_not_this_one_and_objects_are_called_h
     pids = {RewardSet(isolated("process")).score(rollouts).rewards[0].item() for _ in range(2)}
     assert len(pids) == 1 and os.getpid() not in pids
     assert RewardSet(isolated("an_object")).score(rollouts).rewards.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_rewards_of_our_recipes_are_called_here():
+    """They cannot hang, and a process for them would import torch."""
+    processes = RewardProcesses()
+    assert resolve_reward("gruppo.recipes.guess:found", processes) is found
+    assert not processes._all
 
 
 def test_arguments_that_only_python_can_hold_are_read_here_with_a_warning(isolated, caplog):
