@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +96,24 @@ def test_ratios_are_of_medians_and_grpo_is_one() -> None:
     assert "of ppo-shared with KL off 67% of the peak memory and 50% of the time" in grpo_vs_ppo.verdict({"off": found})
 
 
+def as_main(module: str, *arguments: str) -> None:
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__")
+
+
 @pytest.mark.slow
 def test_both_commands_print_a_table_and_write_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert grpo_vs_ppo.in_own_process(spec_of("grpo"))["peak_gib"] > 0
+    def forked(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """The process of ``command``, from one that has imported torch."""
+        module = command.index("-m") + 1
+        child = processes.start(as_main, *command[module:], folder=tmp_path / "child")
+        return subprocess.CompletedProcess(command, child.wait(), child.out, child.err)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", forked)
+        assert grpo_vs_ppo.in_own_process(spec_of("grpo"))["peak_gib"] > 0
     monkeypatch.setattr(grpo_vs_ppo, "in_own_process", lambda spec: variants.measure(dict(spec)))
     small = "--prompts 2 --group-size 2 --new-tokens 4 --steps 1 --kl off --compute float32"
     grpo_vs_ppo.main([*small.split(), "--model", tiny.model(), "--json", str(tmp_path / "a")])
