@@ -188,6 +188,11 @@ def _section_rules(config: Config) -> Rules:
             "lora.alpha or lora.targets was set, but lora.rank=0 trains all weights without an adapter. Set "
             "--lora.rank 16, or leave the --lora options out."
         ),
+        (config.distributed.shard != "none" and config.reference.place != "device")
+        and (
+            f"reference.place={config.reference.place!r} keeps all of the reference's weights in one place, and "
+            f"distributed.shard={config.distributed.shard!r} shards them over ranks. Leave one of the two out."
+        ),
         (back_off.metric.startswith("eval/") and not config.evaluation.is_repeated)
         and (
             f"back_off.metric={back_off.metric!r} is only measured before and after training. Set --evaluation.every "

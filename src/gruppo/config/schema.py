@@ -100,6 +100,11 @@ class OptimConfig:
 
     About a quarter slower, with the same gradients; keeps a layer's inputs alone.
     """
+    state_place: Literal["device", "cpu"] = "device"
+    """Where AdamW's state is kept between updates.
+
+    cpu: 8 bytes per trained weight of the device are free for activations; one transfer each way per update.
+    """
     terms_every: Count = 0
     """Steps between measurements of the gradients of single loss terms; 0 disables.
 

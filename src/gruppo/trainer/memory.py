@@ -258,7 +258,8 @@ def budget_for(run: Run, longest: int) -> int:
 def still_to_come(run: Run) -> int:
     """Bytes of float32 gradients and of AdamW's state, as far as they are not there yet."""
     numbers = sum(local(p).numel() for p in run.parameters)
-    return 4 * numbers + (0 if run.optimizer.state else 8 * numbers)
+    is_kept = run.config.optim.state_place == "device" or run.policy.device.type == "cpu"
+    return 4 * numbers + (8 * numbers if is_kept and not run.optimizer.state else 0)
 
 
 def bytes_per_unit(run: Run) -> int:

@@ -178,7 +178,12 @@ def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[st
     if is_finite:
         run.state.skipped_updates = 0
         before = Moved(run.optimizer) if run.state.step % EVERY == 0 else None
+        is_moved = run.config.optim.state_place == "cpu" and run.policy.device.type != "cpu"
+        if is_moved:
+            move_state(run.optimizer, run.policy.device)
         run.optimizer.step()
+        if is_moved:
+            move_state(run.optimizer, torch.device("cpu"))
         stats["update/taken"] = Stat(1, 1.0)
         if before is not None:
             changed = {"update/changed": before.stat()}
@@ -196,6 +201,12 @@ def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[st
             f"{whose}'s; every save before this step is kept. Train again with a lower {option}, or --compute float32."
         )
     return stats | {"update/skipped": Stat(1, 1.0)}
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the optimizer's moments; the step count stays where the optimizer wants it."""
+    for state in optimizer.state.values():
+        state |= {name: value.to(device) for name, value in state.items() if name != "step"}
 
 
 def backward(run: Run, batch: Batch, step_params: StepParams) -> dict[str, Stat]:

@@ -141,6 +141,11 @@ def from_transformers(
     module: Any, tokenizer: Any, *, compute: Compute = "auto", chunk: int = 256, adapt: Adapt | None = None
 ) -> TextPolicy:
     """Make a policy of a Hugging Face model in memory and its tokenizer."""
+    if getattr(module, "is_quantized", False):
+        raise GruppoError(
+            f"this {type(module).__name__} is quantized, and its weights can neither be trained nor hold an adapter "
+            "here. Give the model that it was quantized from, with --lora.rank 16 and --compute bfloat16."
+        )
     module = module.float().eval()
     if (device := _accelerator()) is not None and not is_requested():
         module = module.to(device)

@@ -1,0 +1,72 @@
+"""What is sharded by itself, what is refused, and where the optimizer's state is kept; no ranks are started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests import fakes, tiny
+from torch import nn
+
+from gruppo.config.checks import check_config
+from gruppo.config.schema import DistributedConfig, ReferenceConfig, Stage
+from gruppo.distributed.sharding import blocks_of, forward, gathered
+from gruppo.trainer.update import move_state
+from gruppo.types import GruppoError
+
+
+def test_layers_are_sharded_by_themselves_and_an_embedding_that_is_not_tied():
+    tied, untied = (
+        fakes.causal_lm("Llama", tie_word_embeddings=True),
+        fakes.causal_lm("Qwen2", tie_word_embeddings=False),
+    )
+    assert blocks_of(tied) == [*tied.model.layers]
+    assert blocks_of(untied) == [*untied.model.layers, untied.model.embed_tokens]
+    assert blocks_of(fakes.TinyGPT()) != []
+
+
+def test_a_layer_that_shares_a_weight_with_the_rest_belongs_to_the_root():
+    model = fakes.TinyGPT()
+    first, second = model.blocks
+    second.mlp[1].weight = first.mlp[1].weight
+    assert blocks_of(model) == []
+    model = fakes.TinyGPT()
+    model.blocks.append(model.blocks[0])  # one layer, run twice
+    assert blocks_of(model) == [model.blocks[0], model.blocks[1]]
+
+
+def test_without_sharding_a_function_is_called_as_it_is():
+    module = nn.Linear(2, 2)
+    calls = []
+    module.register_forward_pre_hook(lambda *_: calls.append("hook"))
+    assert forward(module, lambda x, y: x + y, 1, y=2) == 3
+    with gathered(module):
+        assert calls == []
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_reference_kept_elsewhere_and_sharded_weights_are_refused(tmp_path, place):
+    config = tiny.config(tmp_path, stage=Stage(kl_coef=0.1))
+    config = replace(config, distributed=DistributedConfig(shard="fsdp"), reference=ReferenceConfig(place=place))
+    with pytest.raises(GruppoError, match=rf"reference\.place='{place}' .* distributed\.shard='fsdp' .* Leave one"):
+        check_config(config)
+
+
+def test_moments_of_the_optimizer_move_and_its_step_count_stays():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    move_state(optimizer, torch.device("meta"))
+    devices = {name: value.device.type for name, value in optimizer.state[parameter].items()}
+    assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+def test_a_quantized_model_is_refused_in_one_line():
+    module = fakes.causal_lm("Llama")
+    module.is_quantized = True
+    with pytest.raises(
+        GruppoError, match=r"this LlamaForCausalLM is quantized.*Give the model that it was quantized from"
+    ):
+        fakes.from_transformers(module, fakes.bpe_tokenizer())
