@@ -144,13 +144,15 @@ def test_ids_that_their_text_would_not_give_are_sent_and_kept_as_they_are(engine
     assert asked(servers, "/tokenize") == [[], []]
 
 
-def test_conversations_go_on_where_they_were(engine, policy):
+def test_conversations_go_on_where_they_were(engine, policy, servers):
     """Each turn continues the ids of the row, with random numbers of its own."""
     environment = Environment(lambda text, turn, **_: None if turn == 3 else "go on.", turns=3)
     rollouts = ConversationEngine(engine, environment).generate(
         requests(2, 2), Sampling(max_actions=12, stop=("1",)), seed=0
     )
     assert int(rollouts.per_row["turns"].max()) > 1
+    seeds = [body["sampling_params"]["seed"] for bodies in asked(servers) for body in bodies]
+    assert len(set(seeds)) == len(seeds) == int(rollouts.per_row["turns"].sum())
     require_logprobs(policy, rollouts)
 
 
@@ -248,6 +250,10 @@ def other_tokens(path: str, body: Any, answer: Any) -> Any:
     return {"tokens": answer["tokens"][1:]} if path == "/tokenize" else answer
 
 
+def no_counts(path: str, body: Any, answer: Any) -> Any:
+    return "# nothing\n" if path == "/metrics" else answer
+
+
 def bfloat16(path: str, body: Any, answer: Any) -> Any:
     if path == "/server_info":
         answer["vllm_config"]["model_config"]["dtype"] = "torch.bfloat16"
@@ -280,6 +286,7 @@ REFUSED = {
         spoiled(answer=bfloat16),
         r"computes in bfloat16, and the trainer in float32\. .* --compute bfloat16",
     ),
+    "no count of tokens": (spoiled(answer=no_counts), r"does not count its tokens.* without --disable-log-stats"),
     "an old version": (spoiled(answer=without("weight_versions")), r"too old"),
     "a folder that it cannot read": (
         spoiled(before=no_weights),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gruppo.engines.vllm.client import CONNECT_S, GENERATE, KEY, Replica, ServerError
+from gruppo.engines.vllm.client import CONNECT_S, CONTROL_S, GENERATE, KEY, Replica, ServerError
 from gruppo.types import GruppoError
 
 SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -73,6 +73,13 @@ async def check_server(replica: Replica, policy: Any, *, tokens: int) -> int:
             f"the server {url} does not say which weights chose a token: its vLLM is too old. Install vLLM 0.32 or "
             "newer."
         )
+    try:
+        await replica.count_tokens(timeout_s=CONTROL_S)
+    except ServerError as error:
+        raise GruppoError(
+            f"the server {url} does not count its tokens ({error}), by which one that hangs is found. Start it without "
+            "--disable-log-stats."
+        ) from None
     return context
 
 

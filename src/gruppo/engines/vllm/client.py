@@ -18,7 +18,10 @@ from gruppo.types import Finish
 KEY = "GRUPPO_ENGINE_KEY"
 """Environment variable with the servers' key; never in a config, which is saved."""
 CONNECT_S, CONTROL_S = 5.0, 600.0
-"""Limits of a connection and of a control request; loading weights is one."""
+"""Limits of a connection, and of a control request before the first step."""
+LOADED_PER_S = 50e6
+"""Bytes that a server must load in a second, beside the engine's timeout: slow network storage reads several times it.
+"""
 CLAMPED = -9000.0
 """vLLM sends -9999 in place of a log-prob that is no number, which JSON cannot hold."""
 GENERATE = "/inference/v1/generate"
@@ -51,8 +54,8 @@ class Sampled:
 class Replica:
     """A server, what it holds, and how much it has to do."""
 
-    def __init__(self, url: str, number: int = 0, *, is_lora: bool = False) -> None:
-        self.url, self.number, self.is_lora = url.rstrip("/"), number, is_lora
+    def __init__(self, url: str, number: int = 0, *, is_lora: bool = False, timeout_s: float = CONTROL_S) -> None:
+        self.url, self.number, self.is_lora, self.timeout_s = url.rstrip("/"), number, is_lora, timeout_s
         self.label: str | None = None
         """Version of the weights that the server was proved to hold; None: nothing is sampled from it."""
         self.why = "it has not been asked for anything yet"
@@ -175,6 +178,8 @@ class Replica:
         """Return the tokens that the server has generated since it was started."""
         text = await self.request("GET", "/metrics", timeout_s=timeout_s)
         counts = re.findall(r"^vllm:generation_tokens_total(?:\{.*\})? (\S+)$", str(text), re.MULTILINE)
+        if not counts:
+            raise ServerError("/metrics does not count generated tokens")
         return sum(map(float, counts))
 
     # --- weights ---
@@ -182,26 +187,29 @@ class Replica:
     async def load(self, folder: Path, label: str) -> None:
         """Load the weights of a folder and name them. Where it fails, the server stays paused: it may hold half of
         them."""
-        self.label, before = None, self.loaded
+        self.label, before, control_s = None, self.loaded, self.timeout_s
+        load_s = control_s + sum(file.stat().st_size for file in folder.iterdir()) / LOADED_PER_S
         if self.is_lora:
-            await self.request("POST", "/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(folder)})
+            adapter = {"lora_name": label, "lora_path": str(folder)}
+            await self.request("POST", "/v1/load_lora_adapter", adapter, timeout_s=load_s)
             self.loaded = label
             if before is not None:
                 try:
-                    await self.request("POST", "/v1/unload_lora_adapter", {"lora_name": before})
+                    await self.request("POST", "/v1/unload_lora_adapter", {"lora_name": before}, timeout_s=control_s)
                 except ServerError as error:
                     if not error.status:  # a server that was started again does not know it
                         raise
             return
-        await self.request("POST", "/pause?mode=abort&clear_cache=true")
+        await self.request("POST", "/pause?mode=abort&clear_cache=true", timeout_s=control_s)
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self.request("POST", "/collective_rpc", call)
+        await self.request("POST", "/collective_rpc", call, timeout_s=load_s)
         # neither a reload nor a transfer clears it; blocks of older weights were read for 17 versions (NeMo-RL#4018)
-        cleared = await self.request("POST", "/reset_prefix_cache")
+        cleared = await self.request("POST", "/reset_prefix_cache", timeout_s=control_s)
         if not cleared.get("success"):
             raise ServerError("/reset_prefix_cache did not clear the prefix cache")
-        await self.request("POST", "/update_weight_version", {"new_version": label})  # after the load, never before it
-        await self.request("POST", "/resume")
+        named = {"new_version": label}  # after the load, never before it
+        await self.request("POST", "/update_weight_version", named, timeout_s=control_s)
+        await self.request("POST", "/resume", timeout_s=control_s)
         self.loaded = label
 
 

@@ -54,7 +54,7 @@ class VllmEngine:
         # another process's labels differ: a server that an older trainer still feeds is never taken for ours
         self._name = f"gruppo-{dist.all_gather(secrets.token_hex(4).encode())[0].decode()}"
         is_lora = policy.base_sha256 is not None
-        self.replicas = [Replica(url, number, is_lora=is_lora) for number, url in enumerate(urls)]
+        self.replicas = [Replica(url, number, is_lora=is_lora, timeout_s=timeout_s) for number, url in enumerate(urls)]
         self.context = sys.maxsize
         """Tokens of the longest row that every server holds."""
         self.done = self.total = self.repeated = 0
@@ -244,7 +244,9 @@ class VllmEngine:
 
     async def _watch_one(self, replica: Replica, interval_s: float) -> None:
         before = replica.tokens
-        with suppress(ServerError):  # /health answers while the engine behind it is dead; its tokens do not grow
+        with suppress(
+            ServerError, ValueError
+        ):  # /health answers while the engine behind it is dead; its tokens do not grow
             replica.tokens = await replica.count_tokens(timeout_s=interval_s)
         now, rate = time.monotonic(), 0.0
         if before is not None and replica.tokens is not None and replica.tokens != before and replica.inflight:
