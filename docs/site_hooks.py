@@ -36,8 +36,8 @@ def with_english_anchors(chinese: str, english: str) -> str:
 
 @event_priority(100)
 def on_config(config: Any) -> Any:
-    """Write the pages into build/docs-source, and build from there."""
-    source = ROOT / "build/docs-source"
+    """Write the pages into a folder beside the site's (build/docs-source), and build from there."""
+    source = Path(f"{config.site_dir}-source")  # two builds at a time, as in tests, do not share it
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(DOCS, source, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     queue = [(path, path.relative_to(DOCS).as_posix()) for path in sorted(DOCS.rglob("*.md"))]
