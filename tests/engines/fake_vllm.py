@@ -50,7 +50,7 @@ class FakeServer:
         """Changes the answer of a request."""
         self.load: Callable[[TextPolicy, dict[str, torch.Tensor]], None] = load_weights
         """Puts published weights into a copy of the policy."""
-        self.clears_cache = True
+        self.clears_cache = self.reports_cache = True
 
         server = self
 
@@ -204,7 +204,11 @@ class FakeServer:
         time.sleep(self.seconds_per_row)
         with self.lock:
             policy, version = self.adapters.get(name, self.policy), self.version
-            answer = {"choices": [self.sampled(policy, version, ids, params, body.get("cache_salt"))], "model": name}
+            key = (body.get("cache_salt"), *ids)
+            usage = {"prompt_tokens_details": {"cached_tokens": len(ids) - 1 if key in self.cache else 0}}
+            answer = {"choices": [self.sampled(policy, version, ids, params, key)], "model": name}
+            if self.reports_cache:
+                answer["usage"] = usage
             if params.get("prompt_logprobs") is not None:
                 scored = score(policy, ids)
                 answer["prompt_logprobs"] = [
@@ -213,9 +217,9 @@ class FakeServer:
                 ]
         return answer
 
-    def sampled(self, policy: TextPolicy, version: str, ids: list[int], params: Any, salt: Any) -> Any:
+    def sampled(self, policy: TextPolicy, version: str, ids: list[int], params: Any, key: Any) -> Any:
         scores = params.get("prompt_logprobs") is not None  # which reads no cache
-        first = policy if scores else self.cache.setdefault((salt, *ids), policy)
+        first = policy if scores else self.cache.setdefault(key, policy)
         sampling = Sampling(
             params["temperature"],
             params.get("top_k", 0),

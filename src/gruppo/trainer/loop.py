@@ -63,6 +63,7 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
                 run.notify("on_rollouts", collected.rollouts, collected.scores)
             with dist.phase("learn"):
                 metrics = collected.metrics | learn(run, collected.batch, step_params)
+                check_mismatch(run, metrics)
             with dist.phase("publish"):
                 step = publish(run, folder, collected, metrics | run.stage_schedule.metrics(step_params))
             with dist.phase("signals"):
@@ -84,6 +85,17 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
         saved = "What is complete is saved." if has_save else "No step was complete."
         command = f"{command_name()} resume {folder.path}"
         raise EngineLost(f"{error} {saved} Start the servers again, then continue with: {command}") from None
+
+
+def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
+    """Stop before weights are published or saved that have learned from samples of another distribution."""
+    engine, mismatch = run.config.engine, metrics.get("mismatch/mean_nats", 0.0)
+    if engine.urls and not mismatch <= engine.max_mismatch:  # NaN is not
+        raise NumericalStop(
+            f"the servers' log-probs of version {run.state.version} are {mismatch:.2g} nats from the trainer's on "
+            f"average, more than engine.max_mismatch={engine.max_mismatch:g}. Restart the servers with gruppo serve, "
+            "and continue with gruppo resume. If rounding alone does this, set a higher --engine.max-mismatch."
+        )
 
 
 def how_to_continue(path: Path) -> str:

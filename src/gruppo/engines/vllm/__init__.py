@@ -1,5 +1,6 @@
 """vLLM servers as an engine."""
 
 from gruppo.engines.vllm.engine import VllmEngine
+from gruppo.engines.vllm.prove import Proof
 
-__all__ = ["VllmEngine"]
+__all__ = ["Proof", "VllmEngine"]

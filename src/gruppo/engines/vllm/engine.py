@@ -9,7 +9,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.engines.vllm.check import check_server
 from gruppo.engines.vllm.client import CONNECT_S, Replica, Sampled, ServerError
+from gruppo.engines.vllm.prove import Proof
 from gruppo.engines.vllm.publish import Publication
 from gruppo.errors import EngineLost
 from gruppo.seeds import seed_at
@@ -47,10 +48,17 @@ class VllmEngine:
     """
 
     def __init__(
-        self, policy: Any, urls: Sequence[str], folder: Path, *, timeout_s: float = 60.0, max_inflight: int = 512
+        self,
+        policy: Any,
+        urls: Sequence[str],
+        folder: Path,
+        *,
+        proof: Proof | None = None,
+        timeout_s: float = 60.0,
+        max_inflight: int = 512,
     ) -> None:
         self.policy, self.timeout_s, self.max_inflight = policy, timeout_s, max_inflight
-        self.publication, self.version, self.label = Publication(folder), 0, ""
+        self.publication, self.proof, self.version, self.label = Publication(folder), proof, 0, ""
         # another process's labels differ: a server that an older trainer still feeds is never taken for ours
         self._name = f"gruppo-{dist.all_gather(secrets.token_hex(4).encode())[0].decode()}"
         is_lora = policy.base_sha256 is not None
@@ -77,6 +85,8 @@ class VllmEngine:
             if dist.is_main():
                 self.context = self._run(check())
         self.context = int(dist.all_gather(str(self.context).encode())[0])
+        if self.proof is not None:
+            self.proof.limit(self.context)
 
     # --- sampling ---
 
@@ -98,10 +108,11 @@ class VllmEngine:
         return f"sampled {self.done} of {self.total} rows, {active} of {len(self.replicas)} servers"
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since the last call: servers in use, and requests that were repeated."""
+        """Metrics since the last call: servers in use, requests that were repeated, and the proof of the weights."""
         active = sum(replica.label is not None for replica in self.replicas)
         repeated, self.repeated = self.repeated, 0
-        return {"engine/servers_count": float(active), "engine/repeated_count": float(repeated)}
+        counts = {"engine/servers_count": float(active), "engine/repeated_count": float(repeated)}
+        return counts | ({} if self.proof is None else self.proof.metrics())
 
     def _generate(self, batch: TokenBatch, sampling: Sampling, seed: int) -> Generated:
         """Sample the rows of a batch; a ``GenerateTokens`` of policies."""
@@ -229,6 +240,8 @@ class VllmEngine:
         if replica.label is None:
             return
         replica.label, replica.why = None, why
+        if self.proof is not None:
+            self.proof.forget(replica)
         log.warning("the server %s is left out: %s", replica.url, why)
         for task in replica.tasks:
             task.cancel()
@@ -282,43 +295,83 @@ class VllmEngine:
 
     def sync(self, policy: Any, version: int) -> None:
         """Publish the weights, and return once every server that is sampled from has proved that it holds them."""
-        self.policy = policy
+        self.policy, proof = policy, self.proof
         self._serial += 1  # a version may be published again, after a return to older weights
         self.label = f"{self._name}-v{version}-{self._serial}"
-        if policy.base_sha256 is not None:
-            self._published = self.publication.write_adapter(self.label, policy.save)
-        else:
-            self._published = self.publication.write(self.label, policy.served_weights(), policy.served_config())
-        with dist.fail_together():
-            if dist.is_main():
-                self._run(self._publish(self._published))
-        states = json.dumps([replica.why if replica.label is None else "" for replica in self.replicas])
-        admitted = json.loads(dist.all_gather(states.encode())[0])  # the first rank has asked the servers
-        for replica, why in zip(self.replicas, admitted, strict=True):
+        if proof is not None:
+            proof.publish(policy)
+            self._canary(policy, proof)
+        self._published = folder = self._write(policy, self.label)
+        self._on_main(lambda: self._publish(folder))
+        if proof is not None:
+            # the regression refuses a good server now and then; the canary is certain
+            if _agreed([replica.number for replica in self.replicas if proof.is_doubted(replica)]):
+                self._canary(policy, proof)
+                self._on_main(lambda: self._publish(folder, [r for r in self.replicas if r.label is None]))
+            for number, rows in _agreed(proof.sampled_rows()):
+                if why := proof.check_sampled(policy, rows):
+                    self._eject(self.replicas[number], why)
+        states = _agreed([replica.why if replica.label is None else "" for replica in self.replicas])
+        for replica, why in zip(self.replicas, states, strict=True):  # the first rank has asked the servers
             label = replica.label_of(self.label)
             replica.label, replica.loaded, replica.why, replica.failures = None if why else label, label, why, 0
-        if all(admitted):
+        if all(states):
             raise self._lost()
         self.version = version
 
-    async def _publish(self, folder: Path) -> None:
-        """Load the published folder into every server that answers."""
-        await asyncio.gather(*(self._admit(replica, folder) for replica in self.replicas))
+    def _write(self, policy: Any, label: str) -> Path:
+        if policy.base_sha256 is not None:
+            return self.publication.write_adapter(label, policy.save)
+        return self.publication.write(label, policy.served_weights(), policy.served_config())
+
+    def _on_main(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        with dist.fail_together():
+            if dist.is_main():
+                self._run(work())
+
+    def _canary(self, policy: Any, proof: Proof) -> None:
+        """Have the servers that need it load weights with noise in every tensor, and compare."""
+        numbers = _agreed([replica.number for replica in self.replicas if proof.needs_canary(replica)])
+        if not numbers:
+            return
+        self._serial += 1
+        replicas, label = [self.replicas[number] for number in numbers], f"{self._name}-canary-{self._serial}"
+
+        async def ask(replica: Replica) -> None:
+            replica.label, replica.why = None, ""
+            proof.forget(replica)
+            proof.passed.discard(replica.number)
+            try:
+                await self._load(replica, folder, replica.label_of(label))
+                proof.judge_canary(replica, await proof.ask(replica, replica.label_of(label)))
+            except ServerError as error:
+                replica.why = str(error)
+
+        async def ask_all() -> None:
+            await asyncio.gather(*(ask(replica) for replica in replicas))
+
+        with proof.perturbed(policy):
+            folder = self._write(policy, label)
+            self._on_main(ask_all)
+            for replica in replicas:
+                if replica.why and (found := proof.isolate(policy, replica)):
+                    replica.why += f"; {found}"
+
+    async def _publish(self, folder: Path, replicas: Sequence[Replica] | None = None) -> None:
+        """Load the published folder into every server that answers, or into these."""
+        await asyncio.gather(*(self._admit(replica, folder) for replica in replicas or self.replicas))
 
     async def _admit(self, replica: Replica, folder: Path) -> None:
         """Load the published folder into a server, and sample from it once it has proved that it holds it."""
         was_usable, label, was_out = replica.label is not None, replica.label_of(self.label), bool(replica.why)
         replica.label = None
+        if self.proof is not None and replica.number not in self.proof.passed:
+            return
         try:
-            await replica.request("GET", "/health", timeout_s=CONNECT_S)
-            await replica.load(folder, label)
+            await self._load(replica, folder, label)
+            if self.proof is not None:
+                self.proof.judge(replica, await self.proof.ask(replica, label))
         except ServerError as error:
-            if error.status and self._serial == 1:  # what it cannot load at first, it never can
-                raise GruppoError(
-                    f"the server {replica.url} cannot load the weights from {folder}: {error}. It needs the run's "
-                    "--model, and to read that folder under the same path: set --engine.publish-dir to one that both "
-                    "machines share."
-                ) from None
             replica.why = str(error)
             if was_usable:
                 log.warning("the server %s is left out: %s", replica.url, replica.why)
@@ -326,6 +379,19 @@ class VllmEngine:
         if was_out and self.version:
             log.info("the server %s is back", replica.url)
         replica.label, replica.why, replica.failures = label, "", 0
+
+    async def _load(self, replica: Replica, folder: Path, label: str) -> None:
+        await replica.request("GET", "/health", timeout_s=CONNECT_S)
+        try:
+            await replica.load(folder, label)
+        except ServerError as error:
+            if error.status and self._published is None:  # what it cannot load at first, it never can
+                raise GruppoError(
+                    f"the server {replica.url} cannot load the weights from {folder}: {error}. It needs the run's "
+                    "--model, and to read that folder under the same path: set --engine.publish-dir to one that both "
+                    "machines share."
+                ) from None
+            raise
 
     # --- the event loop ---
 
@@ -350,6 +416,11 @@ class VllmEngine:
             self._run(close())
             self._loop.call_soon_threadsafe(self._loop.stop)
         self.publication.clear()
+
+
+def _agreed(value: T) -> T:
+    """The first rank's value, on all ranks."""
+    return json.loads(dist.all_gather(json.dumps(value).encode())[0])
 
 
 async def _all(work: Any) -> None:
