@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -109,6 +109,15 @@ def exit_code(args: Sequence[str]) -> int:
     except SystemExit as done:
         return int(done.code or 0)
     raise AssertionError("a command exits")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def ranks(count: int, target: Callable[..., Any], *args: Any, folder: Path) -> list[Child]:

@@ -35,6 +35,7 @@ from gruppo.tracking import trackers
 from gruppo.trainer import checkpoint, checks, dry_run, loop
 from gruppo.trainer.callbacks import Callbacks, Step
 from gruppo.trainer.evaluate import Evaluated, held_out
+from gruppo.trainer.memory import MemoryRanOut
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, check_is_run, environment
 from gruppo.trainer.watch import finish, logged, on_screen, output_may_close
@@ -193,7 +194,7 @@ class Trainer:
         objects = trackers.guarded([one for one in track if name_of(one) == IN_MEMORY])
         if isinstance(source, Config):
             validate(source, parts)
-            dist.init(source.distributed.timeout_s, backend=source.distributed.backend)
+            join_ranks(source)
             # absolute paths: the run may be continued, evaluated and exported from another folder
             config = with_absolute_paths(replace(source, name=source.name or new_name("run", source.runs_dir)))
             config = replace(
@@ -216,7 +217,7 @@ class Trainer:
                     f"track={min(added)!r}: a run continues with the trackers of its config, {list(config.track)}, and "
                     "with objects. Leave the name out, or pass an object."
                 )
-            dist.init(config.distributed.timeout_s, backend=config.distributed.backend)
+            join_ranks(config)
             config = on_these_ranks(config, path)
         dist.set_advice(f"Continue on as many ranks with: {command_name()} resume {path}")
         settings = serialization.to_dict(config)
@@ -268,6 +269,7 @@ class Trainer:
             if not is_restored:  # reward functions may draw from the global generators
                 checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
             self.run, self._files, self._code, self._first = run, folder, code, run.state.step
+            folder.limit_budget(run)
             self.steps = loop.steps(run, folder)
             # also where a trainer is forgotten, and at the end of the process
             self._close = weakref.finalize(self, stack.pop_all().close)
@@ -307,6 +309,9 @@ class Trainer:
                 dist.leaving(),
             ):
                 yield
+        except MemoryRanOut as error:
+            self._files.limit_budget(self.run, error.budget)
+            raise
         finally:
             watchdog.run_folder = previous
 
@@ -564,15 +569,23 @@ def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
     return tuple(commands)
 
 
-def explain(config: Config, *, trust_run: bool = False) -> list[str]:
-    """Describe what training would do, without training: objective, stages, work, memory, one prompt and its reward."""
+def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[str]:
+    """Describe what training would do, without training: objective, stages, work, memory, one prompt and its reward.
+
+    ``gpus``: ranks of which one's memory is estimated, weights sharded as ``distributed.shard`` says.
+    """
     validate(config, Parts())
     models = trust.imports_of_models(serialization.to_dict(config))
     for place, names in models.items():
         trust.check(place, names, trust_run=trust_run)
     with trust.importing([*chain(*models.values())]):
         here = replace(config, engine=type(config.engine)()) if config.engine.kind == "vllm" else config
-        return dry_run.explain(build(here, Parts())[0])  # without the servers, which need not run yet
+        return dry_run.explain(build(here, Parts())[0], gpus=gpus)  # without the servers, which need not run yet
+
+
+def join_ranks(config: Config) -> None:
+    chosen = config.distributed
+    dist.init(chosen.timeout_s, backend=chosen.backend, is_sharded=chosen.shard != "none")
 
 
 def check_equal_ranks(config: Config) -> None:

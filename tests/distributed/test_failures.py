@@ -6,13 +6,15 @@ import contextlib
 import io
 import json
 import os
-import socket
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import processes, tiny
+from tests.trainer.runs import weights
 
 from gruppo import api
 from gruppo import distributed as dist
@@ -20,18 +22,10 @@ from gruppo.config import serialization
 from gruppo.data.source import IndexedSource
 from gruppo.distributed import collectives
 from gruppo.trainer import checkpoint
-from gruppo.types import DataError
+from gruppo.types import DataError, GruppoError
 
 DECISIONS = ("micro-batches", "memory back-off", "early stop", "dynamic sampling", "non-finite gradients", "signals")
 WORK = ("sample", "reward", "publish", "save", "evaluate", "final save")
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def commands(cases: Sequence[Any], ports: Sequence[int], out: str, prepare: Callable[[Any], list[str]]) -> None:
@@ -50,7 +44,7 @@ def commands(cases: Sequence[Any], ports: Sequence[int], out: str, prepare: Call
 def of_ranks(cases: Sequence[Any], prepare: Callable[[Any], list[str]], folder: Path) -> list[list[list[Any]]]:
     """Of each case, the exit code and the standard error of each of two ranks."""
     folder.mkdir(exist_ok=True)
-    arguments = (cases, free_ports(len(cases)), str(folder), prepare)
+    arguments = (cases, processes.free_ports(len(cases)), str(folder), prepare)
     processes.run_ranks(2, commands, *arguments, folder=folder)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return [list(case) for case in zip(*ranks, strict=True)]
@@ -95,33 +89,83 @@ def test_where_one_rank_fails_in_a_collective_both_end_and_rank_0_names_it_and_t
     assert other_line == ""
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- one rank fails within a step of sharded weights ------------------------------------------------------------------
 
 
-def running_out(case: str) -> list[str]:
-    """The command, in which memory runs out once on rank 1."""
+def in_a_forward(args: list[str], problem: str) -> None:
+    """The command, of which rank 1 fails within the forward of its second step: the other is in another collective."""
     from gruppo.modalities.text.policy import TextPolicy
 
-    likelihood, ran_out = TextPolicy.likelihood, []
+    likelihood, calls = TextPolicy.likelihood, []
 
-    def once(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        if dist.rank() == 1 and not ran_out:
-            ran_out.append(True)
-            raise MemoryError
+    def fails(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        calls.append(True)
+        if os.environ["RANK"] == "1" and len(calls) == 2:
+            raise MemoryError if problem == "memory" else DataError("the forward broke.")
         return likelihood(self, *arguments, **keywords)
 
-    TextPolicy.likelihood = once
-    return ["train", case, "--name", "memory"]
+    TextPolicy.likelihood = fails
+    processes.command_line(args)
 
 
-def test_memory_that_runs_out_on_one_rank_makes_smaller_micro_batches_on_all(tmp_path):
-    ranks = of_ranks([recipe(tmp_path)], running_out, tmp_path / "ranks")[0]
-    assert [code for code, _ in ranks] == [0, 0]
-    warned = [line for line in ranks[1][1].splitlines() if "memory ran out" in line]
-    assert len(warned) == 1 and "640 tokens; going on with 40." in warned[0]
-    # the state of rank 0, whose memory did not run out
-    saved = checkpoint.load_latest(tmp_path / "runs/memory/checkpoints")
-    assert saved is not None and saved.state["token_budget"] == 40 and saved.state["has_run_out"]
+def ended(folder: Path, target: Callable[..., None], *arguments: Any) -> tuple[list[int], str]:
+    """Exit codes of two ranks, and the line that rank 0 printed."""
+    ranks = processes.ranks(2, target, *arguments, folder=folder)
+    codes = [rank.wait() for rank in ranks]
+    assert not [line for line in ranks[1].err.splitlines() if line.startswith("gruppo: ")]
+    return codes, "".join(line for line in ranks[0].err.splitlines() if line.startswith("gruppo: "))
+
+
+def test_a_rank_that_fails_in_a_step_of_sharded_weights_ends_both(tmp_path):
+    file = recipe(tmp_path, evaluation__prompts=0, distributed__shard="fsdp")
+    codes, line = ended(tmp_path / "error", in_a_forward, ["train", file, "--name", "error"], "error")
+    assert codes == [3, 3] and line.startswith("gruppo: rank 1 (process ") and line.endswith(": the forward broke.")
+
+
+def test_a_rank_whose_memory_runs_out_in_a_step_of_sharded_weights_ends_both_and_the_run_resumes_with_less(tmp_path):
+    file = recipe(tmp_path, saving__every=1, evaluation__prompts=0, distributed__shard="fsdp")
+    codes, line = ended(tmp_path / "short", in_a_forward, ["train", file, "--name", "memory"], "memory")
+    assert codes == [75, 75] and "memory ran out on rank 1 in micro-batches of 640 tokens" in line
+    run = tmp_path / "runs/memory"
+    assert ended(tmp_path / "resumed", processes.command_line, ["resume", str(run)]) == ([0, 0], "")
+    saved = checkpoint.load_latest(run / "checkpoints")
+    assert saved is not None and saved.state["token_budget"] == 320
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def attempt(args: list[str], restarts: int) -> None:
+    """The command as torchrun gives it; in the first attempt, rank 1 is killed in its second step."""
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_MAX_RESTARTS": "1"}
+
+    def kill(phase: str) -> None:
+        steps.extend([phase] * (phase == "learn"))
+        if not restarts and dist.rank() == 1 and len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    steps: list[str] = []
+    collectives.test_hook = kill
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(Path(args[1]).parent / f"error{os.environ['RANK']}.json")
+    processes.command_line(args)
+
+
+def test_a_restart_continues_the_run_to_the_weights_of_one_that_was_not_disturbed(tmp_path):
+    file = recipe(tmp_path, saving__every=1, evaluation__prompts=0)
+    processes.run_ranks(2, processes.command_line, ["train", file, "--name", "whole"], folder=tmp_path / "whole")
+    ranks = processes.ranks(2, attempt, ["train", file, "--name", "killed"], 0, folder=tmp_path / "first")
+    assert [rank.wait() for rank in ranks] == [75, -signal.SIGKILL]
+    assert "rank 1 (process " in ranks[0].err and "has ended or stopped" in ranks[0].err
+    message = json.loads((tmp_path / "error0.json").read_text())["message"]["message"]
+    assert message.startswith("RankLost: rank 0 cannot continue")
+    processes.run_ranks(2, attempt, ["train", file, "--name", "killed"], 1, folder=tmp_path / "second")
+    assert torch.equal(weights(tmp_path / "runs/whole"), weights(tmp_path / "runs/killed"))
+
+
+def test_restarts_need_the_name_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(GruppoError, match="Add --name NAME"):
+        api.new_name("run", tmp_path)
 
 
 # --- ranks that were started differently ------------------------------------------------------------------------------

@@ -183,10 +183,13 @@ def explain(args: list[str]) -> None:
     names, args = pop_option(args, "--names")
     if names is None:
         trust_run, args = pop_switch(args, "--trust-run")
+        gpus, args = pop_option(args, "--gpus")
+        if gpus is not None and not (gpus.isdecimal() and int(gpus)):
+            raise GruppoError(f"--gpus is {gpus!r}; it needs a number of GPUs, at least 1, as in --gpus 8.")
         config = parse_config("explain", args, trust_run=trust_run)
         from gruppo import api
 
-        print("\n".join(api.explain(config, trust_run=trust_run)))
+        print("\n".join(api.explain(config, gpus=int(gpus or 1), trust_run=trust_run)))
         return
     if not names or names.startswith("-"):
         raise GruppoError(

@@ -43,6 +43,7 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
     )
     lines.append("--trust-run imports code that the folder of a run or model names, though you did not create it.")
     if command.startswith("explain"):
+        lines.append("--gpus N estimates the memory of each of N GPUs, with --distributed.shard as it is set.")
         lines.append("--names trl, verl, ddpo or sources shows the options under the names that they have there.")
     hidden = [EXPERT, re.compile(r"stages\..*")]
     hidden += [] if config.objective.has_critic else [OF_CRITICS]

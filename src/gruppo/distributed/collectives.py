@@ -77,7 +77,9 @@ def set_advice(sentence: str) -> None:
     _advice = sentence
 
 
-def init(timeout_s: float = 1800, *, backend: Literal["auto", "gloo", "nccl"] = "auto") -> None:
+def init(
+    timeout_s: float = 1800, *, backend: Literal["auto", "gloo", "nccl"] = "auto", is_sharded: bool = False
+) -> None:
     """Join the process group that ``torchrun`` describes in the environment, if any.
 
     A collective ends with RankLost if another rank has ended, or does not join it within ``timeout_s``. ``backend``:
@@ -89,8 +91,9 @@ def init(timeout_s: float = 1800, *, backend: Literal["auto", "gloo", "nccl"] = 
     _timeout_s, interval_s = timeout_s, min(timeout_s / 30, 1.0)
     if td.is_initialized():
         return
-    # NCCL then waits and raises an error as gloo does, instead of ending the process
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    if not is_sharded:  # FSDP computes while it communicates: there the watchdog ends a rank that waits for too long
+        # NCCL then waits and raises an error as gloo does, instead of ending the process
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     timeout = timedelta(seconds=timeout_s - ROUNDS * interval_s)  # the rest is for finding the lost rank
     use_nccl = backend == "nccl" or (backend == "auto" and torch.cuda.is_available())
     try:

@@ -18,6 +18,8 @@ import torch.distributed as td
 
 MISSED, ROUNDS = 5, 10
 """Beats without which a rank is lost, and rounds in which that is found."""
+LEAVE_S = 5.0
+"""How long a rank may stay in a collective after it has read that another one has failed."""
 TOLD_S = 10.0
 """How long a rank that has failed waits for rank 0 to report it."""
 
@@ -92,7 +94,7 @@ class Heartbeat:
                 failed_at = time.monotonic()
             since, limit_s = self.waiting_since, self._limit_s
             if since is not None and failed_at is not None:  # that collective cannot complete
-                since, limit_s = max(since, failed_at), min(limit_s, TOLD_S)
+                since, limit_s = max(since, failed_at), min(limit_s, LEAVE_S)
             if since is not None and time.monotonic() - since > limit_s:
                 self._on_stuck()
                 return

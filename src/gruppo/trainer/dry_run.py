@@ -12,6 +12,7 @@ from gruppo.config.options import flag
 from gruppo.config.schema import Config, Stage
 from gruppo.config.stages import SCHEDULED, highest, learns_from_samples, stage_path
 from gruppo.core.describe import describe_objective, objective_warnings
+from gruppo.distributed.memory import WeightCounts, gathered_bytes, state_bytes
 from gruppo.loading import counted
 from gruppo.protocols import peek
 from gruppo.trainer import dynamic_sampling, references
@@ -20,13 +21,18 @@ from gruppo.trainer.memory import budget_for
 from gruppo.trainer.run import Run
 from gruppo.types import Request
 
+GPUS_PER_MACHINE = 8
+"""Over which --distributed.shard hybrid shards."""
 PROMPTS_READ = 32
 """Prompts whose lengths are measured."""
 
 
-def explain(run: Run) -> list[str]:
-    """Describe the objective, the stages, the work and memory of a step, and one prompt with its reward."""
-    return [*_objective(run), *_stages(run.config), *_work(run), "", *_memory(run), "", *_example(run)]
+def explain(run: Run, *, gpus: int = 1) -> list[str]:
+    """Describe the objective, the stages, the work and memory of a step, and one prompt with its reward.
+
+    ``gpus``: ranks of which one's memory is estimated.
+    """
+    return [*_objective(run), *_stages(run.config), *_work(run), "", *_memory(run, gpus), "", *_example(run)]
 
 
 def _objective(run: Run) -> list[str]:
@@ -121,24 +127,30 @@ def _work(run: Run) -> list[str]:
     return ["WORK", *lines]
 
 
-def _memory(run: Run) -> list[str]:
+def _memory(run: Run, gpus: int) -> list[str]:
     """Estimated bytes of weights, gradients, optimizer state, and of a step as the policy estimates them."""
+    shards = gpus if run.config.distributed.shard != "none" else 1
+    if run.config.distributed.shard == "hybrid":
+        shards = min(gpus, GPUS_PER_MACHINE)
     policy, width = run.policy, 2 if run.policy.compute_dtype == torch.bfloat16 else 4
-    trained, base = sum(p.numel() for p in run.parameters), policy.frozen_base()
-    own = sum(p.numel() for p in policy.module.parameters() if p.requires_grad or not base)
-    parts: dict[str, float] = {}
+    counts, base = WeightCounts.of(policy.module), policy.frozen_base()
+    own = counts.trained if base else counts.total
+    bits = 8 * sum(t.nbytes for t in base.values()) / max(sum(t.numel() for t in base.values()), 1)
+    critic_trained = sum(p.numel() for p in run.parameters) - counts.trained
+    parts = state_bytes(counts, shards=shards, base_bits=bits, critic_trained=critic_trained)
     if base:
-        parts[f"base, {run.config.compute}"] = sum(t.numel() * t.element_size() for t in base.values())
-    parts[f"{'adapter' if base else 'weights'}, float32"] = 4 * own
-    parts |= {"gradients, float32": 4 * trained, "AdamW state, float32": 8 * trained}
-    if policy.compute_module is not policy.module:
+        parts = {f"base, {run.config.compute}": parts.pop("base"), **parts}
+    if policy.compute_module is not policy.module and shards == 1:  # sharded weights are cast as they are gathered
         parts[f"compute copy, {run.config.compute}"] = width * own
     if run.reference is not None:
-        parts |= run.reference.memory_estimate(width)
+        parts |= {name: size / shards for name, size in run.reference.memory_estimate(width).items()}
     if run.critic is not None:
-        parts |= run.critic.memory_estimate(width)
+        parts |= {name: size / shards for name, size in run.critic.memory_estimate(width).items()}
         # its activations are made after the policy's are gone: those of a larger network need the difference more
         critic_more = run.critic.bytes_per_unit() - policy.bytes_per_unit()
+    parts |= gathered_bytes(counts, shards=shards, compute_bytes=width)
+    if shards > 1 and run.config.engine.kind != "vllm":
+        parts["whole weights to sample"] = width * counts.total
     parts |= {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
     prompts = peek(run.source, PROMPTS_READ)
     budget = budget_for(run, policy.longest_prompt(prompts))
@@ -146,10 +158,13 @@ def _memory(run: Run) -> list[str]:
         parts["critic's activations"] = critic_more * budget
     largest = dynamic_sampling.max_group_size(run.config.rollout, max(group_sizes(run.config)))
     parts |= policy.memory_estimate(run.config, prompts, budget, largest)
+    if gpus > 1 and "cache while sampling" in parts:
+        parts["cache while sampling"] *= -(-run.config.rollout.prompts // gpus) / run.config.rollout.prompts
     total = sum(parts.values())
     unit, name = (2**30, "GiB") if total > 2**29 else (2**20, "MiB")
     return [
-        f"MEMORY, an estimate with micro-batches of {budget:,} {policy.budget_name}",
+        f"MEMORY{f' of each of {gpus} GPUs' if gpus > 1 else ''}, an estimate with micro-batches of {budget:,} "
+        f"{policy.budget_name}",
         *(f"  {part:<24} {size / unit:6.2f} {name}" for part, size in parts.items()),
         f"  {'total':<24} {total / unit:6.2f} {name}",
     ]

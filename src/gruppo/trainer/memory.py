@@ -74,11 +74,12 @@ class Attempt:
             self.error = str(error)
             error = None
             if self.in_step:
+                budget = max(self.budget // 2, 1)
                 error = MemoryRanOut(
                     f"memory ran out on rank {dist.rank()} in micro-batches of {self.budget} tokens; "
                     "with sharded weights, a step cannot be repeated by one rank. Resume the run: it continues with "
-                    f"{self.budget // 2}.",
-                    self.budget // 2,
+                    f"{budget}.",
+                    budget,
                 )
         elif error is not None:
             try:

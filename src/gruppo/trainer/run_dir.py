@@ -219,6 +219,15 @@ class RunFolder:
             if dist.is_main():
                 self._writer.check_committed()
 
+    def limit_budget(self, run: Run, budget: int = 0) -> None:
+        """Keep ``budget``, with which memory did not suffice for a step of sharded weights, and apply what was kept."""
+        file = self.path / "token_budget"
+        if budget:
+            checkpoint.write_text(file, str(budget))
+        elif file.is_file():
+            limit = int(file.read_text(encoding="utf-8"))
+            run.state.token_budget, run.state.has_run_out = min(limit, run.state.token_budget or limit), True
+
     def best_weights(self, run: Run) -> checkpoint.Saved:
         """Load the best weights so far."""
         assert run.state.best is not None
