@@ -580,7 +580,8 @@ def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[s
         trust.check(place, names, trust_run=trust_run)
     with trust.importing([*chain(*models.values())]):
         here = replace(config, engine=type(config.engine)()) if config.engine.kind == "vllm" else config
-        return dry_run.explain(build(here, Parts())[0], gpus=gpus)  # without the servers, which need not run yet
+        run = build(here, Parts())[0]  # without the servers, which need not run yet
+        return dry_run.explain(run, gpus=gpus, samples_here=here is config)
 
 
 def join_ranks(config: Config) -> None:

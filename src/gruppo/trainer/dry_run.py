@@ -27,12 +27,20 @@ PROMPTS_READ = 32
 """Prompts whose lengths are measured."""
 
 
-def explain(run: Run, *, gpus: int = 1) -> list[str]:
+def explain(run: Run, *, gpus: int = 1, samples_here: bool = True) -> list[str]:
     """Describe the objective, the stages, the work and memory of a step, and one prompt with its reward.
 
-    ``gpus``: ranks of which one's memory is estimated.
+    ``gpus``: ranks of which one's memory is estimated. ``samples_here``: with the model itself, not on servers.
     """
-    return [*_objective(run), *_stages(run.config), *_work(run), "", *_memory(run, gpus), "", *_example(run)]
+    return [
+        *_objective(run),
+        *_stages(run.config),
+        *_work(run),
+        "",
+        *_memory(run, gpus, samples_here),
+        "",
+        *_example(run),
+    ]
 
 
 def _objective(run: Run) -> list[str]:
@@ -127,7 +135,7 @@ def _work(run: Run) -> list[str]:
     return ["WORK", *lines]
 
 
-def _memory(run: Run, gpus: int) -> list[str]:
+def _memory(run: Run, gpus: int, samples_here: bool) -> list[str]:
     """Estimated bytes of weights, gradients, optimizer state, and of a step as the policy estimates them."""
     shards = gpus if run.config.distributed.shard != "none" else 1
     if run.config.distributed.shard == "hybrid":
@@ -149,7 +157,7 @@ def _memory(run: Run, gpus: int) -> list[str]:
         # its activations are made after the policy's are gone: those of a larger network need the difference more
         critic_more = run.critic.bytes_per_unit() - policy.bytes_per_unit()
     parts |= gathered_bytes(counts, shards=shards, compute_bytes=width)
-    if shards > 1 and run.config.engine.kind != "vllm":
+    if shards > 1 and samples_here:
         parts["whole weights to sample"] = width * counts.total
     parts |= {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
     prompts = peek(run.source, PROMPTS_READ)
