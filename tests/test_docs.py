@@ -47,6 +47,9 @@ WITH_OPTIONS = [*PAGES, *START, *GUIDES, *REFERENCE, *LEARNED, *READMES, DOCS / 
 ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {
     *(
+        "--gpus",
+        "--log-dir",
+        "--max-restarts",
         "--nproc-per-node",
         "--num-generations",
         "--extra-index-url",
@@ -231,7 +234,7 @@ def test_every_command_is_one_that_can_run(page: Path) -> None:
         for n, words in commands_in(text):
             if words[2] in RECIPES and not {"--help", "--help-all"} & {*words}:
                 try:
-                    _, typed = pop_option(words[2:], "--names")
+                    _, typed = pop_option(pop_option(words[2:], "--names")[1], "--gpus")
                     checks.check(parse_config(words[1], typed), modalities()[KINDS.get(words[2].split("-")[0], "text")])
                 except GruppoError as error:
                     pytest.fail(f"{page.name}:{line + n}: {error}")
