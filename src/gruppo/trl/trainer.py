@@ -1,0 +1,436 @@
+"""``GRPOTrainer`` and ``RLOOTrainer`` with TRL's arguments and methods; a ``gruppo.Trainer`` does the work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from gruppo import api
+from gruppo import distributed as dist
+from gruppo.build import Parts, name_of, validate
+from gruppo.config import serialization
+from gruppo.config.schema import IN_MEMORY, Config
+from gruppo.data.open import open_source
+from gruppo.loading import import_extra
+from gruppo.rewards import RewardModel
+from gruppo.trainer.callbacks import Callback, Step
+from gruppo.trainer.evaluate import Evaluated, evaluate
+from gruppo.trainer.memory import whole_weights
+from gruppo.trainer.shards import whole_parameters
+from gruppo.trainer.watch import finish, logged
+from gruppo.trl.arguments import GRPOConfig, RLOOConfig
+from gruppo.trl.translation import refusal, translated
+from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
+
+RUN = "run"
+"""What runs in ``output_dir`` are called; the folder itself holds what ``save_model`` writes, as in TRL."""
+METRICS = {
+    "loss": "loss/policy",
+    "grad_norm": "grad/norm",
+    "learning_rate": "optim/lr",
+    "reward": "reward/mean",
+    "kl": "kl/ref_nats",
+    "entropy": "entropy/mean_nats",
+    "completions/mean_length": "len/mean_actions",
+    "clip_ratio/low_mean": "clip/low_frac",
+    "clip_ratio/high_mean": "clip/high_frac",
+    "num_tokens": "progress/tokens",
+    "step_time": "time/step_s",
+}
+"""Metrics under TRL's names, for ``state.log_history`` and ``on_log``."""
+EVENTS = ("on_init_end", "on_train_begin", "on_train_end", "on_step_end", "on_log", "on_evaluate", "on_save")
+"""Methods of transformers' callbacks that are called; at the end of a step, which is a generation and its updates."""
+
+
+class TrainOutput(NamedTuple):
+    """What ``train`` returns, as in transformers."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class GRPOTrainer:
+    """TRL's ``GRPOTrainer`` (1.16): the same arguments and methods, trained by gruppo.
+
+    What has no counterpart is refused with its name and the nearest option here. What means something else is reported
+    once, when the trainer is made. Everything that gruppo writes of the run is in ``output_dir/run-...``, with its
+    metrics, completions and checkpoints; ``trainer.run`` is the ``gruppo.Trainer``.
+    """
+
+    kind = "GRPO"
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        multi_turn = (
+            "write what replies as a function, environment=reply of gruppo.Trainer: docs/guides/conversations.md"
+        )
+        unsupported = {
+            "tools": (tools, multi_turn),
+            "rollout_func": (rollout_func, "give an engine that samples, engine=... of gruppo.Trainer"),
+            "environment_factory": (environment_factory, multi_turn),
+            "quantization_config": (
+                quantization_config,
+                "the weights are float32 or bfloat16; lora__rank trains little",
+            ),
+            "optimizers": (
+                next(filter(None, optimizers), None),
+                "AdamW and optim__decay; optim__lr and so on set them",
+            ),
+        }
+        for name, (value, near) in unsupported.items():
+            if value:
+                raise GruppoError(f"{type(self).__name__}({name}=...) has no counterpart in gruppo: {near}.")
+        source = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+        if args is None:
+            name = f"{(source or 'model').rstrip('/').split('/')[-1]}-{self.kind}"
+            args = (GRPOConfig if self.kind == "GRPO" else RLOOConfig)(output_dir=name)
+        if train_dataset is None:
+            raise GruppoError("train_dataset is missing; it needs a Dataset, or a list of rows, with a column prompt.")
+        if isinstance(eval_dataset, dict):
+            raise GruppoError(
+                "eval_dataset is a dict of data sets; it needs one of them. trainer.evaluate takes others."
+            )
+        self.args, self.callbacks = args, list(callbacks or ())
+        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
+        self.output_dir = Path(getattr(args, "output_dir", None) or "trainer_output")
+        rows = len(train_dataset) if hasattr(train_dataset, "__len__") else 0
+        settings, notes = translated(args, self.kind, rows=rows, has_evaluation=self._evaluates)
+        if not rows and not getattr(args, "max_steps", -1) > 0:
+            raise GruppoError("train_dataset has no length, so its epochs are not known. Set max_steps.")
+        settings |= _adapter(peft_config, source, notes)
+        policy = self._opened(model, settings, notes)
+        validation = eval_dataset
+        self.rewards = _rewards(reward_funcs, reward_processing_classes)
+        self.parts = Parts.of(policy, train_dataset, self.rewards, validation=validation)
+        config = serialization.change(Config(), settings)
+        self.config = replace(
+            config,
+            model=source if policy is None else IN_MEMORY,
+            data=IN_MEMORY,
+            scoring=replace(config.scoring, isolate=False),  # functions of the script are called in its process
+            reward=tuple(map(name_of, self.rewards)),
+            runs_dir=str(self.output_dir),
+        )
+        evaluation = replace(
+            self.config.evaluation,
+            data="" if validation is None else IN_MEMORY,
+            prompts=len(validation) if self._evaluates else 0,
+        )
+        self.config = replace(self.config, evaluation=evaluation)
+        validate(self.config, self.parts)
+        from transformers import TrainerControl, TrainerState
+
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.updates = self.config.updates_per_batch
+        self.state.max_steps = self.config.steps * self.updates
+        self.accelerator = SimpleNamespace(
+            print=lambda *text: print(*text) if dist.is_main() else None,
+            is_main_process=int(os.environ.get("RANK", 0)) == 0,
+            num_processes=int(os.environ.get("WORLD_SIZE", 1)),
+        )
+        self._trainer: api.Trainer | None = None
+        for callback in self.callbacks:
+            _check_callback(callback)
+        with logged():
+            for note in notes:
+                log.warning("gruppo.trl: %s.", note)
+
+    # --- training ---
+
+    @property
+    def run(self) -> api.Trainer:
+        """The ``gruppo.Trainer``; opened at its first use."""
+        if self._trainer is None:
+            name = api.new_name(RUN, self.output_dir)
+            self._trainer = api.Trainer.open(replace(self.config, name=name), self.parts, callbacks=[_Hooks(self)])
+            self._call("on_init_end")
+        return self._trainer
+
+    @property
+    def model(self) -> Any:
+        return self.run.policy.module
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Train from the beginning, or continue: True the newest run in ``output_dir``, or the folder of a run."""
+        began = time.perf_counter()
+        if resume_from_checkpoint:
+            path = self._run_to_resume(resume_from_checkpoint)
+            self._trainer = api.Trainer.open(path, self.parts, callbacks=[_Hooks(self)])
+        run = self.run
+        with logged():
+            self._call("on_train_begin")
+            result = run.train()
+            finish(result, show=False)
+            self._call("on_train_end")
+        losses = [row["loss"] for row in self.state.log_history if "loss" in row]
+        metrics = {"train_runtime": time.perf_counter() - began, "total_tokens": float(result.tokens)}
+        loss = sum(losses) / len(losses) if losses else float("nan")
+        return TrainOutput(self.state.global_step, loss, metrics | {"train_loss": loss})
+
+    def evaluate(self, eval_dataset: Any = None, **_: Any) -> dict[str, float]:
+        """Greedy completions of the evaluation data and their rewards, under TRL's names."""
+        run, data = self.run.run, self.eval_dataset if eval_dataset is None else eval_dataset
+        if data is None:
+            raise GruppoError("evaluate has no data: pass eval_dataset to it or to the trainer.")
+        if eval_dataset is None and self._evaluates:
+            return self._metrics(self.run.evaluate())
+        source = open_source(data, seed=self.config.seed, held_out_fraction=0.0).only_held_out()
+        held_out = [p for p in source.held_out(len(data)) if run.policy.check_prompt(p, run.sampling) is None]
+        with run.stopper.listening(), whole_weights(run.policy, engine=run.config.engine.kind):
+            done, _rows = evaluate(run, held_out)
+        self._evaluated(done)
+        return self._metrics(done)
+
+    def save_model(self, output_dir: str | None = None, **_: Any) -> None:
+        """Write the model as it is now, and its tokenizer, to a folder for transformers (an adapter: for peft)."""
+        folder, policy = Path(output_dir or self.output_dir), self.run.policy
+        folder.mkdir(parents=True, exist_ok=True)
+        with whole_parameters(policy.module, folder), dist.fail_together():
+            if not dist.is_main():
+                return
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".save-") as temporary:
+                policy.save_with_origin(Path(temporary))
+                for file in Path(temporary).iterdir():  # each replaced as a whole, beside what else the folder has
+                    file.replace(folder / file.name)
+
+    def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> str:
+        """Upload the model to the hub, as ``hub_model_id`` or under the name of ``output_dir``."""
+        from huggingface_hub import HfApi
+
+        hub = HfApi(token=getattr(self.args, "hub_token", None))
+        name = getattr(self.args, "hub_model_id", None) or self.output_dir.resolve().name
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_model(folder)
+            created = hub.create_repo(name, private=getattr(self.args, "hub_private_repo", None), exist_ok=True)
+            hub.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message=commit_message)
+        self.hub_model_id = created.repo_id
+        return str(created)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback of transformers, an object or a class."""
+        if self._trainer is not None:
+            raise GruppoError("add_callback comes after the run was opened; add callbacks before train and evaluate.")
+        callback = callback() if isinstance(callback, type) else callback
+        _check_callback(callback)
+        self.callbacks.append(callback)
+
+    def is_world_process_zero(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+    def end(self) -> None:
+        """Close the run's files and trackers."""
+        if self._trainer is not None:
+            self._trainer.close()
+
+    # --- parts ---
+
+    @property
+    def _evaluates(self) -> bool:
+        strategy = getattr(self.args, "eval_strategy", "no")
+        return self.eval_dataset is not None and getattr(strategy, "value", strategy) != "no"
+
+    def _opened(self, model: Any, settings: dict[str, Any], notes: list[str]) -> Any:
+        """A policy where the model or its tokenizer is in memory or needs arguments; None where its name says all."""
+        from gruppo.modalities.text import from_transformers
+
+        kwargs = {
+            name: v for name, v in dict(getattr(self.args, "model_init_kwargs", None) or {}).items() if v is not None
+        }
+        template = dict(getattr(self.args, "chat_template_kwargs", None) or {})
+        if "quantization_config" in kwargs:
+            raise refusal("model_init_kwargs", kwargs, "no quantized training")
+        if (dtype := str(kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))).removeprefix("torch.")) != "auto":
+            if dtype not in ("float32", "bfloat16"):
+                raise refusal("model_init_kwargs", {"dtype": dtype}, "float32 or bfloat16")
+            if settings["compute"] == "auto":
+                settings["compute"] = dtype
+            if dtype == "bfloat16":
+                notes.append("dtype=bfloat16 is what forward and backward compute in; the weights are kept in float32")
+        for name in ("attn_implementation", "device_map", "use_cache"):
+            if name in kwargs:
+                notes.append(f"model_init_kwargs: {name}={kwargs.pop(name)!r} is not used")
+        settings["trust_remote_code"] |= bool(kwargs.pop("trust_remote_code", False))
+        if not isinstance(model, str):
+            module = model
+        elif kwargs or template or self.processing_class is not None:
+            from transformers import AutoModelForCausalLM
+
+            trusted = settings["trust_remote_code"]
+            module = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=trusted, **kwargs)
+        else:
+            return None
+        if type(module).__name__.startswith("Peft"):
+            raise GruppoError(
+                "model is a PeftModel, and gruppo adds the adapter itself. Pass the base model and a peft_config."
+            )
+        tokenizer = self.processing_class
+        if tokenizer is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(module.config._name_or_path)
+            self.processing_class = tokenizer
+        if not callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
+            raise GruppoError(
+                f"processing_class is a {type(tokenizer).__name__}, of a model that reads images; gruppo trains "
+                "language models on text, and diffusion and restoration models on images. Pass a tokenizer."
+            )
+        if template:
+            apply = tokenizer.apply_chat_template
+            tokenizer.apply_chat_template = lambda *given, **options: apply(*given, **(template | options))
+        return from_transformers(module, tokenizer, compute=settings["compute"])
+
+    def _run_to_resume(self, given: bool | str) -> Path:
+        if given is not True:
+            return Path(str(given))
+        runs = sorted(self.output_dir.glob(f"{RUN}-*/config.json"), key=lambda file: file.stat().st_mtime)
+        if not runs:
+            raise GruppoError(f"{self.output_dir} has no run to resume; call train() without resume_from_checkpoint.")
+        return runs[-1].parent
+
+    # --- what callbacks of transformers see ---
+
+    def _call(self, event: str, **what: Any) -> None:
+        for callback in self.callbacks:
+            given = {"model": self.model, "processing_class": self.processing_class, **what}
+            control = getattr(callback, event)(self.args, self.state, self.control, **given)
+            self.control = control or self.control
+
+    def _metrics(self, done: Evaluated) -> dict[str, float]:
+        parts = {f"eval_rewards/{name}/mean": value for name, value in done.parts.items()}
+        return {"eval_reward": done.mean, **parts, "epoch": self.state.epoch or 0.0}
+
+    def _evaluated(self, done: Evaluated) -> None:
+        metrics = self._metrics(done)
+        self.state.log_history.append(metrics | {"step": self.state.global_step})
+        self._call("on_evaluate", metrics=metrics)
+
+
+class RLOOTrainer(GRPOTrainer):
+    """TRL's ``RLOOTrainer`` (1.16): see ``GRPOTrainer``."""
+
+    kind = "RLOO"
+
+
+class _Hooks(Callback):
+    """Keeps ``state`` and ``log_history`` of a trainer, and calls its transformers callbacks."""
+
+    def __init__(self, owner: GRPOTrainer) -> None:
+        self.owner = owner
+
+    def on_step(self, trainer: Any, step: Step) -> None:
+        owner, metrics = self.owner, step.metrics
+        state, run = owner.state, trainer.run
+        state.global_step = step.step * owner.updates
+        state.epoch = step.step * run.config.rollout.prompts / run.source.epoch_size
+        named = {theirs: metrics[ours] for theirs, ours in METRICS.items() if ours in metrics}
+        named |= {f"rewards/{name}/mean": metrics[f"reward/{name}/mean"] for name in run.rewards.names}
+        state.log_history.append(named | {"epoch": state.epoch, "step": state.global_step})
+        owner.control.should_save = owner.control.should_evaluate = False
+        owner._call("on_step_end")
+        owner._call("on_log", logs=dict(named))
+        if owner.control.should_save:
+            trainer.save()
+            owner._call("on_save")
+        if owner.control.should_evaluate:
+            trainer.evaluate()
+        if owner.control.should_training_stop:
+            trainer.stop()
+
+    def on_evaluate(self, trainer: Any, evaluation: Evaluated) -> None:
+        self.owner._evaluated(evaluation)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"log_history": self.owner.state.log_history, "step": self.owner.state.global_step}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.owner.state.log_history, self.owner.state.global_step = list(state["log_history"]), int(state["step"])
+
+
+def _check_callback(callback: Any) -> None:
+    """Refuse a callback whose methods would never be called."""
+    from transformers import TrainerCallback
+
+    if not isinstance(callback, TrainerCallback):
+        raise GruppoError(
+            f"the callback {callback!r:.80} is no TrainerCallback of transformers; pass an object of one."
+        )
+    for name in (name for name in dir(TrainerCallback) if name.startswith("on_") and name not in EVENTS):
+        if getattr(type(callback), name, None) is not getattr(TrainerCallback, name):
+            raise GruppoError(
+                f"{type(callback).__name__}.{name} would never be called: gruppo calls {', '.join(EVENTS)}. Move it "
+                "there, or write a gruppo.Callback for gruppo.Trainer."
+            )
+
+
+def _rewards(reward_funcs: Any, tokenizers: Any) -> list[Any]:
+    """Functions as they are; reward models by their name or as a module."""
+    if reward_funcs is None:
+        raise GruppoError(
+            "reward_funcs is missing; it needs a function, the name of a reward model, or a list of them."
+        )
+    functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    tokenizers = tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
+    opened = []
+    for function, tokenizer in zip(functions, tokenizers, strict=True):
+        if isinstance(function, str) or hasattr(function, "state_dict"):
+            name = function if isinstance(function, str) else getattr(function.config, "_name_or_path", "reward_model")
+            if tokenizer is None and not isinstance(function, str):
+                from transformers import AutoTokenizer
+
+                tokenizer = AutoTokenizer.from_pretrained(name)
+            opened.append(RewardModel(function, tokenizer, name=name.split("/")[-1] or "reward_model"))
+        else:
+            opened.append(function)
+    return opened
+
+
+def _adapter(config: Any, source: str, notes: list[str]) -> dict[str, Any]:
+    """Settings of a LoraConfig of peft."""
+    if config is None:
+        return {}
+    import_extra("peft", "lora", "peft_config")
+    from peft import LoraConfig
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+    from transformers import AutoConfig
+
+    if type(config) is not LoraConfig:
+        raise GruppoError(f"peft_config is a {type(config).__name__}; gruppo trains LoRA. Pass a LoraConfig.")
+    default, taken = LoraConfig(), {"r", "lora_alpha", "target_modules", "task_type", "base_model_name_or_path"}
+    for name, value in vars(config).items():
+        ignored = taken | {"inference_mode", "peft_version", "revision", "auto_mapping"}
+        if name not in ignored and value != getattr(default, name, value):
+            raise GruppoError(f"peft_config: {name}={value!r:.60} has no counterpart in gruppo. Leave it out.")
+    targets = config.target_modules
+    if targets is None:
+        targets = USUAL.get(AutoConfig.from_pretrained(source).model_type) if source else None
+        if targets is None:
+            notes.append("peft_config: target_modules=None adapts all linear layers but the head")
+    if isinstance(targets, str) and targets != "all-linear":
+        raise GruppoError(f"peft_config: target_modules={targets!r} is a pattern; it needs a list of names of layers.")
+    named = () if targets is None or isinstance(targets, str) else tuple(sorted(targets))
+    return {"lora.rank": config.r, "lora.alpha": float(config.lora_alpha), "lora.targets": named}

@@ -1,0 +1,290 @@
+"""TRL's arguments as a ``gruppo.Config``: each is translated, without effect, or refused by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from gruppo import distributed as dist
+from gruppo.config import peer_options, serialization
+from gruppo.config.schema import Config
+from gruppo.core.objective import PRESETS
+from gruppo.trl.arguments import GRPOConfig, RLOOConfig
+from gruppo.types import GruppoError
+
+DEFAULTS = {"GRPO": GRPOConfig, "RLOO": RLOOConfig}
+WITHOUT_EFFECT = {
+    # memory and speed, which gruppo arranges itself without a change to the gradient
+    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "ds3_gather_for_generation", "pad_to_multiple_of"),
+    *("use_transformers_paged", "use_transformers_continuous_batching", "transformers_continuous_batching_config"),
+    *("cache_implementation", "use_cache", "torch_empty_cache_steps", "use_liger_kernel", "liger_kernel_config"),
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "cast_lm_head_to_fp32", "tf32"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs", "disable_dropout", "remove_unused_columns"),
+    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *(
+        "dataloader_drop_last",
+        "dataloader_in_order",
+        "dataloader_multiprocessing_context",
+        "average_tokens_across_devices",
+    ),
+    *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
+    *("bf16_full_eval", "fp16_full_eval", "eval_accumulation_steps", "per_device_eval_batch_size", "local_rank"),
+    *("eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics", "prediction_loss_only"),
+    *("include_for_metrics", "label_names", "full_determinism", "accelerator_config", "length_column_name"),
+    # what is logged: every step is, with all completions
+    *("logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
+    *("log_level", "log_level_replica", "disable_tqdm", "log_completions", "num_completions_to_print", "debug"),
+    *("log_unique_prompts", "log_multimodal", "include_num_input_tokens_seen", "skip_memory_metrics", "run_name"),
+    *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    # what the script does itself, and what save and push_to_hub of the trainer read
+    *("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_token"),
+    *("hub_private_repo", "hub_revision", "hub_strategy", "hub_always_push", "save_only_model", "save_on_each_node"),
+    *("ignore_data_skip", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "greater_is_better"),
+    # of vLLM, without use_vllm
+    *(
+        "vllm_mode",
+        "vllm_model_impl",
+        "vllm_enable_sleep_mode",
+        "vllm_structured_outputs_regex",
+        "vllm_server_base_url",
+    ),
+    *("vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization"),
+    *("vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_importance_sampling_correction"),
+    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+    "vllm_importance_sampling_cap",
+}
+"""Arguments that change nothing that is learned here."""
+DIRECT = {
+    option.theirs: option.ours
+    for option in peer_options.peer_options("trl")
+    if option.part in ("GRPOConfig", "TrainingArguments") and option.ours and not option.rule
+    if " " not in option.ours and option.theirs not in WITHOUT_EFFECT
+}
+"""Arguments whose value is that of one option; those below replace some of them."""
+TRANSLATED = {
+    *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size"),
+    *("steps_per_generation", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"),
+    *(
+        "warmup_steps",
+        "adam_beta1",
+        "adam_beta2",
+        "optim",
+        "bf16",
+        "use_cpu",
+        "report_to",
+        "eval_strategy",
+        "eval_steps",
+    ),
+    *("eval_on_start", "save_strategy", "save_steps", "save_total_limit", "model_init_kwargs", "chat_template_kwargs"),
+    *("ddp_timeout", "num_generations_eval", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl"),
+    *("entropy_coef", "use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "scale_rewards", "loss_type"),
+    *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "data_seed", "shuffle_dataset", "use_vllm"),
+}
+DECAYS = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+}
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+def refusal(name: str, value: Any, why: str = "") -> GruppoError:
+    """An argument that has no counterpart, with the nearest option of ours."""
+    text = f"{name}={value!r:.80} of TRL has no counterpart in gruppo"
+    for option in peer_options.lookup("trl", name)[:1]:
+        why = why or option.remark
+        if near := (option.ours or option.near).replace(".", "__"):
+            text += f"; the nearest is {near} of gruppo.Trainer"
+    return GruppoError(f"{text}{f' ({why})' if why else ''}. Leave {name} out.")
+
+
+def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tuple[dict[str, Any], list[str]]:
+    """Settings of gruppo by dotted name, and what differs in meaning.
+
+    ``rows``: prompts of the training data, which ``num_train_epochs`` counts.
+    """
+    names = {f.name: f.default for f in fields(DEFAULTS[kind])}
+
+    def of(name: str) -> Any:
+        value = getattr(args, name, names[name])
+        return getattr(value, "value", value)  # an enum of transformers
+
+    notes = list[str]()
+    for name, default in names.items():
+        known = name in DIRECT or name in TRANSLATED or name in WITHOUT_EFFECT
+        if not known and of(name) not in (default, None, [], {}, ""):
+            raise refusal(name, of(name))
+    settings = {ours: of(name) for name, ours in DIRECT.items() if name in names and name not in TRANSLATED}
+    for name in DIRECT.keys() & names.keys() - TRANSLATED:
+        remark = next(option.remark for option in peer_options.lookup("trl", name) if option.ours == DIRECT[name])
+        if remark and of(name) != names[name]:
+            notes.append(f"{name}: {remark}")
+    if settings["scoring.weights"] is not None:
+        settings["scoring.weights"] = tuple(map(float, settings["scoring.weights"]))
+    settings |= _objective(of, kind, notes)
+    # --- batches and steps ---
+    generated, groups = of("steps_per_generation"), of("generation_batch_size") // of("num_generations")
+    if generated % of("gradient_accumulation_steps"):
+        raise GruppoError(
+            f"steps_per_generation={generated} is no multiple of gradient_accumulation_steps="
+            f"{of('gradient_accumulation_steps')}, so an optimizer step would mix two generations. Set one to a "
+            "divisor of the other."
+        )
+    minibatches = generated // of("gradient_accumulation_steps")
+    updates = minibatches * of("num_iterations")
+    per_epoch = max(rows // groups, 1)
+    steps = math.ceil(of("num_train_epochs") * per_epoch)
+    if of("max_steps") > 0:
+        steps = math.ceil(of("max_steps") / updates)
+
+    def in_steps(name: str) -> int:
+        """A count of optimizer steps, or a fraction of all of them, in steps of ours."""
+        value = float(of(name))
+        return max(1, round(value * steps) if 0 < value < 1 else math.ceil(value / updates))
+
+    def every(what: str, default: str) -> int:
+        return {"no": 0, "epoch": per_epoch}.get(of(f"{what}_strategy"), 0) or (
+            in_steps(default) if of(f"{what}_strategy") == "steps" else 0
+        )
+
+    if of("save_strategy") not in ("no", "steps", "epoch"):
+        raise refusal("save_strategy", of("save_strategy"), "the best weights are kept with back_off__metric")
+    if of("eval_strategy") == "steps" and of("eval_steps") is None:
+        evaluated = in_steps("logging_steps")  # as in transformers
+    else:
+        evaluated = every("eval", "eval_steps")
+    settings |= {
+        "steps": steps,
+        "rollout.prompts": groups,
+        "optim.minibatches": minibatches,
+        "optim.betas": (float(of("adam_beta1")), float(of("adam_beta2"))),
+        "optim.warmup_steps": in_steps("warmup_steps") if of("warmup_steps") else 0,
+        "saving.every": every("save", "save_steps"),
+        "saving.keep": of("save_total_limit") or 10**6,
+        "prompts.held_out_fraction": 0.0,
+        # as in TRL, where prompts are tokenized with the special tokens in their text
+        "prompts.special_tokens": "keep",
+        "evaluation.every": evaluated if has_evaluation else 0,
+        "evaluation.samples": of("num_generations_eval") or 0,
+        "distributed.timeout_s": float(of("ddp_timeout")),
+        "device": "cpu" if of("use_cpu") else "auto",
+        "compute": {None: "auto", True: "bfloat16", False: "float32"}[of("bf16")],
+    }
+    settings |= _learning_rate(of)
+    if of("sync_ref_model"):
+        settings |= {"reference.kind": "mixed", "reference.update_rate": of("ref_model_mixup_alpha")}
+        settings["reference.update_every"] = math.ceil(of("ref_model_sync_steps") / updates)
+    if of("use_vllm"):
+        settings |= _servers(of, notes)
+    if not str(of("optim")).startswith("adamw_torch"):
+        raise refusal("optim", of("optim"))
+    trackers = of("report_to") or []
+    trackers = [trackers] if isinstance(trackers, str) else list(trackers)
+    if unknown := [one for one in trackers if one not in (*TRACKERS, "none", "all")]:
+        raise refusal("report_to", unknown[0], f"it needs one of {', '.join(TRACKERS)} or none")
+    settings["track"] = tuple(one for one in trackers if one in TRACKERS)
+    # --- what means something else ---
+    if updates > 1:
+        notes.append(
+            f"a step here is a generation and its {updates} optimizer steps: max_steps, warmup_steps, save_steps, "
+            f"eval_steps and the learning rate go by {steps} such steps"
+        )
+    if minibatches > 1:
+        notes.append(
+            "a loss that is averaged over tokens is averaged over those of each optimizer step, there of the generation"
+        )
+    if of("warmup_steps"):
+        notes.append("the warmup ends at the full learning rate, there one step later: its first step is not 0")
+    if has_evaluation:
+        notes.append("evaluation is greedy, one completion a prompt, and before and after training too")
+    if of("data_seed") is not None or of("shuffle_dataset") is not True:
+        raise refusal("data_seed" if of("shuffle_dataset") else "shuffle_dataset", of("data_seed"))
+    return settings, notes
+
+
+def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[str, Any]:
+    """The objective, the KL and the entropy bonus."""
+    beta = float(of("beta"))
+    if kind == "RLOO":
+        if of("num_iterations") > 1 or of("steps_per_generation") > of("gradient_accumulation_steps"):
+            name = "num_iterations" if of("num_iterations") > 1 else "steps_per_generation"
+            raise refusal(name, of(name), "RLOO takes one optimizer step per generation, with a ratio of 1")
+        own: dict[str, Any] = {"kl": "k1", "kl_in": "reward"} if beta else {}
+        preset = serialization.to_dict(Config(objective=PRESETS["rloo"]))["objective"]
+        return {f"objective.{name}": value for name, value in (preset | own).items()} | {"stage.kl_coef": beta}
+    loss, rules = of("loss_type"), peer_options.TABLE["rules"]
+    choices = {value: dict(conditions) for value, conditions in rules["trl_loss_type"]}
+    # over one micro-batch per update on one process, its tokens are those of the update
+    if loss == "bnpo" and of("gradient_accumulation_steps") == 1 and dist.world_size() == 1:
+        choices["bnpo"] = choices["dapo"]
+    if loss not in choices:
+        raise refusal("loss_type", loss, f"it needs one of {', '.join(choices)}")
+    choice = choices[loss]
+    if choice.get("ratio", of("importance_sampling_level")) != of("importance_sampling_level"):
+        raise refusal("loss_type", loss, f"with importance_sampling_level={choice['ratio']!r}")
+    scales = [value for value, _ in rules["trl_scale_rewards"]]
+    if of("scale_rewards") not in scales:
+        raise refusal("scale_rewards", of("scale_rewards"), f"it needs one of {', '.join(scales)}")
+    low, high = float(of("epsilon")), float(of("epsilon") if of("epsilon_high") is None else of("epsilon_high"))
+    if loss == "cispo":
+        if high <= 1:
+            raise GruppoError(
+                f"loss_type='cispo' caps the ratio at epsilon_high, which is {high:g}: on-policy rows would learn with "
+                f"{high:g} of their gradient, as in TRL. Set epsilon_high=5.0 (MiniMax-M1)."
+            )
+        low, high = 1.0, high - 1
+    of_objective = {
+        "surrogate": choice["surrogate"],
+        "average": choice["average"],
+        "scale": of("scale_rewards"),
+        "clip_low": low,
+        "clip_high": high,
+        "dual_clip": float(of("delta") or 0.0) if choice["surrogate"] == "clip" else 0.0,
+        "kl_gradient": "unbiased" if of("use_bias_correction_kl") else "naive",
+    }
+    entropy: Any = float(of("entropy_coef"))
+    if of("use_adaptive_entropy"):
+        entropy = f"adaptive:{entropy:g},target={of('entropy_target'):g},delta={of('entropy_coef_delta'):g}"
+        notes.append("use_adaptive_entropy: the coefficient has no upper bound; there entropy_coef_max")
+    if entropy:
+        notes.append("entropy_coef: averaged like the loss; there over the tokens of each micro-batch")
+    if of("multi_objective_aggregation") == "normalize_then_sum" and of("scale_rewards") != "group":
+        notes.append("scale_rewards applies to each reward; there it is ignored with normalize_then_sum")
+    return {f"objective.{name}": value for name, value in of_objective.items()} | {
+        "stage.kl_coef": beta,
+        "stage.entropy_coef": entropy,
+    }
+
+
+def _servers(of: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:
+    """vLLM servers, and the correction of their log-probs."""
+    if of("vllm_mode") != "server":
+        raise refusal(
+            "vllm_mode", of("vllm_mode"), "vLLM runs in servers of its own: gruppo serve MODEL, vllm_mode='server'"
+        )
+    notes.append("vLLM servers are started with gruppo serve in place of trl vllm-serve")
+    url = of("vllm_server_base_url") or f"http://{of('vllm_server_host')}:{of('vllm_server_port')}"
+    settings: dict[str, Any] = {"engine.kind": "vllm", "engine.urls": (url.replace("//0.0.0.0", "//127.0.0.1"),)}
+    if of("vllm_importance_sampling_correction"):
+        level, _, kind = of("vllm_importance_sampling_mode").partition("_")
+        high = of("vllm_importance_sampling_cap") or of("vllm_importance_sampling_clip_max")
+        settings |= {"objective.correction": kind, "objective.correction_level": level}
+        settings |= {"objective.correction_low": float(of("vllm_importance_sampling_clip_min") or 0.0)}
+        settings |= {"objective.correction_high": 1e6 if high is None else float(high)}
+    return settings
+
+
+def _learning_rate(of: Callable[[str], Any]) -> dict[str, Any]:
+    name, kwargs = of("lr_scheduler_type"), dict(of("lr_scheduler_kwargs") or {})
+    if name not in DECAYS:
+        raise refusal("lr_scheduler_type", name, f"it needs one of {', '.join(DECAYS)}")
+    last = 0.0
+    if name == "cosine_with_min_lr":
+        last = kwargs.pop("min_lr_rate", None) or kwargs.pop("min_lr", 0.0) / (of("learning_rate") or 1.0)
+    if kwargs:
+        raise refusal("lr_scheduler_kwargs", kwargs)
+    return {"optim.decay": DECAYS[name], "optim.final_lr_frac": float(last)}
