@@ -83,6 +83,8 @@ class Policy:
     """The unit of ``--optim.token-budget`` in printed output."""
     renders_images: ClassVar[bool] = False
     """Whether ``render`` returns images, which are shown as sheets of several groups."""
+    saves_base: ClassVar[bool] = False
+    """Whether ``save`` reads the weights below an adapter too, as one that merges them."""
     origin: Any = None
     """The function that made the policy, if it was opened by ``--model FILE.py:FUNCTION``."""
     default_budgets: ClassVar[tuple[int, int]] = (4096, 65536)

@@ -78,7 +78,7 @@ def shard(
         root: Any = fully_shard(_Root(module), reshard_after_forward=True, **options)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         raise _cannot_shard(module, error) from error
-    vars(module)[_ROOT] = root  # not a submodule: names of weights stay as they are
+    vars(module)[ROOT] = root  # not a submodule: names of weights stay as they are
     for parameter in numbers:
         parameter.data = parameter.data.to(device)
     for part in sharded_units(module):
@@ -99,7 +99,8 @@ class _Root(nn.Module):
         return function(*args, **kwargs)
 
 
-_ROOT = "_gruppo_root"
+ROOT = "_gruppo_root"
+"""Attribute of a sharded model: its ``_Root``."""
 
 
 def _nothing() -> None:
@@ -182,7 +183,7 @@ def forward(module: nn.Module, function: Callable[..., T], *args: Any, **kwargs:
         return function(*args, **kwargs)
     target: Any = module
     try:
-        if _ROOT in vars(module):
+        if ROOT in vars(module):
             return target._gruppo_root(function, *args, **kwargs)
         target.forward = function  # hides that of the class, for the hooks of this call
         return target(*args, **kwargs)
@@ -199,8 +200,8 @@ def forward(module: nn.Module, function: Callable[..., T], *args: Any, **kwargs:
 
 def reset(module: nn.Module) -> None:
     """Forget a forward or backward that failed, and the gradients that it has not reduced."""
-    if _ROOT in vars(module):
-        vars(module)[_ROOT].reset_iter_state()
+    if ROOT in vars(module):
+        vars(module)[ROOT].reset_iter_state()
 
 
 @contextmanager
@@ -227,12 +228,12 @@ def is_unit(module: nn.Module) -> bool:
         return False
     from torch.distributed.fsdp import FSDPModule
 
-    return _ROOT in vars(module) or isinstance(module, FSDPModule)
+    return ROOT in vars(module) or isinstance(module, FSDPModule)
 
 
 def sharded_units(module: nn.Module) -> list[Any]:
     """The units of a sharded model as FSDP modules, the root first."""
-    root = vars(module).get(_ROOT)
+    root = vars(module).get(ROOT)
     return [] if root is None else [part for part in root.modules() if is_unit(part) and part is not module]
 
 

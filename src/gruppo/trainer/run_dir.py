@@ -405,9 +405,11 @@ class RunFolder:
             is_written = not dist.is_main() or (not is_new and checkpoint.seal_holds(target))
         if not dist.all_max(int(not is_written)):
             return target
+        module, own = run.policy.module, run.policy.checkpoint_weights()
+        read = dict(module.named_parameters()) if run.policy.saves_base else own
         with (
             checkpoint.explained_failures(target),
-            shards.whole_parameters(run.policy.module, self.path),
+            shards.whole_parameters(module, self.path, read),
             dist.fail_together(),
         ):
             if dist.is_main():

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -20,6 +20,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gruppo import distributed as dist
+from gruppo.distributed.sharding import ROOT
+
+_HOOKS = {"_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"}
+_HOOKS |= {"_forward_pre_hooks_with_kwargs", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"}
+"""Those that FSDP adds to modules. None of them is called in a save."""
 
 
 class Shard(NamedTuple):
@@ -153,21 +158,20 @@ def as_dtensor(local: Tensor, like: Any) -> Tensor:
 
 
 @contextmanager
-def whole_parameters(module: nn.Module, folder: Path) -> Iterator[None]:
-    """Give the module whole parameters, on the main rank and for the length of the block. A collective.
+def whole_parameters(module: nn.Module, folder: Path, names: Collection[str]) -> Iterator[None]:
+    """On the main rank and for the length of the block, turn a sharded module into a plain one. A collective.
 
-    One tensor at a time is gathered. The whole ones are mapped from files in ``folder``, so that a model larger than
-    the memory of one machine can be written.
+    ``names``: of the parameters that are then whole. One tensor at a time is gathered, and mapped from a file in
+    ``folder``, so that a model larger than the memory of one machine can be written. What FSDP adds to modules is gone
+    too: a class of its own, which a save would write into a config, and hooks, without which they can be copied.
     """
-    place, swaps = folder / f".whole.tmp-{os.getpid()}", list[tuple[nn.Module, str, nn.Parameter]]()
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # a tied one has several
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(parameter, []).append((part, name))
+    place, whole = folder / f".whole.tmp-{os.getpid()}", dict[nn.Parameter, nn.Parameter]()
+    sharded = only_sharded({name: p for name, p in module.named_parameters() if name in names})
+    kept: list[tuple[nn.Module, type, dict[str, Any]]] = []
     failure: Exception | None = None
     try:
-        for number, sharded in enumerate(only_sharded({str(n): p for n, p in enumerate(owners)}).values()):
-            one: Any = sharded
+        for number, parameter in enumerate(sharded.values()):
+            one: Any = parameter
             full = one.detach().full_tensor()
             if not dist.is_main() or failure is not None:
                 continue
@@ -178,15 +182,24 @@ def whole_parameters(module: nn.Module, folder: Path) -> Iterator[None]:
                 failure = error
                 continue
             mapped = torch.from_file(str(place / str(number)), size=full.numel(), dtype=full.dtype)
-            whole = nn.Parameter(mapped.view(full.shape), requires_grad=one.requires_grad)
-            for part, name in owners[one]:
-                part._parameters[name] = whole
-                swaps.append((part, name, one))
+            whole[one] = nn.Parameter(mapped.view(full.shape), requires_grad=one.requires_grad)
         with dist.fail_together():
             if failure is not None:
                 raise failure
+        for part in module.modules() if whole else ():
+            own = vars(part)
+            kept.append((part, type(part), dict(own)))
+            own["_parameters"] = {n: whole.get(p, p) if p is not None else None for n, p in part._parameters.items()}
+            for name in _HOOKS & own.keys():
+                own[name] = type(own[name])()
+            for key in [key for key in own if key.startswith(("__composable_api", ROOT))]:
+                del own[key]
+            if type(part).__name__.startswith("FSDP"):
+                part.__class__ = type(part).__bases__[1]
         yield
     finally:
-        for part, name, parameter in swaps:
-            part._parameters[name] = parameter
+        for part, kind, before in kept:
+            part.__class__ = kind
+            vars(part).clear()
+            vars(part).update(before)
         shutil.rmtree(place, ignore_errors=True)
