@@ -12,8 +12,9 @@ from torch import nn
 from gruppo.config.checks import check_config
 from gruppo.config.schema import DistributedConfig, ReferenceConfig, Stage
 from gruppo.distributed.sharding import blocks_of, forward, gathered
+from gruppo.trainer.memory import equally_many
 from gruppo.trainer.update import move_state
-from gruppo.types import GruppoError
+from gruppo.types import GruppoError, Sampling
 
 
 def test_layers_are_sharded_by_themselves_and_an_embedding_that_is_not_tied():
@@ -70,3 +71,16 @@ def test_a_quantized_model_is_refused_in_one_line():
         GruppoError, match=r"this LlamaForCausalLM is quantized.*Give the model that it was quantized from"
     ):
         fakes.from_transformers(module, fakes.bpe_tokenizer())
+
+
+def test_a_rank_without_any_action_is_refused_on_all_ranks(monkeypatch):
+    """The other ranks would wait for its forwards."""
+    policy = fakes.plain()
+    rollouts = policy.sample(fakes.requests(2), Sampling(max_actions=3), seed=0)
+    cut = policy.micro_batches(rollouts, rollouts.mask, 100)
+    asked = []
+    monkeypatch.setattr("gruppo.distributed.all_max", lambda x: asked.append(x) or max(x, 2 if len(asked) == 1 else 0))
+    assert [one.is_repeat for one in equally_many(policy, rollouts, cut)] == [False, True]
+    asked.clear()
+    with pytest.raises(GruppoError, match=r"no row of a minibatch to run.*Set --optim\.minibatches 1"):
+        equally_many(policy, rollouts.take(torch.zeros(0, dtype=torch.long)), [])

@@ -150,15 +150,17 @@ def equally_many(policy: Policy, rollouts: Rollouts, micro_batches: list[MicroBa
     that the policy chose, so that its gradients, all zero, are of the same weights as those of other ranks.
     """
     missing = dist.all_max(len(micro_batches)) - len(micro_batches)
-    if not missing:
-        return micro_batches
-    if not micro_batches:  # no row of this rank has a loss
-        chosen = rollouts.mask.flatten(1).any(dim=1)
-        first = torch.arange(len(chosen)) == (int(chosen.int().argmax()) if len(chosen) else 0)
-        micro_batches = policy.micro_batches(rollouts, rollouts.mask & first[:, None], 1)[:1]
-        return [replace(micro_batch, is_repeat=True) for micro_batch in micro_batches] * missing
-    smallest = min(micro_batches, key=lambda micro_batch: len(micro_batch.rows))
-    return [*micro_batches, *[replace(smallest, is_repeat=True)] * missing]
+    spare = min(micro_batches, key=lambda micro_batch: len(micro_batch.rows), default=None)
+    if spare is None and rollouts.mask.any():  # no row of this rank has a loss
+        has_action = rollouts.mask.any(dim=1)
+        first = torch.arange(len(has_action)) == int(has_action.int().argmax())
+        spare = policy.micro_batches(rollouts, rollouts.mask & first[:, None], 1)[0]
+    if dist.all_max(int(missing > 0 and spare is None)):
+        raise GruppoError(
+            "a rank has no row of a minibatch to run, which sharded weights need on all ranks. Set --optim.minibatches "
+            "1, and --supervised.batch to a multiple of the ranks where demonstrations are learned from."
+        )
+    return micro_batches if spare is None else [*micro_batches, *[replace(spare, is_repeat=True)] * missing]
 
 
 def finer_budget(policy: Policy, parts: Sequence[Part], budget: int, count: int) -> int:
