@@ -45,7 +45,9 @@ def of_ranks(cases: Sequence[Any], prepare: Callable[[Any], list[str]], folder: 
     """Of each case, the exit code and the standard error of each of two ranks."""
     folder.mkdir(exist_ok=True)
     arguments = (cases, processes.free_ports(len(cases)), str(folder), prepare)
-    processes.run_ranks(2, commands, *arguments, folder=folder)
+    children = processes.ranks(2, commands, *arguments, folder=folder)
+    codes = [child.wait(300) for child in children]  # a dozen runs
+    assert codes == [0, 0], "\n".join(child.err for child in children)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return [list(case) for case in zip(*ranks, strict=True)]
 
