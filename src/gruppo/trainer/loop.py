@@ -90,7 +90,7 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
 def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
     """Stop before weights are published or saved that have learned from samples of another distribution."""
     engine, mismatch = run.config.engine, metrics.get("mismatch/mean_nats", 0.0)
-    if engine.urls and not mismatch <= engine.max_mismatch:  # NaN is not
+    if engine.urls and mismatch > engine.max_mismatch:  # NaN where a step has trained on no row
         raise NumericalStop(
             f"the servers' log-probs of version {run.state.version} are {mismatch:.2g} nats from the trainer's on "
             f"average, more than engine.max_mismatch={engine.max_mismatch:g}. Restart the servers with gruppo serve, "

@@ -97,7 +97,12 @@ class Proof:
             self.first = self.new
 
     def score(self, policy: Any, rollouts: Rollouts | None = None) -> Float[Tensor, "N"]:
-        """Return the log-probs of the probes in float32, from weights that are rounded as the published ones are."""
+        """Return the log-probs of the probes in float32, from weights that are rounded as the published ones are.
+
+        Sharded weights are scored in the compute dtype, with its noise.
+        """
+        if any(sharding.is_sharded(parameter) for parameter in policy.module.parameters()):
+            return _logprobs(policy, rollouts or self.rollouts)
         with _RoundedParameters(policy.compute_dtype):
             return _logprobs(policy.at(policy.module), rollouts or self.rollouts)
 
