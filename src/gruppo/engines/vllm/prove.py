@@ -304,7 +304,8 @@ def _logprobs(policy: Any, rollouts: Rollouts) -> Float[Tensor, "N"]:
     columns = torch.arange(logprobs.shape[1])
     for micro_batch in policy.micro_batches(rollouts, rollouts.mask, policy.default_budget):
         place = (micro_batch.rows[:, None], columns[micro_batch.cols][None])
-        logprobs[place] = policy.likelihood(rollouts, micro_batch).logprobs.double().cpu()
+        likelihood = sharding.forward(policy.module, policy.likelihood, rollouts, micro_batch)
+        logprobs[place] = likelihood.logprobs.double().cpu()
     return logprobs[rollouts.mask]
 
 
