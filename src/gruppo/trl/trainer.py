@@ -210,7 +210,8 @@ class GRPOTrainer:
         """Write the model as it is now, and its tokenizer, to a folder for transformers (an adapter: for peft)."""
         folder, policy = Path(output_dir or self.output_dir), self.run.policy
         folder.mkdir(parents=True, exist_ok=True)
-        with whole_parameters(policy.module, folder), dist.fail_together():
+        read = dict(policy.module.named_parameters()) if policy.saves_base else policy.checkpoint_weights()
+        with whole_parameters(policy.module, folder, read), dist.fail_together():
             if not dist.is_main():
                 return
             with tempfile.TemporaryDirectory(dir=folder, prefix=".save-") as temporary:
