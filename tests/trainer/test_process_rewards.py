@@ -227,12 +227,12 @@ def test_a_step_of_training_has_the_returns_of_the_steps_at_the_policys_own_toke
     ("changes", "why"),
     [
         ({"reward": [tiny.reward("digits")], "objective__credit": "position"}, "credit='position' needs a reward for"),
-        ({"reward": [f"{HERE}:vowels", f"{HERE}:quiet"], **CREDIT}, "Set --objective.combine normalize_then_sum"),
+        ({"reward": [f"{HERE}:vowels", f"{HERE}:quiet"], **CREDIT}, "Set objective__combine normalize_then_sum"),
         (
             {"reward": [f"{HERE}:vowels", f"{HERE}:quiet"], "objective__credit": "position"},
-            "Set --objective.scale none",
+            "Set objective__scale none",
         ),
-        ({"reward": [f"{HERE}:vowels"], "objective__scale": "prompt", **CREDIT}, "mean --objective.scale group"),
+        ({"reward": [f"{HERE}:vowels"], "objective__scale": "prompt", **CREDIT}, "mean objective__scale group"),
         (
             {"reward": [f"{HERE}:vowels"], "scoring__weights": [0.0], "objective__credit": "position"},
             "needs a reward for each action",

@@ -418,7 +418,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an unknown column in a template": (
         ALONE | {"supervised__template": "<{nummer}>"},
-        r"supervised.template names 'nummer', .*the nearest is 'number'. Set --supervised.template",
+        r"supervised.template names 'nummer', .*the nearest is 'number'. Set supervised__template",
     ),
     "a brace that is not closed": (ALONE | {"supervised__template": "<{answer>"}, r"is not understood .*in braces, as"),
     "a brace without a name": (ALONE | {"supervised__template": "<{}>"}, r"a brace without a column's name"),
@@ -429,7 +429,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more updates than demonstrations": (
         ALONE | {"optim__minibatches": 6},
-        r"optim.minibatches=6 is more than supervised.batch=5.*Set --supervised.batch",
+        r"optim.minibatches=6 is more than supervised.batch=5.*Set supervised__batch",
     ),
     "no demonstration": (ALONE | {"supervised__batch": 0}, r"supervised.batch=0 is out of range"),
 }
@@ -446,7 +446,7 @@ def test_what_cannot_be_demonstrated_is_refused_before_anything_is_written(tmp_p
 def test_data_without_targets_are_refused(tmp_path):
     data = tiny.write_rows(tmp_path / "bare.jsonl", [{"prompt": f"say {n}"} for n in range(9)])
     with pytest.raises(
-        GruppoError, match=r"have no target to learn from; their columns are 'prompt'. Set --supervised"
+        GruppoError, match=r"have no target to learn from; their columns are 'prompt'. Set supervised__"
     ):
         gruppo.train(tiny.config(tmp_path, **ALONE, data=data), show=False)
     empty = tiny.write_rows(tmp_path / "empty.jsonl", [{"prompt": f"say {n}", "answer": ""} for n in range(9)])
@@ -456,7 +456,7 @@ def test_data_without_targets_are_refused(tmp_path):
 
 def test_a_source_of_ones_own_cannot_be_drawn_from_twice(tmp_path):
     run = run_in(tmp_path)
-    with pytest.raises(GruppoError, match=r"an object with a stream of its own.*Set --supervised.data"):
+    with pytest.raises(GruppoError, match=r"an object with a stream of its own.*Set supervised__data"):
         gruppo.train(tiny.config(tmp_path, **ALONE), data=run.source, show=False)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as td
 from torch import Tensor
 
-from gruppo.distributed.heartbeat import ROUNDS, Failure, Heartbeat
+from gruppo.distributed.heartbeat import ROUNDS, Heartbeat, RankFailure
 from gruppo.loading import describe_error
 from gruppo.types import GruppoError, Stat
 
@@ -211,14 +211,14 @@ def _other_failure(heartbeat: Heartbeat) -> Failed | None:
     return _of_other(failure)
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: Exception) -> RankFailure:
     """What this rank tells the others of an error."""
     message, exit_code = describe_error(error)
     present = "" if _heartbeat is None else _heartbeat.phase
-    return Failure(rank(), getattr(error, _PHASE, present), message, exit_code)
+    return RankFailure(rank(), getattr(error, _PHASE, present), message, exit_code)
 
 
-def _of_other(failure: Failure) -> Failed:
+def _of_other(failure: RankFailure) -> Failed:
     where = f"rank {failure.rank}{_processes[failure.rank]} failed in phase {failure.phase!r}"
     return Failed(f"{where}: {failure.message}", failure.exit_code)
 
@@ -298,7 +298,7 @@ def share_failure(error: Exception | None, status: int = 0, *, in_step: bool = F
         raise error
     if (worst := all_max(status)) < _FAILED:
         return worst
-    raise _of_other(Failure(**next(filter(None, map(json.loads, all_gather(b"null"))))))
+    raise _of_other(RankFailure(**next(filter(None, map(json.loads, all_gather(b"null"))))))
 
 
 _FAILED = 1_000_000

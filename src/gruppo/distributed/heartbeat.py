@@ -25,7 +25,7 @@ TOLD_S = 10.0
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """What the first rank that failed tells the others."""
 
     rank: int
@@ -62,7 +62,7 @@ class Heartbeat:
         """When the main thread began to wait for other ranks."""
         self.states: list[tuple[int, int, str]] = [(0, 0, "start")] * world_size
         """Of each rank: beats, collectives begun, phase."""
-        self.failure: Failure | None = None
+        self.failure: RankFailure | None = None
         self._closed = threading.Event()
         self._store.set(f"state/{rank}", json.dumps((0, 0, self.phase)))
         threading.Thread(target=self._run, name="gruppo-heartbeat", daemon=True).start()
@@ -80,7 +80,7 @@ class Heartbeat:
                 now = [tuple(json.loads(text)) for text in self._store.multi_get(keys)]
                 self._found = self._store.compare_set("lost", "", "").decode()
                 if self.failure is None and (text := self._store.compare_set("failure", "", "").decode()):
-                    self.failure = Failure(**json.loads(text))
+                    self.failure = RankFailure(**json.loads(text))
             except RuntimeError:  # the process that hosts the store has ended
                 now = None
             # in rounds, not seconds: where all processes were stopped and go on, none is lost
@@ -103,12 +103,12 @@ class Heartbeat:
 
     # --- failures ---
 
-    def publish(self, failure: Failure) -> None:
+    def publish(self, failure: RankFailure) -> None:
         """Tell the other ranks that this one has failed; the first one that does is what they report."""
         with suppress(RuntimeError):
             self._main_store.compare_set("failure", "", json.dumps(vars(failure)))
 
-    def find_failure(self) -> Failure | None:
+    def find_failure(self) -> RankFailure | None:
         """What a rank has published, as read by the other thread: the store may be on a host that is stopped."""
         before, until = self._rounds, time.monotonic() + 5 * self._interval_s
         while self.failure is None and self._rounds < before + 2 and time.monotonic() < until:

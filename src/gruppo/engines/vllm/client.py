@@ -41,7 +41,7 @@ class ServerError(Exception):
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledRow:
     """One sampled row."""
 
     tokens: list[int]
@@ -68,7 +68,7 @@ class Replica:
         """That the server has counted; None before it was asked."""
         self.rate, self.progress_at, self.idle_at = 0.0, 0.0, 0.0
         """Tokens per second of its fastest row; times of the last sign of progress and of the last row."""
-        self.tasks: set[asyncio.Task[Sampled]] = set()
+        self.tasks: set[asyncio.Task[SampledRow]] = set()
         self._client: Any = None
 
     def label_of(self, version: str) -> str:
@@ -122,7 +122,7 @@ class Replica:
 
     async def sample(
         self, ids: Sequence[int], params: Mapping[str, Any], label: str, *, salt: str | None = None
-    ) -> Sampled:
+    ) -> SampledRow:
         """Sample one row after ``ids`` from the weights ``label``; ServerError unless each token is from them.
 
         Prefixes are shared with requests of the same ``salt``, by default those of the same weights.
@@ -157,8 +157,8 @@ class Replica:
         cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
         broken = next((n for n, x in enumerate(logprobs) if not (math.isfinite(x) and x > CLAMPED)), None)
         if broken is not None:  # logits that are not finite
-            return Sampled(tokens[:broken], logprobs[:broken], "error", cached)
-        return Sampled(tokens, [min(x, 0.0) for x in logprobs], reason, cached)
+            return SampledRow(tokens[:broken], logprobs[:broken], "error", cached)
+        return SampledRow(tokens, [min(x, 0.0) for x in logprobs], reason, cached)
 
     async def score(self, rows: Sequence[Sequence[int]], *, timeout_s: float = CONTROL_S) -> list[list[float]]:
         """Return the log-probs, at temperature 1, of the tokens after the first of each row. No cache is read."""

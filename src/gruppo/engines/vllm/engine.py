@@ -19,7 +19,7 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.engines.vllm.check import check_server
-from gruppo.engines.vllm.client import CONNECT_S, Replica, Sampled, ServerError
+from gruppo.engines.vllm.client import CONNECT_S, Replica, SampledRow, ServerError
 from gruppo.engines.vllm.prove import Proof
 from gruppo.engines.vllm.publish import Publication
 from gruppo.errors import EngineLost
@@ -129,7 +129,7 @@ class VllmEngine:
         lengths = torch.tensor([len(row.tokens) for row in rows])
         return Generated(tokens, logprobs, lengths, tuple(row.finish for row in rows))
 
-    async def _sample(self, batch: TokenBatch, sampling: Sampling, seed: int) -> list[Sampled]:
+    async def _sample(self, batch: TokenBatch, sampling: Sampling, seed: int) -> list[SampledRow]:
         prompts = [ids.tolist() for ids in batch.prompts]
         prefixes = [[]] * len(batch.owners) if batch.prefixes is None else [ids.tolist() for ids in batch.prefixes]
         rows: list[tuple[list[int], dict[str, Any]]] = []
@@ -151,13 +151,13 @@ class VllmEngine:
                 "watermarking": False,
             }
             rows.append((ids, params))
-        found: dict[int, Sampled] = {}
+        found: dict[int, SampledRow] = {}
         groups: dict[int, list[int]] = {}
         for row, owner in enumerate(batch.owners.tolist()):
             if rows[row][1]["max_tokens"] > 0:
                 groups.setdefault(owner, []).append(row)
             else:  # a conversation has filled the context
-                found[row] = Sampled([], [], "length")
+                found[row] = SampledRow([], [], "length")
         for replica in self.replicas:  # a call that was interrupted has left its rows
             replica.inflight, replica.rate, replica.idle_at = 0, 0.0, time.monotonic()
 
@@ -173,7 +173,7 @@ class VllmEngine:
         return [found[row] for row in range(len(rows))]
 
     async def _sample_row(
-        self, row: tuple[list[int], dict[str, Any]], replica: Replica, found: dict[int, Sampled], number: int
+        self, row: tuple[list[int], dict[str, Any]], replica: Replica, found: dict[int, SampledRow], number: int
     ) -> None:
         """Sample a row on this server, or on others if it fails there."""
         failures = 0

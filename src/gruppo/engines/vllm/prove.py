@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from gruppo.distributed import sharding
 from gruppo.distributed.collectives import rank
 from gruppo.engines.proof import Evidence, Slope, regress
-from gruppo.engines.vllm.client import Replica, Sampled, ServerError
+from gruppo.engines.vllm.client import Replica, SampledRow, ServerError
 from gruppo.types import Prompt, Request, Rollouts, Sampling
 
 PROBES, PROBE_TOKENS = 16, 16
@@ -80,7 +80,7 @@ class Proof:
         """Servers that passed their last canary."""
         self.wrong: dict[int, Tensor] = {}
         """Answers of those that did not."""
-        self.sampled: dict[int, list[Sampled]] = {}
+        self.sampled: dict[int, list[SampledRow]] = {}
         """Rows of servers that passed a canary at this publish, for ``check_sampled``."""
         self.score_s = self.ask_s = 0.0
         """Of this publish: the trainer's scores, and the slowest server's answers."""
