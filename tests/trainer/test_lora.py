@@ -253,14 +253,14 @@ def test_policy_and_separate_critic_resume_to_the_bit(tmp_path):
 
 def test_explain_counts_the_base_once_and_adapters_alone_as_trained(tmp_path):
     run, _ = build(config_in(tmp_path, compute="bfloat16"), Parts())
-    lines = {" ".join(line.split()[:-2]): float(line.split()[-2]) for line in _memory(run)[1:]}
+    lines = {" ".join(line.split()[:-2]): float(line.split()[-2]) for line in _memory(run, 1, True)[1:]}
     assert {"base, bfloat16", "adapter, float32", "compute copy, bfloat16"} <= lines.keys()
     assert "weights, float32" not in lines
 
 
 REFUSED = {
     "a negative rank": ({"lora__rank": -1}, r"lora.rank=-1 is out of range; it needs to be at least 0"),
-    "alpha 0": ({"lora__rank": 4, "lora__alpha": 0.0}, r"lora.alpha=0.0 is out of range.*--lora.alpha 32"),
+    "alpha 0": ({"lora__rank": 4, "lora__alpha": 0.0}, r"lora.alpha=0.0 is out of range.*lora__alpha 32"),
     "alpha without a rank": ({"lora__alpha": 8.0}, r"lora.rank=0 trains all weights without an adapter"),
     "an unknown target": ({"lora__rank": 4, "lora__targets": ["q_prj"]}, r"no layer 'q_prj'. Did you mean q_proj\?"),
     "no folder": ({"lora__adapter": "nowhere"}, r"the adapter folder 'nowhere' does not exist"),
@@ -282,5 +282,5 @@ def test_what_is_no_adapter_is_refused_before_anything_is_written(tmp_path, what
 def test_a_module_of_ones_own_is_refused(tmp_path):
     torch.manual_seed(0)
     policy = from_module(TinyGPT(), ByteTokenizer(), eos_ids=[256], context=64)
-    with pytest.raises(GruppoError, match=r"language model, not a TinyGPT. Train all weights with --lora.rank 0"):
+    with pytest.raises(GruppoError, match=r"language model, not a TinyGPT. Train all weights with lora__rank 0"):
         gruppo.train(config_in(tmp_path), model=policy, data=["a"] * 20, show=False)

@@ -125,7 +125,7 @@ class Stage:
     steps: Count = 0
     """Maximum length in steps; 0, in the last stage only, for all remaining steps."""
     until: str = ""
-    """Condition that ends the stage, or after the last one the run, early: "eval/reward_mean > 0.5".
+    """Condition that ends the stage, or the run, early: "eval/reward_mean > 0.5".
 
     "eval/psnr flat 3": the last 3 values are no higher than the best before them; "flat 3 by 0.05": not by more.
     """
