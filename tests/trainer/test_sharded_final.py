@@ -75,5 +75,6 @@ def test_the_final_folder_of_two_ranks_is_that_of_one(tmp_path):
                 assert expected.keys() == found.keys(), file
                 for name, tensor in expected.items():
                     torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5, msg=f"{kind}: {file}: {name}")
-            elif file.name != "COMPLETE":  # peft writes a set of names, in any order
+            # transformers' record of how it loaded the tokenizer differs between processes, and so does the seal
+            elif file.name not in ("COMPLETE", "tokenizer_config.json"):  # peft writes a set of names, in any order
                 assert sorted((one / file).read_bytes()) == sorted((two / file).read_bytes()), f"{kind}: {file}"
