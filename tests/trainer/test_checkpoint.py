@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests import processes
+from tests.disk import Broken, operations, raise_broken
 
 from gruppo.trainer import checkpoint
 from gruppo.types import GruppoError
@@ -57,36 +58,8 @@ def test_complete_holds_size_and_sha256_of_every_file(tmp_path):
 # --- a save that is stopped at any system call ------------------------------------------------------------------------
 
 
-class Broken(Exception):
-    pass
-
-
-def system_calls(monkeypatch, at: int, act) -> list[str]:
-    """``act`` runs instead of the ``at``-th call that changes or syncs the disk; the calls, in order."""
-    calls: list[str] = []
-
-    def wrap(owner, name):
-        real = getattr(owner, name)
-
-        def call(*args, **kwargs):
-            calls.append(name)
-            if len(calls) - 1 == at:
-                act()
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    wrap(checkpoint, "save_file")
-    wrap(Path, "write_text")
-    wrap(Path, "mkdir")
-    wrap(Path, "rename")
-    wrap(Path, "replace")
-    wrap(os, "fsync")
-    return calls
-
-
 def test_a_save_syncs_each_file_before_the_rename_and_the_parent_after(tmp_path, monkeypatch):
-    calls = system_calls(monkeypatch, -1, None)
+    calls = operations(monkeypatch, checkpoint, -1, None)
     save(tmp_path, 1)
     replace = calls.index("replace")
     assert calls[:replace].count("fsync") == 5  # model, optimizer, state, COMPLETE, the folder
@@ -94,14 +67,10 @@ def test_a_save_syncs_each_file_before_the_rename_and_the_parent_after(tmp_path,
     assert max(n for n, c in enumerate(calls[:replace]) if c in ("write_text", "save_file")) < calls.index("fsync")
 
 
-def raise_broken():
-    raise Broken
-
-
 @pytest.mark.parametrize("at", range(18))
 def test_an_exception_at_any_stage_leaves_the_former_or_the_new_save_whole(tmp_path, monkeypatch, at):
     save(tmp_path, 1)
-    calls = system_calls(monkeypatch, at, raise_broken)
+    calls = operations(monkeypatch, checkpoint, at, raise_broken)
     try:
         save(tmp_path, 2)
         assert len(calls) <= at
@@ -115,7 +84,7 @@ def test_an_exception_at_any_stage_leaves_the_former_or_the_new_save_whole(tmp_p
 
 
 def save_and_die(folder: str, at: int) -> None:
-    system_calls(pytest.MonkeyPatch(), at, lambda: os._exit(9))
+    operations(pytest.MonkeyPatch(), checkpoint, at, lambda: os._exit(9))
     save(Path(folder), 2)
 
 
@@ -234,7 +203,7 @@ def test_a_full_disk_at_any_stage_is_one_clear_error_and_keeps_the_former_save(t
         raise OSError(number, os.strerror(number))
 
     save(tmp_path, 1)
-    calls = system_calls(monkeypatch, at, fail)
+    calls = operations(monkeypatch, checkpoint, at, fail)
     try:
         save(tmp_path, 2)
         assert len(calls) <= at

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests import processes, tiny
+from tests.disk import NAMES, Broken, operations, raise_broken
 from tests.trainer import sharded
 
 from gruppo.config import serialization
@@ -22,6 +23,7 @@ from gruppo.trainer.background_save import Save, Writer
 from gruppo.trainer.shards import Shard
 from gruppo.types import GruppoError
 
+ALL = (*NAMES, "unlink")
 W = torch.arange(35.0).reshape(7, 5)
 
 
@@ -90,43 +92,13 @@ def test_where_a_shard_is_missing_the_checkpoint_gives_way_to_the_one_before(tmp
 # --- a save that is stopped at any operation --------------------------------------------------------------------------
 
 
-class Broken(Exception):
-    pass
-
-
-def operations(monkeypatch, at: int, act) -> list[str]:
-    """``act`` runs instead of the ``at``-th operation on the disk; the operations, in order."""
-    calls: list[str] = []
-
-    def wrap(owner, name):
-        real = getattr(owner, name)
-
-        def call(*args, **kwargs):
-            calls.append(name)
-            if len(calls) - 1 == at:
-                act()
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    wrap(background_save, "save_file")
-    for name in ("write_text", "mkdir", "rename", "replace", "unlink"):
-        wrap(Path, name)
-    wrap(os, "fsync")
-    return calls
-
-
-def raise_broken():
-    raise Broken
-
-
 @pytest.fixture
 def count(tmp_path, monkeypatch) -> int:
     """How many operations a save has. Nothing is synced, which would take most of a test's time."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     save(tmp_path / "counted", 1, world_size=2)
     with pytest.MonkeyPatch.context() as patch:
-        calls = operations(patch, -1, None)
+        calls = operations(patch, background_save, -1, None, ALL)
         save(tmp_path / "counted", 2, world_size=2)
     return len(calls)
 
@@ -137,7 +109,7 @@ def test_a_save_that_is_stopped_at_any_operation_leaves_the_former_or_the_new_on
         folder = tmp_path / str(at)
         save(folder, 1, world_size=2)
         with monkeypatch.context() as patch:
-            operations(patch, at, raise_broken)
+            operations(patch, background_save, at, raise_broken, ALL)
             with pytest.raises(Broken):
                 save(folder, 2, world_size=2)
         assert step_of(folder) in (1, 2)
@@ -148,7 +120,7 @@ def test_a_save_that_is_stopped_at_any_operation_leaves_the_former_or_the_new_on
 
 
 def test_a_save_syncs_all_files_of_all_ranks_before_it_has_its_name(tmp_path, monkeypatch):
-    calls = operations(monkeypatch, -1, None)
+    calls = operations(monkeypatch, background_save, -1, None, ALL)
     save(tmp_path, 1, world_size=2)
     named = [n for n, call in enumerate(calls) if call == "replace"]
     done, sealed = named[:2], named[2]  # the two ranks' lists of files, then the folder
@@ -169,7 +141,7 @@ def test_a_disk_that_fails_at_any_operation_is_one_clear_error(tmp_path, monkeyp
         folder = tmp_path / str(at)
         save(folder, 1, world_size=2)
         with monkeypatch.context() as patch:
-            operations(patch, at, fail)
+            operations(patch, background_save, at, fail, ALL)
             try:
                 save(folder, 2, world_size=2)  # a file that cannot be deleted costs nothing
             except GruppoError as error:
