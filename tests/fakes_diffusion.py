@@ -21,14 +21,14 @@ class TinyDenoiser(nn.Module):
 
     def __init__(self, *, dropout: float = 0.0, channels: int = SHAPE[0], norm: bool = False) -> None:
         super().__init__()
-        self.enter, self.leave = nn.Conv2d(channels, 6, 3, padding=1), nn.Conv2d(6, channels, 3, padding=1)
+        self.conv_in, self.conv_out = nn.Conv2d(channels, 6, 3, padding=1), nn.Conv2d(6, channels, 3, padding=1)
         self.labels, self.times = nn.Embedding(CLASSES + 1, 6), nn.Linear(1, 6)
         self.norm = nn.BatchNorm2d(6) if norm else nn.Identity()
         self.middle, self.dropout = nn.Tanh(), nn.Dropout(dropout)
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         shift = self.labels(labels) + self.times(times[:, None] / (1 + times[:, None] / 100))
-        return self.leave(self.dropout(self.middle(self.norm(self.enter(x)) + shift[..., None, None])))
+        return self.conv_out(self.dropout(self.middle(self.norm(self.conv_in(x)) + shift[..., None, None])))
 
 
 @dataclass(frozen=True)

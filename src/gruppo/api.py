@@ -572,7 +572,7 @@ def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
 def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[str]:
     """Describe what training would do, without training: objective, stages, work, memory, one prompt and its reward.
 
-    ``gpus``: ranks of which one's memory is estimated, weights sharded as ``distributed.shard`` says.
+    ``gpus``: the number of ranks, for an estimate of the memory of each with weights sharded by ``distributed.shard``.
     """
     validate(config, Parts())
     models = trust.imports_of_models(serialization.to_dict(config))
@@ -623,8 +623,8 @@ def new_name(stem: str, runs_dir: str | Path) -> str:
     """A name for a run that no other in ``runs_dir`` has."""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         raise GruppoError(
-            "torchrun --max-restarts gives the command again, and a run without a name would begin anew each time. Add "
-            "--name NAME: a restart then continues that run from its last checkpoint."
+            "torchrun --max-restarts runs the command again, and a run without a name would start from step 0 each "
+            "time. Add --name NAME: a restart then continues that run from its last checkpoint."
         )
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (f"{name}-{n}" for n in range(2, 1000))

@@ -186,8 +186,8 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     )
     validation = None
     if config.evaluation.data:
-        given = config.evaluation.data if parts.validation is None else parts.validation
-        validation = open_source(given, held_out_fraction=0.0, **columns)
+        validation_data = config.evaluation.data if parts.validation is None else parts.validation
+        validation = open_source(validation_data, held_out_fraction=0.0, **columns)
         if isinstance(validation, IndexedSource):
             validation = validation.only_held_out()
     modality = find_modality(config.model) if parts.model is None else parts.model.modality

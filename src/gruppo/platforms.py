@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import math
 import os
 import signal
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +81,15 @@ def stop_signals() -> list[signal.Signals]:
     """
     known = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
     return [number for number in known if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def interrupt_main() -> None:
+    """Send SIGINT to the main thread from another one. A wait of the main thread ends, except on Windows."""
+    main = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and main is not None:
+        signal.pthread_kill(main, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
 
 
 class _StreamFunctions(ctypes.Structure):

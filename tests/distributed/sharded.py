@@ -76,7 +76,7 @@ def unet() -> Any:
         (1, 8, 8), fakes_diffusion.CLASSES, width=16
     )  # 2 channels a group: of 1, biases would have no gradient
     with torch.no_grad():
-        module.leave[2].weight.normal_(std=0.1)
+        module.conv_out[2].weight.normal_(std=0.1)
     old = fake.policy.denoiser
     policy = DenoiserPolicy(
         module, (1, 8, 8), predicts="velocity", schedule=old.schedule, condition=old.condition, middle="middle"

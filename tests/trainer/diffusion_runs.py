@@ -57,7 +57,7 @@ def denoiser(*, dropped: float = 0.0) -> str:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(0)
     module = DenoisingUNet(SHAPE, CLASSES, width=8)
-    torch.nn.init.normal_(module.leave[-1].weight, std=0.1)
+    torch.nn.init.normal_(module.conv_out[-1].weight, std=0.1)
     labels = ClassLabels(CLASSES, dropped=dropped)
     DenoiserPolicy(module, SHAPE, schedule=FlowSchedule(), condition=labels, weighting="clean", middle="middle").save(
         folder

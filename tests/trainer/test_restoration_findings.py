@@ -31,11 +31,11 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.leave = nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 3, 1, bias=False)
-        self.leave.weight = self.enter.weight
+        self.conv_in, self.conv_out = nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 3, 1, bias=False)
+        self.conv_out.weight = self.conv_in.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 0.1 * self.leave(torch.tanh(self.enter(x)))
+        return x + 0.1 * self.conv_out(torch.tanh(self.conv_in(x)))
 
 
 def test_the_actions_gradient_takes_nothing_of_the_networks_limit(tmp_path):
@@ -57,7 +57,7 @@ def test_the_actions_gradient_takes_nothing_of_the_networks_limit(tmp_path):
 def test_a_network_with_tied_weights_is_saved_and_opens_again(tmp_path):
     run = trained(tmp_path, model=f"restore:{Path(__file__).resolve()}:Tied", steps=1)
     policy = load_restorer(run / "final")
-    assert policy.module.network.enter.weight is policy.module.network.leave.weight
+    assert policy.module.network.conv_in.weight is policy.module.network.conv_out.weight
 
 
 def test_psnr_is_evaluated_whatever_is_rewarded(tmp_path):

@@ -302,12 +302,12 @@ def test_what_is_chosen_again_of_a_saved_model_leaves_its_weights_and_a_fixed_st
 
 def test_what_a_caller_froze_stays_frozen_where_the_loss_is_chosen_again(tmp_path):
     policy = fakes.low_resolution()
-    policy.module.network.enter.requires_grad_(False)
+    policy.module.network.conv_in.requires_grad_(False)
     run = built(
         tmp_path, parts=Parts(policy), model="<in memory>", restoration__loss="l1", restoration__supervises="base"
     )
     assert run.policy.loss == "l1" and run.policy.supervises == "base"
-    assert not any("enter" in name for name in run.parameter_names) and len(run.parameter_names) > 4
+    assert not any("conv_in" in name for name in run.parameter_names) and len(run.parameter_names) > 4
 
 
 def test_a_policy_from_python_keeps_its_consistency_unless_the_config_names_one(tmp_path):
@@ -358,7 +358,7 @@ def test_a_step_of_the_action_at_a_factor_is_that_many_times_as_long(tmp_path):
         before = {name: p.detach().clone() for name, p in run.policy.module.named_parameters()}
         stepped(run)
         moved.append({name: p.detach() - before[name] for name, p in run.policy.module.named_parameters()})
-    assert torch.equal(moved[0]["network.leave.weight"], moved[1]["network.leave.weight"])
+    assert torch.equal(moved[0]["network.conv_out.weight"], moved[1]["network.conv_out.weight"])
     result = "action.head.say.bias"
     torch.testing.assert_close(moved[1][result], 8 * moved[0][result], rtol=1e-4, atol=1e-8)
     assert moved[0][result].abs().min() > 1e-4
@@ -369,9 +369,9 @@ def test_weight_decay_of_a_stage_pulls_the_weights_and_that_of_the_run_where_it_
     ends = []
     for decay in ({}, {"stage__weight_decay": 0.5}, {"optim__weight_decay": 0.5}):
         run = built(tmp_path, **changes, **decay)
-        before = run.policy.module.network.leave.weight.detach().clone()
+        before = run.policy.module.network.conv_out.weight.detach().clone()
         stepped(run)
-        ends.append(run.policy.module.network.leave.weight.detach())
+        ends.append(run.policy.module.network.conv_out.weight.detach())
     torch.testing.assert_close(ends[0] - ends[1], 0.1 * 0.5 * before, rtol=1e-3, atol=1e-6)
     assert torch.equal(ends[1], ends[2])
 

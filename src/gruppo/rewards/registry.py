@@ -84,8 +84,8 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
             if processes is None or not entry.is_isolated:
                 return reward
             place = f"{entry.factory.__module__}:{entry.factory.__name__}"
-            given = [arguments] if entry.arguments == "text" else []
-            return processes.load(place, *given, is_built_in=True) or reward
+            positional = [arguments] if entry.arguments == "text" else []
+            return processes.load(place, *positional, is_built_in=True) or reward
         except (TypeError, ValueError) as error:
             options = ",".join(f"{option}=VALUE" for option in inspect.signature(entry.factory).parameters)
             usage = entry.usage or f"{name} or {name}:{options}"

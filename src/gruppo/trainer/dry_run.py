@@ -30,7 +30,8 @@ PROMPTS_READ = 32
 def explain(run: Run, *, gpus: int = 1, samples_here: bool = True) -> list[str]:
     """Describe the objective, the stages, the work and memory of a step, and one prompt with its reward.
 
-    ``gpus``: ranks of which one's memory is estimated. ``samples_here``: with the model itself, not on servers.
+    ``gpus``: the number of ranks, for an estimate of the memory of each. ``samples_here``: with the model itself, not
+    on servers.
     """
     return [
         *_objective(run),

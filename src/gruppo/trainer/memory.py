@@ -28,8 +28,8 @@ log = logging.getLogger("gruppo")
 USABLE_FRAC = 0.5
 """Share for activations of what gradients and optimizer state leave free. Logits and scores need some too."""
 GIB = 2**30
-_told: WeakSet[Policy] = WeakSet()
-"""Policies whose sampling has been logged."""
+_logged: WeakSet[Policy] = WeakSet()
+"""Policies whose gathered weights have been logged."""
 
 Part = tuple[Rollouts, Bool[Tensor, "B T"]]
 """Rollouts, and which of their actions are evaluated."""
@@ -216,8 +216,8 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
             f"{0 if free is None else free / GIB:.2f} GiB are free on rank {dist.rank()}. Sample on servers with "
             "--engine vllm, or train a smaller --model."
         )
-    if policy not in _told:
-        _told.add(policy)
+    if policy not in _logged:
+        _logged.add(policy)
         log.info("sampling gathers the sharded weights: %.2f GiB on each rank, while it samples.", needed / GIB)
     with gathered(policy.module):
         yield

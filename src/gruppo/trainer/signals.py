@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from gruppo import distributed as dist
-from gruppo.platforms import stop_signals
+from gruppo.platforms import interrupt_main, stop_signals
 
 FINISHING = "finishing this step, then saving; again stops at once"
 
@@ -81,10 +81,7 @@ class Stopper:
             time.sleep(0.01)
             if self._may_leave:
                 self._is_repeated = True
-                if hasattr(signal, "pthread_kill"):  # ends a wait of the main thread, as the first one did
-                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                else:
-                    _thread.interrupt_main(signal.SIGINT)
+                interrupt_main()
 
         _thread.start_new_thread(repeat, ())
 

@@ -102,7 +102,7 @@ def test_the_joint_error_of_a_picture_of_28_by_28_is_far_below_a_clip_of_one_nat
     """784 dimensions, ten steps down to a std of 0.1; two rows of the batch at a time and all at once."""
     torch.manual_seed(0)
     net = DenoisingUNet()
-    torch.nn.init.normal_(net.leave[-1].weight, std=0.1)
+    torch.nn.init.normal_(net.conv_out[-1].weight, std=0.1)
     policy = DenoiserPolicy(net, (1, 28, 28), condition=ClassLabels(10, dropped=0.1))
     rollouts = policy.sample(requests(5, 3), DiffusionSampling(guidance=guidance), seed=0)
     for budget in (20, ALL):
@@ -405,7 +405,7 @@ def test_rows_whose_states_are_not_numbers_end_in_error_and_are_not_learned_from
     assert all(picture.isfinite().all() for picture in rollouts.completions)
     logprobs = fake.policy.likelihood(rollouts, whole(rollouts)).logprobs
     logprobs.sum().backward()
-    assert logprobs.isfinite().all() and fake.policy.module.enter.weight.grad.isfinite().all()
+    assert logprobs.isfinite().all() and fake.policy.module.conv_in.weight.grad.isfinite().all()
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ def test_a_shared_critic_reads_the_middle_of_the_state_before_each_step():
     torch.testing.assert_close(likelihood.values, values, rtol=1e-10, atol=1e-12)
     assert values[~rollouts.mask].eq(0).all()
     values.sum().backward()
-    assert fake.policy.module.enter.weight.grad.abs().sum() > 0, "the trunk learns from the critic"
+    assert fake.policy.module.conv_in.weight.grad.abs().sum() > 0, "the trunk learns from the critic"
 
 
 @pytest.mark.silent_bug(40)
@@ -508,9 +508,9 @@ def test_a_critic_of_its_own_begins_as_the_policy_s_network_and_leaves_it_alone(
     torch.testing.assert_close(values, shared.values(rollouts, whole(rollouts)), rtol=1e-12, atol=1e-12)
     values.sum().backward()
     assert all(p.grad is None for p in fake.policy.module.parameters())
-    assert apart.module["trunk"].enter.weight.grad.abs().sum() > 0 and not apart.is_shared
+    assert apart.module["trunk"].conv_in.weight.grad.abs().sum() > 0 and not apart.is_shared
     resting = {name for name, p in apart.module.named_parameters() if not p.requires_grad}
-    assert resting == {"trunk.leave.weight", "trunk.leave.bias"}
+    assert resting == {"trunk.conv_out.weight", "trunk.conv_out.bias"}
     assert all(p.grad is not None for p in apart.module.parameters() if p.requires_grad)
     disturbed(fake.policy)
     assert torch.equal(apart.values(rollouts, whole(rollouts)), values)
@@ -613,7 +613,7 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, fake):
     assert torch.equal(own.sample(requests(2), fake.sampling, seed=0).actions, sampled(fake, 2, seed=0).actions)
     with pytest.raises(GruppoError, match=r"of a module of your own. Give load_denoiser that module"):
         load_denoiser(tmp_path / "own")
-    with pytest.raises(GruppoError, match=r"of another network than DenoisingUNet: .* missing: coarse.again.bias"):
+    with pytest.raises(GruppoError, match=r"of another network than DenoisingUNet: .* missing: coarse.conv1.bias"):
         load_denoiser(tmp_path / "own", DenoisingUNet())
     with pytest.raises(GruppoError, match=r"holds no denoiser: .*It needs denoiser.json"):
         load_denoiser(tmp_path / "nothing")

@@ -12,7 +12,7 @@ from gruppo.types import GruppoError
 def net(*sizes, **changes):
     torch.manual_seed(0)
     made = DenoisingUNet(*sizes, **changes)
-    torch.nn.init.normal_(made.leave[-1].weight, std=0.1)
+    torch.nn.init.normal_(made.conv_out[-1].weight, std=0.1)
     return made.double()
 
 
@@ -53,7 +53,7 @@ def test_time_and_class_are_told_and_none_of_the_classes_is_another():
 def test_timestep_embeddings_by_hand():
     """cos and sin of 500 times the frequencies 10000^(-k / 4), k = 0 to 3."""
     made, seen = net((1, 8, 8), 3, width=8), []
-    made.times.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
+    made.time_embedding.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
     x, _, labels = (part[:1] for part in inputs_of(made))
     made(x, torch.tensor([0.5], dtype=torch.float64), labels)
     angles = 500 * torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)

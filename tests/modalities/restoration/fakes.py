@@ -21,15 +21,15 @@ class TinyNetwork(nn.Module):
 
     def __init__(self, channels: int = 3, conditions: int = 0, *, dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
-        self.enter = nn.Conv2d(channels + conditions, 5, 3, padding=1)
+        self.conv_in = nn.Conv2d(channels + conditions, 5, 3, padding=1)
         self.norm = nn.BatchNorm2d(5) if norm else nn.Identity()
-        self.dropout, self.leave = nn.Dropout(dropout), nn.Conv2d(5, channels, 3, padding=1)
+        self.dropout, self.conv_out = nn.Dropout(dropout), nn.Conv2d(5, channels, 3, padding=1)
 
     def forward(self, x: Tensor, conditions: Tensor | None = None) -> Tensor:
         requested = (
             x if conditions is None else torch.cat([x, conditions[..., None, None].expand(-1, -1, *x.shape[-2:])], 1)
         )
-        return x + 0.3 * self.leave(self.dropout(torch.tanh(self.norm(self.enter(requested)))))
+        return x + 0.3 * self.conv_out(self.dropout(torch.tanh(self.norm(self.conv_in(requested)))))
 
 
 def policy_of(action: Any, *, seed: int = 0, module: dict[str, Any] | None = None, **choices: Any) -> RestorationPolicy:

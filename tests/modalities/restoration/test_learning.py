@@ -182,7 +182,7 @@ def test_equivariance_compares_the_picture_of_a_turned_one_with_the_turned_pictu
             )
             apart = (back - policy.module.network(x[row][None])[0]).abs()
             torch.testing.assert_close(loss[row], patch_means(apart[None], 2)[0], rtol=1e-9, atol=1e-12)
-    for layer in (policy.module.network.enter, policy.module.network.leave):
+    for layer in (policy.module.network.conv_in, policy.module.network.conv_out):
         layer.weight.data = layer.weight.data.mean(dim=(-1, -2), keepdim=True).expand_as(layer.weight).contiguous()
     assert consistency_of(policy, rollouts).max() <= 1e-12
 
@@ -298,7 +298,7 @@ def test_credit_by_patch_has_the_gradient_of_the_sum_with_less_noise():
     """Pixel noise, a reward of each patch: E[sum_p r_p d log p_p] = E[(sum_p r_p) d log p]; by 4000 draws."""
     policy = policy_of(PixelNoise(std=0.1), patches=2)
     for parameter in policy.module.network.parameters():
-        parameter.requires_grad_(parameter is policy.module.network.leave.bias)
+        parameter.requires_grad_(parameter is policy.module.network.conv_out.bias)
     rollouts = policy.sample([Request(prompts(1)[0], 64)], SAMPLING, seed=0)
     mean = policy.likelihood(rollouts, whole(rollouts, 0), outputs=("gaussian",)).gaussian.mean[0].detach()  # [T, *E]
     noise = torch.randn(4000, *mean.shape, generator=torch.Generator().manual_seed(0))

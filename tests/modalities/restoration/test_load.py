@@ -131,9 +131,9 @@ def test_a_damaged_folder_is_one_line(tmp_path):
     policy = policy_of(PixelNoise())
     policy.save(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    del weights["network.enter.bias"]
+    del weights["network.conv_in.bias"]
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(GruppoError, match=r"1 missing: network\.enter\.bias"):
+    with pytest.raises(GruppoError, match=r"1 missing: network\.conv_in\.bias"):
         load_restorer(tmp_path, TinyNetwork())
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(GruppoError, match="holds no restoration policy"):

@@ -34,9 +34,9 @@ class DenoisingUNet(nn.Module):
         self.sizes = {"shape": list(shape), "classes": classes, "width": width, "time_scale": time_scale}
         wide, embedding = 2 * width, 2 * width
         self.width, self.time_scale = width, time_scale
-        self.labels = nn.Embedding(classes + 1, embedding)  # the last one: no class
-        self.times = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
-        self.enter = nn.Conv2d(4 * channels, width, 3, padding=1)
+        self.label_embedding = nn.Embedding(classes + 1, embedding)  # the last one: no class
+        self.time_embedding = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
+        self.conv_in = nn.Conv2d(4 * channels, width, 3, padding=1)
         self.fine = ResBlock(width, width, embedding)
         self.down = nn.Conv2d(width, wide, 3, stride=2, padding=1)
         self.coarse = ResBlock(wide, wide, embedding)
@@ -46,31 +46,33 @@ class DenoisingUNet(nn.Module):
         last = nn.Conv2d(width, 4 * channels, 3, padding=1)
         for parameter in last.parameters():  # as in DDPM: a new network predicts 0
             nn.init.zeros_(parameter)
-        self.leave = nn.Sequential(nn.GroupNorm(GROUPS, width), nn.SiLU(), last)
+        self.conv_out = nn.Sequential(nn.GroupNorm(GROUPS, width), nn.SiLU(), last)
 
     def forward(self, x: Float[Tensor, "N C H W"], times: Float[Tensor, "N"], labels: Int[Tensor, "N"]) -> Tensor:
         # cos and sin of the times at width / 2 frequencies, from 1 down to 1 / 10000
         half = self.width // 2
         frequencies = (-math.log(10000) * torch.arange(half, device=times.device, dtype=times.dtype) / half).exp()
         angles = (times * self.time_scale)[:, None] * frequencies
-        embedding = silu(self.times(torch.cat([angles.cos(), angles.sin()], dim=1)) + self.labels(labels))
-        fine = self.fine(self.enter(pixel_unshuffle(x, 2)), embedding)  # [N, width, H/2, W/2]
+        embedding = silu(
+            self.time_embedding(torch.cat([angles.cos(), angles.sin()], dim=1)) + self.label_embedding(labels)
+        )
+        fine = self.fine(self.conv_in(pixel_unshuffle(x, 2)), embedding)  # [N, width, H/2, W/2]
         coarse = self.middle(self.coarse(self.down(fine), embedding), embedding)  # [N, 2 width, H/4, W/4]
         upsampled = self.up(interpolate(coarse, size=fine.shape[-2:]))
-        return pixel_shuffle(self.leave(self.merge(torch.cat([upsampled, fine], dim=1), embedding)), 2)
+        return pixel_shuffle(self.conv_out(self.merge(torch.cat([upsampled, fine], dim=1), embedding)), 2)
 
 
 class ResBlock(nn.Module):
     """Residual block of two convolutions; the embedding of time and class scales and shifts between them."""
 
-    def __init__(self, inside: int, outside: int, embedding: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, embedding: int) -> None:
         super().__init__()
-        self.norm, self.first = nn.GroupNorm(GROUPS, inside), nn.Conv2d(inside, outside, 3, padding=1)
-        self.told = nn.Linear(embedding, 2 * outside)
-        self.again, self.second = nn.GroupNorm(GROUPS, outside), nn.Conv2d(outside, outside, 3, padding=1)
-        self.past = nn.Identity() if inside == outside else nn.Conv2d(inside, outside, 1)
+        self.norm1, self.conv1 = nn.GroupNorm(GROUPS, in_channels), nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.scale_shift = nn.Linear(embedding, 2 * out_channels)
+        self.norm2, self.conv2 = nn.GroupNorm(GROUPS, out_channels), nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.skip = nn.Identity() if in_channels == out_channels else nn.Conv2d(in_channels, out_channels, 1)
 
     def forward(self, x: Float[Tensor, "N C h w"], embedding: Float[Tensor, "N S"]) -> Tensor:
-        scale, shift = self.told(embedding)[..., None, None].chunk(2, dim=1)
-        hidden = self.again(self.first(silu(self.norm(x)))) * (1 + scale) + shift
-        return self.past(x) + self.second(silu(hidden))
+        scale, shift = self.scale_shift(embedding)[..., None, None].chunk(2, dim=1)
+        hidden = self.norm2(self.conv1(silu(self.norm1(x)))) * (1 + scale) + shift
+        return self.skip(x) + self.conv2(silu(hidden))

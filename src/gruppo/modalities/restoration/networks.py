@@ -52,23 +52,23 @@ class RestorationUNet(nn.Module):
         _check_sizes(channels, width, conditions)
         self.sizes = {"channels": channels, "width": width, "conditions": conditions}
         wide = 2 * width
-        self.enter = nn.Conv2d(4 * (channels + conditions), width, 3, padding=1)
+        self.conv_in = nn.Conv2d(4 * (channels + conditions), width, 3, padding=1)
         self.fine = PlainResBlock(width)
         self.down = nn.Conv2d(width, wide, 2, stride=2)
         self.coarse = nn.Sequential(PlainResBlock(wide), PlainResBlock(wide))
         self.up = nn.Conv2d(wide, 4 * width, 1)
         self.merge = nn.Sequential(PlainResBlock(width), PlainResBlock(width))
-        self.leave = nn.Conv2d(width, 4 * channels, 3, padding=1)
-        for parameter in self.leave.parameters():
+        self.conv_out = nn.Conv2d(width, 4 * channels, 3, padding=1)
+        for parameter in self.conv_out.parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, x: Images, conditions: Float[Tensor, "N K"] | None = None) -> Images:
         height, width = x.shape[-2:]
         inputs = _with_conditions(x, conditions, self.sizes["conditions"])
         inputs = pad(inputs, (0, -width % 4, 0, -height % 4), mode="replicate")
-        fine = self.fine(self.enter(pixel_unshuffle(inputs, 2)))  # [N, width, H/2, W/2]
+        fine = self.fine(self.conv_in(pixel_unshuffle(inputs, 2)))  # [N, width, H/2, W/2]
         coarse = self.coarse(self.down(fine))  # [N, 2 width, H/4, W/4]
-        residual = self.leave(self.merge(fine + pixel_shuffle(self.up(coarse), 2)))
+        residual = self.conv_out(self.merge(fine + pixel_shuffle(self.up(coarse), 2)))
         return x + pixel_shuffle(residual, 2)[..., :height, :width]
 
 
