@@ -48,17 +48,21 @@ def model(size: str, layers: int | None = None) -> torch.nn.Module:
         return Qwen2ForCausalLM(config)
 
 
+def linear_layers(module: torch.nn.Module) -> list[torch.nn.Linear]:
+    """All but the head: those that get an adapter, and that 4 bits are for."""
+    return [part for name, part in module.named_modules() if isinstance(part, torch.nn.Linear) and name != "lm_head"]
+
+
 def with_adapter(module: torch.nn.Module, counts: WeightCounts) -> WeightCounts:
-    """The counts with an adapter of ``RANK`` on each linear layer but the head."""
-    linear = [(name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
-    adapter = sum(RANK * (part.in_features + part.out_features) for name, part in linear if name != "lm_head")
+    """The counts with an adapter of ``RANK``."""
+    adapter = sum(RANK * (part.in_features + part.out_features) for part in linear_layers(module))
     return WeightCounts(counts.total + adapter, adapter, counts.largest_block, counts.root)
 
 
-def gigabytes(counts: WeightCounts, gpus: int, base_bits: float) -> float:
+def gigabytes(counts: WeightCounts, gpus: int, base_bytes: float = 0, block_bytes: float = 0) -> float:
     """Weights, gradients, AdamW and what a step gathers, of one GPU; no activations."""
-    parts = state_bytes(counts, shards=gpus, base_bits=base_bits)
-    parts |= gathered_bytes(counts, shards=gpus, compute_bytes=2)
+    parts = state_bytes(counts, shards=gpus, base_bytes=base_bytes)
+    parts |= gathered_bytes(counts, shards=gpus, compute_bytes=2, block_bytes=block_bytes)
     if gpus == 1 and counts.trained == counts.total:  # the copy that computes
         parts["copy"] = 2.0 * counts.total
     return sum(parts.values()) / GB
@@ -71,9 +75,15 @@ def rows() -> Iterator[str]:
         module = model(size)
         full = WeightCounts.of(module)
         lora = with_adapter(module, full)
-        methods = {"full": (full, 0.0), "LoRA, bf16 base": (lora, 16.0), "LoRA, 4-bit base": (lora, NF4_BITS)}
-        for method, (counts, bits) in methods.items():
-            numbers = " | ".join(f"{gigabytes(counts, gpus, bits):.1f}" for gpus in GPUS)
+        linear = sum(part.weight.numel() for part in linear_layers(module))
+        four_bits = NF4_BITS / 8 * linear + 2 * (full.total - linear)
+        methods = {
+            "full": (full, 0, 0),
+            "LoRA, bf16 base": (lora, 2 * full.total, 0),
+            "LoRA, 4-bit base": (lora, four_bits, 0.5),
+        }
+        for method, (counts, *sizes) in methods.items():
+            numbers = " | ".join(f"{gigabytes(counts, gpus, *sizes):.1f}" for gpus in GPUS)
             yield f"| {size} | {method} | {numbers} |"
 
 

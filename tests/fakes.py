@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gruppo.modalities.common.lora import adapter_weights, inject
-from gruppo.modalities.text import TextPolicy, from_module, from_transformers
+from gruppo.modalities.text import TextPolicy, from_module, from_pretrained, from_transformers
 from gruppo.modalities.text.backbones import Backbone
 from gruppo.types import Prompt, Request, Rollouts
 
@@ -115,6 +118,28 @@ def adapted(*, rank: int = 3, targets: Sequence[str] = (), compute: Any = "float
     module = causal_lm("Llama", tie_word_embeddings=True, **changes)
     policy = from_transformers(module, bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt)
     return with_random_adapter(policy)
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+"""Whole blocks of 64 weights, as 4 bits need."""
+
+
+@functools.cache
+def wide_folder() -> str:
+    """A model of such rows. Called before ranks meet: transformers writes on rank 0 alone."""
+    folder = tempfile.mkdtemp(prefix="gruppo-wide-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    causal_lm("Llama", tie_word_embeddings=True, **WIDE).save_pretrained(folder)
+    bpe_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def four_bit(*, compute: Any = "float32") -> TextPolicy:
+    """An adapter on a base in 4 bits, which needs bitsandbytes."""
+    adapt = functools.partial(inject, rank=3, alpha=6.0, seed=0, base="tiny")
+    return with_random_adapter(
+        from_pretrained(wide_folder(), compute=compute, chunk=1024, adapt=adapt, load_in_4bit=True)
+    )
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ def model(seed: int = 0) -> str:
     return written
 
 
-def write_model(folder: Path, seed: int = 0, context: int = CONTEXT) -> str:
+def write_model(folder: Path, seed: int = 0, context: int = CONTEXT, width: int = 16) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -46,8 +46,8 @@ def write_model(folder: Path, seed: int = 0, context: int = CONTEXT) -> str:
     tokenizer = character_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,

@@ -319,7 +319,8 @@ def shard(config: Config, policy: Policy, reference: Reference | None, critic: C
     Last of all: copies are made, and an engine is checked, with whole weights.
     """
     device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-    apply = partial(sharding.shard, mode=config.distributed.shard, device=device)
+    chosen = config.distributed
+    apply = partial(sharding.shard, mode=chosen.shard, device=device, is_offloaded=chosen.offload_params)
     frozen = {} if reference is None else reference.frozen_state_dict()
     sha256 = {"reference_sha256": digest(frozen) if frozen else None}
     if reference is not None or config.model == IN_MEMORY:

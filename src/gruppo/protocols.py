@@ -99,7 +99,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return device_of(self.module)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -604,6 +604,15 @@ def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, tied ones once."""
     persistent = module.state_dict().keys()
     return dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in persistent}
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device on which a module computes; sharded weights may be kept on the CPU between uses."""
+    parameter: Any = next(module.parameters())
+    mesh = getattr(parameter, "device_mesh", None)  # of a DTensor, whose class takes two seconds to import
+    if mesh is None or mesh.device_type != "cuda":
+        return parameter.device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def peek(source: PromptSource, n: int = 8) -> list[Prompt]:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from gruppo.config.schema import Stage
 from gruppo.core.objective import PRESETS
 from gruppo.distributed import sharding
 from gruppo.modalities.common.critic import SharedCritic
+from gruppo.modalities.common.lora import adapter_weights
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion.policy import DenoiserCritic, DenoiserPolicy
 from gruppo.modalities.diffusion.unet import DenoisingUNet
@@ -56,6 +58,9 @@ class Setup:
     dtype: torch.dtype = torch.float64
     mode: Any = "fsdp"
     is_recomputed: bool = False
+    is_offloaded: bool = False
+    limits: tuple[float, float] | None = None
+    """Relative to the largest entry: of the first gradients, and of all numbers; None for those of the dtype."""
 
 
 def text(make: Callable[[], Any], dtype: torch.dtype, *, sampling: Sampling = SAMPLING) -> tuple[Any, Rollouts]:
@@ -66,6 +71,18 @@ def text(make: Callable[[], Any], dtype: torch.dtype, *, sampling: Sampling = SA
 def denoised(make: Callable[[], Any], dtype: torch.dtype) -> tuple[Any, Rollouts]:
     fake = make() if dtype == torch.float32 else fakes_diffusion.doubled(make())
     return fake.policy, fakes_diffusion.sampled(fake)
+
+
+def pipeline(kind: str, dtype: torch.dtype, *, lora: bool = False) -> tuple[Any, Rollouts]:
+    """A diffusers pipeline, or an adapter on one."""
+    from tests.modalities.diffusion import test_pipelines
+
+    fake = test_pipelines.made(getattr(test_pipelines, kind), dtype=dtype)
+    if lora:
+        test_pipelines.add_adapter(fake.policy, rank=2, alpha=4)
+        for number, weight in enumerate(adapter_weights(fake.policy.module).values()):
+            torch.nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(number))
+    return fake.policy, test_pipelines.sampled(fake, 4, 2, 3)
 
 
 def unet() -> Any:
@@ -100,6 +117,21 @@ SETUPS: dict[str, Setup] = {
     "one piece on each rank": Setup(partial(text, fakes.qwen3), budget=10**9),
     "adapter": Setup(partial(text, fakes.adapted), rule="adapter_off"),
     "adapter, mixed reference, separate critic": Setup(partial(text, fakes.adapted), "ppo", "separate", "ema"),
+    "adapter on 4 bits": Setup(partial(text, fakes.four_bit), rule="adapter_off", dtype=torch.float32),
+    "mixed reference": Setup(partial(text, fakes.llama), rule="ema"),
+    # one row per micro-batch, however many ranks there are: then the first gradients are sums of the same numbers.
+    # Afterwards, weights that differ in float32 round to other numbers of bfloat16.
+    "bfloat16": Setup(
+        partial(text, partial(fakes.of, "Qwen2", compute="bfloat16")),
+        dtype=torch.float32,
+        budget=1,
+        limits=(1e-5, 3e-2),
+    ),
+    "weights on the CPU": Setup(partial(text, fakes.qwen2), "ppo", "separate", is_offloaded=True),
+    "diffusers unet": Setup(partial(pipeline, "sd15"), kl="exact", budget=8),
+    "diffusers transformer, adapter": Setup(
+        partial(pipeline, "sd3", lora=True), rule="adapter_off", kl="exact", budget=8
+    ),
     "shared critic": Setup(partial(text, fakes.llama), "ppo", "shared", is_recomputed=True),
     "separate critic": Setup(partial(text, fakes.qwen2), "ppo", "separate", deal="one rank keeps nothing"),
     "shared critic, float32": Setup(partial(text, fakes.qwen2), "ppo", "shared", dtype=torch.float32),
@@ -112,6 +144,10 @@ SETUPS: dict[str, Setup] = {
     "restoration, the action alone": Setup(partial(restored, pictures.band_gains), kl="exact", budget=2),
     "hybrid": Setup(partial(text, fakes.qwen2), mode="hybrid"),
 }
+if find_spec("bitsandbytes") is None:
+    del SETUPS["adapter on 4 bits"]
+if find_spec("diffusers") is None or find_spec("PIL") is None:
+    del SETUPS["diffusers unet"], SETUPS["diffusers transformer, adapter"]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
     # a small eps makes steps of full size of gradients that are rounding errors
@@ -120,7 +156,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 _FIRST = ("tied head", "one rank keeps nothing", "shared critic", "denoiser")
 _ADAMW = ("tied head, float32", "adapter, mixed reference, separate critic", "own forward, padded rows")
-_ADAMW += ("restoration by patch", "unet with a separate critic")
+_ADAMW += ("restoration by patch", "unet with a separate critic", "weights on the CPU")
 _FOUR = ("tied head", "one rank keeps nothing", "adapter, mixed reference, separate critic", "denoiser", "hybrid")
 CASES: dict[tuple[int, str], list[tuple[str, str]]] = {
     (2, "first"): [("tied head", "adamw"), *((name, "sgd") for name in _FIRST)],
@@ -156,9 +192,9 @@ def run_for(setup: Setup) -> tuple[Run, Any, Batch]:
     return run, step_params, batch
 
 
-def shard(run: Run, mode: Any) -> None:
+def shard(run: Run, mode: Any, *, is_offloaded: bool = False) -> None:
     """As ``build`` does."""
-    apply = partial(sharding.shard, mode=mode, device=torch.device("cpu"))
+    apply = partial(sharding.shard, mode=mode, device=torch.device("cpu"), is_offloaded=is_offloaded)
     run.policy.shard(apply)
     if run.critic is not None:
         run.critic.shard(apply)
@@ -176,7 +212,7 @@ def three_steps(name: str, optimizer: str) -> dict[str, Tensor]:
     if dist.world_size() > 1:
         if setup.is_recomputed:
             run.policy.recompute()
-        shard(run, mode)
+        shard(run, mode, is_offloaded=setup.is_offloaded)
         batch = batch.take(torch.tensor(DEALS[setup.deal][dist.world_size()][dist.rank()]))
     found: dict[str, Tensor] = {}
     kind: Any = OPTIMIZERS[optimizer]
@@ -210,6 +246,7 @@ def three_steps(name: str, optimizer: str) -> dict[str, Tensor]:
 def main(out: str, part: str) -> None:
     if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) == 4:
         os.environ["LOCAL_WORLD_SIZE"] = "2"
+    fakes.wide_folder()
     dist.init(60)
     cases = CASES[dist.world_size(), part]
     results = {f"{name} {optimizer}": three_steps(name, optimizer) for name, optimizer in cases}

@@ -81,7 +81,7 @@ def test_what_a_rank_holds_is_what_the_formulas_say(measured, case, is_lora, is_
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not is_lora or "layernorm" in name)
     counts = WeightCounts.of(model)
-    state = state_bytes(counts, shards=2, base_bits=32 if is_lora else 0)
+    state = state_bytes(counts, shards=2, base_bytes=4 * (counts.total - counts.trained) if is_lora else 0)
     weights = sum(size for name, size in state.items() if "gradients" not in name and "AdamW" not in name)
     expected = {
         "weights": weights,
@@ -103,4 +103,4 @@ def test_the_table_of_the_guide_is_that_of_the_formulas():
 def test_the_table_by_hand():
     """70B on 64 GPUs: 16 bytes a weight, shared; the root, two blocks, and the gradients of the root or a block."""
     full = WeightCounts(total=72_000, trained=72_000, largest_block=800, root=1300)
-    assert memory_table.gigabytes(full, 64, 0) == (16 * 72_000 / 64 + 2 * (1300 + 1600) + 6 * 1300) / 1e9
+    assert memory_table.gigabytes(full, 64) == (16 * 72_000 / 64 + 2 * (1300 + 1600) + 6 * 1300) / 1e9

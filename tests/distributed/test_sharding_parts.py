@@ -64,15 +64,6 @@ def test_moments_of_the_optimizer_move_and_its_step_count_stays():
     assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
-def test_a_quantized_model_is_refused_in_one_line():
-    module = fakes.causal_lm("Llama")
-    module.is_quantized = True
-    with pytest.raises(
-        GruppoError, match=r"this LlamaForCausalLM is quantized.*Give the model that it was quantized from"
-    ):
-        fakes.from_transformers(module, fakes.bpe_tokenizer())
-
-
 def test_a_rank_without_any_action_is_refused_on_all_ranks(monkeypatch):
     """The other ranks would wait for its forwards."""
     policy = fakes.plain()

@@ -178,10 +178,20 @@ def _section_rules(config: Config) -> Rules:
     is_set = {field.name for field in fields(Config) if getattr(config, field.name) != getattr(default, field.name)}
     demonstrates = highest(config, "sup_coef") > 0
     return [
-        (lora.adapter and lora != LoraConfig(adapter=lora.adapter))
+        (lora.adapter and lora != LoraConfig(adapter=lora.adapter, load_in_4bit=lora.load_in_4bit))
         and (
             f"lora.adapter={lora.adapter!r} has its own rank, alpha and targets. Leave the other --lora options out, "
             "or leave --lora.adapter out for a new adapter."
+        ),
+        (lora.load_in_4bit and not lora.rank and not lora.adapter)
+        and (
+            "lora.load_in_4bit quantizes the base of an adapter, and lora.rank=0 trains all weights, which 4 bits do "
+            "not allow. Set --lora.rank 16, or leave --lora.load-in-4bit out."
+        ),
+        (lora.load_in_4bit and config.engine.kind == "vllm")
+        and (
+            "lora.load_in_4bit: the servers of engine.kind='vllm' compute with the base as it is in its files, and "
+            "would sample from another model. Leave one of the two out."
         ),
         ("lora" in is_set and not lora.rank and not lora.adapter)
         and (
@@ -192,6 +202,16 @@ def _section_rules(config: Config) -> Rules:
         and (
             f"reference.place={config.reference.place!r} keeps all of the reference's weights in one place, and "
             f"distributed.shard={config.distributed.shard!r} shards them over ranks. Leave one of the two out."
+        ),
+        (config.distributed.offload_params and config.distributed.shard == "none")
+        and (
+            "distributed.offload_params keeps shards on the CPU, and distributed.shard='none' makes none. Set "
+            "--distributed.shard fsdp on two or more ranks, or --optim.state-place cpu for AdamW's state alone."
+        ),
+        (config.distributed.offload_params and optim.state_place == "cpu")
+        and (
+            "distributed.offload_params keeps AdamW's state on the CPU, and steps there; optim.state_place='cpu' would "
+            "move it to the device for each update. Leave --optim.state-place out."
         ),
         (back_off.metric.startswith("eval/") and not config.evaluation.is_repeated)
         and (

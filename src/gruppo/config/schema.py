@@ -225,6 +225,8 @@ class LoraConfig:
     """Linear layers to adapt, such as q_proj; default: all but the head."""
     adapter: str = ""
     """Folder of an adapter to continue training; its rank, alpha and targets apply."""
+    load_in_4bit: bool = False
+    """Quantize the frozen base to 4 bits (QLoRA; extra qlora)."""
 
 
 @dataclass(frozen=True)
@@ -384,6 +386,11 @@ class DistributedConfig:
     """Backend of collectives on GPUs; those on the CPU use gloo.
 
     auto: nccl with CUDA. gloo lets several ranks share one GPU, which nccl refuses.
+    """
+    offload_params: bool = False
+    """Keep shards on the CPU between uses: weights, gradients, AdamW's state.
+
+    Needs shards. 16 bytes per trained weight of the device are free; AdamW steps on the CPU.
     """
     timeout_s: Annotated[float, Range(gt=0)] = 1800.0
     """Seconds that a rank waits for the others before the run ends, resumable."""

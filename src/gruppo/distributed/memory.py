@@ -9,7 +9,7 @@ from torch import nn
 from gruppo.distributed.sharding import blocks_of
 
 NF4_BITS = 4.127
-"""Of a weight of a 4-bit base, scales included (QLoRA, arXiv 2305.14314: double quantization)."""
+"""Of a weight of a layer in 4 bits, scales included (QLoRA, arXiv 2305.14314: double quantization)."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +33,31 @@ class WeightCounts:
 
 
 def state_bytes(
-    counts: WeightCounts, *, shards: int, base_bits: float = 0, critic_trained: int = 0
+    counts: WeightCounts, *, shards: int, base_bytes: float = 0, critic_trained: int = 0
 ) -> dict[str, float]:
     """Bytes of one rank between steps, of AdamW in float32 over ``shards`` ranks; 1 where each holds all.
 
-    ``base_bits``: of a frozen weight under an adapter; 0 without one. ``critic_trained``: numbers of a critic that have
-    a gradient too.
+    ``base_bytes``: of all frozen weights under an adapter; 0 without one. ``critic_trained``: numbers of a critic that
+    have a gradient too.
     """
     trained = counts.trained + critic_trained
-    parts = {"base": (counts.total - counts.trained) * base_bits / 8} if base_bits else {}
-    own = counts.trained if base_bits else counts.total
-    parts |= {f"{'adapter' if base_bits else 'weights'}, float32": 4.0 * own}
+    parts = {"base": base_bytes} if base_bytes else {}
+    own = counts.trained if base_bytes else counts.total
+    parts |= {f"{'adapter' if base_bytes else 'weights'}, float32": 4.0 * own}
     parts |= {"gradients, float32": 4.0 * trained, "AdamW state, float32": 8.0 * trained}
     return {name: size / shards for name, size in parts.items()}
 
 
-def gathered_bytes(counts: WeightCounts, *, shards: int, compute_bytes: int) -> dict[str, float]:
+def gathered_bytes(
+    counts: WeightCounts, *, shards: int, compute_bytes: int, block_bytes: float = 0
+) -> dict[str, float]:
     """Bytes that a step of sharded weights gathers: the root, a block that computes, and one that is fetched ahead.
 
     In the backward pass, the gradients of the root and of a block are whole too, until they are reduced in float32.
-    Nothing where weights are not sharded.
+    Nothing where weights are not sharded. ``block_bytes``: of a number of a block in 4 bits, which is not cast.
     """
     if shards == 1:
         return {}
     gradients = 0 if counts.trained < counts.total else (compute_bytes + 4) * max(counts.root, counts.largest_block)
-    weights = compute_bytes * (counts.root + 2 * counts.largest_block)
+    weights = compute_bytes * counts.root + (block_bytes or compute_bytes) * 2 * counts.largest_block
     return {"gathered in a step": float(weights + gradients)}

@@ -54,14 +54,16 @@ def shard(
     mode: Shard,
     device: torch.device,
     compute_dtype: torch.dtype | None = None,
+    is_offloaded: bool = False,
 ) -> None:
     """Shard a module in place over all ranks, each of ``units`` (``blocks_of`` by default) and the rest by themselves.
 
     ``compute_dtype``: of forward and backward; the shards keep the dtype that the weights have, and gradients are
     reduced in float32. None computes in the dtype of the weights. Weights may be on the CPU before: a unit at a time is
-    moved to ``device``.
+    moved to ``device``. ``is_offloaded``: shards and their gradients stay on the CPU, and are copied to ``device``
+    when they are gathered.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views: nothing is changed in place here
     mesh = _mesh_of(mode, device)
@@ -70,7 +72,9 @@ def shard(
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
     # FSDP cannot cut a single number: these stay whole on each rank, and their gradients are summed like replicas'
     numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "ignored_params": numbers}
+    options["offload_policy"] = offload
     try:
         for unit in blocks_of(module) if units is None else units:
             fully_shard(unit, reshard_after_forward=True, **options)
@@ -81,6 +85,9 @@ def shard(
     vars(module)[ROOT] = root  # not a submodule: names of weights stay as they are
     for parameter in numbers:
         parameter.data = parameter.data.to(device)
+    for part in module.modules():
+        if (scales := getattr(part, "quant_state", None)) is not None:  # of 4-bit weights: whole on each rank
+            scales.to(device)
     for part in sharded_units(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other

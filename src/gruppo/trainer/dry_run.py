@@ -144,11 +144,11 @@ def _memory(run: Run, gpus: int, samples_here: bool) -> list[str]:
     policy, width = run.policy, 2 if run.policy.compute_dtype == torch.bfloat16 else 4
     counts, base = WeightCounts.of(policy.module), policy.frozen_base()
     own = counts.trained if base else counts.total
-    bits = 8 * sum(t.nbytes for t in base.values()) / max(sum(t.numel() for t in base.values()), 1)
+    base_bytes, is_4bit = float(sum(t.nbytes for t in base.values())), run.config.lora.load_in_4bit
     critic_trained = sum(p.numel() for p in run.parameters) - counts.trained
-    parts = state_bytes(counts, shards=shards, base_bits=bits, critic_trained=critic_trained)
+    parts = state_bytes(counts, shards=shards, base_bytes=base_bytes, critic_trained=critic_trained)
     if base:
-        parts = {f"base, {run.config.compute}": parts.pop("base"), **parts}
+        parts = {f"base, {'4 bits' if is_4bit else run.config.compute}": parts.pop("base"), **parts}
     if policy.compute_module is not policy.module and shards == 1:  # sharded weights are cast as they are gathered
         parts[f"compute copy, {run.config.compute}"] = width * own
     if run.reference is not None:
@@ -157,9 +157,9 @@ def _memory(run: Run, gpus: int, samples_here: bool) -> list[str]:
         parts |= {name: size / shards for name, size in run.critic.memory_estimate(width).items()}
         # its activations are made after the policy's are gone: those of a larger network need the difference more
         critic_more = run.critic.bytes_per_unit() - policy.bytes_per_unit()
-    parts |= gathered_bytes(counts, shards=shards, compute_bytes=width)
+    parts |= gathered_bytes(counts, shards=shards, compute_bytes=width, block_bytes=1 if is_4bit else 0)
     if shards > 1 and samples_here:
-        parts["whole weights to sample"] = width * counts.total
+        parts["whole weights to sample"] = base_bytes + width * own
     parts |= {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
     prompts = peek(run.source, PROMPTS_READ)
     budget = budget_for(run, policy.longest_prompt(prompts))

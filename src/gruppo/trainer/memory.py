@@ -261,7 +261,10 @@ def budget_for(run: Run, longest: int) -> int:
 def still_to_come(run: Run) -> int:
     """Bytes of float32 gradients and of AdamW's state, as far as they are not there yet."""
     numbers = sum(local(p).numel() for p in run.parameters)
-    is_kept = run.config.optim.state_place == "device" or run.policy.device.type == "cpu"
+    is_on_cpu = run.policy.device.type == "cpu"
+    if run.config.distributed.offload_params and not is_on_cpu:
+        return 0
+    is_kept = run.config.optim.state_place == "device" or is_on_cpu
     return 4 * numbers + (8 * numbers if is_kept and not run.optimizer.state else 0)
 
 

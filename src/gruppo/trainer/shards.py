@@ -151,10 +151,9 @@ def ranges(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tu
 
 def as_dtensor(local: Tensor, like: Any) -> Tensor:
     """Return a DTensor of this rank's slice, sharded as another one."""
-    from torch.distributed.tensor import DTensor
-
-    options: dict[str, Any] = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-    return DTensor.from_local(local.to(like.device), like.device_mesh, like.placements, **options)
+    tensor: Any = torch.empty_like(like, dtype=local.dtype, requires_grad=False)  # offloaded where the other one is
+    tensor.to_local().copy_(local)
+    return tensor
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gruppo.integrity import check_seal, read_json
 from gruppo.loading import command_name, import_extra
+from gruppo.modalities.common.four_bit import four_bit_layers
 from gruppo.modalities.common.lora import (
     POLICY,
     Base,
@@ -72,7 +73,13 @@ class Adapter:
                 break
         if not problem:
             sha256 = inject_config(module, self.config, base=base)
-            if self.base is not None and self.base.sha256 != sha256:
+            kinds, is_4bit = {True: "of 4 bits", False: "of full precision"}, bool(four_bit_layers(module))
+            if self.base is not None and self.base.is_4bit != is_4bit:
+                log.warning(
+                    "the adapter %s was trained on a base %s and is put on one %s: their weights cannot be compared.",
+                    *(self.folder, kinds[self.base.is_4bit], kinds[is_4bit]),
+                )
+            elif self.base is not None and self.base.sha256 != sha256:
                 problem = (
                     f"it was trained on weights with SHA-256 {self.base.sha256[:16]}..., these have {sha256[:16]}..."
                 )
@@ -139,7 +146,7 @@ def read_adapter(path: str | Path) -> Adapter:
         weights = load_file(folder / WEIGHTS)
         if (folder / BASE).is_file():
             entry = read_json(folder / BASE)
-            base = Base(str(entry["base"]), str(entry["sha256"]))
+            base = Base(str(entry["base"]), str(entry["sha256"]), bool(entry.get("is_4bit")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise GruppoError(
             f"the adapter {folder} cannot be read: {' '.join(str(error).split())}. It needs {CONFIG} and {WEIGHTS}, as "
@@ -173,7 +180,8 @@ def save_adapter(module: nn.Module, folder: Path) -> None:
     weights = {f"{PREFIX}{name}": p.detach().cpu().contiguous() for name, p in adapter_weights(module).items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     base: Base = source.gruppo_base
-    text = json.dumps({"base": base.name, "sha256": base.sha256}, indent=2)
+    entry = {"base": base.name, "sha256": base.sha256} | ({"is_4bit": True} if base.is_4bit else {})
+    text = json.dumps(entry, indent=2)
     (folder / BASE).write_text(text + "\n", encoding="utf-8")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gruppo.core.linear_head import has_hooks, is_plain_linear
 from gruppo.loading import import_extra
+from gruppo.modalities.common.four_bit import compute_in, four_bit_layers
 from gruppo.protocols import Policy, digest, saved_tensors
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError
@@ -31,7 +32,8 @@ class Base:
     name: str
     """Hub id, folder or bundled name; "" for a module from memory."""
     sha256: str
-    """Of the weights in float32, whatever dtype they are stored in."""
+    """Of the weights in float32, whatever dtype they are stored in; of a 4-bit base, of its 4-bit weights."""
+    is_4bit: bool = False
 
 
 # --- adding an adapter ------------------------------------------------------------------------------------------------
@@ -97,14 +99,15 @@ def inject_config(module: nn.Module, config: Any, *, base: str) -> str:
     for parameter in module.parameters():
         parameter.requires_grad_(id(parameter) in trained)
     target: Any = module
-    target.peft_config, target.gruppo_base = {POLICY: config}, Base(base, sha256)
+    target.peft_config, target.gruppo_base = {POLICY: config}, Base(base, sha256, bool(four_bit_layers(module)))
     return sha256
 
 
 def cast_base(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the frozen parameters to the compute dtype; buffers and trained parameters keep theirs."""
+    """Cast the frozen parameters to the compute dtype; buffers, trained and 4-bit parameters keep theirs."""
+    compute_in(module, dtype)
     for parameter in module.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
@@ -170,11 +173,15 @@ def adapter_weights(module: nn.Module, name: str = POLICY) -> dict[str, nn.Param
 def base_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers without adapters, under the names of the bare model; tied ones once.
 
-    They are the tensors that compute, not copies.
+    They are the tensors that compute, not copies. The scales of 4-bit weights are among them.
     """
+    tensors: dict[str, Tensor] = saved_tensors(module)
+    for path, layer in four_bit_layers(module).items():
+        scales = layer.weight.quant_state.as_dict(packed=True)
+        tensors |= {f"{path}.weight.{name}": tensor for name, tensor in scales.items()}
     return {
         name.replace(".base_layer.", "."): tensor.detach()
-        for name, tensor in saved_tensors(module).items()
+        for name, tensor in tensors.items()
         if not any(f".{half}." in name for half in ("lora_A", "lora_B"))
     }
 

@@ -28,6 +28,8 @@ def refuse_unused_options(config: Config, modality: Modality, *, has_consistency
             config.critic.model
             and f"critic.model={config.critic.model!r}: the critic of an image model is a head on its network, or a "
             "copy of it. Leave --critic.model out.",
+            config.lora.load_in_4bit
+            and f"lora.load_in_4bit is of language models, and {model!r} is an image model. Leave it out.",
             objective.mask_truncated
             and "objective.mask_truncated leaves out truncated texts, and images are never truncated. Set "
             "--objective.mask-truncated False.",

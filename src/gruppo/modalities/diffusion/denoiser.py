@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gruppo.core.images import quantize
 from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.diffusion.schedules import NoiseSchedule, PredictionType, StepLevels, broadcast, split_prediction
-from gruppo.protocols import Outputs
+from gruppo.protocols import Outputs, device_of
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
 Weighting = Literal["uniform", "clean"]
@@ -119,7 +119,7 @@ class Denoiser:
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return device_of(self.module)
 
     def encode(self, inputs: Sequence[object]) -> Tensor | None:
         """Conditions [P, ...] of prompts' inputs; None for a network without conditions."""

@@ -20,6 +20,7 @@ from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.text.decoder import read_decoder, stream_features
 from gruppo.modalities.text.decoding import LayeredDecoding
 from gruppo.modalities.text.layouts import LAY_OUT, Layout
+from gruppo.protocols import device_of
 from gruppo.types import NumericalStop
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Backbone:
         ``owners`` [b]: the prompt of each completion. An action is a completion and its column, ``row`` and ``column``
         [n].
         """
-        weight, layout = next(self.module.parameters()), self.layout
+        weight, device, layout = next(self.module.parameters()), device_of(self.module), self.layout
         tokens = LAY_OUT[layout](prompts, completions, owners)
         if layout == "stream":
             decoder = read_decoder(self.module)
@@ -95,13 +96,13 @@ class Backbone:
         else:
             inputs = {}
             if tokens.visible is not None:
-                visible = tokens.visible.to(weight.device)[:, None]
+                visible = tokens.visible.to(device)[:, None]
                 dtype = self.dtype or weight.dtype
-                mask = torch.zeros(visible.shape, dtype=dtype, device=weight.device)
+                mask = torch.zeros(visible.shape, dtype=dtype, device=device)
                 mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)
-                inputs = {"position_ids": tokens.positions.to(weight.device), "attention_mask": mask}
-            features = self.features(tokens.ids.to(weight.device), **inputs).flatten(0, 1)
-        return features[tokens.before(row, column).to(weight.device)]
+                inputs = {"position_ids": tokens.positions.to(device), "attention_mask": mask}
+            features = self.features(tokens.ids.to(device), **inputs).flatten(0, 1)
+        return features[tokens.before(row, column).to(device)]
 
     def start(
         self, prompts: Sequence[Tensor], owners: Int[Tensor, "N"], prefixes: Sequence[Tensor] | None = None

@@ -21,6 +21,7 @@ from gruppo.core.linear_head import has_hooks
 from gruppo.distributed.sharding import forward
 from gruppo.modalities.common.lora import LowRank, low_rank
 from gruppo.modalities.text.layouts import AttentionBlock, Tokens
+from gruppo.protocols import device_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +78,7 @@ def stream_features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
     """Return the input of the model's head at each token of the stream, as its own forward would compute it."""
     weight = next(decoder.embed.parameters())
     wide = torch.promote_types(weight.dtype, torch.float32)
-    stream = stream.to(weight.device, wide)
+    stream = stream.to(device_of(decoder.embed), wide)
     x = decoder.embed(stream.ids)
     cos, sin = (half[0].contiguous() for half in decoder.rotary(x.to(wide), stream.positions[None]))
     for layer in decoder.layers:

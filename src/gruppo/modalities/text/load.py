@@ -16,6 +16,7 @@ from gruppo.distributed.sharding import is_requested
 from gruppo.integrity import check_seal
 from gruppo.loading import transformers_error
 from gruppo.modalities.common.adapters import BASE, Adapter, is_adapter, model_of, read_adapter
+from gruppo.modalities.common.four_bit import check_blocks, check_quantized, compute_in, quantization_config
 from gruppo.modalities.common.lora import cast_base, has_adapter
 from gruppo.modalities.text.backbones import Backbone, probe
 from gruppo.modalities.text.bundled import BUNDLED
@@ -41,6 +42,7 @@ def from_pretrained(
     needs_head: bool = True,
     adapt: Adapt | None = None,
     is_merged: bool = False,
+    load_in_4bit: bool = False,
     seed: int = 0,
 ) -> TextPolicy:
     """Open a Hugging Face causal LM: a hub id, a local folder, or a run for its final model. Masters are float32.
@@ -48,10 +50,13 @@ def from_pretrained(
     ``file.py:function``, or a folder that was saved of such a model, is opened by the function (``open_custom``) with
     random weights from ``seed``; ``compute="auto"`` keeps the dtype that the function chose. ``needs_head=False`` also
     accepts a reward model, whose language head is then random: only its trunk may be used. With ``adapt``, the base is
-    stored once, in the compute dtype. An adapter folder is opened on its base; ``is_merged`` adds it to the base.
+    stored once, in the compute dtype or, with ``load_in_4bit``, in 4 bits. An adapter folder is opened on its base;
+    ``is_merged`` adds it to the base.
     """
     path = model_of(path)
     if is_custom(path) or names_function(path):
+        if load_in_4bit:
+            raise four_bit_error(path)
         policy = open_custom(path, seed=seed)
         if not isinstance(policy, TextPolicy):
             raise GruppoError(f"{path} makes a {type(policy).__name__}; a language model is needed here.")
@@ -69,7 +74,8 @@ def from_pretrained(
         model_path, adapt = _base_of_adapter(read_adapter(path), is_merged=is_merged)
         folder = Path(path).expanduser()
         tokenizer_path = str(folder) if (folder / "tokenizer_config.json").is_file() else None
-    module, tokenizer, loading = _load(model_path, tokenizer_path, trust_remote_code)
+    chosen = quantization_config() if load_in_4bit else None
+    module, tokenizer, loading = _load(model_path, tokenizer_path, trust_remote_code, chosen, is_adapted=bool(adapt))
     missing = sorted(loading["missing_keys"])
     # of a reward model, nothing but the output embedding is missing, and at most a score is in its place
     head_names = {name for name, part in module.named_modules() if part is module.get_output_embeddings()}
@@ -107,9 +113,18 @@ def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
     )
 
 
-def _load(path: str, tokenizer_path: str | None, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
+def four_bit_error(model: str) -> GruppoError:
+    return GruppoError(
+        f"lora.load_in_4bit quantizes a model of transformers while it is read from files, and {model!r} is made in "
+        "memory. Set --lora.load-in-4bit False, or give a folder or a hub id."
+    )
+
+
+def _load(
+    path: str, tokenizer_path: str | None, trust_remote_code: bool, quantization: Any, *, is_adapted: bool
+) -> tuple[Any, Any, dict[str, Any]]:
     """Return module, tokenizer, and transformers' loading info: the names of missing and unexpected weights."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
     folder = Path(path).expanduser()
@@ -120,11 +135,21 @@ def _load(path: str, tokenizer_path: str | None, trust_remote_code: bool) -> tup
     check_seal(folder)
     source, kind = str(folder) if is_local else path, "tokenizer"
     options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    if quantization is not None:
+        device = None if is_requested() else _accelerator()
+        # by default, transformers takes the first GPU, on all ranks
+        options |= {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
     hf_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path or source, trust_remote_code=trust_remote_code)
         kind = "model"
+        settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if (found := getattr(settings, "quantization_config", None)) is not None:
+            check_quantized(found, f"the model {source!r}", has_adapter=is_adapted)
+            options.pop("quantization_config", None)
         module, loading = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    except GruppoError:
+        raise
     except Exception as error:  # whatever transformers and the formats raise for files that they cannot read
         raise GruppoError(
             f"model {source!r} could not be loaded: {transformers_error(error, kind)} Give a local folder that "
@@ -142,11 +167,13 @@ def from_transformers(
 ) -> TextPolicy:
     """Make a policy of a Hugging Face model in memory and its tokenizer."""
     if getattr(module, "is_quantized", False):
-        raise GruppoError(
-            f"this {type(module).__name__} is quantized, and its weights can neither be trained nor hold an adapter "
-            "here. Give the model that it was quantized from, with --lora.rank 16 and --compute bfloat16."
-        )
-    module = module.float().eval()
+        what = f"this {type(module).__name__}"
+        check_quantized(module.config.quantization_config, what, has_adapter=adapt is not None)
+        check_blocks(module)
+        compute_in(module, torch.float32)
+    else:
+        module.float()
+    module.eval()
     if (device := _accelerator()) is not None and not is_requested():
         module = module.to(device)
     backbone = probe(module)

@@ -17,7 +17,7 @@ from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.chat import special_token_error
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.custom import ModelFunction, is_custom, names_function
-from gruppo.modalities.text.load import Adapt, from_pretrained, give_adapter
+from gruppo.modalities.text.load import Adapt, four_bit_error, from_pretrained, give_adapter
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.protocols import Critic, Modality, Policy, PromptSource
 from gruppo.types import DataError, GruppoError
@@ -57,6 +57,7 @@ class TextModality(Modality):
             trust_remote_code=config.trust_remote_code,
             adapt=adapt,
             is_merged=True,
+            load_in_4bit=config.lora.load_in_4bit,
             seed=config.seed,
         )
         return policy, origin
@@ -67,6 +68,8 @@ class TextModality(Modality):
         return from_pretrained(model, compute=compute, trust_remote_code=trust_remote_code, is_merged=is_merged)
 
     def adapt(self, config: Config, policy: TextPolicy, data: PromptSource) -> Policy:  # type: ignore[override]
+        if config.lora.load_in_4bit:
+            raise four_bit_error(type(policy.module).__name__)
         if (adapt := _adapter_of(config)) is not None:
             give_adapter(policy, adapt)
         return policy

@@ -83,7 +83,7 @@ class TextPolicy(AdaptablePolicy):
     def compute_in(self, dtype: torch.dtype) -> None:
         """Set the compute dtype, in place; the copy is made anew if one is needed."""
         self.compute_dtype = dtype
-        is_needed = {parameter.dtype for parameter in self.module.parameters()} != {dtype}
+        is_needed = {p.dtype for p in self.module.parameters() if p.is_floating_point()} != {dtype}
         self.copy = ComputeCopy(self.module, dtype) if is_needed else None
         self.backbone = self.backbone.on(self.module if self.copy is None else self.copy.module)
 
@@ -97,7 +97,7 @@ class TextPolicy(AdaptablePolicy):
 
     def shard(self, apply: Callable[..., None]) -> None:
         """Shard the master weights; FSDP casts them where they are gathered, in place of a copy."""
-        self.copy, dtypes = None, {parameter.dtype for parameter in self.module.parameters()}
+        self.copy, dtypes = None, {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         self.backbone = replace(self.backbone.on(self.module), dtype=self.compute_dtype)
         apply(self.module, compute_dtype=None if dtypes == {self.compute_dtype} else self.compute_dtype)
 

@@ -24,18 +24,20 @@ register_optimizer_step_post_hook(_count_optimizer_step)  # fused optimizers do 
 class ComputeCopy:
     """A copy of a module's parameters in another dtype that follows the master.
 
-    Frozen parameters of that dtype, such as the base of an adapter, are shared, not copied. Weights are cast once per
-    update, not once per forward. Each gradient is added to that of the float32 master as soon as it is complete, so
-    that micro-batches do not round each other's gradients away. Buffers keep their dtype: rotary frequencies in
-    bfloat16 would change the model.
+    Frozen parameters of that dtype, such as the base of an adapter, and those in 4 bits are shared, not copied. Weights
+    are cast once per update, not once per forward. Each gradient is added to that of the float32 master as soon as it
+    is complete, so that micro-batches do not round each other's gradients away. Buffers keep their dtype: rotary
+    frequencies in bfloat16 would change the model.
     """
 
     def __init__(self, master: nn.Module, dtype: torch.dtype) -> None:
         self.master = master
-        shared = {id(p): p for p in master.parameters() if not p.requires_grad and p.dtype == dtype}
+        frozen = [parameter for parameter in master.parameters() if not parameter.requires_grad]
+        shared = {id(p): p for p in frozen if p.dtype == dtype or not p.is_floating_point()}
         self.module = copy.deepcopy(master, shared)
         for parameter in self.module.parameters():
-            parameter.data = parameter.data.to(dtype)
+            if id(parameter) not in shared:
+                parameter.data = parameter.data.to(dtype)
         both = zip(master.parameters(), self.module.parameters(), strict=True)
         self.pairs = [(owner, copied) for owner, copied in both if owner is not copied]
         self.buffers = list(zip(master.buffers(), self.module.buffers(), strict=True))
