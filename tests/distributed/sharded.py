@@ -213,6 +213,9 @@ def three_steps(name: str, optimizer: str) -> dict[str, Tensor]:
         if setup.is_recomputed:
             run.policy.recompute()
         shard(run, mode, is_offloaded=setup.is_offloaded)
+        for unit in sharding.sharded_units(run.policy.module):
+            group = unit._get_fsdp_state()._fsdp_param_group
+            assert all(parameter.offload_to_cpu == setup.is_offloaded for parameter in group.fsdp_params)
         batch = batch.take(torch.tensor(DEALS[setup.deal][dist.world_size()][dist.rank()]))
     found: dict[str, Tensor] = {}
     kind: Any = OPTIMIZERS[optimizer]

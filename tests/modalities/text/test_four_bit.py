@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests import fakes, tiny
 from tests.trainer.runs import FULL, Signalling, metrics, newest, tensors
 
@@ -99,6 +100,22 @@ def test_the_adapter_of_a_4bit_base_opens_on_the_full_one_with_a_warning(bitsand
     assert not four_bit_layers(policy.module)
     again = config_in(tmp_path, steps=1, name="more", lora__rank=0, lora__adapter=str(run))
     assert json.loads((api.start(again).folder / "final/base.json").read_text())["is_4bit"]
+
+
+def test_bases_that_differ_in_their_scales_alone_have_other_identities(bitsandbytes, tmp_path):
+    adapt = partial(inject, rank=3, alpha=6.0, seed=0)
+    identities = set()
+    for factor in (1, 2):
+        folder = tmp_path / str(factor)
+        shutil.copytree(fakes.wide_folder(), folder)
+        weights = load_file(folder / "model.safetensors")
+        weights |= {name: factor * weight for name, weight in weights.items() if "_proj" in name}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        policy = from_pretrained(folder, compute="float32", adapt=adapt, load_in_4bit=True)
+        assert policy.base_sha256 == digest(base_weights(policy.module))
+        identities.add(policy.base_sha256)
+        codes = {name: w for name, w in base_weights(policy.module).items() if not w.is_floating_point()}
+    assert len(identities) == 2 and len(codes) == 14 * 3
 
 
 def test_explain_counts_the_bytes_of_the_quantized_base(bitsandbytes, tmp_path):
