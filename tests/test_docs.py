@@ -203,7 +203,7 @@ def test_every_test_and_dotted_name_that_a_page_names_exists(page: Path) -> None
 
 @each(WITH_OPTIONS)
 def test_every_option_exists(page: Path) -> None:
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z-]+)*", page.read_text(encoding="utf-8")))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\.[a-z][a-z0-9-]*)*", page.read_text(encoding="utf-8")))
     groups = {option.rpartition(".")[0] for option in OPTIONS}
     unknown = named - {*OPTIONS} - groups - FOREIGN_OPTIONS
     assert not unknown

@@ -47,6 +47,7 @@ def recipe(folder: Path, shard: Shard, timeout_s: float) -> str:
 def train(file: str, name: str, fault: dict[str, object] | None, restarts: int) -> None:
     """One rank of the command, as torchrun starts it; write how often each phase came."""
     os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_MAX_RESTARTS": "1"}
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(Path(file).parent / f"{name}-error{os.environ['RANK']}.json")
     seen: Counter[str] = Counter()
 
     def act(phase: str) -> None:
@@ -99,6 +100,8 @@ class Faults:
         speaker = victim if fault.action == "fail" and fault.victim == 0 else other
         said = said if speaker is other else [line for line in victim.err.splitlines() if line.startswith("gruppo: ")]
         assert len(said) == 1 and named in said[0], f"{said}: {speaker.err[-2000:]}"
+        error = json.loads((self.folder / f"{name}-error{1 - fault.victim}.json").read_text())["message"]["message"]
+        assert error.startswith("Failed: rank " if fault.action == "fail" else "RankLost: rank "), error
         again = processes.ranks(2, train, file, name, None, 1, folder=self.folder / f"{name}-second")
         assert [rank.wait(300) for rank in again] == [0, 0], again[0].err[-2000:]
         assert torch.equal(weights(self.folder / "runs" / name), expected), "other weights after the restart"

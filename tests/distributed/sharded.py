@@ -35,6 +35,7 @@ from gruppo.trainer.run import Run
 from gruppo.trainer.update import update
 from gruppo.types import Batch, Rollouts, Sampling
 
+CPU = torch.device("cpu")
 STEPS = 3
 ROWS = 9
 DEALS: dict[str, dict[int, list[list[int]]]] = {
@@ -192,9 +193,9 @@ def run_for(setup: Setup) -> tuple[Run, Any, Batch]:
     return run, step_params, batch
 
 
-def shard(run: Run, mode: Any, *, is_offloaded: bool = False) -> None:
+def shard(run: Run, mode: Any, *, device: torch.device, is_offloaded: bool) -> None:
     """As ``build`` does."""
-    apply = partial(sharding.shard, mode=mode, device=torch.device("cpu"), is_offloaded=is_offloaded)
+    apply = partial(sharding.shard, mode=mode, device=device, is_offloaded=is_offloaded)
     run.policy.shard(apply)
     if run.critic is not None:
         run.critic.shard(apply)
@@ -202,20 +203,35 @@ def shard(run: Run, mode: Any, *, is_offloaded: bool = False) -> None:
     run.reference.shard(apply)
 
 
-def three_steps(name: str, optimizer: str) -> dict[str, Tensor]:
-    """Gradients of each step and weights after them by name, whole; this rank's part of the batch is learned from."""
+def move(run: Run, device: torch.device) -> None:
+    run.policy.to(device)
+    assert run.reference is not None
+    run.reference.module.to(device)
+    for module in (getattr(run.policy, "value_head", None), None if run.critic is None else run.critic.module):
+        if module is not None:
+            module.to(device)
+
+
+def three_steps(name: str, optimizer: str, *, device: torch.device = CPU, is_forced: bool = False) -> dict[str, Tensor]:
+    """Gradients of each step and weights after them by name, whole; this rank's part of the batch is learned from.
+
+    ``is_forced``: one rank is sharded too, over itself.
+    """
     setup = SETUPS[name]
     run, step_params, batch = run_for(setup)
+    if device != CPU:
+        move(run, device)
     mode = setup.mode if dist.world_size() == 4 or setup.mode == "fsdp" else "fsdp"
     if mode == "hybrid":
         sharding._mesh = None  # of the cases before
-    if dist.world_size() > 1:
+    if dist.world_size() > 1 or is_forced:
         if setup.is_recomputed:
             run.policy.recompute()
-        shard(run, mode, is_offloaded=setup.is_offloaded)
+        shard(run, mode, device=device, is_offloaded=setup.is_offloaded)
         for unit in sharding.sharded_units(run.policy.module):
             group = unit._get_fsdp_state()._fsdp_param_group
             assert all(parameter.offload_to_cpu == setup.is_offloaded for parameter in group.fsdp_params)
+    if dist.world_size() > 1:
         batch = batch.take(torch.tensor(DEALS[setup.deal][dist.world_size()][dist.rank()]))
     found: dict[str, Tensor] = {}
     kind: Any = OPTIMIZERS[optimizer]

@@ -38,7 +38,7 @@ def meet(lost: int, number: int, timeout_s: float) -> None:
 )
 def test_ranks_name_the_one_that_is_dead_or_stopped(tmp_path, number, lost):
     """Of three ranks, since of two, none can name the wrong one."""
-    ranks = processes.ranks(3, meet, lost, int(number), 4.0, folder=tmp_path)
+    ranks = processes.ranks(3, meet, lost, int(number), 6.0, folder=tmp_path)
     others = {index: rank for index, rank in enumerate(ranks) if index != lost}
     assert [rank.wait() for rank in others.values()] == [75, 75], "\n".join(rank.err for rank in others.values())
     for index, rank in others.items():
@@ -61,7 +61,7 @@ def test_a_rank_that_is_alive_and_late_is_not_called_lost(tmp_path):
 
 
 def test_a_run_with_a_stopped_rank_saves_and_says_how_to_resume(tmp_path):
-    config = tiny.config(tmp_path, distributed__timeout_s=8, steps=3, evaluation__prompts=0)
+    config = tiny.config(tmp_path, distributed__timeout_s=12, steps=3, evaluation__prompts=0)
     recipe, run = tmp_path / "recipe.json", tmp_path / "runs/run"
     recipe.write_text(json.dumps(serialization.to_dict(config)))
     ranks = processes.ranks(2, stopping, ["train", str(recipe), "--name", "run"], folder=tmp_path / "stopped")

@@ -183,7 +183,7 @@ def _reason(heartbeat: Heartbeat, error: RuntimeError, waited_s: float) -> Grupp
     if failed := _other_failure(heartbeat):
         return failed
     lost = heartbeat.lost_ranks()
-    if failed := _other_failure(heartbeat):
+    if lost != [0] and (failed := _other_failure(heartbeat)):  # rank 0 hosts the store, which may not answer
         return failed
     if lost:
         return RankLost(

@@ -16,8 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as td
 
-MISSED, ROUNDS = 5, 10
-"""Beats without which a rank is lost, and rounds in which that is found."""
+MISSED, ROUNDS = 5, 14
+"""Beats without which a rank is lost, and rounds in which that is found and the process ends."""
 LEAVE_S = 5.0
 """How long a rank may stay in a collective after it has read that another one has failed."""
 TOLD_S = 10.0
@@ -120,7 +120,7 @@ class Heartbeat:
 
         False where this rank has to report its own: it is rank 0, or rank 0 does not answer, such as after a kill.
         """
-        others = len(self._missed) - 1
+        others = len(self._missed) - 1 - len(list(filter(None, self._found.split(","))))  # none that is lost
         with suppress(RuntimeError):
             if self._rank == 0:
                 self._main_store.set("reported", "1")
@@ -138,10 +138,14 @@ class Heartbeat:
     def lost_ranks(self) -> list[int]:
         """Ranks that are dead or stopped now. All ranks that ask get the answer of the first one."""
         before, until = self._rounds, time.monotonic() + 4 * MISSED * self._interval_s
-        time.sleep((MISSED + 2) * self._interval_s)
-        if self._rounds == before and self._rank != 0:
-            self._found = "0"  # its process hosts the store, or the launcher on its machine does
-            return [0]
+        for _ in range(MISSED + 2):  # a rank that was stopped before the timeout began has missed them already
+            if self._found or max(self._missed) >= MISSED:
+                break
+            time.sleep(self._interval_s)
+        else:
+            if self._rounds == before and self._rank != 0:
+                self._found = "0"  # its process hosts the store, or the launcher on its machine does
+                return [0]
         while not self._found and not max(self._missed) >= MISSED and time.monotonic() < until:
             time.sleep(self._interval_s)
         if not self._found and (silent := [str(n) for n, missed in enumerate(self._missed) if missed >= MISSED]):

@@ -157,6 +157,9 @@ def _memory(run: Run, gpus: int, samples_here: bool) -> list[str]:
         parts |= {name: size / shards for name, size in run.critic.memory_estimate(width).items()}
         # its activations are made after the policy's are gone: those of a larger network need the difference more
         critic_more = run.critic.bytes_per_unit() - policy.bytes_per_unit()
+    opened = base_bytes + 4 * own + sum(run.reference.memory_estimate(width).values() if run.reference else ())
+    on_cpu = sum(parts.values()) if run.config.distributed.offload_params and shards > 1 else 0
+    parts = {} if on_cpu else parts
     parts |= gathered_bytes(counts, shards=shards, compute_bytes=width, block_bytes=1 if is_4bit else 0)
     if shards > 1 and samples_here:
         parts["whole weights to sample"] = base_bytes + width * own
@@ -176,6 +179,9 @@ def _memory(run: Run, gpus: int, samples_here: bool) -> list[str]:
         f"{policy.budget_name}",
         *(f"  {part:<24} {size / unit:6.2f} {name}" for part, size in parts.items()),
         f"  {'total':<24} {total / unit:6.2f} {name}",
+        *([f"  {'of the CPU, shards':<24} {on_cpu / unit:6.2f} {name}"] if on_cpu else []),
+        # each rank opens the whole model on the CPU before it keeps its shards
+        *([f"  {'of the CPU, at the start':<24} {opened / unit:6.2f} {name}"] if shards > 1 else []),
     ]
 
 
