@@ -48,6 +48,7 @@ ALL = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 FOREIGN_OPTIONS = {
     *(
         "--gpus",
+        "--replay",
         "--log-dir",
         "--max-restarts",
         "--nproc-per-node",
@@ -271,7 +272,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     held = configs.Stage(sup_coef=0.1, cons_coef=0.1, kl_coef=0.1)
     restored = restoring(folder, steps=1, stage=held, optim=configs.OptimConfig(lr=1e-4, terms_every=1))
     server = FakeServer(tiny.model())
-    served = tiny.config(folder, name="served", engine__kind="vllm", engine__urls=[server.url], steps=1)
+    served = tiny.config(folder, name="served", engine__kind="vllm", engine__urls=[server.url], engine__lag=1, steps=1)
     every = (grpo, ppo, staged, restored, served)
     rows = [row for config in every for row in read_metrics(api.start(config).folder)]
     server.close()

@@ -33,6 +33,7 @@ from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
 from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
 from gruppo.trainer import checkpoint, checks, dry_run, loop
+from gruppo.trainer.ahead import Ahead
 from gruppo.trainer.callbacks import Callbacks, Step
 from gruppo.trainer.evaluate import Evaluated, held_out
 from gruppo.trainer.memory import MemoryRanOut
@@ -239,6 +240,8 @@ class Trainer:
             with dist.phase("build"):
                 run, model_source = build(config, parts)
             check_equal({"the data": run.source.fingerprint()})
+            if config.engine.lag or config.engine.replay:
+                run.ahead = run.source = Ahead(run)
             run.callbacks = hooks
             with dist.fail_together():
                 if is_new:
@@ -254,8 +257,14 @@ class Trainer:
                     log.info("%s is incomplete: %d of %d steps are saved.", path, run.state.step, run.config.steps)
                 if not is_restored:
                     folder.write_manifest(run, model_source)
+            if run.ahead is not None:
+                stack.callback(run.ahead.join)
             stack.callback(run.engine.close)
             run.engine.sync(run.policy, run.state.version)  # until now it held the first weights, or none
+            if run.ahead is not None:
+                stack.callback(run.ahead.close)  # before the engine, whose end ends what is being sampled
+                with dist.fail_together():
+                    run.ahead.open(path)
             # closed in reverse order: the screen gives the terminal back before anything else is printed
             with run.stopper.listening():
                 with dist.fail_together():

@@ -158,6 +158,7 @@ def with_absolute_paths(config: Config) -> Config:
         engine=replace(
             config.engine,
             kind=absolute_spec(config.engine.kind),
+            replay=config.engine.replay and os.path.abspath(os.path.expanduser(config.engine.replay)),
             publish_dir=config.engine.publish_dir and os.path.abspath(os.path.expanduser(config.engine.publish_dir)),
         ),
     )
@@ -221,6 +222,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     if config.objective.has_critic:  # new; on resume, its weights come from the checkpoint
         critic = modality.critic(config, policy, source) or SharedCritic(policy)
     engine: Any = open_engine(config, parts, policy, sampling, source)
+    check_lag(config, engine)
     is_served = parts.engine is None and config.engine.kind == "vllm"
     if config.optim.recompute == "layer":  # after the reference, which has no backward pass, was copied
         policy.recompute()
@@ -350,6 +352,23 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
         engine = function(policy)
     check_engine(engine, policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=0.1)
     return engine
+
+
+def check_lag(config: Config, engine: Any) -> None:
+    """Refuse to sample ahead with an engine, or on ranks, that cannot."""
+    if not config.engine.lag or config.engine.replay:
+        return
+    if getattr(engine, "concurrency", 0) < 1:
+        raise GruppoError(
+            f"engine.lag={config.engine.lag} needs an engine that samples while the trainer learns, and "
+            f"{type(engine).__name__} does not declare it (concurrency = 1 or more; see gruppo.protocols.Engine). "
+            "Set --engine.lag 0."
+        )
+    if config.rollout.refill_rounds and dist.world_size() > 1:
+        raise GruppoError(
+            f"rollout.refill_rounds={config.rollout.refill_rounds} moves prompts between ranks, and with engine.lag "
+            "their samples are on the rank that was to use them. Set --rollout.refill-rounds 0, or --engine.lag 0."
+        )
 
 
 def open_vllm(config: Config, policy: Policy, sampling: Any, source: Any) -> Engine:

@@ -432,7 +432,12 @@ Policy.modality = Modality()
 
 
 class Engine(Protocol):
-    """Where samples come from."""
+    """Where samples come from.
+
+    Optional attribute: ``concurrency``, the calls of ``generate`` that may run at a time, each in a thread of its own,
+    while the policy is trained and while ``sync`` runs. ``engine.lag`` needs 1 or more. A call that ``sync`` overtakes
+    may go on with the new weights; ``policy_version`` says which weights chose each action. ``close`` ends all calls.
+    """
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         """Sample the requests; rows carry the version of the weights that chose their actions."""

@@ -183,6 +183,8 @@ class Generated:
     logprobs: Float[Tensor, "N T"]
     lengths: Int[Tensor, "N"]
     finish: tuple[Finish, ...]
+    versions: Int[Tensor, "N T"] | None = None
+    """Publish count of the weights behind each token; None where the engine stamps whole rollouts."""
 
 
 _COLUMN_FIELDS = ("actions", "mask", "sampler_logprobs", "policy_version")
@@ -308,6 +310,11 @@ class Stat:
     @property
     def mean(self) -> float:
         return self.sum / self.count if self.count else float("nan")
+
+    @property
+    def ess_frac(self) -> float:
+        """Effective sample size of weights, (sum w)^2 / sum w^2, as a share of their number (Kong 1992)."""
+        return self.sum**2 / (self.count * self.sum_sq) if self.sum_sq else float("nan")
 
     @property
     def std(self) -> float:

@@ -33,7 +33,7 @@ class FakeServer:
 
     def __init__(self, model: str, *, key: str = "", port: int = 0) -> None:
         self.model, self.policy = model, copy.deepcopy(opened(model))
-        self.key, self.version, self.is_paused = key, "default", False
+        self.key, self.version, self.is_paused, self.pauses = key, "default", False, 0
         self.adapters: dict[str, Any] = {}
         self.cache: dict[Any, TextPolicy] = {}  # prompt to the weights that read it
         self.tokens, self.is_closed = 0, False
@@ -148,7 +148,7 @@ class FakeServer:
         return {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
 
     def post_pause(self, body: Any, query: Any) -> Any:
-        self.is_paused = True
+        self.is_paused, self.pauses = True, self.pauses + 1
         return {"status": "paused"}
 
     def post_resume(self, body: Any, query: Any) -> Any:
@@ -201,12 +201,17 @@ class FakeServer:
             return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
         while self.is_paused:
             time.sleep(0.005)
+        policy, version, pauses = self.adapters.get(name, self.policy), self.version, self.pauses
         time.sleep(self.seconds_per_row)
         with self.lock:
-            policy, version = self.adapters.get(name, self.policy), self.version
+            if pauses == self.pauses:
+                policy, version = self.adapters.get(name, self.policy), self.version
             key = (body.get("cache_salt"), *ids)
             usage = {"prompt_tokens_details": {"cached_tokens": len(ids) - 1 if key in self.cache else 0}}
-            answer = {"choices": [self.sampled(policy, version, ids, params, key)], "model": name}
+            choice = self.sampled(policy, version, ids, params, key)
+            if pauses != self.pauses:  # aborted: half of its tokens were there
+                choice = cut(choice, len(choice["token_ids"]) // 2)
+            answer = {"choices": [choice], "model": name}
             if self.reports_cache:
                 answer["usage"] = usage
             if params.get("prompt_logprobs") is not None:
@@ -244,6 +249,17 @@ class FakeServer:
             "finish_reason": row.finish[0],
             "weight_versions": [{"version": version, "start": 0, "end": length}],
         }
+
+
+def cut(choice: dict[str, Any], length: int) -> dict[str, Any]:
+    """What vLLM returns of a row that a pause aborts."""
+    span = {**choice["weight_versions"][0], "end": length}
+    return choice | {
+        "token_ids": choice["token_ids"][:length],
+        "logprobs": {"content": choice["logprobs"]["content"][:length]},
+        "finish_reason": "abort",
+        "weight_versions": [span],
+    }
 
 
 DEV_ROUTES = (

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from tests import tiny
 from gruppo import api
 from gruppo.build import Parts
 from gruppo.config import serialization
+from gruppo.config.schema import EngineConfig
 from gruppo.tracking.files import read_completions
 from gruppo.trainer import checkpoint
 from gruppo.trainer.collect import collect
+from gruppo.trainer.ledger import Ledger
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.run import Run
 from gruppo.trainer.update import learn
@@ -39,6 +42,17 @@ FULL: dict[str, Any] = {
     "stage__entropy_coef": 0.01,
 }
 """Several updates a batch, a reference, a schedule, and a reward that draws from the process's generator."""
+
+
+LAGGED: dict[str, Any] = {
+    "engine__kind": "tests.trainer.beside:engine",
+    "engine__lag": 2,
+    "objective__correction": "truncate",
+    "reward": [tiny.reward("noisy")],
+    "evaluation__every": 0,
+    "evaluation__prompts": 0,
+}
+"""Samples ahead of the trainer."""
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -73,6 +87,23 @@ def assert_same(run: Path, other: Path) -> None:
     assert metrics(run) == metrics(other)
     for name in ("samples.jsonl", "evaluations.json"):
         assert (run / name).read_text() == (other / name).read_text()
+
+
+def learned_from(run: Path) -> list[int]:
+    """Positions of the draws that the steps of a run with lag learned from, in order, as its ledger has them."""
+    steps = Ledger(run, json.loads((run / "config.json").read_text()), is_replayed=True).steps
+    return [position for step in sorted(steps) for position in steps[step]["positions"]]
+
+
+def assert_nothing_lost(run: Path) -> None:
+    """A complete run with lag has learned from each draw once, in order, and from what its ledger has."""
+    config = serialization.load(run / "config.json")
+    assert learned_from(run) == list(range(config.steps * config.rollout.prompts))
+    assert [row["step"] for row in metrics(run) if "lag/max" in row] == [*range(1, config.steps + 1)]
+    again = replace(config, name=f"{run.name}-replay", engine=EngineConfig(lag=config.engine.lag, replay=str(run)))
+    repeated = api.start(again).folder
+    assert tensors(repeated / "final/model.safetensors") == tensors(run / "final/model.safetensors")
+    assert completions(repeated) == completions(run)
 
 
 def newest(run: Path) -> Path:

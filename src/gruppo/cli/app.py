@@ -3,6 +3,7 @@
 usage: gruppo COMMAND ...
 
   train RECIPE [--options]    train; RECIPE is a built-in name, file.py:function, or a config file (TOML, YAML, JSON)
+  train --replay RUN          train again from the ledger of a run with --engine.lag, without its engine
   resume RUN                  continue a stopped or killed run, to the bit
   eval RUN                    greedy answers of a run's model to its held-out prompts
   sample RUN "PROMPT" ...     completions of a run's (or any) model

@@ -16,7 +16,7 @@ from gruppo.cli import help as help_text
 from gruppo.cli.app import EXIT_STOPPED
 from gruppo.cli.options import parse_config, pop_option, pop_switch
 from gruppo.config import peer_options, serialization
-from gruppo.config.schema import Config
+from gruppo.config.schema import Config, EngineConfig
 from gruppo.errors import DataError
 from gruppo.loading import command_name, visible
 from gruppo.platforms import no_clean_exit
@@ -67,12 +67,23 @@ def _until_stopped(path: Path) -> Iterator[None]:
 def train(args: list[str]) -> None:
     """Train from the beginning."""
     trust_run, args = pop_switch(args, "--trust-run")
+    replayed, args = pop_option(args, "--replay")
+    if replayed is not None:
+        if not (Path(replayed) / "config.json").is_file() or (args and not args[0].startswith("-")):
+            raise GruppoError(
+                f"--replay {replayed}: it needs the folder of a run, which has the recipe too. Give gruppo train "
+                "--replay RUN --options."
+            )
+        args = [replayed, *args]
     config = parse_config("train", args, trust_run=trust_run)
+    if replayed is not None:  # without the run's engine
+        config = replace(config, engine=EngineConfig(lag=config.engine.lag, replay=replayed))
     from gruppo import api  # takes seconds: a wrong option is answered before
     from gruppo.trainer.watch import finish
 
     if not config.name:  # the recipe, or the saved run without its time
-        config = replace(config, name=api.new_name(run_stem(args[0]), config.runs_dir))
+        stem = run_stem(args[0]) + ("-replay" if replayed is not None else "")
+        config = replace(config, name=api.new_name(stem, config.runs_dir))
     with _until_stopped(Path(config.runs_dir) / config.name):
         finish(api.start(config, show=True, trust_run=trust_run), show=True)
 

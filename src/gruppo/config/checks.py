@@ -177,6 +177,8 @@ def _section_rules(config: Config) -> Rules:
     default = Config()  # a section that equals its default was not set, or to no effect
     is_set = {field.name for field in fields(Config) if getattr(config, field.name) != getattr(default, field.name)}
     demonstrates = highest(config, "sup_coef") > 0
+    engine = config.engine
+    of_any_engine = EngineConfig(engine.kind, lag=engine.lag, replay=engine.replay)
     return [
         (lora.adapter and lora != LoraConfig(adapter=lora.adapter, load_in_4bit=lora.load_in_4bit))
         and (
@@ -248,7 +250,22 @@ def _section_rules(config: Config) -> Rules:
             "--engine vllm was given no server. Start one with gruppo serve MODEL, and set --engine.urls "
             "http://127.0.0.1:8000."
         ),
-        ("engine" in is_set and config.engine.kind != "vllm" and config.engine != EngineConfig(config.engine.kind))
+        (engine.lag and not engine.kind and not engine.replay)
+        and (
+            f"engine.lag={engine.lag} needs an engine that samples while the trainer learns, and without one the "
+            "policy itself samples. Set --engine vllm, or --engine.lag 0."
+        ),
+        (engine.replay and engine.kind)
+        and (
+            f"engine.replay={engine.replay!r} trains without an engine, and engine.kind={engine.kind!r} is one. Leave "
+            "one of the two out."
+        ),
+        ((engine.lag or engine.replay) and config.prompts.difficulty_column)
+        and (
+            "prompts.difficulty_column chooses the prompts of each step, and with engine.lag they are drawn before. "
+            "Leave one of the two out."
+        ),
+        ("engine" in is_set and engine.kind != "vllm" and engine != of_any_engine)
         and ("engine.urls and the like are for vLLM servers. Set --engine vllm, or leave the --engine options out."),
         ("critic" in is_set and not config.objective.has_critic)
         and (

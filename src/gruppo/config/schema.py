@@ -307,6 +307,16 @@ class EngineConfig:
 
     Rounding in bfloat16 makes 0.03 to 0.06.
     """
+    lag: Count = 0
+    """Publishes by which samples may be older than the weights they train.
+
+    Above 0, engines sample while the trainer learns. 0 samples and learns in turns.
+    """
+    replay: str = ""
+    """Folder of a run with lag, whose ledger is trained from without engines.
+
+    gruppo train --replay RUN sets it.
+    """
 
 
 @dataclass(frozen=True)
@@ -370,6 +380,8 @@ class SavingConfig:
     """
     completions_gb: NonNegative = 10.0
     """Size of completions/, in GB (compressed), beyond which only shown ones are kept."""
+    ledger_gb: NonNegative = 2.0
+    """Size of a rank's ledger/, in GB, beyond which samples that no checkpoint needs are deleted."""
 
 
 @dataclass(frozen=True)

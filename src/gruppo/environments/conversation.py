@@ -85,6 +85,7 @@ class ConversationEngine:
 
     def __init__(self, engine: Any, environment: Environment) -> None:
         self.engine, self.environment = engine, environment
+        self.concurrency = getattr(engine, "concurrency", 0)
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
         engine = self.engine

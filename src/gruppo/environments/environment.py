@@ -71,6 +71,7 @@ class Environment:
         self.name = function_name(fn)
         self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
         self._parameters, self._takes_all = accepted_keywords(fn, f"environment {self.name!r}")
+        self._one_at_a_time = threading.Lock()
         self.elapsed_s = 0.0
         """Seconds spent in ``replies`` so far."""
 
@@ -82,7 +83,10 @@ class Environment:
         """By the same key: the reply, None at the end of the conversation, or why there is no reply."""
         began = time.perf_counter()
         try:
-            return self._concurrent(requests) if self.is_async else self._sequential(requests)
+            if self.is_async:
+                return self._concurrent(requests)
+            with self._one_at_a_time:  # an engine with lag converses in several threads
+                return self._sequential(requests)
         finally:
             self.elapsed_s += time.perf_counter() - began
 

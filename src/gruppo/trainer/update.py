@@ -52,7 +52,7 @@ _METRICS = {
     "clip/high_frac": ("mean:clip/high_frac",),
     "clip/low_frac": ("mean:clip/low_frac",),
     "clip/kl_mask_frac": ("mean:clip/kl_mask_frac",),
-    "correction/weight": ("mean:correction/mean", "min:correction/min", "max:correction/max"),
+    "correction/weight": tuple(f"{what}:correction/{what}" for what in ("mean", "min", "max", "ess_frac")),
     "value/clip_frac": ("mean:value/clip_frac",),
     "mismatch/nats": ("mean:mismatch/mean_nats", "max:mismatch/max_nats"),
     "loss/policy": ("sum:loss/policy",),

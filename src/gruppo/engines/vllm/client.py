@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gruppo.loading import import_extra
 from gruppo.types import Finish
@@ -19,6 +19,8 @@ KEY = "GRUPPO_ENGINE_KEY"
 """Environment variable with the servers' key; never in a config, which is saved."""
 CONNECT_S, CONTROL_S = 5.0, 600.0
 """Limits of a connection, and of a control request before the first step."""
+LABELS_KEPT = 32
+"""Labels of a server that a row may still carry."""
 LOADED_PER_S = 50e6
 """Bytes that a server must load in a second, beside the engine's timeout: slow network storage reads several times it.
 """
@@ -46,9 +48,12 @@ class SampledRow:
 
     tokens: list[int]
     logprobs: list[float]
-    finish: Finish
+    finish: Finish | Literal["abort"]
+    """abort: the server was paused, and the row can be continued."""
     cached_tokens: int | None = None
     """Of the prompt, read from the prefix cache; None if the server does not say."""
+    versions: tuple[str, ...] = ()
+    """Label of the weights behind each token."""
 
 
 class Replica:
@@ -68,12 +73,19 @@ class Replica:
         """That the server has counted; None before it was asked."""
         self.rate, self.progress_at, self.idle_at = 0.0, 0.0, 0.0
         """Tokens per second of its fastest row; times of the last sign of progress and of the last row."""
+        self.labels: dict[str, int] = {}
+        """Versions of the newest labels that it was proved to hold."""
         self.tasks: set[asyncio.Task[SampledRow]] = set()
         self._client: Any = None
 
     def label_of(self, version: str) -> str:
         """The label of a version on this server, by which two servers behind one address are told apart."""
         return f"{version}-r{self.number}"
+
+    def admit(self, label: str) -> None:
+        """Sample from the weights ``label``. Rows that were requested of older ones may come from these."""
+        self.labels = dict([*self.labels.items(), (label, version_of(label))][-LABELS_KEPT:])
+        self.label, self.why, self.failures = label, "", 0
 
     # --- HTTP ---
 
@@ -125,13 +137,14 @@ class Replica:
     ) -> SampledRow:
         """Sample one row after ``ids`` from the weights ``label``; ServerError unless each token is from them.
 
+        Where newer weights arrived before the request was begun, it may be from those, if the server holds them.
         Prefixes are shared with requests of the same ``salt``, by default those of the same weights.
         """
         body = {"token_ids": list(ids), "sampling_params": dict(params), "cache_salt": salt or label}
         answer = await self.request("POST", GENERATE, body | ({"model": label} if self.is_lora else {}), timeout_s=None)
         try:
             choice = answer["choices"][0]
-            tokens, content = list(choice["token_ids"]), choice["logprobs"]["content"]
+            tokens, content = list(choice["token_ids"] or ()), (choice["logprobs"] or {}).get("content") or ()
             logprobs = [float(entry["logprob"]) for entry in content]
             named = [int(entry["token_id"]) for entry in content]
             reason = choice["finish_reason"]
@@ -143,13 +156,15 @@ class Replica:
             raise ServerError(f"{GENERATE} sent an answer without tokens, log-probs and versions ({what})") from None
         if self.is_lora:  # an adapter is chosen by its name; the version is that of the base
             spans = [(answer.get("model"), len(tokens))]
-        covered = sum(count for version, count in spans if version == label)
+        oldest = self.labels.get(label, math.inf)
+        covered = sum(n for name, n in spans if name == label or self.labels.get(name, -1) > oldest)
         if covered != len(tokens):
             held = sorted({str(version) for version, _ in spans})
             raise ServerError(f"it samples from the weights {held}, and {label!r} was published", is_lasting=True)
         limit = int(params["max_tokens"])
-        is_whole = named == tokens and 0 < len(tokens) <= limit and reason in ("stop", "length")
-        if not is_whole or max(logprobs) > 1e-3:
+        is_ended = reason == "abort" or (tokens and reason in ("stop", "length"))
+        is_whole = named == tokens and len(tokens) <= limit and is_ended
+        if not is_whole or max(logprobs, default=0.0) > 1e-3:
             raise ServerError(
                 f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(named)} log-probs, the highest "
                 f"{max(logprobs, default=math.nan):.3g}, finish {reason!r}"
@@ -157,8 +172,9 @@ class Replica:
         cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
         broken = next((n for n, x in enumerate(logprobs) if not (math.isfinite(x) and x > CLAMPED)), None)
         if broken is not None:  # logits that are not finite
-            return SampledRow(tokens[:broken], logprobs[:broken], "error", cached)
-        return SampledRow(tokens, [min(x, 0.0) for x in logprobs], reason, cached)
+            tokens, logprobs, reason = tokens[:broken], logprobs[:broken], "error"
+        versions = tuple(str(version) for version, count in spans for _ in range(count))[: len(tokens)]
+        return SampledRow(tokens, [min(x, 0.0) for x in logprobs], reason, cached, versions)
 
     async def score(self, rows: Sequence[Sequence[int]], *, timeout_s: float = CONTROL_S) -> list[list[float]]:
         """Return the log-probs, at temperature 1, of the tokens after the first of each row. No cache is read."""
@@ -189,6 +205,8 @@ class Replica:
         them."""
         self.label, before, control_s = None, self.loaded, self.timeout_s
         load_s = control_s + sum(file.stat().st_size for file in folder.iterdir()) / LOADED_PER_S
+        # rows of any rank may be under way, with lag; an adapter must not be unloaded under them either
+        await self.request("POST", "/pause?mode=abort&clear_cache=true", timeout_s=control_s)
         if self.is_lora:
             adapter = {"lora_name": label, "lora_path": str(folder)}
             await self.request("POST", "/v1/load_lora_adapter", adapter, timeout_s=load_s)
@@ -199,8 +217,8 @@ class Replica:
                 except ServerError as error:
                     if not error.status:  # a server that was started again does not know it
                         raise
+            await self.request("POST", "/resume", timeout_s=control_s)
             return
-        await self.request("POST", "/pause?mode=abort&clear_cache=true", timeout_s=control_s)
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self.request("POST", "/collective_rpc", call, timeout_s=load_s)
         # neither a reload nor a transfer clears it; blocks of older weights were read for 17 versions (NeMo-RL#4018)
@@ -211,6 +229,11 @@ class Replica:
         await self.request("POST", "/update_weight_version", named, timeout_s=control_s)
         await self.request("POST", "/resume", timeout_s=control_s)
         self.loaded = label
+
+
+def version_of(label: str) -> int:
+    """The version in a label of ``VllmEngine``."""
+    return int(label.split("-v")[1].split("-")[0])
 
 
 def _detail(text: str) -> str:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 
 from gruppo import distributed as dist
 from gruppo.engines.vllm.check import check_server
-from gruppo.engines.vllm.client import CONNECT_S, Replica, SampledRow, ServerError
+from gruppo.engines.vllm.client import CONNECT_S, Replica, SampledRow, ServerError, version_of
 from gruppo.engines.vllm.prove import Proof
 from gruppo.engines.vllm.publish import Publication
 from gruppo.errors import EngineLost
@@ -47,6 +47,9 @@ class VllmEngine:
     since. The next ``sync`` tries all servers again.
     """
 
+    concurrency = 32
+    """With ``engine.lag``: enough calls for groups to start and to be recorded one by one."""
+
     def __init__(
         self,
         policy: Any,
@@ -67,8 +70,10 @@ class VllmEngine:
         """Tokens of the longest row that every server holds."""
         self.done = self.total = self.repeated = 0
         self._published: Path | None = None
-        self._serial, self._reviving = 0, asyncio.Lock()
-        self._changed = asyncio.Event()  # a server has room again, or is out
+        self._serial, self._loading = 0, asyncio.Lock()
+        self._calls, self._is_publishing = 0, False
+        self._watcher: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # a server has room again, or is out, or all hold new weights
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="gruppo-vllm", daemon=True).start()
         self._run(self._open())
@@ -91,14 +96,10 @@ class VllmEngine:
     # --- sampling ---
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        return self._stamped(self.policy.sample_with(self._generate, requests, sampling, seed=seed))
+        return self.policy.sample_with(self._generate, requests, sampling, seed=seed)
 
     def continue_rollouts(self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any) -> Rollouts:
-        return self._stamped(self.policy.continue_with(self._generate, rollouts, replies, sampling, **how))
-
-    def _stamped(self, rollouts: Rollouts) -> Rollouts:
-        """``Replica.sample`` has compared the version of every token with the one that was published."""
-        return replace(rollouts, policy_version=torch.where(rollouts.mask, self.version, 0))
+        return self.policy.continue_with(self._generate, rollouts, replies, sampling, **how)
 
     def progress(self) -> str:
         """What is being sampled, for the screen; "" if nothing is."""
@@ -116,29 +117,45 @@ class VllmEngine:
 
     def _generate(self, batch: TokenBatch, sampling: Sampling, seed: int) -> Generated:
         """Sample the rows of a batch; a ``GenerateTokens`` of policies."""
-        self.done, self.total = 0, len(batch.owners)
-        try:
-            rows = self._run(self._sample(batch, sampling, seed))
-        finally:
-            self.done = self.total
-        columns = max(max(len(row.tokens) for row in rows), 1)
-        tokens, logprobs = torch.zeros(len(rows), columns, dtype=torch.long), torch.zeros(len(rows), columns)
-        for number, row in enumerate(rows):
-            tokens[number, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.long)
-            logprobs[number, : len(row.tokens)] = torch.tensor(row.logprobs)
-        lengths = torch.tensor([len(row.tokens) for row in rows])
-        return Generated(tokens, logprobs, lengths, tuple(row.finish for row in rows))
+        parts = self._run(self._sample(batch, sampling, seed))
+        columns = max(max(sum(len(part.tokens) for part in row) for row in parts), 1)
+        tokens, versions = (torch.zeros(len(parts), columns, dtype=torch.long) for _ in range(2))
+        logprobs, lengths = torch.zeros(len(parts), columns), torch.zeros(len(parts), dtype=torch.long)
+        for number, row in enumerate(parts):
+            for part in row:
+                first, lengths[number] = int(lengths[number]), lengths[number] + len(part.tokens)
+                span = slice(first, first + len(part.tokens))
+                tokens[number, span] = torch.tensor(part.tokens, dtype=torch.long)
+                logprobs[number, span] = torch.tensor(part.logprobs)
+                versions[number, span] = torch.tensor([version_of(label) for label in part.versions], dtype=torch.long)
+        finish: list[Any] = [row[-1].finish.replace("abort", "length") for row in parts]  # paused at its last token
+        return Generated(tokens, logprobs, lengths, tuple(finish), versions)
 
-    async def _sample(self, batch: TokenBatch, sampling: Sampling, seed: int) -> list[SampledRow]:
+    async def _sample(self, batch: TokenBatch, sampling: Sampling, seed: int) -> list[list[SampledRow]]:
+        """Sample the rows; each comes in the parts between which new weights were published."""
+        if not self._calls:  # else other calls are at work; one that was interrupted has left its rows
+            self.done = self.total = 0
+            for replica in self.replicas:
+                replica.inflight, replica.rate, replica.idle_at = 0, 0.0, time.monotonic()
+            self._watcher = asyncio.create_task(self._watch())
+        self._calls, self.total = self._calls + 1, self.total + len(batch.owners)
+        try:
+            return await self._sample_rows(batch, sampling, seed)
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self.done = self.total
+                if self._watcher is not None:
+                    self._watcher.cancel()
+
+    async def _sample_rows(self, batch: TokenBatch, sampling: Sampling, seed: int) -> list[list[SampledRow]]:
         prompts = [ids.tolist() for ids in batch.prompts]
         prefixes = [[]] * len(batch.owners) if batch.prefixes is None else [ids.tolist() for ids in batch.prefixes]
-        rows: list[tuple[list[int], dict[str, Any]]] = []
+        rows: list[_Row] = []
         for row, owner in enumerate(batch.owners.tolist()):
             start, ids = batch.starts[row] if batch.starts else 0, prompts[owner] + prefixes[row]
             limit = sampling.max_actions if batch.limits is None else int(batch.limits[row])
             params = {
-                # one generator a request: with n > 1 a repeated one would draw other samples
-                "seed": seed_at(seed, "server", *batch.addresses[row], start),
                 "max_tokens": min(limit, self.context - len(ids)),
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k,
@@ -150,42 +167,34 @@ class VllmEngine:
                 "logprobs": 0,
                 "watermarking": False,
             }
-            rows.append((ids, params))
-        found: dict[int, SampledRow] = {}
+            rows.append(_Row(ids, params, (seed, "server", *batch.addresses[row]), start))
+        found: dict[int, list[SampledRow]] = {}
         groups: dict[int, list[int]] = {}
         for row, owner in enumerate(batch.owners.tolist()):
-            if rows[row][1]["max_tokens"] > 0:
+            if rows[row].params["max_tokens"] > 0:
                 groups.setdefault(owner, []).append(row)
             else:  # a conversation has filled the context
-                found[row] = SampledRow([], [], "length")
-        for replica in self.replicas:  # a call that was interrupted has left its rows
-            replica.inflight, replica.rate, replica.idle_at = 0, 0.0, time.monotonic()
+                found[row] = [SampledRow([], [], "length")]
 
         async def sample_group(members: Sequence[int]) -> None:
             replica = await self._choose(len(members))  # one server for a prompt, which it reads once
             await _all(self._sample_row(rows[row], replica, found, row) for row in members)
 
-        watch = asyncio.create_task(self._watch())
-        try:
-            await _all(sample_group(members) for members in groups.values())
-        finally:
-            watch.cancel()
+        await _all(sample_group(members) for members in groups.values())
         return [found[row] for row in range(len(rows))]
 
-    async def _sample_row(
-        self, row: tuple[list[int], dict[str, Any]], replica: Replica, found: dict[int, SampledRow], number: int
-    ) -> None:
-        """Sample a row on this server, or on others if it fails there."""
-        failures = 0
+    async def _sample_row(self, row: _Row, replica: Replica, found: dict[int, list[SampledRow]], number: int) -> None:
+        """Sample a row on this server, or on others if it fails there. It goes on after weights were published."""
+        failures, parts = 0, list[SampledRow]()
         while True:
             if replica.label is None:
                 replica.inflight -= 1
                 replica = await self._choose(1)
             began = time.monotonic()
-            task = asyncio.ensure_future(replica.sample(*row, replica.label or ""))
+            task = asyncio.ensure_future(replica.sample(*row.after(parts), replica.label or ""))
             replica.tasks.add(task)
             try:
-                found[number] = await task
+                part = await task
             except asyncio.CancelledError:
                 task.cancel()
                 if (current := asyncio.current_task()) is None or current.cancelling():
@@ -211,8 +220,15 @@ class VllmEngine:
             finally:
                 replica.tasks.discard(task)
             replica.failures, replica.progress_at = 0, time.monotonic()
+            # a text that ends the row would not be found where it lies across two requests
+            parts = [*parts, part] if part.finish != "abort" or not row.params["stop"] else []
+            if part.finish == "abort" and sum(len(part.tokens) for part in parts) < row.params["max_tokens"]:
+                replica.inflight -= 1
+                replica = await self._choose(1)
+                continue
+            found[number] = parts
             replica.inflight, replica.idle_at = replica.inflight - 1, time.monotonic()
-            replica.rate = max(replica.rate, len(found[number].tokens) / (replica.idle_at - began))
+            replica.rate = max(replica.rate, len(part.tokens) / (replica.idle_at - began))
             self.done += 1
             self._changed.set()
             return
@@ -221,8 +237,12 @@ class VllmEngine:
         """Return the server with the fewest rows once it has room for ``count`` more, which then count as its own."""
         while True:
             usable = [replica for replica in self.replicas if replica.label is not None]
-            if not usable:
+            if not usable and not self._is_publishing:
                 await self._revive()
+                continue
+            if self._is_publishing:
+                self._changed.clear()
+                await self._changed.wait()
                 continue
             replica = min(usable, key=lambda replica: replica.inflight)
             if not replica.inflight or replica.inflight + count <= self.max_inflight:
@@ -275,9 +295,9 @@ class VllmEngine:
 
     async def _revive(self) -> None:
         """Wait until a server is back, and load the published weights again; EngineLost after ``timeout_s``."""
-        async with self._reviving:
+        async with self._loading:
             give_up_at = time.monotonic() + self.timeout_s
-            while all(replica.label is None for replica in self.replicas):
+            while all(replica.label is None for replica in self.replicas) and not self._is_publishing:
                 if time.monotonic() > give_up_at or self._published is None:
                     raise self._lost()
                 try:
@@ -294,7 +314,18 @@ class VllmEngine:
     # --- weights ---
 
     def sync(self, policy: Any, version: int) -> None:
-        """Publish the weights, and return once every server that is sampled from has proved that it holds them."""
+        """Publish the weights, and return once every server that is sampled from has proved that it holds them.
+
+        Rows that are being sampled wait, and go on with the new weights.
+        """
+        self._is_publishing = True
+        try:
+            self._publish_and_prove(policy, version)
+        finally:
+            self._is_publishing = False
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    def _publish_and_prove(self, policy: Any, version: int) -> None:
         self.policy, proof = policy, self.proof
         self._serial += 1  # a version may be published again, after a return to older weights
         self.label = f"{self._name}-v{version}-{self._serial}"
@@ -313,8 +344,10 @@ class VllmEngine:
                     self._eject(self.replicas[number], why)
         states = _agreed([replica.why if replica.label is None else "" for replica in self.replicas])
         for replica, why in zip(self.replicas, states, strict=True):  # the first rank has asked the servers
-            label = replica.label_of(self.label)
-            replica.label, replica.loaded, replica.why, replica.failures = None if why else label, label, why, 0
+            replica.loaded = label = replica.label_of(self.label)
+            replica.admit(label)
+            if why:
+                replica.label, replica.why = None, why
         if all(states):
             raise self._lost()
         self.version = version
@@ -325,9 +358,13 @@ class VllmEngine:
         return self.publication.write(label, policy.served_weights(), policy.served_config())
 
     def _on_main(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def alone() -> None:  # not while a call of generate loads the weights of before
+            async with self._loading:
+                await work()
+
         with dist.fail_together():
             if dist.is_main():
-                self._run(work())
+                self._run(alone())
 
     def _canary(self, policy: Any, proof: Proof) -> None:
         """Have the servers that need it load weights with noise in every tensor, and compare."""
@@ -378,7 +415,8 @@ class VllmEngine:
             return
         if was_out and self.version:
             log.info("the server %s is back", replica.url)
-        replica.label, replica.why, replica.failures = label, "", 0
+        replica.admit(label)
+        replica.progress_at, replica.tokens = time.monotonic(), None
 
     async def _load(self, replica: Replica, folder: Path, label: str) -> None:
         await replica.request("GET", "/health", timeout_s=CONNECT_S)
@@ -410,12 +448,34 @@ class VllmEngine:
 
     def close(self) -> None:
         async def close() -> None:
+            calls = asyncio.all_tasks() - {asyncio.current_task()}  # of threads that sample ahead
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
             await asyncio.gather(*(replica.close() for replica in self.replicas))
 
         if self._loop.is_running():
             self._run(close())
             self._loop.call_soon_threadsafe(self._loop.stop)
         self.publication.clear()
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What is requested of a server for a row."""
+
+    ids: list[int]
+    params: dict[str, Any]
+    address: tuple[int | str, ...]
+    start: int
+    """Tokens that were sampled in the row before."""
+
+    def after(self, parts: Sequence[SampledRow]) -> tuple[list[int], dict[str, Any]]:
+        """Token ids and parameters of the request that continues these parts."""
+        done = [token for part in parts for token in part.tokens]
+        # one generator a request: with n > 1 a repeated one would draw other samples
+        own = {"seed": seed_at(*self.address, self.start + len(done))}
+        return self.ids + done, self.params | own | {"max_tokens": self.params["max_tokens"] - len(done)}
 
 
 def _agreed(value: T) -> T:

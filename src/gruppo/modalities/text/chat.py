@@ -6,19 +6,36 @@ import hashlib
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from gruppo.loading import code_digest
 from gruppo.types import DataError, GruppoError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _GREETING = {"role": "user", "content": "Hello."}
 _PLACEHOLDER = "gruppo5spoke5here"
 """Stands for the assistant's turn where only the text that a template writes behind it is needed."""
 BREAK = "\ue0f0\ue0f1\ue0f0"
 """Private-use characters that keep a special token of the user's text apart from those that a template writes."""
+
+
+_LOCK = threading.RLock()
+"""Of all tokenizers: ``encode`` may change settings of a tokenizer, and engines encode while rewards decode."""
+
+
+def _one_at_a_time(method: Callable[P, T]) -> Callable[P, T]:
+    @wraps(method)
+    def locked(*args: P.args, **options: P.kwargs) -> T:
+        with _LOCK:
+            return method(*args, **options)
+
+    return locked
 
 
 class Chat:
@@ -72,6 +89,7 @@ class Chat:
             name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in parts.items()
         }
 
+    @_one_at_a_time
     def encode(self, inputs: Any) -> list[int]:
         """Ids of a string, or of messages up to where the assistant answers."""
         if isinstance(inputs, str):
@@ -90,6 +108,7 @@ class Chat:
             raise DataError(f"the prompt {inputs!r} has no tokens; a model needs at least one to answer.")
         return ids
 
+    @_one_at_a_time
     def encode_answered(self, inputs: Any, text: str) -> list[int]:
         """Ids of the prompt with an answer, encoded together; empty if that is impossible."""
         if isinstance(inputs, str):
@@ -103,6 +122,7 @@ class Chat:
         except DataError:
             return []
 
+    @_one_at_a_time
     def encode_text(self, text: str, **options: bool) -> list[int]:
         """Ids of a text between others, without tokens of a beginning or end."""
         if BREAK in text:
@@ -159,6 +179,7 @@ class Chat:
             "set --prompts.special-tokens keep."
         )
 
+    @_one_at_a_time
     def encode_reply(self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool) -> list[int]:
         """Ids from where the assistant ended to where it answers again, with a reply between: a text or messages.
 
@@ -233,11 +254,13 @@ class Chat:
                 "use a model whose template takes them."
             ) from error
 
+    @_one_at_a_time
     def text(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without special tokens and end tokens."""
         options = {} if self.is_plain else {"skip_special_tokens": True}
         return self.tokenizer.decode([i for i in ids if i not in self.eos_ids], **options)
 
+    @_one_at_a_time
     def text_with_specials(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
         return self.tokenizer.decode(list(ids))

@@ -207,6 +207,8 @@ def append_turns(
         actions[row, len(turn.prefix) : span.start], actions[row, span] = turn.added, ids
         mask[row, span] = True
         logprobs[row, span] = generated.logprobs[place, :count]
+        if generated.versions is not None:
+            versions[row, span] = generated.versions[place, :count]
         lengths[row], finish[row] = end, generated.finish[place]
         texts[row] = cut_at_stop(policy.chat.text(ids.tolist()), sampling.stop)
         if isinstance(completions[row], str):

@@ -403,7 +403,7 @@ def _rollouts(
         lengths=generated.lengths,
         completions=tuple(text if plain else [{"role": "assistant", "content": text}] for text, plain in forms),
         sampler_logprobs=torch.where(mask, generated.logprobs[:, :columns], 0),
-        policy_version=torch.zeros(rows, columns, dtype=torch.long),
+        policy_version=torch.where(mask, 0 if generated.versions is None else generated.versions[:, :columns], 0),
         temperature=torch.full((rows,), float(sampling.temperature)),
         finish=generated.finish,
         shared={"prompt_ids": tuple(ids.cpu() for ids in prompt_ids)},

@@ -1,0 +1,116 @@
+"""Weights that arrive at vLLM servers while they sample: rows keep their tokens and go on with the new weights."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tests import tiny
+from tests.engines.fake_vllm import FakeServer
+from tests.engines.test_vllm import SAMPLING, asked, requests
+from tests.trainer import runs
+
+from gruppo import api
+from gruppo.engines.vllm import VllmEngine
+from gruppo.modalities.common.lora import inject
+from gruppo.modalities.text import TextPolicy, from_pretrained
+from gruppo.types import MicroBatch, Rollouts, Sampling
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeServer]]:
+    started = [FakeServer(tiny.model()) for _ in range(2)]
+    yield started
+    for server in started:
+        server.close()
+
+
+def change(policy: TextPolicy) -> None:
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+
+
+def overtaken(engine: VllmEngine, policy: TextPolicy, servers: list[FakeServer], sampling: Sampling) -> Rollouts:
+    """Rows that were being sampled from version 1 when version 2 was published."""
+    with ThreadPoolExecutor(1) as pool:
+        for server in servers:
+            server.seconds_per_row = 0.5
+        rows = pool.submit(engine.generate, requests(3, 3, 3, 3), sampling, seed=0)
+        while not all(asked(servers)):
+            time.sleep(0.01)
+        for server in servers:
+            server.seconds_per_row = 0.0
+        change(policy)
+        engine.sync(policy, 2)
+        return rows.result()
+
+
+@pytest.mark.parametrize("kind", ["all weights", "adapter"])
+def test_rows_that_a_publish_overtakes_keep_their_tokens_with_the_version_that_chose_each(servers, tmp_path, kind):
+    adapt = partial(inject, rank=2, alpha=4.0, base=tiny.model()) if kind == "adapter" else None
+    policy = from_pretrained(tiny.model(), compute="float32", **({"adapt": adapt} if adapt else {}))
+    engine = VllmEngine(policy, [server.url for server in servers], tmp_path / "published", timeout_s=20)
+    engine.sync(policy, 1)
+    before = copy.deepcopy(policy)
+    rollouts = overtaken(engine, policy, servers, SAMPLING)
+    versions = torch.where(rollouts.mask, rollouts.policy_version, 0)
+    assert set(versions[rollouts.mask].tolist()) == {1, 2}
+    lengths = rollouts.lengths.tolist()
+    assert all(row[:n] == sorted(row[:n]) for row, n in zip(versions.tolist(), lengths, strict=True))
+    assert any(set(row[:n]) == {1, 2} for row, n in zip(versions.tolist(), lengths, strict=True))
+    micro_batch = MicroBatch(torch.arange(len(rollouts)), slice(0, rollouts.actions.shape[1]))
+    for version, weights in ((1, before), (2, policy)):
+        own = versions == version
+        scored = weights.likelihood(rollouts, micro_batch).logprobs.detach()[own]
+        torch.testing.assert_close(scored, rollouts.sampler_logprobs[own], rtol=0, atol=1e-4)
+    assert max(lengths) <= SAMPLING.max_actions and engine.repeated == 0
+    engine.close()
+
+
+def test_a_row_with_a_stop_text_that_might_lie_across_two_requests_begins_again(servers, tmp_path):
+    policy = from_pretrained(tiny.model(), compute="float32")
+    engine = VllmEngine(policy, [server.url for server in servers], tmp_path / "published", timeout_s=20)
+    engine.sync(policy, 1)
+    rollouts = overtaken(engine, policy, servers, replace(SAMPLING, stop=("##",)))
+    assert set(rollouts.policy_version[rollouts.mask].tolist()) == {2}
+    engine.close()
+
+
+def test_a_run_with_lag_keeps_the_bound_and_survives_the_loss_of_a_server(servers, tmp_path):
+    urls = [server.url for server in servers]
+    chosen = tiny.config(tmp_path, engine__kind="vllm", engine__urls=urls, engine__lag=1, engine__timeout_s=5, steps=5)
+    chosen = replace(chosen, engine=replace(chosen.engine, max_mismatch=0.01))
+    for server in servers:
+        server.seconds_per_row = 0.02
+    with api.Trainer.open(chosen) as trainer:
+        for step in trainer.steps:
+            lags = step.step - 1 - step.rollouts.policy_version[step.rollouts.mask]
+            assert int(lags.min()) >= 0 and int(lags.max()) <= 1
+            if step.step == 2:
+                servers[0].close()
+        trainer.finish()
+    rows = [row for row in runs.metrics(Path(chosen.runs_dir) / chosen.name) if "lag/max" in row]
+    assert [row["lag/max"] for row in rows][1:] == [1] * 4
+    assert rows[-1]["engine/servers_count"] == 1
+
+
+def test_closing_ends_calls_that_are_sampling(servers, tmp_path):
+    policy = from_pretrained(tiny.model(), compute="float32")
+    engine = VllmEngine(policy, [servers[0].url], tmp_path / "published")
+    engine.sync(policy, 1)
+    servers[0].seconds_per_row = 3.0
+    with ThreadPoolExecutor(1) as pool:
+        rows = pool.submit(engine.generate, requests(1), SAMPLING, seed=0)
+        while not asked(servers)[0]:
+            time.sleep(0.01)
+        engine.close()
+        assert rows.exception(timeout=2.5) is not None

@@ -1,0 +1,291 @@
+"""Runs that sample ahead of the trainer: the bound with real threads, resumes, replays, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.kills import count_operations
+from tests import processes, tiny
+from tests.trainer import runs
+from tests.trainer.beside import CopyEngine
+
+from gruppo import api
+from gruppo.build import check_lag
+from gruppo.cli.commands import train
+from gruppo.config import serialization
+from gruppo.config.schema import Config, EngineConfig
+from gruppo.trainer.ahead import Ahead
+from gruppo.trainer.ledger import Ledger
+from gruppo.types import GruppoError
+
+OPERATIONS = 100
+"""Fewer than a whole run has."""
+ENGINE = runs.LAGGED["engine__kind"]
+
+
+def config(folder: Path, **changes: Any) -> Config:
+    return tiny.config(folder, **runs.LAGGED | {"reward": [tiny.reward("digits")]} | changes)
+
+
+def folder_of(config: Config) -> Path:
+    return Path(config.runs_dir) / config.name
+
+
+@pytest.fixture(scope="module")
+def lagged(tmp_path_factory) -> Path:
+    """A complete run with lag 2, of six steps of four prompts."""
+    chosen = config(tmp_path_factory.mktemp("lagged"), reward=[tiny.reward("noisy")])
+    api.start(chosen)
+    return folder_of(chosen)
+
+
+def test_lag_0_equals_the_synchronous_loop_to_the_bit(tmp_path, monkeypatch):
+    """The same run with the policy itself, with an engine beside the trainer, and through the queue of groups."""
+    monkeypatch.setattr(CopyEngine, "concurrency", 1)  # a step's prompts in one call, as in the synchronous loop
+    local = tiny.config(tmp_path / "local", reward=[tiny.reward("noisy")])
+    beside = replace(local, runs_dir=str(tmp_path / "beside"), engine=EngineConfig(ENGINE))
+    queued = replace(local, runs_dir=str(tmp_path / "queued"), engine=EngineConfig(ENGINE))
+    api.start(local)
+    api.start(beside)
+    with api.Trainer.open(queued) as trainer:
+        run = trainer.run
+        run.ahead = run.source = Ahead(run)
+        run.ahead.open(trainer.folder)
+        for step in trainer.steps:
+            assert step.metrics["lag/max"] == 0
+        run.ahead.close()
+        run.source, run.ahead = run.source.source, None
+        trainer.finish()
+    final = "final/model.safetensors"
+    assert runs.tensors(folder_of(local) / final) == runs.tensors(folder_of(beside) / final)
+    assert runs.tensors(folder_of(local) / final) == runs.tensors(folder_of(queued) / final)
+    own = ("lag/", *runs.CLOCKED)
+    rows = [{k: v for k, v in row.items() if not k.startswith(own)} for row in runs.metrics(folder_of(queued))]
+    assert rows == runs.metrics(folder_of(local)) == runs.metrics(folder_of(beside))
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_with_real_threads_no_token_is_older_than_the_bound_and_no_draw_is_skipped(tmp_path, lag):
+    chosen = config(tmp_path, engine__lag=lag, engine__kind=ENGINE.replace(":engine", ":slow_engine"), steps=8)
+    with api.Trainer.open(chosen) as trainer:
+        for step in trainer.steps:
+            versions = step.rollouts.policy_version[step.rollouts.mask]
+            lags = step.step - 1 - versions
+            assert int(lags.min()) >= 0 and int(lags.max()) <= lag
+            assert step.metrics["lag/max"] == int(lags.max()) and step.metrics["lag/stale_groups_count"] == 0
+            assert trainer.run.ahead.slots.next_place <= (lag + 1) * chosen.rollout.prompts
+        trainer.finish()
+    assert int(lags.max()) == lag  # it did sample ahead
+    assert runs.learned_from(trainer.folder) == list(range(8 * 4))
+
+
+def test_metrics_say_how_old_samples_are_who_waits_and_what_the_correction_leaves(lagged):
+    rows = [json.loads(line) for line in (lagged / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "lag/mean" in row]
+    assert [row["lag/max"] for row in rows] == [0, 1, 2, 2, 2, 2]
+    for row in rows:
+        shares = [row[f"lag/{n}_frac"] for n in range(3)]
+        assert sum(shares) == pytest.approx(1)
+        assert row["lag/mean"] == pytest.approx(shares[1] + 2 * shares[2])
+        assert row["time/trainer_wait_s"] >= 0 and row["time/sampler_wait_s"] >= 0
+        assert 0 < row["correction/ess_frac"] <= 1 + 1e-9
+    assert rows[0]["correction/ess_frac"] == pytest.approx(1, abs=1e-6) and rows[4]["correction/ess_frac"] < 0.999
+
+
+def test_a_publish_without_a_step_makes_groups_sampled_again_from_the_same_draw(tmp_path):
+    chosen = config(tmp_path, engine__lag=1)
+    with api.Trainer.open(chosen) as trainer:
+        run = trainer.run
+        trainer.step()
+        next_prompts = [group.prompt.id for group in run.ahead.slots.ahead][:4]
+        for _ in range(2):  # as a return to the best weights does
+            run.state.version += 1
+            run.engine.sync(run.policy, run.state.version)
+        step = trainer.step()
+        assert step.metrics["lag/stale_groups_count"] >= 1 and step.metrics["lag/max"] <= 1
+        assert [prompt.id for prompt in step.rollouts.prompts] == next_prompts
+
+
+def test_groups_for_other_parameters_than_the_steps_are_discarded_and_counted(tmp_path):
+    with api.Trainer.open(config(tmp_path, engine__lag=1)) as trainer:
+        trainer.step()
+        trainer.set(temperature=0.5)
+        step = trainer.step()
+        assert set(step.rollouts.temperature.tolist()) == {0.5}
+        assert step.metrics["lag/discarded_groups_count"] == 4
+
+
+def test_groups_that_are_refilled_or_grow_keep_the_bound(tmp_path):
+    for name, changes in {
+        "refilled": {"rollout__refill_rounds": 2},
+        "grown": {"rollout__first_samples": 2, "rollout__group_size": 4},
+    }.items():
+        chosen = config(tmp_path / name, reward=[tiny.reward("noisy")], **changes)
+        api.start(chosen)
+        rows = [row for row in runs.metrics(folder_of(chosen)) if "lag/max" in row]
+        assert max(row["lag/max"] for row in rows) <= 2
+        positions = runs.learned_from(folder_of(chosen))
+        assert sorted(set(positions)) == list(range(max(positions) + 1))
+
+
+@pytest.mark.slow
+def test_each_rank_samples_the_groups_of_its_own_slots_ahead(tmp_path):
+    settings = serialization.to_dict(config(tmp_path, steps=4))
+    processes.run_ranks(2, runs.begin_or_go_on, settings, folder=tmp_path / "children")
+    run = tmp_path / "runs/run"
+    assert runs.learned_from(run) == list(range(16))
+    assert max(row["lag/max"] for row in runs.metrics(run) if "lag/max" in row) in (1, 2)
+    groups = Ledger(run, settings, is_replayed=True).groups
+    assert {position for position, _ in groups} == {*range(16)}
+    assert all(place.path.name.endswith(f"-r{position % 2}.ledger") for (position, _), place in groups.items())
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_ledger_of_a_run_is_pruned_up_to_its_oldest_checkpoint(tmp_path, every):
+    chosen = config(tmp_path, engine__lag=1, saving__every=every, saving__ledger_gb=1e-9, steps=6)
+    with api.Trainer.open(chosen) as trainer:
+        for step in trainer.steps:
+            oldest = (step.step - 1) // 2 * 2 if every else step.step
+            held = {position for position, _ in trainer.run.ahead.ledger.groups}
+            assert min(held, default=24) >= 4 * oldest - 4 and held >= {*range(4 * step.step, max(held, default=0) + 1)}
+        trainer.finish()
+    with pytest.raises(GruppoError, match="begins after its first steps"):
+        train(["--replay", str(folder_of(chosen)), "--name", "replay", "--runs-dir", str(tmp_path)])
+
+
+# --- resume and replay ------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_learns_from_each_draw_once_and_samples_nothing_again(tmp_path):
+    chosen = config(tmp_path, saving__every=2)
+    with api.Trainer.open(chosen) as trainer:
+        for _ in range(3):
+            trainer.step()
+        ahead = [group.position for group in trainer.run.ahead.slots.ahead]
+        while any(group.rollouts is None for group in trainer.run.ahead.slots.ahead):
+            time.sleep(0.01)
+    assert ahead == list(range(12, 24))
+    with api.Trainer.resume(folder_of(chosen)) as trainer:
+        asked = trainer.run.engine.calls
+        before = len(asked)  # those of the check of the engine
+        trainer.train()
+        drawn = [request.prompt.draw for call in asked[before:] for request in call]
+    assert not set(drawn) & set(ahead) and len(drawn) == len(set(drawn))
+    assert runs.learned_from(folder_of(chosen)) == list(range(24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.2, 0.45, 0.7, 0.9])
+def test_a_killed_run_resumes_with_no_draw_lost_or_repeated(lagged, tmp_path, share):
+    """Killed at an operation; ``python -m benchmarks.kills --kind lag`` does so at random ones."""
+    settings = serialization.to_dict(config(tmp_path, reward=[tiny.reward("noisy")]))
+    folder = tmp_path / "child"
+    for kill_at, codes in ((round(share * OPERATIONS), {-signal.SIGKILL}), (0, {0})):
+        child = processes.start(count_operations, settings, kill_at, 0, str(tmp_path / "operations"), folder=folder)
+        assert child.wait() in codes, child.err
+    runs.assert_nothing_lost(tmp_path / "runs/run")
+
+
+def test_a_replay_repeats_the_run_to_the_bit_without_its_engine(lagged, tmp_path, monkeypatch):
+    monkeypatch.setattr(CopyEngine, "generate", None)
+    train(["--replay", str(lagged), "--name", "replay", "--runs-dir", str(tmp_path)])
+    again = tmp_path / "replay"
+    assert runs.tensors(again / "final/model.safetensors") == runs.tensors(lagged / "final/model.safetensors")
+    assert runs.metrics(again) == runs.metrics(lagged)
+    assert not (again / "ledger").exists()
+
+
+def test_a_replay_of_a_run_that_was_cut_off_ends_where_it_did(tmp_path):
+    chosen = config(tmp_path, saving__every=0)
+    with api.Trainer.open(chosen) as trainer:
+        for _ in range(4):
+            trainer.step()
+    train(["--replay", str(folder_of(chosen)), "--name", "replay", "--runs-dir", str(tmp_path)])
+    assert [row["step"] for row in runs.metrics(tmp_path / "replay") if "lag/max" in row] == [1, 2, 3, 4]
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine__lag": -1}, "engine.lag"),
+        ({"engine__kind": ""}, "needs an engine that samples while the trainer learns"),
+        ({"engine__replay": "runs/other"}, "trains without an engine"),
+        ({"prompts__difficulty_column": "number", "stage__difficulty": 0.5}, "difficulty_column"),
+    ],
+)
+def test_options_that_are_wrong_with_lag_are_one_line(tmp_path, changes, message):
+    with pytest.raises(GruppoError, match=message) as caught:
+        api.start(config(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_refills_on_several_ranks_are_refused_with_lag(tmp_path, monkeypatch):
+    monkeypatch.setattr("gruppo.build.dist.world_size", lambda: 2)
+    with pytest.raises(GruppoError, match="moves prompts between ranks"):
+        check_lag(config(tmp_path, rollout__refill_rounds=1), CopyEngine)
+
+
+def test_an_engine_that_does_not_say_that_it_samples_beside_the_trainer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(CopyEngine, "concurrency", 0)
+    with pytest.raises(GruppoError, match="concurrency = 1 or more"):
+        api.start(config(tmp_path))
+
+
+def test_an_error_of_the_engine_in_another_thread_ends_the_run_with_its_line(tmp_path, monkeypatch):
+    def fail(self: Any, requests: Sequence[Any], *_: Any, **__: Any) -> Any:
+        raise GruppoError("the engine refuses. Do something else.")
+
+    with api.Trainer.open(config(tmp_path)) as trainer:
+        trainer.step()
+        monkeypatch.setattr(CopyEngine, "generate", fail)
+        with pytest.raises(GruppoError, match="the engine refuses"):
+            trainer.train()
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "another run", "begins late", "no ledger"])
+def test_a_ledger_that_is_not_whole_is_refused_in_one_line(lagged, tmp_path, damage):
+    run = shutil.copytree(lagged, tmp_path / "runs" / lagged.name)
+    segment = run / "ledger" / "000000-r0.ledger"
+    if damage == "missing":
+        segment.rename(segment.with_name("000001-r0.ledger"))
+        shutil.copy(segment.with_name("000001-r0.ledger"), segment.with_name("000003-r0.ledger"))
+        shutil.copy(segment.with_name("000001-r0.ledger"), segment)
+    if damage == "shorter":
+        segment.write_bytes(segment.read_bytes()[:-1000])
+        state = run / "checkpoints" / "step_000006" / "state.json"
+        saved = json.loads(state.read_text())
+        state.write_text(json.dumps(saved | {"ledger": {segment.name: segment.stat().st_size + 1000}}))
+    if damage == "another run":
+        settings = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps(settings | {"seed": 1}))
+    if damage == "begins late":
+        segment.rename(segment.with_name("000001-r0.ledger"))
+    if damage == "no ledger":
+        shutil.rmtree(run / "ledger")
+    with pytest.raises(GruppoError) as caught:
+        train(["--replay", str(run), "--name", "replay", "--runs-dir", str(tmp_path)])
+    messages = {
+        "missing": "000002-r0.ledger is missing",
+        "shorter": "bytes, and the checkpoint needs it",
+        "another run": "belongs to another run",
+        "begins late": "were deleted",
+        "no ledger": "no complete step in its ledger",
+    }
+    assert messages[damage] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_replay_needs_the_folder_of_a_run(tmp_path):
+    for arguments in (["--replay", str(tmp_path)], ["arithmetic", "--replay", str(tmp_path)]):
+        with pytest.raises(GruppoError, match="it needs the folder of a run"):
+            train(arguments)
