@@ -24,8 +24,11 @@ def meet(lost: int, number: int, timeout_s: float) -> None:
     if dist.rank() == lost:
         signal.pause() if number == 0 else os.kill(os.getpid(), number)
     try:
-        with dist.phase("wait"), dist.fail_together():  # whose own collective must not wait for the timeout again
-            dist.all_max(1)
+        with dist.phase("wait"), dist.fail_together():
+            try:
+                dist.all_max(1)
+            finally:  # a collective of a handler on the way must not wait for the timeout again
+                dist.all_max(1)
     except dist.RankLost as error:
         print(error, flush=True)
         os._exit(error.exit_code)

@@ -199,7 +199,7 @@ def _child(tests: Sequence[str], options: Sequence[str], folder: Path) -> None:
         "-o",
         f"pythonpath={package} {root}",
         "--basetemp",
-        f"{folder}/t",
+        f"{temporary}/t",  # tests trust the runs below TMPDIR
     ]
     code = pytest.main([*options, *(str(TESTS / test) for test in tests)], plugins=[recorder])
     found = Path(getattr(sys.modules.get("gruppo"), "__file__", None) or "nowhere")

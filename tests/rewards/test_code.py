@@ -350,7 +350,7 @@ def test_nothing_of_what_is_expected_can_be_told_from_the_request(monkeypatch):
         answers = ("YES", "NO", "True", "False", "", "a long answer" * 30)
         columns = {name: [value] * 6 for name, value in columns.items()}
         code_tests(workers=1)([text] * 6, tests=[form(answer) for answer in answers], **columns)
-        assert len(sent) == 6 and len(set(sent)) == 1
+        assert len(sent) >= 6 and len(set(sent)) == 1
 
 
 def test_a_long_answer_has_room_for_all_of_its_row_and_no_more_than_it_may_need():
