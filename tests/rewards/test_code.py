@@ -334,6 +334,7 @@ def test_only_what_is_asked_enters_the_jail(monkeypatch):
 @jailed
 @pytest.mark.silent_bug(42)
 def test_nothing_of_what_is_expected_can_be_told_from_the_request(monkeypatch):
+    code_tests(workers=1)(["x"], tests=[["assert True"]])  # the first use of a jail sends programs of its own
     sent = []
     plain = Jail._exchange
     monkeypatch.setattr(
@@ -350,7 +351,7 @@ def test_nothing_of_what_is_expected_can_be_told_from_the_request(monkeypatch):
         answers = ("YES", "NO", "True", "False", "", "a long answer" * 30)
         columns = {name: [value] * 6 for name, value in columns.items()}
         code_tests(workers=1)([text] * 6, tests=[form(answer) for answer in answers], **columns)
-        assert len(sent) >= 6 and len(set(sent)) == 1
+        assert len(sent) == 6 and len(set(sent)) == 1
 
 
 def test_a_long_answer_has_room_for_all_of_its_row_and_no_more_than_it_may_need():
