@@ -190,11 +190,13 @@ class VllmEngine:
             if replica.label is None:
                 replica.inflight -= 1
                 replica = await self._choose(1)
-            began = time.monotonic()
-            task = asyncio.ensure_future(replica.sample(*row.after(parts), replica.label or ""))
+            began, label = time.monotonic(), replica.label
+            task = asyncio.ensure_future(replica.sample(*row.after(parts), label or ""))
             replica.tasks.add(task)
             try:
                 part = await task
+                if part.finish == "abort" and replica.label == label and not self._is_publishing:
+                    raise ServerError("it aborted a row that no publish has interrupted")
             except asyncio.CancelledError:
                 task.cancel()
                 if (current := asyncio.current_task()) is None or current.cancelling():
