@@ -109,10 +109,10 @@ def device() -> str:
 
     if not torch.cuda.is_available():
         return f"No CUDA device: the CPU, torch {torch.__version__}."
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-        return f"{told.splitlines()[0]}, torch {torch.__version__}"
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return f"{answer.splitlines()[0]}, torch {torch.__version__}"
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 
@@ -154,8 +154,13 @@ def run_all(
             state = "no time left" if is_short else run(part, out / f"{part.name}.log", min(part.limit_s, left_s))
         finally:
             states[part.name] = {"state": state, "seconds": time.monotonic() - began}
-            saved.write_text(json.dumps(states, indent=1) + "\n", encoding="utf-8")
-            (out / "summary.md").write_text(summary(out, states), encoding="utf-8")
+            for file, text in (
+                (saved, json.dumps(states, indent=1) + "\n"),
+                (out / "summary.md", summary(out, states)),
+            ):
+                partial = file.with_suffix(".new")  # the machine may be taken back at any point
+                partial.write_text(text, encoding="utf-8")
+                partial.replace(file)
         print(f"{part.name}: {state} ({states[part.name]['seconds']:.0f} s)", flush=True)
     return states
 

@@ -21,14 +21,14 @@ def begin() -> int:
 
 def held() -> int:
     """Bytes resident now; where the system does not tell, the most so far."""
-    told = Path("/proc/self/statm")
-    return int(told.read_text().split()[1]) * resource.getpagesize() if told.is_file() else peak()
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * resource.getpagesize() if file.is_file() else peak()
 
 
 def peak() -> int:
     """The most bytes resident since ``begin``, or since the process began."""
-    told = Path("/proc/self/status")
-    lines = told.read_text().splitlines() if told.is_file() else []
+    file = Path("/proc/self/status")
+    lines = file.read_text().splitlines() if file.is_file() else []
     for line in lines:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -198,8 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             measured[name] = on_ranks(count, {"size": options.size, "steps": options.steps, "shard": shard})
             print(f"{name}: {measured[name][0]['held_gb']:.2f} GB", file=sys.stderr, flush=True)
         if options.json:  # after each, so that what is measured is not lost
-            told = {"benchmark": "ranks", "machine": about, "results": summary(measured), "measured": measured}
-            options.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+            record = {"benchmark": "ranks", "machine": about, "results": summary(measured), "measured": measured}
+            options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     found = summary(measured)
     text = f"{about['date']}, {heading(about)}, {measured['1 none'][0]['parameters'] / 1e6:.0f}M weights, float32:"
     text = f"{text}\n\n{table(found)}"

@@ -30,6 +30,7 @@ from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.common.reference import ReferenceModel, Rule
 from gruppo.modalities.text.bundled import BUNDLED
+from gruppo.platforms import usable_cuda
 from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, digest, peek
 from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards.registry import absolute_reward, resolve_reward
@@ -295,10 +296,17 @@ def place(policy: Policy, config: Config) -> Config:
     Ranks that measured different dtypes to be faster would train two models.
     """
     device: str = config.device
+    has_cuda, problem = usable_cuda()
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if has_cuda else "cpu"
+        if problem:
+            log.warning("the GPU cannot be used, so the run is on the CPU: %s.", problem)
     if device == "cuda":
-        if not torch.cuda.is_available():
+        if problem:
+            raise GruppoError(
+                f"--device cuda: {problem}. Set --device cpu, or install a torch that supports this GPU and driver."
+            )
+        if not has_cuda:
             raise GruppoError("--device cuda: torch finds no CUDA device. Set --device cpu, or install a CUDA build.")
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
         torch.backends.cudnn.allow_tf32 = False  # 10 bits of a convolution are too few for a ratio of 1

@@ -257,6 +257,13 @@ def describe_error(error: BaseException) -> tuple[str, int]:
     message, code = f"{what} (this looks like a bug in gruppo; --debug shows where)", 1
     if isinstance(error, GruppoError):
         message, code = str(error), error.exit_code
+    elif type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
+        first = str(error).partition(". GPU")[0].removeprefix("CUDA out of memory. ")
+        message = (
+            f"the GPU's memory ran out ({first}). Train a smaller --model, or an adapter with --lora.rank 16; set a "
+            "lower --rollout.max-new-tokens; end other processes on the GPU; or set --device cpu."
+        )
+        code = GruppoError.exit_code
     elif (place := users_line(error)) is not None:
         message, code = f"{place}, raised {what}. Correct the function, then try again.", GruppoError.exit_code
     elif isinstance(error, OSError) and error.errno is not None:

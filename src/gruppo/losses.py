@@ -65,7 +65,7 @@ class _PolicyLoss(nn.Module):
         weights = loss_weights(loss_mask, average=average, total=total, group_ids=group_ids)
         batch = LossInputs(loss_mask=loss_mask, weights=weights, **inputs)
         terms, stats = policy_loss(likelihood, batch, self.objective)
-        return {name: coefficients.get(name, 1) * term for name, term in terms.items()}, stats
+        return {name: coefficients.get(name, 1) * term for name, term in terms.items()}, Stat.read(stats)
 
 
 class GRPOLoss(_PolicyLoss):
@@ -169,7 +169,7 @@ class GRPOLoss(_PolicyLoss):
         stored = {"advantages": advantages, "old_logprobs": old, "ref": None if ref is None else Likelihood(ref)}
         terms, stats = self._terms(Likelihood(logprobs), loss_mask, {"kl": self.kl_beta}, group_ids, **stored)
         stats |= {"reward": Stat.of(rewards, is_scored), "reward/unscored_frac": Stat.of((~is_scored).double())}
-        return terms, stats
+        return terms, Stat.read(stats)
 
 
 def compute_gae(

@@ -1,4 +1,4 @@
-"""Differences between Linux, macOS and Windows: file locks, syncing to disk, peak memory, processors, signals."""
+"""Differences between systems: file locks, syncing to disk, peak memory, processors, a GPU that works, signals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import signal
 import struct
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -72,6 +74,28 @@ def peak_memory_gib() -> float:
 def usable_processors() -> int:
     """Processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def usable_cuda() -> tuple[bool, str]:
+    """Whether torch can compute on this rank's CUDA device; if there is one that it cannot use, the reason.
+
+    torch says so only in a warning (a driver that is too old), or when the first kernel runs (a GPU that this build has
+    no kernels for, or whose memory another process holds).
+    """
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if torch.cuda.is_available():
+                device = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+                return float(torch.ones(2, device=f"cuda:{device}").sum()) == 2, ""
+            problem = next((str(each.message) for each in caught if "CUDA" in str(each.message)), "")
+        except RuntimeError as error:
+            problem = str(error)
+    problem = problem.removeprefix("CUDA initialization: ").partition(". ")[0]
+    return False, (problem.splitlines() or [""])[0].rstrip(".")
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -187,6 +187,15 @@ class Generated:
     """Publish count of the weights behind each token; None where the engine stamps whole rollouts."""
 
 
+AT_ONCE = frozenset({"cpu"})
+"""Kinds of devices whose numbers can be read without waiting for work that was queued before."""
+
+
+def is_deferred(device: torch.device) -> bool:
+    """Whether reading a number waits for the device, so that statistics are read together at the end of an update."""
+    return device.type not in AT_ONCE
+
+
 _COLUMN_FIELDS = ("actions", "mask", "sampler_logprobs", "policy_version")
 _ROW_FIELDS = (*_COLUMN_FIELDS, "lengths", "completions", "temperature", "finish")
 
@@ -287,10 +296,14 @@ class Stat:
     sum_sq: float = 0.0
     min: float = float("inf")
     max: float = float("-inf")
+    pending: tuple[Float[Tensor, "5"], ...] = ()
+    """Further parts on an accelerator, in the order of the fields above, which ``read`` adds to them."""
 
     @staticmethod
     def of(x: Tensor, where: Tensor | None = None) -> Stat:
-        """Compute the statistics of ``x``, where ``where`` is True if given."""
+        """Compute the statistics of ``x``, where ``where`` is True if given; on an accelerator they are pending."""
+        if is_deferred(x.device):
+            return Stat(pending=(_packed(x.detach().double(), where),)) if x.numel() else Stat()
         kept = (x if where is None else x[where]).detach().double()  # sums of bfloat16 would lose small terms
         if kept.numel() == 0:
             return Stat()
@@ -305,7 +318,21 @@ class Stat:
             self.sum_sq + other.sum_sq,
             min(self.min, other.min),
             max(self.max, other.max),
+            self.pending + other.pending,
         )
+
+    @staticmethod
+    def read(stats: Mapping[str, Stat]) -> dict[str, Stat]:
+        """Add what is pending, in one transfer from the device."""
+        pending = [part for stat in stats.values() for part in stat.pending]
+        numbers = iter(torch.stack(pending).tolist() if pending else ())
+        read = dict[str, Stat]()
+        for name, stat in stats.items():
+            own = replace(stat, pending=())
+            for _ in stat.pending:
+                own += Stat(*next(numbers))
+            read[name] = own
+        return read
 
     @property
     def mean(self) -> float:
@@ -322,3 +349,13 @@ class Stat:
         if not self.count:
             return float("nan")
         return max(self.sum_sq / self.count - self.mean**2, 0.0) ** 0.5
+
+
+def _packed(x: Float[Tensor, "*b"], where: Tensor | None) -> Float[Tensor, "5"]:
+    """Count, sum, sum of squares, minimum and maximum; without indexing by a mask, which waits for its count."""
+    kept = torch.ones_like(x, dtype=torch.bool)
+    if where is not None:
+        kept = where.reshape(*where.shape, *[1] * (x.ndim - where.ndim)).expand_as(x)
+    sums = torch.where(kept, x, 0)
+    ends = [torch.where(kept, x, torch.inf).amin(), torch.where(kept, x, -torch.inf).amax()]
+    return torch.stack([kept.sum().to(x), sums.sum(), sums.square().sum(), *ends])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal, TypeGuard
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from gruppo.core.compiled import Compiled
 
 EntropyMode = Literal["none", "value", "gradient"]
 """Whether the entropy is computed, and whether it can be differentiated."""
@@ -70,13 +72,18 @@ def tile_bytes(rows: int, vocabulary: int, width: int, device: torch.device) -> 
 class _LinearCategorical(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mode: EntropyMode, *inputs: Any) -> tuple[Tensor, Tensor]:
-        tiles, features = _LogitTiles(*inputs), inputs[0]
+        tiles, (features, _, bias, *_) = _LogitTiles(*inputs), inputs
         # log sum exp z of each block
         log_totals = features.new_empty(len(tiles.columns), len(features), dtype=tiles.dtype)
         entropies = torch.zeros_like(log_totals)  # of the softmax of each block alone
-        action_logits = torch.empty_like(log_totals[0])
+        action_logits = torch.zeros_like(log_totals[0])
         for block, columns in enumerate(tiles.columns):
             for rows in tiles.rows:
+                if compiled_summary.is_used(features.device):
+                    parts = compiled_summary(*tiles.logits(rows, columns), bias is not None)
+                    log_totals[block, rows], entropies[block, rows] = parts[:2]
+                    action_logits[rows] += parts[2]  # 0 where the action is in another block
+                    continue
                 z, p = tiles.logits_and_softmax(rows, columns)
                 top, log_top = z.amax(dim=-1), p.amax(dim=-1).log()  # log_top = top - log sum exp z
                 log_totals[block, rows] = top - log_top
@@ -110,6 +117,10 @@ class _LinearCategorical(torch.autograd.Function):
             width = columns.stop - columns.start
             grad_logits = buffer[: len(features) * width].view(-1, width)
             for rows in tiles.rows:
+                if compiled_gradient.is_used(features.device):
+                    numbers = (log_total[rows], entropy[rows], grad[rows], entropy_grad[rows])
+                    grad_logits[rows] = compiled_gradient(*tiles.logits(rows, columns), bias is not None, *numbers)
+                    continue
                 z, p = tiles.logits_and_softmax(rows, columns)
                 if ctx.mode == "gradient":
                     z -= (log_total - entropy)[rows, None]  # log p + H
@@ -139,18 +150,25 @@ class _LogitTiles:
         self.dtype = torch.promote_types(features.dtype, torch.float32)
         self.temperature = temperature.to(self.dtype)[:, None]
         self.tile_rows, self.tile_columns = TILE_ON_CPU if features.device.type == "cpu" else TILE
-        elements = min(self.tile_rows, len(features)) * min(self.tile_columns, len(weight))
-        self._z, self._p = features.new_empty(2, elements, dtype=self.dtype)
+        self._buffers: Tensor | None = None
         self.rows, self.columns = (
             [slice(start, min(start + size, end)) for start in range(0, end, size)]
             for size, end in ((self.tile_rows, len(features)), (self.tile_columns, len(weight)))
         )
 
-    def logits_and_softmax(self, rows: slice, columns: slice) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
-        """Scaled logits, and their softmax within the tile, which is faster than their exponential alone."""
+    def logits(self, rows: slice, columns: slice) -> tuple[Tensor, Float[Tensor, "n 1"], Int[Tensor, "n 1"]]:
+        """Logits [n, c] before scaling, temperatures, and the actions counted from the first column."""
         bias = None if self.bias is None else self.bias[columns]
         logits = nn.functional.linear(self.features[rows], self.weight[columns], bias)
-        z, p = (buffer[: logits.numel()].view_as(logits) for buffer in (self._z, self._p))
+        return logits, self.temperature[rows], (self.actions[rows] - columns.start)[:, None]
+
+    def logits_and_softmax(self, rows: slice, columns: slice) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
+        """Scaled logits, and their softmax within the tile, which is faster than their exponential alone."""
+        logits, _, _ = self.logits(rows, columns)
+        if self._buffers is None:
+            elements = min(self.tile_rows, len(self.features)) * min(self.tile_columns, len(self.weight))
+            self._buffers = self.features.new_empty(2, elements, dtype=self.dtype)
+        z, p = (buffer[: logits.numel()].view_as(logits) for buffer in self._buffers)
         z.copy_(logits).div_(self.temperature[rows])
         if self.bias is not None:
             z.clamp_(min=NO_LOGIT)
@@ -161,3 +179,34 @@ class _LogitTiles:
         actions = self.actions[rows]
         inside = (actions >= columns.start) & (actions < columns.stop)
         return inside, torch.where(inside, actions - columns.start, 0)[:, None]
+
+
+# --- a tile as plain operations, which a compiler fuses on CUDA -------------------------------------------------------
+
+
+def _scaled(
+    logits: Float[Tensor, "n c"], temperature: Float[Tensor, "n 1"], action: Int[Tensor, "n 1"], has_bias: bool
+) -> tuple[Float[Tensor, "n c"], Bool[Tensor, "n c"]]:
+    z = logits.to(temperature.dtype) / temperature
+    return z.clamp(min=NO_LOGIT) if has_bias else z, torch.arange(z.shape[1], device=z.device) == action
+
+
+def _summary(logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """log sum exp z over the tile, the entropy of its softmax, and z of the action, 0 where it is outside; [n] each."""
+    z, is_action = _scaled(logits, temperature, action, has_bias)
+    log_total = z.logsumexp(dim=-1)
+    entropy = log_total - ((z - log_total[:, None]).exp() * z).sum(dim=-1)
+    return log_total, entropy, torch.where(is_action, z, 0).sum(dim=-1)
+
+
+def _gradient(logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool, *numbers: Tensor) -> Tensor:
+    """Gradient of the logits; numbers [n]: log sum exp z and entropy of all columns, gradients of log-prob and it."""
+    z, is_action = _scaled(logits, temperature, action, has_bias)
+    log_total, entropy, grad, entropy_grad = (number[:, None] for number in numbers)
+    log_p = z - log_total
+    pulled = torch.where(is_action, grad, 0) - log_p.exp() * (grad + entropy_grad * (log_p + entropy))
+    return pulled.to(logits.dtype)
+
+
+compiled_summary = Compiled(_summary, "the head's log-probs")
+compiled_gradient = Compiled(_gradient, "the head's gradient")

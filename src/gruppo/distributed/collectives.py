@@ -399,8 +399,9 @@ def _sum_bucket(gradients: list[Tensor]) -> None:
 
 def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
     """Return each statistic over all ranks; a name that a rank lacks counts as empty there."""
+    stats = Stat.read(stats)
     if world_size() == 1:
-        return dict(stats)
+        return stats
     names = sorted({name for part in all_gather(json.dumps(sorted(stats)).encode()) for name in json.loads(part)})
     local = [stats.get(name, Stat()) for name in names]
     sums = torch.tensor([[s.count, s.sum, s.sum_sq] for s in local], dtype=torch.float64).reshape(-1, 3)

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from gruppo.core.layers import layers_of
@@ -270,16 +271,16 @@ def whole(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float) -> float:
+def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float) -> Float[Tensor, ""]:
     """Scale gradients to a norm of at most ``limit``; return the norm before, over the shards of all ranks."""
     parameters = list(parameters)
     own, sharded = [p for p in parameters if not is_sharded(p)], [p for p in parameters if is_sharded(p)]
     if not sharded:
-        return float(nn.utils.clip_grad_norm_(own, limit))
+        return nn.utils.clip_grad_norm_(own, limit)
     # apart: torch does not combine the two kinds
     grads = ([p.grad for p in part if p.grad is not None] for part in (own, sharded))
     norms = [whole(nn.utils.get_total_norm(part)) for part in grads if part]
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])) if norms else torch.zeros(())
     for part in (own, sharded):
         nn.utils.clip_grads_with_norm_(part, limit, total)
-    return float(total)
+    return total

@@ -210,8 +210,9 @@ def supervised_backward(
     for micro_batch in micro_batches:
         likelihood = forward(run.policy.module, run.policy.likelihood, demos, micro_batch)
         loss = run.policy.supervised_loss(demos.take(micro_batch.rows), likelihood)  # [b, t]
-        loss_mask = micro_batch.of(demos.mask).to(loss.device)
-        term = (micro_batch.of(weights).to(loss) * torch.where(loss_mask, loss, 0)).sum()
+        chosen = micro_batch.of(demos.mask)
+        loss_mask = chosen.to(loss.device, non_blocking=True)
+        term = (micro_batch.of(weights).to(loss, non_blocking=True) * torch.where(loss_mask, loss, 0)).sum()
         total = step_params.sup_coef * term
         if step_params.cons_coef:
             held = consistency_term(run, demos, micro_batch, micro_batch.of(weights), likelihood)
@@ -221,7 +222,7 @@ def supervised_backward(
             continue
         stats["loss/sup"] += Stat.of(term)
         stats["sup/nats"] += Stat.of(loss, loss_mask)
-        stats["sup/tokens"] += Stat(1, float(loss_mask.sum()))
+        stats["sup/tokens"] += Stat(1, float(chosen.sum()))
         stats["update/micro_batches"] += Stat(1, 1.0)
     return stats
 

@@ -23,6 +23,7 @@ from gruppo.platforms import peak_memory_gib
 from gruppo.rewards.scoring import Scores
 from gruppo.seeds import seed_at
 from gruppo.tracking.files import to_json
+from gruppo.tracking.formatting import duration
 from gruppo.trainer import back_off, checkpoint, references
 from gruppo.trainer.callbacks import Step
 from gruppo.trainer.collect import Collected, collect
@@ -39,6 +40,8 @@ log = logging.getLogger("gruppo")
 
 TIMED = ("demos", "rollout", "reward", "credit", "update")
 """Parts of a step."""
+FORECAST_STEPS = 5
+"""Steps from whose duration that of the run is forecast."""
 SAMPLES_SHOWN = 4
 GROUPS_SHOWN, IMAGES_SHOWN = 10, 8
 """Where samples are images: how many groups, and how many of each; of an evaluation, twice their product in all."""
@@ -56,6 +59,7 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
     every = run.config.saving.every
     try:
         end_of_step(run, folder, {})
+        began, first = time.perf_counter(), run.state.step
         while not run.is_complete:
             step_params = run.stage_schedule.step_params(run.state.step)
             with boundary_kept(run, folder), dist.phase("collect"):
@@ -73,6 +77,8 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
             if is_signalled:
                 folder.finish_saving()
                 raise Interrupted
+            if run.state.step - first == FORECAST_STEPS and (text := forecast(run, time.perf_counter() - began)):
+                log.info("%s", text)
             yield step
         if run.is_stopped:
             evaluate_if_due(run, folder)
@@ -85,6 +91,19 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
         saved = "What is complete is saved." if has_save else "No step was complete."
         command = f"{command_name()} resume {folder.path}"
         raise EngineLost(f"{error} {saved} Start the servers again, then continue with: {command}") from None
+
+
+def forecast(run: Run, seconds: float) -> str:
+    """How long the run will take, from the seconds of its first steps; "" for what is left of less than a minute."""
+    pace, left = seconds / FORECAST_STEPS, run.config.steps - run.state.step
+    if pace * left < 60 or run.is_complete:
+        return ""
+    gate = run.config.plan[-1].until
+    where = torch.cuda.get_device_name() if run.policy.device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    return (
+        f"{pace:.1f} s a step over the first {FORECAST_STEPS} on {where}: the other {left} take about "
+        f"{duration(pace * left)}" + (f", fewer end the run once {gate}." if gate else ".")
+    )
 
 
 def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:

@@ -104,6 +104,8 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
     """
     while True:
         with dist.phase("micro-batches"), dist.fail_together():
+            if not run.state.token_budget and run.policy.device.type == "cuda" and not is_unit(run.policy.module):
+                token_budget(run, measured_bytes(run.policy, *parts[0]))
             budgets = [budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts]
             cuts = [run.policy.micro_batches(*part, budget) for part, budget in zip(parts, budgets, strict=True)]
             longest = max(longest_row(run.policy, part[0], cut) for part, cut in zip(parts, cuts, strict=True))
@@ -223,15 +225,35 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
         yield
 
 
-def token_budget(run: Run) -> int:
+def measured_bytes(policy: Policy, rollouts: Rollouts, mask: Bool[Tensor, "B T"]) -> int:
+    """Bytes of one unit that a forward on CUDA needs at its peak, measured on the longest row; 0 without a row."""
+    rows = mask.any(dim=1).nonzero()[:, 0].tolist()
+    row = max(rows, key=lambda row: policy.longest_row(rollouts, torch.tensor([row])), default=None)
+    if row is None:
+        return 0
+    (micro_batch, *_) = policy.micro_batches(rollouts, mask & (torch.arange(len(mask)) == row)[:, None], 1)
+    peaks = []
+    for _ in range(2):  # the first call compiles, and takes workspaces that stay
+        torch.cuda.reset_peak_memory_stats(policy.device)
+        before = torch.cuda.memory_allocated(policy.device)
+        with torch.enable_grad():
+            likelihood = policy.likelihood(rollouts, micro_batch)
+        peaks.append(torch.cuda.max_memory_allocated(policy.device) - before)
+        del likelihood
+    return math.ceil(peaks[-1] / policy.longest_row(rollouts, torch.tensor([row])))
+
+
+def token_budget(run: Run, measured: int = 0) -> int:
     """Units of a micro-batch: as configured or chosen at the first call, fewer where memory has run out since.
+
+    ``measured``: bytes of a unit, where they were measured; else they are estimated from the model's shape.
 
     Chosen is the policy's default, or the largest power of two below it that free memory holds: wherever memory is not
     short the choice is the same, and a run repeats to the bit.
     """
     if run.state.token_budget:
         return run.state.token_budget
-    budget, free, per_unit = run.policy.default_budget, free_bytes(run.policy.device), bytes_per_unit(run)
+    budget, free, per_unit = run.policy.default_budget, free_bytes(run.policy.device), bytes_per_unit(run, measured)
     if run.config.optim.token_budget:
         budget = run.config.optim.token_budget
     elif free is not None and per_unit:
@@ -268,9 +290,12 @@ def still_to_come(run: Run) -> int:
     return 4 * numbers + (8 * numbers if is_kept and not run.optimizer.state else 0)
 
 
-def bytes_per_unit(run: Run) -> int:
-    """Activation memory of one unit of the budget, of the larger of policy and critic; 0 if unknown."""
-    return max(run.policy.bytes_per_unit(), 0 if run.critic is None else run.critic.bytes_per_unit())
+def bytes_per_unit(run: Run, measured: int = 0) -> int:
+    """Activation memory of one unit of the budget, of the larger of policy and critic; 0 if unknown.
+
+    ``measured``: the policy's, where it was.
+    """
+    return max(measured or run.policy.bytes_per_unit(), 0 if run.critic is None else run.critic.bytes_per_unit())
 
 
 # --- free memory ------------------------------------------------------------------------------------------------------

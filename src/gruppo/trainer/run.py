@@ -141,7 +141,7 @@ def trained(policy: nn.Module, critic: Critic | None) -> dict[str, nn.Parameter]
 
 def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
     """Metrics from statistics: ``entries`` maps a statistic to the metrics it gives, ``"mean:len/mean_actions"``."""
-    metrics = {}
+    metrics, stats = {}, Stat.read(stats)
     for name, named in entries.items():
         if name in stats:
             for entry in named:
@@ -154,7 +154,7 @@ def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -
 def reduced(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Metrics from statistics that are keyed ``<reduction>:<metric>``; those without a value are left out."""
     metrics = {}
-    for name, stat in stats.items():
+    for name, stat in Stat.read(stats).items():
         reduction, _, metric = name.partition(":")
         if stat.count:
             metrics[metric] = float(getattr(stat, reduction))

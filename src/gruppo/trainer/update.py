@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gruppo import distributed as dist
+from gruppo import types
 from gruppo.config.schema import OptimConfig
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import Average, loss_total, loss_weights
@@ -132,29 +134,39 @@ def epoch_metrics(optim: OptimConfig, epochs: Sequence[Mapping[str, Stat]], done
 
 
 def update(run: Run, batch: Batch, step_params: StepParams) -> tuple[dict[str, Stat], bool]:
-    """One optimizer step over one minibatch on all ranks, and whether the policy has moved too far to take it."""
+    """One optimizer step over one minibatch on all ranks, and whether the policy has moved too far to take it.
+
+    On a GPU nothing between the first forward and the step waits for the device, unless ``stop_kl`` or several ranks
+    need a number first: statistics are read behind the step.
+    """
     run.optimizer.zero_grad(set_to_none=True)
     stats = backward(run, batch, step_params)
-    has_gradients = torch.tensor([int(parameter.grad is not None) for parameter in run.parameters])
-    reached = dist.all_sum(has_gradients).tolist()
+    learned = [stats[name] for name in LEARNED if name in stats]
+    flags = [any(stat.count or stat.pending for stat in learned), *(p.grad is not None for p in run.parameters)]
+    is_learned, *reached = dist.all_sum(torch.tensor(flags, dtype=torch.long)).tolist()
     dist.sum_gradients(p for p in learning(run, step_params) if not is_sharded(p))  # FSDP has summed those
     for parameter, ranks in zip(run.parameters, reached, strict=True):
         if not ranks:  # as an action's std while only demonstrations are learned from: no momentum or decay moves it
             parameter.grad = None
-    with dist.phase("early stop"):
-        stats = dist.merge_stats(stats)
-    limit = run.config.optim.stop_kl
-    has_moved_far = limit > 0 and stats.get("kl/old_k3_nats", Stat()).mean > limit  # the same number on all ranks
+    limit, has_moved_far = run.config.optim.stop_kl, False
+    if limit:
+        with dist.phase("early stop"):
+            stats = dist.merge_stats(stats)
+        has_moved_far = stats.get("kl/old_k3_nats", Stat()).mean > limit  # the same number on all ranks
     # Networks whose gradient norms are limited apart: a separate critic must not shrink the policy's gradient.
     networks: dict[str, list[torch.nn.Parameter]] = {"norm": []}
     for group in run.optimizer.param_groups:
         networks.setdefault(group["norm"], []).extend(group["params"])
-    if not any(stats[name].count for name in LEARNED if name in stats):
-        stats |= {f"grad/{name}": Stat(1, 0.0) for name in networks}
+    taken = dict[str, Stat]()
+    if not is_learned:
+        taken = {f"grad/{name}": Stat(1, 0.0) for name in networks}
     elif not has_moved_far:
-        stats |= _step(run, networks)
+        taken = _step(run, networks)
     run.optimizer.zero_grad(set_to_none=True)
-    return stats, has_moved_far
+    if not limit:
+        with dist.phase("statistics"):
+            stats = dist.merge_stats(stats)
+    return stats | taken, has_moved_far
 
 
 def learning(run: Run, step_params: StepParams) -> list[torch.nn.Parameter]:
@@ -171,22 +183,27 @@ def learning(run: Run, step_params: StepParams) -> list[torch.nn.Parameter]:
 def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[str, Stat]:
     """Clip each network's gradient and step; skip the update where a gradient is not finite."""
     limit = run.config.optim.max_grad_norm or float("inf")
-    norms = {name: clip_grad_norm(own, limit) for name, own in networks.items()}
+    device = run.policy.device
+    of_networks = {name: clip_grad_norm(own, limit) for name, own in networks.items()}
+    before = Moved(run.optimizer) if run.state.step % EVERY == 0 else None
+    has_taken = types.is_deferred(device) and dist.world_size() == 1  # ranks agree on a number before the step
+    if has_taken:
+        # AdamW itself leaves out a step whose gradient is not finite: what GradScaler sets, without waiting to know
+        are_finite = torch.stack([norm.to(device, non_blocking=True) for norm in of_networks.values()]).isfinite()
+        vars(run.optimizer)["found_inf"] = (~are_finite).any().float()
+        _take(run)
+        del vars(run.optimizer)["found_inf"]
+    norms = {name: float(norm) for name, norm in of_networks.items()}
     stats = {f"grad/{name}": Stat(1, norm) for name, norm in norms.items()}
     with dist.phase("non-finite gradients"):
         is_finite = not dist.all_max(int(not all(map(math.isfinite, norms.values()))))
     if is_finite:
         run.state.skipped_updates = 0
-        before = Moved(run.optimizer) if run.state.step % EVERY == 0 else None
-        is_moved = run.config.optim.state_place == "cpu" and run.policy.device.type != "cpu"
-        if is_moved:
-            move_state(run.optimizer, run.policy.device)
-        run.optimizer.step()
-        if is_moved:
-            move_state(run.optimizer, torch.device("cpu"))
+        if not has_taken:
+            _take(run)
         stats["update/taken"] = Stat(1, 1.0)
         if before is not None:
-            changed = {"update/changed": before.stat()}
+            changed = Stat.read({"update/changed": before.stat()})
             stats |= dist.merge_stats(changed) if is_unit(run.policy.module) else changed  # each rank has its shards
         return stats
     run.state.skipped_updates += 1
@@ -201,6 +218,16 @@ def _step(run: Run, networks: Mapping[str, list[torch.nn.Parameter]]) -> dict[st
             f"{whose}'s; every save before this step is kept. Train again with a lower {option}, or --compute float32."
         )
     return stats | {"update/skipped": Stat(1, 1.0)}
+
+
+def _take(run: Run) -> None:
+    """Take the optimizer's step, with its state on the policy's device meanwhile."""
+    is_moved = run.config.optim.state_place == "cpu" and run.policy.device.type != "cpu"
+    if is_moved:
+        move_state(run.optimizer, run.policy.device)
+    run.optimizer.step()
+    if is_moved:
+        move_state(run.optimizer, torch.device("cpu"))
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -288,7 +315,7 @@ def _backward(
         micro_batch_stats |= run.policy.update_stats(batch, micro_batch, likelihood, inputs)
         # |trainer's old log-prob - sampler's| of each kept action: the mean hides what the largest shows
         old = likelihood.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-        mismatch = (old - micro_batch.of(rollouts.sampler_logprobs).to(old.device)).abs()
+        mismatch = (old - micro_batch.of(rollouts.sampler_logprobs).to(old.device, non_blocking=True)).abs()
         micro_batch_stats["mismatch/nats"] = Stat.of(mismatch, inputs.loss_mask)
         _accumulate(stats, micro_batch_stats)
     return stats
@@ -309,21 +336,21 @@ def loss_inputs(
                 "--objective.correction-level token."
             )
 
-    def cut(x: Tensor | None) -> Tensor | None:
-        return None if x is None else micro_batch.of(x).to(device)
+    def cut(x: Any) -> Any:  # without waiting for the device
+        return None if x is None else micro_batch.of(x).to(device, non_blocking=True)
 
     def cut_gaussian(x: Gaussian | None) -> Gaussian | None:
-        return None if x is None else Gaussian(micro_batch.of(x.mean).to(device), micro_batch.of(x.std).to(device))
+        return None if x is None else Gaussian(cut(x.mean), cut(x.std))
 
     ref = None
     if batch.ref is not None and run.reference is not None:
-        ref = Likelihood(micro_batch.of(batch.ref.logprobs).to(device), gaussian=cut_gaussian(batch.ref.gaussian))
+        ref = Likelihood(cut(batch.ref.logprobs), gaussian=cut_gaussian(batch.ref.gaussian))
     elif run.reference is not None:
         ref = run.reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
     return LossInputs(
-        advantages=micro_batch.of(batch.advantages).to(device),
-        loss_mask=micro_batch.of(batch.loss_mask).to(device),
-        weights=micro_batch.of(weights).to(device),
+        advantages=cut(batch.advantages),
+        loss_mask=cut(batch.loss_mask),
+        weights=cut(weights),
         old_logprobs=cut(batch.old_logprobs),
         old_gaussian=cut_gaussian(batch.old_gaussian),
         ref=ref,

@@ -39,7 +39,7 @@ LEAVING = {3: [6, 5, 4, 3, 2, 1], 6: [5, 0, 2, 4], COLUMNS + 2: [1, 0, 3], COLUM
 
 @pytest.fixture(autouse=True)
 def buffers_that_grow_often(monkeypatch):
-    monkeypatch.setattr("gruppo.modalities.text.decoding.COLUMNS", COLUMNS)
+    monkeypatch.setattr(LayeredDecoding, "columns", COLUMNS)
 
 
 def layered(module, prompts=PROMPTS, owners=OWNERS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,15 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from gruppo.core.compiled import NotCompiled
+from gruppo.distributed.sharding import is_unit
 from gruppo.modalities.common.adapters import save_adapter
 from gruppo.modalities.common.lora import has_adapter
-from gruppo.modalities.text.decoder import read_decoder, stream_features
+from gruppo.modalities.text import flex
+from gruppo.modalities.text.decoder import Decoder, read_decoder, stream_features
 from gruppo.modalities.text.decoding import LayeredDecoding
-from gruppo.modalities.text.layouts import LAY_OUT, Layout
+from gruppo.modalities.text.layouts import LAY_OUT, Layout, Tokens
+from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.protocols import device_of
 from gruppo.types import NumericalStop
 
@@ -53,6 +58,9 @@ class Backbone:
     """Layouts of rows, the fastest first."""
     dtype: torch.dtype | None = None
     """Of a forward of sharded weights, whose shards have another; None for that of the weights."""
+    compiles: bool = False
+    """Whether streams on CUDA run as compiled layers, where those agree with the plain ones. Not while probed: first
+    the plain layers are compared with the model's own forward."""
     source: ModelFunction | None = None
     """The function that made the module, if it was opened by name."""
 
@@ -88,13 +96,12 @@ class Backbone:
         [n].
         """
         weight, device, layout = next(self.module.parameters()), device_of(self.module), self.layout
-        tokens = LAY_OUT[layout](prompts, completions, owners)
         if layout == "stream":
             decoder = read_decoder(self.module)
             assert decoder is not None, "see layout"
-            features = stream_features(decoder, tokens)
+            tokens, features = _stream(decoder, prompts, completions, owners, compiles=self.compiles)
         else:
-            inputs = {}
+            tokens, inputs = LAY_OUT[layout](prompts, completions, owners), {}
             if tokens.visible is not None:
                 visible = tokens.visible.to(device)[:, None]
                 dtype = self.dtype or weight.dtype
@@ -102,7 +109,7 @@ class Backbone:
                 mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)
                 inputs = {"position_ids": tokens.positions.to(device), "attention_mask": mask}
             features = self.features(tokens.ids.to(device), **inputs).flatten(0, 1)
-        return features[tokens.before(row, column).to(device)]
+        return features[tokens.before(row, column).to(device, non_blocking=True)]
 
     def start(
         self, prompts: Sequence[Tensor], owners: Int[Tensor, "N"], prefixes: Sequence[Tensor] | None = None
@@ -117,7 +124,8 @@ class Backbone:
             prompts = [torch.cat([prompts[o], prefix]) for o, prefix in zip(owners.tolist(), prefixes, strict=True)]
             owners, prefixes = torch.arange(len(prompts), device=owners.device), None
         if decoder is not None:
-            return LayeredDecoding(decoder, self.module.get_output_embeddings(), prompts, owners, prefixes)
+            kind = StaticDecoding if owners.device.type == "cuda" else LayeredDecoding
+            return kind(decoder, self.module.get_output_embeddings(), prompts, owners, prefixes)
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
 
     def save(self, folder: Path) -> None:
@@ -136,6 +144,18 @@ class Backbone:
                 except ValueError:  # a published temperature without do_sample: transformers loads it, but cannot save
                     generation.do_sample = True
             self.module.save_pretrained(folder)
+
+
+def _stream(
+    decoder: Decoder, prompts: Sequence[Tensor], completions: Sequence[Tensor], owners: Tensor, *, compiles: bool
+) -> tuple[Tokens, Float[Tensor, "N F"]]:
+    """A stream and its features: by compiled layers on CUDA where they agree with the plain ones, unless sharded."""
+    if compiles and not any(map(is_unit, decoder.layers[:1])) and flex.is_usable(decoder):
+        tokens = LAY_OUT["stream"](prompts, completions, owners, has_blocks=False)
+        with suppress(NotCompiled):
+            return tokens, flex.features(decoder, tokens)
+    tokens = LAY_OUT["stream"](prompts, completions, owners)
+    return tokens, stream_features(decoder, tokens)
 
 
 class RereadDecoding:
@@ -281,4 +301,5 @@ def probe(module: Any) -> Backbone:
         layouts.append("packed")
     caches = agrees(decoded_logits, caches=True)
     decodes = runs_layers and agrees(decoded_logits, splits=True, decodes=True)
-    return Backbone(module, splits=splits, caches=caches, decodes=decodes, layouts=(*layouts, "padded"))
+    layouts.append("padded")
+    return Backbone(module, splits=splits, caches=caches, decodes=decodes, layouts=tuple(layouts), compiles=True)

@@ -77,16 +77,24 @@ def read_decoder(module: Any) -> Decoder | None:
 def stream_features(decoder: Decoder, stream: Tokens) -> Float[Tensor, "N F"]:
     """Return the input of the model's head at each token of the stream, as its own forward would compute it."""
     weight = next(decoder.embed.parameters())
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    stream = stream.to(device_of(decoder.embed), wide)
-    x = decoder.embed(stream.ids)
-    cos, sin = (half[0].contiguous() for half in decoder.rotary(x.to(wide), stream.positions[None]))
+    stream = stream.to(device_of(decoder.embed), torch.promote_types(weight.dtype, torch.float32))
+    x, cos, sin = embedded(decoder, stream)
     for layer in decoder.layers:
-        x = forward(layer, checkpointed(layer, _layer), x, decoder, layer, stream, cos, sin)
+        x = forward(layer, checkpointed(layer, layer_output), x, decoder, layer, stream, cos, sin)
     return norm(decoder.norm, x)
 
 
-def _layer(x: Tensor, decoder: Decoder, layer: Any, stream: Tokens, cos: Tensor, sin: Tensor) -> Tensor:
+def embedded(
+    decoder: Decoder, stream: Tokens
+) -> tuple[Float[Tensor, "N F"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+    """The embeddings of a stream, and the cosines and sines of its positions in float32 or more."""
+    x = decoder.embed(stream.ids)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    cos, sin = (half[0].contiguous() for half in decoder.rotary(wide, stream.positions[None]))
+    return x, cos, sin
+
+
+def layer_output(x: Tensor, decoder: Decoder, layer: Any, stream: Tokens, cos: Tensor, sin: Tensor) -> Tensor:
     # functions, so that the tensors of one half are freed before the other
     x = x + _attention(decoder, layer.self_attn, norm(layer.input_layernorm, x), stream, cos, sin)
     return x + _mlp(decoder, layer.mlp, norm(layer.post_attention_layernorm, x))

@@ -35,6 +35,9 @@ class LayeredDecoding:
     """
 
     logits: Float[Tensor, "N V"]
+    columns = COLUMNS
+    kept_frac = 0.75
+    """Share of the grid at which rows are moved together."""
 
     @torch.no_grad()
     def __init__(
@@ -63,7 +66,7 @@ class LayeredDecoding:
         self._lay_out(owners)
         self.prompts = self._empty(len(lengths), max(lengths))
         self.logits = self.head(self._read(prompts, texts))[owners]
-        self.suffixes = self._empty(self.groups * self.width, COLUMNS)
+        self.suffixes = self._empty(self.groups * self.width, self.columns)
 
     # --- rows on the grid ---
 
@@ -97,10 +100,10 @@ class LayeredDecoding:
         return self.exact if is_small and self.owners.device.type == "cpu" else self.dtype
 
     def select(self, slots: Int[Tensor, "n"]) -> None:
-        """Continue with these rows, each named once; buffers are copied when a quarter of the grid is empty."""
+        """Continue with these rows, each named once; buffers are copied when enough of the grid is empty."""
         self.logits = self.logits[slots]
         home, owners = self.home[slots], self.owners[slots]
-        if 4 * len(slots) > 3 * self.groups * self.width:
+        if len(slots) > self.kept_frac * self.groups * self.width:
             self.owners = owners
             self._place(home)
             return
@@ -183,7 +186,7 @@ class LayeredDecoding:
     @torch.no_grad()
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
         if self.written == self.suffixes[0].shape[2]:
-            self.suffixes = self._moved(self.suffixes, None, self.written + COLUMNS, self.written)
+            self.suffixes = self._moved(self.suffixes, None, self.written + self.columns, self.written)
         x = self.decoder.embed(tokens)
         turns = self._turns(x, (self.lengths[self.owners] + self.written)[self.rows])
         for block, prompt, suffix in zip(self.blocks, self.prompts, self.suffixes, strict=True):

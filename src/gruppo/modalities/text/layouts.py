@@ -29,6 +29,8 @@ BLOCK_QUERIES = 128
 """Columns of one block: later columns are not multiplied and then masked."""
 BLOCK_SCORES = 2**16
 """Scores of one head in one block: few enough for a processor's cache, enough for a full matrix product."""
+SPAN_BLOCK = 128
+"""Streams with spans are padded to a multiple of FlexAttention's block."""
 WASTE = 1.25
 """Completions share a block if the longest is at most this much longer than the shortest."""
 
@@ -62,32 +64,47 @@ class Tokens:
     visible: Bool[Tensor, "g L L"] | None = None
     """[query, key] of packed rows: which tokens each token attends to."""
     blocks: tuple[AttentionBlock, ...] = ()
-    """Of a stream."""
+    """Of a stream, for attention block by block."""
+    spans: Int[Tensor, "3 N"] | None = None
+    """Of a stream without blocks: what each token sees, the tokens from the first number to before the second (its
+    prompt's, as a completion) and those from the third to itself."""
 
     def before(self, completion: Int[Tensor, "n"], column: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
         """Index of the token whose features predict the action: the one before it, at first the prompt's last."""
         return torch.where(column == 0, self.prompt_end[completion], self.start[completion] + column - 1)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Tokens:
-        """Move a stream to the device, with the biases in the dtype of the softmax."""
+        """Move a stream to the device, with the biases in the dtype of the softmax; spans stay where they are.
+
+        Without waiting for the device, as everywhere between forward and optimizer step.
+        """
         blocks = tuple(
             replace(
                 block,
-                tokens=block.tokens.to(device),
-                bias=block.bias.to(device, dtype),
-                real=None if block.real is None else block.real.to(device),
+                tokens=block.tokens.to(device, non_blocking=True),
+                bias=block.bias.to(device, dtype, non_blocking=True),
+                real=None if block.real is None else block.real.to(device, non_blocking=True),
             )
             for block in self.blocks
         )
-        return replace(self, ids=self.ids.to(device), positions=self.positions.to(device), blocks=blocks)
+        ids, positions = (x.to(device, non_blocking=True) for x in (self.ids, self.positions))
+        return replace(self, ids=ids, positions=positions, blocks=blocks)
 
 
 def stream(
-    prompts: Sequence[Int[Tensor, "P"]], completions: Sequence[Int[Tensor, "R"]], owners: Int[Tensor, "b"]
+    prompts: Sequence[Int[Tensor, "P"]],
+    completions: Sequence[Int[Tensor, "R"]],
+    owners: Int[Tensor, "b"],
+    *,
+    has_blocks: bool = True,
 ) -> Tokens:
-    """Lay out completions, without their last tokens, behind the prompts that own them (``owners``, indices)."""
+    """Lay out completions, without their last tokens, behind the prompts that own them (``owners``, indices).
+
+    Attention is described by blocks, or without ``has_blocks`` by spans.
+    """
     parts: list[tuple[Tensor, Tensor]] = []
     blocks: list[AttentionBlock] = []
+    spans: list[Tensor] = []
     start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
     end = 0
     for p, prompt in enumerate(prompts):
@@ -96,15 +113,28 @@ def stream(
         parts.append((ids, positions))
         ends += end
         start[members], prompt_end[members] = ends[:-1], ends[0] - 1
-        blocks += _blocks(slice(end, end), [(end, len(prompt))])
-        texts = list(zip(ends[:-1].tolist(), ends.diff().tolist(), strict=True))
-        blocks += _blocks(slice(end, end + len(prompt)), texts)
+        if has_blocks:
+            blocks += _blocks(slice(end, end), [(end, len(prompt))])
+            texts = list(zip(ends[:-1].tolist(), ends.diff().tolist(), strict=True))
+            blocks += _blocks(slice(end, end + len(prompt)), texts)
+        else:
+            past = end + len(prompt)  # the first completion follows its prompt: one span for both
+            own = [[end, past, first] if first > past else [end, end, end] for first in ends[:-1].tolist()]
+            spans.append(
+                torch.tensor([[end, end, end], *own]).mT.repeat_interleave(
+                    ends.diff(prepend=torch.tensor([end])), dim=1
+                )
+            )
         end += len(ids)
-    padding = torch.zeros(-end % MULTIPLE, dtype=torch.long)
+    padding = torch.zeros(-end % (MULTIPLE if has_blocks else SPAN_BLOCK), dtype=torch.long)
     parts.append((padding, padding))
-    blocks += _blocks(slice(end, end), [(end, len(padding))])
+    if has_blocks:
+        blocks += _blocks(slice(end, end), [(end, len(padding))])
+    else:
+        spans.append(torch.full((3, len(padding)), end))
     all_ids, all_positions = (torch.cat(part) for part in zip(*parts, strict=True))
-    return Tokens(all_ids, all_positions, start, prompt_end, blocks=tuple(blocks))
+    all_spans = None if has_blocks else torch.cat(spans, dim=1)
+    return Tokens(all_ids, all_positions, start, prompt_end, blocks=tuple(blocks), spans=all_spans)
 
 
 def pack(

@@ -24,6 +24,7 @@ from gruppo.modalities.text.chat import Chat
 from gruppo.modalities.text.custom import is_custom, names_function, open_custom
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.modalities.text.precision import faster_dtype
+from gruppo.platforms import usable_cuda
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -254,7 +255,7 @@ def from_module(
 
 def _accelerator() -> torch.device | None:
     """Return this rank's GPU, if there is any."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count() if usable_cuda()[0] else 0
     return torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}") if count else None
 
 

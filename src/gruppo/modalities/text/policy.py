@@ -315,14 +315,14 @@ class TextPolicy(AdaptablePolicy):
         logprobs, entropy = chunked_categorical(
             features,
             self.backbone.head,
-            actions[row, column].to(self.device),
-            rollouts.temperature[rows][row].to(self.device),
+            actions[row, column].to(self.device, non_blocking=True),
+            rollouts.temperature[rows][row].to(self.device, non_blocking=True),
             chunk=self.chunk,
             top_k=int(top_k[0]) if len(top_k) else 0,
             top_p=float(top_p[0]) if len(top_p) else 1.0,
             entropy="gradient" if "entropy" in outputs else "value" if "entropy_value" in outputs else "none",
         )
-        place = (row.to(self.device), column.to(self.device))
+        place = (row.to(self.device, non_blocking=True), column.to(self.device, non_blocking=True))
         values = self._values(features) if "values" in outputs else None
         return Likelihood(
             _scatter(logprobs, place, actions.shape),
@@ -333,7 +333,7 @@ class TextPolicy(AdaptablePolicy):
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
         """Values before each action, 0 where mask is False; no logits are computed."""
         features, row, column = self._action_features(rollouts, micro_batch)
-        place = (row.to(self.device), column.to(self.device))
+        place = (row.to(self.device, non_blocking=True), column.to(self.device, non_blocking=True))
         return _scatter(self._values(features), place, micro_batch.of(rollouts.mask).shape)
 
     def _action_features(self, rollouts: Rollouts, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:

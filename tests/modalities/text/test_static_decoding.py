@@ -1,0 +1,132 @@
+"""Decoding in static buffers, run on the CPU without a graph, against decoding with buffers that grow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.fakes import STREAMING, llama
+
+from gruppo.modalities.text import static_decoding
+from gruppo.modalities.text.backbones import RereadDecoding
+from gruppo.modalities.text.decoder import read_decoder
+from gruppo.modalities.text.decoding import LayeredDecoding
+from gruppo.modalities.text.generation import generate
+from gruppo.modalities.text.static_decoding import Graph, StaticDecoding
+from gruppo.types import Sampling
+
+named = {"ids": lambda make: make.__name__}
+PROMPTS = [torch.tensor([5, 9, 2]), torch.tensor([7]), torch.tensor([3, 3, 8, 1, 6, 2])]
+OWNERS = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2])
+
+
+def opened(kind, policy, **options):
+    module = policy.compute_module
+    if kind is RereadDecoding:
+        return RereadDecoding(policy.backbone, PROMPTS, OWNERS)
+    return kind(read_decoder(module), module.get_output_embeddings(), PROMPTS, OWNERS, **options)
+
+
+@pytest.fixture
+def small_buffers(monkeypatch):
+    monkeypatch.setattr(StaticDecoding, "columns", 4)
+
+
+@pytest.mark.parametrize("make", STREAMING, **named)
+@torch.no_grad()
+def test_logits_are_those_of_rows_that_are_read_again_whichever_leave(make, small_buffers):
+    policy = make()
+    static, plain = opened(StaticDecoding, policy), opened(RereadDecoding, policy)
+    graphs = set()
+    for t in range(11):
+        torch.testing.assert_close(static.logits, plain.logits, rtol=1e-3, atol=1e-3)
+        if t in (2, 5, 6):  # one leaves, most leave (their buffers are moved), and one of the rest
+            kept = torch.tensor({2: [0, 1, 2, 3, 5, 6, 7], 5: [1, 4, 6], 6: [0, 2]}[t])
+            static.select(kept)
+            plain.select(kept)
+        tokens = (torch.arange(len(plain.logits)) * 5 + t) % 40
+        static.advance(tokens)
+        plain.advance(tokens)
+        graphs.add(static.step)
+    assert static.groups * static.width < len(OWNERS) and len(graphs) == 5, "new for each size of the buffers only"
+
+
+@pytest.mark.parametrize("make", STREAMING, **named)
+def test_tokens_are_those_of_the_plain_decoding_one_by_one(make, small_buffers):
+    policy = make()
+    uniforms = torch.rand(len(OWNERS), 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    limits = torch.tensor([24, 3, 9, 24, 1, 24, 7, 15])
+    drawn = [
+        generate(opened(kind, policy), uniforms, Sampling(max_actions=24), policy.chat, limits)
+        for kind in (LayeredDecoding, StaticDecoding)
+    ]
+    assert torch.equal(drawn[0].tokens, drawn[1].tokens) and drawn[0].finish == drawn[1].finish
+    torch.testing.assert_close(drawn[0].logprobs, drawn[1].logprobs, rtol=0, atol=2e-4)
+
+
+@torch.no_grad()
+def test_rows_continue_behind_their_prefixes(small_buffers):
+    policy = llama()
+    prefixes = [torch.arange(1, 2 + n % 4) for n in range(len(OWNERS))]
+    static, plain = (opened(kind, policy, prefixes=prefixes) for kind in (StaticDecoding, LayeredDecoding))
+    for t in range(6):
+        for decoding in (static, plain):
+            decoding.advance(torch.arange(len(OWNERS)) + t)
+        torch.testing.assert_close(static.logits, plain.logits, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_step_reads_and_writes_the_same_memory_until_its_sizes_change(monkeypatch):
+    """What a recorded step needs: its buffers stay, and no number of the host is in it."""
+    policy = llama()
+    static = opened(StaticDecoding, policy)
+    buffers = [static.tokens, static.column, static.before, *static.suffixes, *static.prompts]
+    places = [buffer.data_ptr() for buffer in buffers]
+    monkeypatch.setattr(static.step, "step", lambda run=static._run: (static_step_numbers(static), run())[1])
+    numbers.clear()
+    for t in range(5):
+        static.advance(torch.full((len(OWNERS),), t))
+    static.select(torch.arange(7))
+    static.advance(torch.full((7,), 3))
+    assert [buffer.data_ptr() for buffer in buffers] == places
+    assert static.column.tolist() == [5] and len(set(numbers)) == 1
+
+
+numbers: list[tuple[int, ...]] = []
+
+
+def static_step_numbers(static):
+    numbers.append((static.groups, static.width, static.suffixes[0].shape[2], static.prompts[0].shape[2]))
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_step_is_recorded_at_its_second_call_or_run_plainly_with_one_warning(fault, monkeypatch, caplog):
+    calls = []
+
+    class Recorder:
+        def __init__(self, graph, **options):
+            assert options == {"capture_error_mode": "thread_local"}
+
+        def __enter__(self):
+            if fault:
+                raise RuntimeError("operation not permitted when stream is capturing\nlong")
+
+        def __exit__(self, *error):
+            return None
+
+    class Recorded:
+        def replay(self):
+            calls.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", Recorder)
+    monkeypatch.setattr(Graph, "has_failed", False)
+    for _ in range(2):
+        step = Graph(lambda: calls.append("step") or torch.tensor(len(calls)))
+        out = [step() for _ in range(3)]
+    if fault:
+        assert calls == ["step"] * 6
+        (warning,) = [r.getMessage() for r in caplog.records if r.name == static_decoding.log.name]
+        assert "capturing" in warning and "\n" not in warning and "each step is run without" in warning
+    else:
+        assert calls == ["step", "step", "replay", "replay"] * 2 and out[1] is out[2]
