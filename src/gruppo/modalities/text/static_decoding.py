@@ -94,7 +94,8 @@ class Graph:
     has_failed = False
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
-        self.step, self.calls, self.graph = step, 0, None
+        self.step, self.calls = step, 0
+        self.graph: Any = None
         self.out: Any = None
 
     def __call__(self) -> Tensor:
