@@ -23,7 +23,7 @@ EXPERT = re.compile(
     r"tau_pos|tau_neg|kl_gradient|kl_mask|correction_level|correction_low|correction_high|clip_unit|combine|whiten)|"
     r"stage\.(name|steps|until|cons_coef|difficulty|weight_decay)|reference\.watch_prompts|evaluation\.along_steps|"
     r"prompts\.(difficulty_column|special_tokens)|environment\.(max_reply_tokens|timeout_s)|distributed\..*|"
-    r"back_off\.drop|lora\.adapter|engine\.(timeout_s|max_inflight)"
+    r"back_off\.drop|lora\.adapter|engine\.(timeout_s|max_inflight|max_mismatch|replay)|saving\.ledger_gb"
 )
 """Options that only ``--help-all`` lists, unless a recipe sets them."""
 OF_CRITICS = re.compile(r"critic\..*|objective\.(gamma|lam|value_clip)|stage\.value_coef")
@@ -42,6 +42,8 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
         WIDTH,
     )
     lines.append("--trust-run imports code that the folder of a run or model names, though you did not create it.")
+    if command.startswith("train"):
+        lines.append("--replay RUN, in place of a recipe, trains from the ledger of a run with --engine.lag.")
     if command.startswith("explain"):
         lines.append("--gpus N estimates the memory of each of N GPUs, with --distributed.shard as it is set.")
         lines.append("--names trl, verl, ddpo or sources shows the options under the names that they have there.")

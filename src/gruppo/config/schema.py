@@ -381,7 +381,10 @@ class SavingConfig:
     completions_gb: NonNegative = 10.0
     """Size of completions/, in GB (compressed), beyond which only shown ones are kept."""
     ledger_gb: NonNegative = 2.0
-    """Size of a rank's ledger/, in GB, beyond which samples that no checkpoint needs are deleted."""
+    """Size of a rank's ledger/, in GB, beyond which old samples are deleted.
+
+    None that a checkpoint needs. See engine.lag.
+    """
 
 
 @dataclass(frozen=True)
