@@ -1,7 +1,10 @@
 """Learning and speed with vLLM servers against the local engine: ``python -m benchmarks.servers http://127.0.0.1:8000``.
 
 Trains ``arithmetic`` with both engines and three seeds, in turns. It may be stopped at any time: finished runs are kept
-in ``--runs-dir``, begun ones are resumed. Start the server before with ``gruppo serve smollm2-135m``.
+in ``--runs-dir``, begun ones are resumed. Start the server before with ``gruppo serve smollm2-135m``. Options of
+``gruppo train`` follow ``--``.
+
+``--turns 7`` compares sampling alone: the same requests by each engine in turn, in one process.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +29,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--runs-dir", type=Path, default=Path("build/bench/servers"))
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="further options of gruppo train, after --")
-    options = parser.parse_args(argv)
-    rest = [word for word in options.rest if word != "--"]
+    parser.add_argument("--turns", type=int, default=0, help="compare sampling only, in as many turns")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a turn, in groups of 8")
+    parser.add_argument("--tokens", type=int, default=64, help="longest completion of a turn")
+    words = [*(sys.argv[1:] if argv is None else argv), "--"]
+    options = parser.parse_args(words[: words.index("--")])
+    rest = words[words.index("--") + 1 : -1]
+    if options.turns:
+        return print(rates(options))
     for seed in options.seeds:
         for engine in ("local", "vllm"):
             train(options, engine, seed, rest)
@@ -44,8 +54,51 @@ def train(options: Any, engine: str, seed: int, rest: Sequence[str]) -> None:
     else:
         names = ["--seed", str(seed), "--runs-dir", str(options.runs_dir), "--name", folder.name]
         command += ["train", "arithmetic", "--steps", str(options.steps), "--saving.every", "5", *names, *rest]
-        command += ["--engine", "vllm", "--engine.urls", options.url] if engine == "vllm" else []
+        served = ["--engine", "vllm", "--engine.urls", options.url, "--engine.timeout-s", "600"]  # of a loaded machine
+        command += served if engine == "vllm" else []
     subprocess.run(command, check=True)
+
+
+def rates(options: Any) -> str:
+    """Medians of tokens per second of both engines over the turns, and the mismatch of the last one, in nats."""
+    import torch
+
+    from gruppo.engines import LocalEngine
+    from gruppo.engines.vllm import VllmEngine
+    from gruppo.inference import load_policy
+    from gruppo.types import MicroBatch, Prompt, Request, Sampling
+
+    policy = load_policy("smollm2-135m", compute="bfloat16")
+    texts = [[{"role": "user", "content": f"What is {n} + {n * n % 23}? Explain."}] for n in range(options.rows // 8)]
+    requests = [Request(Prompt(str(n), text, draw=n), 8) for n, text in enumerate(texts)]
+    sampling = Sampling(temperature=1.0, max_actions=options.tokens)
+    lines = [f"{'engine':8}{'tokens/s':>10}{'least':>8}{'most':>8}{'mismatch mean':>15}{'max':>7}"]
+    with tempfile.TemporaryDirectory(prefix="gruppo-rates-") as folder:
+        served = VllmEngine(policy, [options.url], Path(folder) / "published", timeout_s=600)
+        try:
+            served.check(256 + options.tokens)
+            served.sync(policy, 1)
+            measured: dict[str, list[float]] = {"local": [], "vllm": []}
+            for turn in range(options.turns):
+                for name, engine in (("local", LocalEngine(policy)), ("vllm", served)):
+                    began = time.perf_counter()
+                    rollouts = engine.generate(requests, sampling, seed=turn)
+                    measured[name].append(int(rollouts.mask.sum()) / (time.perf_counter() - began))
+                    if turn < options.turns - 1:
+                        continue
+                    parts = torch.arange(len(rollouts)).split(8)
+                    columns = slice(0, rollouts.actions.shape[1])
+                    with torch.no_grad():
+                        scores = [policy.likelihood(rollouts, MicroBatch(part, columns)).logprobs for part in parts]
+                    gap = (torch.cat(scores) - rollouts.sampler_logprobs).abs()[rollouts.mask]
+                    speeds = measured[name]
+                    lines.append(
+                        f"{name:8}{statistics.median(speeds):10.1f}{min(speeds):8.1f}{max(speeds):8.1f}"
+                        f"{gap.mean().item():15.4f}{gap.max().item():7.2f}"
+                    )
+        finally:
+            served.close()
+    return "\n".join(lines)
 
 
 def table(runs: Path, seeds: Sequence[int]) -> str:

@@ -63,7 +63,8 @@ FOREIGN_OPTIONS = {
     *("--bind", "--cap-drop", "--dev", "--mount", "--network", "--proc", "--read-only", "--rm", "--ro-bind"),
     *("--runtime", "--unshare-all"),
     *("--dtype", "--enable-prefix-caching", "--enable-scale-out", "--enforce-eager", "--generation-config"),
-    *("--gpu-memory-utilization", "--logprobs-mode", "--max-model-len"),
+    *("--gpu-memory-utilization", "--logprobs-mode", "--max-model-len", "--enable-sleep-mode"),
+    *("--weight-transfer-config", "--enable-deterministic-inference"),
 }
 """Of other programs, or for all commands."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}

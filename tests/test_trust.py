@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests import own_models, tiny
+from tests.engines.fake_vllm import FakeServer
 
 import gruppo
 from gruppo import api, inference, trust
@@ -122,11 +123,31 @@ def test_every_entry_that_names_code_is_listed(tmp_path, capsys, clean, evil, en
         ({"reward": ["code_tests:timeout_s=5,sandbox=podman run img", "code_tests"]},
          ["code_tests:timeout_s=5,sandbox=podman run img"]),
         ({"restoration": {"consistency": "/x/c.py:blur"}, "trust_remote_code": False}, ["/x/c.py:blur"]),
+        ({"engine": {"kind": "vllm", "urls": ["http://a:8000", "b:1,c:2"], "publish_dir": "/shared"}},
+         ["engine.urls=http://a:8000", "engine.urls=b:1,c:2", "engine.publish_dir=/shared"]),
         ({"trust_remote_code": True, "reward": ["process_reward:/m,trust_remote_code=False"]}, ["trust_remote_code"]),
     ],
 )  # fmt: skip
 def test_names_of_code_are_found_wherever_they_are(settings, names):
     assert trust.imports(settings) == names
+
+
+def test_servers_of_a_copied_run_get_no_key_and_no_weights_without_the_flag(tmp_path, capsys, clean, monkeypatch):
+    """Commands that train nothing need neither the flag nor the servers."""
+    monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret")
+    server, place = FakeServer(tiny.model()), tmp_path / "place"
+    engine = {"kind": "vllm", "urls": [server.url], "publish_dir": str(place)}
+    run = edit(shutil.copytree(clean, tmp_path / "run"), engine=engine, steps=2)
+    for command in (["resume", str(run)], ["train", str(run)]):
+        code, line = gives(capsys, *command)
+        assert code == 2 and f"or servers to use: engine.urls={server.url}, engine.publish_dir={place}" in line
+        assert "check the servers; if you trust it, add --trust-run" in line
+    assert gives(capsys, "eval", str(run), "--prompts", "2")[0] == gives(capsys, "doctor", str(run))[0] == 0
+    assert not server.log and not place.exists()
+    with pytest.raises(GruppoError, match="names code to run, or servers to use"):
+        api.resume(run)
+    assert api.resume(run, trust_run=True).folder == run and server.log
+    server.close()
 
 
 def test_an_entry_that_is_not_listed_imports_nothing(tmp_path, clean, evil, monkeypatch):

@@ -588,9 +588,9 @@ def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[s
     for place, names in models.items():
         trust.check(place, names, trust_run=trust_run)
     with trust.importing([*chain(*models.values())]):
-        here = replace(config, engine=type(config.engine)()) if config.engine.kind == "vllm" else config
-        run = build(here, Parts())[0]  # without the servers, which need not run yet
-        return dry_run.explain(run, gpus=gpus, samples_here=here is config)
+        here = config.without_servers  # they need not run yet
+        run = build(here, Parts())[0]
+        return dry_run.explain(run, gpus=gpus, samples_here=here is config, is_colocated=config.engine.colocated)
 
 
 def join_ranks(config: Config) -> None:

@@ -245,6 +245,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         environment=environment,
         progress=engine.progress if is_served else str,
         engine_metrics=engine.metrics if is_served else dict,
+        before_update=engine.sleep if is_served and config.engine.colocated else lambda: None,
         **sha256,
     )
     is_evaluated = bool(rewards.names) or policy.renders_images  # without rewards, images are still shown
@@ -381,7 +382,7 @@ def check_lag(config: Config, engine: Any) -> None:
 
 def open_vllm(config: Config, policy: Policy, sampling: Any, source: Any) -> Engine:
     """Return the engine of vLLM servers, each of which was found to fit this run."""
-    from gruppo.engines.vllm import Proof, VllmEngine
+    from gruppo.engines.vllm import NcclTransfer, Proof, VllmEngine
 
     chosen = config.engine
     # a batch system may start the servers of a resumed run elsewhere
@@ -390,7 +391,17 @@ def open_vllm(config: Config, policy: Policy, sampling: Any, source: Any) -> Eng
     run_folder = Path(config.runs_dir).absolute() / config.name
     folder = Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
     proof = Proof(policy, peek(source, PROMPTS_PROBED), sampling, max_mismatch=chosen.max_mismatch)
-    engine = VllmEngine(policy, urls, folder, proof=proof, timeout_s=chosen.timeout_s, max_inflight=chosen.max_inflight)
+    nccl = NcclTransfer(policy.device, timeout_s=chosen.timeout_s) if chosen.transfer == "nccl" else None
+    engine = VllmEngine(
+        policy,
+        urls,
+        folder,
+        proof=proof,
+        nccl=nccl,
+        is_colocated=chosen.colocated,
+        timeout_s=chosen.timeout_s,
+        max_inflight=chosen.max_inflight,
+    )
     try:
         prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[-64:] or peek(source, 64)
         engine.check(policy.longest_prompt(prompts) + sampling.max_actions)

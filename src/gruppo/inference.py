@@ -76,7 +76,7 @@ def evaluate_run(
     ``samples``: completions per prompt beside the greedy one, for mean@k and pass@k.
     """
     check_is_run(path)
-    first = serialization.load(path / "config.json")
+    first = serialization.load(path / "config.json").without_servers  # they hold other weights by now, or are gone
     code = trust.imports_of_run(serialization.to_dict(first), path)
     trust.check(path, code, trust_run=trust_run, trust_remote_code=trust_remote_code)
     if prompts < 1:

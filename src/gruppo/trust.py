@@ -33,6 +33,8 @@ REMOTE_CODE = "trust_remote_code"
 """Setting of a config, and option of a reward model: code of a hub model's repository runs."""
 RUNS_CODE = re.compile(rf"\b({REMOTE_CODE}\s*=(?!\s*false\b)|sandbox\s*=\s*\S)", re.IGNORECASE)
 """Options of a reward that run a repository's code, or a command."""
+SERVERS = {"urls": "engine.urls=", "publish_dir": "engine.publish_dir="}
+"""Entries of a config's engine: servers that get the key of this user, and a folder that is written to."""
 MODEL_FILES = ("module.json", "restorer.json")
 """Files of saved models that name a function."""
 
@@ -44,7 +46,8 @@ _allowed: frozenset[str] = frozenset()
 
 
 def imports(settings: Any, key: str = "") -> list[str]:
-    """Names of Python objects in a nested config, options that turn on code of a hub's repository, and commands."""
+    """Names of Python objects in a nested config, options that turn on code of a hub's repository, commands, and
+    servers."""
     if isinstance(settings, Mapping):
         return [name for k, value in settings.items() for name in imports(value, str(k))]
     if isinstance(settings, list | tuple):
@@ -52,6 +55,8 @@ def imports(settings: Any, key: str = "") -> list[str]:
     if key == REMOTE_CODE:
         return [REMOTE_CODE] if settings else []
     text = settings.strip() if isinstance(settings, str) else ""
+    if key in SERVERS:
+        return [SERVERS[key] + text] if text else []
     if RUNS_CODE.search(text):
         return [text]
     spec = text.removeprefix("restore:")
@@ -95,13 +100,15 @@ def imports_of_model(folder: Path) -> list[str]:
 
 def check(folder: Path, names: Collection[str], *, trust_run: bool = False, trust_remote_code: bool = False) -> None:
     """Refuse a folder that would import what it did not name when this user created it."""
-    listed = f"{folder} names code to run: {', '.join(dict.fromkeys(names))}."
+    is_served = any(name.startswith(tuple(SERVERS.values())) for name in names)
+    what, look = ("code to run, or servers to use", " and check the servers") if is_served else ("code to run", "")
+    listed = f"{folder} names {what}: {', '.join(dict.fromkeys(names))}."
     flags = ["--trust-remote-code"] if any(REMOTE_CODE in name for name in names) and not trust_remote_code else []
     if not (trust_run or _is_trusted(folder, names)):
         flags.insert(0, "--trust-run")
         options = ", ".join(f"{flag.strip('-').replace('-', '_')}=True" for flag in flags)
         raise GruppoError(
-            f"{listed} No command of yours on this machine created it there with that code. Read the code; if you "
+            f"{listed} No command of yours on this machine created it there with that. Read the code{look}; if you "
             f"trust it, add {' '.join(flags)} (in Python {options}), or set {TRUSTED} to a folder above."
         )
     if flags:

@@ -206,7 +206,7 @@ class FakeServer:
         with self.lock:
             if pauses == self.pauses:
                 policy, version = self.adapters.get(name, self.policy), self.version
-            key = (body.get("cache_salt"), *ids)
+            key = (name, body.get("cache_salt"), *ids)  # vLLM's hash of a block has the adapter's name
             usage = {"prompt_tokens_details": {"cached_tokens": len(ids) - 1 if key in self.cache else 0}}
             choice = self.sampled(policy, version, ids, params, key)
             if pauses != self.pauses:  # aborted: half of its tokens were there

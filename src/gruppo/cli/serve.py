@@ -80,6 +80,8 @@ def server_command(
     command += ["--disable-uvicorn-access-log"]
     if vllm.is_cpu:  # compiled graphs hold packed weights that a reload does not reach
         command += ["--enforce-eager"]
+    else:  # for --engine.transfer nccl
+        command += ["--weight-transfer-config", '{"backend": "nccl"}']
     if lora_rank:
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
     if has_key:

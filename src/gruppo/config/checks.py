@@ -250,6 +250,17 @@ def _section_rules(config: Config) -> Rules:
             "--engine vllm was given no server. Start one with gruppo serve MODEL, and set --engine.urls "
             "http://127.0.0.1:8000."
         ),
+        (engine.transfer == "nccl" and engine.colocated)
+        and (
+            "engine.transfer='nccl' does not connect two processes on one GPU, and engine.colocated has the servers on "
+            "the trainer's. Leave --engine.transfer out, and set --engine.publish-dir to a folder in memory, such as "
+            "/dev/shm/weights."
+        ),
+        (engine.colocated and engine.lag)
+        and (
+            f"engine.lag={engine.lag} samples while the trainer updates, when servers with engine.colocated sleep. Leave "
+            "one of the two out."
+        ),
         (engine.lag and not engine.kind and not engine.replay)
         and (
             f"engine.lag={engine.lag} needs an engine that samples while the trainer learns, and without one the "

@@ -5,7 +5,7 @@ The first line of a field's docstring is its help on the command line, the rest 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from gruppo.config.options import Count, Fraction, NonNegative, Positive, Range
@@ -295,6 +295,13 @@ class EngineConfig:
 
     The servers read it under the same path.
     """
+    transfer: Literal["folder", "nccl"] = "folder"
+    """How servers get new weights: as a folder, or from GPU to GPU by NCCL."""
+    colocated: bool = False
+    """Whether the servers share the trainer's GPU, and sleep while it updates.
+
+    They need vLLM's --enable-sleep-mode. gruppo explain computes how to share the memory.
+    """
     timeout_s: Annotated[float, Range(gt=0)] = 60.0
     """Seconds without a token after which a server is left out.
 
@@ -477,6 +484,11 @@ class Config:
     def plan(self) -> tuple[Stage, ...]:
         """The stages, in order."""
         return self.stages or (self.stage,)
+
+    @property
+    def without_servers(self) -> Config:
+        """The config with the policy itself in place of vLLM servers, for commands that train nothing."""
+        return replace(self, engine=EngineConfig()) if self.engine.kind == "vllm" else self
 
     def section(self, kind: type[T]) -> T:
         """The options of a modality, given by their dataclass; its defaults if the run has others or none."""

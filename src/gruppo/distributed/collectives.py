@@ -245,7 +245,7 @@ def leaving() -> Iterator[None]:
 
 
 def _leave(error: Exception) -> None:
-    """Tell the others of an error that they cannot be told of in a collective; this rank joins none anymore."""
+    """Report an error to the other ranks outside of collectives, which this rank no longer joins."""
     global _left
     if _heartbeat is None or _left is not None or isinstance(error, RankLost | Failed):
         return
@@ -292,7 +292,7 @@ def share_failure(error: Exception | None, status: int = 0, *, in_step: bool = F
         raise error
     if error is not None:
         _shared = error
-        with suppress(RankLost, Failed):  # where others cannot be told, they have left
+        with suppress(RankLost, Failed):  # the other ranks may have ended
             all_max(_FAILED)
             all_gather(json.dumps(vars(_failure(error))).encode())
         raise error

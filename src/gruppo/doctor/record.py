@@ -177,7 +177,7 @@ def read(folder: Path, *, trust_run: bool = False) -> Record:
     )
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     config = serialization.load(folder / "config.json")
-    code = trust.imports_of_run(serialization.to_dict(config), folder)
+    code = trust.imports_of_run(serialization.to_dict(config.without_servers), folder)
     trust.check(folder, code, trust_run=trust_run, trust_remote_code=True)  # it opens no model
     return Record(folder, config, rows, samples, evaluations, manifest[0] if manifest else {}, text)
 

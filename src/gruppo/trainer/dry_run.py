@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,22 +24,24 @@ from gruppo.types import Request
 
 GPUS_PER_MACHINE = 8
 """Over which --distributed.shard hybrid shards."""
+ASSUMED_GPU_BYTES, RESERVED_BYTES = 80 * 2**30, 3 * 2**30
+"""Of a GPU where there is none; for two CUDA contexts, fragments, and what a server keeps while it sleeps."""
 PROMPTS_READ = 32
 """Prompts whose lengths are measured."""
 
 
-def explain(run: Run, *, gpus: int = 1, samples_here: bool = True) -> list[str]:
+def explain(run: Run, *, gpus: int = 1, samples_here: bool = True, is_colocated: bool = False) -> list[str]:
     """Describe the objective, the stages, the work and memory of a step, and one prompt with its reward.
 
     ``gpus``: the number of ranks, for an estimate of the memory of each. ``samples_here``: with the model itself, not
-    on servers.
+    on servers; ``is_colocated``: on servers that share its GPU.
     """
     return [
         *_objective(run),
         *_stages(run.config),
         *_work(run),
         "",
-        *_memory(run, gpus, samples_here),
+        *_memory(run, gpus, samples_here, is_colocated),
         "",
         *_example(run),
     ]
@@ -136,7 +139,7 @@ def _work(run: Run) -> list[str]:
     return ["WORK", *lines]
 
 
-def _memory(run: Run, gpus: int, samples_here: bool) -> list[str]:
+def _memory(run: Run, gpus: int, samples_here: bool, is_colocated: bool) -> list[str]:
     """Estimated bytes of weights, gradients, optimizer state, and of a step as the policy estimates them."""
     shards = gpus if run.config.distributed.shard != "none" else 1
     if run.config.distributed.shard == "hybrid":
@@ -160,6 +163,8 @@ def _memory(run: Run, gpus: int, samples_here: bool) -> list[str]:
     opened = base_bytes + 4 * own + sum(run.reference.memory_estimate(width).values() if run.reference else ())
     on_cpu = sum(parts.values()) if run.config.distributed.offload_params and shards > 1 else 0
     parts = {} if on_cpu else parts
+    kept = sum(size for name, size in parts.items() if not name.startswith("gradients"))
+    kept += sum(run.rewards.memory_bytes.values())
     parts |= gathered_bytes(counts, shards=shards, compute_bytes=width, block_bytes=1 if is_4bit else 0)
     if shards > 1 and samples_here:
         parts["whole weights to sample"] = base_bytes + width * own
@@ -170,7 +175,9 @@ def _memory(run: Run, gpus: int, samples_here: bool) -> list[str]:
         parts["critic's activations"] = critic_more * budget
     largest = dynamic_sampling.max_group_size(run.config.rollout, max(group_sizes(run.config)))
     parts |= policy.memory_estimate(run.config, prompts, budget, largest)
-    if gpus > 1 and "cache while sampling" in parts:
+    if not samples_here:
+        parts.pop("cache while sampling", None)
+    elif gpus > 1 and "cache while sampling" in parts:
         parts["cache while sampling"] *= -(-run.config.rollout.prompts // gpus) / run.config.rollout.prompts
     total = sum(parts.values())
     unit, name = (2**30, "GiB") if total > 2**29 else (2**20, "MiB")
@@ -182,6 +189,27 @@ def _memory(run: Run, gpus: int, samples_here: bool) -> list[str]:
         *([f"  {'of the CPU, shards':<24} {on_cpu / unit:6.2f} {name}"] if on_cpu else []),
         # each rank opens the whole model on the CPU before it keeps its shards
         *([f"  {'of the CPU, at the start':<24} {opened / unit:6.2f} {name}"] if shards > 1 else []),
+        *(_split(kept, total, width * counts.total) if is_colocated else []),
+    ]
+
+
+def _split(kept: float, peak: float, weights: float) -> list[str]:
+    """How a trainer and a server share one GPU: ``kept`` and ``peak`` are the trainer's bytes while the server samples,
+    and while it sleeps."""
+    has_gpu = torch.cuda.is_available()
+    device = torch.cuda.mem_get_info()[1] if has_gpu else ASSUMED_GPU_BYTES
+    share = (device - kept - RESERVED_BYTES) / device
+    gib, fits = 2**30, share * device > 1.2 * weights and peak + RESERVED_BYTES <= device
+    return [
+        "",
+        f"ONE GPU FOR TRAINER AND SERVER, {device / gib:.1f} GiB{'' if has_gpu else ' (there is none here)'}",
+        f"  while the server samples  trainer {kept / gib:.2f} GiB, server {share * device / gib:.2f} GiB, "
+        f"{weights / gib:.2f} of it weights",
+        f"  while the trainer updates trainer {peak / gib:.2f} GiB, server asleep",
+        f"  reserved for both         {RESERVED_BYTES / gib:.2f} GiB",
+        f"  gruppo serve MODEL -- --enable-sleep-mode --gpu-memory-utilization {math.floor(100 * share) / 100:.2f}"
+        if fits
+        else "  This does not fit. Use a GPU for each, shard the trainer, or train an adapter with --lora.rank.",
     ]
 
 

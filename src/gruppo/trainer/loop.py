@@ -66,6 +66,7 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
                 collected = collect(run, step_params)
                 run.notify("on_rollouts", collected.rollouts, collected.scores)
             with dist.phase("learn"):
+                run.before_update()
                 metrics = collected.metrics | learn(run, collected.batch, step_params)
                 check_mismatch(run, metrics)
             with dist.phase("publish"):

@@ -80,6 +80,8 @@ class Run:
     """What the engine is doing, for the screen; "" if there is nothing to say."""
     engine_metrics: Callable[[], dict[str, float]] = dict
     """Metrics of the engine since the last call."""
+    before_update: Callable[[], None] = lambda: None
+    """Called between the samples of a step and its update: servers on the same device give up its memory."""
     callbacks: Any = None
     """``trainer.callbacks.Callbacks``; None where there are none."""
     is_stopped: bool = False

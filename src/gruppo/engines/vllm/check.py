@@ -16,7 +16,9 @@ TEXT = "Is 17 + 25 = 42?\n\tNaïve café, 北京 😀"
 START = "Start the server with gruppo serve MODEL"
 
 
-async def check_server(replica: Replica, policy: Any, *, tokens: int) -> int:
+async def check_server(
+    replica: Replica, policy: Any, *, tokens: int, is_colocated: bool = False, is_nccl: bool = False
+) -> int:
     """Return the context of a server. Refuse one that lacks a route, or has another model or a shorter context."""
     url = replica.url
     try:
@@ -45,6 +47,16 @@ async def check_server(replica: Replica, policy: Any, *, tokens: int) -> int:
             f"the server {url} reports {mode}, which leave out temperature, top-k and top-p; processed_logprobs are "
             f"needed. {START}, which sets --logprobs-mode processed_logprobs."
         )
+    if is_colocated and not settings.get("enable_sleep_mode"):
+        raise GruppoError(
+            f"the server {url} cannot sleep, which engine.colocated needs. {START} -- --enable-sleep-mode, or leave "
+            "--engine.colocated out."
+        )
+    if is_nccl and "nccl" not in str((info.get("vllm_config") or {}).get("weight_transfer_config")):
+        raise GruppoError(
+            f"the server {url} has no weight transfer by NCCL. {START} on a GPU, which sets --weight-transfer-config, "
+            "or leave --engine.transfer out."
+        )
     theirs, ours = str(settings.get("dtype") or "").removeprefix("torch."), str(policy.compute_dtype)[6:]
     if theirs in ("float32", "bfloat16", "float16") and theirs != ours:
         raise GruppoError(
@@ -66,7 +78,9 @@ async def check_server(replica: Replica, policy: Any, *, tokens: int) -> int:
         )
     sampled = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
     body = {"token_ids": policy.encode_text(TEXT)[:1], "sampling_params": sampled}
-    await replica.request("POST", "/resume")  # a run that died while it published has left the server paused
+    if is_colocated:  # a run that died while it updated has left the server asleep, or while it published, paused
+        await replica.request("POST", "/wake_up")
+    await replica.request("POST", "/resume")
     answer = await _ask(replica, "POST", GENERATE, body, f"route {GENERATE}. {START}, which sets --enable-scale-out")
     if not (answer.get("choices") or [{}])[0].get("weight_versions"):
         raise GruppoError(

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,6 +67,8 @@ class Replica:
         """Why there is no label."""
         self.loaded: str | None = None
         """Label of the weights that were loaded last, proved or not."""
+        self.is_asleep = False
+        """Whether it has given up the device's memory to the trainer."""
         self.inflight = self.failures = 0
         """Rows being sampled; failed requests since the last one that succeeded."""
         self.tokens: float | None = None
@@ -200,35 +202,58 @@ class Replica:
 
     # --- weights ---
 
-    async def load(self, folder: Path, label: str) -> None:
-        """Load the weights of a folder and name them. Where it fails, the server stays paused: it may hold half of
-        them."""
-        self.label, before, control_s = None, self.loaded, self.timeout_s
-        load_s = control_s + sum(file.stat().st_size for file in folder.iterdir()) / LOADED_PER_S
+    async def load_adapter(self, folder: Path, label: str) -> None:
+        """Load an adapter under a name of its own, and forget the one before."""
+        self.label, before = None, self.loaded
+        await self._wake("")
         # rows of any rank may be under way, with lag; an adapter must not be unloaded under them either
+        await self.request("POST", "/pause?mode=abort&clear_cache=true", timeout_s=self.timeout_s)
+        adapter = {"lora_name": label, "lora_path": str(folder)}
+        await self.request("POST", "/v1/load_lora_adapter", adapter, timeout_s=self._load_s(folder))
+        self.loaded = label
+        if before is not None:
+            try:
+                await self.request("POST", "/v1/unload_lora_adapter", {"lora_name": before}, timeout_s=self.timeout_s)
+            except ServerError as error:
+                if not error.status:  # a server that was started again does not know it
+                    raise
+        await self.request("POST", "/resume", timeout_s=self.timeout_s)
+
+    async def load(self, label: str, install: Callable[[Replica], Awaitable[None]]) -> None:
+        """Have new weights installed and name them. Where it fails, the server stays paused: it may hold half of
+        them."""
+        self.label, control_s = None, self.timeout_s
+        if self.is_asleep:  # its cache wakes last; before the pause, which it ends where nothing was asleep
+            await self.request("POST", "/wake_up?tags=weights", timeout_s=control_s)
         await self.request("POST", "/pause?mode=abort&clear_cache=true", timeout_s=control_s)
-        if self.is_lora:
-            adapter = {"lora_name": label, "lora_path": str(folder)}
-            await self.request("POST", "/v1/load_lora_adapter", adapter, timeout_s=load_s)
-            self.loaded = label
-            if before is not None:
-                try:
-                    await self.request("POST", "/v1/unload_lora_adapter", {"lora_name": before}, timeout_s=control_s)
-                except ServerError as error:
-                    if not error.status:  # a server that was started again does not know it
-                        raise
-            await self.request("POST", "/resume", timeout_s=control_s)
-            return
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self.request("POST", "/collective_rpc", call, timeout_s=load_s)
+        await install(self)
         # neither a reload nor a transfer clears it; blocks of older weights were read for 17 versions (NeMo-RL#4018)
         cleared = await self.request("POST", "/reset_prefix_cache", timeout_s=control_s)
         if not cleared.get("success"):
             raise ServerError("/reset_prefix_cache did not clear the prefix cache")
         named = {"new_version": label}  # after the load, never before it
         await self.request("POST", "/update_weight_version", named, timeout_s=control_s)
+        await self._wake("?tags=kv_cache")
         await self.request("POST", "/resume", timeout_s=control_s)
         self.loaded = label
+
+    async def reload(self, folder: Path) -> None:
+        """Load the weights of a folder."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self.request("POST", "/collective_rpc", call, timeout_s=self._load_s(folder))
+
+    async def sleep(self) -> None:
+        """Give up the device's memory until the next ``load``. The base of an adapter is kept on the CPU."""
+        self.is_asleep = True
+        await self.request("POST", f"/sleep?level={1 if self.is_lora else 2}&mode=abort", timeout_s=self.timeout_s)
+
+    async def _wake(self, tags: str) -> None:
+        if self.is_asleep:
+            await self.request("POST", f"/wake_up{tags}", timeout_s=self.timeout_s)
+            self.is_asleep = False
+
+    def _load_s(self, folder: Path) -> float:
+        return self.timeout_s + sum(file.stat().st_size for file in folder.iterdir()) / LOADED_PER_S
 
 
 def version_of(label: str) -> int:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.engines.vllm.check import check_server
 from gruppo.engines.vllm.client import CONNECT_S, Replica, SampledRow, ServerError, version_of
+from gruppo.engines.vllm.nccl import NcclTransfer
 from gruppo.engines.vllm.prove import Proof
 from gruppo.engines.vllm.publish import Publication
 from gruppo.errors import EngineLost
@@ -57,11 +59,14 @@ class VllmEngine:
         folder: Path,
         *,
         proof: Proof | None = None,
+        nccl: NcclTransfer | None = None,
+        is_colocated: bool = False,
         timeout_s: float = 60.0,
         max_inflight: int = 512,
     ) -> None:
         self.policy, self.timeout_s, self.max_inflight = policy, timeout_s, max_inflight
         self.publication, self.proof, self.version, self.label = Publication(folder), proof, 0, ""
+        self.nccl, self.is_colocated = nccl, is_colocated
         # another process's labels differ: a server that an older trainer still feeds is never taken for ours
         self._name = f"gruppo-{dist.all_gather(secrets.token_hex(4).encode())[0].decode()}"
         is_lora = policy.base_sha256 is not None
@@ -80,10 +85,14 @@ class VllmEngine:
 
     def check(self, tokens: int) -> None:
         """Refuse a folder that cannot be written, and servers that do not fit; ``tokens``: the longest row."""
-        self.publication.check()
+        if self.nccl is None:
+            self.publication.check()
+        else:
+            self.nccl.check(is_adapter=self.policy.base_sha256 is not None)
 
         async def check() -> int:
-            contexts = [await check_server(replica, self.policy, tokens=tokens) for replica in self.replicas]
+            needs = {"is_colocated": self.is_colocated, "is_nccl": self.nccl is not None}
+            contexts = [await check_server(replica, self.policy, tokens=tokens, **needs) for replica in self.replicas]
             return min(contexts)
 
         with dist.fail_together():
@@ -279,9 +288,8 @@ class VllmEngine:
 
     async def _watch_one(self, replica: Replica, interval_s: float) -> None:
         before = replica.tokens
-        with suppress(
-            ServerError, ValueError
-        ):  # /health answers while the engine behind it is dead; its tokens do not grow
+        # not /health, which answers while the engine behind it is dead
+        with suppress(ServerError, ValueError):
             replica.tokens = await replica.count_tokens(timeout_s=interval_s)
         now, rate = time.monotonic(), 0.0
         if before is not None and replica.tokens is not None and replica.tokens != before and replica.inflight:
@@ -304,7 +312,7 @@ class VllmEngine:
                     raise self._lost()
                 try:
                     async with asyncio.timeout(self.timeout_s):
-                        await self._publish(self._published)
+                        await _all(self._admit(replica, self._published) for replica in self.replicas)
                 except TimeoutError:
                     raise self._lost() from None
                 await asyncio.sleep(min(1.0, self.timeout_s / 10))
@@ -334,13 +342,13 @@ class VllmEngine:
         if proof is not None:
             proof.publish(policy)
             self._canary(policy, proof)
-        self._published = folder = self._write(policy, self.label)
-        self._on_main(lambda: self._publish(folder))
+        self._published = folder = self._deliver(policy, self.label, self.replicas, self._admit)
         if proof is not None:
             # the regression refuses a good server now and then; the canary is certain
             if _agreed([replica.number for replica in self.replicas if proof.is_doubted(replica)]):
                 self._canary(policy, proof)
-                self._on_main(lambda: self._publish(folder, [r for r in self.replicas if r.label is None]))
+                out = [self.replicas[n] for n in _agreed([r.number for r in self.replicas if r.label is None])]
+                self._deliver(policy, self.label, out, self._admit, folder=folder)
             for number, rows in _agreed(proof.sampled_rows()):
                 if why := proof.check_sampled(policy, rows):
                     self._eject(self.replicas[number], why)
@@ -354,19 +362,60 @@ class VllmEngine:
             raise self._lost()
         self.version = version
 
-    def _write(self, policy: Any, label: str) -> Path:
-        if policy.base_sha256 is not None:
-            return self.publication.write_adapter(label, policy.save)
-        return self.publication.write(label, policy.served_weights(), policy.served_config())
+    def sleep(self) -> None:
+        """Have the servers leave the device's memory to the trainer until the next ``sync``."""
 
-    def _on_main(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        async def alone() -> None:  # not while a call of generate loads the weights of before
-            async with self._loading:
-                await work()
+        async def sleep(replica: Replica) -> None:
+            try:
+                await replica.sleep()
+            except ServerError as error:
+                self._eject(replica, str(error))
 
         with dist.fail_together():
             if dist.is_main():
-                self._run(alone())
+                self._run(_all(sleep(replica) for replica in self.replicas if replica.label is not None))
+
+    def _deliver(
+        self,
+        policy: Any,
+        label: str,
+        replicas: Sequence[Replica],
+        ask: Callable[[Replica, Path | None], Coroutine[Any, Any, None]],
+        *,
+        folder: Path | None = None,
+    ) -> Path | None:
+        """Have ``ask`` give the weights to these servers; return their folder, unless NCCL sends them.
+
+        ``folder``: where they have been written already.
+        """
+        nccl = self.nccl
+        if nccl is not None:
+            nccl.begin(policy, [replica.number for replica in replicas])
+        elif folder is None and policy.base_sha256 is not None:
+            folder = self.publication.write_adapter(label, policy.save)
+        elif folder is None:
+            folder = self.publication.write(label, policy.served_weights(), policy.served_config())
+        if self.is_colocated and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what the update has left is room for the servers' cache
+
+        async def ask_one(replica: Replica) -> None:
+            try:
+                await ask(replica, folder)
+            finally:
+                if nccl is not None:
+                    nccl.arrive(replica)
+
+        async def ask_all() -> None:  # not while a call of generate loads the weights of before
+            async with self._loading:
+                await _all(ask_one(replica) for replica in replicas)
+
+        with dist.fail_together():
+            asked = self._submit(ask_all()) if dist.is_main() else None
+            if nccl is not None:
+                nccl.send(policy.served_weights())
+            if asked is not None:
+                self._wait(asked)
+        return folder
 
     def _canary(self, policy: Any, proof: Proof) -> None:
         """Have the servers that need it load weights with noise in every tensor, and compare."""
@@ -375,8 +424,9 @@ class VllmEngine:
             return
         self._serial += 1
         replicas, label = [self.replicas[number] for number in numbers], f"{self._name}-canary-{self._serial}"
+        known = {replica.number: replica.why for replica in replicas}
 
-        async def ask(replica: Replica) -> None:
+        async def ask(replica: Replica, folder: Path | None) -> None:
             replica.label, replica.why = None, ""
             proof.forget(replica)
             proof.passed.discard(replica.number)
@@ -386,22 +436,17 @@ class VllmEngine:
             except ServerError as error:
                 replica.why = str(error)
 
-        async def ask_all() -> None:
-            await asyncio.gather(*(ask(replica) for replica in replicas))
-
         with proof.perturbed(policy):
-            folder = self._write(policy, label)
-            self._on_main(ask_all)
-            for replica in replicas:
-                if replica.why and (found := proof.isolate(policy, replica)):
-                    replica.why += f"; {found}"
+            self._deliver(policy, label, replicas, ask)
+            for number in _agreed([*proof.wrong]):
+                if found := proof.isolate(policy, number):
+                    self.replicas[number].why += f"; {found}"
+        for replica in replicas:
+            if replica.why and replica.why != known[replica.number]:
+                log.warning("the server %s is left out of %s: %s", replica.url, self.label, replica.why)
 
-    async def _publish(self, folder: Path, replicas: Sequence[Replica] | None = None) -> None:
-        """Load the published folder into every server that answers, or into these."""
-        await asyncio.gather(*(self._admit(replica, folder) for replica in replicas or self.replicas))
-
-    async def _admit(self, replica: Replica, folder: Path) -> None:
-        """Load the published folder into a server, and sample from it once it has proved that it holds it."""
+    async def _admit(self, replica: Replica, folder: Path | None) -> None:
+        """Load the published weights into a server, and sample from it once it has proved that it holds them."""
         was_usable, label, was_out = replica.label is not None, replica.label_of(self.label), bool(replica.why)
         replica.label = None
         if self.proof is not None and replica.number not in self.proof.passed:
@@ -413,19 +458,24 @@ class VllmEngine:
         except ServerError as error:
             replica.why = str(error)
             if was_usable:
-                log.warning("the server %s is left out: %s", replica.url, replica.why)
+                log.warning("the server %s is left out of %s: %s", replica.url, self.label, replica.why)
             return
         if was_out and self.version:
             log.info("the server %s is back", replica.url)
         replica.admit(label)
         replica.progress_at, replica.tokens = time.monotonic(), None
 
-    async def _load(self, replica: Replica, folder: Path, label: str) -> None:
+    async def _load(self, replica: Replica, folder: Path | None, label: str) -> None:
         await replica.request("GET", "/health", timeout_s=CONNECT_S)
         try:
-            await replica.load(folder, label)
+            if self.nccl is not None:
+                await replica.load(label, self.nccl.receive)
+            elif folder is not None and replica.is_lora:
+                await replica.load_adapter(folder, label)
+            elif folder is not None:
+                await replica.load(label, lambda replica: replica.reload(folder))
         except ServerError as error:
-            if error.status and self._published is None:  # what it cannot load at first, it never can
+            if error.status and self._published is None and folder:  # what it cannot load at first, it never can
                 raise GruppoError(
                     f"the server {replica.url} cannot load the weights from {folder}: {error}. It needs the run's "
                     "--model, and to read that folder under the same path: set --engine.publish-dir to one that both "
@@ -437,7 +487,12 @@ class VllmEngine:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the engine's thread; a signal that interrupts the wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._wait(self._submit(work))
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, future: Future[T]) -> T:
         try:
             return future.result()
         except BaseException:
@@ -458,6 +513,8 @@ class VllmEngine:
 
         if self._loop.is_running():
             self._run(close())
+            if self.nccl is not None:
+                self.nccl.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
         self.publication.clear()
 

@@ -239,33 +239,34 @@ class Proof:
             "or with --logprobs-mode processed_logprobs and the dtype of the trainer"
         )
 
-    def isolate(self, policy: Any, replica: Replica) -> str:
+    def isolate(self, policy: Any, number: int) -> str:
         """Return which group of tensors, left out of the canary, explains a server's error; "" if none does.
 
-        Within ``perturbed``: a layer, the head, the embedding or the norm gets its weights from before. A group that
-        the server did not load explains its error up to rounding.
+        Within ``perturbed``: a layer, or its adapter, the head, the embedding or the norm gets its weights from before.
+        A group that the server did not load explains its error up to rounding. A collective; the first rank, which has
+        the server's answers, knows.
         """
-        server, module = self.wrong.pop(replica.number, None), policy.module
-        if server is None or any(sharding.is_sharded(p) for p in module.parameters()) or policy.base_sha256 is not None:
-            return ""
+        server, module = self.wrong.pop(number, None), policy.module
+        kept, is_sharded = dict(self._kept), any(sharding.is_sharded(p) for p in module.parameters())
+        if not is_sharded:  # tied names, of which one is kept; shards of them are replaced together
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                twin = next((other for other, p in module.named_parameters() if p is tensor), None)
+                if name not in kept and twin in kept:
+                    kept[name] = kept[twin]
         groups: dict[str, list[str]] = {}
-        for name in module.state_dict():
+        for name in kept:
             layer = re.match(r".*?\.\d+(?=\.)", name)
             groups.setdefault(layer[0] if layer else name.rpartition(".")[0], []).append(name)
-        kept = dict(self._kept)
-        for name, tensor in module.state_dict(keep_vars=True).items():  # tied names, of which one is kept
-            twin = next((other for other, p in module.named_parameters() if p is tensor), None)
-            if name not in kept and twin in kept:
-                kept[name] = kept[twin]
         few = self.rollouts.take(range(min(ISOLATING, len(self.rollouts))))  # one forward for each group
-        answers = server[self.row_ids < len(few)]
-        groups["all"] = [name for members in groups.values() for name in members]
+        groups["all"] = [*kept]
         left = {}
         for group, names in groups.items():
-            with _replaced(module, {name: kept[name] for name in names if name in kept}):
-                left[group] = _rms(answers - self.score(policy, few))
+            weights = {name: kept[name] for name in names}
+            with (_replaced_shards if is_sharded else _replaced)(module, weights):
+                scores = self.score(policy, few)
+            left[group] = 0.0 if server is None else _rms(server[self.row_ids < len(few)] - scores)
         best = min(left, key=lambda group: left[group])
-        if left[best] > 2 * self.canary_limit:
+        if server is None or left[best] > 2 * self.canary_limit:
             return ""
         return "nothing of it was loaded" if best == "all" else f"{best} was not loaded"
 
@@ -321,6 +322,20 @@ def _replaced(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None
     finally:
         for (owner, attribute), original in zip(places, originals, strict=True):
             setattr(owner, attribute, original)
+
+
+@contextmanager
+def _replaced_shards(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, this rank's shards of parameters by name have other values."""
+    shards = {name: sharding.local(p.detach()) for name, p in module.named_parameters() if name in weights}
+    originals = {name: shard.clone() for name, shard in shards.items()}
+    try:
+        for name, shard in shards.items():
+            shard.copy_(weights[name])
+        yield
+    finally:
+        for name, shard in shards.items():
+            shard.copy_(originals[name])
 
 
 def _rms(x: Tensor) -> float:
