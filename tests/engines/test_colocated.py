@@ -22,6 +22,7 @@ class Sleeper(FakeServer):
     def __init__(self, model: str) -> None:
         super().__init__(model)
         self.asleep: set[str] = set()
+        self.wakes: list[Any] = []
         self.sleep_mode = True
 
     def get_server_info(self, body: Any, query: Any) -> Any:
@@ -38,6 +39,7 @@ class Sleeper(FakeServer):
         return {"status": "sleeping", "level": 2}
 
     def post_wake_up(self, body: Any, query: Any) -> Any:
+        self.wakes.append(query.get("tags"))
         self.asleep -= {query["tags"]} if query else {"weights", "kv_cache"}
         self.is_paused = self.is_paused and bool(self.asleep)  # vLLM resumes once all of it is awake
         return {"status": "sleeping" if self.asleep else "awake"}
@@ -80,6 +82,7 @@ def test_a_server_sleeps_from_the_last_sample_of_a_step_until_its_next_weights(t
         *("/sleep", "/wake_up", "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"),
         *("/wake_up", "/resume"),
     ]
+    assert server.wakes == [None, *["weights", "kv_cache"] * 2]  # at first, a server that a dead run left asleep
     assert paths.count("/sleep") == 2 and not server.asleep  # the last weights are published too
     plain = FakeServer(tiny.model())
     other = tiny.config(tmp_path, engine__kind="vllm", engine__urls=[plain.url], steps=2, compute="float32", name="b")

@@ -234,9 +234,7 @@ def test_what_nccl_cannot_send_is_refused_in_one_line(servers, tmp_path):
     assert not servers[0].log
     policy = from_pretrained(tiny.model(seed=1), compute="float32")
     engine = VllmEngine(policy, [servers[0].url], tmp_path / "published")
-    with pytest.raises(
-        GruppoError, match=r"no weight transfer by NCCL\. Start the server with gruppo serve"
-    ):
+    with pytest.raises(GruppoError, match=r"no weight transfer by NCCL\. Start the server with gruppo serve"):
         engine._run(check_server(engine.replicas[0], policy, tokens=8, is_nccl=True))
     engine.close()
     with pytest.raises(GruppoError, match="an adapter is published as a folder"):
