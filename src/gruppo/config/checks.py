@@ -258,8 +258,8 @@ def _section_rules(config: Config) -> Rules:
         ),
         (engine.colocated and engine.lag)
         and (
-            f"engine.lag={engine.lag} samples while the trainer updates, when servers with engine.colocated sleep. Leave "
-            "one of the two out."
+            f"engine.lag={engine.lag} samples while the trainer updates, and servers with engine.colocated sleep then. "
+            "Leave one of the two out."
         ),
         (engine.lag and not engine.kind and not engine.replay)
         and (
