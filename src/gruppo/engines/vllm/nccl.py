@@ -61,14 +61,8 @@ class NcclTransfer:
         """Expect these servers to be ready, or to have failed, before ``send``. A collective at its first call."""
         if not self.announced:
             entries = [(name, str(x.dtype)[6:], list(x.shape), x.nbytes) for name, x in policy.served_weights()]
-            self.announced = dict(
-                zip(
-                    ("names", "dtype_names", "shapes"),
-                    map(list, zip(*(e[:3] for e in entries), strict=True)),
-                    strict=True,
-                )
-            )
-            self.bytes = sum(size for *_, size in entries)
+            names, dtypes, shapes, sizes = map(list, zip(*entries, strict=True))
+            self.announced, self.bytes = {"names": names, "dtype_names": dtypes, "shapes": shapes}, sum(sizes)
         self._expected, self._missing, self._ready = numbers, set(numbers), {}
         self._is_complete.clear()
         if not numbers:
@@ -101,8 +95,11 @@ class NcclTransfer:
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send weights to the servers that are ready. A collective where they are sharded; the first rank sends."""
-        if dist.is_main():
-            self._is_complete.wait()
+        if not dist.is_main():
+            for _ in weights:  # each is gathered by all ranks
+                pass
+            return
+        self._is_complete.wait()
         for chunk in _chunks(weights):
             links = [link for link in self._ready.values() if not link.is_aborted]
             for link in links:
@@ -162,7 +159,10 @@ class Link:
 
     def broadcast(self, chunk: Tensor) -> None:
         """Begin to send bytes, which must stay as they are until ``wait`` returns."""
-        self._enqueue("ncclBroadcast", chunk, UINT8, 0)
+        try:
+            self._enqueue("ncclBroadcast", chunk, UINT8, 0)
+        except ServerError:
+            self.abort()
 
     def wait(self, give_up_at: float) -> None:
         """Wait until they are sent, or the link is aborted; abort it at ``give_up_at``."""
@@ -175,7 +175,8 @@ class Link:
     def abort(self) -> None:
         if not self.is_aborted:
             self.is_aborted = True
-            _call("ncclCommAbort", self._communicator)
+            with suppress(ServerError):
+                _call("ncclCommAbort", self._communicator)
 
     def _enqueue(self, function: str, tensor: Tensor, dtype: int, root_or_operation: int) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
