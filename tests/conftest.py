@@ -16,7 +16,7 @@ import logging
 import hypothesis
 import pytest
 import torch
-from tests import processes
+from tests import fake_hub, processes
 
 from gruppo.tracking.plots import plot_run
 
@@ -64,3 +64,16 @@ def _log_as_it_was():
     yield
     log.handlers[:] = handlers
     log.setLevel(level)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A small model hub on this machine, with a token for it."""
+    import huggingface_hub.constants
+
+    with fake_hub.serving() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
+        yield hub

@@ -33,6 +33,7 @@ LAYERS: tuple[set[str], ...] = (
     {"testing", "trainer"},
     {"build", "recipes"},
     {"api", "inference"},
+    {"export"},
     {"trl"},
     {"cli", "doctor", "__init__", "__main__"},
 )

@@ -15,6 +15,7 @@ from tests.trainer.runs import assert_same, metrics
 
 import gruppo
 from gruppo import api, inference
+from gruppo import export as exporting
 from gruppo.cli.app import main
 from gruppo.config.serialization import load
 from gruppo.doctor.record import read
@@ -84,7 +85,8 @@ def test_it_is_evaluated_sampled_exported_and_explained(finished, tmp_path):
     prompt = json.dumps(source.take(1)[0].inputs)
     sampled = inference.sample(run, [prompt], tmp_path / "pictures")
     assert len(sampled) == (2 if name == "routes" else 1)
-    copy = inference.load_policy(inference.export(run, tmp_path / "copy"))
+    exporting.export(run, tmp_path / "copy")
+    copy = inference.load_policy(tmp_path / "copy")
     weights = inference.load_policy(run).module.state_dict()
     assert all(torch.equal(tensor, weights[key]) for key, tensor in copy.module.state_dict().items())
     text = "\n".join(api.explain(config(name, tmp_path)))

@@ -15,6 +15,7 @@ from tests.engines.fake_vllm import FakeServer
 
 import gruppo
 from gruppo import api, inference, trust
+from gruppo import export as exporting
 from gruppo.cli import app, commands
 from gruppo.config import serialization
 from gruppo.config.schema import Config
@@ -240,7 +241,7 @@ def test_the_function_of_a_saved_model_runs_only_where_this_user_saved_it(tmp_pa
     name = own_models.own("model")
     policy = gruppo.load_policy(name)
     policy.save_with_origin(tmp_path / "saved")
-    inference.export(tmp_path / "saved", tmp_path / "exported")
+    exporting.export(tmp_path / "saved", tmp_path / "exported")
     for folder in (tmp_path / "saved", tmp_path / "exported"):
         assert gives(capsys, "sample", str(folder), "hello", "--max-new-tokens", "2")[0] == 0
     foreign = str(shutil.copytree(tmp_path / "saved", tmp_path / "foreign"))

@@ -24,7 +24,7 @@ from gruppo.data.source import Curriculum, IndexedSource, prompt_key
 from gruppo.distributed import sharding
 from gruppo.engines import LocalEngine
 from gruppo.environments import PROVIDED, ConversationEngine, Environment
-from gruppo.loading import absolute_path, absolute_spec, load_object
+from gruppo.loading import absolute_path, absolute_spec, load_object, split_names
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import has_adapter
@@ -140,7 +140,7 @@ def with_absolute_paths(config: Config) -> Config:
     def data(name: str) -> str:
         if is_function_name(name):
             return absolute_spec(name)
-        kind, *parts = name.split(":")
+        kind, *parts = split_names(name)
         if kind in ("images", "degrade", "pairs"):
             return ":".join([kind, *(part if part.isdecimal() else absolute_path(part) for part in parts)])
         return name if kind in ("arithmetic", "reasoning_gym", "digits", "photos", "lines") else absolute_path(name)

@@ -1,9 +1,8 @@
-"""Trained models: load, evaluate, sample, export."""
+"""Trained models: load, evaluate, sample."""
 
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,9 @@ from gruppo.config.schema import IN_MEMORY, Config, LoraConfig, Stage
 from gruppo.core.objective import Objective
 from gruppo.data.images import read_image
 from gruppo.data.restoration import WithReference
-from gruppo.integrity import check_seal
 from gruppo.loading import command_name
 from gruppo.modalities import find_modality
-from gruppo.modalities.common.adapters import is_adapter, model_of
+from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import names_function
 from gruppo.protocols import Policy
@@ -32,9 +30,6 @@ from gruppo.trainer import checkpoint
 from gruppo.trainer.evaluate import Evaluated, evaluate, held_out
 from gruppo.trainer.run_dir import check_is_run
 from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
-
-PIPELINE_ADAPTER = "pytorch_lora_weights.safetensors"
-"""As diffusers names it."""
 
 
 def load_policy(
@@ -200,38 +195,3 @@ def _written(
     files.append(folder / "sheet.png")
     sheet.save(files[-1])
     return files
-
-
-def export(
-    model: str | Path,
-    folder: Path,
-    *,
-    is_adapter_kept: bool = False,
-    trust_run: bool = False,
-    trust_remote_code: bool = False,
-) -> Path:
-    """Write a model as a folder of its own, an adapter merged into its base; or the adapter as it is."""
-    if folder.exists():
-        raise GruppoError(f"the folder {folder} exists already. Name a new one, or delete it.")
-    path = Path(model_of(model))
-    if is_adapter_kept:
-        if (path / PIPELINE_ADAPTER).is_file():
-            raise GruppoError(
-                f"the adapter of a pipeline is in {path} already, as {PIPELINE_ADAPTER}: load it with "
-                "pipeline.load_lora_weights(folder). Leave --adapter out for the model."
-            )
-        if not is_adapter(path):
-            raise GruppoError(
-                f"{model} has no adapter: its weights themselves were trained. Leave --adapter out for the model."
-            )
-        check_seal(path)
-        ignore = shutil.ignore_patterns("COMPLETE")  # the new folder gets a seal of its own
-        with checkpoint.replacing(folder) as temporary:
-            shutil.copytree(path, temporary, dirs_exist_ok=True, ignore=ignore)
-        return folder
-    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    policy = load_policy(model, compute="float32", is_merged=True, **trusts)
-    with checkpoint.replacing(folder) as temporary:
-        policy.save_with_origin(temporary)
-    trust.record(folder, trust.imports_of_model(folder))
-    return folder

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -117,6 +118,12 @@ def absolute_path(path: str) -> str:
     """Return the absolute path of a file or folder that exists; any other name as it is."""
     expanded = os.path.expanduser(path)
     return os.path.abspath(expanded) if path and os.path.exists(expanded) else path
+
+
+def split_names(text: str) -> list[str]:
+    """The parts of ``pairs:DEGRADED:CLEAN`` between colons, of which that of a Windows drive, C:\\, is none."""
+    slashes = r"\\/" if os.name == "nt" else r"\\"
+    return re.split(rf"(?<!^[A-Za-z])(?<!:[A-Za-z]):|:(?![{slashes}])", text)
 
 
 def visible(text: str) -> str:

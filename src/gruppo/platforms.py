@@ -30,7 +30,7 @@ def lock_file(path: Path) -> IO[str]:
     Raises BlockingIOError if another process, or another lock of this one, holds it; OSError if the file cannot be
     written.
     """
-    file = path.open("a+")
+    file = path.open("a+", encoding="utf-8")
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

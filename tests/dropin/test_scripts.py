@@ -267,3 +267,23 @@ def test_vllm_inside_the_trainer_is_answered_with_servers():
 
 def length_of(completions: Any, **_: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
+
+
+def test_vllm_servers_sample_and_get_the_weights_of_each_step():
+    """``vllm_mode="server"``: a server of gruppo serve in place of trl vllm-serve; here a true small one of ours."""
+    from tests.engines.fake_vllm import FakeServer
+
+    from gruppo.trl import GRPOConfig, GRPOTrainer
+
+    server = FakeServer(tiny.model())
+    try:
+        options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+        trainer = GRPOTrainer(tiny.model(), length_of, GRPOConfig("out", **SHORT | options), texts())
+        output = trainer.train()
+        trainer.end()
+    finally:
+        server.close()
+    paths = [path for path, _ in server.log]
+    assert output.global_step == 2 and len(trainer.state.log_history) == 2
+    assert sum("generate" in path for path in paths) >= 2 and any("collective_rpc" in path for path in paths)
+    assert trainer.config.objective.correction == "mask" and trainer.config.objective.correction_level == "sequence"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import tiny
+from tests import fake_hub, tiny
 
 from gruppo.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, translation
 from gruppo.types import GruppoError
@@ -101,6 +101,13 @@ def test_batches_steps_and_rates_are_trls():
     assert (found["saving.every"], found["saving.keep"], found["evaluation.every"]) == (3, 3, 12)
     assert (found["optim.betas"], found["optim.decay"]) == ((0.9, 0.95), "cosine")
     assert settings(max_steps=9, num_iterations=2)["steps"] == 5
+
+
+def test_gradient_checkpointing_is_recomputation():
+    """On by default in TRL."""
+    assert settings()["optim.recompute"] == "layer"
+    assert settings(gradient_checkpointing=False)["optim.recompute"] == "none"
+    assert settings(activation_checkpointing=False)["optim.recompute"] == "none"  # the new name is preferred
 
 
 def test_the_objective_is_trls():
@@ -223,26 +230,16 @@ def test_a_method_of_a_callback_that_would_never_be_called_is_refused():
         GRPOTrainer(tiny.model(), length, GRPOConfig("out", **SHORT), ROWS, callbacks=[Never()])
 
 
-def test_the_model_is_pushed_under_the_name_of_its_folder(tmp_path, monkeypatch):
-    import huggingface_hub
-
+def test_the_model_is_pushed_with_its_card_under_the_name_of_its_folder(tmp_path, monkeypatch, hub):
     monkeypatch.chdir(tmp_path)
-    calls: list[Any] = []
-
-    class Hub:
-        def __init__(self, token: Any = None) -> None:
-            calls.append(token)
-
-        def create_repo(self, name: str, **options: Any) -> Any:
-            calls.append((name, options))
-            return type("Url", (str,), {"repo_id": f"me/{name}"})(f"https://hub/me/{name}")
-
-        def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
-            calls.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    made = GRPOTrainer(tiny.model(), length, GRPOConfig("mine", hub_token="t", hub_private_repo=True, **SHORT), ROWS)
+    monkeypatch.delenv("HF_TOKEN")
+    args = GRPOConfig("mine", hub_token=fake_hub.TOKEN, hub_private_repo=True, **SHORT)
+    made = GRPOTrainer(tiny.model(), length, args, ROWS)
     made.train()
-    assert made.push_to_hub() == "https://hub/me/mine" and made.hub_model_id == "me/mine"
-    assert calls[:2] == ["t", ("mine", {"private": True, "exist_ok": True})]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {*calls[2][1]}
+    assert made.push_to_hub().startswith(f"{hub.url}/someone/mine/commit/")
+    made.save_model()
+    files = hub.repositories[made.hub_model_id]
+    assert hub.private == {"someone/mine"} and hub.commits == ["End of training"]
+    assert files["model.safetensors"] == Path("mine/model.safetensors").read_bytes()
+    assert "# mine" in files["README.md"].decode() and "| length | 1 |" in files["README.md"].decode()
+    assert [path.name for path in Path("mine").iterdir() if path.name.startswith("tmp")] == []

@@ -15,6 +15,7 @@ from tests.trainer.runs import FULL, SIMPLE, Signalling, assert_same, metrics, n
 from torch import nn
 
 from gruppo import api, inference
+from gruppo import export as exporting
 from gruppo.api import explain
 from gruppo.build import Parts, build, with_absolute_paths
 from gruppo.cli.app import main
@@ -83,7 +84,7 @@ def test_eval_of_the_run_is_what_the_run_measured_at_its_end(run):
 
 def test_a_run_is_asked_exported_and_trained_further_as_a_folder(run, tmp_path, capsys):
     (answer,) = inference.sample(run, ["1 + 1 = ?"], max_new_tokens=6)
-    inference.export(run, tmp_path / "copy")
+    exporting.export(run, tmp_path / "copy")
     assert inference.sample(tmp_path / "copy", ["1 + 1 = ?"], max_new_tokens=6) == [answer]
     assert code_of("sample", str(run), "1 + 1 = ?", "--max-new-tokens", "6") == 0
     assert capsys.readouterr().out.strip() == answer[0].strip()
@@ -102,7 +103,7 @@ def test_a_function_that_is_not_trained_yet_is_asked_by_its_name(capsys, monkeyp
 
 
 def test_a_run_without_an_adapter_exports_none(run, tmp_path):
-    assert "has no adapter" in one_line(lambda: inference.export(run, tmp_path / "a", is_adapter_kept=True))
+    assert "has no adapter" in one_line(lambda: exporting.export(run, tmp_path / "a", is_adapter_kept=True))
 
 
 def test_a_name_means_the_same_from_any_folder(tmp_path, monkeypatch):

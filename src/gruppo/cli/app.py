@@ -8,6 +8,7 @@ usage: gruppo COMMAND ...
   eval RUN                    greedy answers of a run's model to its held-out prompts
   sample RUN "PROMPT" ...     completions of a run's (or any) model
   export RUN FOLDER           a run's model as a folder for transformers; an adapter is merged into its base
+  export RUN --push OWNER/NAME  upload it to the Hugging Face hub with a model card; --gguf adds a file for llama.cpp
   explain RECIPE [--options]  what train would do: objective, tokens, memory, a real prompt and its reward
   explain --names trl RECIPE  its options under TRL's names (or verl, ddpo, sources); trl:beta for one
   doctor RUN                  diagnose a run: measurements, their meaning, options to change
@@ -33,6 +34,7 @@ in stages:   gruppo train arithmetic-format --stages supervised:6,ramp:10,full -
 from __future__ import annotations
 
 import faulthandler
+import io
 import logging
 import os
 import signal
@@ -94,6 +96,8 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
         with suppress(OSError, ValueError, AttributeError):  # a standard error that is no file
             faulthandler.enable()  # a crash shows where it was
     warnings.filterwarnings("ignore")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a console or pipe of Windows knows few characters
+        sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.update({variable: value for variable, value in QUIET.items() if variable not in os.environ})
     log = logging.getLogger("gruppo")
     if not log.handlers:

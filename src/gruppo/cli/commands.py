@@ -176,17 +176,31 @@ def sample(
 
 def export(
     run: Annotated[str, "Folder of a run, a model or an adapter."],
-    folder: Annotated[str, "Folder to write, which must not exist."],
+    folder: Annotated[str, "Folder to write, which must not exist; not needed with --push."] = "",
     *,
     adapter: Annotated[bool, "Keep the adapter separate, for peft."] = False,
+    gguf: Annotated[bool, "Add a GGUF file for llama.cpp, whose converter must be installed."] = False,
+    push: Annotated[str, "Upload it to this repository of the Hugging Face hub, OWNER/NAME."] = "",
+    private: Annotated[bool, "Make the repository private."] = False,
+    license: Annotated[str, "License for the model card; default: that of the base model."] = "",
     trust_run: TrustRun = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a run's model as a folder that transformers or diffusers opens; an adapter is merged into its base."""
-    from gruppo import inference
+    from gruppo import export as exporting
 
-    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-    print(f"written to {inference.export(run, Path(folder), is_adapter_kept=adapter, **trusts)}")
+    places = exporting.export(
+        run,
+        Path(folder) if folder else None,
+        is_adapter_kept=adapter,
+        gguf=gguf,
+        push=push,
+        private=private,
+        license=license,
+        trust_run=trust_run,
+        trust_remote_code=trust_remote_code,
+    )
+    print(f"written to {places}")
 
 
 def explain(args: list[str]) -> None:

@@ -77,7 +77,10 @@ def parameters(command: Callable[..., Any]) -> tuple[dict[str, Option], dict[str
 def command_help(name: str, command: Callable[..., Any]) -> str:
     """The usage, description and options of a command."""
     positional, named = parameters(command)
-    usage = " ".join(f"{field.upper()} ..." if is_list(o.hint) else field.upper() for field, o in positional.items())
+    words = {field: f"{field.upper()} ..." if is_list(o.hint) else field.upper() for field, o in positional.items()}
+    usage = " ".join(
+        f"[{words[f]}]" if o.value is not inspect.Parameter.empty else words[f] for f, o in positional.items()
+    )
     usage += " [--option value ...]" if named else ""
     lines = [f"usage: gruppo {name} {usage}", "", inspect.getdoc(command) or "", ""]
     lines += [f"  {field.upper():<{COLUMN - 4}}  {option.help}" for field, option in positional.items()]

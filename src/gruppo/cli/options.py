@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +107,9 @@ def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -
     parsed: dict[str, Any] = {option: _parse(table[option], value, name) for option, value in values.items()}
     for parameter, option in positional.items():
         if not words and not is_list(option.hint):
-            raise GruppoError(f"{parameter.upper()} is missing. gruppo {name} --help says more.")
+            if option.value is inspect.Parameter.empty:
+                raise GruppoError(f"{parameter.upper()} is missing. gruppo {name} --help says more.")
+            continue
         taken = len(words) if is_list(option.hint) else 1
         parsed[parameter] = tuple(words[:taken]) if is_list(option.hint) else words[0]
         words = words[taken:]

@@ -17,7 +17,7 @@ from gruppo.core.images import random_crop, random_symmetry, to_uint8
 from gruppo.data.degrade import Degradation, parse_data_options
 from gruppo.data.images import SUFFIXES, image_size, list_images, package_file, read_image
 from gruppo.data.source import IndexedSource, SourceWrapper, digest_of, leave_out, split_by_hash
-from gruppo.loading import install_command
+from gruppo.loading import install_command, split_names
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -177,7 +177,7 @@ def open_pairs(data: str, *, seed: int, held_out_fraction: float = 0.1) -> Index
     kind, _, rest = data.partition(":")
     if kind not in ("photos", "degrade", "pairs"):
         return None
-    parts = rest.split(":") if rest else []
+    parts = split_names(rest) if rest else []
     has_options = bool(parts) and "=" in parts[-1] and not Path(parts[-1]).exists()  # a path may hold "=" too
     text = parts.pop() if has_options else ""
     degradation, options = parse_data_options(text, data, ("crop", "channels"), ("flips",), FORMS)

