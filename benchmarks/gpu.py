@@ -83,9 +83,12 @@ def run(part: Part, log: Path, timeout_s: float) -> str:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return f"over its {timeout_s:.0f} s"
-        finally:  # also of an interrupt: the process, and those that it started
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        finally:  # also of an interrupt: the process, and those that it started, which have groups of their own
+            for entry in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):  # ended meanwhile
+                    if os.getsid(int(entry.name)) == process.pid:
+                        os.kill(int(entry.name), signal.SIGKILL)
+            process.kill()
             process.wait()
     return "done" if code == 0 else f"failed with code {code}, see {log.name}"
 
@@ -167,4 +170,6 @@ def run_all(
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main())
+    with suppress(KeyboardInterrupt):  # before any part
+        sys.exit(main())
+    sys.exit(130)

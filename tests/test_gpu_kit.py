@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from benchmarks import gpu
@@ -35,6 +38,33 @@ def test_a_part_that_fails_or_hangs_costs_no_other_and_is_run_again_with_the_res
     marker.touch()
     states = gpu.run_all(parts, tmp_path, time.monotonic() + 600)
     assert states["fails"]["state"] == "done" and (tmp_path / "count").read_text() == "x"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the system does not list processes as files")
+def test_a_part_that_is_over_its_time_leaves_no_process_behind(tmp_path):
+    """A side of a benchmark has a process group of its own, and would hold memory of the device."""
+    child = "[sys.executable, '-S', '-c', 'import time; time.sleep(600)']"
+    written = tmp_path / "pid"
+    code = f"import subprocess, sys, time; p = subprocess.Popen({child}, process_group=0)"
+    code += f"; open({str(written)!r}, 'w').write(str(p.pid)); time.sleep(600)"
+    part, log = Part("sides", python(code), 60, 0), tmp_path / "log"
+
+    def interrupt(timeout_s):
+        while not (written.exists() and written.read_text()):
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        wait = subprocess.Popen.wait
+        patch.setattr(subprocess.Popen, "wait", lambda self, *limit: interrupt(*limit) if limit else wait(self))
+        with pytest.raises(KeyboardInterrupt):
+            gpu.run(part, log, 60)
+    pid = int(written.read_text())
+    stat = Path(f"/proc/{pid}/stat")  # gone, or not yet collected by the process that inherited it
+    deadline = time.monotonic() + 60
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.05)
 
 
 def test_no_part_is_started_without_time_for_it_and_an_interrupt_keeps_what_is_complete(tmp_path, monkeypatch):
