@@ -118,7 +118,10 @@ SETUPS: dict[str, Setup] = {
     "one piece on each rank": Setup(partial(text, fakes.qwen3), budget=10**9),
     "adapter": Setup(partial(text, fakes.adapted), rule="adapter_off"),
     "adapter, mixed reference, separate critic": Setup(partial(text, fakes.adapted), "ppo", "separate", "ema"),
-    "adapter on 4 bits": Setup(partial(text, fakes.four_bit), rule="adapter_off", dtype=torch.float32),
+    # this model amplifies rounding: cut into other micro-batches on one process, the third gradients differ by 8e-4
+    "adapter on 4 bits": Setup(
+        partial(text, fakes.four_bit), rule="adapter_off", dtype=torch.float32, limits=(1e-5, 5e-3)
+    ),
     "mixed reference": Setup(partial(text, fakes.llama), rule="ema"),
     # one row per micro-batch, however many ranks there are: then the first gradients are sums of the same numbers.
     # Afterwards, weights that differ in float32 round to other numbers of bfloat16.
@@ -126,7 +129,7 @@ SETUPS: dict[str, Setup] = {
         partial(text, partial(fakes.of, "Qwen2", compute="bfloat16")),
         dtype=torch.float32,
         budget=1,
-        limits=(1e-5, 3e-2),
+        limits=(1e-5, 1e-2),
     ),
     "weights on the CPU": Setup(partial(text, fakes.qwen2), "ppo", "separate", is_offloaded=True),
     "diffusers unet": Setup(partial(pipeline, "sd15"), kl="exact", budget=8),
@@ -157,14 +160,17 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 _FIRST = ("tied head", "one rank keeps nothing", "shared critic", "denoiser")
 _ADAMW = ("tied head, float32", "adapter, mixed reference, separate critic", "own forward, padded rows")
-_ADAMW += ("restoration by patch", "unet with a separate critic", "weights on the CPU")
+_ADAMW += ("restoration by patch", "unet with a separate critic")
+_LATER = ("mixed reference", "bfloat16", "weights on the CPU", "adapter on 4 bits")
+_LATER += ("diffusers unet", "diffusers transformer, adapter")
 _FOUR = ("tied head", "one rank keeps nothing", "adapter, mixed reference, separate critic", "denoiser", "hybrid")
 CASES: dict[tuple[int, str], list[tuple[str, str]]] = {
     (2, "first"): [("tied head", "adamw"), *((name, "sgd") for name in _FIRST)],
     (2, "more"): [
-        *((name, "sgd") for name in SETUPS if name not in (*_FIRST, "hybrid")),
+        *((name, "sgd") for name in SETUPS if name not in (*_FIRST, *_LATER, "hybrid")),
         *((name, "adamw") for name in (*_ADAMW, *_FIRST[1:])),
     ],
+    (2, "later"): [("weights on the CPU", "adamw"), *((name, "sgd") for name in _LATER if name in SETUPS)],
     (4, "first"): [("tied head", "adamw"), *((name, "sgd") for name in _FOUR)],
 }
 """Setups and optimizers by number of ranks; the first part is soon over, and shows most faults."""

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,10 @@ MISTAKES = {
     "an option that one rank lacks": ([], ["--optim.rate", "1"], "unknown option --optim.rate"),
     "nccl": (["--distributed.backend", "nccl"], [], "distributed.backend=nccl needs CUDA, and torch finds no"),
     "cuda": (["--device", "cuda"], [], "--device cuda: torch finds no CUDA device. Set --device cpu"),
+    "4 bits without an adapter": (["--lora.load-in-4bit", "True"], [], "which 4 bits do not allow. Set --lora.rank 16"),
+    "a quantized model": (["--model", "quantized"], [], "and quantized weights cannot be trained"),
+    "shards on the CPU without shards": (["--distributed.offload-params", "True"], [], "makes none. Set --distributed"),
+    "hybrid on one machine": (["--distributed.shard", "hybrid"], [], "leave nothing to"),
     "another gruppo": ([], ["CODE"], "rank 1 differs from rank 0 in gruppo's code: "),
     "other data": ([], ["DATA"], "rank 1 differs from rank 0 in the data: "),
     "no data": ([], ["--data", "/none.jsonl"], "rank 1 differs from rank 0 in --data: /none.jsonl, not /"),
@@ -167,6 +172,7 @@ def mistaken(case: tuple[str, str]) -> list[str]:
             api.check_equal = lambda own: CHECK_EQUAL(own | {"gruppo's code": "0"})
         if "DATA" in further:
             IndexedSource.fingerprint = lambda self: "other"
+    options = [str(Path(file).parent / option) if option == "quantized" else option for option in options]
     return ["train", file, "--name", name.replace(" ", "-"), *(o for o in options if not o.isupper())]
 
 
@@ -174,6 +180,9 @@ def mistaken(case: tuple[str, str]) -> list[str]:
 def refused(tmp_path_factory) -> dict[str, list[list[Any]]]:
     folder = tmp_path_factory.mktemp("mistakes")
     file = recipe(folder)
+    config = Path(shutil.copytree(tiny.model(), folder / "quantized")) / "config.json"
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
     return dict(zip(MISTAKES, of_ranks([(file, name) for name in MISTAKES], mistaken, folder / "ranks"), strict=True))
 
 
