@@ -134,7 +134,7 @@ SETUPS: dict[str, Setup] = {
     "weights on the CPU": Setup(partial(text, fakes.qwen2), "ppo", "separate", is_offloaded=True),
     "diffusers unet": Setup(partial(pipeline, "sd15"), kl="exact", budget=8),
     "diffusers transformer, adapter": Setup(
-        partial(pipeline, "sd3", lora=True), rule="adapter_off", kl="exact", budget=8
+        partial(pipeline, "sd3", lora=True), rule="adapter_off", kl="exact", budget=8, dtype=torch.float32
     ),
     "shared critic": Setup(partial(text, fakes.llama), "ppo", "shared", is_recomputed=True),
     "separate critic": Setup(partial(text, fakes.qwen2), "ppo", "separate", deal="one rank keeps nothing"),
