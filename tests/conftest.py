@@ -19,6 +19,7 @@ import torch
 from tests import fake_hub, processes
 
 from gruppo.tracking.plots import plot_run
+from gruppo.view.report import write_report
 
 os.environ["GRUPPO_STATE"] = tempfile.mkdtemp(prefix="gruppo-state-")  # children of the tests inherit it
 atexit.register(shutil.rmtree, os.environ["GRUPPO_STATE"], ignore_errors=True)
@@ -45,14 +46,16 @@ def _no_fsync():
 def _no_plots():
     """Finished runs draw nothing: a dozen plots take five times as long as a tiny run. ``plots`` draws them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gruppo.trainer.watch.plot_run", processes.no_plots)
+        patch.setattr("gruppo.api.plot_run", processes.no_plots)
+        patch.setattr("gruppo.view.report.write_report", processes.no_plots)
         yield
 
 
 @pytest.fixture
 def plots(monkeypatch):
-    """Runs of the test and of its children draw their plots when they finish."""
-    monkeypatch.setattr("gruppo.trainer.watch.plot_run", plot_run)
+    """Runs of the test and of its children draw their plots and write their report when they finish."""
+    monkeypatch.setattr("gruppo.api.plot_run", plot_run)
+    monkeypatch.setattr("gruppo.view.report.write_report", write_report)
     monkeypatch.setattr(processes, "draws_plots", True)
 
 

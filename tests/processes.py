@@ -20,7 +20,7 @@ _server.set_forkserver_preload(
         "accelerate",
         "gruppo.cli.commands",
         "gruppo.api",
-        "gruppo.trainer.watch",
+        "gruppo.view.report",
         "matplotlib.pyplot",
         "pytest",
         "tests.trainer.runs",
@@ -149,10 +149,11 @@ def _child(target: Callable[..., Any], args: Sequence[Any], folder: str, env: Ma
         os.dup2(file, number)
     import torch
 
-    from gruppo.trainer import watch
-
     torch.set_num_threads(1)
     os.fsync = no_fsync
     if not draws:
-        watch.plot_run = no_plots
+        from gruppo import api
+        from gruppo.view import report
+
+        api.plot_run = report.write_report = no_plots
     target(*args)

@@ -31,11 +31,12 @@ LAYERS: tuple[set[str], ...] = (
     {"config"},
     {"modalities", "engines", "environments", "rewards", "data", "tracking"},
     {"testing", "trainer"},
-    {"build", "recipes"},
+    {"build", "recipes", "doctor"},
+    {"view"},
     {"api", "inference"},
     {"export"},
     {"trl"},
-    {"cli", "doctor", "__init__", "__main__"},
+    {"cli", "__init__", "__main__"},
 )
 """From the bottom to the top."""
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}

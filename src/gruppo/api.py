@@ -18,6 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from gruppo import distributed as dist
 from gruppo import trust, watchdog
 from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
@@ -32,6 +34,8 @@ from gruppo.protocols import Policy
 from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
 from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
+from gruppo.tracking.plots import plot_run
+from gruppo.tracking.report import closing_lines
 from gruppo.trainer import checkpoint, checks, dry_run, loop
 from gruppo.trainer.ahead import Ahead
 from gruppo.trainer.callbacks import Callbacks, Step
@@ -39,7 +43,7 @@ from gruppo.trainer.evaluate import Evaluated, held_out
 from gruppo.trainer.memory import MemoryRanOut
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, check_is_run, environment
-from gruppo.trainer.watch import finish, logged, on_screen, output_may_close
+from gruppo.trainer.watch import logged, on_screen, output_may_close
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -533,6 +537,26 @@ def start(source: Config | str | Path, parts: Parts | None = None, **options: An
         for _ in trainer.steps:  # not Trainer.train: few frames lead from the command line to backward
             pass
         return trainer.finish()
+
+
+def finish(result: Result, *, show: bool) -> Result:
+    """Draw the curves and write the report of a finished run, print its results and the next commands if ``show``."""
+    if not dist.is_main():
+        return result
+    from gruppo.view import report  # the doctor's rules take a moment to import
+
+    folder = result.folder
+    drawings = {"curves": lambda: plot_run(folder, note=log.info), "report": lambda: report.write_report([folder])}
+    for what, draw in drawings.items():
+        try:
+            draw()
+        except Exception as error:  # the run is complete: a failed drawing is a warning
+            log.warning("the %s could not be drawn: %s: %s", what, type(error).__name__, error)
+    if show:
+        lines = closing_lines(folder, result.before, result.after, result.next, result.seconds)
+        with output_may_close():
+            Console().print(lines, soft_wrap=True)  # a command must not be broken over two lines
+    return result
 
 
 def on_these_ranks(config: Config, path: Path) -> Config:

@@ -24,7 +24,7 @@ from gruppo.config import schema as configs
 from gruppo.config import serialization
 from gruppo.loading import command_name
 from gruppo.modalities.text import from_pretrained
-from gruppo.trainer import checks, watch
+from gruppo.trainer import checks
 from gruppo.types import DataError, GruppoError
 
 SMALL = {
@@ -332,7 +332,7 @@ def test_curves_that_cannot_be_drawn_cost_a_line(tmp_path, monkeypatch, caplog):
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(watch, "plot_run", broken)
+    monkeypatch.setattr(api, "plot_run", broken)
     result = gruppo.train(model=tiny.model(), data=tiny.rows(), reward=length, runs_dir=tmp_path, **SMALL)
     assert result.tokens > 0 and "could not be drawn: RuntimeError: no fonts" in caplog.text
 

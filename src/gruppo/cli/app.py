@@ -12,6 +12,8 @@ usage: gruppo COMMAND ...
   explain RECIPE [--options]  what train would do: objective, tokens, memory, a real prompt and its reward
   explain --names trl RECIPE  its options under TRL's names (or verl, ddpo, sources); trl:beta for one
   doctor RUN                  diagnose a run: measurements, their meaning, options to change
+  view RUN [RUN ...]          runs in the browser, while they train: curves, every completion, the doctor
+  report RUN [RUN ...]        the same page as one HTML file
   serve MODEL [-- OPTIONS]    a vLLM server for --engine vllm; OPTIONS are vLLM's own
   config RECIPE [--options]   print the config as TOML, to edit and train
   recipes [NAME]              list the built-in recipes, or describe one

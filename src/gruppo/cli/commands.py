@@ -79,13 +79,12 @@ def train(args: list[str]) -> None:
     if replayed is not None:  # without the run's engine
         config = replace(config, engine=EngineConfig(lag=config.engine.lag, replay=replayed))
     from gruppo import api  # takes seconds: a wrong option is answered before
-    from gruppo.trainer.watch import finish
 
     if not config.name:  # the recipe, or the saved run without its time
         stem = run_stem(args[0]) + ("-replay" if replayed is not None else "")
         config = replace(config, name=api.new_name(stem, config.runs_dir))
     with _until_stopped(Path(config.runs_dir) / config.name):
-        finish(api.start(config, show=True, trust_run=trust_run), show=True)
+        api.finish(api.start(config, show=True, trust_run=trust_run), show=True)
 
 
 def resume(
@@ -97,11 +96,10 @@ def resume(
 ) -> None:
     """Continue a stopped or killed run from its newest complete checkpoint, to the bit."""
     from gruppo import api
-    from gruppo.trainer.watch import finish
 
     with _until_stopped(Path(run)):
         trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
-        finish(api.start(run, None, allow_changes=allow_changes, show=True, **trusts), show=True)
+        api.finish(api.start(run, None, allow_changes=allow_changes, show=True, **trusts), show=True)
 
 
 def eval_(
@@ -233,9 +231,32 @@ def doctor(
     trust_run: TrustRun = False,
 ) -> None:
     """Check the metrics of a run for common problems: measurements, their meaning, options to change."""
-    from gruppo.doctor import record, report
+    from gruppo.doctor import record
+    from gruppo.doctor.report import diagnose, print_report
 
-    report.print_report(report.diagnose(record.read(Path(run), trust_run=trust_run)), is_json=json)
+    print_report(diagnose(record.read(Path(run), trust_run=trust_run)), is_json=json)
+
+
+def view(
+    run: Annotated[tuple[str, ...], "One or more folders of runs, which may still be training."],
+    *,
+    port: Annotated[int, "Port on this machine; 0 for any free one."] = 8642,
+) -> None:
+    """Show runs in the browser while they train: curves, distributions, every completion, the doctor's findings."""
+    from gruppo.view import server
+
+    server.serve(run, port)
+
+
+def report(
+    run: Annotated[tuple[str, ...], "One or more folders of runs, finished or not."],
+    *,
+    output: Annotated[str, "File to write; default: report.html in the run's folder, or here for several runs."] = "",
+) -> None:
+    """Write the page of gruppo view as one HTML file that needs no server."""
+    from gruppo.view import report as page
+
+    print(f"written to {page.write_report(run, Path(output) if output else None)}")
 
 
 def config(args: list[str]) -> None:
@@ -280,7 +301,7 @@ def serve(
     server.run(model, host=host, port=port, python=python, lora_rank=lora_rank, options=options)
 
 
-_ALL = (train, resume, eval_, sample, export, explain, doctor, serve, config, recipes, completion)
+_ALL = (train, resume, eval_, sample, export, explain, doctor, view, report, serve, config, recipes, completion)
 COMMANDS: dict[str, Callable[..., None]] = {command.__name__.rstrip("_"): command for command in _ALL}
 TAKING_RECIPE = ("train", "explain", "config")
 """Commands of a recipe and the options of its config, which they parse themselves."""

@@ -30,6 +30,8 @@ log = logging.getLogger("gruppo")
 
 STEPS_PER_FILE = 50
 """Steps of a file of completions."""
+MAX_TEXT = 1 << 30
+"""Bytes of a step of completions; a hostile file may unpack to any number."""
 MAX_ARRAY = 16
 """Numbers of an array that are written out; of a larger one only the shape."""
 
@@ -180,7 +182,7 @@ def read_completions(path: Path) -> tuple[list[bytes], bool]:
     while data and is_whole:
         member = zlib.decompressobj(wbits=31)  # 31: the format of gzip
         try:
-            part = member.decompress(data)
+            part = member.decompress(data, MAX_TEXT)
         except zlib.error:
             return text.splitlines(keepends=True), False
         is_whole, data = member.eof, member.unused_data

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.environments import environment_failures
@@ -39,6 +41,8 @@ class Collected:
     scores: Scores | None
     """Of all samples."""
     metrics: dict[str, float]
+    advantages: Float[Tensor, "B"] | None = None
+    """Of all samples, the mean over the actions that are learned from; NaN where there is none."""
 
 
 def collect(run: Run, step_params: StepParams) -> Collected:
@@ -85,7 +89,11 @@ def collect(run: Run, step_params: StepParams) -> Collected:
     if run.environment is not None:
         metrics["time/environment_s"] = run.environment.elapsed_s - environment_began
     metrics |= {"time/reward_s": reward_s, "time/credit_s": time.perf_counter() - sampled_at}
-    return Collected(replace(batch, demos=demos), sampled.rollouts, sampled.scores, metrics | demo_metrics)
+    advantages = torch.full((len(sampled.rollouts),), torch.nan)
+    learned = torch.where(batch.loss_mask, batch.advantages, 0.0).sum(1) / batch.loss_mask.sum(1)
+    advantages[sampled.rows] = learned.float().cpu()
+    batch = replace(batch, demos=demos)
+    return Collected(batch, sampled.rollouts, sampled.scores, metrics | demo_metrics, advantages)
 
 
 def sample(run: Run, step_params: StepParams) -> tuple[list[Round], Round | None]:

@@ -295,6 +295,8 @@ def all_completions(run: Run, collected: Collected) -> list[dict[str, Any]]:
     for number, (row, group) in enumerate(zip(rows, groups, strict=True)):
         reasons = (": ".join(failure.values()) for failure in failures.get(number, ()))
         row |= {"group": group, "failures": "; ".join(reasons)}  # a text in each row: Arrow wants one type per column
+        if collected.advantages is not None:
+            row["advantage"] = float(collected.advantages[number])
     gathered, first = list[dict[str, Any]](), 0
     for part in dist.all_gather(json.dumps(to_json(rows)).encode()):
         rows = json.loads(part)

@@ -1,4 +1,4 @@
-"""What people see of a run: the log, the live screen, the closing table."""
+"""What people see of a run while it trains: the log and the live screen."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from gruppo import distributed as dist
 from gruppo.protocols import Tracker
 from gruppo.tracking.console import ConsoleTracker
-from gruppo.tracking.plots import plot_run
-from gruppo.tracking.report import closing_lines, write_page
 from gruppo.trainer.run import Run
 from gruppo.trainer.signals import say
 
@@ -115,20 +110,3 @@ def logged() -> Iterator[None]:
         log.setLevel(level)
         if handler is not None:
             log.removeHandler(handler)
-
-
-def finish(result: Any, *, show: bool) -> Any:
-    """Draw the curves of a finished run, print its results and the next commands if ``show``, and return the result."""
-    if not dist.is_main():
-        return result
-    folder = result.folder
-    for what, make in (("curves", lambda: plot_run(folder, note=log.info)), ("page", lambda: write_page(folder))):
-        try:
-            make()
-        except Exception as error:  # the run is complete: a failed drawing is a warning
-            log.warning("the %s could not be drawn: %s: %s", what, type(error).__name__, error)
-    if show:
-        lines = closing_lines(folder, result.before, result.after, result.next, result.seconds)
-        with output_may_close():
-            Console().print(lines, soft_wrap=True)  # a command must not be broken over two lines
-    return result

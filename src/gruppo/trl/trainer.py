@@ -25,7 +25,7 @@ from gruppo.trainer.callbacks import Callback, Step
 from gruppo.trainer.evaluate import Evaluated, evaluate
 from gruppo.trainer.memory import whole_weights
 from gruppo.trainer.shards import whole_parameters
-from gruppo.trainer.watch import finish, logged
+from gruppo.trainer.watch import logged
 from gruppo.trl.arguments import GRPOConfig, RLOOConfig
 from gruppo.trl.translation import refusal, translated
 from gruppo.types import GruppoError
@@ -186,7 +186,7 @@ class GRPOTrainer:
         with logged():
             self._call("on_train_begin")
             result = run.train()
-            finish(result, show=False)
+            api.finish(result, show=False)
             self._call("on_train_end")
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         metrics = {"train_runtime": time.perf_counter() - began, "total_tokens": float(result.tokens)}

@@ -1,0 +1,89 @@
+"""The page as one file that needs no server: ``page.html`` with the data of the runs in it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+import re
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gruppo.tracking.files import replace_file
+from gruppo.types import GruppoError
+from gruppo.view.run import RunView, open_runs
+
+MAX_BYTES = 12 << 20
+"""Of compressed completions, and of images, in a report; of more, only every n-th step is kept."""
+
+
+@cache
+def page() -> str:
+    """The page, whose single script and style are the only ones that its policy allows to run."""
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+
+def policy(*, connect: str, images: str) -> str:
+    """Content security policy: no code, style or request but the page's own, whatever a completion contains."""
+    hashes = [
+        base64.b64encode(hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", page(), re.DOTALL)[1].encode()).digest())  # type: ignore[index]
+        for tag in ("script", "style")
+    ]
+    script, style = (f"'sha256-{value.decode()}'" for value in hashes)
+    return (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src {connect}; img-src {images}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Path:
+    """Write the page of runs as one file, by default ``report.html`` in the folder of a single run, and return it."""
+    runs = open_runs([str(folder) for folder in folders])
+    path = path or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
+    content = json.dumps({"made": time.time(), "runs": [_embedded(run, MAX_BYTES // len(runs)) for run in runs]})
+    data = base64.b64encode(gzip.compress(content.encode(), 6, mtime=0)).decode()
+    title = html.escape(", ".join(run.name for run in runs))
+    text = page().replace("<title>gruppo</title>", f"<title>{title}</title>", 1)
+    # The content of an element that is no script is not run, and base64 has no "<" that could end it.
+    block = f'<script type="application/octet-stream" id="data">{data}</script>\n<script>'
+    text = text.replace("<script>", block, 1)
+    rule = policy(connect="'none'", images="data: blob:")
+    text = text.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{rule}">', 1)
+    replace_file(path, text)
+    return path
+
+
+def _embedded(run: RunView, max_bytes: int) -> dict[str, Any]:
+    """What the server would send of a run, within ``max_bytes`` of completions and as many of images."""
+    state = {**run.state()}
+    rows: dict[str, list[tuple[int, str]]] = {}
+    for source in state["sources"]:
+        before = 10**15
+        every = 1
+        if source == "completions":
+            every = math.ceil(sum(file.stat().st_size for file in run.files()) / max_bytes)
+            if every > 1:
+                note = f"This report has the completions of every {every}th step: gruppo view shows all."
+                state["notices"] = [*state["notices"], note]
+        chunks = rows[source] = []
+        while True:
+            text, first = run.rows(source, before, every=every, last=state["last"])
+            if first is None:
+                break
+            chunks.append((first, text.decode("utf-8", "replace")))
+            before = first
+    sheets = run.sheets()
+    every = max(math.ceil(sum(sheet.stat().st_size for sheet in sheets) / max_bytes), 1)
+    images = {}
+    for sheet in sheets[::-every]:
+        try:
+            images[sheet.name] = base64.b64encode(run.image(sheet.name)).decode()
+        except GruppoError:  # no PNG
+            continue
+    return {"state": state, "metrics": run.metrics()[0].decode("utf-8", "replace"), "rows": rows, "images": images}

@@ -1,0 +1,210 @@
+"""What the page shows of a run's folder, which may be incomplete, damaged, or still be written to."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from gruppo.doctor import record
+from gruppo.doctor.report import diagnose
+from gruppo.integrity import json_lines, parse_json, read_json
+from gruppo.tracking.files import read_completions, to_json
+from gruppo.tracking.images import PNG
+from gruppo.tracking.plots import panels_of, stage_starts
+from gruppo.tracking.samples import FOLDER
+from gruppo.trainer.run_dir import check_is_run
+from gruppo.types import GruppoError
+
+CHUNK = 4 << 20
+"""Bytes of completions that are sent at once, in whole steps."""
+SHARE = 0.05
+"""Largest share of the time that is spent on describing a run while it trains on the same machine."""
+_STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
+_FILE = re.compile(r"step_(\d{1,15})\.jsonl\.gz")
+_SHEET = re.compile(r"(step|eval)_\d+\.png|before_after\.png")
+
+
+class RunView:
+    """A run's folder for the page. Nothing in the folder is changed, and no code that it names is imported."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        self._lock, self._not_before = Lock(), 0.0
+        self._stamp: tuple[tuple[int, int, int], ...] = ()
+        self._state: dict[str, Any] = {}
+
+    def state(self) -> dict[str, Any]:
+        """All but metrics and completions. ``version`` changes with it."""
+        with self._lock:
+            files = ["config.json", "manifest.json", "metrics.jsonl", "samples.jsonl", "evaluations.json", "final"]
+            stamp = tuple(_stamp(path) for path in [*(self.path / name for name in files), *self.files()[-1:]])
+            began = time.monotonic()
+            if not self._state or (stamp != self._stamp and began >= self._not_before):
+                self._stamp, self._state = stamp, {"version": hash(stamp), **self._describe()}
+                took = time.monotonic() - began
+                self._not_before = began + took / SHARE
+            return self._state
+
+    def _describe(self) -> dict[str, Any]:
+        notices: list[str] = []
+        contents: dict[str, Any] = {}
+        for name, kind in (("config", dict), ("manifest", dict), ("evaluations", list)):
+            path = self.path / f"{name}.json"
+            try:
+                contents[name] = to_json(read_json(path)) if path.exists() else kind()
+                if not isinstance(contents[name], kind):
+                    raise ValueError("it has another form")
+            except (OSError, ValueError) as error:
+                notices.append(f"{path.name} cannot be read: {error}.")
+                contents[name] = kind()
+        try:
+            diagnosed = diagnose(record.read(self.path))
+            rows, doctor = diagnosed.run.rows, diagnosed.to_dict()
+        except Exception as error:  # also what a damaged or older folder provokes; the rest of the page is shown
+            prefix = "" if isinstance(error, GruppoError) else f"{type(error).__name__}: "
+            rows, unreadable = readable_rows(self.path / "metrics.jsonl")
+            doctor = {"error": f"{prefix}{error}"}
+            notices += [f"{unreadable} lines of metrics.jsonl cannot be read and are left out."] if unreadable else []
+        if not (self.path / "config.json").is_file():
+            notices.append("The folder has no config.json: it is incomplete, or not of a run.")
+        if not rows:
+            notices.append("No step has been logged yet.")
+        files = self.files()
+        if rows and not files:
+            notices.append("completions/ is empty, so only the samples that the run has shown are listed.")
+        panels = [
+            {**vars(panel), "metrics": list(panel.metrics.items()), "points": list(panel.points.items())}
+            for panel in panels_of(rows)
+        ]
+        return {
+            "name": self.name,
+            "path": str(self.path.absolute()),
+            "last": max((row["step"] for row in rows), default=0),
+            "written": max((_stamp(self.path / f)[0] for f in ("metrics.jsonl", "config.json")), default=0) / 1e9,
+            "is_complete": (self.path / "final").is_dir(),
+            "sources": [*(["completions"] if files else []), *(["samples"] if self.files("samples") else [])],
+            "sheets": [path.name for path in self.sheets()],
+            "starts": list(stage_starts(self.path, rows).items()),
+            "panels": panels,
+            "doctor": to_json(doctor),
+            "notices": notices,
+            **contents,
+        }
+
+    def metrics(self, version: str = "", start: int = 0) -> tuple[bytes, str]:
+        """Lines of metrics.jsonl from byte ``start``, and the file's version; all of them if it was replaced."""
+        try:
+            with (self.path / "metrics.jsonl").open("rb") as file:
+                now = str(_stamp(file.fileno())[2])
+                file.seek(start if now == version else 0)
+                return file.read(), now
+        except OSError:
+            return b"", ""
+
+    def files(self, source: str = "completions") -> list[Path]:
+        """Files of rows in the order of their steps."""
+        if source == "samples":
+            return [path for path in [self.path / "samples.jsonl"] if path.is_file() and path.stat().st_size]
+        found = [path for path in self.path.glob("completions/*") if _FILE.fullmatch(path.name)]
+        return sorted(found, key=_first_step)
+
+    def rows(self, source: str, before: int, *, every: int = 1, last: int = 0) -> tuple[bytes, int | None]:
+        """JSON lines of whole steps before ``before``, the newest that ``CHUNK`` holds and at least one, and the first
+        of these steps; None if there is none.
+
+        ``every``: only each such step, back from ``last``.
+        """
+        parts: list[bytes] = []
+        first: int | None = None
+        size = 0
+        for path in reversed(self.files(source)):
+            start = _first_step(path)
+            is_wanted = every == 1 or any((last - step) % every == 0 for step in range(start, start + 50))
+            for step, text in reversed(_steps(path, _stamp(path)) if start < before and is_wanted else ()):
+                if step >= before or (last - step) % every:
+                    continue
+                if first is not None and size + len(text) > CHUNK:
+                    return b"".join(reversed(parts)), first
+                parts.append(text)
+                first, size = step, size + len(text)
+        return b"".join(reversed(parts)), first
+
+    def sheets(self) -> list[Path]:
+        found = [path for path in (self.path / FOLDER).glob("*.png") if _SHEET.fullmatch(path.name)]
+        return sorted(found, key=lambda path: (len(path.name), path.name))
+
+    def image(self, name: str) -> bytes:
+        """A sheet of images; GruppoError if there is none of this name in the folder, or if it is no PNG."""
+        path = self.path / FOLDER / name
+        if _SHEET.fullmatch(name) and path.is_file() and path.resolve().is_relative_to(self.path.resolve()):
+            data = path.read_bytes()
+            if data.startswith(PNG):
+                return data
+        raise GruppoError(f"{self.name} has no image {name}.")
+
+
+def open_runs(folders: Sequence[str]) -> list[RunView]:
+    """Views of run folders, each named by its folder, or by its path where two folders have one name."""
+    paths = [Path(folder) for folder in folders]
+    if not paths:
+        raise GruppoError("no run was given. Give one or more folders, such as runs/arithmetic-...")
+    for path in paths:
+        if not (path / "metrics.jsonl").is_file():  # half a run has something to show
+            check_is_run(path)
+    names = [path.absolute().name for path in paths]
+    return [
+        RunView(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)
+    ]
+
+
+def readable_rows(path: Path) -> tuple[list[dict[str, float]], int]:
+    """Rows of a damaged file of metrics with their numbers, and the count of lines that are left out."""
+    rows, unreadable = list[dict[str, float]](), 0
+    for line in json_lines(path) if path.is_file() else ():
+        try:
+            row = {name: _number(value) for name, value in parse_json(line).items()}
+            rows.append(row | {"step": int(row["step"])})
+        except (ValueError, KeyError, AttributeError, OverflowError):
+            unreadable += 1
+    return rows, unreadable
+
+
+def _number(value: Any) -> float:
+    try:
+        return math.nan if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _first_step(path: Path) -> int:
+    return int(match[1]) if (match := _FILE.fullmatch(path.name)) else 0
+
+
+def _stamp(path: Path | int) -> tuple[int, int, int]:
+    """Time of the last change, size, and identity of a file; zeros if there is none."""
+    try:
+        status = os.stat(path)  # of a path or of an open file
+        return status.st_mtime_ns, status.st_size, status.st_ino
+    except OSError:
+        return 0, 0, 0
+
+
+@lru_cache(maxsize=4)
+def _steps(path: Path, stamp: tuple[int, int, int]) -> list[tuple[int, bytes]]:
+    """The lines of each step in a file, in order; lines that do not begin with a step are left out."""
+    try:
+        lines = read_completions(path)[0] if path.suffix == ".gz" else path.read_bytes().splitlines(keepends=True)
+    except OSError:
+        return []
+    by_step: dict[int, list[bytes]] = {}
+    for line in lines:
+        if match := _STEP.match(line):
+            by_step.setdefault(int(match[1]), []).append(line)
+    return [(step, b"".join(by_step[step])) for step in sorted(by_step)]
