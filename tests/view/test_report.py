@@ -18,7 +18,6 @@ import gruppo
 from gruppo.view import report
 from gruppo.view.report import write_report
 
-
 pytestmark = pytest.mark.usefixtures("plots")
 
 
