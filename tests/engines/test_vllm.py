@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests import tiny
 from tests.engines.fake_vllm import FakeServer, Fault
@@ -212,6 +213,15 @@ def test_a_folder_is_whole_when_it_has_its_name(policy, tmp_path):
     assert not (tmp_path / "v1").exists()
     publication.write("v1", policy.served_weights(), {})
     assert (tmp_path / "v1/published.json").is_file()
+
+
+def test_a_full_disk_is_one_line_that_names_the_folder(policy, tmp_path, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(publish, "save_file", full)
+    with pytest.raises(GruppoError, match=r"cannot be written to .*No space left on device.* --engine.publish-dir"):
+        publish.Publication(tmp_path).write("v1", policy.served_weights(), {})
 
 
 def test_shards_hold_every_tensor_once_and_none_is_larger_than_allowed(policy, tmp_path, monkeypatch):

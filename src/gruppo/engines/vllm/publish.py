@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -74,9 +75,10 @@ class Publication:
                 (partial / RECORD).write_text(json.dumps({"version": label, "sha256": sha256}) + "\n", encoding="utf-8")
                 partial.rename(final)
                 sync_to_disk(self.folder)
-            except OSError as error:
+            except (OSError, SafetensorError) as error:  # the second where the disk is full
+                reason = getattr(error, "strerror", None) or error
                 raise GruppoError(
-                    f"the weights cannot be written to {self.folder} ({error.strerror or error}). Set "
+                    f"the weights cannot be written to {self.folder} ({reason}). Set "
                     "--engine.publish-dir to a folder with space that this machine can write and the servers can read."
                 ) from error
             finally:
