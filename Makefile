@@ -19,7 +19,7 @@ pip_vllm := .venv-vllm/bin/python -m pip -qq --disable-pip-version-check install
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help size demo digits photos lines docs test mutants mutants-all lint gpu bench bench-full bench-ppo bench-demonstrations bench-lora bench-ranks curves servers constraints clean
+.PHONY: help size demo digits photos lines docs test mutants mutants-all lint gpu bench bench-full bench-ratios bench-ppo bench-demonstrations bench-lora bench-ranks curves servers constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make release REPOSITORY=https://host/owner/gruppo  build the package and try it in a fresh environment"
 	@echo "make bench   speed and memory, short: a step against TRL, generation, roofline, scaling; about six minutes"
 	@echo "make bench-full  the same at length, about an hour; writes docs/dev/performance.md's tables and figures"
+	@echo "make bench-ratios  TRL / gruppo at 1 and 2 threads, alone and beside another job; two hours, resumable"
 	@echo "make bench-demonstrations  demonstrations before rewards against rewards alone, about half an hour"
 	@echo "make bench-lora  memory of references and adapters, and their speed; about twenty minutes"
 	@echo "make bench-ranks  memory, steps and saves of sharded ranks against replicas, about twenty minutes; needs 14 GB"
@@ -109,6 +110,10 @@ bench-full: .venv/.ready-bench
 	@$(bin)/python -m benchmarks.roofline --json $(RESULTS)/roofline.json --plot docs/images/roofline.png
 	@$(bin)/python -m benchmarks.scaling --json $(RESULTS)/scaling.json --plot docs/images/scaling.png
 	@$(bin)/python -m benchmarks.tables $(RESULTS)
+
+bench-ratios: .venv/.ready-bench
+	@$(bin)/python -m benchmarks.ratios --out $(RESULTS)/ratios $(ARGS)
+	@$(bin)/python -m benchmarks.tables $(RESULTS)/ratios
 
 bench-lora: .venv/.ready-test
 	@$(bin)/python -m benchmarks.references --document docs/guides/references.md

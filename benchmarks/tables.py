@@ -93,11 +93,35 @@ def of_scaling(results: Mapping[str, Any]) -> str:
     return told
 
 
+def of_ratios(results: Mapping[str, Any]) -> str:
+    """A line of ratios for each workload, a column for each condition, and the update's share of the matrix rate."""
+    conditions = [
+        (is_alone, count)
+        for is_alone in (True, False)
+        for count in sorted({one["threads"] for one in results["ratios"]})
+    ]
+    found = {(one["workload"], one["is_alone"], one["threads"]): one for one in results["ratios"]}
+    rows: list[Row] = []
+    for workload in dict.fromkeys(one["workload"] for one in results["ratios"]):
+        cells = [found.get((workload, *condition)) for condition in conditions]
+        told = (
+            f"{spread(one, 2)}; rollout {one['rollout_s']:.1f}, update {one['update_s']:.1f}" if one else ""
+            for one in cells
+        )
+        rows.append((workload.replace("_", " "), *told))
+    shares = {(True, one["threads"]): f"{one['fraction']:.0%}" for one in results["updates"]}
+    if shares:
+        rows.append(("update of gruppo, share of the matrix rate", *(shares.get(c, "") for c in conditions)))
+    names = (f"{'alone' if is_alone else 'beside a job'}, threads: {count}" for is_alone, count in conditions)
+    return markdown(("TRL / gruppo", *names), rows)
+
+
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "step": of_steps,
     "generate": of_generation,
     "roofline": of_roofline,
     "scaling": of_scaling,
+    "ratios": of_ratios,
 }
 
 
