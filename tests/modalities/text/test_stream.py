@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -49,9 +50,9 @@ def groups(draw):
     return prompts, owners, draw(st.lists(st.integers(0, 9), min_size=len(owners), max_size=len(owners)))
 
 
-def laid_out(prompts, owners, lengths):
+def laid_out(prompts, owners, lengths, **options):
     completions = [torch.arange(length) for length in lengths]
-    return stream([torch.arange(length) for length in prompts], completions, torch.tensor(owners))
+    return stream([torch.arange(length) for length in prompts], completions, torch.tensor(owners), **options)
 
 
 def sight(prompts, owners, lengths):
@@ -66,8 +67,7 @@ def sight(prompts, owners, lengths):
             if owner == g:
                 texts.append((end, max(length - 1, 0), *shared))
                 end += max(length - 1, 0)
-    texts.append((end, -end % streams.MULTIPLE, end, 0))
-    end += -end % streams.MULTIPLE
+    end += -end % streams.MULTIPLE  # padding sees nothing
     visible = torch.zeros(end, end, dtype=torch.bool)
     for start, length, prompt_start, prompt in texts:
         visible[start : start + length, prompt_start : prompt_start + prompt] = True
@@ -75,10 +75,21 @@ def sight(prompts, owners, lengths):
     return visible
 
 
-@pytest.fixture(params=[(streams.BLOCK_SCORES, streams.BLOCK_QUERIES), (30, 3)], ids=["large blocks", "small blocks"])
+SIZES = {
+    "large blocks": (streams.BLOCK_SCORES, streams.BLOCK_QUERIES, 0),
+    "small blocks": (30, 3, 0),
+    "whole groups": (streams.BLOCK_SCORES, streams.BLOCK_QUERIES, streams.SMALL_GROUP),
+    "some whole groups": (400, 12, 12),
+}
+"""Scores and columns of a block, and tokens of a group that is one text of a block."""
+
+
+@pytest.fixture(params=SIZES.values(), ids=SIZES)
 def block_sizes(request, monkeypatch):
-    monkeypatch.setattr(streams, "BLOCK_SCORES", request.param[0])
-    monkeypatch.setattr(streams, "BLOCK_QUERIES", request.param[1])
+    scores, queries, small_group = request.param
+    monkeypatch.setattr(streams, "BLOCK_SCORES", scores)
+    monkeypatch.setattr(streams, "BLOCK_QUERIES", queries)
+    monkeypatch.setitem(streams.LAY_OUT, "stream", partial(stream, small_group=small_group))
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -88,20 +99,18 @@ def plain_attention(q, k, v, visible):
     shared_by = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(shared_by, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~visible, -math.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1).nan_to_num(), v)  # 0 where nothing is seen
 
 
 @pytest.mark.silent_bug(4)
 @settings(max_examples=40, deadline=None)
 @given(layout=groups(), heads=st.sampled_from([(4, 4), (6, 2), (3, 1)]))
-@pytest.mark.parametrize(
-    "sizes", [(streams.BLOCK_SCORES, streams.BLOCK_QUERIES), (30, 3)], ids=["large blocks", "small blocks"]
-)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_attention_over_blocks_equals_a_masked_softmax_over_everything(sizes, layout, heads):
     saved = streams.BLOCK_SCORES, streams.BLOCK_QUERIES
-    streams.BLOCK_SCORES, streams.BLOCK_QUERIES = sizes
+    streams.BLOCK_SCORES, streams.BLOCK_QUERIES, small_group = sizes
     try:
-        tokens = laid_out(*layout).to(torch.device("cpu"), torch.float64)
+        tokens = laid_out(*layout, small_group=small_group).to(torch.device("cpu"), torch.float64)
     finally:
         streams.BLOCK_SCORES, streams.BLOCK_QUERIES = saved
     generator = torch.Generator().manual_seed(0)
@@ -129,8 +138,14 @@ def test_no_block_holds_more_scores_than_it_may_unless_one_text_alone_does():
 
 def test_completions_of_like_length_share_a_block_and_others_do_not():
     blocks = laid_out([5], [0] * 4, [101, 101, 81, 11]).blocks
-    assert [block.tokens.shape for block in blocks] == [(1, 5), (3, 100), (1, 10), (1, 9)]
+    assert [block.tokens.shape for block in blocks] == [(1, 5), (3, 100), (1, 10)]
     assert blocks[1].real is not None and len(blocks[1].real) == 100 + 100 + 80 and blocks[2].real is None
+
+
+def test_small_groups_share_a_block_and_a_large_one_has_its_own():
+    blocks = laid_out([5, 6, 100], [0, 0, 1, 1, 2], [4, 4, 4, 2, 31], small_group=128).blocks
+    assert [block.tokens.shape for block in blocks] == [(1, 100), (1, 30), (2, 11)]
+    assert [block.first for block in blocks] == [0, 0, 0] and blocks[2].bias.shape == (2, 1, 11, 11)
 
 
 class Elsewhere(torch.nn.Embedding):

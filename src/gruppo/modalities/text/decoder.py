@@ -220,7 +220,7 @@ class _GatedDown(torch.autograd.Function):
 def attend(
     q: Float[Tensor, "N H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], blocks: Sequence[AttentionBlock]
 ) -> Float[Tensor, "N H D"]:
-    """softmax(q k + bias) v, each query over the keys of its block; ``q`` carries the scale.
+    """softmax(q k + bias) v, each query over the keys of its block, 0 outside any; ``q`` carries the scale.
 
     H / K query heads share one key head. Products are in the dtype of ``q``, the softmax in that of the blocks' biases,
     float32 or more. Only q, k and v are stored for the backward pass.
@@ -233,7 +233,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[AttentionBlock]) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.blocks = blocks
-        out = torch.empty_like(q)
+        out = torch.zeros_like(q)
         for block in blocks:
             _, p, _, values = _probabilities(q, k, v, block)
             _put(out, torch.bmm(p, values), block)
@@ -243,7 +243,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v = ctx.saved_tensors
-        to_q = torch.empty_like(q)
+        to_q = torch.zeros_like(q)
         wide = torch.promote_types(q.dtype, torch.float32)
         to_k, to_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))  # a prompt's gradient comes from many blocks
         for block in ctx.blocks:
@@ -261,7 +261,7 @@ def _probabilities(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tu
     kv_heads = k.shape[1]
     queries, keys, values = _queries(q, block, kv_heads), _keys(k, block), _keys(v, block)
     scores = torch.bmm(queries, keys.mT).to(block.bias.dtype)
-    scores.view(-1, *block.bias.shape).add_(block.bias)
+    scores.view(len(block.tokens), -1, *block.bias.shape[-2:]).add_(block.bias)
     return queries, torch.softmax(scores, dim=-1).to(q.dtype), keys, values
 
 
