@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from gruppo.core.linear_head import EntropyMode, is_plain_linear, linear_categorical
@@ -228,10 +230,17 @@ def chunked_categorical(
     """``categorical`` of ``head(features)`` without holding its logits [N, V].
 
     With an ``nn.Linear`` and no truncation, in blocks of the vocabulary (``linear_categorical``). Otherwise in chunks
-    of ``chunk`` rows, whose logits the backward pass computes again.
+    of ``chunk`` rows, whose logits the backward pass computes again; on a CPU, an ``nn.Linear`` under top_k computes
+    those of the actions alone that some row may take.
     """
-    if len(actions) and top_k == 0 and top_p == 1 and is_plain_linear(head) and head.weight.dtype == features.dtype:
-        return linear_categorical(features, head, actions, temperature, entropy)
+    if len(actions) and is_plain_linear(head) and head.weight.dtype == features.dtype:
+        if top_k == 0 and top_p == 1:
+            return linear_categorical(features, head, actions, temperature, entropy)
+        if 0 < top_k < len(head.weight) // 8 and features.device.type == "cpu":
+            columns = possible_actions(features, head, actions, top_k, chunk)
+            bias = None if head.bias is None else head.bias[columns]
+            head = partial(linear, weight=head.weight.index_select(0, columns), bias=bias)
+            actions = torch.searchsorted(columns, actions)
 
     parts: list[tuple[Tensor, Tensor | None]] = []
     for start in range(0, len(actions), chunk):
@@ -250,6 +259,26 @@ def chunked_categorical(
         return empty, None if entropy == "none" else empty
     entropies = [nats for _, nats in parts if nats is not None]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
+
+
+@torch.no_grad()
+def possible_actions(
+    features: Float[Tensor, "N D"], head: nn.Linear, actions: Int[Tensor, "N"], top_k: int, chunk: int
+) -> Int[Tensor, "C"]:
+    """Actions, in order, among which are the top-k set of each row, ties at its edge included, and the row's action.
+
+    All others have probability 0, so that neither a log-probability nor its gradient needs their logits.
+    """
+    found = [actions]
+    for start in range(0, len(features), chunk):
+        logits = head(features[start : start + chunk])  # [n, V]
+        values, ids = logits.topk(min(2 * top_k + 8, logits.shape[-1]), dim=-1)
+        found.append(ids.flatten())
+        # a division by the temperature may make two logits of float32 equal, if they are neighbors
+        edge = values[:, top_k - 1] - 1e-6 * values[:, top_k - 1].abs()
+        beyond = ~(values[:, -1] < edge)  # NaN too
+        found.append((logits[beyond] >= edge[beyond, None]).any(dim=0).nonzero()[:, 0])
+    return torch.cat(found).unique()
 
 
 # --- diagonal normal --------------------------------------------------------------------------------------------------
