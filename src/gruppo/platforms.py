@@ -1,4 +1,4 @@
-"""Differences between systems: file locks, syncing to disk, peak memory, processors, a GPU that works, signals."""
+"""Differences between systems: file locks, syncing to disk, memory, processors, caches, a GPU that works, signals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -96,6 +96,30 @@ def usable_cuda() -> tuple[bool, str]:
             problem = str(error)
     problem = problem.removeprefix("CUDA initialization: ").partition(". ")[0]
     return False, (problem.splitlines() or [""])[0].rstrip(".")
+
+
+@cache
+def cache_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """Bytes of a core's second-level cache and of the last-level cache; 1 MiB and 8 MiB if the system does not tell."""
+    levels = dict[int, int]()
+    if sys.platform == "darwin":
+        for level in (2, 3):
+            for name in (f"hw.l{level}cachesize", f"hw.perflevel0.l{level}cachesize"):  # the latter on Apple silicon
+                levels[level] = _sysctl(name) or levels.get(level, 0)
+    for folder in root.glob("sys/devices/system/cpu/cpu0/cache/index*"):
+        with suppress(OSError, ValueError):
+            kind, level, size = ((folder / name).read_text().strip() for name in ("type", "level", "size"))
+            if kind != "Instruction":
+                levels[int(level)] = int(size.rstrip("KM")) * {"K": 2**10, "M": 2**20}.get(size[-1], 1)
+    known = {level: size for level, size in levels.items() if level > 1 and size > 0}
+    return known.get(2, 2**20), max(known.values(), default=2**23)
+
+
+def _sysctl(name: str) -> int:
+    """A number of macOS; 0 if there is none of that name."""
+    value, size = ctypes.c_uint64(0), ctypes.c_size_t(8)
+    ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return value.value
 
 
 def stop_signals() -> list[signal.Signals]:

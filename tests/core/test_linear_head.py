@@ -83,7 +83,7 @@ def test_the_gradient_in_float64_is_that_of_finite_differences():
     def score(x, weight, bias):
         for parameter, value in ((head.weight, weight), (head.bias, bias)):
             parameter.data = value.detach()
-        return linear_head._LinearCategorical.apply("gradient", x, weight, bias, actions, temperature.double())
+        return linear_head._LinearCategorical.apply("gradient", 0, x, weight, bias, actions, temperature.double())
 
     arguments = [x.detach().clone().requires_grad_() for x in (features, head.weight, head.bias)]
     assert torch.autograd.gradcheck(score, arguments)
@@ -134,12 +134,35 @@ def test_what_a_bias_of_minus_infinity_forbids_has_no_mass():
         torch.testing.assert_close(ours, theirs, rtol=5e-6, atol=5e-6)
 
 
-def test_no_logits_are_kept_for_the_backward_pass():
+@pytest.mark.parametrize(("limit", "tiles"), [(0, 0), (2 * 4 * 8 * 4, 2), (2**26, 4 * 5)], ids=["none", "two", "all"])
+def test_logits_are_kept_for_the_backward_pass_up_to_a_limit_and_change_no_bit(monkeypatch, limit, tiles):
+    """16 rows, padding included, in tiles of 4, and 37 columns in tiles of 8, of 4 bytes each."""
     features, actions, temperature = inputs()
+    head = a_head()
+
+    def score(x: Tensor):
+        return chunked_categorical(x, head, actions, temperature, entropy="gradient")
+
+    monkeypatch.setattr(linear_head, "KEPT_ON_CPU", 0)
+    plain = outcome(score, head, features.requires_grad_(), "gradient")
+    monkeypatch.setattr(linear_head, "KEPT_ON_CPU", limit)
     held: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
-        chunked_categorical(features.requires_grad_(), a_head(), actions, temperature)
-    assert max(x.numel() for x in held) == VOCABULARY * WIDTH < ROWS * VOCABULARY, "the weight is the largest"
+        got = outcome(score, head, features, "gradient")
+    logits = [x for x in held if x.ndim == 2 and len(x) == 4]
+    assert len(logits) == tiles and sum(x.nbytes for x in logits) <= limit
+    assert all(map(torch.equal, got, plain))
+
+
+def test_logits_of_rows_that_are_only_scored_are_not_kept(monkeypatch):
+    features, actions, temperature = inputs()
+    asked: list[int] = []
+    plain = linear_head._LinearCategorical.apply
+    monkeypatch.setattr(linear_head._LinearCategorical, "apply", lambda *given: asked.append(given[1]) or plain(*given))
+    with torch.no_grad():
+        chunked_categorical(features, a_head(), actions, temperature)
+    chunked_categorical(features, a_head(), actions, temperature)
+    assert asked == [0, linear_head.KEPT_ON_CPU]
 
 
 class Doubled(nn.Linear):

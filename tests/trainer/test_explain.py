@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.config.schema import Stage
-from gruppo.core.linear_head import tile_bytes
+from gruppo.core.linear_head import KEPT_ON_CPU, tile_bytes
 from gruppo.modalities.text.memory import activations, working_memory
 
 
@@ -24,15 +24,16 @@ def test_working_memory_by_hand(tmp_path):
     assert memory["logits"] == tile_bytes(100, len(run.policy.chat.tokenizer), 4, torch.device("cpu"))
 
 
-def test_logits_take_a_chunk_three_times_or_tiles_under_a_linear_head(tmp_path):
-    """Of 100 rows two tiles hold all logits in float32, and the gradient's columns as many again."""
+def test_logits_take_a_chunk_three_times_or_tiles_under_a_linear_head(tmp_path, monkeypatch):
+    """Of 100 rows two tiles hold all logits in float32, the gradient's columns as many again, and the kept ones too."""
     run, _ = build(tiny.config(tmp_path, rollout__top_k=5), Parts())
     vocabulary = len(run.policy.chat.tokenizer)
     assert working_memory(run.policy, run.config, 4, 100, 1)["logits"] == 3 * 4 * 100 * vocabulary
     assert working_memory(run.policy, run.config, 4, 5000, 1)["logits"] == 3 * 4 * run.policy.chunk * vocabulary
     cpu = torch.device("cpu")
-    assert tile_bytes(100, vocabulary, 2, cpu) == (2 * 4 + 2) * 100 * vocabulary
-    assert tile_bytes(1000, 10000, 2, cpu) == 2 * 4 * 256 * 4096 + 2 * 1000 * 4096
+    monkeypatch.setattr("gruppo.core.linear_head.cache_bytes", lambda: (2**20, 2**25))
+    assert tile_bytes(100, vocabulary, 2, cpu) == (2 * 4 + 2 + 2) * 100 * vocabulary
+    assert tile_bytes(10000, 10000, 2, cpu) == 2 * 4 * 256 * 4096 + 2 * 10000 * 4096 + KEPT_ON_CPU
 
 
 def test_what_a_token_keeps_of_a_smollm2_in_bfloat16_is_near_what_autograd_was_seen_to_keep():

@@ -10,11 +10,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gruppo.core.compiled import Compiled
+from gruppo.platforms import cache_bytes
 
 EntropyMode = Literal["none", "value", "gradient"]
 """Whether the entropy is computed, and whether it can be differentiated."""
 TILE_ON_CPU, TILE = (256, 4096), (4096, 8192)
-"""Rows and columns of logits computed at once. On a CPU they stay in the cache from one pass to the next."""
+"""Rows and columns of logits computed at once. On a CPU they stay in the cache from one pass to the next.
+
+The columns decide how sums are rounded, so they are the same on all machines; the rows change no bit.
+"""
+LEAST_ROWS = 64
+"""Rows below which the products of a tile are slower: the head takes 1.2 times as long at 64, and 1.45 times at 32."""
+KEPT_ON_CPU = 2**26
+"""Bytes of logits that a CPU keeps for the backward pass, which computes the others again: a fourth of its products."""
 ROW_MULTIPLE = 16
 """Rows are padded to a multiple with zeros: a CPU's bfloat16 products of odd sizes are a quarter slower."""
 NO_LOGIT = -1e30
@@ -49,30 +57,44 @@ def linear_categorical(
 
         d log p_a / d z_v = [v = a] - p_v,        d H / d z_v = -p_v (log p_v + H).
 
-    [N, V] is never held, and each block of the weight's gradient is written once. Differentiable once.
+    Of [N, V] at most KEPT_ON_CPU bytes are held. Each block of the weight's gradient is written once. Differentiable
+    once.
     """
     count = len(features)
     padding = -count % ROW_MULTIPLE
     features, actions = nn.functional.pad(features, (0, 0, 0, padding)), nn.functional.pad(actions, (0, padding))
     temperature = nn.functional.pad(temperature, (0, padding), value=1.0)
-    logprobs, nats = _LinearCategorical.apply(entropy, features, head.weight, head.bias, actions, temperature)
+    to_keep = KEPT_ON_CPU if torch.is_grad_enabled() and features.device.type == "cpu" else 0
+    logprobs, nats = _LinearCategorical.apply(entropy, to_keep, features, head.weight, head.bias, actions, temperature)
     return logprobs[:count], None if entropy == "none" else nats[:count]
+
+
+def _tile(device: torch.device) -> tuple[int, int]:
+    """Rows and columns of a tile. A CPU's has fewer rows where 10 bytes for each logit are more than half its cache."""
+    if device.type != "cpu":
+        return TILE
+    rows, columns = TILE_ON_CPU
+    while rows > LEAST_ROWS and 10 * rows * columns > cache_bytes()[1] // 2:
+        rows //= 2
+    return rows, columns
 
 
 def tile_bytes(rows: int, vocabulary: int, width: int, device: torch.device) -> int:
     """Peak memory of the logits of N rows and their gradient; ``width`` is the bytes of one feature.
 
-    A tile of z and one of p in float32, and N columns of the gradient.
+    A tile of z and one of p in float32, N columns of the gradient, and the logits that are kept.
     """
-    tile_rows, columns = TILE_ON_CPU if device.type == "cpu" else TILE
+    tile_rows, columns = _tile(device)
     columns = min(columns, vocabulary)
-    return 2 * 4 * min(tile_rows, rows) * columns + width * rows * columns
+    kept = min(width * rows * vocabulary, KEPT_ON_CPU) if device.type == "cpu" else 0
+    return 2 * 4 * min(tile_rows, rows) * columns + width * rows * columns + kept
 
 
 class _LinearCategorical(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mode: EntropyMode, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, mode: EntropyMode, to_keep: int, *inputs: Any) -> tuple[Tensor, Tensor]:
         tiles, (features, _, bias, *_) = _LogitTiles(*inputs), inputs
+        kept = list[Tensor]()  # logits of the first tiles
         # log sum exp z of each block
         log_totals = features.new_empty(len(tiles.columns), len(features), dtype=tiles.dtype)
         entropies = torch.zeros_like(log_totals)  # of the softmax of each block alone
@@ -84,7 +106,11 @@ class _LinearCategorical(torch.autograd.Function):
                     log_totals[block, rows], entropies[block, rows] = parts[:2]
                     action_logits[rows] += parts[2]  # 0 where the action is in another block
                     continue
-                z, p = tiles.logits_and_softmax(rows, columns)
+                logits, _, _ = tiles.logits(rows, columns)
+                to_keep -= logits.nbytes
+                if to_keep >= 0:
+                    kept.append(logits)
+                z, p = tiles.scaled_and_softmax(logits, rows)
                 top, log_top = z.amax(dim=-1), p.amax(dim=-1).log()  # log_top = top - log sum exp z
                 log_totals[block, rows] = top - log_top
                 inside, place = tiles.action_places(rows, columns)
@@ -96,7 +122,7 @@ class _LinearCategorical(torch.autograd.Function):
         entropy = torch.zeros_like(log_total)
         if mode != "none":
             entropy = (log_share.exp() * (entropies - log_share)).sum(dim=0)
-        ctx.save_for_backward(*inputs, log_totals, log_total, entropy)
+        ctx.save_for_backward(*inputs, log_totals, log_total, entropy, *kept)
         ctx.mode = mode
         if mode != "gradient":
             ctx.mark_non_differentiable(entropy)
@@ -105,13 +131,14 @@ class _LinearCategorical(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, bias, actions, temperature, log_totals, log_total, entropy = ctx.saved_tensors
-        needs_features, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
+        features, weight, bias, actions, temperature, log_totals, log_total, entropy, *kept = ctx.saved_tensors
+        needs_features, needs_weight, needs_bias = ctx.needs_input_grad[2:5]
         tiles = _LogitTiles(features, weight, bias, actions, temperature)
         grad, entropy_grad = grad / temperature.to(grad.dtype), entropy_grad / temperature.to(grad.dtype)
         grad_features = torch.zeros_like(features, dtype=tiles.dtype) if needs_features else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
+        first_tiles = iter(kept)
         buffer = features.new_empty(len(features) * min(tiles.tile_columns, len(weight)))
         for columns, share in zip(tiles.columns, log_totals.softmax(dim=0), strict=True):
             width = columns.stop - columns.start
@@ -121,7 +148,8 @@ class _LinearCategorical(torch.autograd.Function):
                     numbers = (log_total[rows], entropy[rows], grad[rows], entropy_grad[rows])
                     grad_logits[rows] = compiled_gradient(*tiles.logits(rows, columns), bias is not None, *numbers)
                     continue
-                z, p = tiles.logits_and_softmax(rows, columns)
+                logits = next(first_tiles, None)
+                z, p = tiles.scaled_and_softmax(tiles.logits(rows, columns)[0] if logits is None else logits, rows)
                 if ctx.mode == "gradient":
                     z -= (log_total - entropy)[rows, None]  # log p + H
                     p *= z.mul_(entropy_grad[rows, None]).add_(grad[rows, None]).mul_(-share[rows, None])
@@ -137,7 +165,7 @@ class _LinearCategorical(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[columns] = grad_logits.sum(dim=0)
         grad_features = None if grad_features is None else grad_features.to(features.dtype)
-        return None, grad_features, grad_weight, grad_bias, None, None
+        return None, None, grad_features, grad_weight, grad_bias, None, None
 
 
 class _LogitTiles:
@@ -149,7 +177,7 @@ class _LogitTiles:
         self.features, self.weight, self.bias, self.actions = features, weight, bias, actions
         self.dtype = torch.promote_types(features.dtype, torch.float32)
         self.temperature = temperature.to(self.dtype)[:, None]
-        self.tile_rows, self.tile_columns = TILE_ON_CPU if features.device.type == "cpu" else TILE
+        self.tile_rows, self.tile_columns = _tile(features.device)
         self._buffers: Tensor | None = None
         self.rows, self.columns = (
             [slice(start, min(start + size, end)) for start in range(0, end, size)]
@@ -162,9 +190,10 @@ class _LogitTiles:
         logits = nn.functional.linear(self.features[rows], self.weight[columns], bias)
         return logits, self.temperature[rows], (self.actions[rows] - columns.start)[:, None]
 
-    def logits_and_softmax(self, rows: slice, columns: slice) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
-        """Scaled logits, and their softmax within the tile, which is faster than their exponential alone."""
-        logits, _, _ = self.logits(rows, columns)
+    def scaled_and_softmax(
+        self, logits: Float[Tensor, "n c"], rows: slice
+    ) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
+        """Logits over the temperature, and their softmax within the tile: it is faster than the exponential alone."""
         if self._buffers is None:
             elements = min(self.tile_rows, len(self.features)) * min(self.tile_columns, len(self.weight))
             self._buffers = self.features.new_empty(2, elements, dtype=self.dtype)

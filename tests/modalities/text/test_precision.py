@@ -9,6 +9,7 @@ import torch
 from tests.fakes import TinyGPT, gpt2, llama, requests
 from torch import nn
 
+from gruppo.modalities.text import precision
 from gruppo.modalities.text.precision import ComputeCopy, faster_dtype
 from gruppo.types import Sampling
 
@@ -55,6 +56,19 @@ def test_gradients_of_micro_batches_add_up_in_float32(master):
         (copied.module.embedding.weight[0, 0] * size).backward()
     assert master.embedding.weight.grad[0, 0] == 1.125
     assert torch.tensor(1.0, dtype=torch.bfloat16) + torch.tensor(1 / 512, dtype=torch.bfloat16) == 1.0
+
+
+@pytest.mark.parametrize("make", [lambda w: w, lambda w: w.t().contiguous().t()], ids=["rows", "columns"])
+def test_large_gradients_are_added_in_pieces_which_change_no_bit(monkeypatch, make):
+    monkeypatch.setattr(precision, "PIECE", 20)  # of 11 x 8: two rows at once, and one that is left over
+    torch.manual_seed(0)
+    gradients = [torch.randn(11, 8).bfloat16() for _ in range(3)]
+    owner, parameter = nn.Parameter(torch.zeros(11, 8)), nn.Parameter(torch.zeros(11, 8, dtype=torch.bfloat16))
+    for gradient in gradients:
+        parameter.grad = make(gradient)
+        precision._add_gradient(owner, parameter)
+        assert parameter.grad is None
+    assert torch.equal(owner.grad, gradients[0].float() + gradients[1].float() + gradients[2].float())
 
 
 def test_tied_weights_stay_tied_and_their_gradients_meet(master):
