@@ -45,7 +45,7 @@ def on_cpu(monkeypatch):
 def test_spans_show_each_token_what_the_blocks_do(laid):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts, "MULTIPLE", SPAN_BLOCK)
-        expected = sight(*laid)
+        expected = sight(*laid, padding_sees=True)
     mask = block_mask(laid_out(*laid, has_blocks=False).spans, torch.device("cpu"))
     key = torch.arange(len(expected))
     assert torch.equal(mask.mask_mod(None, None, key[:, None], key), expected)

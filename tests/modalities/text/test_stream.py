@@ -55,8 +55,8 @@ def laid_out(prompts, owners, lengths, **options):
     return stream([torch.arange(length) for length in prompts], completions, torch.tensor(owners), **options)
 
 
-def sight(prompts, owners, lengths):
-    """[query, key]: what the tokens of a stream may see, text by text."""
+def sight(prompts, owners, lengths, *, padding_sees=False):
+    """[query, key]: what the tokens of a stream may see, text by text; without spans, padding sees nothing."""
     texts = []  # (first token, tokens, first token of the prompt, tokens of the prompt)
     end = 0
     for g, prompt in enumerate(prompts):
@@ -67,7 +67,9 @@ def sight(prompts, owners, lengths):
             if owner == g:
                 texts.append((end, max(length - 1, 0), *shared))
                 end += max(length - 1, 0)
-    end += -end % streams.MULTIPLE  # padding sees nothing
+    padding = -end % streams.MULTIPLE
+    texts += [(end, padding, end, 0)] if padding_sees else []
+    end += padding
     visible = torch.zeros(end, end, dtype=torch.bool)
     for start, length, prompt_start, prompt in texts:
         visible[start : start + length, prompt_start : prompt_start + prompt] = True
