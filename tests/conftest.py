@@ -16,7 +16,7 @@ import logging
 import hypothesis
 import pytest
 import torch
-from tests import fake_hub, processes
+from tests import fake_hub, memo, processes
 
 from gruppo.tracking.plots import plot_run
 from gruppo.view.report import write_report
@@ -32,6 +32,10 @@ hypothesis.settings.load_profile("gruppo")
 def pytest_collection_finish() -> None:
     """A collection of garbage need not visit what was imported: 0.25 s each time that memory runs out in a test."""
     gc.freeze()
+    # pytest gives each logger that does not propagate two handlers, three times a test: torch has over forty of them.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and not logger.name.startswith("gruppo"):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,6 +52,14 @@ def _no_plots():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gruppo.api.plot_run", processes.no_plots)
         patch.setattr("gruppo.view.report.write_report", processes.no_plots)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _remembered():
+    """Runs of the session share what each of them would compute again."""
+    with pytest.MonkeyPatch.context() as patch:
+        memo.remember(patch)
         yield
 
 

@@ -82,8 +82,29 @@ def bpe_tokenizer(merges: Sequence[tuple[str, str]] = (("a", "b"), ("ab", "c"), 
     )
 
 
+MADE: dict[str, tuple[Any, Tensor]] = {}
+"""Models by kind, seed and changes, with the state of torch's generator after each was made."""
+
+
 def causal_lm(kind: str, *, seed: int = 0, **changes: Any) -> Any:
     """A tiny Hugging Face model of the given kind whose weights are large enough that attention matters."""
+    key = f"{kind} {seed} {sorted(changes.items())}"
+    if key not in MADE:
+        module = _made(kind, seed, changes)
+        MADE[key] = module, torch.get_rng_state()
+    module, state = MADE[key]
+    torch.set_rng_state(state)
+    return copy.deepcopy(module)
+
+
+def probed_once(kind: str, **changes: Any) -> Any:
+    """The same, whose fast ways are found once a session (tests/memo.py)."""
+    module = causal_lm(kind, **changes)
+    module.loaded_from = f"{kind} {sorted(changes.items())}"
+    return module
+
+
+def _made(kind: str, seed: int, changes: dict[str, Any]) -> Any:
     import transformers
 
     tokenizer = bpe_tokenizer()
@@ -115,7 +136,7 @@ def llama(**changes: Any) -> TextPolicy:
 def adapted(*, rank: int = 3, targets: Sequence[str] = (), compute: Any = "float32", **changes: Any) -> TextPolicy:
     """A frozen Llama below an adapter that changes what it says."""
     adapt = functools.partial(inject, rank=rank, alpha=2.0 * rank, targets=targets, seed=0, base="tiny")
-    module = causal_lm("Llama", tie_word_embeddings=True, **changes)
+    module = probed_once("Llama", tie_word_embeddings=True, **changes)
     policy = from_transformers(module, bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt)
     return with_random_adapter(policy)
 
@@ -195,7 +216,7 @@ def gemma2(**changes: Any) -> TextPolicy:
 
 def of(kind: str, *, compute: Any = "float32", chunk: int = 1024, **changes: Any) -> TextPolicy:
     """The policy of a tiny Hugging Face model."""
-    return from_transformers(causal_lm(kind, **changes), bpe_tokenizer(), compute=compute, chunk=chunk)
+    return from_transformers(probed_once(kind, **changes), bpe_tokenizer(), compute=compute, chunk=chunk)
 
 
 POLICIES: list[Callable[..., TextPolicy]] = [plain, llama, adapted, gpt2, qwen2, mistral, gemma2]

@@ -28,7 +28,7 @@ from gruppo.config import schema as configs
 from gruppo.config.options import as_text, convert, flag
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.modalities import modalities
-from gruppo.recipes import RECIPES
+from gruppo.recipes import RECIPES, arithmetic
 from gruppo.rewards.code import ProgramScore, code_metrics
 from gruppo.tracking.files import read_metrics
 from gruppo.trainer import checks
@@ -398,8 +398,10 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 
 
 @each([*PAGES, *START, *GUIDES, *REFERENCE])
-def test_the_examples_of_a_page_hold(page: Path) -> None:
-    """Run all Python blocks of a page in one session."""
+def test_the_examples_of_a_page_hold(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all Python blocks of a page in one session, with a tiny model in place of the bundled one."""
+    own = {"model": tiny.model(), "compute": "float32", "runs_dir": str(tmp_path)}
+    monkeypatch.setitem(RECIPES, "arithmetic", lambda: replace(arithmetic(), **own))
     session: dict[str, Any] = {}
     for language, line, text in blocks(page):
         if language == "python":

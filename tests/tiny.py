@@ -25,6 +25,8 @@ CHAT_TEMPLATE = (
 )
 CONTEXT = 128
 REWARDS = str(Path(__file__).resolve())
+FOLDERS: set[str] = set()
+"""Of the models that ``model`` wrote, which no test changes."""
 
 
 @cache
@@ -33,6 +35,7 @@ def model(seed: int = 0) -> str:
     folder = Path(tempfile.mkdtemp(prefix="gruppo-tiny-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     written = write_model(folder / "tiny", seed)
+    FOLDERS.add(written)
     gc.collect()
     gc.freeze()  # as in conftest.py: transformers is imported by now
     return written

@@ -115,11 +115,9 @@ class Trainer:
         if is_importing():
             raise RunDuringImport
         if config is not None and not isinstance(config, Config | str | Path):
-            raise GruppoError(
-                f"config is {config!r:.80} ({type(config).__name__}); it needs a gruppo.Config, a recipe's name such "
-                'as "arithmetic", file.py:function, a config file or the folder of a run. Pass single settings by '
-                "name: gruppo.train(steps=50)."
-            )
+            raise GruppoError(f"""config is {config!r:.80} ({type(config).__name__}); it needs a gruppo.Config, a
+                recipe's name such as "arithmetic", file.py:function, a config file or the folder of a run. Pass single
+                settings by name: gruppo.train(steps=50).""")
         name = str(config) if isinstance(config, str | Path) else None
         file = None if name is None else config_file(name)
         recipe = recipe_config(str(config)) if isinstance(config, str | Path) else config or Config()
@@ -213,15 +211,11 @@ class Trainer:
             check_is_run(path)
             config = serialization.load(path / "config.json")
             if missing := missing_parts(config, parts):
-                raise GruppoError(
-                    f"this run's {' and '.join(missing)} came from Python objects. Continue it with "
-                    f"gruppo.resume({str(path)!r}, {', '.join(f'{m}=...' for m in missing)})."
-                )
+                raise GruppoError(f"""this run's {" and ".join(missing)} came from Python objects. Continue it with
+                    gruppo.resume({str(path)!r}, {", ".join(f"{m}=..." for m in missing)}).""")
             if added := {name_of(one) for one in track} - {IN_MEMORY, *config.track}:
-                raise GruppoError(
-                    f"track={min(added)!r}: a run continues with the trackers of its config, {list(config.track)}, and "
-                    "with objects. Leave the name out, or pass an object."
-                )
+                raise GruppoError(f"""track={min(added)!r}: a run continues with the trackers of its config,
+                    {list(config.track)}, and with objects. Leave the name out, or pass an object.""")
             join_ranks(config)
             config = on_these_ranks(config, path)
         dist.set_advice(f"Continue on as many ranks with: {command_name()} resume {path}")
@@ -358,10 +352,8 @@ class Trainer:
         """Evaluate on the held-out prompts as training does; at most once at a step."""
         run = self.run
         if not run.config.evaluation.prompts or not run.rewards.names:
-            raise GruppoError(
-                "this run has nothing to evaluate: it needs a reward and held-out prompts. Set evaluation__prompts, "
-                "and prompts__held_out_fraction above 0 or evaluation__data."
-            )
+            raise GruppoError("""this run has nothing to evaluate: it needs a reward and held-out prompts. Set
+                evaluation__prompts, and prompts__held_out_fraction above 0 or evaluation__data.""")
         if (done := loop.evaluation_at(run, run.state.step)) is None:
             with run.stopper.listening():
                 loop.evaluate_now(run, self._files)
@@ -403,9 +395,8 @@ class Trainer:
             lacks = {"kl_coef": self.run.reference is None, "sup_coef": self.run.demos is None}
             if value > 0 and lacks.get(name):
                 what = "reference to measure a KL against" if name == "kl_coef" else "demonstrations"
-                raise GruppoError(
-                    f"set({name}={value}): the run was built without {what}. Start it with a small stage__{name}."
-                )
+                raise GruppoError(f"""set({name}={value}): the run was built without {what}. Start it with a small
+                    stage__{name}.""")
         kept = {name: value for name, value in {**schedule.overrides, **params}.items() if value is not None}
         schedule.overrides = kept
 
@@ -415,10 +406,8 @@ class Trainer:
             return self._result
         run, state = self.run, self.run.state
         if not self.is_complete:
-            raise GruppoError(
-                f"the run {self.folder} has {state.step} of {self.config.steps} steps and no result yet. Call "
-                "trainer.train(), or trainer.save() for the model as it is."
-            )
+            raise GruppoError(f"""the run {self.folder} has {state.step} of {self.config.steps} steps and no result yet.
+                Call trainer.train(), or trainer.save() for the model as it is.""")
         for _ in self.steps:  # what comes after the last step
             pass
         with dist.phase("final save"):
@@ -563,10 +552,8 @@ def on_these_ranks(config: Config, path: Path) -> Config:
     """Return a saved config for the present number of ranks, which may be another than when the run was saved."""
     ranks = dist.world_size()
     if config.rollout.prompts < ranks:
-        raise GruppoError(
-            f"{path} samples {config.rollout.prompts} prompts per step, too few for {ranks} ranks. "
-            f"Resume it on at most {config.rollout.prompts}."
-        )
+        raise GruppoError(f"""{path} samples {config.rollout.prompts} prompts per step, too few for {ranks} ranks.
+            Resume it on at most {config.rollout.prompts}.""")
     if config.distributed.shard == "hybrid" and ranks > 1 and not sharding.is_hybrid_possible():
         log.warning("%s was sharded within machines; on this one, it is sharded over all %d ranks.", path, ranks)
         return replace(config, distributed=replace(config.distributed, shard="fsdp"))
@@ -646,19 +633,15 @@ def check_equal(own: dict[str, Any]) -> None:
     for number, other in enumerate(others, start=1):
         for name in sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name)):
             theirs, ours = (str(values.get(name)) for values in (other, first))
-            raise GruppoError(
-                f"rank {number} differs from rank 0 in {name}: {theirs:.40}, not {ours:.40}. Give all ranks the same "
-                "command, files and versions."
-            )
+            raise GruppoError(f"""rank {number} differs from rank 0 in {name}: {theirs:.40}, not {ours:.40}. Give all
+                ranks the same command, files and versions.""")
 
 
 def new_name(stem: str, runs_dir: str | Path) -> str:
     """A name for a run that no other in ``runs_dir`` has."""
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-        raise GruppoError(
-            "torchrun --max-restarts runs the command again, and a run without a name would start from step 0 each "
-            "time. Add --name NAME: a restart then continues that run from its last checkpoint."
-        )
+        raise GruppoError("""torchrun --max-restarts runs the command again, and a run without a name would start from
+            step 0 each time. Add --name NAME: a restart then continues that run from its last checkpoint.""")
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (f"{name}-{n}" for n in range(2, 1000))
     return next((n for n in (name, *others) if not (Path(runs_dir) / n).exists()), name)
@@ -682,10 +665,8 @@ def change(config: Config, changes: dict[str, Any]) -> Config:
         # the whole name: the unknown entry of verl's actor_rollout_ref.actor.clip_ratio_low is its first part
         name = next((n for n in map(dotted, changes) if n.startswith(f"{error.entry}.")), error.entry)
         hint = peer_options.suggestion(name, known, spell)
-        raise GruppoError(
-            f"unknown option {spell(name)}. {hint}docs/reference/config.md lists the options; in Python, two "
-            "underscores stand for a dot."
-        ) from None
+        raise GruppoError(f"""unknown option {spell(name)}. {hint}docs/reference/config.md lists the options; in Python,
+            two underscores stand for a dot.""") from None
 
 
 def as_passed(message: str, config: Config, changes: Iterable[str]) -> str:

@@ -80,18 +80,15 @@ class Parts:
     ) -> Parts:
         """Check what a caller gave; names stay in the config."""
         if model is not None and not isinstance(model, str | os.PathLike | Policy):
-            raise GruppoError(
-                f"model is a {type(model).__name__}; it needs a name, a folder, or a policy (a gruppo.Policy). Wrap a "
-                "Hugging Face model with gruppo.from_transformers(model, tokenizer), another module with "
-                "gruppo.from_module, one that denoises with gruppo.DenoiserPolicy, one that restores images with "
-                "gruppo.RestorationPolicy."
-            )
+            raise GruppoError(f"""model is a {type(model).__name__}; it needs a name, a folder, or a policy (a
+                gruppo.Policy). Wrap a Hugging Face model with gruppo.from_transformers(model, tokenizer), another
+                module with gruppo.from_module, one that denoises with gruppo.DenoiserPolicy, one that restores images
+                with gruppo.RestorationPolicy.""")
         rewards = None if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
         if environment is not None and not callable(environment) and not isinstance(environment, str | os.PathLike):
-            raise GruppoError(
-                f"environment is {environment!r:.80} ({type(environment).__name__}); it needs to be a function such as "
-                "def reply(text, state) that returns what is said next or None, or a name, file.py:function."
-            )
+            raise GruppoError(f"""environment is {environment!r:.80} ({type(environment).__name__}); it needs to be a
+                function such as def reply(text, state) that returns what is said next or None, or a name,
+                file.py:function.""")
         if isinstance(environment, str | os.PathLike):
             environment = load_object(os.fspath(environment))
         return cls(
@@ -123,10 +120,8 @@ def validate(config: Config, parts: Parts) -> None:
     if missing := missing_parts(config, parts):
         named = {"environment": "--environment.reply", "validation": "--evaluation.data"}
         options = [named.get(name, f"--{name}") for name in missing]
-        raise GruppoError(
-            f"the {' and '.join(missing)} of this config came from Python objects, which a file does not hold. "
-            f"Set {' and '.join(options)}."
-        )
+        raise GruppoError(f"""the {" and ".join(missing)} of this config came from Python objects, which a file does not
+            hold. Set {" and ".join(options)}.""")
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -169,10 +164,8 @@ def with_absolute_paths(config: Config) -> Config:
 def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     """Build all parts of a run, the cheap checks first; return it and the model's origin."""
     if config.rollout.prompts < dist.world_size():
-        raise GruppoError(
-            f"rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()} ranks without a prompt. "
-            f"Set --rollout.prompts {dist.world_size()} or more, or start fewer ranks."
-        )
+        raise GruppoError(f"""rollout.prompts={config.rollout.prompts} leaves some of the {dist.world_size()} ranks
+            without a prompt. Set --rollout.prompts {dist.world_size()} or more, or start fewer ranks.""")
     data = config.data if parts.data is None else parts.data
     is_sharded = sharding.request(config.distributed.shard)
     columns: dict[str, Any] = {
@@ -285,10 +278,9 @@ def check_capabilities(config: Config, policy: Policy) -> None:
         needs["serving"] = "--engine vllm"
     for capability, option in needs.items():
         if capability not in policy.supports:
-            raise GruppoError(
-                f"{option} needs a policy that supports {capability!r}, and {type(policy).__name__} supports "
-                f"{sorted(policy.supports) or 'nothing optional'}. Leave the option out, or add it to the policy."
-            )
+            raise GruppoError(f"""{option} needs a policy that supports {capability!r}, and {type(policy).__name__}
+                supports {sorted(policy.supports) or "nothing optional"}. Leave the option out, or add it to the
+                policy.""")
 
 
 def place(policy: Policy, config: Config) -> Config:
@@ -368,16 +360,13 @@ def check_lag(config: Config, engine: Any) -> None:
     if not config.engine.lag or config.engine.replay:
         return
     if getattr(engine, "concurrency", 0) < 1:
-        raise GruppoError(
-            f"engine.lag={config.engine.lag} needs an engine that samples while the trainer learns, and "
-            f"{type(engine).__name__} does not declare it (concurrency = 1 or more; see gruppo.protocols.Engine). "
-            "Set --engine.lag 0."
-        )
+        raise GruppoError(f"""engine.lag={config.engine.lag} needs an engine that samples while the trainer learns, and
+            {type(engine).__name__} does not declare it (concurrency = 1 or more; see gruppo.protocols.Engine). Set
+            --engine.lag 0.""")
     if config.rollout.refill_rounds and dist.world_size() > 1:
-        raise GruppoError(
-            f"rollout.refill_rounds={config.rollout.refill_rounds} moves prompts between ranks, and with engine.lag "
-            "their samples are on the rank that was to use them. Set --rollout.refill-rounds 0, or --engine.lag 0."
-        )
+        raise GruppoError(f"""rollout.refill_rounds={config.rollout.refill_rounds} moves prompts between ranks, and with
+            engine.lag their samples are on the rank that was to use them. Set --rollout.refill-rounds 0, or
+            --engine.lag 0.""")
 
 
 def open_vllm(config: Config, policy: Policy, sampling: Any, source: Any) -> Engine:
@@ -483,26 +472,20 @@ def open_rewards(
         columns = {*source.columns} | ({"answer", "target"} if targets & {*source.columns} else set())
         if environment is not None:
             if taken := sorted({*source.columns} & {*PROVIDED} - {"prompt", config.prompts.column}):
-                raise DataError(
-                    f"{source.name} has a column {taken[0]!r}, and an environment is given something else by that "
-                    "name. Rename the column."
-                )
+                raise DataError(f"""{source.name} has a column {taken[0]!r}, and an environment is given something else
+                    by that name. Rename the column.""")
             environment.check(columns - {"state"})
             columns |= {"state"}
         columns |= {"reference"} if modality.rewards_read_reference else set()
         columns |= {"images"} if modality.rewards_read_images else set()
         rewards.check(columns)
     if environment is not None and rewards.step_names:
-        raise GruppoError(
-            f"reward {rewards.step_names[0]!r} scores the steps of one answer, and with an environment a row has "
-            "several. Leave it or --environment.reply out."
-        )
+        raise GruppoError(f"""reward {rewards.step_names[0]!r} scores the steps of one answer, and with an environment a
+            row has several. Leave it or --environment.reply out.""")
     by = config.rollout.refill_by
     if by and by not in rewards.names:
-        raise GruppoError(
-            f"rollout.refill_by={by!r} is none of this run's rewards, {', '.join(rewards.names)}. Set "
-            "--rollout.refill-by to one of them, or leave it out for their sum."
-        )
+        raise GruppoError(f"""rollout.refill_by={by!r} is none of this run's rewards, {", ".join(rewards.names)}. Set
+            --rollout.refill-by to one of them, or leave it out for their sum.""")
     config.objective.check_rewards(of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards)
     return rewards, environment
 

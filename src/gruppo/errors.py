@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 
 class GruppoError(Exception):
     """A mistake that the user can correct. The message says what was got, what is needed and what to do.
 
-    The command line prints it as one line, without a traceback, and exits with ``exit_code``.
+    It is one line: a line end in ``message``, with the indentation after it, becomes a space. The command line prints
+    it without a traceback, and exits with ``exit_code``.
     """
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(re.sub(r"\n *", " ", message))
 
 
 class DataError(GruppoError):

@@ -77,9 +77,8 @@ def evaluate_run(
     if prompts < 1:
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
     if not first.reward:
-        raise GruppoError(
-            f"{path} was trained without a reward, so nothing is measured. Ask it: {command_name()} sample {path}"
-        )
+        raise GruppoError(f"""{path} was trained without a reward, so nothing is measured. Ask it: {command_name()}
+            sample {path}""")
     # nothing is trained, and all held-out prompts are read
     config = replace(
         first,
@@ -101,10 +100,8 @@ def evaluate_run(
             if isinstance(getattr(run, source), WithReference):  # by now compared with the trained policy
                 setattr(run, source, with_saved_reference(path, first, getattr(run, source)))
         if not (held := held_out(run, prompts)):
-            raise DataError(
-                f"the data of {path} have no held-out prompts to evaluate on. Give other data with --data FILE, or "
-                "train with --prompts.held-out-fraction above 0."
-            )
+            raise DataError(f"""the data of {path} have no held-out prompts to evaluate on. Give other data with --data
+                FILE, or train with --prompts.held-out-fraction above 0.""")
         return evaluate(run, held)
 
 
@@ -112,10 +109,8 @@ def with_saved_reference(path: Path, config: Config, source: WithReference) -> W
     """Return the data with the images that a run's rewards compared with: those of its reference as last saved, or of
     the policy that it began with."""
     if config.model == IN_MEMORY:
-        raise GruppoError(
-            f"the rewards of {path} are measured against the policy that it began with, a Python object which no file "
-            "holds. Train with rewards that have delta=none, or against=target."
-        )
+        raise GruppoError(f"""the rewards of {path} are measured against the policy that it began with, a Python object
+            which no file holds. Train with rewards that have delta=none, or against=target.""")
     policy, _ = find_modality(config.model).open(config, source)
     saved = checkpoint.load_latest(path / "checkpoints")
     for name, parameter in policy.module.named_parameters():

@@ -72,14 +72,11 @@ def load_object(spec: str) -> Any:
         try:
             module = importlib.import_module(place)
         except RunDuringImport:
-            raise GruppoError(
-                f"the module {place!r} starts a run when it is imported; put that under if __name__ == '__main__'."
-            ) from None
+            raise GruppoError(f"""the module {place!r} starts a run when it is imported; put that under if __name__ ==
+                '__main__'.""") from None
         except (Exception, SystemExit) as error:
-            raise GruppoError(
-                f"the module {place!r} cannot be imported: {type(error).__name__}: {error}. For a file, write"
-                " path/to/file.py:name."
-            ) from error
+            raise GruppoError(f"""the module {place!r} cannot be imported: {type(error).__name__}: {error}. For a file,
+                write path/to/file.py:name.""") from error
         finally:
             _depth -= 1
     try:
@@ -170,9 +167,8 @@ def load_file(path: Path) -> ModuleType:
         text = (str(error).splitlines() or [""])[0]
         if isinstance(error, SyntaxError):
             text, line = error.msg, error.lineno if error.filename == str(path) else line
-        raise GruppoError(
-            f"{path}, line {line}, raised {type(error).__name__} on import: {text}. Fix the file and try again."
-        ) from error
+        raise GruppoError(f"""{path}, line {line}, raised {type(error).__name__} on import: {text}. Fix the file and try
+            again.""") from error
     finally:
         _depth -= 1
     return module
@@ -284,9 +280,8 @@ def import_extra(module: str, extra: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as problem:
-        raise GruppoError(
-            f'{what} needs the package "{module}" ({problem}); run: {install_command(extra)}'
-        ) from problem
+        raise GruppoError(f"""{what} needs the package "{module}" ({problem}); run:
+            {install_command(extra)}""") from problem
 
 
 def transformers_error(error: Exception, what: str) -> str:

@@ -140,10 +140,8 @@ class GRPOLoss(_PolicyLoss):
         _check_shapes(policy_logprobs, old_policy_logprobs=old_policy_logprobs, reference_logprobs=reference_logprobs)
         rewards, group_ids, mask = _rows(policy_logprobs, rewards, mask, group_ids)
         if o.needs_groups and group_ids.numel() and int(group_ids.bincount().max()) < 2:
-            raise GruppoError(
-                "every group has one row; GRPO needs at least 2. Sample more of each prompt, or use "
-                "GRPOLoss(objective='reinforce')."
-            )
+            raise GruppoError("""every group has one row; GRPO needs at least 2. Sample more of each prompt, or use
+                GRPOLoss(objective='reinforce').""")
         if self.kl_beta > 0 and reference_logprobs is None:
             raise GruppoError(f"kl_beta={self.kl_beta:g} needs reference_logprobs. Pass them, or set kl_beta=0.")
         # A failed reward is no reward of 0: its row is left out of the mean, as in training.
@@ -187,17 +185,14 @@ def compute_gae(
     is False.
     """
     if rewards.ndim == 2 and values.shape == (len(rewards), rewards.shape[1] + 1):
-        raise GruppoError(
-            f"values have {values.shape[-1]} columns for {rewards.shape[-1]} rewards. Pass values[:, :-1], and the "
-            "last column as bootstrap=values[:, -1]."
-        )
+        raise GruppoError(f"""values have {values.shape[-1]} columns for {rewards.shape[-1]} rewards. Pass values[:,
+            :-1], and the last column as bootstrap=values[:, -1].""")
     mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     _check_shapes(rewards, mask=mask, values=values)
     if rewards.ndim != 2 or (bootstrap is not None and bootstrap.shape != rewards.shape[:1]):
         ends = "" if bootstrap is None else f", bootstrap {list(bootstrap.shape)}"
-        raise GruppoError(
-            f"rewards are {list(rewards.shape)}{ends}; they need [B, T] and [B]. For one sequence pass rewards[None]."
-        )
+        raise GruppoError(f"""rewards are {list(rewards.shape)}{ends}; they need [B, T] and [B]. For one sequence pass
+            rewards[None].""")
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
             raise GruppoError(f"{name}={value} is outside [0, 1]; use {0.99 if name == 'gamma' else 0.95}.")
@@ -278,19 +273,15 @@ def _rows(
     """Rewards of rows, group ids from 0, and the mask."""
     if mask is None:
         if logprobs.shape != rewards.shape:
-            raise GruppoError(
-                f"policy_logprobs are {list(logprobs.shape)} and rewards {list(rewards.shape)}; without a mask both "
-                "are [prompts, group]. For log-probs of tokens [B, T] pass mask [B, T]."
-            )
+            raise GruppoError(f"""policy_logprobs are {list(logprobs.shape)} and rewards {list(rewards.shape)}; without
+                a mask both are [prompts, group]. For log-probs of tokens [B, T] pass mask [B, T].""")
         mask = torch.ones(rewards.numel(), 1, dtype=torch.bool, device=rewards.device)
     else:
         _check_shapes(logprobs, mask=mask)
     rows = len(mask)
     if (mask.ndim, rewards.numel()) != (2, rows) or rewards.ndim != (2 if group_ids is None else 1):
-        raise GruppoError(
-            f"rewards are {list(rewards.shape)} for {rows} rows; they need [prompts, group], prompt after prompt. For "
-            f"groups of other sizes pass rewards [{rows}] and group_ids [{rows}]."
-        )
+        raise GruppoError(f"""rewards are {list(rewards.shape)} for {rows} rows; they need [prompts, group], prompt
+            after prompt. For groups of other sizes pass rewards [{rows}] and group_ids [{rows}].""")
     if group_ids is None:  # prompt after prompt: a row of rewards is a group
         group_ids = torch.arange(len(rewards), device=rewards.device).repeat_interleave(rewards.shape[1])
     _check_shapes(rewards.flatten(), group_ids=group_ids)
@@ -312,7 +303,5 @@ def _check_finite(loss_mask: Tensor, **inputs: Tensor) -> None:
     """Refuse numbers that are not finite where ``loss_mask`` is True."""
     for name, x in inputs.items():
         if count := int((loss_mask & ~x.isfinite()).sum()):
-            raise GruppoError(
-                f"{name} holds {count} numbers that are not finite where mask is True. Leave those rows out of the "
-                "mask; a failed reward is not a reward of 0."
-            )
+            raise GruppoError(f"""{name} holds {count} numbers that are not finite where mask is True. Leave those rows
+                out of the mask; a failed reward is not a reward of 0.""")

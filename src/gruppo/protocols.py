@@ -127,10 +127,8 @@ class Policy:
 
     def recompute(self) -> None:
         """Compute the activations of each layer again in the backward pass, instead of keeping them."""
-        raise GruppoError(
-            f"optim.recompute=layer: {type(self).__name__} does not define recompute. Set --optim.recompute none, or "
-            "lower --optim.token-budget."
-        )
+        raise GruppoError(f"""optim.recompute=layer: {type(self).__name__} does not define recompute. Set
+            --optim.recompute none, or lower --optim.token-budget.""")
 
     def at(self, module: nn.Module) -> Self:
         """Return this policy over other weights of the same architecture, such as those of a reference."""
@@ -172,10 +170,8 @@ class Policy:
         for name, tensor in self.checkpoint_weights().items():
             if name not in weights or weights[name].shape != tensor.shape:
                 found = list(weights[name].shape) if name in weights else "missing"
-                raise GruppoError(
-                    f"{folder}: {name} is {found}, and this policy needs {list(tensor.shape)}. Open the folder with "
-                    "the function that made the policy."
-                )
+                raise GruppoError(f"""{folder}: {name} is {found}, and this policy needs {list(tensor.shape)}. Open the
+                    folder with the function that made the policy.""")
             tensor.copy_(weights[name])
 
     @property
@@ -394,9 +390,8 @@ class Modality:
     def adapt(self, config: Any, policy: Policy, data: Any) -> Policy:
         """Return a policy given in memory as the options say, such as with a LoRA adapter."""
         if config.lora.rank or config.lora.adapter:
-            raise GruppoError(
-                f"LoRA is not supported by {type(policy).__name__} (its supports lacks 'lora'). Leave --lora.* out."
-            )
+            raise GruppoError(f"""LoRA is not supported by {type(policy).__name__} (its supports lacks 'lora'). Leave
+                --lora.* out.""")
         return policy
 
     def sampling(self, config: Any, policy: Policy | None = None) -> Sampling:
@@ -632,10 +627,8 @@ def check_values(values: Tensor, micro_batch: MicroBatch) -> Float[Tensor, "b t"
     """Return the values if there is one per action of the micro-batch; [b, 1] or [b] would broadcast silently."""
     needed = (len(micro_batch.rows), micro_batch.cols.stop - (micro_batch.cols.start or 0))
     if tuple(values.shape) != needed:
-        raise GruppoError(
-            f"the critic returned values of shape {list(values.shape)} for a micro-batch of {list(needed)} "
-            "(rows, actions); it needs one value before each action. Return [b, t] from Critic.values."
-        )
+        raise GruppoError(f"""the critic returned values of shape {list(values.shape)} for a micro-batch of
+            {list(needed)} (rows, actions); it needs one value before each action. Return [b, t] from Critic.values.""")
     return values
 
 

@@ -203,10 +203,8 @@ def accepted_keywords(fn: Callable[..., Any], what: str) -> tuple[Mapping[str, b
         raise DataError(f"{what} has no readable signature ({error}); wrap it in a def with named arguments.") from None
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if positional:
-        raise DataError(
-            f"{what} takes {positional[0]!r} by position only, but is called with keywords. Write it as "
-            "def f(name, **kwargs)."
-        )
+        raise DataError(f"""{what} takes {positional[0]!r} by position only, but is called with keywords. Write it as
+            def f(name, **kwargs).""")
     named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -226,7 +224,6 @@ def require_columns(
             nearest = difflib.get_close_matches(name, [*columns, *provided], n=1, cutoff=0.5)
             guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
             has = ", ".join(sorted(columns)) or "no columns"
-            raise DataError(
-                f"{what} asks for {name!r}, which the data do not have; they have: {has} (and every {what.split()[0]} "
-                f"can ask for {', '.join(provided)}).{guess} Rename the argument, give it a default, or add the column."
-            )
+            raise DataError(f"""{what} asks for {name!r}, which the data do not have; they have: {has} (and every
+                {what.split()[0]} can ask for {", ".join(provided)}).{guess} Rename the argument, give it a default, or
+                add the column.""")

@@ -107,15 +107,12 @@ def check(folder: Path, names: Collection[str], *, trust_run: bool = False, trus
     if not (trust_run or _is_trusted(folder, names)):
         flags.insert(0, "--trust-run")
         options = ", ".join(f"{flag.strip('-').replace('-', '_')}=True" for flag in flags)
-        raise GruppoError(
-            f"{listed} No command of yours on this machine created it there with that. Read the code{look}; if you "
-            f"trust it, add {' '.join(flags)} (in Python {options}), or set {TRUSTED} to a folder above."
-        )
+        raise GruppoError(f"""{listed} No command of yours on this machine created it there with that. Read the
+            code{look}; if you trust it, add {" ".join(flags)} (in Python {options}), or set {TRUSTED} to a folder
+            above.""")
     if flags:
-        raise GruppoError(
-            f"{listed} Only the command line can turn that on, no file. If you trust the repository, add {flags[0]} "
-            "(in Python trust_remote_code=True)."
-        )
+        raise GruppoError(f"""{listed} Only the command line can turn that on, no file. If you trust the repository, add
+            {flags[0]} (in Python trust_remote_code=True).""")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One rank's part of a shared update: a process of its own, started by test_ranks.py, or called in a world of one.
+"""One rank's part of a shared update: a process of its own, forked for test_ranks.py, or called in a world of one.
 
 A bigram policy over five tokens, one batch of seven rows of unequal length, rows dealt to the ranks. The last row is
 unscored. Results are returned as plain numbers.
@@ -7,7 +7,6 @@ unscored. Results are returned as plain numbers.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -142,7 +141,3 @@ def main(out: Path) -> None:
     results["primitives"] = primitives()
     (out / f"{dist.rank()}.json").write_text(json.dumps(results))
     dist.shutdown()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import processes
 from tests.distributed import share
 
 from gruppo import distributed as dist
 from gruppo.types import Stat
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> list[dict[str, Any]]:
     """What each of two ranks computed."""
     out = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    common["PYTHONPATH"] = os.pathsep.join([str(Path(dist.__file__).parents[2]), str(ROOT)])
-    common["CUDA_VISIBLE_DEVICES"] = ""  # gloo
-    command = [sys.executable, str(Path(share.__file__)), str(out)]
-    ranks = [
-        subprocess.Popen(command, env=os.environ | common | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    processes.run_ranks(2, share.main, out, folder=out)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -20,7 +20,7 @@ from tests.engines.test_vllm import SAMPLING, requests
 
 from gruppo import api
 from gruppo.config import serialization
-from gruppo.engines.vllm import VllmEngine
+from gruppo.engines.vllm import VllmEngine, prove
 from gruppo.engines.vllm import engine as engine_module
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.types import EngineLost, GruppoError, Rollouts
@@ -35,8 +35,9 @@ def policy() -> TextPolicy:
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
+def short_pauses_and_few_probes(monkeypatch):
     monkeypatch.setattr(engine_module, "BACK_OFF_S", 0.001)
+    monkeypatch.setattr(prove, "PROBES", 6)
 
 
 @pytest.fixture(scope="module")

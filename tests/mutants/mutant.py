@@ -6,6 +6,7 @@ import ast
 import tomllib
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -35,16 +36,39 @@ class Mutant:
     def complaints(self) -> list[str]:
         """Why this mutant would prove nothing, without running it."""
         try:
-            (tomllib.loads if self.file.endswith(".toml") else ast.parse)(self.inject(SOURCE))
+            if self.file.endswith(".toml"):
+                tomllib.loads(self.inject(SOURCE))
+            else:
+                self._parse_changed(SOURCE / "gruppo" / self.file, self.inject(SOURCE))
         except (OSError, ValueError, SyntaxError) as error:
             return [str(error)]
         return [] if has_test(self.by) else [f"there is no test {self.by}, for {self.what!r}"]
+
+    def _parse_changed(self, file: Path, changed: str) -> None:
+        """Parse the statements of the module that the change touches: whole files would take 7 ms each."""
+        text = file.read_text(encoding="utf-8")
+        first = text.index(self.old)
+        last = first + len(self.old)
+        for begin, end in _statements_of(file):
+            if begin <= last and first <= end:
+                first, last = min(first, begin), max(last, end)
+        ast.parse(changed[first : last + len(changed) - len(text)])
 
 
 def has_test(test: str) -> bool:
     """Whether the file of a test's id defines a function of its name."""
     file, _, name = test.partition("::")
     return name.partition("[")[0] in _functions_of(file)
+
+
+@cache
+def _statements_of(file: Path) -> list[tuple[int, int]]:
+    """Where each statement of a module begins and ends, in characters, its decorators and line end included."""
+    text = file.read_text(encoding="utf-8")
+    starts = [0, *accumulate(len(line) for line in text.splitlines(keepends=True))]
+    statements = ast.parse(text).body
+    begins = [min(part.lineno for part in (node, *getattr(node, "decorator_list", ()))) for node in statements]
+    return [(starts[line - 1], starts[node.end_lineno or line]) for line, node in zip(begins, statements, strict=True)]
 
 
 @cache

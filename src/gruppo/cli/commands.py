@@ -70,10 +70,8 @@ def train(args: list[str]) -> None:
     replayed, args = pop_option(args, "--replay")
     if replayed is not None:
         if not (Path(replayed) / "config.json").is_file() or (args and not args[0].startswith("-")):
-            raise GruppoError(
-                f"--replay {replayed}: it needs the folder of a run, which has the recipe too. Give gruppo train "
-                "--replay RUN --options."
-            )
+            raise GruppoError(f"""--replay {replayed}: it needs the folder of a run, which has the recipe too. Give
+                gruppo train --replay RUN --options.""")
         args = [replayed, *args]
     config = parse_config("train", args, trust_run=trust_run)
     if replayed is not None:  # without the run's engine
@@ -215,10 +213,8 @@ def explain(args: list[str]) -> None:
         print("\n".join(api.explain(config, gpus=int(gpus or 1), trust_run=trust_run)))
         return
     if not names or names.startswith("-"):
-        raise GruppoError(
-            f"--names has no value; it needs one of {', '.join(peer_options.SYSTEMS)}, or one of their options, as in "
-            f"{command_name()} explain --names trl:beta."
-        )
+        raise GruppoError(f"""--names has no value; it needs one of {", ".join(peer_options.SYSTEMS)}, or one of their
+            options, as in {command_name()} explain --names trl:beta.""")
     peer_options.find_system(names)  # refused before a missing recipe is
     config = Config() if ":" in names and not args else parse_config("explain", args)
     print("\n".join(peer_options.explain_names(config, names)))

@@ -33,10 +33,8 @@ def parse_config(command: str, args: Sequence[str], *, trust_run: bool = False) 
         print(help_text.config_help(Config(), f"{command} RECIPE", is_complete=args[0] == "--help-all"))
         sys.exit(0)
     if not args or args[0].startswith("-"):
-        raise GruppoError(
-            f"no recipe was given. gruppo {command} RECIPE, where RECIPE is {', '.join(RECIPES)}, file.py:function, or "
-            "a config file (TOML, YAML, JSON)."
-        )
+        raise GruppoError(f"""no recipe was given. gruppo {command} RECIPE, where RECIPE is {", ".join(RECIPES)},
+            file.py:function, or a config file (TOML, YAML, JSON).""")
     recipe, file, usage = recipe_config(args[0]), config_file(args[0]), f"{command} {args[0]}"
     if file is None or command == "config":  # the user's own code, or nothing is imported
         return apply_options(recipe, args[1:], usage)
@@ -147,10 +145,9 @@ def _change(config: Config, values: Mapping[str, list[str]], command: str) -> Co
         if config.modality is None:
             config = replace(config, modality=sections()[name]())
         elif section_name(config.modality) != name:
-            raise GruppoError(
-                f"--{name} options were given, but gruppo {command} has --{section_name(config.modality)} options. "
-                f"Leave the --{name} options out, or use a recipe of another modality."
-            )
+            raise GruppoError(f"""--{name} options were given, but gruppo {command} has
+                --{section_name(config.modality)} options. Leave the --{name} options out, or use a recipe of another
+                modality.""")
     table, changes = options(config), {}
     for name, words in values.items():
         if name not in table:
@@ -164,10 +161,8 @@ def _parse(option: Option, words: list[str], command: str) -> Any:
     if value is not None:
         with suppress(ValueError):
             return convert(option.hint, value, is_text=True)
-    raise GruppoError(
-        f"{flag(option.name)} {' '.join(words) or 'has no value'}: it needs {describe_type(option.hint)}. "
-        f"gruppo {command} --help says more."
-    )
+    raise GruppoError(f"""{flag(option.name)} {" ".join(words) or "has no value"}: it needs
+        {describe_type(option.hint)}. gruppo {command} --help says more.""")
 
 
 def _unknown(
@@ -181,10 +176,8 @@ def _unknown(
     if match and stages is not None and match[1] not in map(str, range(len(stages))):
         field = match[2].replace("_", "-")
         if not stages:
-            return GruppoError(
-                f"unknown option {flag(name)}: this run has one stage, --stage.{field}. Name several with --stages, as "
-                "in --stages supervised:50,full."
-            )
+            return GruppoError(f"""unknown option {flag(name)}: this run has one stage, --stage.{field}. Name several
+                with --stages, as in --stages supervised:50,full.""")
         names = [f"{number} {stage.name}".strip() for number, stage in enumerate(stages)]
         existing = f"are the stages {' and '.join(names)}" if len(names) > 1 else f"is the stage {names[0]} alone"
         index = next((n for n, stage in enumerate(stages) if stage.name == match[1]), len(stages) - 1)

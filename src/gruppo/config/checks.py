@@ -39,19 +39,15 @@ def smallest_group(config: Config) -> int:
 def _required(config: Config) -> Rules:
     return [
         not config.model
-        and ("no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set --model."),
+        and "no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set --model.",
         not config.data
-        and (
-            "no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set "
-            "--data."
-        ),
+        and "no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set "
+        "--data.",
         (not config.reward and learns_from_samples(config))
-        and ("no reward was given; it needs a built-in name or file.py:function. Set --reward."),
+        and "no reward was given; it needs a built-in name or file.py:function. Set --reward.",
         (config.stages and config.stage != Stage())
-        and (
-            "both stage and stages were set; with several stages, each has its own settings. Set "
-            f"--stages.{len(config.stages) - 1}.kl-coef and the like instead of --stage.kl-coef."
-        ),
+        and "both stage and stages were set; with several stages, each has its own settings. Set "
+        f"--stages.{len(config.stages) - 1}.kl-coef and the like instead of --stage.kl-coef.",
     ]
 
 
@@ -63,20 +59,14 @@ def _stage_rules(config: Config, index: int) -> Rules:
     cons = "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
     return [
         (not is_last and not stage.steps)
-        and (
-            f"{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its maximum "
-            "length."
-        ),
+        and f"{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its maximum "
+        "length.",
         (stage.until.strip().startswith("eval/") and not config.evaluation.is_repeated)
-        and (
-            f"{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after "
-            "training. Set --evaluation.every to the steps between evaluations."
-        ),
+        and f"{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after "
+        "training. Set --evaluation.every to the steps between evaluations.",
         not any(value > 0 for value in coefs)
-        and (
-            f"{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set "
-            f"{flag(where)}.rl-coef 1."
-        ),
+        and f"{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set "
+        f"{flag(where)}.rl-coef 1.",
     ]
 
 
@@ -87,25 +77,17 @@ def _plan_rules(config: Config) -> Rules:
     column, is_used = config.prompts.difficulty_column, any(v < 1 for v in values_of(config, "difficulty"))
     return [
         (is_open and steps >= config.steps)
-        and (
-            f"the stages before the last have {steps} steps and the run {config.steps}, which leaves the last none. "
-            f"Set --steps above {steps}, or fewer in {flag(stage_path(config, 0))}.steps."
-        ),
+        and f"the stages before the last have {steps} steps and the run {config.steps}, which leaves the last none. "
+        f"Set --steps above {steps}, or fewer in {flag(stage_path(config, 0))}.steps.",
         (not is_open and steps != config.steps)
-        and (
-            f"the stages have {steps} steps and the run {config.steps}. Set --steps {steps}, or --{last}.steps 0 for a "
-            "last stage that lasts to the end."
-        ),
+        and f"the stages have {steps} steps and the run {config.steps}. Set --steps {steps}, or --{last}.steps 0 for a "
+        "last stage that lasts to the end.",
         (is_used and not column)
-        and (
-            "a stage samples the easiest prompts (its difficulty is below 1), but no column says which they are. Set "
-            "--prompts.difficulty-column to a column of numbers, higher is harder."
-        ),
+        and "a stage samples the easiest prompts (its difficulty is below 1), but no column says which they are. Set "
+        "--prompts.difficulty-column to a column of numbers, higher is harder.",
         (column and not is_used)
-        and (
-            f"prompts.difficulty_column={column!r} has no effect while every stage's difficulty is 1. Set "
-            "--stage.difficulty, such as linear:0.2,1, or leave --prompts.difficulty-column out."
-        ),
+        and f"prompts.difficulty_column={column!r} has no effect while every stage's difficulty is 1. Set "
+        "--stage.difficulty, such as linear:0.2,1, or leave --prompts.difficulty-column out.",
     ]
 
 
@@ -123,49 +105,33 @@ def _batch_rules(config: Config) -> Rules:
     return [
         "" in rollout.stop and ("rollout.stop has an empty string, which ends every completion at once. Leave it out."),
         (largest and not first)
-        and (
-            f"rollout.max_group_size={largest} has no effect: groups grow only with --rollout.first-samples. Set it, "
-            "or leave --rollout.max-group-size out."
-        ),
+        and f"rollout.max_group_size={largest} has no effect: groups grow only with --rollout.first-samples. Set it, "
+        "or leave --rollout.max-group-size out.",
         (first and not 2 <= first < min(sizes))
-        and (
-            f"rollout.first_samples={first} is out of range; it needs at least 2, for a spread, and fewer than the "
-            f"{min(sizes)} samples of rollout.group_size, to leave some to grow by. Set --rollout.first-samples 2."
-        ),
+        and f"rollout.first_samples={first} is out of range; it needs at least 2, for a spread, and fewer than the "
+        f"{min(sizes)} samples of rollout.group_size, to leave some to grow by. Set --rollout.first-samples 2.",
         (largest and largest < max(sizes))
-        and (
-            f"rollout.max_group_size={largest} is below rollout.group_size={max(sizes)}: the budget of prompts x "
-            f"group_size could never be spent. Set --rollout.max-group-size {max(sizes)} or more, or 0 for twice that."
-        ),
+        and f"rollout.max_group_size={largest} is below rollout.group_size={max(sizes)}: the budget of prompts x "
+        f"group_size could never be spent. Set --rollout.max-group-size {max(sizes)} or more, or 0 for twice that.",
         (rollout.refill_by and not rollout.refill_rounds and not first)
-        and (
-            f"rollout.refill_by={rollout.refill_by!r} has no effect while rollout.refill_rounds=0. Set "
-            "--rollout.refill-rounds 1 or more, or leave --rollout.refill-by out."
-        ),
+        and f"rollout.refill_by={rollout.refill_by!r} has no effect while rollout.refill_rounds=0. Set "
+        "--rollout.refill-rounds 1 or more, or leave --rollout.refill-by out.",
         (rollout.refill_rounds and smallest_group(config) < 2)
-        and (
-            f"rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards, which a group of one "
-            "always has. Set --rollout.group-size 2 or more, or --rollout.refill-rounds 0."
-        ),
+        and f"rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards, which a group of one "
+        "always has. Set --rollout.group-size 2 or more, or --rollout.refill-rounds 0.",
         *(
             rows == 1
-            and (
-                f"{name}={getattr(objective, name)!r} compares the rows of a step, but rollout.prompts=1 with "
-                "rollout.group_size=1 has one, whose advantage is always 0. Set --rollout.prompts 2 or more."
-            )
+            and f"{name}={getattr(objective, name)!r} compares the rows of a step, but rollout.prompts=1 with "
+            "rollout.group_size=1 has one, whose advantage is always 0. Set --rollout.prompts 2 or more."
             for name in over_batch
         ),
         optim.minibatches > rows
-        and (
-            f"optim.minibatches={optim.minibatches} is more than the {rows} rows of a step. Set --optim.minibatches "
-            f"{rows} or less."
-        ),
+        and f"optim.minibatches={optim.minibatches} is more than the {rows} rows of a step. Set --optim.minibatches "
+        f"{rows} or less.",
         *(
             (value and config.updates_per_batch == 1)
-            and (
-                f"{name}={value:g} has no effect: a batch has one update, before which the KL to the old policy is 0. "
-                f"Set --optim.epochs 2 or more, or {flag(name)} 0."
-            )
+            and f"{name}={value:g} has no effect: a batch has one update, before which the KL to the old policy is 0. "
+            f"Set --optim.epochs 2 or more, or {flag(name)} 0."
             for name, value in limits.items()
         ),
     ]
@@ -181,108 +147,68 @@ def _section_rules(config: Config) -> Rules:
     of_any_engine = EngineConfig(engine.kind, lag=engine.lag, replay=engine.replay)
     return [
         (lora.adapter and lora != LoraConfig(adapter=lora.adapter, load_in_4bit=lora.load_in_4bit))
-        and (
-            f"lora.adapter={lora.adapter!r} has its own rank, alpha and targets. Leave the other --lora options out, "
-            "or leave --lora.adapter out for a new adapter."
-        ),
+        and f"lora.adapter={lora.adapter!r} has its own rank, alpha and targets. Leave the other --lora options out, "
+        "or leave --lora.adapter out for a new adapter.",
         (lora.load_in_4bit and not lora.rank and not lora.adapter)
-        and (
-            "lora.load_in_4bit quantizes the base of an adapter, and lora.rank=0 trains all weights, which 4 bits do "
-            "not allow. Set --lora.rank 16, or leave --lora.load-in-4bit out."
-        ),
+        and "lora.load_in_4bit quantizes the base of an adapter, and lora.rank=0 trains all weights, which 4 bits do "
+        "not allow. Set --lora.rank 16, or leave --lora.load-in-4bit out.",
         (lora.load_in_4bit and config.engine.kind == "vllm")
-        and (
-            "lora.load_in_4bit: the servers of engine.kind='vllm' compute with the base as it is in its files, and "
-            "would sample from another model. Leave one of the two out."
-        ),
+        and "lora.load_in_4bit: the servers of engine.kind='vllm' compute with the base as it is in its files, and "
+        "would sample from another model. Leave one of the two out.",
         ("lora" in is_set and not lora.rank and not lora.adapter)
-        and (
-            "lora.alpha or lora.targets was set, but lora.rank=0 trains all weights without an adapter. Set "
-            "--lora.rank 16, or leave the --lora options out."
-        ),
+        and "lora.alpha or lora.targets was set, but lora.rank=0 trains all weights without an adapter. Set "
+        "--lora.rank 16, or leave the --lora options out.",
         (config.distributed.shard != "none" and config.reference.place != "device")
-        and (
-            f"reference.place={config.reference.place!r} keeps all of the reference's weights in one place, and "
-            f"distributed.shard={config.distributed.shard!r} shards them over ranks. Leave one of the two out."
-        ),
+        and f"reference.place={config.reference.place!r} keeps all of the reference's weights in one place, and "
+        f"distributed.shard={config.distributed.shard!r} shards them over ranks. Leave one of the two out.",
         (config.distributed.offload_params and config.distributed.shard == "none")
-        and (
-            "distributed.offload_params keeps shards on the CPU, and distributed.shard='none' makes none. Set "
-            "--distributed.shard fsdp on two or more ranks, or --optim.state-place cpu for AdamW's state alone."
-        ),
+        and "distributed.offload_params keeps shards on the CPU, and distributed.shard='none' makes none. Set "
+        "--distributed.shard fsdp on two or more ranks, or --optim.state-place cpu for AdamW's state alone.",
         (config.distributed.offload_params and optim.state_place == "cpu")
-        and (
-            "distributed.offload_params keeps AdamW's state on the CPU, and steps there; optim.state_place='cpu' would "
-            "move it to the device for each update. Leave --optim.state-place out."
-        ),
+        and "distributed.offload_params keeps AdamW's state on the CPU, and steps there; optim.state_place='cpu' would "
+        "move it to the device for each update. Leave --optim.state-place out.",
         (back_off.metric.startswith("eval/") and not config.evaluation.is_repeated)
-        and (
-            f"back_off.metric={back_off.metric!r} is only measured before and after training. Set --evaluation.every "
-            "to the steps between evaluations."
-        ),
+        and f"back_off.metric={back_off.metric!r} is only measured before and after training. Set --evaluation.every "
+        "to the steps between evaluations.",
         (supervised.template and supervised.column)
-        and (
-            f"supervised.template={supervised.template!r} names its columns itself, so "
-            f"supervised.column={supervised.column!r} has no effect. Leave one of them out."
-        ),
+        and f"supervised.template={supervised.template!r} names its columns itself, so "
+        f"supervised.column={supervised.column!r} has no effect. Leave one of them out.",
         (demonstrates and optim.minibatches > supervised.batch)
-        and (
-            f"optim.minibatches={optim.minibatches} is more than supervised.batch={supervised.batch}, which leaves "
-            "some updates without a demonstration. Set --supervised.batch to that or more."
-        ),
+        and f"optim.minibatches={optim.minibatches} is more than supervised.batch={supervised.batch}, which leaves "
+        "some updates without a demonstration. Set --supervised.batch to that or more.",
         ("supervised" in is_set and not demonstrates)
-        and (
-            "demonstrations were set, but no stage's sup_coef is above 0. Set --stages supervised:50,full or "
-            "--stage.sup-coef 1, or leave the --supervised options out."
-        ),
+        and "demonstrations were set, but no stage's sup_coef is above 0. Set --stages supervised:50,full or "
+        "--stage.sup-coef 1, or leave the --supervised options out.",
         ("back_off" in is_set and not back_off.metric)
-        and (
-            "back_off was set without a metric. Set --back-off.metric eval/reward_mean, or leave the --back-off "
-            "options out."
-        ),
+        and "back_off was set without a metric. Set --back-off.metric eval/reward_mean, or leave the --back-off "
+        "options out.",
         ("environment" in is_set and not config.environment.reply)
-        and (
-            "environment options were set without a function that replies. Set --environment.reply file.py:function, "
-            "or leave the --environment options out."
-        ),
+        and "environment options were set without a function that replies. Set --environment.reply file.py:function, "
+        "or leave the --environment options out.",
         (config.engine.kind == "vllm" and not any(config.engine.urls))
-        and (
-            "--engine vllm was given no server. Start one with gruppo serve MODEL, and set --engine.urls "
-            "http://127.0.0.1:8000."
-        ),
+        and "--engine vllm was given no server. Start one with gruppo serve MODEL, and set --engine.urls "
+        "http://127.0.0.1:8000.",
         (engine.transfer == "nccl" and engine.colocated)
-        and (
-            "engine.transfer='nccl' does not connect two processes on one GPU, and engine.colocated has the servers on "
-            "the trainer's. Leave --engine.transfer out, and set --engine.publish-dir to a folder in memory, such as "
-            "/dev/shm/weights."
-        ),
+        and "engine.transfer='nccl' does not connect two processes on one GPU, and engine.colocated has the servers on "
+        "the trainer's. Leave --engine.transfer out, and set --engine.publish-dir to a folder in memory, such as "
+        "/dev/shm/weights.",
         (engine.colocated and engine.lag)
-        and (
-            f"engine.lag={engine.lag} samples while the trainer updates, and servers with engine.colocated sleep then. "
-            "Leave one of the two out."
-        ),
+        and f"engine.lag={engine.lag} samples while the trainer updates, and servers with engine.colocated sleep then. "
+        "Leave one of the two out.",
         (engine.lag and not engine.kind and not engine.replay)
-        and (
-            f"engine.lag={engine.lag} needs an engine that samples while the trainer learns, and without one the "
-            "policy itself samples. Set --engine vllm, or --engine.lag 0."
-        ),
+        and f"engine.lag={engine.lag} needs an engine that samples while the trainer learns, and without one the "
+        "policy itself samples. Set --engine vllm, or --engine.lag 0.",
         (engine.replay and engine.kind)
-        and (
-            f"engine.replay={engine.replay!r} trains without an engine, and engine.kind={engine.kind!r} is one. Leave "
-            "one of the two out."
-        ),
+        and f"engine.replay={engine.replay!r} trains without an engine, and engine.kind={engine.kind!r} is one. Leave "
+        "one of the two out.",
         ((engine.lag or engine.replay) and config.prompts.difficulty_column)
-        and (
-            "prompts.difficulty_column chooses the prompts of each step, and with engine.lag they are drawn before. "
-            "Leave one of the two out."
-        ),
+        and "prompts.difficulty_column chooses the prompts of each step, and with engine.lag they are drawn before. "
+        "Leave one of the two out.",
         ("engine" in is_set and engine.kind != "vllm" and engine != of_any_engine)
-        and ("engine.urls and the like are for vLLM servers. Set --engine vllm, or leave the --engine options out."),
+        and "engine.urls and the like are for vLLM servers. Set --engine vllm, or leave the --engine options out.",
         ("critic" in is_set and not config.objective.has_critic)
-        and (
-            f"a critic was set, but objective.baseline={config.objective.baseline!r} uses none. Set --objective ppo, "
-            "or leave the --critic options out."
-        ),
+        and f"a critic was set, but objective.baseline={config.objective.baseline!r} uses none. Set --objective ppo, "
+        "or leave the --critic options out.",
     ]
 
 
@@ -292,28 +218,18 @@ def _critic_rules(config: Config) -> Rules:
     where = "optim" if config.plan[lowest].lr is None else stage_path(config, lowest)
     return [
         (critic.kind == "shared" and critic.model)
-        and (
-            f"critic.model={critic.model!r} is a separate network, but critic.kind='shared' uses the policy's. Set "
-            "--critic.kind separate, or leave --critic.model out."
-        ),
+        and f"critic.model={critic.model!r} is a separate network, but critic.kind='shared' uses the policy's. Set "
+        "--critic.kind separate, or leave --critic.model out.",
         (critic.lr and 0 in peaks)
-        and (
-            f"critic.lr={critic.lr or 0:g} is relative to {where}.lr=0 and would be 0 too. Set {flag(where)}.lr above "
-            "0; --critic.warmup-steps trains the critic alone."
-        ),
+        and f"critic.lr={critic.lr or 0:g} is relative to {where}.lr=0 and would be 0 too. Set {flag(where)}.lr above "
+        "0; --critic.warmup-steps trains the critic alone.",
         (critic.lr == 0 and any(peaks))
-        and (
-            "critic.lr=0 never trains the critic, whose values stay 0. Set --critic.lr above 0, or leave it out for "
-            f"the policy's {max(peaks):g}."
-        ),
+        and "critic.lr=0 never trains the critic, whose values stay 0. Set --critic.lr above 0, or leave it out for "
+        f"the policy's {max(peaks):g}.",
         not highest(config, "value_coef")
-        and (
-            "stage.value_coef=0 never trains the critic, whose values stay 0. Set --stage.value-coef above 0, or a "
-            "baseline without a critic."
-        ),
+        and "stage.value_coef=0 never trains the critic, whose values stay 0. Set --stage.value-coef above 0, or a "
+        "baseline without a critic.",
         critic.warmup_steps >= config.steps
-        and (
-            f"critic.warmup_steps={critic.warmup_steps} leaves the policy none of the {config.steps} steps to learn "
-            "in. Lower --critic.warmup-steps or raise --steps."
-        ),
+        and f"critic.warmup_steps={critic.warmup_steps} leaves the policy none of the {config.steps} steps to learn "
+        "in. Lower --critic.warmup-steps or raise --steps.",
     ]

@@ -114,10 +114,8 @@ def check_ranges(section: Any) -> None:
                 reached = f" reaches {number:g}, which" if isinstance(value, str) else ""
                 why = f" ({interval.why})" if interval.why else ""
                 advice = "" if option.default is None else f" {as_text(option.default)}"
-                raise GruppoError(
-                    f"{name}={value}{reached} is out of range{why}; it needs to be {interval}. "
-                    f"Set {flag(name)}{advice}."
-                )
+                raise GruppoError(f"""{name}={value}{reached} is out of range{why}; it needs to be {interval}. Set
+                    {flag(name)}{advice}.""")
 
 
 # --- names and text ---------------------------------------------------------------------------------------------------

@@ -29,10 +29,8 @@ def modalities() -> dict[str, Modality]:
     for point in entry_points(group=ENTRY_POINTS):
         modality = load_object(point.value)
         if not isinstance(modality, Modality):
-            raise GruppoError(
-                f"the entry point {point.name!r} of {ENTRY_POINTS} is a {type(modality).__name__}; it needs a "
-                "gruppo.Modality. Uninstall or repair its package."
-            )
+            raise GruppoError(f"""the entry point {point.name!r} of {ENTRY_POINTS} is a {type(modality).__name__}; it
+                needs a gruppo.Modality. Uninstall or repair its package.""")
         found[modality.name] = modality
     return found | {modality.name: modality for modality in map(load_object, BUILT_IN)}
 

@@ -63,10 +63,8 @@ def planned(text: str, config: Config) -> Config:
             raise GruppoError(f"--stages: {kind or '(nothing)'} is no stage.{hint}")
         is_last = len(stages) + 1 == len(words)
         if not (steps.isdigit() and int(steps)) and (steps or not is_last):
-            raise GruppoError(
-                f"--stages: {word!r} does not say how many steps it lasts; it needs a whole number, as in {kind}:50. "
-                "The last stage may go without, for all that are left."
-            )
+            raise GruppoError(f"""--stages: {word!r} does not say how many steps it lasts; it needs a whole number, as
+                in {kind}:50. The last stage may go without, for all that are left.""")
         stage = full
         if kind == "supervised":
             stage = Stage(rl_coef=0.0, sup_coef=1.0, lr=full.lr)

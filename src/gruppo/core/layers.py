@@ -55,10 +55,8 @@ def recompute_layers(*modules: nn.Module) -> bool:
     """``recompute`` the layers of several modules; return True, or raise GruppoError where one has none."""
     for module in modules:
         if not (layers := layers_of(module)):
-            raise GruppoError(
-                f"optim.recompute=layer: {type(module).__name__} has no layers that could be computed again, neither "
-                "a list nor parts of several modules. Set --optim.recompute none."
-            )
+            raise GruppoError(f"""optim.recompute=layer: {type(module).__name__} has no layers that could be computed
+                again, neither a list nor parts of several modules. Set --optim.recompute none.""")
         recompute(layers)
     return True
 

@@ -91,10 +91,8 @@ def policy_loss(
     # Correct for a sampler whose arithmetic differs from the trainer's.
     if o.correction != "none":
         if batch.sampler_logprobs is None:
-            raise GruppoError(
-                f"correction={o.correction!r} compares with the sampler's log-probs, and there are none. Use an "
-                "engine that reports them, or set --objective.correction none."
-            )
+            raise GruppoError(f"""correction={o.correction!r} compares with the sampler's log-probs, and there are none.
+                Use an engine that reports them, or set --objective.correction none.""")
         kind: Any = {"mode": o.correction, "level": o.correction_level}
         kind |= {"low": o.correction_low, "high": o.correction_high}
         weight = correction_weights(old_logprobs, batch.sampler_logprobs, loss_mask, **kind)

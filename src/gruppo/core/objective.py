@@ -179,15 +179,12 @@ class Objective:
         """
         if group_size < 2 and self.needs_groups:
             why = "baseline" if self.baseline in GROUP_BASELINES else "spread to scale by"
-            raise GruppoError(
-                f"group_size={group_size} gives no {why} for baseline={self.baseline!r}, scale={self.scale!r}; it "
-                "needs at least 2. Set --rollout.group-size 2 or --objective reinforce."
-            )
+            raise GruppoError(f"""group_size={group_size} gives no {why} for baseline={self.baseline!r},
+                scale={self.scale!r}; it needs at least 2. Set --rollout.group-size 2 or --objective reinforce.""")
         if self.surrogate == "reinforce" and updates_per_row > 1:
-            raise GruppoError(
-                f"surrogate='reinforce' has no correction for data of older weights, but a batch is used for "
-                f"{updates_per_row} updates. Set --optim.epochs 1 --optim.minibatches 1 or --objective.surrogate clip."
-            )
+            raise GruppoError(f"""surrogate='reinforce' has no correction for data of older weights, but a batch is used
+                for {updates_per_row} updates. Set --optim.epochs 1 --optim.minibatches 1 or --objective.surrogate
+                clip.""")
         if kl_coef > 0 and self.kl_in == "loss" and self.kl == "k1" and self.kl_gradient == "naive":
             problem = "kl='k1' with kl_gradient='naive' has a gradient of zero in expectation"
             remedy = "kl-gradient unbiased, or --objective.kl k2 or k3"

@@ -197,18 +197,14 @@ def make_controller(field: str, spec: AdaptiveSpec, name: str) -> Controller:
         raise GruppoError(f"{name} cannot be adaptive; {fields} can. Give it a schedule, such as linear:FROM,TO.")
     (controller, option), settings = CONTROLLERS[field], dict(spec.settings)
     if "target" not in settings or not set(settings) <= {"target", option}:
-        raise GruppoError(
-            f"{name}: adaptive takes target and {option}, and needs target; it has {', '.join(settings) or 'none'}. "
-            f"Write adaptive:{spec.initial:g},target=X,{option}=Y."
-        )
+        raise GruppoError(f"""{name}: adaptive takes target and {option}, and needs target; it has
+            {", ".join(settings) or "none"}. Write adaptive:{spec.initial:g},target=X,{option}=Y.""")
     for setting, value in settings.items():
         is_reward = field == "difficulty" and setting == "target"
         if not (math.isfinite(value) if is_reward else 0 < value < math.inf):
             needs = "a number" if is_reward else "a number above 0"
             raise GruppoError(f"{name}: {setting}={value:g} is out of range; it needs {needs}. Set {setting}=X.")
     if field == "kl_coef" and not spec.initial > 0:
-        raise GruppoError(
-            f"{name}: an adaptive coefficient is multiplied, and from {spec.initial:g} it never moves. Begin above 0:"
-            f" adaptive:0.05,target={settings['target']:g}."
-        )
+        raise GruppoError(f"""{name}: an adaptive coefficient is multiplied, and from {spec.initial:g} it never moves.
+            Begin above 0: adaptive:0.05,target={settings["target"]:g}.""")
     return controller(spec.initial, **settings)

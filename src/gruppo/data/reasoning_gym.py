@@ -40,10 +40,8 @@ def reasoning_gym(
         text = f"{nearest(unknown[0], fields)}. Its options are {', '.join(fields)}."
         raise GruppoError(f"{name} has no option {unknown[0]!r}{text}")
     if task in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
-        raise GruppoError(
-            f"{name} makes other entries in every process, so a run could not be repeated or resumed; "
-            "set the environment variable PYTHONHASHSEED=0 and start again, or choose another task."
-        )
+        raise GruppoError(f"""{name} makes other entries in every process, so a run could not be repeated or resumed;
+            set the environment variable PYTHONHASHSEED=0 and start again, or choose another task.""")
 
     make = lru_cache(maxsize=2)(partial(package.create_dataset, task, **task_options, size=size_per_epoch))
     evaluation_entries: dict[int, dict[str, Any]] = {}
@@ -58,10 +56,8 @@ def reasoning_gym(
         try:
             return entries[index]
         except Exception as problem:
-            raise DataError(
-                f"{name} could not make entry {index} ({type(problem).__name__}: {problem}); "
-                "pass a smaller size_per_epoch or other task options."
-            ) from problem
+            raise DataError(f"""{name} could not make entry {index} ({type(problem).__name__}: {problem}); pass a
+                smaller size_per_epoch or other task options.""") from problem
 
     def held_out_items() -> Iterator[tuple[int, dict[str, Any]]]:
         """Number and entry of each different question of the evaluation."""

@@ -205,9 +205,8 @@ def photographs(*, with_gray: bool = False) -> dict[str, Path]:
     found = {name: path for name, file in requested.items() if (path := package_file(*file)) is not None}
     if not found:
         packages = ", ".join(DISTRIBUTIONS.values())
-        raise GruppoError(
-            f"the photographs need one of {packages}, and none of them is installed; run: {install_command('photos')}"
-        )
+        raise GruppoError(f"""the photographs need one of {packages}, and none of them is installed; run:
+            {install_command("photos")}""")
     if missing := [name for name in requested if name not in found]:
         packages = ", ".join(sorted({DISTRIBUTIONS[requested[name][0]] for name in missing}))
         text = "%d of %d photographs are missing (%s); install %s for them."

@@ -90,11 +90,9 @@ def is_stringified(text: str) -> bool:
 def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
     """The prompt, a text or messages; an error for anything else, which names the row by ``where``."""
     if isinstance(inputs, str) and is_stringified(inputs):
-        raise DataError(
-            f"the prompt in {where} is a conversation that was converted to a string, {inputs[:24]!r}...; it needs the "
-            "list of messages. Convert the column back (ast.literal_eval, or json.loads for JSON) and save it as JSON "
-            "Lines or Parquet; CSV holds no lists."
-        )
+        raise DataError(f"""the prompt in {where} is a conversation that was converted to a string, {inputs[:24]!r}...;
+            it needs the list of messages. Convert the column back (ast.literal_eval, or json.loads for JSON) and save
+            it as JSON Lines or Parquet; CSV holds no lists.""")
     if isinstance(inputs, str) and inputs:
         texts = {f"the prompt in {where}": inputs}
     elif not isinstance(inputs, list) or not inputs:
@@ -178,8 +176,6 @@ def read_dataset(name: str | Path, config: str | None = None, split: str = "trai
         raise
     except Exception as problem:  # datasets raises a dozen kinds, its own and those of pyarrow, fsspec and httpx
         message = " ".join(str(problem).splitlines()[:2]) or "no message"  # the second lists the configurations
-        raise DataError(
-            f"split {split!r} of {name} cannot be read ({type(problem).__name__}: {message}). "
-            "It needs a data set of the Hugging Face hub that this machine can reach, or a local folder or file; "
-            "check the name, the configuration (OWNER/NAME:CONFIG:SPLIT), the split and the network."
-        ) from problem
+        raise DataError(f"""split {split!r} of {name} cannot be read ({type(problem).__name__}: {message}). It needs a
+            data set of the Hugging Face hub that this machine can reach, or a local folder or file; check the name, the
+            configuration (OWNER/NAME:CONFIG:SPLIT), the split and the network.""") from problem

@@ -27,10 +27,8 @@ class FunctionModality(Modality):
         policy = self.load(config.model, compute=config.compute, seed=config.seed)
         weights = {name: parameter.detach() for name, parameter in policy.module.named_parameters()}
         if dist.world_size() > 1 and len(set(dist.all_gather(digest(weights).encode()))) > 1:
-            raise GruppoError(
-                f"{config.model} made other weights on each of the {dist.world_size()} ranks. Draw them from torch's "
-                "generator, which --seed seeds, or read them from a file."
-            )
+            raise GruppoError(f"""{config.model} made other weights on each of the {dist.world_size()} ranks. Draw them
+                from torch's generator, which --seed seeds, or read them from a file.""")
         return policy.modality.adapt(config, policy, data), found_model(config.model)[1]
 
     def load(

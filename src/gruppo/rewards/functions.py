@@ -60,10 +60,8 @@ class FunctionReward:
 
     def __init__(self, fn: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = 60.0) -> None:
         if not callable(fn):
-            raise DataError(
-                f"the reward is {fn!r:.80} ({type(fn).__name__}), which is not callable; it needs to be a function such"
-                " as def reward(completions, **kwargs). Pass the function itself, not its result."
-            )
+            raise DataError(f"""the reward is {fn!r:.80} ({type(fn).__name__}), which is not callable; it needs to be a
+                function such as def reward(completions, **kwargs). Pass the function itself, not its result.""")
         self.fn, self.name = fn, name or function_name(fn)
         self.timeout_s: float | None = getattr(fn, "timeout_s", timeout_s)
         self.separator: str | None = getattr(fn, "step_separator", None)
@@ -227,9 +225,8 @@ def step_reward(separator: str = "\n") -> Callable[[Function], Function]:
     per step; None instead of a number leaves the step unscored, None instead of a list the completion.
     """
     if not isinstance(separator, str) or not separator:
-        raise GruppoError(
-            f"separator={separator!r} splits nothing; it needs the text between steps. Set separator=\\n."
-        )
+        raise GruppoError(f"""separator={separator!r} splits nothing; it needs the text between steps. Set
+            separator=\\n.""")
 
     def mark(fn: Function) -> Function:
         fn.step_separator = separator  # type: ignore[attr-defined]

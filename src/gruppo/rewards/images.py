@@ -235,11 +235,9 @@ class PatchReward:
             height, width = image.shape[-2:]
             down, across = height / self.patch, width / self.patch
             if height % self.patch or width % self.patch or down * across != count:
-                raise GruppoError(
-                    f"reward {self.name!r} with patch={self.patch} gives {down:g} x {across:g} squares of images of "
-                    f"{height} x {width}, and the policy has {count} actions. Set patch to the side of the policy's "
-                    "patches, or leave it out."
-                )
+                raise GruppoError(f"""reward {self.name!r} with patch={self.patch} gives {down:g} x {across:g} squares
+                    of images of {height} x {width}, and the policy has {count} actions. Set patch to the side of the
+                    policy's patches, or leave it out.""")
             prompt = rollouts.prompts[group]
             columns = {"target": prompt.target, "prompts": prompt.inputs, "reference": prompt.meta.get("reference")}
             scores = self.score(image, *(columns[name] for name in self.inputs))

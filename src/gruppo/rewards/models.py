@@ -210,20 +210,17 @@ class ScoringNetwork:
         self.module.requires_grad_(False).eval()
         vocabulary = self.module.get_input_embeddings().weight.shape[0]
         if len(self.tokenizer) > vocabulary:
-            raise GruppoError(
-                f"reward model {self.name} knows {vocabulary} token ids, and its tokenizer writes "
-                f"{len(self.tokenizer)}: they do not fit. Use the tokenizer that the model was trained with."
-            )
+            raise GruppoError(f"""reward model {self.name} knows {vocabulary} token ids, and its tokenizer writes
+                {len(self.tokenizer)}: they do not fit. Use the tokenizer that the model was trained with.""")
         config = self.module.config
         count = int(getattr(config, "num_labels", 1))
         names = {str(name): int(n) for n, name in (getattr(config, "id2label", None) or {}).items()}
         default = count - 1 if count <= 2 else None  # of more than two labels, nobody knows which is good
         index = default if label is None else ({str(n): n for n in range(count)} | names).get(str(label))
         if index is None:
-            raise GruppoError(
-                f"reward model {self.name} got label={label!r}; it has {', '.join(names) or f'0 to {count - 1}'}. Set "
-                f"label to the good one's name or number, such as label={count - 1}."
-            )
+            raise GruppoError(f"""reward model {self.name} got label={label!r}; it has
+                {", ".join(names) or f"0 to {count - 1}"}. Set label to the good one's name or number, such as
+                label={count - 1}.""")
         self.head, self.output, self.label = head, output, index
         self.memory_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
         self.batch_tokens, self._has_warned = batch_tokens, False
@@ -315,11 +312,9 @@ class ScoringNetwork:
             return self._forward(rows[:half]) + self._forward(rows[half:])
         is_outcome = self.head == "ForSequenceClassification"
         if output.shape[0] != len(rows) or output.ndim != (2 if is_outcome else 3):
-            raise GruppoError(
-                f"reward model {self.name} gave logits of shape {list(output.shape)} for {len(rows)} texts; it needs "
-                f"{'one number' if is_outcome else 'numbers for each token'} per label. Use a model ...{self.head}, or "
-                f"the reward {'process_reward' if is_outcome else 'reward_model'}."
-            )
+            raise GruppoError(f"""reward model {self.name} gave logits of shape {list(output.shape)} for {len(rows)}
+                texts; it needs {"one number" if is_outcome else "numbers for each token"} per label. Use a model
+                ...{self.head}, or the reward {"process_reward" if is_outcome else "reward_model"}.""")
         logits = output.float().cpu()
         return [x if is_outcome else x[: len(row)] for x, row in zip(logits, rows, strict=True)]
 
@@ -363,15 +358,12 @@ def _load(path: str, head: Head, dtype: str, trust_remote_code: bool) -> tuple[A
     except GruppoError:
         raise
     except Exception as error:  # transformers and the file formats raise many kinds
-        raise GruppoError(
-            f"reward model {path!r} could not be loaded: {transformers_error(error, what)} Use a folder with the model "
-            "and its tokenizer, or a hub id that this machine can reach or has cached."
-        ) from error
+        raise GruppoError(f"""reward model {path!r} could not be loaded: {transformers_error(error, what)} Use a folder
+            with the model and its tokenizer, or a hub id that this machine can reach or has cached.""") from error
     finally:
         hf_logging.set_verbosity(verbosity)
     if missing := sorted(info["missing_keys"]):
-        raise GruppoError(
-            f"{path!r} holds a {architecture or 'model'} and lacks {missing[0]}, which a {type(module).__name__} "
-            "has: it would score with random weights. Use a model that was trained to score, with its head."
-        )
+        raise GruppoError(f"""{path!r} holds a {architecture or "model"} and lacks {missing[0]}, which a
+            {type(module).__name__} has: it would score with random weights. Use a model that was trained to score, with
+            its head.""")
     return module, tokenizer

@@ -76,11 +76,9 @@ def _clip_reward(name: str, model: str, processor: str, scale: float | None, bat
         preprocess = transformers.CLIPProcessor.from_pretrained(processor)
     except Exception as error:  # transformers, its tokenizers and the hub raise many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise GruppoError(
-            f"{name}: the CLIP model {model!r} could not be loaded: {reason} Set model= to a folder with a CLIP model "
-            "in safetensors and its processor, or to a hub id that this machine can reach. Image processors need "
-            f"{install_command('images')}."
-        ) from error
+        raise GruppoError(f"""{name}: the CLIP model {model!r} could not be loaded: {reason} Set model= to a folder with
+            a CLIP model in safetensors and its processor, or to a hub id that this machine can reach. Image processors
+            need {install_command("images")}.""") from error
     module.requires_grad_(False).eval().to(device)
     factor = float(module.logit_scale.exp()) if scale is None else scale
 

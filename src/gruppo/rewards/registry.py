@@ -72,10 +72,8 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
     if callable(spec) or isinstance(spec, FunctionReward):
         return spec
     if not isinstance(spec, str):
-        raise DataError(
-            f"the reward is {spec!r:.80} ({type(spec).__name__}), which is not callable; pass a function, or a name"
-            " such as exact_match or my_rewards.py:length."
-        )
+        raise DataError(f"""the reward is {spec!r:.80} ({type(spec).__name__}), which is not callable; pass a function,
+            or a name such as exact_match or my_rewards.py:length.""")
     name, colon, arguments = spec.strip().partition(":")
     if name in BUILT_INS:
         try:
@@ -97,14 +95,12 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
     if not colon and name.endswith(".py") and Path(name).is_file():
         functions = functions_of(Path(name))
         has = f"; it has: {', '.join(functions)}." if functions else ". It has no public function."
-        raise GruppoError(
-            f"the reward {name!r} is a file; name a function of it: {name}:{(*functions, 'NAME')[0]}{has}"
-        )
+        raise GruppoError(f"""the reward {name!r} is a file; name a function of it:
+            {name}:{(*functions, "NAME")[0]}{has}""")
     if not colon or not (is_file_name(spec.rpartition(":")[0]) or is_module):
-        raise GruppoError(
-            f"there is no reward {spec!r}; the built-in ones are {', '.join(BUILT_INS)}."
-            f"{did_you_mean(name, BUILT_INS)} For your own function write path/to/file.py:name or package.module:name."
-        )
+        raise GruppoError(f"""there is no reward {spec!r}; the built-in ones are
+            {", ".join(BUILT_INS)}.{did_you_mean(name, BUILT_INS)} For your own function write path/to/file.py:name or
+            package.module:name.""")
     # Functions of recipes are ours and do not hang: another process would import torch for them, for 2 s and 250 MB.
     is_ours = name.split(".")[0] == "gruppo"
     if processes is not None and not is_ours and (isolated := processes.load(spec.strip())) is not None:

@@ -102,9 +102,8 @@ def length_target(target: int, unit: Literal["words", "characters", "actions"] =
     Chinese has no spaces: use characters. Filler of the right length earns as much as a meaningful text.
     """
     if target < 1 or unit not in ("words", "characters", "actions"):
-        raise GruppoError(
-            f"length_target({target}, {unit!r}) needs a target of at least 1 words, characters or actions."
-        )
+        raise GruppoError(f"""length_target({target}, {unit!r}) needs a target of at least 1 words, characters or
+            actions.""")
 
     def length_target(completions: Sequence[Any], completion_ids: Sequence[Any], **_: Any) -> list[float | None]:
         texts = [text_of(completion).split() for completion in completions] if unit != "actions" else []

@@ -293,9 +293,11 @@ class _RoundedParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def rounded(x: Any) -> Any:
+            if type(x) in (list, tuple):  # tree_map on every argument took most of a proof's time
+                return tree_map(rounded, x)
             return x.detach().to(self.dtype).float() if isinstance(x, nn.Parameter) and x.is_floating_point() else x
 
-        return func(*tree_map(rounded, args), **tree_map(rounded, kwargs or {}))
+        return func(*map(rounded, args), **{name: rounded(x) for name, x in (kwargs or {}).items()})
 
 
 @torch.no_grad()

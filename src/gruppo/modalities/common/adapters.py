@@ -85,19 +85,15 @@ class Adapter:
                 )
         if problem:
             made_for = f" Its base is {self.base_names[0]!r}." if self.base_names else ""
-            raise GruppoError(
-                f"the adapter {self.folder} belongs to another base: {problem}.{made_for} Give that as --model, or an "
-                "adapter of this model."
-            )
+            raise GruppoError(f"""the adapter {self.folder} belongs to another base: {problem}.{made_for} Give that as
+                --model, or an adapter of this model.""")
         if base and self.base_names and base not in self.base_names:
             same = "whose weights are the same" if self.base else "whose layers have the same shapes"
             log.warning("the adapter %s is for %s and is put on %s, %s.", self.folder, self.base_names[0], base, same)
         parameters = adapter_weights(module)
         if odd := sorted(parameters.keys() ^ self.weights.keys()):
-            raise GruppoError(
-                f"the adapter {self.folder} names other layers in {CONFIG} than it has weights for: {odd[0]} is one of "
-                f"{len(odd)} differences. Save it again with peft, or train a new one."
-            )
+            raise GruppoError(f"""the adapter {self.folder} names other layers in {CONFIG} than it has weights for:
+                {odd[0]} is one of {len(odd)} differences. Save it again with peft, or train a new one.""")
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(self.weights[name])
@@ -116,10 +112,8 @@ def model_of(name: str | Path) -> str:
     final = path / "final"
     if (final / "COMPLETE").is_file():
         if not any((final / file).is_file() for file in (*MODELS, CONFIG)):
-            raise GruppoError(
-                f"the model of {name} is a module of your own; load {final}/model.safetensors into it. One that is "
-                "trained by name, as --model file.py:function, is opened by name too."
-            )
+            raise GruppoError(f"""the model of {name} is a module of your own; load {final}/model.safetensors into it.
+                One that is trained by name, as --model file.py:function, is opened by name too.""")
         return str(final)
     if (path / "manifest.json").is_file() and not any(path.glob("*.safetensors")):
         raise GruppoError(f"the run {name} has no final model yet. Finish it with {command_name()} resume {name}.")
@@ -148,24 +142,18 @@ def read_adapter(path: str | Path) -> Adapter:
             entry = read_json(folder / BASE)
             base = Base(str(entry["base"]), str(entry["sha256"]), bool(entry.get("is_4bit")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        raise GruppoError(
-            f"the adapter {folder} cannot be read: {' '.join(str(error).split())}. It needs {CONFIG} and {WEIGHTS}, as "
-            "peft writes them."
-        ) from error
+        raise GruppoError(f"""the adapter {folder} cannot be read: {" ".join(str(error).split())}. It needs {CONFIG} and
+            {WEIGHTS}, as peft writes them.""") from error
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
-        raise GruppoError(
-            f"the adapter {folder} is a {kind}, and only LoRA is supported. Merge it with peft's merge_and_unload, and "
-            "give the model."
-        )
+        raise GruppoError(f"""the adapter {folder} is a {kind}, and only LoRA is supported. Merge it with peft's
+            merge_and_unload, and give the model.""")
     odd = [name for name in NOT_PLAIN if getattr(config, name, None)]
     odd += ["bias"] if config.bias != "none" else []
     odd += ["init_lora_weights"] if config.init_lora_weights not in PLAIN_INITS else []
     if odd:
-        raise GruppoError(
-            f"the adapter {folder} has {odd[0]}={getattr(config, odd[0])!r}, which changes more than W + s B A. Merge "
-            "it with peft's merge_and_unload, and give the model."
-        )
+        raise GruppoError(f"""the adapter {folder} has {odd[0]}={getattr(config, odd[0])!r}, which changes more than W +
+            s B A. Merge it with peft's merge_and_unload, and give the model.""")
     config.inference_mode = False
     config.init_lora_weights = True  # its weights are read; peft's other initializations would change the base
     weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}

@@ -29,10 +29,8 @@ class ValueHead(nn.Module):
     def forward(self, features: Float[Tensor, "N F"]) -> Float[Tensor, "N"]:
         width = self.weight.shape[1]
         if features.shape[-1] != width:
-            raise GruppoError(
-                f"the value head reads {width} features and got {features.shape[-1]}; head and trunk must be of one "
-                "model. Make a new head with ValueHead(policy.feature_width())."
-            )
+            raise GruppoError(f"""the value head reads {width} features and got {features.shape[-1]}; head and trunk
+                must be of one model. Make a new head with ValueHead(policy.feature_width()).""")
         return nn.functional.linear(features.to(self.weight.dtype), self.weight, self.bias)[:, 0]
 
 

@@ -54,10 +54,8 @@ def row_batches(requests: Sequence[Request], inputs: Tensor | None, batch_rows: 
     known: dict[tuple[str, int], Tensor] = {}
     for n, prompt in enumerate(request.prompt for request in requests):
         if inputs is not None and not torch.equal(known.setdefault((prompt.id, prompt.draw), inputs[n]), inputs[n]):
-            raise GruppoError(
-                f"two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows would become "
-                "one group. Give each prompt its own id or draw."
-            )
+            raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw {prompt.draw}; their rows
+                would become one group. Give each prompt its own id or draw.""")
     owners = torch.tensor([p for p, request in enumerate(requests) for _ in range(request.size)])
     samples = [request.first + n for request in requests for n in range(request.size)]
     for start in range(0, len(owners), batch_rows):

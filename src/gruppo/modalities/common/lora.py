@@ -65,10 +65,8 @@ def inject(
             kind = type(layers[0]).__name__
             raise GruppoError(f"lora.targets: {target!r} is a {kind}, and an adapter needs linear layers. {some}")
         if head in layers and getattr(head, "weight", None) is model.get_input_embeddings().weight:
-            raise GruppoError(
-                f"lora.targets: {target!r} is the head, whose weight is tied to the embedding: merging would change "
-                f"the embedding too. {some}"
-            )
+            raise GruppoError(f"""lora.targets: {target!r} is the head, whose weight is tied to the embedding: merging
+                would change the embedding too. {some}""")
     source = getattr(getattr(module, "config", None), "_name_or_path", "") or ""
     config = peft.LoraConfig(
         r=rank,
@@ -114,14 +112,11 @@ def cast_base(module: nn.Module, dtype: torch.dtype) -> None:
 def check_adaptable(module: nn.Module) -> None:
     """Refuse a module that has an adapter already or whose layers are not known by name."""
     if has_adapter(module):
-        raise GruppoError(
-            "the model already has an adapter, and lora.rank adds another. Leave --lora.rank out to train that one."
-        )
+        raise GruppoError("""the model already has an adapter, and lora.rank adds another. Leave --lora.rank out to
+            train that one.""")
     if not callable(getattr(module, "get_output_embeddings", None)):
-        raise GruppoError(
-            f"LoRA needs a Hugging Face causal language model, not a {type(module).__name__}. Train all weights with "
-            "--lora.rank 0, or give a model from gruppo.from_pretrained or from_transformers."
-        )
+        raise GruppoError(f"""LoRA needs a Hugging Face causal language model, not a {type(module).__name__}. Train all
+            weights with --lora.rank 0, or give a model from gruppo.from_pretrained or from_transformers.""")
 
 
 def is_linear(part: nn.Module) -> bool:

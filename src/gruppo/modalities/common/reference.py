@@ -188,11 +188,9 @@ class ReferenceModel:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         saved, needed = ({name: list(t.shape) for name, t in found.items()} for found in (state, self.state_dict()))
         if odd := sorted(name for name in saved.keys() | needed.keys() if saved.get(name) != needed.get(name)):
-            raise GruppoError(
-                f"the saved reference does not fit this run: {len(odd)} tensors differ, among them {odd[0]}, which is "
-                f"{saved.get(odd[0], 'missing')} in the save, and this run needs {needed.get(odd[0], 'none')}. Resume "
-                "with the run's own config and model, or start a new run."
-            )
+            raise GruppoError(f"""the saved reference does not fit this run: {len(odd)} tensors differ, among them
+                {odd[0]}, which is {saved.get(odd[0], "missing")} in the save, and this run needs
+                {needed.get(odd[0], "none")}. Resume with the run's own config and model, or start a new run.""")
         self._mix(state, 1.0)
 
 
@@ -247,10 +245,8 @@ def store(tensors: Mapping[str, Tensor], storage: Storage, folder: Path | None) 
                 os.unlink(name)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise GruppoError(
-            f"the reference could not be written to {folder}: {reason}. Give a --runs-dir with free space, or set "
-            "--reference.place device."
-        ) from error
+        raise GruppoError(f"""the reference could not be written to {folder}: {reason}. Give a --runs-dir with free
+            space, or set --reference.place device.""") from error
     shapes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
 
     def read() -> dict[str, Tensor]:

@@ -19,9 +19,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise GruppoError(
-            f"the weights {path} cannot be read: {reason}. Give a .safetensors file, or a folder of policy.save."
-        ) from None
+        raise GruppoError(f"""the weights {path} cannot be read: {reason}. Give a .safetensors file, or a folder of
+            policy.save.""") from None
 
 
 def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
@@ -47,8 +46,6 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
             for kind, names in differences.items()
             if names
         )
-        raise GruppoError(
-            f"the weights in {source} are of another network than {type(module).__name__}: {listed} (of {len(state)}). "
-            "Give the network that they were saved from."
-        )
+        raise GruppoError(f"""the weights in {source} are of another network than {type(module).__name__}: {listed} (of
+            {len(state)}). Give the network that they were saved from.""")
     module.load_state_dict(full)

@@ -39,12 +39,8 @@ def refuse_unused_options(config: Config, modality: Modality, *, has_consistency
         )
     if options is not None and type(options) is not modality.config_section and options != type(options)():
         name = type(options).__name__.removesuffix("Config").lower()
-        raise GruppoError(
-            f"{name} settings were given, and {model!r} is no {name} model. Leave the --{name} options out, or set "
-            "--model to one."
-        )
+        raise GruppoError(f"""{name} settings were given, and {model!r} is no {name} model. Leave the --{name} options
+            out, or set --model to one.""")
     if not has_consistency and highest(config, "cons_coef"):
-        raise GruppoError(
-            f"a stage's cons_coef is above 0: consistency is of restored images, and {model!r} restores none. Set "
-            "--stage.cons-coef 0; --stage.kl-coef holds any policy to its reference."
-        )
+        raise GruppoError(f"""a stage's cons_coef is above 0: consistency is of restored images, and {model!r} restores
+            none. Set --stage.cons-coef 0; --stage.kl-coef holds any policy to its reference.""")

@@ -179,10 +179,8 @@ class Denoiser:
             condition = torch.cat([condition, empty.expand(len(guided), *empty.shape)])
 
         if features and not self.middle:
-            raise GruppoError(
-                "a critic reads features of the network, and this policy names no submodule for it. Create it with "
-                "middle='NAME' of a submodule whose output is [N, F, ...]."
-            )
+            raise GruppoError("""a critic reads features of the network, and this policy names no submodule for it.
+                Create it with middle='NAME' of a submodule whose output is [N, F, ...].""")
         outputs: list[Any] = []
         middle = self.module.get_submodule(self.middle)
         with middle.register_forward_hook(lambda *args: outputs.append(args[2])) if features else nullcontext():

@@ -157,10 +157,8 @@ class DiffusionModality(Modality):
         evaluations = (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
         budget = config.optim.token_budget or policy.default_budget
         if config.objective.needs_whole_rows and sampling.noise != "branched" and evaluations > budget:
-            raise GruppoError(
-                f"this objective needs whole rows, of up to {evaluations} evaluations of the network; a micro-batch "
-                f"has {budget}. Set --optim.token-budget {evaluations}, or --objective.ratio token."
-            )
+            raise GruppoError(f"""this objective needs whole rows, of up to {evaluations} evaluations of the network; a
+                micro-batch has {budget}. Set --optim.token-budget {evaluations}, or --objective.ratio token.""")
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
         assert isinstance(policy, DenoiserPolicy)
@@ -180,15 +178,11 @@ def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
     """Return an untrained UNet for the data's images: of their size, conditioned on their classes if they have any."""
     first, chosen = peek(data)[0], config.section(DiffusionConfig)
     if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
-        raise DataError(
-            f"--model {NEW} is made for the data's images, and a target of {config.data!r} is a "
-            f"{type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model."
-        )
+        raise DataError(f"""--model {NEW} is made for the data's images, and a target of {config.data!r} is a
+            {type(first.target).__name__}. Set --data digits or images:FOLDER:SIZE, or a --model.""")
     if first.inputs != "" and not (isinstance(first.inputs, int) and data.classes is not None):
-        raise DataError(
-            f"--model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}. Put the images of "
-            "each class in a subfolder without captions, or give a --model of your own."
-        )
+        raise DataError(f"""--model {NEW} reads classes, and an input of {config.data!r} is {first.inputs!r:.60}. Put
+            the images of each class in a subfolder without captions, or give a --model of your own.""")
     shape, classes = list(first.target.shape), [""] if first.inputs == "" else data.classes
     labels, is_flow = ClassLabels(classes, dropped=chosen.dropped), chosen.path == "flow"
     with torch.random.fork_rng(devices=[]):
@@ -229,9 +223,7 @@ def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> Denois
             "condition": None if labels is None else ClassLabels(**labels),
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise GruppoError(
-            f"{folder / SETTINGS} is damaged or of another version ({type(error).__name__}: {error}). Save the model "
-            "again with policy.save(folder), or give another --model."
-        ) from None
+        raise GruppoError(f"""{folder / SETTINGS} is damaged or of another version ({type(error).__name__}: {error}).
+            Save the model again with policy.save(folder), or give another --model.""") from None
     load_strictly(module, weights, str(folder))
     return DenoiserPolicy(module, **options)

@@ -251,10 +251,8 @@ class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
         settings = settings or PipelineSettings()
         architecture_of = ARCHITECTURES.get(type(pipeline).__name__)
         if architecture_of is None:
-            raise GruppoError(
-                f"a {type(pipeline).__name__} is not a pipeline that can be trained; it needs to be one of "
-                f"{', '.join(ARCHITECTURES)}. Load it with that class."
-            )
+            raise GruppoError(f"""a {type(pipeline).__name__} is not a pipeline that can be trained; it needs to be one
+                of {", ".join(ARCHITECTURES)}. Load it with that class.""")
         network, scale = getattr(pipeline, architecture_of.network), pipeline.vae_scale_factor
         size = settings.size
         if size is None:
@@ -300,10 +298,8 @@ class DiffusersPolicy(DenoiserPolicy, AdaptablePolicy):
     def check_sampling(self, sampling: Sampling) -> DiffusionSampling:
         sampling = DiffusionSampling.of(sampling)
         if sampling.guidance != 1 and not ARCHITECTURES[type(self.pipeline).__name__].has_guidance:
-            raise GruppoError(
-                f"guidance={sampling.guidance:g} is classifier-free, and FLUX reads its guidance as a number. Set "
-                f"guidance 1, and PipelineSettings(embedded_guidance={sampling.guidance:g})."
-            )
+            raise GruppoError(f"""guidance={sampling.guidance:g} is classifier-free, and FLUX reads its guidance as a
+                number. Set guidance 1, and PipelineSettings(embedded_guidance={sampling.guidance:g}).""")
         return super().check_sampling(sampling)
 
     def to(self, device: torch.device) -> None:
@@ -359,10 +355,8 @@ def load_diffusers(
         pipeline = diffusers.DiffusionPipeline.from_pretrained(str(name), **options)
     except (OSError, ValueError, AttributeError, ImportError, RecursionError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise GruppoError(
-            f"{name} is no pipeline that diffusers opens: {reason} It needs a folder with model_index.json, as "
-            "policy.save(folder) writes it, or a hub id."
-        ) from None
+        raise GruppoError(f"""{name} is no pipeline that diffusers opens: {reason} It needs a folder with
+            model_index.json, as policy.save(folder) writes it, or a hub id.""") from None
     finally:
         if has_bar:
             logging.enable_progress_bar()
@@ -372,9 +366,8 @@ def load_diffusers(
             saved = read_json(file)
             settings = PipelineSettings(**{**saved, "size": tuple(saved["size"])})
         except (ValueError, TypeError, KeyError) as error:
-            raise GruppoError(
-                f"{file} holds no settings of a pipeline: {error}. Delete it, and give load_diffusers its settings."
-            ) from None
+            raise GruppoError(f"""{file} holds no settings of a pipeline: {error}. Delete it, and give load_diffusers
+                its settings.""") from None
     return DiffusersPolicy(pipeline, settings)
 
 

@@ -118,10 +118,8 @@ class DenoiserPolicy(Policy):
         """
         condition, schedule, module = self.denoiser.condition, self.denoiser.schedule, self.module
         if not isinstance(condition, ClassLabels | None) or type(schedule) not in (FlowSchedule, DiffusionSchedule):
-            raise GruppoError(
-                f"a folder can hold ClassLabels and a FlowSchedule or DiffusionSchedule, not a "
-                f"{type(condition).__name__} and a {type(schedule).__name__}. Save policy.module yourself."
-            )
+            raise GruppoError(f"""a folder can hold ClassLabels and a FlowSchedule or DiffusionSchedule, not a
+                {type(condition).__name__} and a {type(schedule).__name__}. Save policy.module yourself.""")
         settings = {
             "shape": self.denoiser.shape,
             "predicts": self.denoiser.predicts,

@@ -126,10 +126,9 @@ class SchedulerDiffusion(DiffusionSchedule):
     def __init__(self, scheduler: Any) -> None:
         config = scheduler.config
         if "beta_schedule" not in config or config.get("prediction_type", "epsilon") not in self.PREDICTS:
-            raise GruppoError(
-                f"the pipeline's scheduler is a {type(scheduler).__name__}; its UNet needs one with betas that "
-                f"predicts {', '.join(self.PREDICTS)}. Give the pipeline the DDIMScheduler of its own config."
-            )
+            raise GruppoError(f"""the pipeline's scheduler is a {type(scheduler).__name__}; its UNet needs one with
+                betas that predicts {", ".join(self.PREDICTS)}. Give the pipeline the DDIMScheduler of its own
+                config.""")
         scheduler_of = import_extra("diffusers", "diffusion", "an image pipeline").DDIMScheduler
         known = inspect.signature(scheduler_of).parameters
         self._scheduler = scheduler_of(**{name: value for name, value in config.items() if name in known})
@@ -159,10 +158,8 @@ class SchedulerFlow(FlowSchedule):
     def __init__(self, scheduler: Any, *, mu: float, is_even: bool) -> None:
         config = scheduler.config
         if "use_dynamic_shifting" not in config or config.get("invert_sigmas"):
-            raise GruppoError(
-                f"the pipeline's scheduler is a {type(scheduler).__name__}; its transformer needs a "
-                "FlowMatchEulerDiscreteScheduler whose sigmas fall. Give the pipeline that of its own config."
-            )
+            raise GruppoError(f"""the pipeline's scheduler is a {type(scheduler).__name__}; its transformer needs a
+                FlowMatchEulerDiscreteScheduler whose sigmas fall. Give the pipeline that of its own config.""")
         super().__init__(float(scheduler.shift))
         self._scheduler, self._mu = copy.deepcopy(scheduler), mu
         self._is_even = is_even and not config.get("use_flow_sigmas")
@@ -316,8 +313,6 @@ def step_of(name: str, eta: float | None) -> Step:
     if eta is None or transition.etas is None:
         return transition.step
     if not transition.etas.contains(eta):
-        raise GruppoError(
-            f"eta={eta} is out of range for transition={name!r}; it needs to be {transition.etas}. Set eta in that "
-            "range; the ode is for evaluation."
-        )
+        raise GruppoError(f"""eta={eta} is out of range for transition={name!r}; it needs to be {transition.etas}. Set
+            eta in that range; the ode is for evaluation.""")
     return partial(transition.step, eta=eta)

@@ -215,10 +215,8 @@ class Controls(Action):
             raise GruppoError(f"the controls are {names}; there needs to be one at least, and each once.")
         for one in parsed:
             if not one.low < one.high or not one.low <= one.start <= one.high:
-                raise GruppoError(
-                    f"the control {one.name!r} starts at {one.start:g} and has the range {one.low:g} to {one.high:g}; "
-                    "low needs to be below high, and the start between them."
-                )
+                raise GruppoError(f"""the control {one.name!r} starts at {one.start:g} and has the range {one.low:g} to
+                    {one.high:g}; low needs to be below high, and the start between them.""")
         listed = [asdict(control) for control in parsed]
         super().__init__(channels, len(names), std, learned=learned, controls=listed, unit=unit)
         self.controls, self.unit = parsed, unit
@@ -255,15 +253,11 @@ class Controls(Action):
             value = 1.0 if control.name == MIX else columns.get(control.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 got = f"{value!r} as {control.name!r}" if control.name in columns else f"no column {control.name!r}"
-                raise GruppoError(
-                    f"has {got}; supervises='told' gives the network that number. Use data that have it, such as "
-                    "lines:blur=0.5-2,noise=10-40, or name the control as the data do."
-                )
+                raise GruppoError(f"""has {got}; supervises='told' gives the network that number. Use data that have it,
+                    such as lines:blur=0.5-2,noise=10-40, or name the control as the data do.""")
             if control.name != MIX and not control.low <= value <= control.high:
-                raise GruppoError(
-                    f"has {control.name}={value:g}, and the control has the range {control.low:g} to "
-                    f"{control.high:g}. Widen the range, or degrade within it."
-                )
+                raise GruppoError(f"""has {control.name}={value:g}, and the control has the range {control.low:g} to
+                    {control.high:g}. Widen the range, or degrade within it.""")
             values.append(float(value))
         return values
 

@@ -29,9 +29,8 @@ class ToReference:
 
     def __call__(self, policy: Any, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood) -> Images:
         if ref.output is None:
-            raise GruppoError(
-                'consistency to a reference needs its image, which its likelihood lacks. Pass outputs=("output",).'
-            )
+            raise GruppoError("""consistency to a reference needs its image, which its likelihood lacks. Pass
+                outputs=("output",).""")
         return PIXEL_LOSSES[self.loss](likelihood.output, ref.output.detach().to(likelihood.output))
 
 
@@ -83,10 +82,8 @@ class ToDegraded:
         degraded = self.degrade(likelihood.output, [rollouts.prompts[group] for group in ids.tolist()])
         x = rollouts.shared["degraded"][ids].to(degraded)
         if degraded.shape != x.shape:
-            raise GruppoError(
-                f"degraded again, {list(likelihood.output.shape)} became {list(degraded.shape)}; the inputs are "
-                f"{list(x.shape)}. Give a degradation that keeps the size."
-            )
+            raise GruppoError(f"""degraded again, {list(likelihood.output.shape)} became {list(degraded.shape)}; the
+                inputs are {list(x.shape)}. Give a degradation that keeps the size.""")
         return PIXEL_LOSSES[self.loss](degraded, x)
 
 

@@ -41,9 +41,8 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
             for part in filter(None, rest.split(",")):
                 name, _, value = (word.strip() for word in part.partition("="))
                 if name not in known or not value.isdigit():
-                    raise GruppoError(
-                        f"the network {spec} is not understood; it has {', '.join(known)}, integers. Write {FORMS}."
-                    )
+                    raise GruppoError(f"""the network {spec} is not understood; it has {", ".join(known)}, integers.
+                        Write {FORMS}.""")
                 options[name] = int(value)
             return NETWORKS[kind](channels, conditions=conditions, **options)
         if not rest:
@@ -61,10 +60,8 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
             network = loaded(**{name: value for name, value in sizes.items() if name in known})
         except Exception as error:
             reason = " ".join(str(error).split())
-            raise GruppoError(
-                f"{spec} cannot be called without further arguments ({type(error).__name__}: {reason}). Give them "
-                "defaults; it may take channels and conditions."
-            ) from error
+            raise GruppoError(f"""{spec} cannot be called without further arguments ({type(error).__name__}: {reason}).
+                Give them defaults; it may take channels and conditions.""") from error
     if not isinstance(network, nn.Module):
         raise GruppoError(f"{spec} returned a {type(network).__name__}; it needs a torch.nn.Module. Return one.")
     return network
@@ -142,8 +139,6 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         settings["action"]["kind"], settings["channels"], settings["network"]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise GruppoError(
-            f"{folder} holds no restoration policy: {reason}. It needs {SETTINGS} and {WEIGHTS}, as "
-            "policy.save(folder) writes them."
-        ) from None
+        raise GruppoError(f"""{folder} holds no restoration policy: {reason}. It needs {SETTINGS} and {WEIGHTS}, as
+            policy.save(folder) writes them.""") from None
     return settings, weights

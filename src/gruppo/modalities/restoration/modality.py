@@ -81,10 +81,9 @@ class RestorationModality(Modality):
             return self.adapt(config, load_restorer(model_of(config.model)), data), {"name": config.model}
         chosen, first = config.section(RestorationConfig), peek(data)[0].inputs
         if not isinstance(first, torch.Tensor) or first.ndim != 3:
-            raise DataError(
-                f"--model {config.model} restores images, and the data {config.data!r} have none: a prompt is a "
-                f"{type(first).__name__}. Set --data photos:noise=25, degrade:FOLDER:noise=25 or pairs:DEGRADED:CLEAN."
-            )
+            raise DataError(f"""--model {config.model} restores images, and the data {config.data!r} have none: a prompt
+                is a {type(first).__name__}. Set --data photos:noise=25, degrade:FOLDER:noise=25 or
+                pairs:DEGRADED:CLEAN.""")
         policy = open_restorer(
             config.model.removeprefix(NEW),
             chosen.action,
@@ -184,17 +183,14 @@ def consistency_of(name: str, loss: PixelLoss, data: Any) -> Consistency:
     if name == "degradation":
         degradation = None if data is None else data.degradation
         if degradation is None:
-            raise GruppoError(
-                "restoration.consistency='degradation' degrades a restored image as the data were, and these data "
-                "do not say how. Set --data photos:... or degrade:..., or --restoration.consistency FILE.py:function."
-            )
+            raise GruppoError("""restoration.consistency='degradation' degrades a restored image as the data were, and
+                these data do not say how. Set --data photos:... or degrade:..., or --restoration.consistency
+                FILE.py:function.""")
         return ToDegraded(lambda images, prompts: degradation.expected(images, [p.meta for p in prompts]), loss)
     if ":" not in name:
         known = ", ".join([*CONSISTENCIES, "degradation"])
-        raise GruppoError(
-            f"restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set --restoration."
-            "consistency to one of them."
-        )
+        raise GruppoError(f"""restoration.consistency={name!r} is not one of {known} or FILE.py:function. Set
+            --restoration.consistency to one of them.""")
     function = load_object(name)
     if not callable(function):
         kind = type(function).__name__

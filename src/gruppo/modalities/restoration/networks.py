@@ -89,10 +89,8 @@ def _with_conditions(x: Images, conditions: Tensor | None, count: int) -> Float[
         return x
     if conditions is None or conditions.shape != (len(x), count):
         got = "none" if conditions is None else f"{list(conditions.shape)}"
-        raise GruppoError(
-            f"the network reads {count} conditions of each image and got {got} for {len(x)} images. Give "
-            f"[{len(x)}, {count}], or use the action 'controls'."
-        )
+        raise GruppoError(f"""the network reads {count} conditions of each image and got {got} for {len(x)} images. Give
+            [{len(x)}, {count}], or use the action 'controls'.""")
     return torch.cat([x, conditions.to(x)[:, :, None, None].expand(-1, -1, *x.shape[-2:])], dim=1)
 
 
@@ -122,10 +120,8 @@ class Restorer(nn.Module):
         y = self.network(x.to(dtype), *(one.to(dtype) for one in conditions))
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = f"{list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
-            raise GruppoError(
-                f"the network {type(self.network).__name__} returned {got} for images {list(x.shape)}; it needs to "
-                "keep channels and size. Pad inside it, or upscale before it."
-            )
+            raise GruppoError(f"""the network {type(self.network).__name__} returned {got} for images {list(x.shape)};
+                it needs to keep channels and size. Pad inside it, or upscale before it.""")
         return y
 
     def forward(self, x: Images) -> tuple[Grid, Images | None]:
@@ -146,11 +142,8 @@ class Restorer(nn.Module):
             reason = " ".join(str(error).split()) or type(error).__name__
             count = self.action.conditions
             inputs = f"[N, {channels}, H, W]" + (f" and conditions [N, {count}]" if count else "")
-            raise GruppoError(
-                f"the network {name} cannot restore images {list(x.shape)}: {reason:.300}. It needs to take {inputs} "
-                "and to return the same size. Set channels, or another network."
-            ) from error
+            raise GruppoError(f"""the network {name} cannot restore images {list(x.shape)}: {reason:.300}. It needs to
+                take {inputs} and to return the same size. Set channels, or another network.""") from error
         if not bool(y.isfinite().all()):
-            raise GruppoError(
-                f"the network {name} returned values that are not finite for a gray image. Load other weights."
-            )
+            raise GruppoError(f"""the network {name} returned values that are not finite for a gray image. Load other
+                weights.""")

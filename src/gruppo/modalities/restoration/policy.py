@@ -212,15 +212,11 @@ class RestorationPolicy(Policy):
     def check_sampling(self, sampling: Sampling) -> Sampling:
         """Raise GruppoError for options that do not apply to a normal distribution."""
         if sampling.top_k or sampling.top_p != 1 or sampling.stop:
-            raise GruppoError(
-                f"top_k={sampling.top_k}, top_p={sampling.top_p:g} and stop={sampling.stop!r} apply to tokens, and "
-                "images have none. Leave them out."
-            )
+            raise GruppoError(f"""top_k={sampling.top_k}, top_p={sampling.top_p:g} and stop={sampling.stop!r} apply to
+                tokens, and images have none. Leave them out.""")
         if sampling.max_actions < self.columns:
-            raise GruppoError(
-                f"max_actions={sampling.max_actions} is less than the {self.columns} patches of an image. Set it to "
-                f"{self.columns}."
-            )
+            raise GruppoError(f"""max_actions={sampling.max_actions} is less than the {self.columns} patches of an
+                image. Set it to {self.columns}.""")
         return sampling
 
     @torch.no_grad()
@@ -433,8 +429,6 @@ def stack_images(images: Sequence[Tensor]) -> Images:
     sizes = sorted({tuple(image.shape[1:]) for image in images})
     if len(sizes) > 1:
         listed = ", ".join(f"{height} x {width}" for height, width in sizes[:3])
-        raise GruppoError(
-            f"images of {len(sizes)} sizes ({listed}) cannot be restored together; they need one. Crop them, as the "
-            "option crop=64 of the data does."
-        )
+        raise GruppoError(f"""images of {len(sizes)} sizes ({listed}) cannot be restored together; they need one. Crop
+            them, as the option crop=64 of the data does.""")
     return torch.stack([image.float() for image in images])

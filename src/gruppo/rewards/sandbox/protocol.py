@@ -30,10 +30,9 @@ class SandboxLimits:
     def __post_init__(self) -> None:
         is_time = 0 < self.case_s <= 3600 and 0 < self.program_s <= 3600
         if not (is_time and _LEAST_MIB <= self.memory_mib <= _MOST_MIB):
-            raise GruppoError(
-                f"case_s={self.case_s:g}, program_s={self.program_s:g}, memory_mib={self.memory_mib} cannot limit a "
-                f"program; it needs seconds above 0 and up to 3600, and {_LEAST_MIB} to {_MOST_MIB} MiB."
-            )
+            raise GruppoError(f"""case_s={self.case_s:g}, program_s={self.program_s:g}, memory_mib={self.memory_mib}
+                cannot limit a program; it needs seconds above 0 and up to 3600, and {_LEAST_MIB} to {_MOST_MIB}
+                MiB.""")
 
 
 @dataclass(frozen=True)
