@@ -112,7 +112,7 @@ bench-full: .venv/.ready-bench
 
 bench-ratios: .venv/.ready-bench
 	@$(bin)/python -m benchmarks.ratios --out $(RESULTS)/ratios $(ARGS)
-	@$(bin)/python -m benchmarks.tables $(RESULTS)/ratios
+	@$(if $(ARGS),,$(bin)/python -m benchmarks.tables $(RESULTS)/ratios)
 
 bench-lora: .venv/.ready-test
 	@$(bin)/python -m benchmarks.references --document docs/guides/references.md

@@ -63,8 +63,8 @@ def draw_fractions(results: Mapping[str, Any], path: Path, heading: str) -> None
 
     def panel(axes: Any) -> None:
         found = {
-            workload: {name.strip(): phase for name, phase in told["phases"].items()}
-            for workload, told in results.items()
+            workload: {name.strip(): phase for name, phase in result["phases"].items()}
+            for workload, result in results.items()
         }
         rows = _rows(found, tuple(dict.fromkeys(name for phases in found.values() for name in phases)))
         for place, workload, name in rows:
@@ -76,7 +76,7 @@ def draw_fractions(results: Mapping[str, Any], path: Path, heading: str) -> None
         axes.set_xlim(0, max(1.35, 1.35 * max(found[workload][name]["fraction"] for _, workload, name in rows)))
         axes.axvline(1, color=INK, linewidth=0.8)
 
-    _figure(path, heading, panel, height=0.9 + 0.3 * sum(len(told["phases"]) for told in results.values()))
+    _figure(path, heading, panel, height=0.9 + 0.3 * sum(len(result["phases"]) for result in results.values()))
 
 
 def _rows(results: Mapping[Any, Mapping[str, Any]], kinds: tuple[str, ...]) -> list[tuple[float, Any, str]]:

@@ -81,9 +81,9 @@ def table(results: Mapping[int, Mapping[str, Any]]) -> str:
     for rows, sides in results.items():
         for name, s in sides.items():
             ratio = s.get("gruppo_over_it")
-            told = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else ""
+            shown = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else ""
             of_turns = f"({s['min']:.0f} to {s['max']:.0f})"
-            lines.append(f"{rows:>5}  {name:<10}{s['median']:9.0f}{of_turns:>18}   {told}")
+            lines.append(f"{rows:>5}  {name:<10}{s['median']:9.0f}{of_turns:>18}   {shown}")
     return "\n".join(lines)
 
 

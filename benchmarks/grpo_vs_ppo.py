@@ -110,11 +110,15 @@ def table(summaries: Mapping[str, Mapping[str, dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
+def _inverse(ratio: float) -> float:
+    return 1 / ratio if ratio else float("nan")  # of models too small for memory to show
+
+
 def verdict(summaries: Mapping[str, Mapping[str, dict[str, float]]]) -> str:
     """GRPO's share of PPO's memory and time, next to what is claimed."""
     shares = [
-        f"of {variant} with KL {kl} {1 / s['peak_gib_ratio']:.0%} of the peak memory and {1 / s['seconds_ratio']:.0%} "
-        "of the time"
+        f"of {variant} with KL {kl} {_inverse(s['peak_gib_ratio']):.0%} of the peak memory and "
+        f"{_inverse(s['seconds_ratio']):.0%} of the time"
         for kl, of_kl in summaries.items()
         for variant, s in of_kl.items()
         if variant != "grpo"
@@ -140,8 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summaries = summarise(results)
     machine = {"cpu": environment()["hardware"]["cpu"], "cores": os.cpu_count(), "python": platform.python_version()}
     compute = next(iter(results[options.kl[0]].values()))["compute"]
-    told = {"machine": machine, "workload": spec | {"compute": compute}, "summary": summaries, "steps": results}
-    text = json.dumps(told, indent=1)
+    document = {"machine": machine, "workload": spec | {"compute": compute}, "summary": summaries, "steps": results}
+    text = json.dumps(document, indent=1)
     print(text)
     print(table(summaries))
     print(verdict(summaries))

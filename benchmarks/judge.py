@@ -135,21 +135,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     (images, labels), (held, asked) = split_images(*load_digits())
-    told: dict[str, object] = {"digits": len(images), "held_out": len(held)}
+    result: dict[str, object] = {"digits": len(images), "held_out": len(held)}
     for name, train, epochs in (
         ("reader", trained_reader, options.reader_epochs),
         ("judge", trained_judge, options.judge_epochs),
     ):
         began = time.process_time()
         module = train(images, labels, seed=options.seed, epochs=epochs)
-        told[f"{name}_cpu_s"] = round(time.process_time() - began, 1)
-        told[f"{name}_parameters"] = sum(p.numel() for p in module.parameters())
-        told[f"{name}_accuracy"] = round(accuracy(module, held, asked), 4)
+        result[f"{name}_cpu_s"] = round(time.process_time() - began, 1)
+        result[f"{name}_parameters"] = sum(p.numel() for p in module.parameters())
+        result[f"{name}_accuracy"] = round(accuracy(module, held, asked), 4)
     scraps = no_digits(held, asked, torch.Generator().manual_seed(options.seed + 1))
-    told["judge_no_digit_accuracy"] = round(accuracy(module, scraps, torch.full((len(scraps),), NO_DIGIT)), 4)
+    result["judge_no_digit_accuracy"] = round(accuracy(module, scraps, torch.full((len(scraps),), NO_DIGIT)), 4)
     some = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: len(held)]  # they come by class
     real = asdict(verdict(module, held, asked, images[some]))
-    print(json.dumps(told | {"real": {name: round(value, 4) for name, value in real.items()}}, indent=1))
+    print(json.dumps(result | {"real": {name: round(value, 4) for name, value in real.items()}}, indent=1))
 
 
 if __name__ == "__main__":

@@ -56,8 +56,9 @@ class Row:
             else ""
             for name in ("over_nominal", "run_over_this")
         )
-        told = "" if self.settings is None else f" ({', '.join(f'{k} {v:.3g}' for k, v in self.settings.items())})"
-        return f"| {self.run} | {self.name}{told} | {self.accuracy:.4f} | {shown} |"
+        values = [f"{k} {v:.3g}" for k, v in (self.settings or {}).items()]
+        shown_settings = f" ({', '.join(values)})" if values else ""
+        return f"| {self.run} | {self.name}{shown_settings} | {self.accuracy:.4f} | {shown} |"
 
 
 HEAD = (

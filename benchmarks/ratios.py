@@ -87,7 +87,12 @@ def run(cell: Cell, path: Path, options: argparse.Namespace) -> None:
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{cell.benchmark}", *arguments]
     with path.with_suffix(".log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(cell.threads), stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=_environment(cell.threads),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # Ctrl-C in a terminal reaches it once, from here
         )
         try:
             code = process.wait()
@@ -132,8 +137,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.trl_python is None and importlib.util.find_spec("trl") is None:
         parser.error("TRL is not installed here. Run pip install trl==1.16.0, or name a Python that has it.")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
+    chosen, saved = {name: getattr(options, name) for name in ("model", "prompts", "steps")}, out / "options.json"
+    if saved.exists() and json.loads(saved.read_text(encoding="utf-8")) != chosen:
+        parser.error(f"{out} has cells of other options, {saved.read_text(encoding='utf-8')}. Choose another --out.")
+    saved.write_text(json.dumps(chosen), encoding="utf-8")
     done = []
     for cell in cells(options.workloads, options.threads):
         path = out / f"{cell.name}.json"
@@ -145,9 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 with other_job():
                     run(cell, path, options)
         done.append((cell, json.loads(path.read_text(encoding="utf-8"))))
-        told = gathered(done)
-        (out / "ratios.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-        print(tables.of_ratios(told["results"]), flush=True)
+        table = gathered(done)
+        (out / "ratios.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        print(tables.of_ratios(table["results"]), flush=True)
 
 
 if __name__ == "__main__":

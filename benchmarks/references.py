@@ -166,8 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name}: {runs[name][-1]['peak_gb']:.2f} GB", file=sys.stderr, flush=True)
         results = {name: summary(of) for name, of in runs.items()}
         if options.json:  # after each round, so that what is measured is not lost
-            told = {"benchmark": "references", "machine": about, "workload": shared, "results": results}
-            options.json.write_text(json.dumps(told | {"measured": runs}, indent=1) + "\n", encoding="utf-8")
+            document = {"benchmark": "references", "machine": about, "workload": shared, "results": results}
+            options.json.write_text(json.dumps(document | {"measured": runs}, indent=1) + "\n", encoding="utf-8")
     text = f"{about['date']}, {heading(about)}, {options.compute}:\n\n{table(results)}"
     print(text)
     if options.document:

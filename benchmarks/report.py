@@ -50,18 +50,18 @@ def tell(
 ) -> None:
     """Print the results as JSON, then as a table; write and draw them where asked, with all that was measured."""
     about = machine()
-    told = {"benchmark": name, "machine": about, "results": results}
-    print(_json(told))
+    document = {"benchmark": name, "machine": about, "results": results}
+    print(_json(document))
     print(f"\n{name}: {heading(about)}\n{table}")
     if options.json:
-        options.json.write_text(_json(told | {"measured": measured}) + "\n", encoding="utf-8")
+        options.json.write_text(_json(document | {"measured": measured}) + "\n", encoding="utf-8")
     if options.plot:
         draw(results, options.plot, heading(about))
 
 
-def _json(told: Any) -> str:
+def _json(document: Any) -> str:
     """Lists of numbers on one line each."""
-    return re.sub(r"\[[-+\d.e,\s]+\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(told, indent=1))
+    return re.sub(r"\[[-+\d.e,\s]+\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(document, indent=1))
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -140,6 +141,16 @@ def run_ranks(count: int, target: Callable[..., Any], *args: Any, folder: Path) 
     children = ranks(count, target, *args, folder=folder)
     codes = [child.wait() for child in children]
     assert not any(codes), "\n".join(child.err for child in children)
+
+
+def redirect(number: int, to: int) -> None:
+    """Redirect standard output (1) or error (2). The forked stream knows a file's position, which a pipe has not."""
+    os.dup2(to, number)
+    stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if number == 1:
+        sys.stdout = stream
+    else:
+        sys.stderr = stream
 
 
 def _child(target: Callable[..., Any], args: Sequence[Any], folder: str, env: Mapping[str, str], draws: bool) -> None:

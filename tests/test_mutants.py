@@ -98,7 +98,7 @@ def test_the_command_says_caught_of_a_fault_and_survived_of_what_is_none_or_brea
     verdicts = [line.split()[0] for line in done.stdout.splitlines() if "core/schedules.py " in line]
     assert verdicts == ["caught", "SURVIVED", "SURVIVED"], done.stdout + done.stderr
     assert done.returncode == 1
-    assert "no import (core/schedules.py): tests/core/test_schedules.py could not be collected" in done.stdout
+    assert "no import (core/schedules.py): pytest ended with" in done.stdout
     assert "1 of 3 mutants caught" in done.stdout and "NOT GREEN" not in done.stdout
 
 

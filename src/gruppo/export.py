@@ -87,7 +87,7 @@ def export(
         except (OSError, ValueError, KeyError, TypeError, GruppoError) as error:  # of a damaged run; its model is whole
             log.warning("%s has no model card: %s", target.name, " ".join(str(error).split()))
         if repository:
-            repository = upload(target, repository)
+            repository = upload(target, repository, is_kept=folder is not None)
     return " and ".join(str(place) for place in (folder, repository) if place)
 
 
@@ -170,14 +170,30 @@ def create_repository(name: str, *, private: bool | None, token: str | None = No
     return created
 
 
-def upload(model: Path, repository: str, *, message: str = "Trained with gruppo", token: str | None = None) -> str:
-    """Upload a model's folder to a repository in place of the model that it has; return the address of the commit."""
+def upload(
+    model: Path,
+    repository: str,
+    *,
+    message: str = "Trained with gruppo",
+    token: str | None = None,
+    revision: str | None = None,
+    is_kept: bool = False,
+) -> str:
+    """Upload a model's folder to a repository in place of the model that it has; return the address of the commit.
+
+    ``revision``: a branch, created if it is missing. ``is_kept``: the folder remains where the upload fails.
+    """
     from huggingface_hub import HfApi
 
-    with _hub_errors(repository, f"What is written can be pushed with: hf upload {repository} {model}"):
-        commit = HfApi(token=token).upload_folder(
+    again = f"What is written can be pushed with: hf upload {repository} {model}"
+    with _hub_errors(repository, again if is_kept else "Nothing is kept of what was to be pushed; push again."):
+        hub = HfApi(token=token)
+        if revision is not None:
+            hub.create_branch(repository, branch=revision, exist_ok=True)
+        commit = hub.upload_folder(
             repo_id=repository,
             folder_path=model,
+            revision=revision,
             commit_message=message,
             delete_patterns=REPLACED,
         )

@@ -108,7 +108,7 @@ def cache_bytes(root: Path = Path("/")) -> tuple[int, int]:
                 levels[level] = _sysctl(name) or levels.get(level, 0)
     for folder in root.glob("sys/devices/system/cpu/cpu0/cache/index*"):
         with suppress(OSError, ValueError):
-            kind, level, size = ((folder / name).read_text().strip() for name in ("type", "level", "size"))
+            kind, level, size = ((folder / name).read_text("utf-8").strip() for name in ("type", "level", "size"))
             if kind != "Instruction":
                 levels[int(level)] = int(size.rstrip("KM")) * {"K": 2**10, "M": 2**20}.get(size[-1], 1)
     known = {level: size for level, size in levels.items() if level > 1 and size > 0}

@@ -71,6 +71,8 @@ class FakeServer:
                     code, answer = fault.code, {"error": {"message": fault.message}}
                     if code in BROKEN:
                         return self.break_off(code)
+                if server.is_closed:  # on connections that are open too
+                    return self.break_off(RESET)
                 data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()  # as vLLM's Response
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(data)))

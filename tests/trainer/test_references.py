@@ -98,7 +98,9 @@ def test_the_kl_is_exactly_zero_before_the_policy_moves(tmp_path, kind, updates)
     for _ in range(2):
         step_params = step_params_at(run.config, run.state.step)
         measured = learn(run, collect(run, step_params).batch, step_params)
-        assert measured["kl/ref_nats"] == 0.0 and measured["kl/old_nats"] == 0.0
+        # minibatches place small groups in other attention blocks than the reference did: rounding
+        limit = 1e-7 if updates == "several" else 0.0
+        assert abs(measured["kl/ref_nats"]) <= limit and abs(measured["kl/old_nats"]) <= limit
         run.state.step += 1
         run.reference.update(run.policy, run.state.step)
 

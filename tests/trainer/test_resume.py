@@ -428,7 +428,7 @@ def test_a_run_folder_that_is_deleted_or_moved_in_training_is_reported_as_that(t
 
 # --- what has changed since the run began -----------------------------------------------------------------------------
 
-MINE = "import beside\n\ndef digits(completions, **_):\n    return beside.score(completions)\n"
+MINE = "import own_rules\n\ndef digits(completions, **_):\n    return own_rules.score(completions)\n"
 BESIDE = "from tests import tiny\n\ndef score(completions):\n    return tiny.digits(completions)\n"
 REPLY = "def reply(text, state, turn):\n    return None\n"
 
@@ -436,7 +436,7 @@ REPLY = "def reply(text, state, turn):\n    return None\n"
 def edit(name: str):
     def change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / name).write_text((folder / name).read_text() + "\nLATER = 1\n")
-        sys.modules.pop("beside", None)  # a new process would import it anew
+        sys.modules.pop("own_rules", None)  # a new process would import it anew
 
     return change
 
@@ -471,7 +471,7 @@ def another_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 CHANGES = {
     "reward": (edit("mine.py"), "the code of .*mine.py:digits has changed"),
-    "what it imports": (edit("beside.py"), "the code of .*mine.py:digits has changed"),
+    "what it imports": (edit("own_rules.py"), "the code of .*mine.py:digits has changed"),
     "environment": (edit("replies.py"), "the code of .*replies.py:reply has changed"),
     "chat template": (write_template, "the chat template has changed"),
     "tokenizer": (add_token, "the tokenizer has changed"),
@@ -485,10 +485,10 @@ CHANGES = {
 @pytest.fixture
 def stopped(tmp_path, monkeypatch) -> Path:
     """A run that a signal stopped after one step, whose reward, environment and model lie in ``tmp_path``."""
-    for name, text in {"mine.py": MINE, "beside.py": BESIDE, "replies.py": REPLY}.items():
+    for name, text in {"mine.py": MINE, "own_rules.py": BESIDE, "replies.py": REPLY}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of mine.py is added to it
-    sys.modules.pop("beside", None)
+    sys.modules.pop("own_rules", None)
     tiny.write_model(tmp_path / "tiny")
     files = {"reward": [f"{tmp_path / 'mine.py'}:digits"], "environment__reply": f"{tmp_path / 'replies.py'}:reply"}
     files["evaluation__data"] = tiny.write_rows(tmp_path / "validation.jsonl", tiny.rows(2))

@@ -51,7 +51,7 @@ def test_a_report_of_many_completions_keeps_every_nth_step_and_says_so(
     (run,) = data_of(write_report([path]))["runs"]
     kept = steps_of(run)
     assert 9 <= len(kept) <= 11 and kept[-1] == 110 and len({b - a for a, b in pairwise(kept)}) == 1
-    assert f"every {kept[-1] - kept[-2]}th step" in run["state"]["notices"][-1]
+    assert f"one step in {kept[-1] - kept[-2]}:" in run["state"]["notices"][-1]
 
 
 def test_several_runs_are_one_report_in_the_file_that_is_named(tmp_path: Path) -> None:

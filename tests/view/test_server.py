@@ -122,7 +122,7 @@ def test_a_request_that_makes_no_sense_is_answered_in_one_line(server: ViewServe
 def test_every_completion_is_reached_in_chunks_of_whole_steps_from_the_newest(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(view, "CHUNK", 5000)
+    monkeypatch.setattr(view, "CHUNK_BYTES", 5000)
     run, before, seen, chunks = RunView(folder, "first"), 10**15, list[dict[str, Any]](), 0
     while True:
         text, first = run.rows("completions", before)

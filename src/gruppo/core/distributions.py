@@ -238,9 +238,10 @@ def chunked_categorical(
             return linear_categorical(features, head, actions, temperature, entropy)
         if 0 < top_k < len(head.weight) // 8 and features.device.type == "cpu":
             columns = possible_actions(features, head, actions, top_k, chunk)
-            bias = None if head.bias is None else head.bias[columns]
-            head = partial(linear, weight=head.weight.index_select(0, columns), bias=bias)
-            actions = torch.searchsorted(columns, actions)
+            if len(columns) <= len(head.weight) // 2:  # else a copy of the head costs more than it saves
+                bias = None if head.bias is None else head.bias[columns]
+                head = partial(linear, weight=head.weight.index_select(0, columns), bias=bias)
+                actions = torch.searchsorted(columns, actions)
 
     parts: list[tuple[Tensor, Tensor | None]] = []
     for start in range(0, len(actions), chunk):

@@ -104,7 +104,8 @@ def attempts(run: Run, parts: Sequence[Part]) -> Iterator[Attempt]:
     """
     while True:
         with dist.phase("micro-batches"), dist.fail_together():
-            if not run.state.token_budget and run.policy.device.type == "cuda" and not is_unit(run.policy.module):
+            is_chosen = run.state.token_budget or run.config.optim.token_budget
+            if not is_chosen and run.policy.device.type == "cuda" and not is_unit(run.policy.module):
                 token_budget(run, measured_bytes(run.policy, *parts[0]))
             budgets = [budget_for(run, run.policy.longest_prompt(rollouts)) for rollouts, _ in parts]
             cuts = [run.policy.micro_batches(*part, budget) for part, budget in zip(parts, budgets, strict=True)]

@@ -220,11 +220,22 @@ class GRPOTrainer:
                 for file in Path(temporary).iterdir():  # each replaced as a whole, beside what else the folder has
                     file.replace(folder / file.name)
 
-    def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> str:
-        """Upload the model and its card to the hub, as ``hub_model_id`` or under the name of ``output_dir``."""
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **_: Any,
+    ) -> str:
+        """Upload the model and its card to the hub, as ``hub_model_id`` or under the name of ``output_dir``.
+
+        ``revision``: a branch, which is created. ``blocking`` has no effect. Others are words of TRL's own card.
+        """
         from gruppo.export import create_repository, upload, write_card
 
-        token, private = getattr(self.args, "hub_token", None), getattr(self.args, "hub_private_repo", None)
+        private, token = getattr(self.args, "hub_private_repo", None), token or getattr(self.args, "hub_token", None)
+        revision = revision or getattr(self.args, "hub_revision", None)
         name, address = getattr(self.args, "hub_model_id", None) or self.output_dir.resolve().name, ""
         run = self.run.folder
         with dist.fail_together():
@@ -236,7 +247,7 @@ class GRPOTrainer:
             with dist.fail_together():
                 if dist.is_main():
                     write_card(folder, run, is_online=True)
-                    address = upload(folder, self.hub_model_id, message=commit_message, token=token)
+                    address = upload(folder, self.hub_model_id, message=commit_message, token=token, revision=revision)
         return dist.all_gather(address.encode())[0].decode()
 
     def add_callback(self, callback: Any) -> None:

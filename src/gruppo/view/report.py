@@ -29,7 +29,7 @@ def page() -> str:
     return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
-def policy(*, connect: str, images: str) -> str:
+def content_security_policy(*, connect: str, images: str) -> str:
     """Content security policy: no code, style or request but the page's own, whatever a completion contains."""
     hashes = [
         base64.b64encode(hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", page(), re.DOTALL)[1].encode()).digest())  # type: ignore[index]
@@ -53,7 +53,7 @@ def write_report(folders: Sequence[str | Path], path: Path | None = None) -> Pat
     # The content of an element that is no script is not run, and base64 has no "<" that could end it.
     block = f'<script type="application/octet-stream" id="data">{data}</script>\n<script>'
     text = text.replace("<script>", block, 1)
-    rule = policy(connect="'none'", images="data: blob:")
+    rule = content_security_policy(connect="'none'", images="data: blob:")
     text = text.replace("<head>", f'<head><meta http-equiv="Content-Security-Policy" content="{rule}">', 1)
     replace_file(path, text)
     return path
@@ -67,17 +67,24 @@ def _embedded(run: RunView, max_bytes: int) -> dict[str, Any]:
         before = 10**15
         every = 1
         if source == "completions":
-            every = math.ceil(sum(file.stat().st_size for file in run.files()) / max_bytes)
+            every = max(math.ceil(sum(file.stat().st_size for file in run.files()) / max_bytes), 1)
             if every > 1:
-                note = f"This report has the completions of every {every}th step: gruppo view shows all."
+                note = f"This report has the completions of one step in {every}: gruppo view shows all."
                 state["notices"] = [*state["notices"], note]
         chunks = rows[source] = []
+        size = 0
         while True:
             text, first = run.rows(source, before, every=every, last=state["last"])
             if first is None:
                 break
+            if source == "samples" and size > max_bytes:  # also holds each row whose reward failed
+                state["notices"] = [
+                    *state["notices"],
+                    f"This report has the samples from step {before} on: gruppo view shows all.",
+                ]
+                break
             chunks.append((first, text.decode("utf-8", "replace")))
-            before = first
+            before, size = first, size + len(text)
     sheets = run.sheets()
     every = max(math.ceil(sum(sheet.stat().st_size for sheet in sheets) / max_bytes), 1)
     images = {}

@@ -15,16 +15,16 @@ from typing import Any
 from gruppo.doctor import record
 from gruppo.doctor.report import diagnose
 from gruppo.integrity import json_lines, parse_json, read_json
-from gruppo.tracking.files import read_completions, to_json
+from gruppo.tracking.files import STEPS_PER_FILE, read_completions, to_json
 from gruppo.tracking.images import PNG
 from gruppo.tracking.plots import panels_of, stage_starts
 from gruppo.tracking.samples import FOLDER
 from gruppo.trainer.run_dir import check_is_run
 from gruppo.types import GruppoError
 
-CHUNK = 4 << 20
+CHUNK_BYTES = 4 << 20
 """Bytes of completions that are sent at once, in whole steps."""
-SHARE = 0.05
+DESCRIBE_FRAC = 0.05
 """Largest share of the time that is spent on describing a run while it trains on the same machine."""
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
 _FILE = re.compile(r"step_(\d{1,15})\.jsonl\.gz")
@@ -49,7 +49,7 @@ class RunView:
             if not self._state or (stamp != self._stamp and began >= self._not_before):
                 self._stamp, self._state = stamp, {"version": hash(stamp), **self._describe()}
                 took = time.monotonic() - began
-                self._not_before = began + took / SHARE
+                self._not_before = began + took / DESCRIBE_FRAC
             return self._state
 
     def _describe(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class RunView:
             try:
                 contents[name] = to_json(read_json(path)) if path.exists() else kind()
                 if not isinstance(contents[name], kind):
-                    raise ValueError("it has another form")
+                    raise ValueError(f"it holds a {type(contents[name]).__name__}, not a {kind.__name__}")
             except (OSError, ValueError) as error:
                 notices.append(f"{path.name} cannot be read: {error}.")
                 contents[name] = kind()
@@ -100,8 +100,11 @@ class RunView:
 
     def metrics(self, version: str = "", start: int = 0) -> tuple[bytes, str]:
         """Lines of metrics.jsonl from byte ``start``, and the file's version; all of them if it was replaced."""
+        path = self.path / "metrics.jsonl"
+        if not (path.is_file() and path.resolve().is_relative_to(self.path.resolve())):  # a link could show other files
+            return b"", ""
         try:
-            with (self.path / "metrics.jsonl").open("rb") as file:
+            with path.open("rb") as file:
                 now = str(_stamp(file.fileno())[2])
                 file.seek(start if now == version else 0)
                 return file.read(), now
@@ -116,8 +119,9 @@ class RunView:
         return sorted(found, key=_first_step)
 
     def rows(self, source: str, before: int, *, every: int = 1, last: int = 0) -> tuple[bytes, int | None]:
-        """JSON lines of whole steps before ``before``, the newest that ``CHUNK`` holds and at least one, and the first
-        of these steps; None if there is none.
+        """JSON lines of whole steps before ``before``, and the first of these steps; None if there is none.
+
+        They are the newest that ``CHUNK_BYTES`` holds, and at least one.
 
         ``every``: only each such step, back from ``last``.
         """
@@ -126,11 +130,11 @@ class RunView:
         size = 0
         for path in reversed(self.files(source)):
             start = _first_step(path)
-            is_wanted = every == 1 or any((last - step) % every == 0 for step in range(start, start + 50))
+            is_wanted = every == 1 or any((last - step) % every == 0 for step in range(start, start + STEPS_PER_FILE))
             for step, text in reversed(_steps(path, _stamp(path)) if start < before and is_wanted else ()):
                 if step >= before or (last - step) % every:
                     continue
-                if first is not None and size + len(text) > CHUNK:
+                if first is not None and size + len(text) > CHUNK_BYTES:
                     return b"".join(reversed(parts)), first
                 parts.append(text)
                 first, size = step, size + len(text)

@@ -12,11 +12,11 @@ import socketserver
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from gruppo.loading import describe_error
 from gruppo.types import GruppoError
-from gruppo.view.report import page, policy
+from gruppo.view.report import content_security_policy, page
 from gruppo.view.run import RunView, open_runs
 
 HOST = "127.0.0.1"
@@ -71,30 +71,31 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60  # of a connection that stays open
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        path, _, query = self.path.partition("?")
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
         answers = {name: getattr(self.server, name) for name in ("state", "metrics", "rows", "image")}
         status, kind, content, headers = 200, "text/plain", b"", dict[str, str]()
         if re.sub(r":\d*$", "", self.headers.get("Host", "")).lower() not in NAMES:
             status, content = 403, b"This server answers to 127.0.0.1 and localhost only."
-        elif url.path == "/":
+        elif path == "/":
             kind, content = "text/html", page().encode()
-        elif not hmac.compare_digest(given, self.server.token.encode()):
+        elif not hmac.compare_digest(token, self.server.token.encode()):
             status, content = 401, b"The token is missing or wrong."
-        elif url.path[1:] not in answers:
+        elif path[1:] not in answers:
             status, content = 404, b"There is no such page."
         else:
             try:
-                query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-                kind, content, headers = answers[url.path[1:]](**query)
+                values = {name: values[-1] for name, values in parse_qs(query).items()}
+                kind, content, headers = answers[path[1:]](**values)
             except (TypeError, ValueError, IndexError, GruppoError) as error:
                 status, content = 400, describe_error(error)[0].encode()
             except Exception as error:  # the page shows it, and goes on
                 status, content = 500, describe_error(error)[0].encode()
+        rule = content_security_policy(connect="'self'", images="blob:")
         headers |= {
             "Content-Type": f"{kind}; charset=utf-8" if kind != "image/png" else kind,
             "Content-Length": str(len(content)),
-            "Content-Security-Policy": policy(connect="'self'", images="blob:") + "; frame-ancestors 'none'",
+            "Content-Security-Policy": f"{rule}; frame-ancestors 'none'",
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
@@ -106,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
-        except ConnectionError:  # the page was closed
+        except (ConnectionError, TimeoutError):  # the page was closed
             self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:

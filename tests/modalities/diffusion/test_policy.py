@@ -534,7 +534,7 @@ def test_values_without_a_head_or_a_middle_are_refused():
     blind = DenoiserPolicy(fake.policy.module, SHAPE, condition=ClassLabels(3))
     with pytest.raises(GruppoError, match=r"this policy names no submodule for it. Create it with middle="):
         SharedCritic(blind)
-    with pytest.raises(GruppoError, match=r"no submodule 'center' to read features from; it has enter, leave"):
+    with pytest.raises(GruppoError, match=r"no submodule 'center' to read features from; it has conv_in, conv_out"):
         DenoiserPolicy(fake.policy.module, SHAPE, middle="center")
 
 
