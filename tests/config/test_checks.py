@@ -12,7 +12,7 @@ from gruppo.api import change
 from gruppo.cli.options import parse_config
 from gruppo.config import serialization
 from gruppo.config.options import check_ranges, flag, options
-from gruppo.config.schema import Config, CriticConfig, OptimConfig, RolloutConfig, Stage
+from gruppo.config.schema import Config, CriticConfig, EngineConfig, OptimConfig, RolloutConfig, Stage
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.trainer import checks
 from gruppo.types import GruppoError
@@ -50,6 +50,10 @@ ONE_SUM = Objective(baseline="running", scale="none", combine="normalize_then_su
         ({"optim": OptimConfig(token_budget=-1)}, "--optim.token-budget"),
         ({"optim": OptimConfig(minibatches=65)}, "more than the 64 rows of a step. Set --optim.minibatches 64 or less"),
         ({"stage": Stage(kl_coef=-1)}, "--stage.kl-coef"),
+        (
+            {"objective": PRESETS["reinforce"], "engine": EngineConfig("file.py:engine", lag=1)},
+            "--objective.correction truncate",
+        ),
         ({"stage": Stage(value_coef=-1)}, "--stage.value-coef"),
         ({"stage": Stage(value_coef=math.inf)}, "--stage.value-coef"),
         ({"optim": OptimConfig(stop_kl=-0.1)}, "--optim.stop-kl"),

@@ -113,6 +113,8 @@ class FakeServer:
     # --- routes ---
 
     def handle(self, method: str, path: str, body: Any, authorization: str) -> tuple[int, Any]:
+        if self.is_closed:  # connections that were kept alive end too
+            raise Fault(RESET)
         url = urlsplit(path)
         self.log.append((url.path, body))
         self.before(url.path, body)

@@ -6,9 +6,12 @@ import base64
 import copy
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,6 +226,58 @@ def test_with_no_server_left_within_a_step_the_run_ends_at_once(engine, servers,
         engine._eject(replica, "it hung")
     with pytest.raises(EngineLost, match=r"no vLLM server is left .*it hung"):
         engine.generate(requests(2), SAMPLING, seed=0)
+
+
+def test_a_sender_that_fails_gathers_the_other_weights_for_the_other_ranks(monkeypatch):
+    monkeypatch.setattr(nccl, "CHUNK_BYTES", 4)
+
+    class Failing:
+        is_aborted = False
+
+        def broadcast(self, chunk: torch.Tensor) -> None:
+            raise MemoryError
+
+    transfer, gathered = NcclTransfer(torch.device("cpu"), timeout_s=1), []
+    transfer._is_complete.set()
+    transfer._ready = {0: Failing()}
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            gathered.append(number)
+            yield str(number), torch.zeros(2)
+
+    with pytest.raises(MemoryError):
+        transfer.send(weights())
+    assert gathered == [0, 1, 2]
+
+
+def test_a_communicator_is_freed_once_and_not_under_a_call_that_uses_it(monkeypatch):
+    calls, is_inside, may_end = [], threading.Event(), threading.Event()
+
+    def call(function: str, *_: Any) -> None:
+        calls.append(function)
+        if function == "ncclBroadcast":
+            is_inside.set()
+            may_end.wait(10)
+            calls.append("end")
+
+    monkeypatch.setattr(nccl, "_call", call)
+    monkeypatch.setattr(nccl, "ENQUEUE_S", 10.0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, cuda_stream=0)
+    link = nccl.Link.__new__(nccl.Link)
+    link.device, link.is_aborted, link._communicator, link._stream = torch.device("cpu"), False, None, stream
+    link._aborting, link._enqueuing = threading.Lock(), threading.Lock()
+    with ThreadPoolExecutor(2) as pool:
+        sent = pool.submit(link.broadcast, torch.zeros(1))
+        is_inside.wait(10)
+        aborted = pool.submit(link.abort)
+        time.sleep(0.1)
+        may_end.set()
+        sent.result(), aborted.result()
+    link.abort()
+    link.broadcast(torch.zeros(1))
+    assert calls == ["ncclBroadcast", "end", "ncclCommAbort"]
 
 
 def test_what_nccl_cannot_send_is_refused_in_one_line(servers, tmp_path):

@@ -103,6 +103,25 @@ def test_a_run_with_lag_keeps_the_bound_and_survives_the_loss_of_a_server(server
     assert rows[-1]["engine/servers_count"] == 1
 
 
+def test_servers_that_the_first_rank_has_paused_to_publish_are_not_taken_for_hanging(servers, tmp_path, monkeypatch):
+    policy = from_pretrained(tiny.model(), compute="float32")
+    engine = VllmEngine(policy, [servers[0].url], tmp_path / "published", timeout_s=5)
+    engine.sync(policy, 1)
+    (replica,) = engine.replicas
+    replica.inflight, replica.progress_at = 1, 0.0
+    engine._is_publishing = True
+    engine._run(engine._watch_one(replica, 1.0))
+    assert replica.label is not None
+    monkeypatch.setattr(engine, "_deliver", lambda *_, **__: None)  # as on ranks after the first
+    engine.sync(policy, 2)
+    engine._run(engine._watch_one(replica, 1.0))
+    assert replica.label is not None
+    replica.progress_at = 0.0
+    engine._run(engine._watch_one(replica, 1.0))
+    assert replica.label is None
+    engine.close()
+
+
 def test_closing_ends_calls_that_are_sampling(servers, tmp_path):
     policy = from_pretrained(tiny.model(), compute="float32")
     engine = VllmEngine(policy, [servers[0].url], tmp_path / "published")

@@ -281,3 +281,14 @@ def test_columns_that_are_not_there_are_refused_with_the_nearest():
 def test_what_cannot_be_called_by_keywords_is_refused(fn, why):
     with pytest.raises(GruppoError, match=why):
         Environment(fn)
+
+
+def test_threads_that_wait_for_each_other_count_the_time_of_the_function_alone():
+    environment = Environment(lambda text: time.sleep(0.1))
+    began = time.perf_counter()
+    threads = [threading.Thread(target=environment.replies, args=({0: request()},)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 0.3 <= environment.elapsed_s <= time.perf_counter() - began

@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from gruppo.build import check_lag
 from gruppo.cli.commands import train
 from gruppo.config import serialization
 from gruppo.config.schema import Config, EngineConfig
+from gruppo.trainer import ledger as ledger_module
 from gruppo.trainer.ahead import Ahead
 from gruppo.trainer.ledger import Ledger
-from gruppo.types import GruppoError
+from gruppo.types import EngineLost, GruppoError
 
 OPERATIONS = 100
 """Fewer than a whole run has."""
@@ -212,6 +213,18 @@ def test_a_replay_of_a_run_that_was_cut_off_ends_where_it_did(tmp_path):
     assert [row["step"] for row in runs.metrics(tmp_path / "replay") if "lag/max" in row] == [1, 2, 3, 4]
 
 
+def test_a_replay_with_options_that_decide_what_is_sampled_is_refused(lagged, tmp_path):
+    arguments = ["--replay", str(lagged), "--name", "replay", "--runs-dir", str(tmp_path)]
+    with pytest.raises(GruppoError, match=r"has no samples of prompt .* \(position 0\) as step 1 needs them"):
+        train([*arguments, "--rollout.group-size", "8"])
+
+
+def test_options_of_an_engine_are_refused_by_a_replay(lagged):
+    for option in (["--engine", "vllm"], ["--engine.urls=http://127.0.0.1:1"]):
+        with pytest.raises(GruppoError, match=rf"{option[0].partition('=')[0]} has no effect\. Leave it out"):
+            train(["--replay", str(lagged), "--engine.lag", "2", *option])
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +266,78 @@ def test_an_error_of_the_engine_in_another_thread_ends_the_run_with_its_line(tmp
             trainer.train()
 
 
+def until(is_reached: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 30
+    while not is_reached():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_an_error_of_the_ledger_in_another_thread_ends_the_run(tmp_path, monkeypatch):
+    """One that is no GruppoError too, and only where the engine itself has none."""
+
+    def fail(self: Any, *_: Any) -> None:
+        raise ValueError("the ledger fails")
+
+    with api.Trainer.open(config(tmp_path)) as trainer:
+        ahead = trainer.run.ahead
+        trainer.step()
+        until(lambda: all(group.rollouts is not None for group in ahead.slots.ahead))
+        monkeypatch.setattr(Ledger, "append_group", fail)
+        trainer.step()
+        until(lambda: ahead._error is not None)
+        assert str(ahead._error) == "the ledger fails" and not any(
+            group.rollouts is None for group in ahead.slots.taken
+        )
+
+
+def test_after_an_engine_was_lost_a_publish_that_reaches_it_goes_on_with_sampling(tmp_path, monkeypatch):
+    def fail(self: Any, *_: Any, **__: Any) -> Any:
+        raise EngineLost("no server is left.")
+
+    chosen = config(tmp_path)
+    with api.Trainer.open(chosen) as trainer:
+        ahead = trainer.run.ahead
+        trainer.step()
+        until(lambda: all(group.rollouts is not None for group in ahead.slots.ahead))
+        with monkeypatch.context() as patched:
+            patched.setattr(CopyEngine, "generate", fail)
+            trainer.step()  # its samples are there; those that it makes room for fail
+            until(lambda: ahead._error is not None)
+        trainer.train()
+    assert runs.learned_from(folder_of(chosen)) == list(range(24))
+
+
+def test_a_draw_that_fails_is_drawn_again(tmp_path, monkeypatch):
+    chosen = config(tmp_path)
+    with api.Trainer.open(chosen) as trainer:
+        policy = trainer.run.policy
+        with monkeypatch.context() as patched:
+            patched.setattr(type(policy), "check_prompt", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                trainer.run.ahead.take(4)
+        trainer.train()
+    assert runs.learned_from(folder_of(chosen)) == list(range(24))
+    draws = [group["draw"] for group in group_records(folder_of(chosen))]
+    assert sorted(draws) == list(range(24))
+
+
+def group_records(run: Path) -> list[dict[str, Any]]:
+    records = [record for path in (run / "ledger").iterdir() for _, record in ledger_module._records(path)]
+    return [record for record in records if record["event"] == "group"]
+
+
+def test_pruning_keeps_what_a_checkpoint_needs_that_is_still_being_written(tmp_path):
+    with api.Trainer.open(config(tmp_path, saving__every=0, saving__ledger_gb=1e-9)) as trainer:
+        ahead = trainer.run.ahead
+        trainer.step()
+        position = ahead.state_dict()["position"]
+        ahead.sync(position)
+        trainer.step()
+        trainer.step()
+        assert {*range(position, position + 8)} <= {held for held, _ in ahead.ledger.groups}
+
+
 @pytest.mark.parametrize("damage", ["missing", "shorter", "another run", "begins late", "no ledger"])
 def test_a_ledger_that_is_not_whole_is_refused_in_one_line(lagged, tmp_path, damage):
     run = shutil.copytree(lagged, tmp_path / "runs" / lagged.name)
@@ -275,6 +360,7 @@ def test_a_ledger_that_is_not_whole_is_refused_in_one_line(lagged, tmp_path, dam
         shutil.rmtree(run / "ledger")
     with pytest.raises(GruppoError) as caught:
         train(["--replay", str(run), "--name", "replay", "--runs-dir", str(tmp_path)])
+    assert f"delete {run}" not in str(caught.value)  # the other run needs its ledger
     messages = {
         "missing": "000002-r0.ledger is missing",
         "shorter": "bytes, and the checkpoint needs it",

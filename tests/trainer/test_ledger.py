@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,9 +71,9 @@ def test_samples_are_read_as_they_were_with_texts_states_and_tensors(tmp_path):
     written(tmp_path, range(3)).close()
     ledger = Ledger(tmp_path, CONFIG)
     for position in range(3):
-        asked = request(position)
-        found = ledger.find(position, asked, SAMPLING)
-        assert found is not None and found.prompts == (asked.prompt,)  # with the target, which is not in the ledger
+        requested = request(position)
+        found = ledger.find(position, requested, SAMPLING)
+        assert found is not None and found.prompts == (requested.prompt,)  # with the target, which is not in the ledger
         assert_equal(replace(found, prompts=()), replace(rollouts(position), prompts=()))
 
 
@@ -149,6 +151,32 @@ def test_what_cannot_be_kept_is_one_line_and_nothing_is_written(tmp_path):
     with pytest.raises(GruppoError, match=r"rollouts\.per_row holds a object, which the ledger cannot keep"):
         ledger.append_group(0, request(0), SAMPLING, rollouts(0, per_row={"state": (object(), 1)}))
     assert not ledger.groups
+
+
+class FullDisk(io.BytesIO):
+    """Takes half of what is written, as a disk that is full does."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self.file, self.name = file, file.name
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def write(self, data: Any) -> int:
+        self.file.write(data[: len(data) // 2])
+        self.file.flush()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_after_a_write_that_failed_records_are_read_from_a_new_segment(tmp_path):
+    ledger = written(tmp_path, range(1))
+    ledger._file = FullDisk(ledger._file)
+    with pytest.raises(GruppoError, match="the disk is full"):
+        ledger.append_group(1, request(1), SAMPLING, rollouts(1))
+    ledger.append_group(2, request(2), SAMPLING, rollouts(2))
+    ledger.close()
+    assert sorted(Ledger(tmp_path, CONFIG).groups) == [(0, 0), (2, 0)]
 
 
 def test_groups_of_a_call_are_split_without_the_columns_of_the_others():

@@ -72,6 +72,10 @@ def train(args: list[str]) -> None:
         if not (Path(replayed) / "config.json").is_file() or (args and not args[0].startswith("-")):
             raise GruppoError(f"""--replay {replayed}: it needs the folder of a run, which has the recipe too. Give
                 gruppo train --replay RUN --options.""")
+        options = [arg.partition("=")[0] for arg in args]
+        if dropped := [name for name in options if name.startswith("--engine") and name != "--engine.lag"]:
+            raise GruppoError(f"""--replay {replayed} trains without an engine, so {dropped[0]} has no effect. Leave it
+                out.""")
         args = [replayed, *args]
     config = parse_config("train", args, trust_run=trust_run)
     if replayed is not None:  # without the run's engine

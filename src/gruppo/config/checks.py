@@ -201,6 +201,9 @@ def _section_rules(config: Config) -> Rules:
         (engine.replay and engine.kind)
         and f"engine.replay={engine.replay!r} trains without an engine, and engine.kind={engine.kind!r} is one. Leave "
         "one of the two out.",
+        (engine.lag and config.objective.surrogate == "reinforce" and config.objective.correction == "none")
+        and f"objective.surrogate='reinforce' has no correction for data of older weights, which come with "
+        f"engine.lag={engine.lag}. Set --objective.correction truncate, or --objective.surrogate clip.",
         ((engine.lag or engine.replay) and config.prompts.difficulty_column)
         and "prompts.difficulty_column chooses the prompts of each step, and with engine.lag they are drawn before. "
         "Leave one of the two out.",

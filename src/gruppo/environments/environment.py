@@ -8,6 +8,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -71,7 +72,7 @@ class Environment:
         self.name = function_name(fn)
         self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
         self._parameters, self._takes_all = accepted_keywords(fn, f"environment {self.name!r}")
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time, self._clock = threading.Lock(), threading.Lock()
         self.elapsed_s = 0.0
         """Seconds spent in ``replies`` so far."""
 
@@ -81,14 +82,14 @@ class Environment:
 
     def replies(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Reply | CallError | None]:
         """By the same key: the reply, None at the end of the conversation, or why there is no reply."""
-        began = time.perf_counter()
-        try:
-            if self.is_async:
-                return self._concurrent(requests)
-            with self._one_at_a_time:  # an engine with lag converses in several threads
-                return self._sequential(requests)
-        finally:
-            self.elapsed_s += time.perf_counter() - began
+        # an engine with lag converses in several threads; the wait for another one is not counted
+        with nullcontext() if self.is_async else self._one_at_a_time:
+            began = time.perf_counter()
+            try:
+                return self._concurrent(requests) if self.is_async else self._sequential(requests)
+            finally:
+                with self._clock:
+                    self.elapsed_s += time.perf_counter() - began
 
     def _sequential(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Any]:
         """Call for one conversation after another in one thread; in a new thread after each late reply."""

@@ -26,7 +26,7 @@ from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import check_is_run
 from gruppo.trainer.slots import Group, Slots
 from gruppo.trainer.stages import StepParams
-from gruppo.types import DataError, GruppoError, Prompt, Request, Rollouts, Stat
+from gruppo.types import DataError, EngineLost, GruppoError, Prompt, Request, Rollouts, Stat
 
 log = logging.getLogger("gruppo")
 
@@ -51,7 +51,9 @@ class Ahead(SourceWrapper):
         self.needed: Mapping[str, int] = {}
         """Segments of the ledger that the checkpoint needs from which the run is resumed."""
         self.position = 0
-        """Of the next prompt that is drawn."""
+        """Position of the next prompt that is drawn."""
+        self._saved_position: int | None = None
+        """Position in the newest checkpoint, which may still be on its way to the disk."""
         self.wait_s = self.idle_s = 0.0
         """Seconds in which the trainer waited for samples, and in which nothing was being sampled."""
         self.stale = self.discarded = 0
@@ -115,16 +117,20 @@ class Ahead(SourceWrapper):
     def _draw(self) -> None:
         """Draw the next prompt, and have its group sampled, or read from the ledger, if it is this rank's."""
         run, place, state = self.run, self.slots.next_place, self.source.state_dict()
-        prompt = self.source.take(1)[0]
-        group = Group(self.position, prompt, state)
+        try:
+            prompt = self.source.take(1)[0]
+            group = Group(self.position, prompt, state)
+            group.is_counted = run.policy.check_prompt(prompt, run.sampling) is None
+            step_params = self._planned(place)
+            is_own = place % self.slots.prompts % dist.world_size() == dist.rank()
+            if group.is_counted and is_own and step_params is not None:
+                size = run.config.rollout.first_samples or step_params.group_size
+                group.request, group.sampling = Request(prompt, size), step_params.sampling
+                group.rollouts = self._recorded(group)
+        except BaseException:  # the same prompt is drawn again, by the next attempt or by a resumed run
+            self.source.load_state_dict(state)
+            raise
         self.position += 1
-        group.is_counted = run.policy.check_prompt(prompt, run.sampling) is None
-        step_params = self._planned(place)
-        is_own = place % self.slots.prompts % dist.world_size() == dist.rank()
-        if group.is_counted and is_own and step_params is not None:
-            size = run.config.rollout.first_samples or step_params.group_size
-            group.request, group.sampling = Request(prompt, size), step_params.sampling
-            group.rollouts = self._recorded(group)
         self.slots.add(group)
 
     def _fill(self) -> None:
@@ -171,11 +177,12 @@ class Ahead(SourceWrapper):
 
     def _requested(self, request: Request, sampling: Any) -> Group:
         """The group of a request: the one that was sampled ahead if it is for the same parameters, or a new one."""
-        taken, run = self.slots.taken, self.run
+        taken = self.slots.taken
         index = next(n for n, group in enumerate(taken) if group.prompt is request.prompt)
         found = taken[index]
         own = found.request
         if own is not None and (own.size, own.first, found.sampling) == (request.size, request.first, sampling):
+            self._check_replayed(found)
             return found
         group = replace(found, request=request, sampling=sampling, rollouts=None, is_started=False, is_dropped=False)
         if request.first:  # a group that grows keeps its first samples
@@ -186,15 +193,20 @@ class Ahead(SourceWrapper):
             self.slots.drop(found)
             taken[index] = group
         group.rollouts = self._recorded(group)
+        self._check_replayed(group)
         if group.rollouts is None:
-            if run.config.engine.replay:
-                raise GruppoError(
-                    f"the ledger of {run.config.engine.replay} has no samples of prompt {request.prompt.id!r} "
-                    f"(position {group.position}) as step {run.state.step + 1} asks for them. Replay with "
-                    "the options of the run that decide what is sampled."
-                )
             self.slots.restart(group)
         return group
+
+    def _check_replayed(self, group: Group) -> None:
+        """Refuse a group that a replay needs and its ledger does not have: nothing would sample it."""
+        replay = self.run.config.engine.replay
+        if replay and group.rollouts is None:
+            raise GruppoError(
+                f"the ledger of {replay} has no samples of prompt {group.prompt.id!r} (position {group.position}) as "
+                f"step {self.run.state.step + 1} needs them. Replay with the options of the run that decide what is "
+                "sampled."
+            )
 
     def _are_ready(self, groups: Sequence[Group]) -> bool:
         """Whether all groups are there; those beyond the bound are sampled again from the same draw."""
@@ -218,6 +230,8 @@ class Ahead(SourceWrapper):
         """After a step was trained on and its weights were published: free its slots, and draw for later steps."""
         state = self.run.state
         with self._changed:
+            if isinstance(self._error, EngineLost):  # the publish has brought the engine back
+                self._error = None
             released = self.slots.release()
             assert self.ledger is not None
             if released:
@@ -229,17 +243,18 @@ class Ahead(SourceWrapper):
             self._fill()
 
     def _work(self) -> None:
-        """Sample what waits, in a thread of its own."""
+        """Sample waiting groups, in a thread of its own; after an error, none until ``release`` clears it."""
         run = self.run
         while True:
             with self._changed:
-                while not self.slots.waiting and not self._is_closed:
+                while (self._error is not None or not self.slots.waiting) and not self._is_closed:
                     self._changed.wait()
                 if self._is_closed:
                     return
                 groups = self.slots.start(self._chunk)
                 self.idle_s, self._idle_since = self._idle(), None
             found: dict[tuple[str, int], Rollouts] = {}
+            problem: BaseException | None = None
             try:
                 requests = [group.request for group in groups if group.request is not None]
                 rollouts = run.engine.generate(requests, groups[0].sampling, seed=run.config.seed)
@@ -249,23 +264,21 @@ class Ahead(SourceWrapper):
                         "two prompts that are sampled at a time have the same id and draw, so their samples are one "
                         "group. Let the data source number its draws: Prompt(..., draw=n)."
                     )
-                problem: BaseException | None = None
             except BaseException as error:
                 problem = error
             with self._changed:
-                for group in groups:
-                    one = found.get((group.prompt.id, group.prompt.draw))
-                    self.slots.finish(group, None if one is None else replace(one, prompts=(group.prompt,)))
                 try:
+                    for group in groups:
+                        one = found.get((group.prompt.id, group.prompt.draw))
+                        self.slots.finish(group, None if one is None else replace(one, prompts=(group.prompt,)))
                     self._record(groups)
-                except GruppoError as error:
-                    problem = error
+                except BaseException as error:  # whatever it is: without it the trainer would wait forever
+                    problem = problem or error
                 if not self.slots.running:
                     self._idle_since = time.perf_counter()
-                self._error = self._error or problem
+                if self._error is None or isinstance(self._error, EngineLost):
+                    self._error = problem or self._error
                 self._changed.notify_all()
-            if problem is not None:
-                return
 
     def _record(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -310,16 +323,19 @@ class Ahead(SourceWrapper):
             needed |= json.loads(part)
         return needed
 
-    def sync(self) -> None:
-        """Wait until the ledger has reached the disk."""
+    def sync(self, position: int | None = None) -> None:
+        """Wait until the ledger has reached the disk; ``position``: of a checkpoint that is about to be written."""
         assert self.ledger is not None
         with self._changed:
+            self._saved_position = self._saved_position if position is None else position
             self.ledger.sync()
 
     def _prune(self) -> None:
         """Delete what no checkpoint needs from a ledger that has grown beyond its limit."""
         assert self.ledger is not None
         positions, folder = [self.state_dict()["position"]], self.ledger.folder.parent / "checkpoints"
+        if self._saved_position is not None:
+            positions.append(self._saved_position)
         for step in checkpoint.steps(folder):
             try:
                 positions.append(read_json(folder / checkpoint.name_of(step) / "state.json")["source"]["position"])

@@ -25,7 +25,7 @@ from gruppo.types import Request
 GPUS_PER_MACHINE = 8
 """Over which --distributed.shard hybrid shards."""
 ASSUMED_GPU_BYTES, RESERVED_BYTES = 80 * 2**30, 3 * 2**30
-"""Of a GPU where there is none; for two CUDA contexts, fragments, and what a server keeps while it sleeps."""
+"""Memory of a GPU where there is none; and for two CUDA contexts, fragments, and what a sleeping server keeps."""
 PROMPTS_READ = 32
 """Prompts whose lengths are measured."""
 

@@ -15,6 +15,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any
@@ -66,7 +67,7 @@ class Ledger:
         for path in self.segments():
             self._read(path)
         self.size = sum(path.stat().st_size for path in self.segments(dist.rank()))
-        """Bytes of this rank."""
+        """Size of this rank's segments, in bytes."""
 
     def segments(self, rank: int | None = None) -> list[Path]:
         """Segments of all ranks, or of one, in the order in which they were begun."""
@@ -80,8 +81,8 @@ class Ledger:
             event = record["event"]
             if event == "begin" and record["run"] != self.run:
                 raise GruppoError(
-                    f"{path} belongs to another run than {self.folder.parent}. Put this run's own ledger back, or "
-                    f"delete {self.folder}: its draws are then sampled again."
+                    f"{path} belongs to another run than {self.folder.parent}. Put this run's own ledger "
+                    f"{'and config.json ' if self.is_replayed else ''}back, {self._otherwise}."
                 )
             if event == "step" and self.is_replayed:
                 self.steps[record["step"]] = record
@@ -95,10 +96,12 @@ class Ledger:
             path = self.folder / name
             if self.folder.is_dir() and (not path.is_file() or path.stat().st_size < size):
                 state = f"has {path.stat().st_size} of {size} bytes" if path.is_file() else "is missing"
-                raise GruppoError(
-                    f"{path} {state}, and the checkpoint needs it. Put it back, or delete {self.folder}: its draws are "
-                    "then sampled again."
-                )
+                raise GruppoError(f"{path} {state}, and the checkpoint needs it. Put it back, {self._otherwise}.")
+
+    @property
+    def _otherwise(self) -> str:
+        """Remedy where a ledger cannot be restored. A replay must not cost the other run its ledger."""
+        return "or give another RUN" if self.is_replayed else f"or delete {self.folder}: its draws are sampled again"
 
     def find(self, position: int, request: Request, sampling: Any) -> Rollouts | None:
         """The samples of a request; None where it was not sampled, or was for other settings."""
@@ -109,7 +112,7 @@ class Ledger:
             file.seek(place.offset)
             record, data = _parse(file.read(place.bytes))
         prompt = request.prompt
-        if record["asked"] != _asked(request, sampling):
+        if record["settings"] != _settings(request, sampling):
             return None
         if (record["id"], record["draw"]) != (prompt.id, prompt.draw):
             raise GruppoError(
@@ -127,7 +130,7 @@ class Ledger:
         tensors: dict[str, Tensor] = {}
         packed = {name: _pack(getattr(rollouts, name), tensors, name) for name in _FIELDS}
         record = {"event": "group", "position": position, "first": request.first, "id": request.prompt.id}
-        record |= {"draw": request.prompt.draw, "asked": _asked(request, sampling), "rollouts": packed}
+        record |= {"draw": request.prompt.draw, "settings": _settings(request, sampling), "rollouts": packed}
         place = self._append(record, save(tensors))
         if place is not None:
             self.groups[position, request.first] = place
@@ -141,17 +144,24 @@ class Ledger:
     def _append(self, record: Mapping[str, Any], data: bytes = b"") -> Place | None:
         if self.is_replayed:
             return None
+        written = _bytes(record, data)
         with explained_failures(self.folder):
-            if self._file is None or self._file.tell() > min(SEGMENT_BYTES, self.max_bytes / 8):
-                self.close()
-                self.folder.mkdir(parents=True, exist_ok=True)
-                number = 1 + max((int(path.name[:6]) for path in self.segments(dist.rank())), default=-1)
-                self._file = (self.folder / f"{number:06d}-r{dist.rank()}.ledger").open("xb")
-                self._file.write(_bytes({"event": "begin", "run": self.run}))
-            written = _bytes(record, data)
-            place = Place(Path(self._file.name), self._file.tell(), len(written))
-            self._file.write(written)
-            self._file.flush()  # what a killed process has handed to the system stays
+            try:
+                if self._file is None or self._file.tell() > min(SEGMENT_BYTES, self.max_bytes / 8):
+                    self.close()
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    number = 1 + max((int(path.name[:6]) for path in self.segments(dist.rank())), default=-1)
+                    self._file = (self.folder / f"{number:06d}-r{dist.rank()}.ledger").open("xb")
+                    self._file.write(_bytes({"event": "begin", "run": self.run}))
+                place = Place(Path(self._file.name), self._file.tell(), len(written))
+                self._file.write(written)
+                self._file.flush()  # what a killed process has handed to the system stays
+            except BaseException:  # no record is read after a torn one: the next begins a segment
+                file, self._file = self._file, None
+                if file is not None:
+                    with suppress(OSError):
+                        file.close()
+                raise
             self.size += len(written)
             return place
 
@@ -233,8 +243,8 @@ def _records(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
             yield Place(path, offset, len(header) + len(body)), parse_json(body[:length])
 
 
-def _asked(request: Request, sampling: Any) -> dict[str, Any]:
-    """What was requested of a prompt, as JSON returns it."""
+def _settings(request: Request, sampling: Any) -> dict[str, Any]:
+    """Group size and sampling options of a request, as JSON returns them."""
     return json.loads(json.dumps({"size": request.size, "sampling": asdict(sampling)}, default=str))
 
 

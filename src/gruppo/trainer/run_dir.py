@@ -178,7 +178,7 @@ class RunFolder:
         """
         is_sharded = any(sharded_tensors(run).values())
         if run.ahead is not None:  # on each rank: a checkpoint must not outlive the samples that it counts on
-            run.ahead.sync()
+            run.ahead.sync(None if state is None else state["source"]["position"])
         if not dist.is_main() and not is_sharded:
             return
         if dist.is_main():

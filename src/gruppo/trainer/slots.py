@@ -20,7 +20,7 @@ class Group:
     """A prompt that was drawn, and its samples."""
 
     position: int
-    """Of the prompt in the stream of draws."""
+    """Position of the prompt in the stream of draws."""
     prompt: Prompt
     source: dict[str, Any]
     """Position of the prompt source before the draw, from which a resumed run draws it again."""
@@ -42,7 +42,7 @@ class Slots:
         self.lag, self.prompts = lag, prompts
         self.ahead: deque[Group] = deque()
         self.taken: list[Group] = []
-        """Of the step that is under way."""
+        """Groups of the step that is under way."""
         self.waiting: list[Group] = []
         """Groups to be sampled, in this order."""
         self.running = 0

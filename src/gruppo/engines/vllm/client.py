@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ class ServerError(Exception):
     def __init__(self, reason: str, *, status: int = 0, is_lasting: bool = False) -> None:
         super().__init__(reason)
         self.status = status
-        """Of HTTP; 0 without an answer."""
+        """HTTP status; 0 without an answer."""
         self.is_lasting = is_lasting
         """Whether nothing but new weights can make the server usable again."""
 
@@ -51,7 +52,7 @@ class SampledRow:
     finish: Finish | Literal["abort"]
     """abort: the server was paused, and the row can be continued."""
     cached_tokens: int | None = None
-    """Of the prompt, read from the prefix cache; None if the server does not say."""
+    """Prompt tokens read from the prefix cache; None if the server does not say."""
     versions: tuple[str, ...] = ()
     """Label of the weights behind each token."""
 
@@ -72,7 +73,7 @@ class Replica:
         self.inflight = self.failures = 0
         """Rows being sampled; failed requests since the last one that succeeded."""
         self.tokens: float | None = None
-        """That the server has counted; None before it was asked."""
+        """Tokens that the server has counted; None before the first count."""
         self.rate, self.progress_at, self.idle_at = 0.0, 0.0, 0.0
         """Tokens per second of its fastest row; times of the last sign of progress and of the last row."""
         self.labels: dict[str, int] = {}
@@ -88,6 +89,7 @@ class Replica:
         """Sample from the weights ``label``. Rows that were requested of older ones may come from these."""
         self.labels = dict([*self.labels.items(), (label, version_of(label))][-LABELS_KEPT:])
         self.label, self.why, self.failures = label, "", 0
+        self.progress_at, self.tokens = time.monotonic(), None  # it was paused: its rows begin to move only now
 
     # --- HTTP ---
 

@@ -283,6 +283,8 @@ class VllmEngine:
         interval_s = min(self.timeout_s / 4, MAX_INTERVAL_S)
         while True:
             await asyncio.sleep(interval_s)
+            if self._is_publishing:  # the first rank has paused the servers, under the rows of all ranks
+                continue
             busy = [replica for replica in self.replicas if replica.label is not None and replica.inflight]
             await asyncio.gather(*(self._watch_one(replica, interval_s) for replica in busy))
 
@@ -291,6 +293,8 @@ class VllmEngine:
         # not /health, which answers while the engine behind it is dead
         with suppress(ServerError, ValueError):
             replica.tokens = await replica.count_tokens(timeout_s=interval_s)
+        if self._is_publishing:
+            return
         now, rate = time.monotonic(), 0.0
         if before is not None and replica.tokens is not None and replica.tokens != before and replica.inflight:
             replica.progress_at, rate = now, (replica.tokens - before) / replica.inflight / interval_s
@@ -463,7 +467,6 @@ class VllmEngine:
         if was_out and self.version:
             log.info("the server %s is back", replica.url)
         replica.admit(label)
-        replica.progress_at, replica.tokens = time.monotonic(), None
 
     async def _load(self, replica: Replica, folder: Path | None, label: str) -> None:
         await replica.request("GET", "/health", timeout_s=CONNECT_S)

@@ -26,7 +26,9 @@ from gruppo.types import GruppoError
 
 CHUNK_BYTES = 1 << 28
 UINT8, FLOAT32, SUM = 1, 7, 0
-"""Of NCCL's ncclDataType_t and ncclRedOp_t."""
+"""Values of NCCL's ncclDataType_t and ncclRedOp_t."""
+ENQUEUE_S = 1.0
+"""Limit of the wait for a call that enqueues; one that takes longer is blocked by its peer, which an abort ends."""
 
 
 class NcclTransfer:
@@ -36,7 +38,7 @@ class NcclTransfer:
     def __init__(self, device: torch.device, *, timeout_s: float) -> None:
         self.device, self.timeout_s = device, timeout_s
         self.links: dict[int, Link] = {}
-        """By the number of the server."""
+        """Connections by the number of the server."""
         self.announced: dict[str, list[Any]] = {}
         """Names, dtypes and shapes, as vLLM's /update_weights takes them."""
         self.bytes = 0
@@ -95,18 +97,20 @@ class NcclTransfer:
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send weights to the servers that are ready. A collective where they are sharded; the first rank sends."""
-        if not dist.is_main():
-            for _ in weights:  # each is gathered by all ranks
+        weights = iter(weights)
+        try:
+            if dist.is_main():
+                self._is_complete.wait()
+                for chunk in _chunks(weights):
+                    links = [link for link in self._ready.values() if not link.is_aborted]
+                    for link in links:
+                        link.broadcast(chunk)
+                    give_up_at = time.monotonic() + self.timeout_s + chunk.nbytes / LOADED_PER_S
+                    for link in links:
+                        link.wait(give_up_at)
+        finally:
+            for _ in weights:  # each is gathered by all ranks, also where the first one fails
                 pass
-            return
-        self._is_complete.wait()
-        for chunk in _chunks(weights):
-            links = [link for link in self._ready.values() if not link.is_aborted]
-            for link in links:
-                link.broadcast(chunk)
-            give_up_at = time.monotonic() + self.timeout_s + chunk.nbytes / LOADED_PER_S
-            for link in links:
-                link.wait(give_up_at)
 
     async def _connect(self, replica: Replica) -> Link:
         with suppress(ServerError):  # the connection of an earlier trainer, if there is one
@@ -149,6 +153,7 @@ class Link:
 
     def __init__(self, unique_id: bytes, size: int, device: torch.device) -> None:
         self.device, self.is_aborted, self._communicator = device, False, ctypes.c_void_p()
+        self._aborting, self._enqueuing = threading.Lock(), threading.Lock()
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()
             identity = _UniqueId.from_buffer_copy(unique_id)
@@ -173,16 +178,27 @@ class Link:
             time.sleep(1e-3)
 
     def abort(self) -> None:
-        if not self.is_aborted:
+        """Free the communicator, once, and not under a call of the other thread that enqueues."""
+        with self._aborting:
+            if self.is_aborted:
+                return
             self.is_aborted = True
+        is_free = self._enqueuing.acquire(timeout=ENQUEUE_S)
+        try:
             with suppress(ServerError):
                 _call("ncclCommAbort", self._communicator)
+        finally:
+            if is_free:
+                self._enqueuing.release()
 
     def _enqueue(self, function: str, tensor: Tensor, dtype: int, root_or_operation: int) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        pointer, stream = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(self._stream.cuda_stream)
-        kind = ctypes.c_int(dtype), ctypes.c_int(root_or_operation)
-        _call(function, pointer, pointer, ctypes.c_size_t(tensor.numel()), *kind, self._communicator, stream)
+        with self._enqueuing:
+            if self.is_aborted:
+                raise ServerError("its NCCL connection was given up")
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            pointer, stream = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(self._stream.cuda_stream)
+            kind = ctypes.c_int(dtype), ctypes.c_int(root_or_operation)
+            _call(function, pointer, pointer, ctypes.c_size_t(tensor.numel()), *kind, self._communicator, stream)
 
 
 class _UniqueId(ctypes.Structure):
