@@ -213,7 +213,8 @@ def test_a_replay_of_a_run_that_was_cut_off_ends_where_it_did(tmp_path):
     assert [row["step"] for row in runs.metrics(tmp_path / "replay") if "lag/max" in row] == [1, 2, 3, 4]
 
 
-def test_a_replay_with_options_that_decide_what_is_sampled_is_refused(lagged, tmp_path):
+def test_a_replay_with_options_that_decide_what_is_sampled_is_refused(lagged, tmp_path, monkeypatch):
+    monkeypatch.setattr(Ahead, "_are_ready", lambda *_: pytest.fail("it waits for samples that nothing makes"))
     arguments = ["--replay", str(lagged), "--name", "replay", "--runs-dir", str(tmp_path)]
     with pytest.raises(GruppoError, match=r"has no samples of prompt .* \(position 0\) as step 1 needs them"):
         train([*arguments, "--rollout.group-size", "8"])
