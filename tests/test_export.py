@@ -231,6 +231,19 @@ def test_a_model_that_the_converter_does_not_know_is_one_line_and_leaves_no_fold
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("raise SystemExit('no such tokenizer')", "no such tokenizer"), ("", "exit code 0")],
+    ids=["it fails", "it writes nothing"],
+)
+def test_a_converter_that_fails_is_one_line_and_leaves_no_folder(run, tmp_path, monkeypatch, script, reason):
+    (tmp_path / "convert_hf_to_gguf.py").write_text(script)
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    message = one_line(lambda: export.export(run, tmp_path / "out", gguf=True))
+    assert f"convert_hf_to_gguf.py failed: {reason}. If that" in message
+    assert not (tmp_path / "out").exists()
+
+
 SCRIPT = """
 import json, sys
 from pathlib import Path
