@@ -25,6 +25,7 @@ LARGE = (".safetensors", ".gguf", ".png")
 class FakeHub:
     url: str = ""
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Files by path; those of a branch are under OWNER/NAME@BRANCH."""
     private: set[str] = field(default_factory=set)
     objects: dict[str, bytes] = field(default_factory=dict)
     """Of LFS, by SHA-256."""
@@ -63,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(200)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer(401, {"error": "Invalid username or password."})
-        value = json.loads(body) if body and not path.endswith("/commit/main") else {}
+        value = json.loads(body) if body and "/commit/" not in path else {}
         if path == "/api/whoami-v2":
             return self.answer(200, {"name": OWNER, "type": "user"})
         if path == "/api/repos/create":
@@ -85,18 +86,23 @@ class _Handler(BaseHTTPRequestHandler):
             name, rest = match.groups()
             if name not in hub.repositories:
                 return self.answer(404, {"error": "Repository not found"})
-            files = hub.repositories[name]
-            if rest == "/preupload/main":
+            action, revision = (*rest.split("/"), "", "")[1:3]
+            if action == "branch":
+                hub.repositories[f"{name}@{revision}"] = dict(hub.repositories[name])
+                return self.answer(200)
+            place = name if revision in ("", "main") else f"{name}@{revision}"
+            files = hub.repositories[place]
+            if action == "preupload":
                 found = [{"path": each["path"], "shouldIgnore": False} for each in value["files"]]
                 modes = [{"uploadMode": "lfs" if each["path"].endswith(LARGE) else "regular"} for each in found]
                 return self.answer(200, {"files": [each | mode for each, mode in zip(found, modes, strict=True)]})
-            if rest == "/commit/main":
-                self.commit(name, [json.loads(line) for line in body.splitlines()])
+            if action == "commit":
+                self.commit(place, [json.loads(line) for line in body.splitlines()])
                 return self.answer(200, {"commitUrl": f"{hub.url}/{name}/commit/{'a' * 40}", "commitOid": "a" * 40})
-            if rest.startswith("/tree/main"):
+            if action == "tree":
                 tree = [{"type": "file", "path": p, "size": len(b), "oid": "b" * 40} for p, b in files.items()]
                 return self.answer(200, tree)
-            if rest in ("", "/revision/main"):
+            if action in ("", "revision"):
                 siblings = [{"rfilename": path} for path in files]
                 is_private = name in hub.private
                 found = {"id": name, "private": is_private, "siblings": siblings, "sha": "a" * 40, "tags": []}

@@ -54,6 +54,14 @@ def test_a_report_of_many_completions_keeps_every_nth_step_and_says_so(
     assert f"one step in {kept[-1] - kept[-2]}:" in run["state"]["notices"][-1]
 
 
+def test_a_report_of_a_run_that_ended_before_its_first_completion_was_written(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=1)
+    for file in path.glob("completions/*"):
+        file.write_bytes(b"")
+    (run,) = data_of(write_report([path]))["runs"]
+    assert run["rows"]["completions"] == [] and run["metrics"]
+
+
 def test_several_runs_are_one_report_in_the_file_that_is_named(tmp_path: Path) -> None:
     paths = [str(write_run(tmp_path / name, steps=2)) for name in ("a", "b")]
     assert processes.exit_code(["report", *paths, "--output", str(tmp_path / "both.html")]) == 0

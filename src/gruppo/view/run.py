@@ -130,8 +130,8 @@ class RunView:
         size = 0
         for path in reversed(self.files(source)):
             start = _first_step(path)
-            is_wanted = every == 1 or any((last - step) % every == 0 for step in range(start, start + STEPS_PER_FILE))
-            for step, text in reversed(_steps(path, _stamp(path)) if start < before and is_wanted else ()):
+            may_have_it = every == 1 or any((last - step) % every == 0 for step in range(start, start + STEPS_PER_FILE))
+            for step, text in reversed(_steps(path, _stamp(path)) if start < before and may_have_it else ()):
                 if step >= before or (last - step) % every:
                     continue
                 if first is not None and size + len(text) > CHUNK_BYTES:

@@ -414,11 +414,11 @@ class VllmEngine:
                 await _all(ask_one(replica) for replica in replicas)
 
         with dist.fail_together():
-            asked = self._submit(ask_all()) if dist.is_main() else None
+            probes = self._submit(ask_all()) if dist.is_main() else None
             if nccl is not None:
                 nccl.send(policy.served_weights())
-            if asked is not None:
-                self._wait(asked)
+            if probes is not None:
+                self._wait(probes)
         return folder
 
     def _canary(self, policy: Any, proof: Proof) -> None:

@@ -14,9 +14,9 @@ class Guard:
             raise ValueError("GRUPPO_ENGINE_KEY is empty; it needs the server's key.")
 
     async def __call__(self, scope, receive, send):
-        given = dict(scope.get("headers") or ()).get(b"authorization", b"")
+        header = dict(scope.get("headers") or ()).get(b"authorization", b"")
         is_open = scope["type"] == "lifespan" or scope.get("path") == "/health"
-        if is_open or hmac.compare_digest(given, b"Bearer " + self.key):
+        if is_open or hmac.compare_digest(header, b"Bearer " + self.key):
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json")]
