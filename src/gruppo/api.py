@@ -37,7 +37,7 @@ from gruppo.tracking import trackers
 from gruppo.tracking.plots import plot_run
 from gruppo.tracking.report import closing_lines
 from gruppo.trainer import checkpoint, checks, dry_run, loop
-from gruppo.trainer.ahead import Ahead
+from gruppo.trainer.async_rollouts import AsyncRollouts
 from gruppo.trainer.callbacks import Callbacks, Step
 from gruppo.trainer.evaluate import Evaluated, held_out
 from gruppo.trainer.memory import MemoryRanOut
@@ -239,7 +239,7 @@ class Trainer:
                 run, model_source = build(config, parts)
             check_equal({"the data": run.source.fingerprint()})
             if config.engine.lag or config.engine.replay:
-                run.ahead = run.source = Ahead(run)
+                run.async_rollouts = run.source = AsyncRollouts(run)
             run.callbacks = hooks
             with dist.fail_together():
                 if is_new:
@@ -255,14 +255,14 @@ class Trainer:
                     log.info("%s is incomplete: %d of %d steps are saved.", path, run.state.step, run.config.steps)
                 if not is_restored:
                     folder.write_manifest(run, model_source)
-            if run.ahead is not None:
-                stack.callback(run.ahead.join)
+            if run.async_rollouts is not None:
+                stack.callback(run.async_rollouts.join)
             stack.callback(run.engine.close)
             run.engine.sync(run.policy, run.state.version)  # until now it held the first weights, or none
-            if run.ahead is not None:
-                stack.callback(run.ahead.close)  # before the engine, whose end ends what is being sampled
+            if run.async_rollouts is not None:
+                stack.callback(run.async_rollouts.close)  # before the engine, whose end ends what is being sampled
                 with dist.fail_together():
-                    run.ahead.open(path)
+                    run.async_rollouts.open(path)
             # closed in reverse order: the screen gives the terminal back before anything else is printed
             with run.stopper.listening():
                 with dist.fail_together():

@@ -43,7 +43,7 @@ class Simulation:
         self.slots = Slots(self.lag, self.prompts)
 
     def fill(self) -> None:
-        while self.slots.has_room and self.step + self.slots.next_place // self.prompts < self.steps:
+        while self.slots.has_room and self.step + self.slots.next_index // self.prompts < self.steps:
             self.draw()
 
     def draw(self) -> None:
@@ -88,11 +88,11 @@ class Simulation:
         raise AssertionError("the trainer waits forever")
 
     def take(self) -> Group:
-        if not self.slots.ahead:
+        if not self.slots.queue:
             self.draw()
         group = self.slots.take()
         self.fill()
-        self.most_ahead = max(self.most_ahead, self.slots.next_place)
+        self.most_ahead = max(self.most_ahead, self.slots.next_index)
         return group
 
     def train_a_step(self) -> None:
@@ -139,7 +139,7 @@ def simulate(seed: int) -> Simulation:
             run.kill_and_resume(*saved)
         run.train_a_step()
         if chance.random() < 0.4:
-            first = run.slots.ahead[0].position if run.slots.ahead else run.position
+            first = run.slots.queue[0].position if run.slots.queue else run.position
             saved = (run.step, run.version, first)
     return run
 

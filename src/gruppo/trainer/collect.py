@@ -74,8 +74,8 @@ def collect(run: Run, step_params: StepParams) -> Collected:
         metrics |= sampled.thrown() | {"refill/rounds_count": float(dist.all_max(len(rounds) - 1))}
     if rollout.first_samples:
         metrics |= dynamic_sampling.growth_metrics(rounds, grown, rollout, step_params)
-    if run.ahead is not None:
-        metrics |= run.ahead.metrics(sampled.rollouts)
+    if run.async_rollouts is not None:
+        metrics |= run.async_rollouts.metrics(sampled.rollouts)
     if source.level is not None:  # every rank draws all prompts, and passes over the same ones
         difficulties = [source.difficulty(prompt) for prompt in sampled.rollouts.prompts]
         stat = Stat.of(torch.tensor(difficulties, dtype=torch.float64))
@@ -139,7 +139,7 @@ def _requests(run: Run, slots: Sequence[int], size: int) -> dict[int, Request]:
 
 def _round(run: Run, step_params: StepParams, requests: dict[int, Request]) -> Round:
     with dist.phase("sample"):
-        sampler = run.engine if run.ahead is None else run.ahead
+        sampler = run.engine if run.async_rollouts is None else run.async_rollouts
         rollouts = sampler.generate(list(requests.values()), step_params.sampling, seed=run.config.seed)
     began = time.perf_counter()
     if len(rollouts.prompts) < len(requests) and (run.config.rollout.refill_rounds or run.config.rollout.first_samples):

@@ -40,7 +40,7 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a record is."""
 
     path: Path
@@ -58,7 +58,7 @@ class Ledger:
         settings = {name: config[name] for name in ("name", "seed", "model", "data", "prompts", "rollout")}
         self.run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         """The run that the ledger belongs to."""
-        self.groups: dict[Key, Place] = {}
+        self.groups: dict[Key, Location] = {}
         """The newest record of each group."""
         self.steps: dict[int, dict[str, Any]] = {}
         """To replay: the newest record of each step, with "positions" of the groups that it took, and "version"."""
@@ -77,7 +77,7 @@ class Ledger:
     # --- reading ---
 
     def _read(self, path: Path) -> None:
-        for place, record in _records(path):
+        for location, record in _records(path):
             event = record["event"]
             if event == "begin" and record["run"] != self.run:
                 raise GruppoError(
@@ -87,7 +87,7 @@ class Ledger:
             if event == "step" and self.is_replayed:
                 self.steps[record["step"]] = record
             if event == "group":
-                self.groups[record["position"], record["first"]] = place
+                self.groups[record["position"], record["first"]] = location
                 self._last[path.name] = max(self._last.get(path.name, -1), record["position"])
 
     def check(self, needed: Mapping[str, int]) -> None:
@@ -105,18 +105,18 @@ class Ledger:
 
     def find(self, position: int, request: Request, sampling: Any) -> Rollouts | None:
         """The samples of a request; None where it was not sampled, or was for other settings."""
-        place = self.groups.get((position, request.first))
-        if place is None:
+        location = self.groups.get((position, request.first))
+        if location is None:
             return None
-        with place.path.open("rb") as file:
-            file.seek(place.offset)
-            record, data = _parse(file.read(place.bytes))
+        with location.path.open("rb") as file:
+            file.seek(location.offset)
+            record, data = _parse(file.read(location.bytes))
         prompt = request.prompt
         if record["settings"] != _settings(request, sampling):
             return None
         if (record["id"], record["draw"]) != (prompt.id, prompt.draw):
             raise GruppoError(
-                f"{place.path} has samples of prompt {record['id']!r} at position {position}, where the data have "
+                f"{location.path} has samples of prompt {record['id']!r} at position {position}, where the data have "
                 f"{prompt.id!r}. Use the data of the run {self.folder.parent}."
             )
         tensors = load(data)
@@ -131,17 +131,17 @@ class Ledger:
         packed = {name: _pack(getattr(rollouts, name), tensors, name) for name in _FIELDS}
         record = {"event": "group", "position": position, "first": request.first, "id": request.prompt.id}
         record |= {"draw": request.prompt.draw, "settings": _settings(request, sampling), "rollouts": packed}
-        place = self._append(record, save(tensors))
-        if place is not None:
-            self.groups[position, request.first] = place
-            self._last[place.path.name] = max(self._last.get(place.path.name, -1), position)
+        location = self._append(record, save(tensors))
+        if location is not None:
+            self.groups[position, request.first] = location
+            self._last[location.path.name] = max(self._last.get(location.path.name, -1), position)
 
     def append_step(self, step: int, version: int, positions: Sequence[int]) -> None:
         """Append what a step has learned from."""
         record = {"event": "step", "step": step, "version": version, "positions": list(positions)}
         self._append(record)
 
-    def _append(self, record: Mapping[str, Any], data: bytes = b"") -> Place | None:
+    def _append(self, record: Mapping[str, Any], data: bytes = b"") -> Location | None:
         if self.is_replayed:
             return None
         written = _bytes(record, data)
@@ -153,7 +153,7 @@ class Ledger:
                     number = 1 + max((int(path.name[:6]) for path in self.segments(dist.rank())), default=-1)
                     self._file = (self.folder / f"{number:06d}-r{dist.rank()}.ledger").open("xb")
                     self._file.write(_bytes({"event": "begin", "run": self.run}))
-                place = Place(Path(self._file.name), self._file.tell(), len(written))
+                location = Location(Path(self._file.name), self._file.tell(), len(written))
                 self._file.write(written)
                 self._file.flush()  # what a killed process has handed to the system stays
             except BaseException:  # no record is read after a torn one: the next begins a segment
@@ -163,7 +163,7 @@ class Ledger:
                         file.close()
                 raise
             self.size += len(written)
-            return place
+            return location
 
     def sync(self) -> None:
         """Wait until everything has reached the disk."""
@@ -185,8 +185,8 @@ class Ledger:
             self.size -= path.stat().st_size
             path.unlink()
             deleted.add(path.name)
-        kept = ((key, place) for key, place in self.groups.items() if key[0] >= position)
-        self.groups = {key: place for key, place in kept if place.path.name not in deleted}
+        kept = ((key, location) for key, location in self.groups.items() if key[0] >= position)
+        self.groups = {key: location for key, location in kept if location.path.name not in deleted}
 
     def close(self) -> None:
         if self._file is not None:
@@ -229,7 +229,7 @@ def _parse(whole: bytes) -> tuple[dict[str, Any], bytes]:
     return parse_json(whole[_HEADER.size : _HEADER.size + length]), whole[_HEADER.size + length :]
 
 
-def _records(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _records(path: Path) -> Iterator[tuple[Location, dict[str, Any]]]:
     """The records of a segment up to the first that is not whole."""
     with path.open("rb") as file:
         while len(header := file.read(_HEADER.size)) == _HEADER.size:
@@ -240,7 +240,7 @@ def _records(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
             body = file.read(length + size)
             if zlib.crc32(body) != crc:
                 return
-            yield Place(path, offset, len(header) + len(body)), parse_json(body[:length])
+            yield Location(path, offset, len(header) + len(body)), parse_json(body[:length])
 
 
 def _settings(request: Request, sampling: Any) -> dict[str, Any]:

@@ -177,8 +177,8 @@ class RunFolder:
         sharded, each rank begins to write its own; ``finish_saving`` waits until all are written.
         """
         is_sharded = any(sharded_tensors(run).values())
-        if run.ahead is not None:  # on each rank: a checkpoint must not outlive the samples that it counts on
-            run.ahead.sync(None if state is None else state["source"]["position"])
+        if run.async_rollouts is not None:  # on each rank: a checkpoint must not outlive the samples that it counts on
+            run.async_rollouts.sync(None if state is None else state["source"]["position"])
         if not dist.is_main() and not is_sharded:
             return
         if dist.is_main():
@@ -291,8 +291,8 @@ class RunFolder:
                 )
             self.return_to(run, saved)
             run.source.load_state_dict(saved.state["source"])
-            if run.ahead is not None:
-                run.ahead.needed = saved.state["ledger"]
+            if run.async_rollouts is not None:
+                run.async_rollouts.needed = saved.state["ledger"]
             if run.demos is not None:
                 run.demos.load_state_dict(saved.state["demos"])
             run.state = State(**{field.name: saved.state[field.name] for field in fields(State)})
@@ -468,7 +468,7 @@ def boundary_state(run: Run) -> dict[str, Any]:
         **{name: copy(value) for name, value in vars(run.state).items()},
         "base_sha256": run.policy.base_sha256,
         "source": run.source.state_dict(),
-        **({} if run.ahead is None else {"ledger": run.ahead.ledger_state()}),
+        **({} if run.async_rollouts is None else {"ledger": run.async_rollouts.ledger_state()}),
         "demos": None if run.demos is None else run.demos.state_dict(),
         "stage_schedule": run.stage_schedule.state_dict(),
         "random": list(map(json.loads, random_states)),

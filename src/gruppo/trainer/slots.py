@@ -3,7 +3,7 @@
 A group takes a slot when its prompt is drawn, and gives it back after it was trained on and the new weights were
 published. With (S + 1) x prompts slots, every step using ``prompts`` of them in the order of draws, a group starts at
 most S publishes before its step: the bound on staleness holds for each group, not on average. Pure Python, without
-threads and clocks; ``Ahead`` calls it under its lock.
+threads and clocks; ``AsyncRollouts`` calls it under its lock.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Group:
 
 
 class Slots:
-    """Groups in the order of draws: ahead (waiting, being sampled, or done), then taken by a step, then released."""
+    """Groups in the order of draws: queued (waiting, being sampled, or done), then taken by a step, then released."""
 
     def __init__(self, lag: int, prompts: int) -> None:
         self.lag, self.prompts = lag, prompts
-        self.ahead: deque[Group] = deque()
+        self.queue: deque[Group] = deque()
         self.taken: list[Group] = []
         """Groups of the step that is under way."""
         self.waiting: list[Group] = []
@@ -50,27 +50,27 @@ class Slots:
 
     @property
     def held(self) -> int:
-        """Slots of the step under way. A prompt that takes the place of another one has its slot too."""
+        """Slots of the step under way. A prompt that replaces another one uses its slot."""
         return min(sum(group.is_counted for group in self.taken), self.prompts)
 
     @property
-    def next_place(self) -> int:
-        """Place of the next group that is drawn: 0 is the first of the step under way, or of the next step."""
-        return self.held + sum(group.is_counted for group in self.ahead)
+    def next_index(self) -> int:
+        """Number of the next group to draw, counted from the first of the step under way, or of the next step."""
+        return self.held + sum(group.is_counted for group in self.queue)
 
     @property
     def has_room(self) -> bool:
-        return self.next_place < (self.lag + 1) * self.prompts
+        return self.next_index < (self.lag + 1) * self.prompts
 
     def add(self, group: Group) -> None:
         """Add a group that was drawn; one without samples is to be sampled."""
-        self.ahead.append(group)
+        self.queue.append(group)
         if group.request is not None and group.rollouts is None:
             self.waiting.append(group)
 
     def take(self) -> Group:
         """Hand the next group to the step."""
-        group = self.ahead.popleft()
+        group = self.queue.popleft()
         self.taken.append(group)
         return group
 

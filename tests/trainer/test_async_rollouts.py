@@ -23,7 +23,7 @@ from gruppo.cli.commands import train
 from gruppo.config import serialization
 from gruppo.config.schema import Config, EngineConfig
 from gruppo.trainer import ledger as ledger_module
-from gruppo.trainer.ahead import Ahead
+from gruppo.trainer.async_rollouts import AsyncRollouts
 from gruppo.trainer.ledger import Ledger
 from gruppo.types import EngineLost, GruppoError
 
@@ -58,12 +58,12 @@ def test_lag_0_equals_the_synchronous_loop_to_the_bit(tmp_path, monkeypatch):
     api.start(beside)
     with api.Trainer.open(queued) as trainer:
         run = trainer.run
-        run.ahead = run.source = Ahead(run)
-        run.ahead.open(trainer.folder)
+        run.async_rollouts = run.source = AsyncRollouts(run)
+        run.async_rollouts.open(trainer.folder)
         for step in trainer.steps:
             assert step.metrics["lag/max"] == 0
-        run.ahead.close()
-        run.source, run.ahead = run.source.source, None
+        run.async_rollouts.close()
+        run.source, run.async_rollouts = run.source.source, None
         trainer.finish()
     final = "final/model.safetensors"
     assert runs.tensors(folder_of(local) / final) == runs.tensors(folder_of(beside) / final)
@@ -82,7 +82,7 @@ def test_with_real_threads_no_token_is_older_than_the_bound_and_no_draw_is_skipp
             lags = step.step - 1 - versions
             assert int(lags.min()) >= 0 and int(lags.max()) <= lag
             assert step.metrics["lag/max"] == int(lags.max()) and step.metrics["lag/stale_groups_count"] == 0
-            assert trainer.run.ahead.slots.next_place <= (lag + 1) * chosen.rollout.prompts
+            assert trainer.run.async_rollouts.slots.next_index <= (lag + 1) * chosen.rollout.prompts
         trainer.finish()
     assert int(lags.max()) == lag  # it did sample ahead
     assert runs.learned_from(trainer.folder) == list(range(8 * 4))
@@ -106,7 +106,7 @@ def test_a_publish_without_a_step_makes_groups_sampled_again_from_the_same_draw(
     with api.Trainer.open(chosen) as trainer:
         run = trainer.run
         trainer.step()
-        next_prompts = [group.prompt.id for group in run.ahead.slots.ahead][:4]
+        next_prompts = [group.prompt.id for group in run.async_rollouts.slots.queue][:4]
         for _ in range(2):  # as a return to the best weights does
             run.state.version += 1
             run.engine.sync(run.policy, run.state.version)
@@ -155,7 +155,7 @@ def test_the_ledger_of_a_run_is_pruned_up_to_its_oldest_checkpoint(tmp_path, eve
     with api.Trainer.open(chosen) as trainer:
         for step in trainer.steps:
             oldest = (step.step - 1) // 2 * 2 if every else step.step
-            held = {position for position, _ in trainer.run.ahead.ledger.groups}
+            held = {position for position, _ in trainer.run.async_rollouts.ledger.groups}
             assert min(held, default=24) >= 4 * oldest - 4 and held >= {*range(4 * step.step, max(held, default=0) + 1)}
         trainer.finish()
     with pytest.raises(GruppoError, match="begins after its first steps"):
@@ -170,8 +170,8 @@ def test_a_stopped_run_learns_from_each_draw_once_and_samples_nothing_again(tmp_
     with api.Trainer.open(chosen) as trainer:
         for _ in range(3):
             trainer.step()
-        ahead = [group.position for group in trainer.run.ahead.slots.ahead]
-        while any(group.rollouts is None for group in trainer.run.ahead.slots.ahead):
+        ahead = [group.position for group in trainer.run.async_rollouts.slots.queue]
+        while any(group.rollouts is None for group in trainer.run.async_rollouts.slots.queue):
             time.sleep(0.01)
     assert ahead == list(range(12, 24))
     with api.Trainer.resume(folder_of(chosen)) as trainer:
@@ -214,7 +214,7 @@ def test_a_replay_of_a_run_that_was_cut_off_ends_where_it_did(tmp_path):
 
 
 def test_a_replay_with_options_that_decide_what_is_sampled_is_refused(lagged, tmp_path, monkeypatch):
-    monkeypatch.setattr(Ahead, "_are_ready", lambda *_: pytest.fail("it waits for samples that nothing makes"))
+    monkeypatch.setattr(AsyncRollouts, "_are_ready", lambda *_: pytest.fail("it waits for samples that nothing makes"))
     arguments = ["--replay", str(lagged), "--name", "replay", "--runs-dir", str(tmp_path)]
     with pytest.raises(GruppoError, match=r"has no samples of prompt .* \(position 0\) as step 1 needs them"):
         train([*arguments, "--rollout.group-size", "8"])
@@ -281,9 +281,9 @@ def test_an_error_of_the_ledger_in_another_thread_ends_the_run(tmp_path, monkeyp
         raise ValueError("the ledger fails")
 
     with api.Trainer.open(config(tmp_path)) as trainer:
-        ahead = trainer.run.ahead
+        ahead = trainer.run.async_rollouts
         trainer.step()
-        until(lambda: all(group.rollouts is not None for group in ahead.slots.ahead))
+        until(lambda: all(group.rollouts is not None for group in ahead.slots.queue))
         monkeypatch.setattr(Ledger, "append_group", fail)
         trainer.step()
         until(lambda: ahead._error is not None)
@@ -298,9 +298,9 @@ def test_after_an_engine_was_lost_a_publish_that_reaches_it_goes_on_with_samplin
 
     chosen = config(tmp_path)
     with api.Trainer.open(chosen) as trainer:
-        ahead = trainer.run.ahead
+        ahead = trainer.run.async_rollouts
         trainer.step()
-        until(lambda: all(group.rollouts is not None for group in ahead.slots.ahead))
+        until(lambda: all(group.rollouts is not None for group in ahead.slots.queue))
         with monkeypatch.context() as patched:
             patched.setattr(CopyEngine, "generate", fail)
             trainer.step()  # its samples are there; those that it makes room for fail
@@ -316,7 +316,7 @@ def test_a_draw_that_fails_is_drawn_again(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(type(policy), "check_prompt", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                trainer.run.ahead.take(4)
+                trainer.run.async_rollouts.take(4)
         trainer.train()
     assert runs.learned_from(folder_of(chosen)) == list(range(24))
     draws = [group["draw"] for group in group_records(folder_of(chosen))]
@@ -330,7 +330,7 @@ def group_records(run: Path) -> list[dict[str, Any]]:
 
 def test_pruning_keeps_what_a_checkpoint_needs_that_is_still_being_written(tmp_path):
     with api.Trainer.open(config(tmp_path, saving__every=0, saving__ledger_gb=1e-9)) as trainer:
-        ahead = trainer.run.ahead
+        ahead = trainer.run.async_rollouts
         trainer.step()
         position = ahead.state_dict()["position"]
         ahead.sync(position)

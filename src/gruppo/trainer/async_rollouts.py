@@ -1,4 +1,4 @@
-"""Sampling ahead: the prompt source and the sampler of a run with ``engine.lag`` above 0, or of a replay.
+"""Asynchronous rollouts: the prompt source and the sampler of a run with ``engine.lag`` above 0, or of a replay.
 
 The trainer takes prompts and asks for their samples as in a synchronous run. Behind that, threads sample the groups of
 later steps with the weights that the engine holds, as far as ``Slots`` allows, and the ledger keeps what they sampled.
@@ -36,7 +36,7 @@ MAX_UNUSABLE = 100
 """Prompts in a row that cannot be used, after which no more are drawn ahead: the step that needs one ends the run."""
 
 
-class Ahead(SourceWrapper):
+class AsyncRollouts(SourceWrapper):
     """Prompts in the order of draws, and their samples, most of which exist before they are asked for.
 
     Only the trainer's thread draws prompts and asks for samples. Its position is that of the first draw that no
@@ -90,7 +90,7 @@ class Ahead(SourceWrapper):
         capacity = (config.engine.lag + 1) * config.rollout.prompts
         self._chunk = min(math.ceil(capacity / concurrency), config.rollout.prompts)
         for number in range(min(math.ceil(capacity / self._chunk), concurrency)):
-            self._threads.append(threading.Thread(target=self._work, name=f"gruppo-ahead-{number}", daemon=True))
+            self._threads.append(threading.Thread(target=self._work, name=f"gruppo-sampler-{number}", daemon=True))
             self._threads[-1].start()
 
     # --- a source of prompts ---
@@ -99,14 +99,14 @@ class Ahead(SourceWrapper):
         with self._changed:
             prompts = []
             for _ in range(n):
-                if not self.slots.ahead:
+                if not self.slots.queue:
                     self._draw()
                 prompts.append(self.slots.take().prompt)
             self._fill()
             return prompts
 
     def state_dict(self) -> dict[str, Any]:
-        first = self.slots.ahead[0] if self.slots.ahead else None
+        first = self.slots.queue[0] if self.slots.queue else None
         state, position = (self.source.state_dict(), self.position) if first is None else (first.source, first.position)
         return {"source": state, "position": position}
 
@@ -116,13 +116,13 @@ class Ahead(SourceWrapper):
 
     def _draw(self) -> None:
         """Draw the next prompt, and have its group sampled, or read from the ledger, if it is this rank's."""
-        run, place, state = self.run, self.slots.next_place, self.source.state_dict()
+        run, index, state = self.run, self.slots.next_index, self.source.state_dict()
         try:
             prompt = self.source.take(1)[0]
             group = Group(self.position, prompt, state)
             group.is_counted = run.policy.check_prompt(prompt, run.sampling) is None
-            step_params = self._planned(place)
-            is_own = place % self.slots.prompts % dist.world_size() == dist.rank()
+            step_params = self._planned(index)
+            is_own = index % self.slots.prompts % dist.world_size() == dist.rank()
             if group.is_counted and is_own and step_params is not None:
                 size = run.config.rollout.first_samples or step_params.group_size
                 group.request, group.sampling = Request(prompt, size), step_params.sampling
@@ -136,17 +136,17 @@ class Ahead(SourceWrapper):
     def _fill(self) -> None:
         """Draw prompts while there is a slot for another one, and a step that will use it."""
         unusable = 0
-        while unusable < MAX_UNUSABLE and self.slots.has_room and self._planned(self.slots.next_place) is not None:
+        while unusable < MAX_UNUSABLE and self.slots.has_room and self._planned(self.slots.next_index) is not None:
             try:
                 self._draw()
             except Exception:  # take raises it again where a step needs the prompt
                 break
-            unusable = 0 if self.slots.ahead[-1].is_counted else unusable + 1
+            unusable = 0 if self.slots.queue[-1].is_counted else unusable + 1
         self._changed.notify_all()
 
-    def _planned(self, place: int) -> StepParams | None:
-        """The parameters of the step that uses the group at this place, as far as known; None after the last step."""
-        schedule, sampling_steps = self.run.stage_schedule, place // self.slots.prompts
+    def _planned(self, index: int) -> StepParams | None:
+        """The parameters of the step that uses the group of this number, as far as known; None after the last step."""
+        schedule, sampling_steps = self.run.stage_schedule, index // self.slots.prompts
         for step in range(self.run.state.step, self.run.config.steps):
             step_params = schedule.step_params(step)
             if not step_params.samples:
