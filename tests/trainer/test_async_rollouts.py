@@ -309,6 +309,39 @@ def test_after_an_engine_was_lost_a_publish_that_reaches_it_goes_on_with_samplin
     assert runs.learned_from(folder_of(chosen)) == list(range(24))
 
 
+def test_samples_of_versions_that_a_resumed_run_has_not_reached_are_not_used(tmp_path):
+    with api.Trainer.open(config(tmp_path)) as trainer:
+        rollouts = trainer.run.async_rollouts
+        trainer.step()
+        trainer.step()
+        until(lambda: all(group.rollouts is not None for group in rollouts.slots.queue))
+        newest = {group: int(group.rollouts.policy_version.max()) for group in rollouts.slots.queue}
+        assert {*newest.values()} > {0}
+        trainer.run.state.version = 1  # as after a kill, from the checkpoint of step 1
+        for group, version in newest.items():
+            assert (rollouts._recorded(group) is None) == (version > 1)
+        trainer.run.state.version = 2
+
+
+def test_an_evaluation_waits_for_one_of_the_engines_calls(tmp_path, monkeypatch):
+    """Their number never exceeds ``concurrency``, while threads sample for later steps."""
+    now, most, sample = [], [0], CopyEngine.generate
+
+    def generate(self: Any, *arguments: Any, **options: Any) -> Any:
+        now.append(1)
+        most[0] = max(most[0], len(now))
+        time.sleep(0.05)
+        try:
+            return sample(self, *arguments, **options)
+        finally:
+            now.pop()
+
+    monkeypatch.setattr(CopyEngine, "generate", generate)
+    monkeypatch.setattr(CopyEngine, "concurrency", 1)
+    api.start(config(tmp_path, evaluation__every=1, evaluation__prompts=4))
+    assert most == [1]
+
+
 def test_a_draw_that_fails_is_drawn_again(tmp_path, monkeypatch):
     chosen = config(tmp_path)
     with api.Trainer.open(chosen) as trainer:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from gruppo.trainer import ledger as ledger_module
 from gruppo.trainer.ledger import Ledger, split
 from gruppo.types import GruppoError, Prompt, Request, Rollouts, Sampling
 
@@ -96,6 +97,18 @@ def test_the_newest_record_of_a_draw_counts(tmp_path):
     found = Ledger(tmp_path, CONFIG).find(0, request(0), SAMPLING)
     assert found is not None and torch.equal(found.actions, rollouts(7).actions)
     assert [path.name for path in again.segments()] == ["000000-r0.ledger", "000001-r0.ledger"]
+
+
+def test_the_newest_record_counts_also_where_another_rank_has_written_it(tmp_path, monkeypatch):
+    """A run that goes on with another number of ranks gives a draw to another rank."""
+    for session, rank in enumerate((1, 0, 1, 0)):
+        monkeypatch.setattr(ledger_module.dist, "rank", lambda rank=rank: rank)
+        ledger = Ledger(tmp_path, CONFIG)
+        assert ledger.session == session
+        ledger.append_group(0, request(0), SAMPLING, rollouts(session))
+        ledger.close()
+        found = Ledger(tmp_path, CONFIG).find(0, request(0), SAMPLING)
+        assert found is not None and torch.equal(found.actions, rollouts(session).actions)
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbled"])

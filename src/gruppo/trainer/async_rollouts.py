@@ -60,6 +60,7 @@ class AsyncRollouts(SourceWrapper):
         """Groups that were sampled again: beyond the bound, or for other parameters than the step's."""
         self._idle_since: float | None = time.perf_counter()
         self._changed = threading.Condition()
+        self._calls = threading.BoundedSemaphore(max(getattr(run.engine, "concurrency", 0), 1))
         self._error: BaseException | None = None
         self._is_closed = False
         self._threads: list[threading.Thread] = []
@@ -158,7 +159,17 @@ class AsyncRollouts(SourceWrapper):
 
     def _recorded(self, group: Group) -> Rollouts | None:
         assert self.ledger is not None and group.request is not None
-        return self.ledger.find(group.position, group.request, group.sampling)
+        found = self.ledger.find(group.position, group.request, group.sampling)
+        if found is None or self.run.config.engine.replay:
+            return found
+        # versions that this run has not reached are of a killed process, which may have learned otherwise
+        versions = found.policy_version[found.mask]
+        return None if len(versions) and int(versions.max()) > self.run.state.version else found
+
+    def call_engine(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
+        """``generate`` of the engine, once one of its calls that may run at a time is free."""
+        with self._calls:
+            return self.run.engine.generate(requests, sampling, seed=seed)
 
     # --- samples ---
 
@@ -257,7 +268,7 @@ class AsyncRollouts(SourceWrapper):
             problem: BaseException | None = None
             try:
                 requests = [group.request for group in groups if group.request is not None]
-                rollouts = run.engine.generate(requests, groups[0].sampling, seed=run.config.seed)
+                rollouts = self.call_engine(requests, groups[0].sampling, seed=run.config.seed)
                 found = {(one.prompts[0].id, one.prompts[0].draw): one for one in split(rollouts)}
                 if len(found) < len(groups):
                     raise DataError(

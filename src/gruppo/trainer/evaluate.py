@@ -66,7 +66,7 @@ def evaluate(
     ``generate``: a policy's ``sample``, greedy only; by default the run's engine.
     """
     count = run.config.evaluation.samples if generate is None and run.rewards.names else 0
-    generate = generate or run.engine.generate
+    generate = generate or (run.async_rollouts.call_engine if run.async_rollouts else run.engine.generate)
     mine = list(prompts)[dist.rank() :: dist.world_size()]
     sampling = run.sampling.greedy()
     stats = {"": Stat(), **{name: Stat() for name in run.rewards.names}}

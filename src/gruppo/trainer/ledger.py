@@ -64,8 +64,14 @@ class Ledger:
         """To replay: the newest record of each step, with "positions" of the groups that it took, and "version"."""
         self._last: dict[str, int] = {}  # position up to which a segment has groups
         self._file: IO[bytes] | None = None
-        for path in self.segments():
+        sessions = {
+            path: next((record.get("session", 0) for _, record in _records(path)), 0) for path in self.segments()
+        }
+        # not by name: another number of ranks gives a draw to another rank, whose segments have other numbers
+        for path in sorted(sessions, key=lambda path: (sessions[path], path)):
             self._read(path)
+        self.session = 1 + max(sessions.values(), default=-1)
+        """Number of the process that writes, counted over the run and its resumes."""
         self.size = sum(path.stat().st_size for path in self.segments(dist.rank()))
         """Size of this rank's segments, in bytes."""
 
@@ -152,7 +158,7 @@ class Ledger:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     number = 1 + max((int(path.name[:6]) for path in self.segments(dist.rank())), default=-1)
                     self._file = (self.folder / f"{number:06d}-r{dist.rank()}.ledger").open("xb")
-                    self._file.write(_bytes({"event": "begin", "run": self.run}))
+                    self._file.write(_bytes({"event": "begin", "run": self.run, "session": self.session}))
                 location = Location(Path(self._file.name), self._file.tell(), len(written))
                 self._file.write(written)
                 self._file.flush()  # what a killed process has handed to the system stays
