@@ -45,8 +45,8 @@ def tell(
     table: str,
     options: argparse.Namespace,
     *,
-    draw: Callable[[Any, Path, str], None],
     measured: Any,
+    draw: Callable[[Any, Path, str], None] | None = None,
 ) -> None:
     """Print the results as JSON, then as a table; write and draw them where asked, with all that was measured."""
     about = machine()
@@ -55,7 +55,7 @@ def tell(
     print(f"\n{name}: {heading(about)}\n{table}")
     if options.json:
         options.json.write_text(_json(document | {"measured": measured}) + "\n", encoding="utf-8")
-    if options.plot:
+    if options.plot and draw is not None:
         draw(results, options.plot, heading(about))
 
 

@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 try:
     import fcntl
@@ -69,6 +72,54 @@ def peak_memory_gib() -> float:
         if ctypes.windll.kernel32.K32GetProcessMemoryInfo(ctypes.c_void_p(-1), counters, size):
             return struct.unpack_from("@N", counters, 8)[0] / 2**30
     return math.nan
+
+
+def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
+    """Memory that can still be allocated: on the accelerator, or on this machine and in this process's cgroups."""
+    import torch
+
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    limits, on_machine = list(_left_in_cgroups(root)), _numbers(root / "proc/meminfo")
+    if "MemAvailable:" in on_machine:
+        limits.append(1024 * (on_machine["MemAvailable:"] + on_machine.get("SwapFree:", 0)))
+    return min(limits, default=None)
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """Limit less use of each cgroup that this process is in, versions 2 and 1. Pages of files can be dropped: free."""
+    base = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if not kinds:
+            names, pages, top = ("memory.max", "memory.current"), "", base
+        elif "memory" in kinds.split(","):
+            names, pages, top = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_", base / "memory"
+        else:
+            continue
+        own = top / path.strip("/")
+        for folder in (own, *own.parents):
+            limit, used = (_read(folder / name).strip() for name in names)
+            if limit.isdigit() and used.isdigit():  # "max" is no limit
+                stat = _numbers(folder / "memory.stat")
+                files = stat.get(f"{pages}inactive_file", 0) + stat.get(f"{pages}active_file", 0)
+                yield max(int(limit) - int(used) + files, 0)
+            if folder == top:
+                break
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """First word to second, of lines such as ``MemFree: 17 kB``."""
+    rows = (line.split() for line in _read(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def usable_processors() -> int:

@@ -48,6 +48,8 @@ class Request:
     prompt: Prompt
     size: int
     first: int = 0
+    has_more_turns: bool = False
+    """Whether ``continue_rollouts`` may follow, so that a policy can keep what it has read."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ class TokenBatch:
     """Tokens of each row after its prompt; None in the first turn."""
     limits: Int[Tensor, "N"] | None = None
     """Maximum tokens of each row; None: ``sampling.max_actions``."""
+    kept: tuple[Any, ...] | None = None
+    """What the policy has kept of each row (None: nothing) and may take; None where no further turn may follow."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +189,8 @@ class Generated:
     finish: tuple[Finish, ...]
     versions: Int[Tensor, "N T"] | None = None
     """Publish count of the weights behind each token; None where the engine stamps whole rollouts."""
+    kept: tuple[Any, ...] | None = None
+    """What is kept of each row for its next turn; see ``TokenBatch``."""
 
 
 AT_ONCE = frozenset({"cpu"})

@@ -123,6 +123,7 @@ def test_what_the_environment_said_is_neither_learned_from_nor_counted(tmp_path)
     assert logged["turns/mean"] == pytest.approx(turns.mean()) and logged["turns/max"] == turns.max()
     assert logged["environment/reply_tokens_mean"] == pytest.approx((rollouts.lengths - own).mean())
     assert logged["environment/ended_frac"] == pytest.approx(rollouts.per_row["ended"].double().mean())
+    assert logged["turns/reencoded_count"] == logged["turns/context_full_count"] == 0
     assert logged["environment/failed_count"] == 0 and logged["time/environment_s"] > 0
 
 

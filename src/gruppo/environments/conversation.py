@@ -32,12 +32,17 @@ def converse(
     "length" where the policy has written ``sampling.max_actions`` tokens in all, or the model's context is full; as
     "error" where the environment fails. ``per_row`` then has ``state`` (the dict of its conversation), ``turns``
     (answers of the policy), ``ended`` (whether the environment ended it), ``policy_text`` (everything the policy
-    wrote, as one text), ``sample`` (its number in the group) and ``environment_failure`` (a text or None).
+    wrote, as one text), ``sample`` (its number in the group), ``environment_failure`` (a text or None),
+    ``context_full`` (1 if it ended at a turn that did not fit the model's context) and ``reencoded`` (turns that read
+    the whole history again, since its keys and values were not kept).
     """
+    has_more_turns = environment.turns > 1
+    requests = [replace(request, has_more_turns=has_more_turns) for request in requests]
     rollouts = generate(requests, sampling, seed=seed)
     samples = [request.first + i for request in requests for i in range(request.size)]
     texts = tuple(output if isinstance(output, str) else output[-1]["content"] for output in rollouts.completions)
     per_row = {"sample": torch.tensor(samples), "text": texts, "environment_failure": (None,) * len(rollouts)}
+    per_row |= {name: torch.zeros(len(rollouts), dtype=torch.long) for name in ("context_full", "reencoded")}
     rollouts = replace(rollouts, per_row={**rollouts.per_row, **per_row})
     prompts = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
     # addressed by draw and sample, so that neither order nor company of the rows changes a game
@@ -74,7 +79,7 @@ def converse(
     failures |= environment_failures(rollouts)
     finishes: dict[int, Finish] = dict.fromkeys(failures, "error")
     finish = tuple(finishes.get(row, finish) for row, finish in enumerate(rollouts.finish))
-    per_row = {name: value for name, value in rollouts.per_row.items() if name != "text"}
+    per_row = {name: value for name, value in rollouts.per_row.items() if name not in ("text", "kept")}
     per_row |= {"state": tuple(states), "turns": turns, "ended": ended, "policy_text": tuple(policy_texts)}
     per_row["environment_failure"] = tuple(failures.get(row) for row in range(len(prompts)))
     return replace(rollouts, finish=finish, per_row=per_row)

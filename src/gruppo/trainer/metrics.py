@@ -30,6 +30,8 @@ _METRICS = {
     "truncated": ("mean:finish/truncated_frac",),
     "error": ("sum:finish/error_count",),
     "turns": ("mean:turns/mean", "max:turns/max"),
+    "context_full": ("sum:turns/context_full_count",),
+    "reencoded": ("sum:turns/reencoded_count",),
     "ended": ("mean:environment/ended_frac",),
     "replies": ("mean:environment/reply_tokens_mean",),
     "environment_failed": ("sum:environment/failed_count",),
@@ -72,6 +74,7 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
         own = rollouts.per_row
         failed = torch.tensor([reason is not None for reason in own["environment_failure"]])
         stats |= {"turns": Stat.of(own["turns"]), "ended": Stat.of(own["ended"].double())}
+        stats |= {name: Stat.of(own[name].double()) for name in ("context_full", "reencoded")}
         stats |= {"replies": Stat.of(rollouts.lengths - lengths), "environment_failed": Stat.of(failed.double())}
     if batch.returns is not None and batch.old_values is not None:
         stats["return"] = Stat.of(batch.returns, batch.loss_mask)

@@ -124,7 +124,7 @@ class Backbone:
             prompts = [torch.cat([prompts[o], prefix]) for o, prefix in zip(owners.tolist(), prefixes, strict=True)]
             owners, prefixes = torch.arange(len(prompts), device=owners.device), None
         if decoder is not None:
-            kind = StaticDecoding if owners.device.type == "cuda" else LayeredDecoding
+            kind = decoding_on(owners.device)
             return kind(decoder, self.module.get_output_embeddings(), prompts, owners, prefixes)
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
 
@@ -156,6 +156,10 @@ def _stream(
             return tokens, flex.features(decoder, tokens)
     tokens = LAY_OUT["stream"](prompts, completions, owners)
     return tokens, stream_features(decoder, tokens)
+
+
+def decoding_on(device: torch.device) -> type[LayeredDecoding]:
+    return StaticDecoding if device.type == "cuda" else LayeredDecoding
 
 
 class RereadDecoding:

@@ -38,6 +38,8 @@ class LayeredDecoding:
     columns = COLUMNS
     kept_frac = 0.75
     """Share of the grid at which rows are moved together."""
+    begun = 0
+    """Columns of the suffixes that earlier turns fill; each row ends at the last one (``kept.resume``)."""
 
     @torch.no_grad()
     def __init__(
@@ -48,25 +50,33 @@ class LayeredDecoding:
         owners: Int[Tensor, "N"],
         prefixes: Sequence[Int[Tensor, "H"]] | None = None,
     ) -> None:
-        """``prefixes``: tokens that each row already has after its prompt; each row is then a group of its own."""
-        self.decoder = decoder
-        self.blocks = [FusedLayer(layer, decoder) for layer in decoder.layers]
-        self.norm, self.head = lean_norm(decoder.norm), fused(head)
-        self.dtype: torch.dtype = next(decoder.embed.parameters()).dtype
-        self.exact = torch.promote_types(self.dtype, torch.float32)
+        """``prefixes``: tokens that each row already has after its prompt; rows of equal prefixes are then a group."""
+        self.use(FusedDecoder(decoder, head))
         # what is read: (index of the prompt, tokens behind it), once for each group of the grid
         if prefixes is None:
             texts = [(n, prompt.new_zeros(0)) for n, prompt in enumerate(prompts)]
         else:
-            texts = list(zip(owners.tolist(), prefixes, strict=True))
-            owners = torch.arange(len(texts), device=owners.device)
+            whole = [(n, *ids.tolist()) for n, ids in zip(owners.tolist(), prefixes, strict=True)]
+            places = {text: place for place, text in enumerate(dict.fromkeys(whole))}
+            texts = [(text[0], prefixes[whole.index(text)]) for text in places]
+            owners = torch.tensor([places[text] for text in whole], device=owners.device)
         lengths = [len(prompts[n]) + len(prefix) for n, prefix in texts]
         self.lengths = torch.tensor(lengths, device=owners.device)
         self.written = 0
+        self.starts, self.names = torch.zeros_like(owners), list(range(len(lengths)))
         self._lay_out(owners)
         self.prompts = self._empty(len(lengths), max(lengths))
         self.logits = self.head(self._read(prompts, texts))[owners]
         self.suffixes = self._empty(self.groups * self.width, self.columns)
+
+    def use(self, fused_decoder: FusedDecoder) -> None:
+        self.fused = fused_decoder
+        self.decoder, self.blocks = fused_decoder.decoder, fused_decoder.blocks
+        self.norm, self.head = fused_decoder.norm, fused_decoder.head
+        self.dtype: torch.dtype = next(self.decoder.embed.parameters()).dtype
+        self.exact = torch.promote_types(self.dtype, torch.float32)
+        self.kept_prompts: dict[int, list[Tensor]] = {}
+        """Of each layer, by the name of a group: keys and values of its prompt that rows hold between turns."""
 
     # --- rows on the grid ---
 
@@ -82,6 +92,10 @@ class LayeredDecoding:
         self._place(owners * self.width + rank)
         padding = torch.arange(int(self.lengths.max()), device=owners.device) >= self.lengths[:, None]
         self.padding = padding[:, None, None, None] if padding.any() else None  # [g, 1, 1, 1, P]
+        self.first = torch.zeros(self.groups * self.width, dtype=torch.long, device=owners.device)
+        self.first[self.home] = self.starts  # column of each cell's first token after the prompt
+        unused = torch.arange(self.begun, device=owners.device) < self.first[:, None]
+        self.unused = unused.view(self.groups, 1, self.width, 1, -1) if unused.any() else None  # [g, 1, j, 1, begun]
 
     def _place(self, home: Int[Tensor, "N"]) -> None:
         self.home = home
@@ -102,14 +116,14 @@ class LayeredDecoding:
     def select(self, slots: Int[Tensor, "n"]) -> None:
         """Continue with these rows, each named once; buffers are copied when enough of the grid is empty."""
         self.logits = self.logits[slots]
-        home, owners = self.home[slots], self.owners[slots]
+        home, owners, self.starts = self.home[slots], self.owners[slots], self.starts[slots]
         if len(slots) > self.kept_frac * self.groups * self.width:
             self.owners = owners
             self._place(home)
             return
         old_width = self.width
         kept, owners = owners.unique(return_inverse=True)
-        self.lengths = self.lengths[kept]
+        self.lengths, self.names = self.lengths[kept], [self.names[n] for n in kept.tolist()]
         self._lay_out(owners)
         longest = int(self.lengths.max())
         self.prompts = self._moved(self.prompts, self._with_heads(kept, 1), longest, longest)
@@ -188,7 +202,7 @@ class LayeredDecoding:
         if self.written == self.suffixes[0].shape[2]:
             self.suffixes = self._moved(self.suffixes, None, self.written + self.columns, self.written)
         x = self.decoder.embed(tokens)
-        turns = self._turns(x, (self.lengths[self.owners] + self.written)[self.rows])
+        turns = self._turns(x, (self.lengths[self.owners] + self.written - self.starts)[self.rows])
         for block, prompt, suffix in zip(self.blocks, self.prompts, self.suffixes, strict=True):
             qkv = block.qkv(block.attention_norm(x))
             q, k, v = block.rotate(qkv if self.is_full else qkv.index_select(0, self.rows), turns)
@@ -221,6 +235,9 @@ class LayeredDecoding:
         scores = torch.cat([to_prompt.view(-1, rep, columns), to_suffix[:, :, :seen]], dim=-1).to(self.exact)
         if self.padding is not None:
             scores.view(g, kv_heads, j, rep, -1)[..., :columns].masked_fill_(self.padding, -torch.inf)
+        if self.unused is not None:
+            begun = scores.view(g, kv_heads, j, rep, -1)[..., columns : columns + self.begun]
+            begun.masked_fill_(self.unused, -torch.inf)
         weights = scores.softmax(dim=-1)
         of_prompt, of_suffix = weights.split([columns, seen], dim=-1)
         if reach > seen:
@@ -235,6 +252,15 @@ class LayeredDecoding:
 
 
 # --- layers as few, fast operations: fused products of weights in the processor's own layout --------------------------
+
+
+class FusedDecoder:
+    """All layers of a decoder, its last norm and its head; copies of weights in them do not follow the weights."""
+
+    def __init__(self, decoder: Decoder, head: nn.Module) -> None:
+        self.decoder = decoder
+        self.blocks = [FusedLayer(layer, decoder) for layer in decoder.layers]
+        self.norm, self.head = lean_norm(decoder.norm), fused(head)
 
 
 class FusedLayer:

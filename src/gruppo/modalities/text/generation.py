@@ -11,8 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gruppo.core.distributions import sample_categorical
-from gruppo.modalities.text.backbones import Decoding
+from gruppo.modalities.text.backbones import Decoding, decoding_on
 from gruppo.modalities.text.chat import Chat
+from gruppo.modalities.text.kept import Keeper, resume
 from gruppo.protocols import GenerateTokens
 from gruppo.seeds import uniforms_at
 from gruppo.timeouts import describe_error
@@ -29,13 +30,14 @@ def generate(
     sampling: Sampling,
     chat: Chat,
     limits: Int[Tensor, "N"] | None = None,
+    keeper: Keeper | None = None,
 ) -> Generated:
     """Sample until each row has an end token, a stop text, or as many tokens as uniforms.
 
     ``limits``: maximum tokens of each row, 1 or more. A row is never read beyond its own limit, where the model's
     context may end, so that finished rows leave the batch at once. Without limits they leave once they are an eighth of
     it, since each removal copies the cache. A row whose logits are not finite ends as "error", with the tokens before.
-    A stop text may name special tokens.
+    A stop text may name special tokens. ``keeper`` keeps each row that stops; its last token has not been read then.
     """
     rows, columns = uniforms.shape
     tokens = torch.zeros(rows, columns, dtype=torch.long)
@@ -63,8 +65,11 @@ def generate(
                 row = int(slots[slot])
                 text = chat.text_with_specials(tokens[row, : int(lengths[row])].tolist())
                 stopped[slot] = any(stop in text for stop in sampling.stop)
-        for row in slots[stopped].tolist():
+        for slot in stopped.nonzero()[:, 0].tolist():
+            row = int(slots[slot])
             finish[row] = "stop"
+            if keeper is not None:
+                keeper.keep(row, slot, int(lengths[row]) - 1)
         for row in slots[broken].tolist():
             finish[row] = "error"
         is_open = good & ~stopped
@@ -89,11 +94,54 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
         uniforms = torch.zeros(len(batch.owners), int(batch.limits.max()), dtype=torch.float64)
         for row, (start, limit) in enumerate(zip(batch.starts, batch.limits.tolist(), strict=True)):
             uniforms[row, :limit] = uniforms_at(seed, *batch.addresses[row], start + limit)[start:]
-    prompts = [ids.to(policy.device) for ids in batch.prompts]
-    prefixes = None if batch.prefixes is None else [ids.to(policy.device) for ids in batch.prefixes]
-    with torch.no_grad():
-        decoding = policy.backbone.start(prompts, batch.owners.to(policy.device), prefixes)
-        return generate(decoding, uniforms, sampling, policy.chat, batch.limits)
+    if batch.kept is None:
+        return generate(_opened(policy, batch), uniforms, sampling, policy.chat, batch.limits)
+
+    weights, histories = policy.weights_state(), [batch.prompts[n] for n in batch.owners.tolist()]
+    if batch.prefixes is not None:
+        histories = [torch.cat(parts) for parts in zip(histories, batch.prefixes, strict=True)]
+    has_kept = [row is not None and row.fits(ids, weights) for row, ids in zip(batch.kept, histories, strict=True)]
+    kept = list[Any]([None] * len(has_kept))
+    parts, order = list[Generated](), list[int]()
+    for resumes in (True, False):  # two batches: one goes on from what is kept, the other reads the whole history
+        rows = [row for row, own in enumerate(has_kept) if own == resumes]
+        if not rows:
+            continue
+        index = torch.tensor(rows)
+        limits = None if batch.limits is None else batch.limits[index]
+        if resumes:
+            states = [batch.kept[row] for row in rows]
+            unread = [histories[row][len(batch.kept[row].ids) :].to(policy.device) for row in rows]
+            decoding: Decoding = resume(decoding_on(policy.device), states, unread)
+        else:
+            decoding = _opened(policy, batch, index)
+        keeper = Keeper(decoding, len(rows))
+        part = generate(decoding, uniforms[index], sampling, policy.chat, limits, keeper)
+        for row, state, ids, length in zip(rows, keeper.rows, part.tokens, part.lengths.tolist(), strict=True):
+            if state is not None:
+                state.ids, state.weights = torch.cat([histories[row], ids[: length - 1]]), weights
+            kept[row] = state
+        parts.append(part)
+        order += rows
+    back = torch.tensor(order).argsort()
+    finish = [finish for part in parts for finish in part.finish]
+    return Generated(
+        torch.cat([part.tokens for part in parts])[back],
+        torch.cat([part.logprobs for part in parts])[back],
+        torch.cat([part.lengths for part in parts])[back],
+        tuple(finish[n] for n in back.tolist()),
+        kept=tuple(kept),
+    )
+
+
+@torch.no_grad()
+def _opened(policy: TextPolicy, batch: TokenBatch, rows: Int[Tensor, "n"] | None = None) -> Decoding:
+    """Read the histories of all rows of a batch, or of some."""
+    rows = torch.arange(len(batch.owners)) if rows is None else rows
+    used, owners = batch.owners[rows].unique(return_inverse=True)
+    prompts = [batch.prompts[n].to(policy.device) for n in used.tolist()]
+    prefixes = None if batch.prefixes is None else [batch.prefixes[n].to(policy.device) for n in rows.tolist()]
+    return policy.backbone.start(prompts, owners.to(policy.device), prefixes)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
@@ -117,6 +165,8 @@ class Turn:
     """Tokens of the reply and of the template around it."""
     limit: int
     """Tokens that the policy may still sample."""
+    is_last: bool
+    """Whether the model's context ends at the limit: a turn that reaches it does not fit."""
 
 
 def next_turns(
@@ -125,10 +175,11 @@ def next_turns(
     """Encode the reply to each row, and return the turns that can be sampled.
 
     A row without space for another token ends as "length", one whose reply cannot be encoded as "error"; both stay as
-    they are.
+    they are. What was kept of rows without a turn is dropped.
     """
     turns: list[Turn] = []
     finish, failures = list(rollouts.finish), list(rollouts.per_row["environment_failure"])
+    is_full = rollouts.per_row["context_full"].clone()
     for row, reply in sorted(replies.items()):
         group = int(rollouts.group_ids[row])
         prefix = rollouts.actions[row, : int(rollouts.lengths[row])]
@@ -142,14 +193,18 @@ def next_turns(
             finish[row], failures[row] = "error", f"its reply cannot be written: {why}"
             continue
         limit = sampling.max_actions - int(rollouts.mask[row].sum())
+        space = limit
         if policy.context is not None:
             before = len(rollouts.shared["prompt_ids"][group]) + len(prefix) + len(added)
-            limit = min(limit, policy.context - before)
-        if limit > 0:
-            turns.append(Turn(row, reply, prefix, added, limit))
+            space = policy.context - before
+        if min(limit, space) > 0:
+            turns.append(Turn(row, reply, prefix, added, min(limit, space), is_last=space < limit))
         else:
-            finish[row] = "length"
-    per_row = {**rollouts.per_row, "environment_failure": tuple(failures)}
+            finish[row], is_full[row] = "length", space < limit
+    per_row = {**rollouts.per_row, "environment_failure": tuple(failures), "context_full": is_full}
+    if (kept := per_row.get("kept")) is not None:
+        rows = {turn.row for turn in turns}
+        per_row["kept"] = tuple(state if row in rows else None for row, state in enumerate(kept))
     return replace(rollouts, finish=tuple(finish), per_row=per_row), turns
 
 
@@ -178,13 +233,14 @@ def append_turns(
 ) -> Rollouts:
     """Append to each of these rows its reply, with mask False, and a sampled turn of the policy.
 
-    Randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before. Histories are read
-    again each turn, the prompt of a group once.
+    Randomness depends on (seed, draw, sample) and on the number of tokens sampled in the row before. A turn that the
+    model's context cuts is left out with its reply: its row ends as "length" behind its last whole turn.
     """
     rows = torch.tensor([turn.row for turn in turns])
     groups, owners = rollouts.group_ids[rows].unique(return_inverse=True)
     draws = [rollouts.prompts[group].draw for group in rollouts.group_ids[rows].tolist()]
     prefixes = tuple(torch.cat([turn.prefix, turn.added]) for turn in turns)
+    kept = rollouts.per_row.get("kept")
     batch = TokenBatch(
         prompts=tuple(rollouts.shared["prompt_ids"][group] for group in groups.tolist()),
         owners=owners,
@@ -192,9 +248,17 @@ def append_turns(
         starts=tuple(rollouts.mask[rows].sum(dim=1).tolist()),
         prefixes=prefixes,
         limits=torch.tensor([turn.limit for turn in turns]),
+        kept=None if kept is None else tuple(kept[turn.row] for turn in turns),
     )
+    is_ready = [state is not None and not state.is_taken for state in batch.kept or ()]
     generated = generate(batch, sampling, seed)
 
+    is_full, reencoded = rollouts.per_row["context_full"].clone(), rollouts.per_row["reencoded"].clone()
+    states = None if kept is None else list(kept)
+    if states is not None and batch.kept is not None and generated.kept is not None:
+        for turn, ready, before, state in zip(turns, is_ready, batch.kept, generated.kept, strict=True):
+            reencoded[turn.row] += not (ready and before.is_taken)
+            states[turn.row] = state
     lengths, finish, completions = rollouts.lengths.clone(), list(rollouts.finish), list(rollouts.completions)
     texts, counts = list(rollouts.per_row["text"]), generated.lengths.tolist()
     ends = [len(prefix) + count for prefix, count in zip(prefixes, counts, strict=True)]
@@ -203,6 +267,9 @@ def append_turns(
     actions, mask, logprobs, versions = (torch.nn.functional.pad(x, padding) for x in columns)
     for place, (turn, end) in enumerate(zip(turns, ends, strict=True)):
         row, count = turn.row, counts[place]
+        if turn.is_last and generated.finish[place] == "length":
+            finish[row], is_full[row] = "length", True
+            continue
         span, ids = slice(end - count, end), generated.tokens[place, :count]
         actions[row, len(turn.prefix) : span.start], actions[row, span] = turn.added, ids
         mask[row, span] = True
@@ -215,6 +282,9 @@ def append_turns(
             completions[row] += turn.reply + texts[row]
         else:
             completions[row] = [*completions[row], *turn.reply, {"role": "assistant", "content": texts[row]}]
+    per_row = {**rollouts.per_row, "text": tuple(texts), "context_full": is_full, "reencoded": reencoded}
+    if states is not None:
+        per_row["kept"] = tuple(states)
     return replace(
         rollouts,
         actions=actions,
@@ -224,5 +294,5 @@ def append_turns(
         sampler_logprobs=logprobs,
         policy_version=versions,
         finish=tuple(finish),
-        per_row={**rollouts.per_row, "text": tuple(texts)},
+        per_row=per_row,
     )

@@ -42,11 +42,16 @@ def key_numbers(model: Any) -> int:
 def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: int) -> dict[str, float]:
     """Bytes of one forward and backward over T tokens, and of the cache of B rows of L tokens, prompt included.
 
-    Cache 2 B L layers K width, K numbers of a key. Attention scores are not counted. A plain module has no sizes in a
-    config: its activations are measured, and it reads whole rows again for each new token.
+    Cache 2 B L layers K width, K numbers of a key. That of conversations has the longest replies, and counts twice:
+    rows that have ended their turn are kept beside those that are decoded. Attention scores are not counted. A plain
+    module has no sizes in a config: its activations are measured, and it reads whole rows again for each new token.
     """
     width = policy.compute_dtype.itemsize
-    length, limit = longest + config.rollout.max_new_tokens, config.rollout
+    length, limit, environment = longest + config.rollout.max_new_tokens, config.rollout, config.environment
+    cached = length
+    if environment.reply:
+        cached += (environment.turns - 1) * environment.max_reply_tokens
+        cached = 2 * min(cached, policy.context or cached)
     if policy.backbone.is_plain:
         vocabulary = policy.feature_width()
         return {
@@ -63,7 +68,7 @@ def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: in
             model, budget, policy.compute_dtype, policy.backbone.layout, is_recomputed=policy.is_recomputed
         ),
         "logits": logits,
-        "cache while sampling": width * 2 * rows * length * model.num_hidden_layers * key_numbers(model),
+        "cache while sampling": width * 2 * rows * cached * model.num_hidden_layers * key_numbers(model),
     }
 
 

@@ -80,6 +80,8 @@ class TextModality(Modality):
         policy.chat.special_tokens = config.prompts.special_tokens
         check_special_tokens(data, policy)
         check_lengths(data, policy, config)
+        if config.environment.reply:
+            warn_of_long_conversations(data, policy, config)
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
         assert isinstance(policy, TextPolicy)
@@ -129,6 +131,28 @@ def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
             continue
         if why := policy.check_prompt(prompt, config.rollout.sampling):
             raise DataError(why)
+
+
+def warn_of_long_conversations(source: Any, policy: TextPolicy, config: Config) -> None:
+    """Warn where a conversation with the longest prompt and the longest replies would outgrow the model's context."""
+    turns, reply = config.environment.turns, config.environment.max_reply_tokens
+    prompts = source.all_prompts() if hasattr(source, "all_prompts") else ()
+    longest = max(prompts, key=lambda prompt: len(str(prompt.inputs)), default=None)
+    prompt_tokens = 0 if longest is None else len(policy.chat.encode(longest.inputs))
+    tokens = prompt_tokens + config.rollout.max_new_tokens + (turns - 1) * reply
+    if policy.context is not None and tokens > policy.context:
+        log.warning(
+            "conversations may outgrow the model's context of %d tokens: a prompt of %d, %d of the policy "
+            "(rollout.max_new_tokens) and %d replies of %d (environment.max_reply_tokens) make %d, without those of "
+            "the template. One that does ends before the turn that does not fit (turns/context_full_count). Lower "
+            "--environment.turns or --environment.max-reply-tokens.",
+            policy.context,
+            prompt_tokens,
+            config.rollout.max_new_tokens,
+            turns - 1,
+            reply,
+            tokens,
+        )
 
 
 def _adapter_of(config: Config) -> Adapt | None:

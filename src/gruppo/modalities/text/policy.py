@@ -23,7 +23,7 @@ from gruppo.modalities.text.chat import Chat, answer_ids, special_token_error, t
 from gruppo.modalities.text.generation import append_turns, cut_at_stop, generate_locally, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
-from gruppo.modalities.text.precision import ComputeCopy
+from gruppo.modalities.text.precision import ComputeCopy, weight_versions
 from gruppo.protocols import GenerateTokens, Outputs
 from gruppo.types import (
     Finish,
@@ -60,6 +60,8 @@ class TextPolicy(AdaptablePolicy):
     compute_dtype: torch.dtype = torch.float32
     is_recomputed = False
     """Whether the backward pass computes each layer's activations again."""
+    forced_refreshes = 0
+    """Refreshes after changes that versions of tensors may not show, as of a sync."""
 
     def input_digests(self) -> dict[str, str | None]:
         return self.chat.digests()
@@ -124,8 +126,13 @@ class TextPolicy(AdaptablePolicy):
         """Turn dropout off and update the copy, whatever was done to the module since the last call."""
         self.module.eval()
         self.backbone.module.eval()
+        self.forced_refreshes += force
         if self.copy is not None:
             self.copy.refresh(force=force)
+
+    def weights_state(self) -> tuple[Any, ...]:
+        """Equal as long as no weight of this policy has changed."""
+        return (self, self.module, self.forced_refreshes, *weight_versions(self.module.parameters()))
 
     def save(self, folder: Path) -> None:
         """Write the master weights and the tokenizer: of a Hugging Face model, a folder for ``from_pretrained``."""
@@ -226,10 +233,14 @@ class TextPolicy(AdaptablePolicy):
             encoded = tuple(torch.tensor(self.chat.encode(r.prompt.inputs)) for r in batch)
             owners = torch.tensor([p for p, r in enumerate(batch) for _ in range(r.size)])
             addresses = tuple((r.prompt.draw, r.first + i) for r in batch for i in range(r.size))
-            generated = generate(TokenBatch(encoded, owners, addresses), sampling, seed)
+            kept = (None,) * len(owners) if any(request.has_more_turns for request in batch) else None
+            generated = generate(TokenBatch(encoded, owners, addresses, kept=kept), sampling, seed)
             ids = [row[:length].tolist() for row, length in zip(generated.tokens, generated.lengths, strict=True)]
             texts = [cut_at_stop(self.chat.text(row), sampling.stop) for row in ids]
-            parts.append(_rollouts([r.prompt for r in batch], owners, encoded, generated, texts, sampling))
+            part = _rollouts([r.prompt for r in batch], owners, encoded, generated, texts, sampling)
+            if generated.kept is not None:
+                part = replace(part, per_row={**part.per_row, "kept": generated.kept})
+            parts.append(part)
         return Rollouts.cat(parts)
 
     def continue_rollouts(
@@ -239,7 +250,8 @@ class TextPolicy(AdaptablePolicy):
 
         A reply's tokens are columns whose mask is False. ``sampling.max_actions`` counts all tokens that the policy
         samples in a row. ``rollouts.per_row`` needs the entries that ``gruppo.environments.converse`` adds: "sample",
-        the row's number in its group, "text", its last turn, and "environment_failure".
+        the row's number in its group, "text", its last turn, "environment_failure", "context_full" and "reencoded".
+        Histories are not read again where ``sample`` or the last call has kept their keys and values ("kept").
         """
         self.refresh()
         options = {"seed": seed, "max_reply_tokens": max_reply_tokens, "batch_rows": BATCH_ROWS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -61,7 +62,12 @@ class ComputeCopy:
             self.seen = versions
 
     def _versions(self) -> list[int]:
-        return [_optimizer_steps, *(owner._version for owner, _ in (*self.pairs, *self.buffers))]
+        return weight_versions(owner for owner, _ in (*self.pairs, *self.buffers))
+
+
+def weight_versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Numbers that change when an in-place operation or an optimizer may have changed one of the tensors."""
+    return [_optimizer_steps, *(tensor._version for tensor in tensors)]
 
 
 def _add_gradient(owner: nn.Parameter, parameter: Tensor) -> None:

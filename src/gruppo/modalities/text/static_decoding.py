@@ -30,7 +30,7 @@ class StaticDecoding(LayeredDecoding):
         device = self.owners.device
         self.tokens = torch.zeros(self.groups * self.width, dtype=torch.long, device=device)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
-        self.before = self.lengths.repeat_interleave(self.width)  # of each cell
+        self.before = self.lengths.repeat_interleave(self.width) - self.first  # of each cell
         self.step = Graph(self._run)
 
     def _lay_out(self, owners: Int[Tensor, "N"]) -> None:
@@ -52,6 +52,9 @@ class StaticDecoding(LayeredDecoding):
         x = self.decoder.embed(self.tokens)
         turns = self._turns(x, self.before + self.column)
         written = torch.arange(self.suffixes[0].shape[2], device=x.device) <= self.column
+        if self.unused is not None:
+            first = self.first.view(self.groups, 1, -1, 1, 1)
+            written = written & (torch.arange(len(written), device=x.device) >= first)
         for block, prompt, suffix in zip(self.blocks, self.prompts, self.suffixes, strict=True):
             q, k, v = block.rotate(block.qkv(block.attention_norm(x)), turns)
             x = block.finish(x, self._attend_static(q, k, v, prompt, suffix, block.scale, written))
