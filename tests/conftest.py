@@ -46,6 +46,12 @@ def _no_fsync():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _log_propagates():
+    """The command line ends it; pytest then collects each line of later tests of the process twice."""
+    logging.getLogger("gruppo").propagate = True
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_plots():
     """Finished runs draw nothing: a dozen plots take five times as long as a tiny run. ``plots`` draws them."""
