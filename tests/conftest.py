@@ -48,7 +48,8 @@ def _no_fsync():
 
 @pytest.fixture(autouse=True)
 def _log_propagates():
-    """The command line ends it; pytest then collects each line of later tests of the process twice."""
+    """The command line ends it; pytest would collect each line of later tests of the process twice."""
+    yield
     logging.getLogger("gruppo").propagate = True
 
 
