@@ -204,6 +204,6 @@ clean:
 
 .venv/.ready-test: .venv/.torch $(pins)
 	@echo "Installing gruppo and what the tests need: about two minutes, once."
-	@$(pip) -e ".[dev,docs,demo,data,lora,qlora,images,photos,digits,diffusion,math]" $(trl)
+	@$(pip) -e ".[dev,docs,demo,data,lora,qlora,images,photos,digits,diffusion,math,gymnasium]" $(trl)
 	@$(pip) -e ".[tasks]" 2>/dev/null || echo "reasoning-gym needs a C compiler; its tests are skipped."
 	@touch $@ .venv/.ready-demo .venv/.ready-digits .venv/.ready-photos

@@ -25,6 +25,7 @@ LAYERS: tuple[set[str], ...] = (
         "reward_worker",
         "integrity",
         "trust",
+        "tasksets",
     },
     {"core"},
     {"distributed", "losses"},

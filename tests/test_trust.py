@@ -369,3 +369,19 @@ def test_an_error_quotes_a_hostile_file_without_control_characters(tmp_path, cap
     (tmp_path / "config.json").write_text(json.dumps(serialization.to_dict(Config()) | {"\x1b[2J": 1}))
     code, line = gives(capsys, "train", str(tmp_path))
     assert code == 2 and "\x1b" not in line and "\\x1b[2J" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"environment": {"kind": "openenv:http://10.0.0.7:8000"}}, "code to run, or servers to use: openenv:http://"),
+        ({"environment": {"kind": "gymnasium:games:Maze-v0"}}, "code to run: gymnasium:games:Maze-v0"),
+        ({"data": "verifiers:sums:count=3"}, "code to run: verifiers:sums:count=3"),
+        ({"evaluation": {"data": "verifiers:sums"}}, "code to run: verifiers:sums"),
+    ],
+)
+def test_environments_of_other_libraries_are_code_or_servers_that_a_folder_names(tmp_path, settings, said):
+    with pytest.raises(GruppoError) as error:
+        trust.check(tmp_path, trust.imports(settings))
+    assert said in str(error.value) and "--trust-run" in str(error.value)
+    trust.check(tmp_path, trust.imports(settings), trust_run=True)

@@ -138,7 +138,8 @@ def with_absolute_paths(config: Config) -> Config:
         kind, *parts = split_names(name)
         if kind in ("images", "degrade", "pairs"):
             return ":".join([kind, *(part if part.isdecimal() else absolute_path(part) for part in parts)])
-        return name if kind in ("arithmetic", "reasoning_gym", "digits", "photos", "lines") else absolute_path(name)
+        generated = ("arithmetic", "reasoning_gym", "verifiers", "digits", "photos", "lines")
+        return name if kind in generated else absolute_path(name)
 
     config = replace(
         config,

@@ -17,17 +17,19 @@ from gruppo.data.restoration import open_pairs
 from gruppo.data.rows import FILE_KINDS, read_dataset, read_jsonl, row_source
 from gruppo.data.source import Curriculum, IndexedSource, SourceWrapper, nearest
 from gruppo.loading import load_object
+from gruppo.tasksets import is_taskset, rows_of_taskset
 from gruppo.types import DataError
 
 FORMS = (
-    "Data is one of: file.py:function; arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; digits; images:FOLDER or "
+    "Data is one of: file.py:function; arithmetic or arithmetic:LOW:HIGH; reasoning_gym:TASK; verifiers:NAME or "
+    "verifiers:NAME:key=value; digits; images:FOLDER or "
     "images:FOLDER:SIZE; photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN; "
     "lines:blur=0.5-2,noise=10-40; the path of a .jsonl, .parquet, .csv or .json file or of a data set folder; a hub "
     "name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts or dicts, a Hugging "
     "Face Dataset, or an object with take, state_dict and load_state_dict."
 )
 LINES = "lines:blur=0.5-2,noise=10-40. Options include count=4000, clean=no, set=1, height=24 and width=128"
-KINDS = ("arithmetic", "reasoning_gym", "digits", "images", "photos", "degrade", "pairs", "lines")
+KINDS = ("arithmetic", "reasoning_gym", "verifiers", "digits", "images", "photos", "degrade", "pairs", "lines")
 
 
 def is_function_name(data: str) -> bool:
@@ -99,6 +101,8 @@ def _open_generated(data: str, **options: Any) -> IndexedSource | None:
 
 def _rows_of(data: Any, prompt_column: str) -> tuple[list[Any], str]:
     """Rows of a file, a folder, a data set of the hub or a Python object, and their name in errors."""
+    if isinstance(data, str) and is_taskset(data):
+        return rows_of_taskset(data.removeprefix("verifiers:")), data
     if isinstance(data, str | os.PathLike):
         path = Path(data)
         if path.suffix == ".jsonl":  # read by us: errors name the line, and the extra "data" is not needed

@@ -1,0 +1,97 @@
+"""Environments of OpenEnv, behind a server: ``openenv:http://HOST:PORT``. A conversation is a session of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from gruppo.environments.episodes import SEEDS, ScoredEpisode, as_json, scored_by
+from gruppo.loading import check_unsealed, import_extra
+from gruppo.types import GruppoError
+
+FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?```", re.DOTALL)
+CONNECT_TIMEOUT_S = 10.0
+
+
+def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
+    """Factory of sessions with the server at ``url``, which has to answer now."""
+    name = f"openenv:{url}"
+    check_unsealed(name)
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise GruppoError(f"{name} names no server; it needs an address, as in openenv:http://127.0.0.1:8000.")
+    client = import_extra("openenv.core.generic_client", "openenv", name).GenericEnvClient
+    import httpx  # a requirement of openenv
+
+    try:
+        is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")  # not behind the proxy of the machine
+        answer = httpx.get(f"{url.rstrip('/')}/schema", timeout=CONNECT_TIMEOUT_S, trust_env=not is_local)
+        schema = answer.raise_for_status().json()["action"]
+    except httpx.TransportError as problem:
+        raise GruppoError(f"{name}: no answer ({problem}). Start its server, or correct the address.") from problem
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as problem:
+        raise GruppoError(f"{name} answers, but not as a server of OpenEnv ({problem!r:.200}).") from problem
+    make = partial(client, base_url=url, message_timeout_s=config.environment.timeout_s or 1e9)
+    return partial(scored_by(OpenEnv, config), make, schema)
+
+
+class OpenEnv(ScoredEpisode):
+    """One session. An answer is an action as JSON, or the value of the only field that an action needs."""
+
+    def __init__(self, make: Callable[[], Any], schema: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._schema, self._client = schema, make().sync()
+
+    def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
+        """Open the session. A column ``reset`` of the data has further arguments of the environment's own reset."""
+        self._client.connect()
+        observation = self._client.reset(**{"seed": seed % SEEDS, **(reset or {})}).observation
+        self._session = self._client.async_client._ws
+        fields = {name: value for name, value in self._schema["properties"].items() if name != "metadata"}
+        # appended to the prompt's last message
+        return f"\n\n{self._text(observation)}\n\nAnswer with an action, as JSON with the fields {as_json(fields)}."
+
+    def step(self, text: str) -> str | None:
+        try:
+            action = self._action(text)
+            result = self._client.step(action)
+        except ValueError as problem:
+            self.rewards.append(0.0)
+            return f"That is no action: {problem}."
+        except RuntimeError as problem:
+            if "VALIDATION_ERROR" not in str(problem):  # the policy's fault; anything else is the environment's
+                raise
+            self.rewards.append(0.0)
+            return "That is no action: its fields are not those of the schema."
+        if self._client.async_client._ws is not self._session:  # it reconnects by itself, to an episode of its own
+            raise ConnectionError("the connection to the server was lost, and the episode with it")
+        self.rewards.append(None if result.reward is None else float(result.reward))
+        return None if result.done else self._text(result.observation)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _action(self, text: str) -> dict[str, Any]:
+        """The action in an answer. As in verifiers, a text stands for the only field that is required."""
+        fenced = FENCED.search(text)
+        text = (fenced[1] if fenced else text).strip()
+        try:
+            action = json.loads(text)
+        except json.JSONDecodeError:
+            action = text
+        if isinstance(action, dict):
+            return action
+        required = self._schema.get("required", ())
+        if len(required) != 1:
+            raise ValueError("it needs a JSON object")
+        is_text = self._schema["properties"][required[0]].get("type") == "string"
+        return {required[0]: text if is_text else action}
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        """The fields of an observation that have a value; a single text as it is."""
+        fields = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
+        only = next(iter(fields.values())) if len(fields) == 1 else None
+        return only if isinstance(only, str) else as_json(fields)

@@ -1,0 +1,168 @@
+"""Environments of OpenEnv as conversations, with the package itself and a server of its own on loopback."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gruppo.environments.openenv import openenv_factory
+from gruppo.types import GruppoError
+
+openenv = pytest.importorskip("openenv")
+uvicorn = pytest.importorskip("uvicorn")
+
+NAMES = {"__ENV_TITLE_NAME__": "Echo", "__ENV_CLASS_NAME__": "Echo", "__ENV_NAME__": "openenv_echo"}
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory):
+    """The environment that ``openenv init`` writes: it repeats what it is told, and rewards its length."""
+    folder, template = tmp_path_factory.mktemp("init"), Path(openenv.__file__).parent / "cli/templates/openenv_env"
+    for file in template.rglob("*.py"):
+        place, text = str(file.relative_to(template)), file.read_text(encoding="utf-8")
+        for name, own in NAMES.items():
+            place, text = place.replace(name, own), text.replace(name, own)
+        (folder / "openenv_echo" / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "openenv_echo" / place).write_text(text, encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module("openenv_echo.server.openenv_echo_environment").EchoEnvironment
+    sys.path.remove(str(folder))
+
+
+@contextmanager
+def serving(environment, sessions=64):
+    """The address of a server of OpenEnv, and how many of its sessions are open."""
+    from fastapi import FastAPI
+    from openenv.core.env_server import HTTPEnvServer
+
+    models = importlib.import_module("openenv_echo.models")
+    app = FastAPI()
+    sides = HTTPEnvServer(environment, models.EchoAction, models.EchoObservation, max_concurrent_envs=sessions)
+    sides.register_routes(app)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}", sides
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def wait_for(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def opened(url, credit="outcome", timeout_s=30.0):
+    config = SimpleNamespace(objective=SimpleNamespace(credit=credit), environment=SimpleNamespace(timeout_s=timeout_s))
+    return openenv_factory(url, config)
+
+
+@pytest.fixture(scope="module")
+def server(echo):
+    with serving(echo) as (url, sides):
+        yield url, sides
+
+
+def test_an_answer_is_an_action_and_the_reward_that_of_the_server(server):
+    with closing(opened(server[0])()) as episode:
+        first = episode.reset(seed=0)
+        assert first.startswith('\n\n{"echoed_message": "Echo environment ready!", "message_length": 0}\n\nAnswer with')
+        assert '"message": {"description": "Message to echo back"' in first and "metadata" not in first
+        assert episode.step(" hello\n") == '{"echoed_message": "hello", "message_length": 5}'
+        assert episode.step('{"message": "ab"}') == '{"echoed_message": "ab", "message_length": 2}'
+        assert episode.step('So:\n```json\n{"message": "abc"}\n```') == '{"echoed_message": "abc", "message_length": 3}'
+        assert episode.step("12") == '{"echoed_message": "12", "message_length": 2}'
+        assert episode.rewards == pytest.approx([0.5, 0.2, 0.3, 0.2])
+        assert episode.get_reward() == pytest.approx(1.2)
+        assert "no action" in episode.step('{"massage": "ab"}')
+        assert episode.rewards[-1] == 0.0 and episode.step("a").startswith('{"echoed_message": "a"')
+
+
+def test_a_session_is_open_from_reset_to_close(server):
+    url, sides = server
+    episodes = [opened(url)() for _ in range(3)]
+    assert sides.active_sessions == 0
+    for episode in episodes:
+        episode.reset(seed=0)
+    assert sides.active_sessions == 3
+    for episode in episodes:
+        episode.close()
+    wait_for(lambda: sides.active_sessions == 0)
+    assert not any(thread.name.startswith("openenv-sync") for thread in threading.enumerate())
+
+
+def test_seed_and_column_reset_are_arguments_of_the_environments_reset(echo):
+    seen = []
+
+    class Seeded(echo):
+        def reset(self, seed=None, episode_id=None, level=0):
+            seen.append((seed, level))
+            return super().reset()
+
+    with serving(Seeded) as (url, _):
+        make = opened(url)
+        for columns in ({"seed": 2**40 + 3}, {"seed": 5, "reset": {"level": 2}}):
+            with closing(make()) as episode:
+                episode.reset(**columns)
+    assert seen == [(3, 0), (5, 2)]
+
+
+def test_what_the_environment_raises_is_an_error_and_what_it_does_not_reward_is_unscored(echo):
+    class Broken(echo):
+        def step(self, action):
+            if action.message == "crash":
+                raise KeyError("the level has no door")
+            return super().step(action).model_copy(update={"reward": None, "done": action.message == "end"})
+
+    with serving(Broken) as (url, _):
+        with closing(opened(url)()) as episode:
+            episode.reset(seed=0)
+            with pytest.raises(RuntimeError, match="no door"):
+                episode.step("crash")
+        with closing(opened(url)()) as episode:
+            episode.reset(seed=0)
+            assert episode.step("a") is not None and episode.step("end") is None
+            assert episode.rewards == [None, None] and episode.get_reward() is None
+        with closing(opened(url, credit="position")()) as episode:
+            episode.reset(seed=0)
+            episode.step("a")
+            assert episode.get_turn_rewards() == []
+
+
+def test_a_server_that_is_full_or_gone_or_started_again_is_an_error(echo):
+    with serving(echo, sessions=1) as (url, _):
+        make = opened(url)
+        with closing(make()) as first, closing(make()) as second:
+            first.reset(seed=0)
+            with pytest.raises(RuntimeError, match="capacity"):
+                second.reset(seed=0)
+            first._client.disconnect()  # as by a proxy: the client connects again, to an episode that nobody reset
+            with pytest.raises(ConnectionError, match="the episode with it"):
+                first.step("a")
+            assert first.rewards == []
+    with closing(make()) as late, pytest.raises(ConnectionError, match="Failed to connect"):
+        late.reset(seed=0)
+
+
+def test_an_address_without_a_server_of_openenv_is_one_line(server):
+    for url, said in {
+        "http://127.0.0.1:9": "no answer",
+        "127.0.0.1:8000": "as in openenv:http://127.0.0.1:8000",
+        f"{server[0]}/docs": "not as a server of OpenEnv",
+    }.items():
+        with pytest.raises(GruppoError) as error:
+            opened(url)
+        assert said in str(error.value) and "\n" not in str(error.value)

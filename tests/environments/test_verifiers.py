@@ -1,0 +1,213 @@
+"""Tasksets of verifiers as data and environments, with the package itself: version 0.4, or 0.1 with its rubrics."""
+
+from __future__ import annotations
+
+import re
+import socket
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+
+from gruppo.data.open import open_source
+from gruppo.environments.verifiers import EnvironmentLoop, verifiers_factory
+from gruppo.tasksets import has_rubrics
+from gruppo.types import GruppoError
+
+pytest.importorskip("verifiers")
+
+TRACES = """
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    answer: str
+
+
+class SumTask(vf.Task[Data]):
+    @vf.reward
+    async def correct(self, trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+    @vf.reward(weight=0.5)
+    async def short(self, trace) -> float:
+        if "crash" in trace.last_reply:
+            raise ValueError("boom")
+        return float(len(trace.last_reply) < 5)
+
+    @vf.stop
+    async def enough(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 4
+
+
+class Config(vf.TasksetConfig):
+    count: int = 4
+    asks: bool = False
+
+
+class Sums(vf.Taskset[SumTask, Config]):
+    def load(self):
+        for i in range(self.config.count):
+            data = Data(prompt=f"{i} + 1 = ?", system_prompt="Brief.", answer=str(i + 1))
+            yield SumTask(data, self.config.task)
+
+
+class SumsEnvConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class SumsEnv(vf.Env[SumsEnvConfig]):
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as talk:
+            segment = await talk.turn()
+            while self.taskset.config.asks and not segment.terminated and segment.last_reply != task.data.answer:
+                if "hang" in segment.last_reply:
+                    raise KeyError("the environment broke")
+                segment = await talk.turn("Wrong, again.")
+
+
+__all__ = ["Sums", "SumsEnv"]
+"""
+RUBRICS = '''
+import verifiers as vf
+from datasets import Dataset
+
+
+def look_up(word: str) -> str:
+    """Look up a word.
+
+    Args:
+        word: The word.
+    """
+    return word
+
+
+def last(completion):
+    return [message["content"] for message in completion if message["role"] == "assistant"][-1]
+
+
+def correct(completion, answer):
+    return float(answer in last(completion))
+
+
+async def short(completion):
+    if "crash" in last(completion):
+        raise ValueError("boom")
+    return float(len(last(completion)) < 5)
+
+
+class Game(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        text = messages[-1]["content"]
+        if "hang" in text:
+            raise KeyError("the environment broke")
+        if text == state["answer"]:
+            state["final_env_response"] = [{"role": "user", "content": "Right."}]
+            return []
+        return [{"role": "user", "content": "Wrong, again."}]
+
+
+def load_environment(count: int = 4, asks: bool = False, tools: bool = False):
+    data = Dataset.from_list([{"question": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(count)])
+    rubric = vf.Rubric(funcs=[correct, short], weights=[1.0, 0.5])
+    options = {"dataset": data, "rubric": rubric, "system_prompt": "Brief."}
+    if tools:
+        return vf.ToolEnv(tools=[look_up], max_turns=4, **options)
+    return Game(max_turns=4, **options) if asks else vf.SingleTurnEnv(**options)
+'''
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "gruppo_sums.py").write_text(RUBRICS if has_rubrics() else TRACES)
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def opened(spec):
+    config = SimpleNamespace(data=f"verifiers:{spec}", evaluation=SimpleNamespace(data=""))
+    source = open_source(f"verifiers:{spec}", seed=0, held_out_fraction=0.0)
+    prompts = sorted(source.all_prompts(), key=lambda prompt: prompt.meta["task_index"])
+    return verifiers_factory(spec, config), prompts
+
+
+def started(make, prompt):
+    conversation = make()
+    meta = prompt.meta
+    assert conversation.reset(meta["taskset"], meta["task_index"], prompt.inputs) is None
+    return closing(conversation)
+
+
+def test_tasks_are_prompts_with_their_answers_and_options_reach_the_taskset():
+    _, prompts = opened("gruppo_sums:count=3")
+    said = [{"role": "system", "content": "Brief."}, {"role": "user", "content": "2 + 1 = ?"}]
+    assert len(prompts) == 3 and prompts[2].inputs == said and prompts[2].target == "3"
+
+
+@pytest.mark.parametrize(("text", "score"), [("3", 1.5), ("the answer is 3", 1.0), ("4", 0.5), ("four, I think", 0.0)])
+def test_the_reward_is_the_score_of_the_task(text, score):
+    make, prompts = opened("gruppo_sums:count=3")
+    with started(make, prompts[2]) as conversation:
+        assert conversation.step(text) is None
+        assert conversation.get_reward() == score
+        assert {name: conversation.metrics[name] for name in ("correct", "short")} == {
+            "correct": float("3" in text),
+            "short": float(len(text) < 5),
+        }
+
+
+def test_a_conversation_is_over_where_the_environment_ends_it_or_its_own_limit_does():
+    make, prompts = opened("gruppo_sums:asks=true")
+    again = [{"role": "user", "content": "Wrong, again."}]
+    with started(make, prompts[1]) as conversation:
+        assert [conversation.step(text) for text in ("7", "8", "2")] == [again, again, None]
+        assert conversation.get_reward() == 1.5
+    with started(make, prompts[1]) as conversation:
+        assert [conversation.step(text) for text in ("7", "8", "9", "10")] == [again, again, again, None]
+        assert conversation.get_reward() == 0.5
+
+
+def test_a_limit_of_the_policy_ends_the_environment_which_scores_what_there_is():
+    make, prompts = opened("gruppo_sums:asks=true")
+    with started(make, prompts[1]) as conversation:
+        assert conversation.step("7") is not None
+        assert conversation.get_reward() == 0.5
+
+
+def test_an_exception_of_a_reward_or_an_environment_is_no_score():
+    make, prompts = opened("gruppo_sums:asks=true")
+    with started(make, prompts[1]) as conversation, pytest.raises(Exception, match="environment broke"):
+        conversation.step("hang")
+    make, prompts = opened("gruppo_sums")
+    with started(make, prompts[1]) as conversation, pytest.raises(Exception, match="boom"):
+        conversation.step("2, or crash")
+        conversation.get_reward()
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("gruppo_no_such_package", "gruppo_no_such_package"),
+        ("json", "json"),
+        ("gruppo_sums:count=many", "many|integer"),
+        ("gruppo_sums:count", "verifiers:NAME:key=value"),
+        pytest.param("gruppo_sums:tools=true", "tools", id="tools"),
+    ],
+)
+def test_what_is_no_taskset_is_one_line(spec, said):
+    with pytest.raises(GruppoError) as error:
+        opened(spec)
+    assert re.search(said, str(error.value)) and "\n" not in str(error.value).strip()
+
+
+def test_closing_stops_the_servers_of_the_environment():
+    make, prompts = opened("gruppo_sums:count=2")
+    with started(make, prompts[0]) as conversation:
+        conversation.step("1")
+    loop = EnvironmentLoop.of("gruppo_sums:count=2")
+    server = None if has_rubrics() else loop.env._interception
+    loop.close()
+    assert not loop.thread.is_alive()
+    if server is not None:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((server.host, server.port), timeout=5)
