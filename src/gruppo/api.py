@@ -29,6 +29,7 @@ from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.sections import sections
 from gruppo.config.stages import SCHEDULED, stage_path
 from gruppo.distributed import sharding
+from gruppo.environments import is_class
 from gruppo.loading import RunDuringImport, code_digest, command_name, is_importing
 from gruppo.protocols import Policy
 from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
@@ -82,8 +83,9 @@ class Trainer:
     ``config``: a ``Config``, or what ``gruppo train`` takes: a recipe's name, a config file, the folder of a run, or
     ``file.py:function``. ``model``: a hub id, a folder, a bundled name, ``file.py:function``, or a policy. ``data``: a
     name, a path, a list of dicts or strings, a Hugging Face data set, or a prompt source. ``reward``: a function in
-    TRL's calling convention, a name, or a list of them. ``environment``: a function, or its name, that replies to the
-    policy, so that it speaks again. ``engine``: an engine that samples, or the name of a function that makes one.
+    TRL's calling convention, a name, or a list of them. ``environment``: what replies to the policy, so that it speaks
+    again, or its name: a function, or a class with ``reset`` whose methods are tools. ``tools``: functions that the
+    policy may call, or their names. ``engine``: an engine that samples, or the name of a function that makes one.
     ``validation``: data to evaluate on, like ``data``; by default a part of it is held out. ``callbacks``: objects
     like ``gruppo.Callback``. ``track``: names of trackers, classes, or objects with ``log``, ``log_samples`` and
     ``close``. ``changes`` are further fields of ``Config``, dotted ones with two underscores:
@@ -103,6 +105,7 @@ class Trainer:
         data: Any = None,
         reward: Any = None,
         environment: Any = None,
+        tools: Any = None,
         engine: Any = None,
         validation: Any = None,
         steps: int | None = None,
@@ -123,7 +126,7 @@ class Trainer:
         recipe = recipe_config(str(config)) if isinstance(config, str | Path) else config or Config()
         # a file does not turn on remote code: the caller does
         config = recipe if file is None else replace(recipe, trust_remote_code=False)
-        parts = Parts.of(model, data, reward, environment, engine, validation)
+        parts = Parts.of(model, data, reward, environment, tools, engine, validation)
         changes = changes if steps is None else {"steps": steps, **changes}
         changes = changes if engine is None else {"engine": name_of(engine), **changes}
         try:
@@ -136,7 +139,11 @@ class Trainer:
                 track=config.track if track is None else tuple(n for n in map(name_of, track) if n != IN_MEMORY),
             )
             if environment is not None:
-                config = replace(config, environment=replace(config.environment, reply=name_of(environment)))
+                is_named = isinstance(parts.environment, str) or is_class(parts.environment)
+                entry: dict[str, Any] = {"kind" if is_named else "reply": name_of(environment)}
+                config = replace(config, environment=replace(config.environment, **entry))
+            if tools is not None:
+                config = replace(config, environment=replace(config.environment, tools=tuple(map(name_of, tools))))
             if validation is not None:
                 config = replace(config, evaluation=replace(config.evaluation, data=name_of(validation)))
             if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
@@ -161,12 +168,13 @@ class Trainer:
         data: Any = None,
         reward: Any = None,
         environment: Any = None,
+        tools: Any = None,
         engine: Any = None,
         validation: Any = None,
         **options: Any,
     ) -> Trainer:
         """Open a stopped or killed run; see ``gruppo.resume``."""
-        return cls.open(path, Parts.of(model, data, reward, environment, engine, validation), **options)
+        return cls.open(path, Parts.of(model, data, reward, environment, tools, engine, validation), **options)
 
     @classmethod
     def open(cls, source: Config | str | Path, parts: Parts | None = None, **options: Any) -> Trainer:
@@ -454,6 +462,7 @@ def train(
     data: Any = None,
     reward: Any = None,
     environment: Any = None,
+    tools: Any = None,
     engine: Any = None,
     validation: Any = None,
     steps: int | None = None,
@@ -473,6 +482,7 @@ def train(
     """
     parts = {"model": model, "data": data, "reward": reward, "environment": environment, "engine": engine}
     options: dict[str, Any] = {
+        "tools": tools,
         "validation": validation,
         "steps": steps,
         "callbacks": callbacks,
@@ -492,6 +502,7 @@ def resume(
     data: Any = None,
     reward: Any = None,
     environment: Any = None,
+    tools: Any = None,
     engine: Any = None,
     validation: Any = None,
     callbacks: Sequence[Any] = (),
@@ -509,7 +520,7 @@ def resume(
     ``allow_changes``. ``trust_run``: import the code that the folder names, though you did not create it;
     ``trust_remote_code``: run code of its model's repository.
     """
-    parts = Parts.of(model, data, reward, environment, engine, validation)
+    parts = Parts.of(model, data, reward, environment, tools, engine, validation)
     trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
     options = {"callbacks": callbacks, "track": track, "allow_changes": allow_changes, "show": show, **trusts}
     with logged() if show else nullcontext():
@@ -620,7 +631,7 @@ def check_equal_ranks(config: Config) -> None:
             entries += [(f"{name}.{key}", entry) for key, entry in value.items()]
         else:
             own[flag(name)] = value
-    functions = (config.model, *config.reward, config.environment.reply, config.engine.kind)
+    functions = (config.model, *config.reward, *config.environment.names, config.engine.kind)
     own |= {f"the code of {name}": code_digest(name) for name in functions}
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     own["gruppo's code"] = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()

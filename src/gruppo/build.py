@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from gruppo.data.restoration import WithReference
 from gruppo.data.source import Curriculum, IndexedSource, prompt_key
 from gruppo.distributed import sharding
 from gruppo.engines import LocalEngine
-from gruppo.environments import PROVIDED, ConversationEngine, Environment
+from gruppo.environments import ConversationEngine, Environment, EnvironmentClass, is_adapter, is_class, open_adapter
 from gruppo.loading import absolute_path, absolute_spec, load_object, split_names
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.critic import SharedCritic
@@ -58,14 +58,15 @@ class Parts:
     model: Policy | None = None
     data: Any = None
     rewards: Sequence[Callable[..., Any]] | None = None
-    environment: Callable[..., Any] | None = None
+    environment: Any = None
+    tools: Sequence[Callable[..., Any]] | None = None
     engine: Engine | None = None
     validation: Any = None
 
     @property
     def names(self) -> list[str]:
         """Parts that are names."""
-        parts = (self.data, self.environment, self.engine, self.validation, *(self.rewards or ()))
+        parts = (self.data, self.environment, self.engine, self.validation, *(self.rewards or ()), *(self.tools or ()))
         return [part for part in parts if isinstance(part, str)]
 
     @classmethod
@@ -75,6 +76,7 @@ class Parts:
         data: Any = None,
         reward: Any = None,
         environment: Any = None,
+        tools: Any = None,
         engine: Any = None,
         validation: Any = None,
     ) -> Parts:
@@ -85,17 +87,22 @@ class Parts:
                 module with gruppo.from_module, one that denoises with gruppo.DenoiserPolicy, one that restores images
                 with gruppo.RestorationPolicy.""")
         rewards = None if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
-        if environment is not None and not callable(environment) and not isinstance(environment, str | os.PathLike):
+        kinds = (str, os.PathLike, Mapping, EnvironmentClass)
+        if environment is not None and not callable(environment) and not isinstance(environment, kinds):
             raise GruppoError(f"""environment is {environment!r:.80} ({type(environment).__name__}); it needs to be a
-                function such as def reply(text, state) that returns what is said next or None, or a name,
-                file.py:function.""")
-        if isinstance(environment, str | os.PathLike):
+                class with reset, a function such as def reply(text, state) that returns what is said next or None, or
+                a name, file.py:Class or file.py:function.""")
+        if isinstance(environment, str | os.PathLike) and not is_adapter(os.fspath(environment)):
             environment = load_object(os.fspath(environment))
+        if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
+            raise GruppoError(f"""tools is {tools!r:.80} ({type(tools).__name__}); it needs to be a list of functions,
+                or of their names, file.py:function.""")
         return cls(
             model if isinstance(model, Policy) else None,
             data,
             rewards,
             environment,
+            tools,
             None if isinstance(engine, str | os.PathLike) else engine,
             validation,
         )
@@ -107,7 +114,8 @@ def missing_parts(config: Config, parts: Parts) -> list[str]:
         "model": config.model == IN_MEMORY and parts.model is None,
         "data": config.data == IN_MEMORY and parts.data is None,
         "reward": IN_MEMORY in config.reward and parts.rewards is None,
-        "environment": config.environment.reply == IN_MEMORY and parts.environment is None,
+        "environment": IN_MEMORY in (config.environment.kind, config.environment.reply) and parts.environment is None,
+        "tools": IN_MEMORY in config.environment.tools and parts.tools is None,
         "engine": config.engine.kind == IN_MEMORY and parts.engine is None,
         "validation": config.evaluation.data == IN_MEMORY and parts.validation is None,
     }
@@ -118,7 +126,8 @@ def validate(config: Config, parts: Parts) -> None:
     """Refuse options that contradict each other, and a config whose Python objects are not given; nothing is loaded."""
     checks.check(config, find_modality(config.model) if parts.model is None else parts.model.modality)
     if missing := missing_parts(config, parts):
-        named = {"environment": "--environment.reply", "validation": "--evaluation.data"}
+        reply = "--environment.reply" if config.environment.reply else "--environment"
+        named = {"environment": reply, "tools": "--environment.tools", "validation": "--evaluation.data"}
         options = [named.get(name, f"--{name}") for name in missing]
         raise GruppoError(f"""the {" and ".join(missing)} of this config came from Python objects, which a file does not
             hold. Set {" and ".join(options)}.""")
@@ -151,7 +160,12 @@ def with_absolute_paths(config: Config) -> Config:
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute_path(config.lora.adapter)),
         track=tuple(map(absolute_spec, config.track)),
-        environment=replace(config.environment, reply=absolute_spec(config.environment.reply)),
+        environment=replace(
+            config.environment,
+            kind=absolute_spec(config.environment.kind),
+            tools=tuple(map(absolute_spec, config.environment.tools)),
+            reply=absolute_spec(config.environment.reply),
+        ),
         engine=replace(
             config.engine,
             kind=absolute_spec(config.engine.kind),
@@ -199,6 +213,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         modality = policy.modality
         checks.check(config, modality)
     config = place(policy, config)
+    policy.prepare_conversations(None if environment is None else environment.tools)
     # what the policy cannot be trained with is refused before a reference or a critic takes memory
     sampling = modality.sampling(config, policy)
     modality.check(config, policy, sampling, source, rewards)
@@ -227,7 +242,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     run = Run(
         config=config,
         policy=policy,
-        engine=engine if environment is None else ConversationEngine(engine, environment),
+        engine=engine if environment is None else ConversationEngine(engine, environment, policy.check_prompt),
         source=source,
         validation=validation,
         rewards=rewards,
@@ -272,7 +287,7 @@ def warn_of_overlap(run: Run) -> None:
 
 def check_capabilities(config: Config, policy: Policy) -> None:
     """Refuse options that need a capability which the policy does not declare."""
-    needs = {"conversations": "--environment.reply"} if config.environment.reply else {}
+    needs = {"conversations": "--environment"} if config.environment.names else {}
     if config.objective.has_critic:
         needs[f"{config.critic.kind}_critic"] = f"--critic.kind {config.critic.kind}"
     if config.engine.kind == "vllm":
@@ -451,18 +466,12 @@ def open_rewards(
 ) -> tuple[RewardSet, Environment | None]:
     """Open the rewards, and the environment that replies to the policy, if any; check the columns that they read."""
     targets = {"answer", "target", "solution", "label", config.prompts.target_column}
-    chosen, environment = config.environment, None
-    if chosen.reply:
-        environment = Environment(
-            load_object(chosen.reply) if parts.environment is None else parts.environment,
-            turns=chosen.turns,
-            max_reply_tokens=chosen.max_reply_tokens,
-            timeout_s=chosen.timeout_s,
-        )
+    environment = open_environment(config, parts)
+    weights, own = config.scoring.weights, {} if environment is None else environment.rewards
     processes = RewardProcesses(config.seed) if config.scoring.isolate and CAN_ISOLATE else None
     rewards = RewardSet(
-        [resolve_reward(reward, processes) for reward in parts.rewards or config.reward],
-        config.scoring.weights,
+        [*(resolve_reward(reward, processes) for reward in parts.rewards or config.reward), *own.values()],
+        weights if weights is None else [*weights, *(1.0 for _ in own)],
         config.scoring.timeout_s,
         may_be_empty=not learns_from_samples(config),
     )
@@ -472,23 +481,49 @@ def open_rewards(
         # the data's columns, and the target as answer and target
         columns = {*source.columns} | ({"answer", "target"} if targets & {*source.columns} else set())
         if environment is not None:
-            if taken := sorted({*source.columns} & {*PROVIDED} - {"prompt", config.prompts.column}):
+            if taken := sorted({*source.columns} & environment.shadowed - {config.prompts.column}):
                 raise DataError(f"""{source.name} has a column {taken[0]!r}, and an environment is given something else
                     by that name. Rename the column.""")
-            environment.check(columns - {"state"})
-            columns |= {"state"}
+            environment.check(columns)
+            columns |= {"state"} | ({"environments"} if environment.classes else set())
         columns |= {"reference"} if modality.rewards_read_reference else set()
         columns |= {"images"} if modality.rewards_read_images else set()
         rewards.check(columns)
-    if environment is not None and rewards.step_names:
-        raise GruppoError(f"""reward {rewards.step_names[0]!r} scores the steps of one answer, and with an environment a
-            row has several. Leave it or --environment.reply out.""")
+    of_steps = [name for name in rewards.step_names if name not in rewards.turn_names]
+    if environment is not None and of_steps:
+        raise GruppoError(f"""reward {of_steps[0]!r} scores the steps of one answer, and with an environment a row has
+            several. Leave it or the environment out, or score turns with gruppo.rewards.turn_reward.""")
+    if environment is None and rewards.turn_names:
+        raise GruppoError(f"""reward {rewards.turn_names[0]!r} scores turns, and without an environment a row has one.
+            Set --environment or --environment.reply.""")
+    if environment is not None and environment.classes:
+        rewards.set_view(environment.view)
     by = config.rollout.refill_by
     if by and by not in rewards.names:
         raise GruppoError(f"""rollout.refill_by={by!r} is none of this run's rewards, {", ".join(rewards.names)}. Set
             --rollout.refill-by to one of them, or leave it out for their sum.""")
     config.objective.check_rewards(of_steps=rewards.has_step_rewards, of_rows=rewards.has_outcome_rewards)
     return rewards, environment
+
+
+def open_environment(config: Config, parts: Parts) -> Environment | None:
+    """Open the environment of a run: tools, a function that replies, or a class."""
+    chosen = config.environment
+    if not chosen.names:
+        return None
+    fn, name = parts.environment, chosen.kind or chosen.reply
+    if name and (fn is None or isinstance(fn, str)):
+        fn = open_adapter(name) if is_adapter(name) else load_object(name)
+    if chosen.kind and not is_class(fn):
+        fn = EnvironmentClass(fn)
+    tools = parts.tools if parts.tools is not None else chosen.tools
+    return Environment(
+        fn,
+        tools=[load_object(tool) if isinstance(tool, str) else tool for tool in tools],
+        turns=chosen.turns,
+        max_reply_tokens=chosen.max_reply_tokens,
+        timeout_s=chosen.timeout_s,
+    )
 
 
 def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.AdamW:

@@ -181,6 +181,12 @@ class Policy:
 
     # --- sampling ---
 
+    def prepare_conversations(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Get ready for an environment with these tools (JSON schemas), which every prompt names; None without one."""
+        if tools:
+            raise GruppoError(f"""{type(self).__name__} does not write tools into prompts. Leave the tools out, or
+                define prepare_conversations.""")
+
     def check_prompt(self, prompt: Prompt, sampling: Any) -> str | None:
         """Return why this prompt cannot be sampled from, with what to do; None if it can."""
         return None

@@ -71,7 +71,7 @@ def _described(function: Any) -> dict[str, Any]:
         return {"is_here": True, "source": source}  # the error is raised there
     if inspect.isclass(function) or isinstance(getattr(function, "name", None), str):
         return {"is_here": True, "source": source}
-    names = ("timeout_s", "step_separator", "memory_bytes")
+    names = ("timeout_s", "step_separator", "scores_turns", "memory_bytes")
     return {
         "source": source,
         "name": function_name(function),

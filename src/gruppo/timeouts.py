@@ -41,7 +41,7 @@ class CallError(Exception):
 
     @classmethod
     def from_exception(cls, error: BaseException) -> CallError:
-        return cls("exception", describe_error(error), (type(error), str(error)))
+        return cls("exception", describe_error(error), (type(error), error_message(error)))
 
 
 @dataclass(eq=False)
@@ -178,13 +178,21 @@ def abandoned_count() -> int:
     return len(_abandoned)
 
 
+def error_message(error: BaseException | None) -> str:
+    """What an exception says; "" for one that cannot say it."""
+    try:
+        return str(error).strip()
+    except Exception:
+        return ""
+
+
 def describe_error(error: BaseException) -> str:
     """One line: the error, and the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text, hint = str(error).strip().splitlines(), ""
+    text, hint = error_message(error).splitlines(), ""
     # math-verify raises an error of its own from Python's
-    if any("signal only works in main thread" in str(cause) for cause in (error, error.__cause__)):
+    if any("signal only works in main thread" in error_message(cause) for cause in (error, error.__cause__)):
         hint = (
             "; it sets a signal, which needs a main thread: give the function as file.py:name, with --scoring.isolate, "
             "or set --scoring.timeout-s None"

@@ -142,6 +142,11 @@ class Rollouts:
         first = torch.tensor(list(places.values()), dtype=torch.long)
         groups = {key: group for group, key in enumerate(places)}
         group_of = torch.tensor([groups[key] for key in keys], dtype=torch.long).split([len(p.prompts) for p in parts])
+        shared = {name: _join([part.shared[name] for part in parts]) for name in parts[0].shared}
+        for place, key in enumerate(keys if "prompt_ids" in shared else ()):
+            if not torch.equal(shared["prompt_ids"][place], shared["prompt_ids"][places[key]]):
+                raise DataError(f"""samples of prompt {key[0]!r} have different prompts, and cannot be joined to one
+                    group. Let reset(seed) of its environment return the same for the same seed and columns.""")
         columns = max(part.actions.shape[1] for part in parts)
         fields: dict[str, Any] = {}
         for name in _ROW_FIELDS:
@@ -153,7 +158,7 @@ class Rollouts:
         return Rollouts(
             prompts=_pick(prompts, first),
             group_ids=torch.cat([ids[part.group_ids] for ids, part in zip(group_of, parts, strict=True)]),
-            shared={name: _pick(_join([part.shared[name] for part in parts]), first) for name in parts[0].shared},
+            shared={name: _pick(values, first) for name, values in shared.items()},
             per_row={name: _join([part.per_row[name] for part in parts]) for name in parts[0].per_row},
             **fields,
         )

@@ -148,7 +148,7 @@ def test_ids_that_their_text_would_not_give_are_sent_and_kept_as_they_are(engine
 def test_conversations_go_on_where_they_were(engine, policy, servers):
     """Each turn continues the ids of the row, with random numbers of its own."""
     environment = Environment(lambda text, turn, **_: None if turn == 3 else "go on.", turns=3)
-    rollouts = ConversationEngine(engine, environment).generate(
+    rollouts = ConversationEngine(engine, environment, policy.check_prompt).generate(
         requests(2, 2), Sampling(max_actions=12, stop=("1",)), seed=0
     )
     assert int(rollouts.per_row["turns"].max()) > 1
@@ -160,7 +160,7 @@ def test_conversations_go_on_where_they_were(engine, policy, servers):
 def test_a_conversation_ends_where_the_context_of_a_server_does(engine):
     engine.context = 24
     environment = Environment(lambda **_: "go on.", turns=8)
-    rollouts = ConversationEngine(engine, environment).generate(
+    rollouts = ConversationEngine(engine, environment, policy.check_prompt).generate(
         requests(2, 2), Sampling(max_actions=64, stop=("1", "2", "3", "4", "5", "6")), seed=0
     )
     prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]

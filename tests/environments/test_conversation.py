@@ -456,7 +456,7 @@ def test_a_role_that_the_template_refuses_costs_its_row():
 
 def test_an_engine_that_converses_keeps_the_contract_of_engines():
     policy = tiny_policy()
-    engine = ConversationEngine(LocalEngine(policy, version=3), Environment(echo))
+    engine = ConversationEngine(LocalEngine(policy, version=3), Environment(echo), policy.check_prompt)
     rollouts = engine.generate(talks(), SAMPLING, seed=1)
     assert rollouts.completions == conversed(policy, talks()).completions
     assert torch.equal(rollouts.policy_version, rollouts.mask * 3)

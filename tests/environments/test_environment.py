@@ -10,7 +10,8 @@ import time
 import pytest
 
 from gruppo.environments import Environment
-from gruppo.environments.environment import MAX_LATE_REPLIES, ReplyRequest
+from gruppo.environments.classes import Episode
+from gruppo.environments.environment import MAX_LATE_REPLIES
 from gruppo.timeouts import CallError
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -24,7 +25,8 @@ def request(text="7", inputs=HELLO, completion=None, **changes):
         else completion
     )
     prompt = Prompt("p", inputs, target="12", meta={"level": 3})
-    return ReplyRequest(prompt, completion, text, **({"turn": 1, "seed": 5} | changes))
+    options = {"turn": 1, "seed": 5} | changes
+    return Episode(prompt, group_seed=0, inputs=inputs, completion=completion, text=text, **options)
 
 
 def reply_to(fn, *several, **changes):
@@ -51,7 +53,7 @@ def test_it_is_given_what_its_signature_asks_for_and_nothing_else():
 
 def test_columns_win_over_the_names_of_the_target():
     prompt = Prompt("p", "?", target="1", meta={"answer": "2"})
-    one = ReplyRequest(prompt, "7", "7", 1, 0)
+    one = Episode(prompt, 0, 0, "?", completion="7", text="7", turn=1)
     assert reply_to(lambda answer, target: f"{answer} {target}", one) == ["2 1"]
 
 
@@ -241,7 +243,7 @@ def test_what_a_function_changes_is_its_own_copy():
 
     prompt = Prompt("p", [dict(HELLO[0])], target="1", meta={"level": 1, "rows": ["a"]})
     completion = [{"role": "assistant", "content": "7"}]
-    assert reply_to(reply, ReplyRequest(prompt, completion, "7", 1, 0)) == [None]
+    assert reply_to(reply, Episode(prompt, 0, 0, prompt.inputs, completion, "7", 1)) == [None]
     assert (prompt.inputs, prompt.meta["rows"], len(completion)) == ([HELLO[0]], ["a"], 1)
 
 
@@ -272,7 +274,7 @@ def test_columns_that_are_not_there_are_refused_with_the_nearest():
     ("fn", "why"),
     [
         (3, r"the environment is 3 \(int\), not a function"),
-        (dict, r"the environment is .*For a class, give an instance"),
+        (dict, "environment 'dict' has no method reset"),
         (Environment(lambda: None), r"the environment is .*not a function"),
         (max, "environment 'max' has no readable signature"),
         (eval("lambda x, /: x"), "takes 'x' by position only"),

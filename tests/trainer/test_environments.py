@@ -163,7 +163,7 @@ def test_functions_may_be_given_in_python(tmp_path):
         api.start(done.folder)
     named = train(model=tiny.model(), data=rows, reward=tiny.digits, environment=f"{HERE}:reply", **common)
     assert serialization.load(named.folder / "config.json").environment.reply == f"{HERE}:reply"
-    with pytest.raises(GruppoError, match=r"environment is 3 \(int\); it needs to be a function"):
+    with pytest.raises(GruppoError, match=r"environment is 3 \(int\); it needs to be a class with reset, a function"):
         train(model=tiny.model(), data=rows, reward=tiny.digits, environment=3, **common)
 
 
@@ -249,7 +249,7 @@ def test_explain_says_who_replies_and_shows_a_conversation(tmp_path):
         ({"environment__turns": 0}, r"environment.turns=0 is out of range.*--environment.turns"),
         ({"environment__max_reply_tokens": 0}, "environment.max_reply_tokens=0 is out of range"),
         ({"environment__timeout_s": 0.0}, r"timeout_s=0.0 is out of range.*--environment.timeout-s 60"),
-        ({"environment__reply": ""}, "without a function that replies. Set --environment.reply"),
+        ({"environment__reply": ""}, "set without an environment. Set --environment file.py:Class"),
         ({"model": "unet", "data": "digits"}, "replies to texts, but 'unet' is an image model"),
     ],
 )

@@ -23,7 +23,8 @@ EXPERT = re.compile(
     r"tau_pos|tau_neg|kl_gradient|kl_mask|correction_level|correction_low|correction_high|clip_unit|combine|whiten)|"
     r"stage\.(name|steps|until|cons_coef|difficulty|weight_decay)|reference\.watch_prompts|evaluation\.along_steps|"
     r"prompts\.(difficulty_column|special_tokens)|environment\.(max_reply_tokens|timeout_s)|distributed\..*|"
-    r"back_off\.drop|lora\.adapter|engine\.(timeout_s|max_inflight|max_mismatch|replay|transfer|colocated)|saving\.ledger_gb"
+    r"back_off\.(drop|lr_factor)|lora\.adapter|saving\.(ledger_gb|completions_gb)|"
+    r"engine\.(timeout_s|max_inflight|max_mismatch|replay|transfer|colocated|publish_dir)"
 )
 """Options that only ``--help-all`` lists, unless a recipe sets them."""
 OF_CRITICS = re.compile(r"critic\..*|objective\.(gamma|lam|value_clip)|stage\.value_coef")

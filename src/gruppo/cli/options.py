@@ -50,7 +50,7 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
     them, change single values. ``--stage.x`` together with ``--stages`` changes what the stages are made from.
     """
     # as in a config file, where engine = "vllm" sets the kind
-    words = [re.sub(r"^--engine(?=$|=)", "--engine.kind", arg) for arg in args if arg not in HELP_FLAGS]
+    words = [re.sub(r"^--(engine|environment)(?=$|=)", r"--\1.kind", arg) for arg in args if arg not in HELP_FLAGS]
     values, stray = _split(words, options(config))
     if stray:
         raise GruppoError(f"not understood: {' '.join(stray)}. gruppo {command} --help lists the options.")

@@ -43,7 +43,7 @@ def _required(config: Config) -> Rules:
         not config.data
         and "no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set "
         "--data.",
-        (not config.reward and learns_from_samples(config))
+        (not config.reward and not config.environment.kind and learns_from_samples(config))
         and "no reward was given; it needs a built-in name or file.py:function. Set --reward.",
         (config.stages and config.stage != Stage())
         and "both stage and stages were set; with several stages, each has its own settings. Set "
@@ -182,9 +182,12 @@ def _section_rules(config: Config) -> Rules:
         ("back_off" in is_set and not back_off.metric)
         and "back_off was set without a metric. Set --back-off.metric eval/reward_mean, or leave the --back-off "
         "options out.",
-        ("environment" in is_set and not config.environment.reply)
-        and "environment options were set without a function that replies. Set --environment.reply file.py:function, "
-        "or leave the --environment options out.",
+        ("environment" in is_set and not config.environment.names)
+        and "environment options were set without an environment. Set --environment file.py:Class, --environment.tools "
+        "or --environment.reply file.py:function, or leave the --environment options out.",
+        (config.environment.kind and config.environment.reply)
+        and f"environment.reply={config.environment.reply!r} replies to the policy, and so does step of "
+        f"environment.kind={config.environment.kind!r}. Leave one of the two out.",
         (config.engine.kind == "vllm" and not any(config.engine.urls))
         and "--engine vllm was given no server. Start one with gruppo serve MODEL, and set --engine.urls "
         "http://127.0.0.1:8000.",

@@ -262,6 +262,16 @@ class ScoringConfig:
 class EnvironmentConfig:
     """Environment of multi-turn conversations."""
 
+    kind: str = ""
+    """Class of environments, as file.py:Class; default: none.
+
+    It has reset; its other methods are tools. --environment NAME is short for it.
+    """
+    tools: tuple[str, ...] = ()
+    """Functions that the policy may call, as file.py:function; default: none.
+
+    Each needs type hints and a docstring. See docs/guides/conversations.md.
+    """
     reply: str = ""
     """Function that replies, as file.py:function; default: one turn per prompt.
 
@@ -273,10 +283,15 @@ class EnvironmentConfig:
     max_reply_tokens: Positive = 256
     """Maximum length of a reply, in tokens; longer ones are truncated."""
     timeout_s: Timeout = 60.0
-    """Seconds after which a reply counts as failed; None disables.
+    """Seconds after which a reply or a call of a tool counts as failed; None disables.
 
     Conversations without a reply are not trained on.
     """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its functions and classes; empty without an environment."""
+        return tuple(filter(None, (self.kind, *self.tools, self.reply)))
 
 
 @dataclass(frozen=True)

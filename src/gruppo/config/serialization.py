@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.config.options import convert, describe_type, fields_of, nested_type
-from gruppo.config.schema import Config, CriticConfig, EngineConfig
+from gruppo.config.schema import Config, CriticConfig, EngineConfig, EnvironmentConfig
 from gruppo.config.sections import section_name, sections
 from gruppo.core.objective import PRESETS, Objective
 from gruppo.integrity import parse_json
@@ -87,8 +87,8 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
             value = _plain(preset(value)) if isinstance(value, str) else value
             if "critic" not in changes and not (isinstance(value, Mapping) and value.get("baseline") == "critic"):
                 data["critic"] = _plain(CriticConfig())
-        elif name == "engine" and isinstance(value, str):
-            value = {**data["engine"], "kind": value}
+        elif name in ("engine", "environment") and isinstance(value, str):
+            value = {**data[name], "kind": value}
         elif name == "modality" and changes[name] is not None:
             leaf = section_name(changes[name])
         section[leaf] = value
@@ -135,8 +135,8 @@ def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
         is_list = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
         if hint is Objective and isinstance(value, str):
             values[name] = preset(value)
-        elif hint is EngineConfig and isinstance(value, str):
-            values[name] = EngineConfig(value)
+        elif hint in (EngineConfig, EnvironmentConfig) and isinstance(value, str):
+            values[name] = hint(value)
         elif dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
             values[name] = _build(hint, value, f"{entry}.")
         elif inner is not None and is_list:

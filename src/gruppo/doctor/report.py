@@ -153,7 +153,7 @@ def suggestion(report: Report) -> Text:
     if change is None:
         return Text()
     config, advice = report.run.config, "\nTry one change at a time"
-    if IN_MEMORY not in (config.model, config.data, *config.reward, config.environment.reply):
+    if IN_MEMORY not in (config.model, config.data, *config.reward, *config.environment.names):
         path = shlex.quote(str(report.run.folder / "config.json"))
         return Text(f"{advice}: {command_name()} train {path} {' '.join(map(shlex.quote, str(change).split()))}")
     # The run was started from Python, with objects that the command line cannot name.

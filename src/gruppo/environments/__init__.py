@@ -1,6 +1,20 @@
-"""Environments: functions that reply to the policy, in conversations of several turns."""
+"""Environments: tools, functions that reply, and objects of a class, in conversations of several turns."""
 
+from gruppo.environments.classes import ADAPTERS, EnvironmentClass, is_adapter, is_class, open_adapter
 from gruppo.environments.conversation import ConversationEngine, completion_lengths, converse, environment_failures
-from gruppo.environments.environment import PROVIDED, Environment
+from gruppo.environments.environment import Environment
+from gruppo.environments.tools import COUNTS
 
-__all__ = ["PROVIDED", "ConversationEngine", "Environment", "completion_lengths", "converse", "environment_failures"]
+__all__ = [
+    "ADAPTERS",
+    "COUNTS",
+    "ConversationEngine",
+    "Environment",
+    "EnvironmentClass",
+    "completion_lengths",
+    "converse",
+    "environment_failures",
+    "is_adapter",
+    "is_class",
+    "open_adapter",
+]

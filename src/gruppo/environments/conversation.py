@@ -10,10 +10,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from gruppo.environments.environment import Environment, ReplyRequest
+from gruppo.environments.classes import Episode
+from gruppo.environments.environment import Environment
+from gruppo.environments.tools import COUNTS
 from gruppo.seeds import seed_at
 from gruppo.timeouts import CallError
-from gruppo.types import Finish, Request, Rollouts
+from gruppo.types import DataError, Finish, Prompt, Request, Rollouts
 
 
 def converse(
@@ -24,46 +26,100 @@ def converse(
     sampling: Any,
     *,
     seed: int,
+    check_prompt: Callable[[Prompt, Any], str | None] = lambda prompt, sampling: None,
 ) -> Rollouts:
     """Sample rollouts of several turns, in the order of the requests.
 
     ``generate`` and ``continue_rollouts`` (the next turn of rows that got a reply) are those of an engine or a policy.
     A row ends as "stop" where its environment returns None or the policy has given ``environment.turns`` answers; as
     "length" where the policy has written ``sampling.max_actions`` tokens in all, or the model's context is full; as
-    "error" where the environment fails. ``per_row`` then has ``state`` (the dict of its conversation), ``turns``
-    (answers of the policy), ``ended`` (whether the environment ended it), ``policy_text`` (everything the policy
-    wrote, as one text), ``sample`` (its number in the group), ``environment_failure`` (a text or None),
-    ``context_full`` (1 if it ended at a turn that did not fit the model's context) and ``reencoded`` (turns that read
-    the whole history again, since its keys and values were not kept).
+    "error" where the environment fails, or begins with a prompt that ``check_prompt`` refuses. ``per_row`` then has
+    ``state`` (the dict of its conversation), ``turns`` (answers of the policy), ``turn_ends`` (the last column of
+    each), ``ended`` (whether the environment ended it), ``policy_text`` (everything the policy wrote, as one text),
+    ``sample`` (its number in the group), ``environment_failure`` (a text or None), ``context_full`` (1 if it ended at
+    a turn that did not fit the model's context) and ``reencoded`` (turns that read the whole history again, since its
+    keys and values were not kept). With tools it has ``tool_counts``, one number for each of ``COUNTS``; with environments of a class, ``inputs``, what the row was
+    prompted with, and ``environment_rewards``.
     """
-    has_more_turns = environment.turns > 1
-    requests = [replace(request, has_more_turns=has_more_turns) for request in requests]
-    rollouts = generate(requests, sampling, seed=seed)
+    episodes = [
+        # addressed by draw and sample, so that neither order nor company of the rows changes a game
+        Episode(
+            prompt=request.prompt,
+            seed=seed_at(seed, "environment", request.prompt.draw, n),
+            group_seed=seed_at(seed, "environment", request.prompt.draw),
+            inputs=request.prompt.inputs,
+        )
+        for request in requests
+        for n in range(request.first, request.first + request.size)
+    ]
+    try:
+        environment.open(episodes)
+        for episode in episodes if environment.classes else ():
+            if episode.failure is None:
+                episode.failure = check_prompt(replace(episode.prompt, inputs=episode.inputs), sampling)
+            if episode.failure is not None:  # the row is sampled as any other, and left out
+                episode.inputs = episode.prompt.inputs
+        has_more_turns = environment.turns > 1
+        own = [replace(request, has_more_turns=has_more_turns) for request in prompted(requests, episodes)]
+        rollouts = generate(own, sampling, seed=seed)
+        rollouts = _turns(rollouts, continue_rollouts, environment, requests, episodes, sampling, seed)
+    finally:
+        environment.close(episodes)
+    return rollouts if not environment.classes else regrouped(rollouts, requests)
+
+
+def prompted(requests: Sequence[Request], episodes: Sequence[Episode]) -> list[Request]:
+    """The requests, with what the environments begin with. Rows that begin differently become groups of their own."""
+    changed, rows = [], iter(episodes)
+    for request in requests:
+        own = [next(rows) for _ in range(request.size)]
+        if all(episode.inputs == own[0].inputs for episode in own):
+            is_same = own[0].inputs is request.prompt.inputs
+            prompt = request.prompt if is_same else replace(request.prompt, inputs=own[0].inputs)
+            changed.append(replace(request, prompt=prompt))
+            continue
+        for n, episode in enumerate(own, start=request.first):
+            prompt = replace(request.prompt, id=f"{request.prompt.id} #{n}", inputs=episode.inputs)
+            changed.append(Request(prompt, 1, first=n))
+    return changed
+
+
+def _turns(
+    rollouts: Rollouts,
+    continue_rollouts: Callable[..., Rollouts],
+    environment: Environment,
+    requests: Sequence[Request],
+    episodes: Sequence[Episode],
+    sampling: Any,
+    seed: int,
+) -> Rollouts:
+    """The rollouts with their further turns."""
     samples = [request.first + i for request in requests for i in range(request.size)]
     texts = tuple(output if isinstance(output, str) else output[-1]["content"] for output in rollouts.completions)
+    texts = rollouts.per_row.get("text", texts)  # as written, where the message is without the calls in it
+    failures = {row: episode.failure for row, episode in enumerate(episodes) if episode.failure is not None}
     per_row = {"sample": torch.tensor(samples), "text": texts, "environment_failure": (None,) * len(rollouts)}
     per_row |= {name: torch.zeros(len(rollouts), dtype=torch.long) for name in ("context_full", "reencoded")}
     rollouts = replace(rollouts, per_row={**rollouts.per_row, **per_row})
-    prompts = [rollouts.prompts[group] for group in rollouts.group_ids.tolist()]
-    # addressed by draw and sample, so that neither order nor company of the rows changes a game
-    seeds = [seed_at(seed, "environment", prompt.draw, n) for prompt, n in zip(prompts, samples, strict=True)]
-    states: list[dict[str, Any]] = [{} for _ in prompts]
-    policy_texts, failures = list(texts), dict[int, str]()
+    policy_texts = list(texts)
     turns = torch.ones(len(rollouts), dtype=torch.long)
+    turn_ends = [[length - 1] for length in rollouts.lengths.tolist()]
     ended = torch.zeros(len(rollouts), dtype=torch.bool)
-    active = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
+    active = [row for row, finish in enumerate(rollouts.finish) if finish != "error" and row not in failures]
     while active:
         calls, replies = {}, {}
         for row in active:
-            completion, text, turn = rollouts.completions[row], rollouts.per_row["text"][row], int(turns[row])
-            calls[row] = ReplyRequest(prompts[row], completion, text, turn, seeds[row], states[row])
+            episode = calls[row] = episodes[row]
+            episode.completion, episode.text = rollouts.completions[row], rollouts.per_row["text"][row]
+            episode.turn = int(turns[row])
+            # a row that was cut at max_actions has no room for another turn, whatever the environment says
+            episode.is_last = not (turns[row] < environment.turns and rollouts.finish[row] == "stop")
         for row, answer in environment.replies(calls).items():
             if isinstance(answer, CallError):
                 failures[row] = answer.message
             elif answer is None:
                 ended[row] = True
-            # a row that was cut at max_actions has no room for another turn, whatever the environment says
-            elif turns[row] < environment.turns and rollouts.finish[row] == "stop":
+            elif not calls[row].is_last:
                 replies[row] = answer
         if not replies:
             break
@@ -72,34 +128,92 @@ def converse(
         rollouts = continue_rollouts(rollouts, replies, sampling, **options)
         has_answered = rollouts.mask.sum(dim=1) > before
         turns += has_answered
+        for row in has_answered.nonzero()[:, 0].tolist():
+            turn_ends[row].append(int(rollouts.lengths[row]) - 1)
         active = [row for row in replies if has_answered[row] and rollouts.finish[row] != "error"]
         for row in active:
             policy_texts[row] += rollouts.per_row["text"][row]
     # replies that the policy could not read fail in continue_rollouts
     failures |= environment_failures(rollouts)
+    for row, failure in failures.items():
+        episodes[row].failure = failure
+    environment.finish(episodes, turns.tolist())
+    failures |= {row: episode.failure for row, episode in enumerate(episodes) if episode.failure is not None}
     finishes: dict[int, Finish] = dict.fromkeys(failures, "error")
     finish = tuple(finishes.get(row, finish) for row, finish in enumerate(rollouts.finish))
     per_row = {name: value for name, value in rollouts.per_row.items() if name not in ("text", "kept")}
-    per_row |= {"state": tuple(states), "turns": turns, "ended": ended, "policy_text": tuple(policy_texts)}
-    per_row["environment_failure"] = tuple(failures.get(row) for row in range(len(prompts)))
+    per_row |= {"state": tuple(episode.state for episode in episodes), "turns": turns, "ended": ended}
+    per_row |= {"turn_ends": tuple(map(tuple, turn_ends)), "policy_text": tuple(policy_texts)}
+    per_row["environment_failure"] = tuple(failures.get(row) for row in range(len(episodes)))
+    if environment.tools:
+        counts = [[episode.counts.get(name, 0) for name in COUNTS] for episode in episodes]
+        per_row["tool_counts"] = torch.tensor(counts).reshape(-1, len(COUNTS))
+    if environment.classes:
+        per_row["inputs"] = tuple(episode.inputs for episode in episodes)
+        per_row["environment_rewards"] = tuple(episode.rewards for episode in episodes)
     return replace(rollouts, finish=finish, per_row=per_row)
+
+
+def regrouped(rollouts: Rollouts, requests: Sequence[Request]) -> Rollouts:
+    """The rollouts as groups of the requests again, each with the prompt as it is in the data.
+
+    Where the rows of a group had different prompts, what the tokens of these begin with stays the group's prompt, and
+    the rest precedes each row's actions, where it is neither learned from nor counted as an answer.
+    """
+    keys = [(request.prompt.id, request.prompt.draw) for request in requests]
+    places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    prompts = tuple(requests[keys.index(key)].prompt for key in places)
+    if len(rollouts.prompts) == len(prompts):
+        return replace(rollouts, prompts=prompts)
+    if {*rollouts.shared} != {"prompt_ids"}:
+        raise DataError("""the environment begins the conversations of a group differently, and this policy has more
+            than token ids for each prompt. Let reset(seed) return the same for the same seed and columns.""")
+    groups = [places[key] for key, request in zip(keys, requests, strict=True) for _ in range(request.size)]
+    whole = [rollouts.shared["prompt_ids"][group].tolist() for group in rollouts.group_ids.tolist()]  # of each row
+    common = []
+    for place in places.values():
+        own = [ids for ids, group in zip(whole, groups, strict=True) if group == place]
+        same = next((n for n, column in enumerate(zip(*own, strict=False)) if len({*column}) > 1), min(map(len, own)))
+        common.append(torch.tensor(own[0][: max(same, 1)]))
+    heads = [torch.tensor(ids[len(common[group]) :]).long() for ids, group in zip(whole, groups, strict=True)]
+    added = torch.tensor([len(head) for head in heads])
+    lengths = rollouts.lengths + added
+    fields: dict[str, Any] = {}
+    for name in ("actions", "mask", "sampler_logprobs", "policy_version"):
+        old = getattr(rollouts, name)
+        fields[name] = old.new_zeros(len(rollouts), max(int(lengths.max()), 1))
+        for row, (head, length) in enumerate(zip(heads, rollouts.lengths.tolist(), strict=True)):
+            fields[name][row, len(head) : len(head) + length] = old[row, :length]
+            if name == "actions":
+                fields[name][row, : len(head)] = head
+    ends = zip(rollouts.per_row["turn_ends"], added.tolist(), strict=True)
+    return replace(
+        rollouts,
+        prompts=prompts,
+        group_ids=torch.tensor(groups),
+        lengths=lengths,
+        shared={"prompt_ids": tuple(common)},
+        per_row={**rollouts.per_row, "turn_ends": tuple(tuple(end + n for end in own) for own, n in ends)},
+        **fields,
+    )
 
 
 class ConversationEngine:
     """An engine whose rollouts are conversations with an environment."""
 
-    def __init__(self, engine: Any, environment: Environment) -> None:
-        self.engine, self.environment = engine, environment
+    def __init__(self, engine: Any, environment: Environment, check_prompt: Callable[..., str | None]) -> None:
+        self.engine, self.environment, self.check_prompt = engine, environment, check_prompt
         self.concurrency = getattr(engine, "concurrency", 0)
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        engine = self.engine
-        return converse(engine.generate, engine.continue_rollouts, self.environment, requests, sampling, seed=seed)
+        sample, options = self.engine.generate, dict[str, Any](seed=seed, check_prompt=self.check_prompt)
+        return converse(sample, self.engine.continue_rollouts, self.environment, requests, sampling, **options)
 
     def sync(self, policy: Any, version: int) -> None:
         self.engine.sync(policy, version)
 
     def close(self) -> None:
+        self.environment.close()
         self.engine.close()
 
 

@@ -1,97 +1,339 @@
-"""An environment: a function that replies to what the policy wrote, called with a deadline."""
+"""An environment: what replies to the policy, called with a deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import inspect
+import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
+from gruppo.environments.classes import (
+    COLUMN,
+    EnvironmentClass,
+    EnvironmentReward,
+    Episode,
+    Signature,
+    is_class,
+    last_words,
+)
+from gruppo.environments.tools import (
+    CHARACTERS_PER_TOKEN,
+    Calls,
+    Worker,
+    awaited,
+    check_names,
+    run_calls,
+    safe_text,
+    tool_schema,
+)
+from gruppo.loading import visible
 from gruppo.timeouts import (
     CallError,
-    accepted_keywords,
     call_with_timeout,
+    describe_error,
+    error_message,
     function_name,
     require_columns,
     run_awaitable,
     start_call,
 )
-from gruppo.types import GruppoError, Prompt
+from gruppo.types import DataError, GruppoError, Prompt
 from gruppo.watchdog import watching
 
+log = logging.getLogger("gruppo")
+
 PROVIDED = ("text", "messages", "state", "turn", "seed", "prompt")
-"""Keywords that every environment can ask for, besides the columns of the data."""
+"""Keywords that every function that replies can ask for, besides the columns of the data."""
 MAX_LATE_REPLIES = 4
 """Late replies in one turn after which the remaining conversations of the turn fail too."""
+MAX_OBSERVATION = 1_000_000
+"""Characters of what an environment begins with; the model's context is shorter."""
+MAX_NAME, MAX_ERROR = 64, 1000
+"""Characters of a tool's name, and of an error, that the policy reads."""
 
-Reply = list[dict[str, str]] | str
+Reply = list[dict[str, Any]] | str
 """Messages in a conversation; a text where the prompt is a text."""
 
 
-@dataclass(frozen=True, eq=False)
-class ReplyRequest:
-    """One conversation at the point where the environment has to reply."""
-
-    prompt: Prompt
-    completion: Any
-    """Everything after the prompt, of the policy and the environment, in the form of the prompt: messages or a text."""
-    text: str
-    """What the policy has just written."""
-    turn: int
-    seed: int
-    state: dict[str, Any] = field(default_factory=dict)
-
-
 class Environment:
-    """Replies by a function that is called for one conversation at a time, with the keywords in its signature.
+    """What replies to the policy: tools that it calls, a function, or an object of a class for each conversation.
 
-    ``text`` is what the policy has just written, ``messages`` the whole conversation with its prompt (the text so far,
-    where the prompt is a text), ``turn`` 1 after the first answer, ``state`` a dict of this conversation, empty at
-    first, which rewards can ask for, and ``seed`` a number that is the same whenever the run is repeated; further
-    keywords are the columns of the data, with ``Prompt.target`` as ``answer`` and ``target``.
+    ``fn`` as a function is called for one conversation at a time, with the keywords in its signature: ``text`` is what
+    the policy has just written, ``messages`` the whole conversation with its prompt (the text so far, where the prompt
+    is a text), ``turn`` 1 after the first answer, ``state`` a dict of this conversation, empty at first, which rewards
+    can ask for, and ``seed`` a number that is the same whenever the run is repeated; further keywords are the columns
+    of the data, with ``Prompt.target`` as ``answer`` and ``target``. It returns None where the conversation is over; or
+    a text, which becomes a user's message; or a message with a role and a content; or a list of messages. An ``async``
+    function is called for all conversations of a turn at the same time, any other for one after another.
 
-    The function returns None where the conversation is over; or a text, which becomes a user's message; or a message
-    with a role and a content; or a list of messages. An ``async`` function is called for all conversations of a turn at
-    the same time, any other for one after another. An exception, or a reply that takes longer than ``timeout_s``
-    seconds, costs only its own conversation.
+    ``fn`` as a class, a ``functools.partial`` of one, an ``EnvironmentClass``, or a dict of them by the data's column
+    ``environment``: an object for each conversation, with ``reset`` and, as they are needed, ``step``, ``close``,
+    ``get_reward``, ``get_turn_rewards``; its other public methods are tools. ``tools``: functions with type hints and a
+    docstring. All these are called for all conversations of a turn at the same time.
+
+    A message of the policy that calls tools is replied to with the result or the error of each call. To any other,
+    ``step`` or the function replies; without either it ends the conversation. An exception in these, or a reply that
+    takes longer than ``timeout_s`` seconds, costs only its own conversation. With ``timeout_s=None`` calls are made in
+    the caller's thread, one after another.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, turns: int = 8, max_reply_tokens: int = 256, timeout_s: float | None = 60.0
+        self,
+        fn: Any = None,
+        *,
+        tools: Sequence[Callable[..., Any]] = (),
+        turns: int = 8,
+        max_reply_tokens: int = 256,
+        timeout_s: float | None = 60.0,
     ) -> None:
-        if not callable(fn) or isinstance(fn, type | Environment):
-            need = "one such as def reply(text, state). For a class, give an instance with __call__."
-            raise GruppoError(f"the environment is {fn!r:.80} ({type(fn).__name__}), not a function; it needs {need}")
-        self.fn, self.turns, self.max_reply_tokens, self.timeout_s = fn, turns, max_reply_tokens, timeout_s
-        self.name = function_name(fn)
-        self.is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
-        self._parameters, self._takes_all = accepted_keywords(fn, f"environment {self.name!r}")
+        self.classes = environment_classes(fn)
+        self.fn = None if self.classes else fn
+        if self.fn is None and not self.classes and not tools:
+            raise GruppoError("the environment has no function that replies, no class and no tools. Give one of them.")
+        if self.fn is not None and (not callable(fn) or isinstance(fn, Environment)):
+            need = "one such as def reply(text, state), or a class with reset"
+            raise GruppoError(f"the environment is {fn!r:.80} ({type(fn).__name__}), not a function; it needs {need}.")
+        for tool in tools:
+            if not callable(tool):
+                raise GruppoError(f"the tool {tool!r:.80} is a {type(tool).__name__}; it needs to be a function.")
+        self.turns, self.max_reply_tokens, self.timeout_s = turns, max_reply_tokens, timeout_s
+        names = [made.name for made in self.classes.values()] or [function_name(tools[0] if fn is None else fn)]
+        self.name = ", ".join(dict.fromkeys(names))
+        self.is_async = inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
+        self._signature = None if self.fn is None else Signature.of(self.fn, f"environment {self.name!r}")
+        self._functions = {function_name(tool): tool for tool in tools}
+        self._schemas = [tool_schema(tool) for tool in tools]
+        of_classes = [made.tools for made in self.classes.values()]
+        for several in of_classes or [[]]:
+            check_names([*self._schemas, *several])
+        every = [*self._schemas, *chain(*of_classes)]
+        self.tools = [schema for n, schema in enumerate(every) if schema not in every[:n]]
+        """Schemas of the tools of all classes."""
+        self.rewards = {
+            name: EnvironmentReward(name, scores_steps=method == "get_turn_rewards")
+            for made in self.classes.values()
+            for name, method in made.rewards.items()
+        }
+        """What environments say their conversations are worth."""
         self._one_at_a_time, self._clock = threading.Lock(), threading.Lock()
+        self._reported = set[str]()
         self.elapsed_s = 0.0
-        """Seconds spent in ``replies`` so far."""
+        """Seconds spent in calls so far."""
 
     def check(self, columns: Collection[str]) -> None:
         """Refuse a function that asks for a column that the data do not have."""
-        require_columns(f"environment {self.name!r}", self._parameters, columns, PROVIDED)
+        if self._signature is not None:
+            require_columns(f"environment {self.name!r}", self._signature.parameters, columns, PROVIDED)
+        for made in self.classes.values():
+            for method, signature in made.signatures.items():
+                provided = PROVIDED if method == "step" else ("prompt", "seed")
+                require_columns(f"environment {made.name!r} ({method})", signature.parameters, columns, provided)
+        if self.classes and None not in self.classes and COLUMN not in columns:
+            raise DataError(f"""there are several environments, {", ".join(map(repr, self.classes))}, and the data have
+                no column {COLUMN!r} that names that of each prompt. Add it.""")
 
-    def replies(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Reply | CallError | None]:
+    @property
+    def shadowed(self) -> frozenset[str]:
+        """Columns that the data must not have: the environment, or a reward, is given something else by that name."""
+        has_step = any("step" in made.signatures for made in self.classes.values())
+        names = {*PROVIDED} - {"prompt"} if self.fn is not None or has_step else set()
+        return frozenset(names | ({"state", "environments"} if self.classes else set()))
+
+    def class_of(self, prompt: Prompt) -> EnvironmentClass | None:
+        return self.classes.get(None if None in self.classes else prompt.meta.get(COLUMN))
+
+    def tools_of(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Schemas of the tools that exist in the conversations of a prompt."""
+        made = self.class_of(prompt)
+        return [*self._schemas, *(made.tools if made else ())]
+
+    def view(self, prompt: Prompt, state: Mapping[str, Any]) -> Any:
+        """The environment of a conversation as rewards read it: an object of its class, with its plain attributes."""
+        made = self.class_of(prompt)
+        return None if made is None else made.view(state)
+
+    # --- the life of an object ---
+
+    def open(self, episodes: Sequence[Episode]) -> None:
+        """Make an object for each conversation, or take an idle one, and reset it."""
+        jobs = dict[int, Calls]()
+        for row, episode in enumerate(episodes if self.classes else ()):
+            made = episode.made_by = self.class_of(episode.prompt)
+            if made is None:
+                name, known = episode.prompt.meta.get(COLUMN), ", ".join(map(repr, self.classes))
+                episode.failure = f"its environment {name!r:.80} is none of {known}"
+                continue
+            episode.worker = Worker()
+            if made.idle:
+                episode.instance, episode.worker = made.idle.popleft()
+            jobs[row] = Calls([partial(self._reset, episode, made)], episode.worker)
+        self._run(jobs)
+        for row, job in jobs.items():
+            if isinstance(job.results[0], CallError):
+                episodes[row].failure = f"reset: {job.results[0].message}"
+            else:
+                episodes[row].inputs = job.results[0]
+
+    def _reset(self, episode: Episode, made: EnvironmentClass) -> Any:
+        """What the policy is prompted with."""
+        prompt = episode.prompt
+        if episode.instance is None:
+            episode.instance = made.factory()
+            if episode.is_closed:  # it is late, and nothing else closes it
+                return awaited(episode.instance.close()) if "close" in made.methods else None
+        values = {"seed": episode.group_seed, "prompt": prompt.inputs} | episode.columns
+        observation = awaited(episode.instance.reset(**made.signatures["reset"].arguments(values)))
+        if isinstance(observation, list) and observation and not any("role" in part for part in observation):
+            observation, _ = safe_text(observation, MAX_OBSERVATION)  # blocks of content
+        if isinstance(observation, str):  # as in TRL, the end of the last message
+            text, _ = safe_text(observation, MAX_OBSERVATION)
+            if isinstance(prompt.inputs, str):
+                return prompt.inputs + text
+            *before, last = prompt.inputs
+            return [*before, {**last, "content": last["content"] + text}]
+        messages = safe_reply(parse_reply(observation, prompt.inputs), MAX_OBSERVATION)
+        return prompt.inputs if messages is None else [*prompt.inputs, *messages]
+
+    def finish(self, episodes: Sequence[Episode], turns: Sequence[int]) -> None:
+        """Ask the objects of conversations that are over what they are worth, and copy their state.
+
+        ``turns``: answers of the policy.
+        """
+        whole = {row: e for row, e in enumerate(episodes) if e.instance is not None and e.failure is None}
+        jobs = {row: Calls([partial(last_words, e, turns[row])], e.worker) for row, e in whole.items()}
+        self._run(jobs)
+        for row, job in jobs.items():
+            if isinstance(job.results[0], CallError):
+                whole[row].failure = job.results[0].message
+            else:
+                whole[row].rewards, whole[row].state = job.results[0]
+
+    def close(self, episodes: Sequence[Episode] = ()) -> None:
+        """Close the objects, whatever has happened; one of a class without ``close`` is reset for another
+        conversation. Without episodes, end the threads of idle ones."""
+        jobs, workers = dict[int, Calls](), list[Worker]()
+        for row, episode in enumerate(episodes):
+            episode.is_closed = True
+            made, worker, instance = episode.made_by, episode.worker, episode.instance
+            if made is None or worker is None:
+                continue
+            is_kept = instance is not None and "close" not in made.methods and episode.failure is None
+            if is_kept and not worker.was_late:
+                made.idle.append((instance, worker))
+                continue
+            workers.append(worker)
+            if instance is not None and "close" in made.methods:
+                jobs[row] = Calls([partial(_close, instance)], worker)
+        self._run(jobs)
+        for job in jobs.values():
+            if isinstance(job.results[0], CallError):
+                self._warn_once("close", job.results[0].message)
+        for worker in workers:
+            worker.stop()
+        for made in () if episodes else self.classes.values():
+            while made.idle:
+                made.idle.popleft()[1].stop()
+
+    # --- replies ---
+
+    def replies(self, episodes: Mapping[int, Episode]) -> dict[int, Reply | CallError | None]:
         """By the same key: the reply, None at the end of the conversation, or why there is no reply."""
-        # an engine with lag converses in several threads; the wait for another one is not counted
-        with nullcontext() if self.is_async else self._one_at_a_time:
-            began = time.perf_counter()
-            try:
-                return self._concurrent(requests) if self.is_async else self._sequential(requests)
-            finally:
-                with self._clock:
-                    self.elapsed_s += time.perf_counter() - began
+        answers, functions, jobs = dict[int, Any](), dict[int, Episode](), dict[int, Calls]()
+        calling = {key for key, episode in episodes.items() if self.tools and any(episode.tool_calls)}
+        for key, episode in episodes.items():
+            made = episode.made_by
+            if key in calling and episode.is_last and made is None:
+                answers[key] = []  # nothing reads the results, and functions keep no state
+            elif key in calling:
+                jobs[key] = Calls([partial(self._call_tool, episode, call) for call in episode.tool_calls[0]])
+            elif made is not None and "step" in made.signatures:
+                jobs[key] = Calls([partial(self._step, episode, made)])
+            elif self.fn is None:
+                answers[key] = None
+            else:
+                functions[key] = episode
+            if key in jobs:
+                jobs[key].worker = episode.worker
+        self._run(jobs)
+        for key, job in jobs.items():
+            answers[key] = self._results(episodes[key], job.results) if key in calling else job.results[0]
+        if functions:
+            # an engine with lag converses in several threads; the wait for another one is not counted
+            with nullcontext() if self.is_async else self._one_at_a_time, self._timed():
+                answers |= self._concurrent(functions) if self.is_async else self._sequential(functions)
+        return answers
 
-    def _sequential(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Any]:
+    def _results(self, episode: Episode, results: Sequence[Any]) -> Reply | None:
+        """A message for each call of a tool; None where the environment has ended the conversation."""
+        messages, (calls, problem) = list[dict[str, Any]](), episode.tool_calls
+        for call, result in zip(calls, results, strict=True):
+            is_failed = isinstance(result, CallError)
+            text, is_cut = (f"error: {result.message}", False) if is_failed else result
+            episode.count("calls")
+            if is_failed or is_cut:
+                kind = "truncated" if is_cut else "timeout" if result.kind == "timeout" else "failed"
+                episode.count(kind)
+            name = visible(call["function"]["name"])[:MAX_NAME]
+            messages.append({"role": "tool", "name": name, "content": text})
+        if problem and not episode.is_last:  # no tool was called
+            episode.count("unparsed")
+            name, (text, _) = self.tools[0]["function"]["name"], safe_text(problem, MAX_ERROR)
+            messages.append({"role": "tool", "name": name, "content": f"error: {text}"})
+        return None if getattr(episode.instance, "is_done", False) else messages
+
+    def _call_tool(self, episode: Episode, call: Mapping[str, Any]) -> tuple[str, bool]:
+        """What the policy reads of a call, and whether it was cut."""
+        name, arguments, made = call["function"]["name"], call["function"]["arguments"], episode.made_by
+        if made is not None and name in made.tool_names:
+            instance = episode.instance
+            fn = getattr(instance, name, None)
+            if "call_tool" in made.methods:
+                fn = lambda **own: instance.call_tool(name, own)  # noqa: E731
+        else:
+            fn = self._functions.get(name)
+        if fn is None:
+            known = [schema["function"]["name"] for schema in self.tools_of(episode.prompt)]
+            raise CallError("exception", f"there is no tool {visible(name)[:MAX_NAME]}; there is {', '.join(known)}")
+        try:
+            result = awaited(fn(**copy.deepcopy(dict(arguments))))
+            return safe_text(result, CHARACTERS_PER_TOKEN * self.max_reply_tokens)
+        except (Exception, SystemExit) as error:  # the policy reads no names of files
+            self._warn_once(f"tool {name}", describe_error(error))
+            text, _ = safe_text(f"{type(error).__name__}: {error_message(error)}".removesuffix(": "), MAX_ERROR)
+            raise CallError("exception", text) from error
+
+    def _step(self, episode: Episode, made: EnvironmentClass) -> Reply | None:
+        raw = awaited(episode.instance.step(**made.signatures["step"].arguments(episode.values)))
+        return safe_reply(parse_reply(raw, episode.inputs), CHARACTERS_PER_TOKEN * self.max_reply_tokens)
+
+    def _run(self, jobs: Mapping[int, Calls]) -> None:
+        if jobs:
+            with self._timed():
+                run_calls(jobs, self.timeout_s, f"environment {self.name!r}")
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._clock:
+                self.elapsed_s += time.perf_counter() - began
+
+    def _warn_once(self, what: str, why: str) -> None:
+        """Warn of the first failure of each kind; all are counted."""
+        if what not in self._reported:
+            self._reported.add(what)
+            log.warning("environment %s: %s failed: %s. Further failures of it are only counted.", self.name, what, why)
+
+    def _sequential(self, requests: Mapping[int, Episode]) -> dict[int, Any]:
         """Call for one conversation after another in one thread; in a new thread after each late reply."""
         answers: dict[int, Any] = {}
         for _ in range(MAX_LATE_REPLIES):
@@ -120,7 +362,7 @@ class Environment:
 
     def _call_each(
         self,
-        requests: Mapping[int, ReplyRequest],
+        requests: Mapping[int, Episode],
         answers: dict[int, Any],
         began: list[float],
         is_over: threading.Event,
@@ -131,9 +373,9 @@ class Environment:
                 return
             began[0] = time.monotonic()
             try:
-                raw = self.fn(**self._keywords(request))
+                raw = self._call(request)
                 raw = run_awaitable(raw) if inspect.isawaitable(raw) else raw
-                answer: Reply | CallError | None = parse_reply(raw, request.prompt.inputs)
+                answer: Reply | CallError | None = parse_reply(raw, request.inputs)
             except CallError as problem:
                 answer = problem
             except (Exception, SystemExit) as error:
@@ -141,15 +383,15 @@ class Environment:
             if not is_over.is_set():
                 answers[key] = answer
 
-    def _concurrent(self, requests: Mapping[int, ReplyRequest]) -> dict[int, Any]:
+    def _concurrent(self, requests: Mapping[int, Episode]) -> dict[int, Any]:
         """Call for all conversations at the same time, in one event loop."""
 
-        async def reply(request: ReplyRequest) -> Any:
+        async def reply(request: Episode) -> Any:
             deadline = asyncio.timeout(self.timeout_s)
             try:
                 async with deadline:
-                    raw = await self.fn(**self._keywords(request))
-                return parse_reply(raw, request.prompt.inputs)
+                    raw = await self._call(request)
+                return parse_reply(raw, request.inputs)
             except CallError as problem:
                 return problem
             except (Exception, SystemExit) as error:  # SystemExit would end the event loop
@@ -172,19 +414,28 @@ class Environment:
             return dict.fromkeys(requests, problem)
         return dict(zip(requests, answers, strict=True))
 
-    def _keywords(self, request: ReplyRequest) -> dict[str, Any]:
-        """Arguments of the function: copies, apart from the state, so that it cannot change the data."""
-        prompt, completion = request.prompt, request.completion
-        targets = {} if prompt.target is None else {"answer": prompt.target, "target": prompt.target}
-        messages = prompt.inputs + completion if isinstance(prompt.inputs, str) else [*prompt.inputs, *completion]
-        values = {**targets, **prompt.meta, "messages": messages, "prompt": prompt.inputs}
-        values |= {name: getattr(request, name) for name in ("text", "state", "turn", "seed")}
-        values |= dict.fromkeys(name for name, required in self._parameters.items() if required and name not in values)
-        return {
-            name: copy.deepcopy(value) if isinstance(value, list | dict) and name != "state" else value
-            for name, value in values.items()
-            if self._takes_all or name in self._parameters
-        }
+    def _call(self, request: Episode) -> Any:
+        assert self.fn is not None and self._signature is not None
+        return self.fn(**self._signature.arguments(request.values))
+
+
+def environment_classes(fn: Any) -> dict[str | None, EnvironmentClass]:
+    """The classes that make environments, by the data's column ``environment``, or None for all; none of a function."""
+    if not is_class(fn):
+        return {}
+    several = fn if isinstance(fn, Mapping) else {None: fn}
+    return {name: one if isinstance(one, EnvironmentClass) else EnvironmentClass(one) for name, one in several.items()}
+
+
+def _close(instance: Any) -> None:
+    awaited(instance.close())
+
+
+def safe_reply(reply: Reply | None, limit: int) -> Reply | None:
+    """The reply with control characters as escapes, each text at most ``limit`` characters."""
+    if reply is None or isinstance(reply, str):
+        return reply and safe_text(reply, limit)[0]
+    return [message | {"content": safe_text(message["content"], limit)[0]} for message in reply]
 
 
 def parse_reply(raw: Any, inputs: Any) -> Reply | None:

@@ -22,7 +22,8 @@ from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
 PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 """Arguments that every reward function can request, besides the columns of the data. In addition: ``steps`` where the
-function scores steps, ``images`` where the policy makes images, ``state`` where it talks to an environment."""
+function scores steps, ``images`` where the policy makes images, ``state`` where it talks to an environment, and
+``environments`` where that is of a class."""
 
 Decode = Callable[[Sequence[int]], str]  # token ids to text, without special tokens
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -50,12 +51,12 @@ class FunctionReward:
     ``completion_ids``, ``trainer_state`` (``global_step``, ``max_steps``, ``epoch``), ``log_metric(name, value)``,
     ``log_extra(column, values)`` and every column of the data as a list: ``Prompt.target`` as ``answer`` and
     ``target``, and every key of ``Prompt.meta``, which wins over those two names. With an environment, ``state`` is
-    the dict of each conversation.
+    the dict of each conversation; of a class, its plain attributes, and ``environments`` are objects with them.
 
     It returns one number or None (not scored) per completion and may be ``async``. Calls run in a thread, without
     gradients; with ``timeout_s=None`` they run in the caller's thread and have no deadline. Attributes of the function
-    that are read: ``timeout_s`` (wins over the argument), ``step_separator`` (see ``step_reward``), ``memory_bytes``
-    and ``check(columns)``, which may refuse the columns of the data.
+    that are read: ``timeout_s`` (wins over the argument), ``step_separator`` (see ``step_reward``), ``scores_turns``
+    (see ``turn_reward``), ``memory_bytes`` and ``check(columns)``, which may refuse the columns of the data.
     """
 
     def __init__(self, fn: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = 60.0) -> None:
@@ -65,14 +66,17 @@ class FunctionReward:
         self.fn, self.name = fn, name or function_name(fn)
         self.timeout_s: float | None = getattr(fn, "timeout_s", timeout_s)
         self.separator: str | None = getattr(fn, "step_separator", None)
-        self.scores_steps = self.separator is not None
+        self.scores_turns: bool = getattr(fn, "scores_turns", False)
+        self.scores_steps = self.separator is not None or self.scores_turns
+        self.view: Callable[[Prompt, Any], Any] | None = None
+        """Makes an environment of a prompt from its state; set by ``RewardSet.set_view``."""
         self.decode: Decode | None = None
         """Set by ``RewardSet.set_decoder``; needed to find the token that ends each step."""
         is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
         self.is_async = is_async or getattr(fn, "is_async", False)  # the latter of a function in another process
         self._parameters, self._takes_all = accepted_keywords(fn, f"reward {self.name!r}")
         self.requested_columns = frozenset(self._parameters)
-        self._provided = (*PROVIDED, "steps") if self.scores_steps else PROVIDED
+        self._provided = PROVIDED if self.separator is None else (*PROVIDED, "steps")
         self._check: Callable[[Collection[str]], None] = getattr(fn, "check", lambda columns: None)
         self._data_columns: set[str] = set()
 
@@ -88,15 +92,19 @@ class FunctionReward:
         if "policy_text" in per_row:  # of a text with an environment's replies, show only what the policy wrote
             pairs = zip(outputs, per_row["policy_text"], strict=True)
             outputs = [text if isinstance(output, str) else output for output, text in pairs]
-        cells: dict[str, Sequence[Any]] = {"prompts": [prompt.inputs for prompt in prompts], "completions": outputs}
+        inputs = per_row.get("inputs", [prompt.inputs for prompt in prompts])
+        cells: dict[str, Sequence[Any]] = {"prompts": inputs, "completions": outputs}
         if any(isinstance(output, Tensor) for output in outputs):
             cells["images"] = outputs
         if "state" in per_row:
             cells["state"] = per_row["state"]
         copied = {*cells}
+        if self.view is not None and (self._takes_all or "environments" in self._parameters):
+            view, states = self.view, per_row["state"]
+            cells["environments"] = [view(prompt, state) for prompt, state in zip(prompts, states, strict=True)]
         # A batch may lack a column that other prompts of the data have: it is then None in all rows.
         self.check({*self._data_columns, *columns, *cells})
-        if self.scores_steps and self.decode is None:
+        if self.separator is not None and self.decode is None:
             problem = f"reward {self.name!r} scores steps and needs the policy's decoder to find their last tokens"
             raise GruppoError(f"{problem}. Call RewardSet.set_decoder(policy.chat.text) first.")
         if "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2):
@@ -124,7 +132,10 @@ class FunctionReward:
             returned = self.fn(**arguments)
             returned = run_awaitable(returned) if inspect.isawaitable(returned) else returned
             answer.values = as_list(returned, len(rows))
-            if self.scores_steps:
+            if self.scores_turns:
+                ends = [per_row["turn_ends"][row] for row in rows]
+                answer.values = [turn_scores(*x) for x in zip(answer.values, ends, strict=True)]
+            elif self.separator is not None:
                 answer.values = [self._place(rollouts, *x) for x in zip(rows, answer.values, steps, strict=True)]
             return answer
 
@@ -162,6 +173,8 @@ class ObjectReward:
     def __init__(self, reward: Reward, timeout_s: float | None) -> None:
         self.fn, self.name, self.timeout_s = reward, reward.name, timeout_s
         self.scores_steps = bool(getattr(reward, "scores_steps", False))
+        self.scores_turns = bool(getattr(reward, "scores_turns", False))
+        self.view: Any = None
         self.requested_columns = frozenset(getattr(reward, "columns", ()))
         self.decode: Decode | None = None
         self._check: Callable[[Collection[str]], None] = getattr(reward, "check", lambda columns: None)
@@ -233,6 +246,29 @@ def step_reward(separator: str = "\n") -> Callable[[Function], Function]:
         return fn
 
     return mark
+
+
+def turn_reward(fn: Function) -> Function:
+    """Decorator for a reward function that scores turns: the answers of the policy in a conversation.
+
+    The function returns a list of numbers per completion, one per answer; None instead of a number leaves the answer
+    unscored, None instead of a list the completion.
+    """
+    fn.scores_turns = True  # type: ignore[attr-defined]
+    return fn
+
+
+def turn_scores(entry: Any, ends: Sequence[int]) -> Any:
+    """Place a row's numbers, one per turn, at the actions that end the turns."""
+    entry = entry.tolist() if hasattr(entry, "tolist") else entry
+    if entry is None:
+        return None
+    if not isinstance(entry, list | tuple):
+        got = f"returned {entry!r:.60} ({type(entry).__name__}) for a completion"
+        return CallError("exception", f"{got}; a turn reward returns a list of numbers for each, or None")
+    if len(entry) != len(ends):
+        return CallError("exception", f"returned {len(entry)} numbers for a completion of {len(ends)} turns")
+    return StepScores(ends, entry)
 
 
 def split_steps(text: str, separator: str) -> list[TextStep]:

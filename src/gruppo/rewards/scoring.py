@@ -26,7 +26,7 @@ from gruppo.protocols import Reward
 from gruppo.reward_values import Answer, TrainerState
 from gruppo.rewards.functions import Decode, FunctionReward, ObjectReward, RowCall, StepScores
 from gruppo.timeouts import CallError, FailureKind, TimedCall, abandoned_count, call_with_timeout, start_call
-from gruppo.types import GruppoError, Rollouts
+from gruppo.types import GruppoError, Prompt, Rollouts
 from gruppo.watchdog import watching
 
 SAME_ERRORS = 4  # single rows that repeat the error of the whole batch before the remaining rows count as failed too
@@ -148,6 +148,8 @@ class RewardSet:
         self.weight_of = dict(zip(self.names, self.weights, strict=True))
         self.step_names = tuple(name for name, reward in self._rewards.items() if reward.scores_steps)
         """Rewards that score steps."""
+        self.turn_names = tuple(name for name, reward in self._rewards.items() if reward.scores_turns)
+        """Of these, those whose steps are the turns of a conversation."""
         self.has_step_rewards = any(self.weight_of[name] for name in self.step_names)
         """Whether a reward that scores steps has a weight."""
         self.has_outcome_rewards = any(w for name, w in self.weight_of.items() if name not in self.step_names)
@@ -162,6 +164,11 @@ class RewardSet:
         """Set the policy's decoder, which step rewards need: ``policy.chat.text``."""
         for reward in self._rewards.values():
             reward.decode = decode
+
+    def set_view(self, view: Callable[[Prompt, Any], Any]) -> None:
+        """Set what makes the ``environments`` that functions read of a prompt and a state."""
+        for reward in self._rewards.values():
+            reward.view = view
 
     def check(self, columns: Collection[str]) -> None:
         """Raise DataError, before sampling, if the data lack a column that a reward requires."""

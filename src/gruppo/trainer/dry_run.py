@@ -126,6 +126,8 @@ def _work(run: Run) -> list[str]:
                 source += f", renewed as {' and '.join(renewed)} begins"
         lines.append(f"  reference   {source}{where}")
     if run.environment is not None:
+        if names := [schema["function"]["name"] for schema in run.environment.tools]:
+            lines.append(f"  tools       {', '.join(names)}: in each prompt, as the chat template writes them")
         lines.append(
             f"  environment {run.environment.name}: up to {config.environment.turns} answers per row, replies of up to "
             f"{config.environment.max_reply_tokens} tokens, which are read and not learned from"

@@ -140,11 +140,12 @@ def sample_rows(
     """
     rendered = {row: rollouts.completions[row] if policy is None else policy.render(rollouts, row) for row in rows}
     has_images = any(isinstance(sample, Tensor) for sample in rendered.values())
-    tokens = completion_lengths(rollouts)
+    tokens, prompts = completion_lengths(rollouts), [rollouts.prompts[group].inputs for group in rollouts.group_ids]
+    inputs = rollouts.per_row.get("inputs", prompts)
     return [
         {
             **({"group": int(rollouts.group_ids[row]), "held_out": is_held_out} if has_images else {}),
-            "prompt": rollouts.prompts[int(rollouts.group_ids[row])].inputs,
+            "prompt": inputs[row],
             "completion": rendered[row],
             "reward": float(scores.rewards[row]),
             "parts": {name: float(part[row]) for name, part in scores.parts.items()},

@@ -13,7 +13,7 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.core.advantages import Ema, normalized_rewards
 from gruppo.core.groups import group_deviations, group_reduce, group_std, has_no_spread
-from gruppo.environments import completion_lengths
+from gruppo.environments import COUNTS, completion_lengths
 from gruppo.rewards.scoring import Scores, reward_stats
 from gruppo.trainer.advantages import overlong
 from gruppo.trainer.run import Run, flatten, reduced
@@ -35,6 +35,8 @@ _METRICS = {
     "ended": ("mean:environment/ended_frac",),
     "replies": ("mean:environment/reply_tokens_mean",),
     "environment_failed": ("sum:environment/failed_count",),
+    "tools/calls": ("mean:tools/calls_mean",),
+    **{f"tools/{name}": (f"sum:tools/{name}_count",) for name in COUNTS[1:]},
 }
 MOST_CLASSES = 100
 """Prompts of more classes have no metric per class."""
@@ -75,6 +77,8 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
         failed = torch.tensor([reason is not None for reason in own["environment_failure"]])
         stats |= {"turns": Stat.of(own["turns"]), "ended": Stat.of(own["ended"].double())}
         stats |= {name: Stat.of(own[name].double()) for name in ("context_full", "reencoded")}
+        for name, counts in zip(COUNTS, own["tool_counts"].T if "tool_counts" in own else (), strict=False):
+            stats[f"tools/{name}"] = Stat.of(counts.double())
         stats |= {"replies": Stat.of(rollouts.lengths - lengths), "environment_failed": Stat.of(failed.double())}
     if batch.returns is not None and batch.old_values is not None:
         stats["return"] = Stat.of(batch.returns, batch.loss_mask)

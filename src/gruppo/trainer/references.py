@@ -112,6 +112,12 @@ def watch(run: Run) -> dict[str, float]:
         with reference.active() as policy, whole_weights(policy):
             generate: Any = policy.sample
             if run.environment is not None:
-                generate = partial(converse, policy.sample, policy.continue_rollouts, run.environment)
+                generate = partial(
+                    converse,
+                    policy.sample,
+                    policy.continue_rollouts,
+                    run.environment,
+                    check_prompt=policy.check_prompt,
+                )
             metrics["reference/eval_reward_mean"] = evaluate(run, prompts, generate=generate)[0].mean
     return metrics

@@ -486,7 +486,7 @@ def first_weights(run: Run) -> str | None:
 def setup(run: Run) -> dict[str, Any]:
     """What a resumed run is compared with: digests of code and of the tokenizer, versions, hardware."""
     config = run.config
-    functions = [*config.reward, config.environment.reply, config.engine.kind]
+    functions = [*config.reward, *config.environment.names, config.engine.kind]
     # once per file, whatever the number of its functions: a file may import a whole project
     digests = {place: code_digest(f"{place}:") for place in {name.rpartition(":")[0] for name in functions}}
     code = {f"code of {name}": sha for name in functions if (sha := digests[name.rpartition(":")[0]]) is not None}

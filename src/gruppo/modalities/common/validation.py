@@ -33,8 +33,8 @@ def refuse_unused_options(config: Config, modality: Modality, *, has_consistency
             objective.mask_truncated
             and "objective.mask_truncated leaves out truncated texts, and images are never truncated. Set "
             "--objective.mask-truncated False.",
-            config.environment.reply
-            and f"environment.reply={config.environment.reply!r} replies to texts, but {model!r} is an image model. "
+            config.environment.names
+            and f"environment {config.environment.names[0]!r} replies to texts, but {model!r} is an image model. "
             "Leave the --environment options out, or set --model to a language model.",
         )
     if options is not None and type(options) is not modality.config_section and options != type(options)():

@@ -144,7 +144,7 @@ class TextPolicy(AdaptablePolicy):
         mean, is_padded = sum(lengths) / len(lengths), self.backbone.layout == "padded"
         trained = (rows if is_padded else config.rollout.prompts) * mean + rows * config.rollout.max_new_tokens
         shared = "the prompt with every row" if is_padded else "a group's prompt once"
-        replies = "; and the environment's replies" if config.environment.reply else ""
+        replies = "; and the environment's replies" if config.environment.names else ""
         return [
             f"prompts     {mean:.0f} tokens on average, at most {max(lengths)}; measured on "
             f"{counted(len(lengths), 'prompt')}",

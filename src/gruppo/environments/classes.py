@@ -1,0 +1,273 @@
+"""Environment classes: an object for each conversation, whose methods are tools. TRL's classes are such classes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gruppo.environments.tools import Worker, awaited, tool_schema
+from gruppo.loading import counted
+from gruppo.reward_values import decode, encode
+from gruppo.timeouts import CallError, accepted_keywords, function_name
+from gruppo.types import GruppoError, Prompt, Rollouts
+
+log = logging.getLogger("gruppo")
+
+COLUMN = "environment"
+"""Column of the data that names the environment of each prompt, where there are several."""
+OWN_METHODS = ("reset", "step", "close", "get_reward", "get_turn_rewards", "call_tool")
+"""Public methods that are not tools."""
+MAX_STATE = 100_000
+"""Characters of an attribute, as JSON, beyond which rewards cannot read it: a corpus would be copied for each row."""
+
+
+ADAPTERS: dict[str, str] = {}
+"""By the prefix of a name, PREFIX:REST, what makes its environments from REST: the name of a function that returns a
+class or an ``EnvironmentClass``."""
+
+
+def is_adapter(name: str) -> bool:
+    return name.partition(":")[0] in ADAPTERS
+
+
+def open_adapter(name: str) -> Any:
+    """What makes the environments of PREFIX:REST."""
+    prefix, _, rest = name.partition(":")
+    module, _, function = ADAPTERS[prefix].partition(":")
+    return getattr(import_module(module), function)(rest)
+
+
+def is_class(fn: Any) -> bool:
+    """Whether environments are objects that this makes: a class, a ``partial`` of one, or several by name."""
+    return isinstance(fn, type | Mapping | EnvironmentClass) or isinstance(getattr(fn, "func", None), type)
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """Keywords that a function takes."""
+
+    parameters: Mapping[str, bool]
+    takes_all: bool
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], what: str) -> Signature:
+        return cls(*accepted_keywords(fn, what))
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the values that it takes, as copies; None for what it requires and is not there. ``state`` is no
+        copy."""
+        values = {**values} | {
+            name: None for name, required in self.parameters.items() if required and name not in values
+        }
+        return {
+            name: copy.deepcopy(value) if isinstance(value, list | dict) and name != "state" else value
+            for name, value in values.items()
+            if self.takes_all or name in self.parameters
+        }
+
+
+class EnvironmentClass:
+    """What makes environments, and what a class of environments can do.
+
+    ``factory``: a class, or anything that returns an object when it is called without arguments. ``step_is_tool``: as
+    in TRL, where ``step`` is a method like others.
+    """
+
+    def __init__(self, factory: Callable[[], Any], *, step_is_tool: bool = False) -> None:
+        if not callable(factory):
+            raise GruppoError(f"""the environment is {factory!r:.80} ({type(factory).__name__}); it needs to be a class,
+                or a function without arguments that returns an object. Pass the class itself, not an object of it.""")
+        self.factory, self.probe = factory, None
+        made = getattr(factory, "func", factory)
+        if not isinstance(made, type):
+            try:
+                self.probe = factory()
+            except Exception as error:
+                raise GruppoError(f"""the environment {function_name(factory)!r} cannot be made: {type(error).__name__}:
+                    {error}. Make it callable without arguments, and start what it connects to.""") from None
+            made = type(self.probe)
+        self.type, self.name = made, made.__name__
+        own = [name for name in OWN_METHODS if name != "step" or not step_is_tool]
+        self.methods = {name for name in own if callable(getattr(made, name, None))}
+        what = f"environment {self.name!r}"
+        if "reset" not in self.methods:
+            raise GruppoError(f"""{what} has no method reset. Add def reset(self, **columns), which returns None, or a
+                text or messages that follow the prompt.""")
+        # bound, as in a call: a signature without self
+        self.signatures = {
+            name: Signature.of(MethodType(getattr(made, name), self), f"{name} of {what}")
+            for name in self.methods & {"reset", "step"}
+        }
+        source = made if self.probe is None else self.probe
+        if "call_tool" in self.methods:
+            tools = getattr(source, "tools", None)
+            if not isinstance(tools, list | tuple):  # of an object, which may have to ask a server for them
+                self.probe = factory() if self.probe is None else self.probe
+                tools = self.probe.tools
+            self.tools = [dict(schema) for schema in tools]
+        else:
+            functions = inspect.getmembers(made, predicate=inspect.isfunction)  # of the class: an object has properties
+            names = [name for name, _ in functions if name not in own and not name.startswith("_")]
+            self.tools = [tool_schema(MethodType(getattr(made, name), self), f"tool of {what},") for name in names]
+        name, both = self.name, "get_reward" in self.methods
+        of_turns = {f"{name}_turns" if both else name: "get_turn_rewards"} if "get_turn_rewards" in self.methods else {}
+        self.rewards = ({name: "get_reward"} if both else {}) | of_turns
+        """Rewards that its environments compute, each with the method that does."""
+        self.tool_names = {schema["function"]["name"] for schema in self.tools}
+        self.idle = deque[tuple[Any, Worker]]()
+        """Objects of a class without close, which are reset again, as in TRL."""
+        if self.probe is not None:
+            self._keep(self.probe, Worker())
+
+    def _keep(self, instance: Any, worker: Worker) -> None:
+        if "close" in self.methods:
+            instance.close()
+        else:
+            self.idle.append((instance, worker))
+
+    def state_of(self, instance: Any) -> dict[str, Any]:
+        """Copies of the attributes and properties that hold numbers, texts, and lists, dicts or sets of them."""
+        values, state = dict(getattr(instance, "__dict__", {})), {}
+        for name in dir(self.type):
+            if isinstance(inspect.getattr_static(self.type, name, None), property) and not name.startswith("_"):
+                try:
+                    values[name] = getattr(instance, name)
+                except Exception as error:
+                    log.debug("property %s of %s: %s", name, self.name, error)
+        for name, value in values.items():
+            if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+                value = value.item()
+            buffers = list[bytes]()
+            try:
+                text = json.dumps(encode(value, buffers))
+            except Exception:  # a client, a lock, or a dict that a late call still changes
+                continue
+            if not buffers and len(text) <= MAX_STATE:
+                state[name] = decode(json.loads(text), ())
+        return state
+
+    def view(self, state: Mapping[str, Any]) -> Any:
+        """An object of the class with these attributes, for reward functions that read ``environments``."""
+        made = _view_type(self.type, frozenset(state))
+        try:
+            view: Any = object.__new__(made)
+            view.__dict__.update(copy.deepcopy(dict(state)))
+        except (TypeError, AttributeError):  # a class with slots, or of a built-in type
+            return SimpleNamespace(**copy.deepcopy(dict(state)))
+        return view
+
+
+@lru_cache(maxsize=64)
+def _view_type(made: type, names: frozenset[str]) -> type:
+    """The class, whose properties of these names are attributes, and which releases nothing."""
+    properties = {name: None for name in names if isinstance(inspect.getattr_static(made, name, None), property)}
+    return type(made)(
+        made.__name__, (made,), {"__del__": lambda self: None, "__module__": made.__module__, **properties}
+    )
+
+
+@dataclass(eq=False)
+class Episode:
+    """One conversation: what was said last, its environment, and what is counted of it."""
+
+    prompt: Prompt
+    """As it is in the data."""
+    seed: int
+    group_seed: int
+    """The same for all conversations of a group."""
+    inputs: Any
+    """What the policy is prompted with."""
+    completion: Any = None
+    """Everything after the prompt, of the policy and the environment, in the form of the prompt: messages or a text."""
+    text: str = ""
+    """What the policy has just written."""
+    turn: int = 0
+    """Answers of the policy so far."""
+    is_last: bool = False
+    """Whether the policy will not read the reply."""
+    state: dict[str, Any] = field(default_factory=dict)
+    made_by: EnvironmentClass | None = None
+    instance: Any = None
+    worker: Worker | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    rewards: dict[str, Any] = field(default_factory=dict)
+    """By class, what its environment says it is worth."""
+    failure: str | None = None
+    is_closed: bool = False
+
+    def count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns of the data, with the target as ``answer`` and ``target``."""
+        target = self.prompt.target
+        return ({} if target is None else {"answer": target, "target": target}) | {**self.prompt.meta}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What a function that replies can ask for."""
+        inputs, completion = self.inputs, self.completion
+        messages = inputs + completion if isinstance(inputs, str) else [*inputs, *completion]
+        values = self.columns | {"messages": messages, "prompt": inputs}
+        return values | {name: getattr(self, name) for name in ("text", "state", "turn", "seed")}
+
+    @property
+    def tool_calls(self) -> tuple[Sequence[Any], str | None]:
+        """Calls in the policy's last message, and why one in it could not be parsed."""
+        message = self.completion[-1] if isinstance(self.completion, list) and self.completion else {}
+        return message.get("tool_calls") or (), message.get("parse_error")
+
+
+def last_words(episode: Episode, turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an environment says that its conversation of so many turns is worth, and its state."""
+    made, rewards = episode.made_by, dict[str, Any]()
+    assert made is not None
+    for name, method in made.rewards.items():
+        value = awaited(getattr(episode.instance, method)())
+        numbers = [
+            number.item() if hasattr(number, "item") else number
+            for number in (value if method == "get_turn_rewards" else [value])
+        ]
+        for number in numbers:
+            if number is not None and not (isinstance(number, int | float) and math.isfinite(number)):
+                raise CallError("exception", f"{method} returned {number!r:.60}; it needs finite numbers or None")
+        if method == "get_reward":
+            rewards[name] = numbers[0]
+        elif len(numbers) <= turns:
+            rewards[name] = numbers
+        else:
+            raise CallError("count", f"{method} returned {len(numbers)} numbers for {counted(turns, 'answer')}")
+    return rewards, made.state_of(episode.instance)
+
+
+class EnvironmentReward:
+    """A reward that environments of a class compute themselves: ``get_reward``, or ``get_turn_rewards``."""
+
+    def __init__(self, name: str, *, scores_steps: bool) -> None:
+        self.name, self.scores_steps, self.scores_turns = name, scores_steps, scores_steps
+
+    def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B *T"]:
+        own = [rewards.get(self.name) for rewards in rollouts.per_row["environment_rewards"]]
+        if not self.scores_steps:
+            return torch.tensor([math.nan if value is None else value for value in own], dtype=torch.float64)
+        scores = torch.full(rollouts.mask.shape, math.nan, dtype=torch.float64)
+        for row, (values, ends) in enumerate(zip(own, rollouts.per_row["turn_ends"], strict=True)):
+            for value, end in zip(values or (), ends, strict=False):
+                scores[row, end] = math.nan if value is None else value
+        return scores

@@ -1,0 +1,160 @@
+"""Tools: functions that the policy may call. Their schemas, their calls, and what the policy reads of the results."""
+
+from __future__ import annotations
+
+import queue
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from gruppo.timeouts import CallError, TimedCall, abandoned_count, function_name, run_awaitable, start_call
+from gruppo.types import GruppoError
+from gruppo.watchdog import watching
+
+COUNTS = ("calls", "failed", "timeout", "unparsed", "truncated")
+"""What is counted of each conversation: calls; those that failed, were late, could not be parsed, or were cut."""
+CHARACTERS_PER_TOKEN = 16
+"""A longer output is cut before it is tokenized, which takes seconds per megabyte. English has 4 to a token."""
+CONCURRENT = 64
+"""Calls that run at the same time."""
+MAX_HANGING = 256
+"""Calls past their deadline and still running, beyond which no tool is called: their threads cannot be stopped."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def tool_schema(fn: Callable[..., Any], what: str = "tool") -> dict[str, Any]:
+    """JSON schema of a function from its signature and its Google-style docstring, as chat templates read it."""
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(fn)
+    except Exception as error:
+        why = " ".join(" ".join(map(str, error.args)).split()).rstrip(".")
+        raise GruppoError(f"""{what} {function_name(fn)!r} cannot be shown to a model: {why}. Give every argument a type
+            hint, and a docstring with a line for each under Args:.""") from None
+
+
+def safe_text(value: Any, limit: int) -> tuple[str, bool]:
+    """Text of a result, and whether it was longer than ``limit`` characters: control characters become escapes.
+
+    Of a list of content blocks, as multimodal tools return, the texts.
+    """
+    if isinstance(value, list) and value and all(isinstance(part, Mapping) and "text" in part for part in value):
+        value = "\n".join(str(part["text"]) for part in value)
+    text = value if isinstance(value, str) else str(value)
+    shown = text[:limit].replace("\r\n", "\n")
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), shown), len(text) > limit
+
+
+class Worker:
+    """A thread for the calls of one environment: some objects, such as connections, belong to the thread that made
+    them."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self.was_late = False
+
+    def start(self, run: Callable[[], None]) -> None:
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            start_call(partial(_make_all, self._calls))
+        self._calls.put(run)
+
+    def leave(self) -> None:
+        """Leave the thread to a call that is late; further ones are made in another."""
+        self.stop()
+        self.was_late = True
+
+    def stop(self) -> None:
+        """End the thread after the call that is under way."""
+        if self._calls is not None:
+            self._calls.put(None)
+            self._calls = None
+
+
+def _make_all(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := calls.get()) is not None:
+        run()
+
+
+class Calls:
+    """Calls for one conversation, made one after another."""
+
+    def __init__(self, fns: Iterable[Callable[[], Any]], worker: Worker | None = None) -> None:
+        self.waiting, self.worker = deque(fns), worker
+        self.results: list[Any] = []
+        """What each call returned, or the ``CallError`` that it ended in."""
+
+
+def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> None:
+    """Make the calls of all rows, those of different rows at the same time; fill in their results.
+
+    Without a timeout they run in the caller's thread, row by row. A late call is left behind in its thread, where it
+    cannot be stopped, and its row goes on in another one.
+    """
+    if timeout_s is None:
+        for calls in rows.values():
+            while calls.waiting:
+                calls.results.append(_result(start_call(calls.waiting.popleft(), None, what, inline=True)))
+        return
+    ready = deque(calls for calls in rows.values() if calls.waiting)
+    running, finished = dict[TimedCall, Calls](), queue.SimpleQueue[TimedCall]()
+
+    def go_on(calls: Calls, result: Any) -> None:
+        calls.results.append(result)
+        if calls.waiting:
+            ready.append(calls)
+
+    with watching(what, timeout_s) as beat:
+        while ready or running:
+            while ready and len(running) < CONCURRENT:
+                calls = ready.popleft()
+                fn = calls.waiting.popleft()
+                if abandoned_count() >= MAX_HANGING:
+                    go_on(calls, CallError("timeout", f"not called: {MAX_HANGING} calls are still hanging"))
+                    continue
+                call = TimedCall(fn, timeout_s, what)
+                call.on_done = partial(finished.put, call)
+                running[call] = calls
+                (start_call if calls.worker is None else calls.worker.start)(call.run)
+            if not running:
+                continue
+            now = time.monotonic()
+            first = min(call.started for call in running) + timeout_s
+            try:
+                call = finished.get(timeout=min(max(first - now, 0.001), 1.0))
+                if call in running:  # else it came too late
+                    go_on(running.pop(call), _result(call))
+            except queue.Empty:
+                pass
+            beat()
+            for call in [call for call in running if time.monotonic() - call.started >= timeout_s]:
+                calls = running.pop(call)
+                call.abandon()
+                if calls.worker is not None:
+                    calls.worker.leave()
+                go_on(calls, CallError("timeout", f"no answer within {timeout_s:.3g} s"))
+
+
+def _result(call: TimedCall) -> Any:
+    try:
+        return call.result()
+    except CallError as error:
+        return error
+    except GruppoError as error:  # of user code: not a mistake in the options of the run
+        return CallError.from_exception(error)
+
+
+def awaited(value: Any) -> Any:
+    """The value, awaited on the shared event loop where it is awaitable."""
+    return run_awaitable(value) if hasattr(value, "__await__") else value
+
+
+def check_names(schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse two tools of one name: the policy could not say which one it calls."""
+    names = [schema["function"]["name"] for schema in schemas]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise GruppoError(f"two tools have the name {twice!r}. Rename one of them.")
