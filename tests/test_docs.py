@@ -274,7 +274,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     restored = restoring(folder, steps=1, stage=held, optim=configs.OptimConfig(lr=1e-4, terms_every=1))
     server = FakeServer(tiny.model())
     served = tiny.config(folder, name="served", engine__kind="vllm", engine__urls=[server.url], engine__lag=1, steps=1)
-    every = (grpo, ppo, staged, restored, served)
+    calling = {"model": "tests.trainer.calling:policy", "environment": "tests.trainer.calling:Walk", "steps": 1}
+    tools = tiny.config(folder, name="tools", **calling)
+    every = (grpo, ppo, staged, restored, served, tools)
     rows = [row for config in every for row in read_metrics(api.start(config).folder)]
     server.close()
     of_programs = {f"reward_metric/{name}" for name in code_metrics([ProgramScore(1, 1)])}

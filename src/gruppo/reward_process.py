@@ -249,6 +249,8 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
 class _IsolatedFunction:
     """Looks like the function of a spec, and calls it in another process."""
 
+    is_isolated = True
+
     def __init__(self, processes: RewardProcesses, key: str, info: dict[str, Any]) -> None:
         self._processes, self._key = processes, key
         self._local: Callable[..., Any] | None = None

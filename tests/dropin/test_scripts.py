@@ -228,22 +228,28 @@ def test_gspo_with_a_parser_lora_arguments_of_the_model_and_two_rewards(monkeypa
 # --- scripts that are refused, with what they need --------------------------------------------------------------------
 
 
-def test_an_agent_with_tools_is_answered_with_conversations():
+def test_a_tool_that_no_model_could_call_is_refused():
     from gruppo.trl import GRPOConfig, GRPOTrainer
 
     def query(sql: str) -> str:
         return sql
 
-    with pytest.raises(GruppoError, match=r"GRPOTrainer\(tools=...\) has no counterpart.*environment=reply"):
-        GRPOTrainer(tiny.model(), length_of, GRPOConfig("out", **SHORT), conversations(), tools=[query])
+    trainer = GRPOTrainer(tiny.model(), length_of, GRPOConfig("out", **SHORT), conversations(), tools=[query])
+    with pytest.raises(GruppoError, match=r"tool 'query' cannot be shown to a model: .*no docstring"):
+        trainer.train()
 
 
-@pytest.mark.parametrize("argument", ["rollout_func", "environment_factory"])
-def test_environments_of_openenv_are_answered_with_ours(argument):
+def test_an_environment_without_reset_and_a_rollout_function_are_refused():
     from gruppo.trl import GRPOConfig, GRPOTrainer
 
-    with pytest.raises(GruppoError, match=rf"GRPOTrainer\({argument}=...\) has no counterpart in gruppo"):
-        GRPOTrainer(tiny.model(), length_of, GRPOConfig("out", **SHORT), texts(), **{argument: print})
+    class Game:
+        """Cannot begin."""
+
+    arguments = (tiny.model(), length_of, GRPOConfig("out", **SHORT), texts())
+    with pytest.raises(GruppoError, match="environment 'Game' has no method reset"):
+        GRPOTrainer(*arguments, environment_factory=Game)
+    with pytest.raises(GruppoError, match=r"GRPOTrainer\(rollout_func=...\) has no counterpart in gruppo"):
+        GRPOTrainer(*arguments, rollout_func=print)
 
 
 def test_a_vision_language_model_is_refused_by_its_processor():

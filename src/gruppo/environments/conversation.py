@@ -38,8 +38,8 @@ def converse(
     each), ``ended`` (whether the environment ended it), ``policy_text`` (everything the policy wrote, as one text),
     ``sample`` (its number in the group), ``environment_failure`` (a text or None), ``context_full`` (1 if it ended at
     a turn that did not fit the model's context) and ``reencoded`` (turns that read the whole history again, since its
-    keys and values were not kept). With tools it has ``tool_counts``, one number for each of ``COUNTS``; with environments of a class, ``inputs``, what the row was
-    prompted with, and ``environment_rewards``.
+    keys and values were not kept). With tools it has ``tool_counts``, one number for each of ``COUNTS``; with
+    environments of a class, ``inputs``, what the row was prompted with, and ``environment_rewards``.
     """
     episodes = [
         # addressed by draw and sample, so that neither order nor company of the rows changes a game

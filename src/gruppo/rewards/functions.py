@@ -99,7 +99,9 @@ class FunctionReward:
         if "state" in per_row:
             cells["state"] = per_row["state"]
         copied = {*cells}
-        if self.view is not None and (self._takes_all or "environments" in self._parameters):
+        # objects do not leave this process: where a function is in another one, they have to be asked for
+        takes_objects = self._takes_all and not getattr(self.fn, "is_isolated", False)
+        if self.view is not None and (takes_objects or "environments" in self._parameters):
             view, states = self.view, per_row["state"]
             cells["environments"] = [view(prompt, state) for prompt, state in zip(prompts, states, strict=True)]
         # A batch may lack a column that other prompts of the data have: it is then None in all rows.

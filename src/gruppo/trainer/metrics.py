@@ -77,8 +77,9 @@ def batch_metrics(run: Run, batch: Batch, rollouts: Rollouts, scores: Scores) ->
         failed = torch.tensor([reason is not None for reason in own["environment_failure"]])
         stats |= {"turns": Stat.of(own["turns"]), "ended": Stat.of(own["ended"].double())}
         stats |= {name: Stat.of(own[name].double()) for name in ("context_full", "reencoded")}
-        for name, counts in zip(COUNTS, own["tool_counts"].T if "tool_counts" in own else (), strict=False):
-            stats[f"tools/{name}"] = Stat.of(counts.double())
+        if "tool_counts" in own:
+            of_tools = zip(COUNTS, own["tool_counts"].T, strict=True)
+            stats |= {f"tools/{name}": Stat.of(column.double()) for name, column in of_tools}
         stats |= {"replies": Stat.of(rollouts.lengths - lengths), "environment_failed": Stat.of(failed.double())}
     if batch.returns is not None and batch.old_values is not None:
         stats["return"] = Stat.of(batch.returns, batch.loss_mask)

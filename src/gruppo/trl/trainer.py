@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from gruppo.build import Parts, name_of, validate
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.data.open import open_source
+from gruppo.environments import EnvironmentClass
 from gruppo.loading import import_extra
 from gruppo.rewards import RewardModel
 from gruppo.trainer.callbacks import Callback, Step
@@ -46,6 +47,7 @@ METRICS = {
     "clip_ratio/high_mean": "clip/high_frac",
     "num_tokens": "progress/tokens",
     "step_time": "time/step_s",
+    "tools/call_frequency": "tools/calls_mean",
 }
 """Metrics under TRL's names, for ``state.log_history`` and ``on_log``."""
 EVENTS = ("on_init_end", "on_train_begin", "on_train_end", "on_step_end", "on_log", "on_evaluate", "on_save")
@@ -87,13 +89,8 @@ class GRPOTrainer:
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        multi_turn = (
-            "write what replies as a function, environment=reply of gruppo.Trainer: docs/guides/conversations.md"
-        )
         unsupported = {
-            "tools": (tools, multi_turn),
             "rollout_func": (rollout_func, "give an engine that samples, engine=... of gruppo.Trainer"),
-            "environment_factory": (environment_factory, multi_turn),
             "quantization_config": (
                 quantization_config,
                 "the weights are float32 or bfloat16; lora__rank trains little",
@@ -110,8 +107,10 @@ class GRPOTrainer:
         if args is None:
             name = f"{(source or 'model').rstrip('/').split('/')[-1]}-{self.kind}"
             args = (GRPOConfig if self.kind == "GRPO" else RLOOConfig)(output_dir=name)
-        if train_dataset is None:
+        if train_dataset is None and (environment_factory is None or isinstance(environment_factory, Mapping)):
             raise GruppoError("train_dataset is missing; it needs a Dataset, or a list of rows, with a column prompt.")
+        if environment_factory is not None:
+            train_dataset, eval_dataset = (_prompted(data, args) for data in (train_dataset, eval_dataset))
         if isinstance(eval_dataset, dict):
             raise GruppoError(
                 "eval_dataset is a dict of data sets; it needs one of them. trainer.evaluate takes others."
@@ -124,10 +123,16 @@ class GRPOTrainer:
         if not rows and not getattr(args, "max_steps", -1) > 0:
             raise GruppoError("train_dataset has no length, so its epochs are not known. Set max_steps.")
         settings |= _adapter(peft_config, source, notes)
+        environment = _environment(environment_factory)
+        if tools or environment:
+            settings |= _environment_settings(args, tools or (), environment_factory)
+            notes.append(
+                "max_completion_length: tokens that the policy writes in a conversation; there those of results too"
+            )
         policy = self._opened(model, settings, notes)
         validation = eval_dataset
-        self.rewards = _rewards(reward_funcs, reward_processing_classes)
-        self.parts = Parts.of(policy, train_dataset, self.rewards, validation=validation)
+        self.rewards = [] if reward_funcs is None and environment else _rewards(reward_funcs, reward_processing_classes)
+        self.parts = Parts.of(policy, train_dataset, self.rewards, environment, tools or None, validation=validation)
         config = serialization.change(Config(), settings)
         self.config = replace(
             config,
@@ -367,6 +372,9 @@ class _Hooks(Callback):
         state.global_step = step.step * owner.updates
         state.epoch = step.step * run.config.rollout.prompts / run.source.epoch_size
         named = {theirs: metrics[ours] for theirs, ours in METRICS.items() if ours in metrics}
+        if calls := metrics.get("tools/calls_mean", 0.0) * metrics.get("rollouts", 0.0):
+            failed = metrics["tools/failed_count"] + metrics["tools/timeout_count"]
+            named["tools/failure_frequency"] = failed / calls
         named |= {f"rewards/{name}/mean": metrics[f"reward/{name}/mean"] for name in run.rewards.names}
         state.log_history.append(named | {"epoch": state.epoch, "step": state.global_step})
         owner.control.should_save = owner.control.should_evaluate = False
@@ -404,6 +412,32 @@ def _check_callback(callback: Any) -> None:
                 f"{type(callback).__name__}.{name} would never be called: gruppo calls {', '.join(EVENTS)}. Move it "
                 "there, or write a gruppo.Callback for gruppo.Trainer."
             )
+
+
+def _environment(factory: Any) -> Any:
+    """What makes environments, by the data's column environment if there are several; None without any."""
+    if isinstance(factory, Mapping):
+        return {name: EnvironmentClass(one, step_is_tool=True) for name, one in factory.items()}
+    return None if factory is None else EnvironmentClass(factory, step_is_tool=True)
+
+
+def _environment_settings(args: Any, tools: Sequence[Any], factory: Any) -> dict[str, Any]:
+    """As in TRL: calls are made one after another without a deadline, and results are not cut."""
+    longest, calls = args.max_completion_length, getattr(args, "max_tool_calling_iterations", None)
+    settings = {"turns": longest if calls is None else calls + 1, "max_reply_tokens": longest, "timeout_s": None}
+    settings |= {"tools": tuple(map(name_of, tools))}
+    if factory is not None:
+        settings["kind"] = IN_MEMORY if hasattr(factory, "step") else name_of(factory)
+    return {f"environment.{name}": value for name, value in settings.items()}
+
+
+def _prompted(data: Any, args: Any) -> Any:
+    """Data with a prompt in each row, an empty one where the environment makes it; as many rows as a step takes."""
+    empty = [{"role": "user", "content": ""}]
+    if data is None:
+        return [{"prompt": empty}] * (args.generation_batch_size // args.num_generations)
+    columns = getattr(data, "column_names", None) or (list(data[0]) if isinstance(data, list) and data else ["prompt"])
+    return data if "prompt" in columns else [{"prompt": empty, **row} for row in data]
 
 
 def _rewards(reward_funcs: Any, tokenizers: Any) -> list[Any]:
