@@ -25,8 +25,9 @@ from gruppo.cli.commands import COMMANDS, TAKING_RECIPE
 from gruppo.cli.help import all_options, parameters
 from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import schema as configs
-from gruppo.config.options import as_text, convert, flag
+from gruppo.config.options import as_text, convert, flag, options
 from gruppo.core.objective import PRESETS, Objective
+from gruppo.launch.options import LaunchConfig
 from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES, arithmetic
 from gruppo.rewards.code import ProgramScore, code_metrics
@@ -64,13 +65,14 @@ FOREIGN_OPTIONS = {
     *("--runtime", "--unshare-all"),
     *("--dtype", "--enable-prefix-caching", "--enable-scale-out", "--enforce-eager", "--generation-config"),
     *("--gpu-memory-utilization", "--logprobs-mode", "--max-model-len", "--enable-sleep-mode"),
-    *("--weight-transfer-config", "--enable-deterministic-inference"),
+    *("--weight-transfer-config", "--enable-deterministic-inference", "--tensor-parallel-size"),
 }
 """Of other programs, or for all commands."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
 """In code style, but not names of gruppo."""
 PARAMETERS = {name: parameters(run) for name, run in COMMANDS.items() if name not in TAKING_RECIPE}
-"""Positional arguments and options of each command that takes no recipe."""
+PARAMETERS["launch"] = ({}, options(LaunchConfig()))
+"""Positional arguments and options of each command beside those of a config."""
 OPTIONS = {flag(name): option.hint for name, option in all_options().items()} | {"--stages": str}
 OPTIONS |= {flag(name): option.hint for _, named in PARAMETERS.values() for name, option in named.items()}
 """Type of each command-line option."""

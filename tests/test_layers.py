@@ -37,7 +37,7 @@ LAYERS: tuple[set[str], ...] = (
     {"api", "inference"},
     {"export"},
     {"trl"},
-    {"cli", "__init__", "__main__"},
+    {"cli", "launch", "__init__", "__main__"},
 )
 """From the bottom to the top."""
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}

@@ -11,7 +11,7 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -180,6 +180,21 @@ def stop_signals() -> list[signal.Signals]:
     """
     known = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
     return [number for number in known if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def ends_with_parent() -> Callable[[], None] | None:
+    """A ``preexec_fn`` by which a child gets SIGTERM when the thread that starts it ends, also where this process is
+    killed; None on systems other than Linux."""
+    if sys.platform != "linux":
+        return None
+    libc, parent = ctypes.CDLL(None), os.getpid()
+
+    def request() -> None:
+        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died before
+            os._exit(1)
+
+    return request
 
 
 def interrupt_main() -> None:

@@ -344,7 +344,7 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
     ("args", "says"),
     [
         (["trian", "arithmetic"], "unknown command 'trian'. Did you mean train?"),
-        (["fly"], "Commands: train, resume"),
+        (["fly"], "Commands: train, launch, resume"),
         (["train"], "no recipe was given"),
         (["train", "--steps", "3"], "no recipe was given"),
         (["train", "arithmetik"], "unknown recipe 'arithmetik'. Did you mean arithmetic?"),

@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +33,7 @@ LOADING = threading.Lock()
 class FakeServer:
     """``url`` answers from construction to ``close``. ``model``: the folder that the server was started with."""
 
-    def __init__(self, model: str, *, key: str = "", port: int = 0) -> None:
+    def __init__(self, model: str, *, key: str = "", host: str = "127.0.0.1", port: int = 0) -> None:
         self.model, self.policy = model, copy.deepcopy(opened(model))
         self.key, self.version, self.is_paused, self.pauses = key, "default", False, 0
         self.adapters: dict[str, Any] = {}
@@ -100,7 +102,7 @@ class FakeServer:
             def handle_error(self, *_: Any) -> None:
                 pass  # a client that left
 
-        self.http = Server(("127.0.0.1", port), Handler)
+        self.http = Server((host, port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self.thread.start()
@@ -118,8 +120,8 @@ class FakeServer:
         url = urlsplit(path)
         self.log.append((url.path, body))
         self.before(url.path, body)
-        # as in vLLM: its key guards these alone; gruppo serve adds a guard for the rest
-        if self.key and authorization != f"Bearer {self.key}":
+        # as with gruppo serve, whose guard is on every other route
+        if self.key and url.path != "/health" and authorization != f"Bearer {self.key}":
             return 401, {"error": "Unauthorized"}
         name = f"{method.lower()}_{url.path.strip('/').replace('/', '_').replace('-', '_')}"
         route = getattr(self, name, None)
@@ -312,3 +314,8 @@ def score(policy: TextPolicy, ids: list[int]) -> list[float]:
     targets = torch.tensor(ids[1:])
     logprobs, _ = chunked_categorical(features, policy.backbone.head, targets, torch.ones(len(targets)))
     return logprobs.tolist()
+
+
+if __name__ == "__main__":  # MODEL HOST PORT
+    FakeServer(sys.argv[1], host=sys.argv[2], port=int(sys.argv[3]), key=os.environ.get("GRUPPO_ENGINE_KEY", ""))
+    threading.Event().wait()

@@ -4,6 +4,7 @@ usage: gruppo COMMAND ...
 
   train RECIPE [--options]    train; RECIPE is a built-in name, file.py:function, or a config file (TOML, YAML, JSON)
   train --replay RUN          train again from the ledger of a run with --engine.lag, without its engine
+  launch RECIPE --trainers N --servers M [--on local|slurm|ray]  train with vLLM servers, all started and kept running
   resume RUN                  continue a stopped or killed run, to the bit
   eval RUN                    greedy answers of a run's model to its held-out prompts
   sample RUN "PROMPT" ...     completions of a run's (or any) model

@@ -89,6 +89,13 @@ def train(args: list[str]) -> None:
         api.finish(api.start(config, show=True, trust_run=trust_run), show=True)
 
 
+def launch(args: list[str]) -> NoReturn:
+    """Start trainers and vLLM servers, and keep them running until the run is complete."""
+    from gruppo.launch import supervise
+
+    sys.exit(supervise.launch(args))
+
+
 def resume(
     run: Annotated[str, "Folder of the run, such as runs/arithmetic-20260101-120000."],
     *,
@@ -301,7 +308,7 @@ def serve(
     server.run(model, host=host, port=port, python=python, lora_rank=lora_rank, options=options)
 
 
-_ALL = (train, resume, eval_, sample, export, explain, doctor, view, report, serve, config, recipes, completion)
+_ALL = (train, launch, resume, eval_, sample, export, explain, doctor, view, report, serve, config, recipes, completion)
 COMMANDS: dict[str, Callable[..., None]] = {command.__name__.rstrip("_"): command for command in _ALL}
-TAKING_RECIPE = ("train", "explain", "config")
+TAKING_RECIPE = ("train", "launch", "explain", "config")
 """Commands of a recipe and the options of its config, which they parse themselves."""

@@ -15,6 +15,7 @@ from gruppo.config.schema import Config
 from gruppo.config.sections import sections
 from gruppo.config.stages import KINDS
 from gruppo.core.objective import PRESETS
+from gruppo.launch.options import LaunchConfig
 
 WIDTH, COLUMN = 100, 38
 
@@ -48,6 +49,9 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
     if command.startswith("explain"):
         lines.append("--gpus N estimates the memory of each of N GPUs, with --distributed.shard as it is set.")
         lines.append("--names trl, verl, ddpo or sources shows the options under the names that they have there.")
+    if command.startswith("launch"):
+        lines += ["Options of vLLM follow --.", "launch:"]
+        lines += [line for o in options(LaunchConfig()).values() for line in _option_lines(o, is_complete=is_complete)]
     hidden = [EXPERT, re.compile(r"stages\..*")]
     hidden += [] if config.objective.has_critic else [OF_CRITICS]
     hidden += [] if config.modality is None else [OF_TEXT]
@@ -133,6 +137,7 @@ def completion(shell: str, commands: Mapping[str, Callable[..., Any]], recipes: 
     """
     config_options = all_options()
     tables = {name: config_options if name in recipes else parameters(run)[1] for name, run in commands.items()}
+    tables["launch"] = options(LaunchConfig()) | config_options
     choices = {}
     for option in (option for table in tables.values() for option in table.values()):
         literals = [kind for kind in (option.hint, *typing.get_args(option.hint)) if typing.get_origin(kind) is Literal]

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from gruppo.cli import help as help_text
 from gruppo.config import peer_options, serialization
-from gruppo.config.options import Option, convert, describe_type, flag, is_list, options
+from gruppo.config.options import Option, check_ranges, convert, describe_type, flag, is_list, options
 from gruppo.config.schema import Config, Stage
 from gruppo.config.sections import section_name, sections
 from gruppo.config.stages import planned
@@ -20,6 +20,8 @@ from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
 from gruppo.recipes.open import check_code, config_file, recipe_config
 from gruppo.types import GruppoError
+
+T = TypeVar("T")
 
 HELP_FLAGS = ("-h", "--help", "--help-all")
 
@@ -88,6 +90,21 @@ def pop_option(args: Sequence[str], option: str) -> tuple[str | None, list[str]]
         raise GruppoError(f"{option} is given twice; leave one of them out.")
     at = words.index(option)
     return "".join(words[at + 1 : at + 2]), words[:at] + words[at + 2 :]
+
+
+def parse_own(args: Sequence[str], own: T, command: str) -> tuple[T, list[str]]:
+    """``own``, a dataclass of options beside those of a config, with those among ``args``; and the other arguments."""
+    changes, rest = dict[str, Any](), [*args]
+    for name, option in options(own).items():
+        if option.hint is bool:
+            changes[name], rest = pop_switch(rest, flag(name))
+            continue
+        text, rest = pop_option(rest, flag(name))
+        if text is not None:
+            changes[name] = _parse(option, [text] if text else [], command)
+    own = replace(own, **changes)  # type: ignore[type-var]
+    check_ranges(own)
+    return own, rest
 
 
 def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -> dict[str, Any]:

