@@ -19,10 +19,12 @@ import torch
 from tests import processes, tiny
 from tests.launch.launches import FAKE, launch, recipe
 
+from gruppo.cli.options import parse_own
 from gruppo.config import serialization
 from gruppo.config.schema import EngineConfig, LoraConfig
 from gruppo.launch import plan as plans
 from gruppo.launch import slurm
+from gruppo.launch.options import LaunchConfig
 from gruppo.launch.places import Local, rank_environments
 from gruppo.launch.plan import Launch, claim, plan
 from gruppo.platforms import lock_file
@@ -71,6 +73,20 @@ def test_a_mistake_is_one_line_and_nothing_starts(tmp_path, monkeypatch, capsys,
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("r --dry-run --steps 3", (True, 1)),
+        ("r --steps 3 --dry-run", (True, 1)),
+        ("r --dry-run false --trainers=2 --steps 3", (False, 2)),
+        ("r --trainers 2 --steps 3 --dry-run=True", (True, 2)),
+    ],
+)
+def test_options_of_a_launch_stand_anywhere_among_those_of_the_run(words, expected):
+    chosen, rest = parse_own(words.split(), LaunchConfig(), "launch")
+    assert (chosen.dry_run, chosen.trainers) == expected and rest == ["r", "--steps", "3"]
 
 
 def test_a_python_without_vllm_and_a_port_in_use_are_refused(tmp_path, capsys):

@@ -15,6 +15,7 @@ from tests.launch.launches import Scripts, launch, supervised
 from gruppo.errors import EngineLost
 from gruppo.launch import supervise
 from gruppo.launch.child import Child
+from gruppo.platforms import lock_file
 from gruppo.types import GruppoError
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="shell scripts")
@@ -133,6 +134,18 @@ def test_trainers_save_and_continue_where_a_server_comes_back_at_another_address
         local(0),
         "http://node7:1",
     ]
+
+
+def test_trainers_start_again_when_no_rank_of_before_writes_to_the_run_any_more(tmp_path):
+    """A lost actor of Ray leaves one that saves. The second trainers would be refused: exit code 2."""
+    given = launch(tmp_path, servers=0)
+    given.folder.mkdir(parents=True)
+    saving = lock_file(given.folder / ".lock")
+    scripts = Scripts({"trainer0": ["exit 0"]})
+    supervisor = supervised(given, scripts)
+    assert supervisor._turn() is None and supervisor._turn() is None and not scripts.started
+    saving.close()
+    assert supervisor.run() == 0
 
 
 class Interrupting(Scripts):

@@ -96,10 +96,10 @@ def parse_own(args: Sequence[str], own: T, command: str) -> tuple[T, list[str]]:
     """``own``, a dataclass of options beside those of a config, with those among ``args``; and the other arguments."""
     changes, rest = dict[str, Any](), [*args]
     for name, option in options(own).items():
-        if option.hint is bool:
-            changes[name], rest = pop_switch(rest, flag(name))
-            continue
+        at = next((n for n, arg in enumerate(rest) if arg.partition("=")[0] == flag(name)), 0)
         text, rest = pop_option(rest, flag(name))
+        if option.hint is bool and text is not None and text.lower() not in ("true", "false"):  # a switch
+            rest[at:at], text = [text] if text else [], "true"
         if text is not None:
             changes[name] = _parse(option, [text] if text else [], command)
     own = replace(own, **changes)  # type: ignore[type-var]

@@ -143,27 +143,31 @@ def check(launch: Launch) -> None:
         os.environ[KEY] = secrets.token_urlsafe(24)
 
 
+def is_written(folder: Path) -> bool:
+    """Whether a trainer has a run's folder open."""
+    try:
+        if (folder / ".lock").exists():
+            lock_file(folder / ".lock").close()
+    except BlockingIOError:
+        return True
+    return False
+
+
 def claim(launch: Launch, stack: ExitStack) -> None:
     """Make this process the only launcher of a run, once what a killed one has left behind has saved and ended."""
     logs = launch.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    until, is_told = time.monotonic() + SAVING_S, False
-    while True:
-        try:
-            held = lock_file(logs / ".lock")
-            lock_file(launch.folder / ".lock").close()  # of the trainer
-            break
-        except BlockingIOError as error:
-            if error.filename == str(logs / ".lock"):
-                raise GruppoError(f"another gruppo launch runs {launch.folder}; wait for it or stop it.") from None
-            held.close()
-            if time.monotonic() > until:
-                raise GruppoError(f"another process is writing to {launch.folder}; wait for it or stop it.") from None
-            if not is_told:
-                log.info("waiting for the process that is writing to %s", launch.folder)
-            is_told = True
-            time.sleep(0.2)
-    stack.callback(held.close)
+    try:
+        stack.callback(lock_file(logs / ".lock").close)
+    except BlockingIOError:
+        raise GruppoError(f"another gruppo launch runs {launch.folder}; wait for it or stop it.") from None
+    until = time.monotonic() + SAVING_S
+    if is_written(launch.folder):
+        log.info("waiting for the process that writes to %s", launch.folder)
+    while is_written(launch.folder):
+        if time.monotonic() > until:
+            raise GruppoError(f"another process is writing to {launch.folder}; wait for it or stop it.")
+        time.sleep(0.2)
     handler = logging.FileHandler(launch.log("launch"), encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)

@@ -17,7 +17,7 @@ from gruppo.errors import EngineLost
 from gruppo.launch import slurm
 from gruppo.launch.child import Process
 from gruppo.launch.places import Local, Place, Ray
-from gruppo.launch.plan import Launch, claim, log, plan
+from gruppo.launch.plan import Launch, claim, is_written, log, plan
 from gruppo.loading import visible
 from gruppo.types import GruppoError
 
@@ -60,7 +60,7 @@ class Supervisor:
         self.urls: list[str] = []
         """Of the servers that the trainers know."""
         self.failures: list[float] = []
-        self._failed_at, self._is_moving = 0.0, False
+        self._failed_at, self._is_moving, self._is_waiting = 0.0, False, False
         output = launch.log("trainer0")
         self._echoed = output.stat().st_size if output.is_file() else 0
 
@@ -89,7 +89,13 @@ class Supervisor:
             raise EngineLost(
                 f"no server is left; the logs in {where} say why. Correct that, and give the command again."
             )
-        if all(server.is_ready for server in used):
+        if not all(server.is_ready for server in used):
+            return None
+        # an actor of Ray may be lost before its rank has saved and ended
+        was_waiting, self._is_waiting = self._is_waiting, is_written(self.launch.folder)
+        if self._is_waiting and not was_waiting:
+            log.info("the trainers start once the process that writes to %s has ended", self.launch.folder)
+        if not self._is_waiting:
             self.urls = [self.place.url(n) for n, server in enumerate(self.servers) if not server.is_left_out]
             self.trainers, self._failed_at, self._is_moving = self.place.start_trainers(self.urls), 0.0, False
             log.info("the trainers are started; their output is in %s", self.launch.log("trainer0"))
