@@ -65,7 +65,7 @@ FOREIGN_OPTIONS = {
     *("--runtime", "--unshare-all"),
     *("--dtype", "--enable-prefix-caching", "--enable-scale-out", "--enforce-eager", "--generation-config"),
     *("--gpu-memory-utilization", "--logprobs-mode", "--max-model-len", "--enable-sleep-mode"),
-    *("--weight-transfer-config", "--enable-deterministic-inference", "--tensor-parallel-size"),
+    *("--weight-transfer-config", "--enable-deterministic-inference", "--served-model-name", "--tensor-parallel-size"),
 }
 """Of other programs, or for all commands."""
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}

@@ -24,6 +24,7 @@ LAYERS: tuple[set[str], ...] = (
         "reward_values",
         "reward_worker",
         "integrity",
+        "http_json",
         "trust",
         "tasksets",
     },

@@ -69,6 +69,8 @@ class Result:
     """Since the start of training or of its continuation: loading, steps, evaluations and saving."""
     next: tuple[tuple[str, str], ...] = ()
     """Commands that work for this run, each with what it does."""
+    costs: tuple[str, ...] = ()
+    """What judges have used, a line each."""
 
 
 class Trainer:
@@ -245,7 +247,7 @@ class Trainer:
             opening.enter_context(trust.importing(code, **self._imports))
             with dist.phase("build"):
                 run, model_source = build(config, parts)
-            check_equal({"the data": run.source.fingerprint()})
+            check_equal({"the data": run.source.fingerprint(), **run.rewards.input_digests()})
             if config.engine.lag or config.engine.replay:
                 run.async_rollouts = run.source = AsyncRollouts(run)
             run.callbacks = hooks
@@ -266,6 +268,7 @@ class Trainer:
             if run.async_rollouts is not None:
                 stack.callback(run.async_rollouts.join)
             stack.callback(run.engine.close)
+            run.rewards.attach(path)
             run.engine.sync(run.policy, run.state.version)  # until now it held the first weights, or none
             if run.async_rollouts is not None:
                 stack.callback(run.async_rollouts.close)  # before the engine, whose end ends what is being sampled
@@ -430,7 +433,8 @@ class Trainer:
         before = next((e for e in state.evaluations if e["step"] == 0), None)
         after = next((e for e in reversed(state.evaluations) if e["step"] == last and state.step), None)
         commands, tokens = next_commands(run, self.folder), int(state.totals["tokens"])
-        self._result = Result(self.folder, model, before, after, tokens, seconds, commands)
+        costs = tuple(run.rewards.describe_usage(run.rewards.usage()))
+        self._result = Result(self.folder, model, before, after, tokens, seconds, commands, costs)
         return self._result
 
     def close(self) -> None:
@@ -555,7 +559,9 @@ def finish(result: Result, *, show: bool) -> Result:
     if show:
         lines = closing_lines(folder, result.before, result.after, result.next, result.seconds)
         with output_may_close():
-            Console().print(lines, soft_wrap=True)  # a command must not be broken over two lines
+            Console().print(
+                lines, *result.costs, sep="\n", soft_wrap=True
+            )  # a command must not be broken over two lines
     return result
 
 

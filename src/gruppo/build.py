@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gruppo import distributed as dist
+from gruppo.config.checks import smallest_group
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import learns_from_samples, stage_path
 from gruppo.data.open import is_function_name, open_source
@@ -489,6 +490,13 @@ def open_rewards(
         columns |= {"reference"} if modality.rewards_read_reference else set()
         columns |= {"images"} if modality.rewards_read_images else set()
         rewards.check(columns)
+    if rewards.comparing and smallest_group(config) < 2:
+        raise GruppoError(f"""reward {rewards.comparing[0]!r} compares the completions of a group, and group_size=1 has
+            no other. Set --rollout.group-size 2 or more; a judge can grade single completions with mode="score".""")
+    if rewards.comparing and config.rollout.first_samples:
+        raise GruppoError(f"""reward {rewards.comparing[0]!r} ranks the completions of a group together, and
+            rollout.first_samples={config.rollout.first_samples} scores them in two parts. Set --rollout.first-samples
+            0.""")
     of_steps = [name for name in rewards.step_names if name not in rewards.turn_names]
     if environment is not None and of_steps:
         raise GruppoError(f"""reward {of_steps[0]!r} scores the steps of one answer, and with an environment a row has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from gruppo.trainer import checkpoint
 from gruppo.trainer.evaluate import Evaluated, evaluate, held_out
 from gruppo.trainer.run_dir import check_is_run
 from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
+
+log = logging.getLogger("gruppo")
 
 
 def load_policy(
@@ -102,7 +105,10 @@ def evaluate_run(
         if not (held := held_out(run, prompts)):
             raise DataError(f"""the data of {path} have no held-out prompts to evaluate on. Give other data with --data
                 FILE, or train with --prompts.held-out-fraction above 0.""")
-        return evaluate(run, held)
+        evaluated = evaluate(run, held)
+        for line in run.rewards.describe_usage(run.rewards.usage()):
+            log.info("%s", line)
+        return evaluated
 
 
 def with_saved_reference(path: Path, config: Config, source: WithReference) -> WithReference:

@@ -35,8 +35,8 @@ RUNS_CODE = re.compile(rf"\b({REMOTE_CODE}\s*=(?!\s*false\b)|sandbox\s*=\s*\S)",
 """Options of a reward that run a repository's code, or a command."""
 SERVERS = {"urls": "engine.urls=", "publish_dir": "engine.publish_dir="}
 """Entries of a config's engine: servers that get the key of this user, and a folder that is written to."""
-ADAPTERS = ("verifiers:", "gymnasium:", "openenv:")
-"""Data and environments that import a package by a name of its own, or use a server."""
+ADAPTERS = ("verifiers:", "gymnasium:", "openenv:", "judge:")
+"""Data, environments and rewards that import a package by a name of its own, or use a server."""
 MODEL_FILES = ("module.json", "restorer.json")
 """Files of saved models that name a function."""
 
@@ -104,7 +104,7 @@ def imports_of_model(folder: Path) -> list[str]:
 
 def check(folder: Path, names: Collection[str], *, trust_run: bool = False, trust_remote_code: bool = False) -> None:
     """Refuse a folder that would import what it did not name when this user created it."""
-    is_served = any(name.startswith((*SERVERS.values(), "openenv:")) for name in names)
+    is_served = any(name.startswith((*SERVERS.values(), "openenv:", "judge:")) for name in names)
     what, look = ("code to run, or servers to use", " and check the servers") if is_served else ("code to run", "")
     listed = f"{folder} names {what}: {', '.join(dict.fromkeys(names))}."
     flags = ["--trust-remote-code"] if any(REMOTE_CODE in name for name in names) and not trust_remote_code else []

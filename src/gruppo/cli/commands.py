@@ -266,6 +266,21 @@ def report(
     print(f"written to {page.write_report(run, Path(output) if output else None)}")
 
 
+def judge(
+    action: Annotated[str, "check: measure how a judge agrees with labels."],
+    file: Annotated[str, "TOML file of the judge, as in --reward judge:FILE.toml."],
+    labels: Annotated[str, "JSON lines: prompt, with completion and label, or with chosen and rejected."],
+) -> None:
+    """Ask a judge about labelled completions: accuracy, Kendall's tau, Cohen's kappa, position bias, failures, cost."""
+    if action != "check":
+        raise GruppoError(
+            f"gruppo judge {action}: it needs check, as in {command_name()} judge check FILE.toml LABELS.jsonl."
+        )
+    from gruppo.rewards.judge_check import check_judge
+
+    print("\n".join(check_judge(file, Path(labels))))
+
+
 def config(args: list[str]) -> None:
     """Print the config of ``RECIPE --options`` as TOML."""
     print(serialization.to_toml(parse_config("config", args)), end="")
@@ -308,7 +323,10 @@ def serve(
     server.run(model, host=host, port=port, python=python, lora_rank=lora_rank, options=options)
 
 
-_ALL = (train, launch, resume, eval_, sample, export, explain, doctor, view, report, serve, config, recipes, completion)
+_ALL = (
+    *(train, launch, resume, eval_, sample, export, explain, doctor, view, report, serve, judge, config, recipes),
+    completion,
+)
 COMMANDS: dict[str, Callable[..., None]] = {command.__name__.rstrip("_"): command for command in _ALL}
 TAKING_RECIPE = ("train", "launch", "explain", "config")
 """Commands of a recipe and the options of its config, which they parse themselves."""

@@ -7,9 +7,9 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gruppo.config.options import convert, describe_type, fields_of, nested_type
 from gruppo.config.schema import Config, CriticConfig, EngineConfig, EnvironmentConfig
@@ -19,6 +19,7 @@ from gruppo.integrity import parse_json
 from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError
 
+T = TypeVar("T")
 MAX_BYTES = 1 << 22
 """Of a config file; those of gruppo have a few KB."""
 NO_CORRECTION = ("correction", "none")
@@ -59,7 +60,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
             objective = {k: v for k, v in dataclasses.asdict(preset(objective)).items() if (k, v) != NO_CORRECTION}
         if isinstance(objective, Mapping):
             data = {**data, "objective": {"correction": "truncate", **objective}}
-    return _build(Config, data, "")
+    return build(Config, data)
 
 
 def change(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -117,7 +118,7 @@ def preset(name: str) -> Objective:
     return objective
 
 
-def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
+def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
     """A dataclass from nested settings; ``prefix`` is its dotted name in the config, with a dot."""
     hints = {name: hint for name, (hint, _, _) in fields_of(kind).items()}
     if kind is Config:  # the options of a modality stand under its name
@@ -138,9 +139,9 @@ def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
         elif hint in (EngineConfig, EnvironmentConfig) and isinstance(value, str):
             values[name] = hint(value)
         elif dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-            values[name] = _build(hint, value, f"{entry}.")
+            values[name] = build(hint, value, f"{entry}.")
         elif inner is not None and is_list:
-            values[name] = tuple(_build(inner, item, f"{entry}.{n}.") for n, item in enumerate(value))
+            values[name] = tuple(build(inner, item, f"{entry}.{n}.") for n, item in enumerate(value))
         else:
             try:
                 values[name] = convert(hint, value)
@@ -163,7 +164,11 @@ def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
 
 def load(path: Path) -> Config:
     """The config of a .toml, .yaml or .json file; an error names the line where it can be found."""
-    needed = "a config file is needed, such as a run's config.json."
+    return read(path, from_dict, "a config file is needed: TOML, YAML or JSON, such as a run's config.json.")
+
+
+def read(path: Path, make: Callable[[Mapping[str, Any]], T], needed: str) -> T:
+    """What ``make`` returns for the settings of a file; the line of an ``EntryError`` is added to it."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
@@ -171,13 +176,13 @@ def load(path: Path) -> Config:
         data = _parse(text, path.suffix)
     except FileNotFoundError:
         guess = did_you_mean(path.name, [other.name for other in path.parent.glob(f"*{path.suffix}")])
-        raise GruppoError(f"{path} does not exist; a config file (TOML, YAML or JSON) is needed.{guess}") from None
+        raise GruppoError(f"{path} does not exist; {needed}{guess}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise GruppoError(f"{path} cannot be read as {path.suffix[1:].upper()} ({error}); {needed}") from None
     if not isinstance(data, dict):
         raise GruppoError(f"{path} holds a {type(data).__name__}; {needed}")
     try:
-        return from_dict(data)
+        return make(data)
     except EntryError as error:
         line = _line_of(text, error.entry)
         raise GruppoError(f"{path}{f', line {line}' if line else ''}: {error}") from None

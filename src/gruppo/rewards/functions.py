@@ -20,7 +20,7 @@ from gruppo.rewards.text import text_of
 from gruppo.timeouts import CallError, accepted_keywords, function_name, require_columns, run_awaitable
 from gruppo.types import DataError, GruppoError, Prompt, Rollouts
 
-PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+PROVIDED = ("prompts", "completions", "completion_ids", "group_ids", "trainer_state", "log_metric", "log_extra")
 """Arguments that every reward function can request, besides the columns of the data. In addition: ``steps`` where the
 function scores steps, ``images`` where the policy makes images, ``state`` where it talks to an environment, and
 ``environments`` where that is of a class."""
@@ -52,11 +52,14 @@ class FunctionReward:
     ``log_extra(column, values)`` and every column of the data as a list: ``Prompt.target`` as ``answer`` and
     ``target``, and every key of ``Prompt.meta``, which wins over those two names. With an environment, ``state`` is
     the dict of each conversation; of a class, its plain attributes, and ``environments`` are objects with them.
+    ``group_ids``, the group of each completion in its batch, is for functions that name it.
 
     It returns one number or None (not scored) per completion and may be ``async``. Calls run in a thread, without
     gradients; with ``timeout_s=None`` they run in the caller's thread and have no deadline. Attributes of the function
     that are read: ``timeout_s`` (wins over the argument), ``step_separator`` (see ``step_reward``), ``scores_turns``
-    (see ``turn_reward``), ``memory_bytes`` and ``check(columns)``, which may refuse the columns of the data.
+    (see ``turn_reward``), ``memory_bytes``, ``check(columns)``, which may refuse the columns of the data,
+    ``compares_group`` (it needs groups of two or more), and of a judge ``input_digest``, ``attach``, ``usage`` and
+    ``describe_usage``.
     """
 
     def __init__(self, fn: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = 60.0) -> None:
@@ -112,6 +115,8 @@ class FunctionReward:
         if "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2):
             actions = zip(rollouts.actions, rollouts.mask, strict=True)
             cells["completion_ids"] = [ids[mask].tolist() for ids, mask in actions]
+        if "group_ids" in self._parameters:
+            cells["group_ids"] = rollouts.group_ids.tolist()
         for name in {*columns, *(name for name, is_required in self._parameters.items() if is_required)}:
             if name not in cells and name not in self._provided:
                 target_names = ("answer", "target")

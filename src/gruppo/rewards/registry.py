@@ -22,6 +22,7 @@ from gruppo.loading import (
 from gruppo.reward_process import RewardProcesses
 from gruppo.rewards import code, images, preference, text
 from gruppo.rewards.functions import FunctionReward
+from gruppo.rewards.judge import Judge
 from gruppo.rewards.models import ProcessRewardModel, RewardModel, ScoringNetwork
 from gruppo.types import DataError, GruppoError
 
@@ -49,6 +50,7 @@ BUILT_INS = {
     "keywords": BuiltIn(text.keywords, "values", "keywords:because,so or keywords for 因为, 所以, 然而, 但是"),
     "repetition_penalty": BuiltIn(text.repetition_penalty, "values", "repetition_penalty or repetition_penalty:3,-1.0"),
     "code_tests": BuiltIn(code.CodeTests),
+    "judge": BuiltIn(Judge, "path", "judge:FILE.toml"),
     "reward_model": BuiltIn(RewardModel, "path", "reward_model:PATH or reward_model:PATH,label=1,offload=True"),
     "process_reward": BuiltIn(ProcessRewardModel, "path", "process_reward:PATH or process_reward:PATH,separator=\\n"),
 }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gruppo import distributed as dist
 from gruppo.protocols import Reward
 from gruppo.reward_values import Answer, TrainerState
 from gruppo.rewards.functions import Decode, FunctionReward, ObjectReward, RowCall, StepScores
@@ -159,6 +161,9 @@ class RewardSet:
         sizes = {name: getattr(reward.fn, "memory_bytes", 0) for name, reward in self._rewards.items()}
         self.memory_bytes = {name: size for name, size in sizes.items() if size}
         """Memory of the reward models' weights, by name."""
+        self.comparing = tuple(n for n, reward in self._rewards.items() if getattr(reward.fn, "compares_group", False))
+        """Rewards that compare the completions of a group."""
+        self._judges: dict[str, Any] = {n: r.fn for n, r in self._rewards.items() if hasattr(r.fn, "describe_usage")}
 
     def set_decoder(self, decode: Decode) -> None:
         """Set the policy's decoder, which step rewards need: ``policy.chat.text``."""
@@ -174,6 +179,30 @@ class RewardSet:
         """Raise DataError, before sampling, if the data lack a column that a reward requires."""
         for reward in self._rewards.values():
             reward.check(columns)
+
+    def input_digests(self) -> dict[str, str]:
+        """SHA-256 of the files on which rewards depend, beside code; a resumed run compares it."""
+        return {f"file of the judge {name}": judge.input_digest for name, judge in self._judges.items()}
+
+    def attach(self, folder: Path) -> None:
+        """Count what judges use in the folder of a run, on from what it has used before. A collective."""
+        for name, judge in self._judges.items():
+            judge.attach(folder / "judges" / name)
+
+    def usage(self) -> dict[str, float]:
+        """Metrics of what judges have used so far, over all ranks. A collective if there are any."""
+        own = {f"judge/{name}/{key}": x for name, judge in self._judges.items() for key, x in judge.usage().items()}
+        totals = dist.all_sum(torch.tensor([*own.values()], dtype=torch.float64)).tolist() if own else []
+        return dict(zip(own, totals, strict=True))
+
+    def describe_usage(self, usage: Mapping[str, float]) -> list[str]:
+        """A line for each judge."""
+        return [
+            judge.describe_usage(
+                {key.rpartition("/")[2]: x for key, x in usage.items() if key.startswith(f"judge/{name}/")}
+            )
+            for name, judge in self._judges.items()
+        ]
 
     def score(self, rollouts: Rollouts, state: TrainerState | None = None, *, is_evaluation: bool = False) -> Scores:
         """Score all rows. Asynchronous rewards run at the same time, the others one after the other."""

@@ -178,7 +178,7 @@ def publish(run: Run, folder: RunFolder, collected: Collected, metrics: dict[str
         run.reference.update(run.policy, run.state.step)
     seconds = sum(metrics.get(f"time/{part}_s", 0.0) for part in TIMED)
     metrics["time/sync_s"] = time.perf_counter() - began
-    metrics |= run.engine_metrics()
+    metrics |= run.engine_metrics() | run.rewards.usage()
     metrics["time/step_s"] = seconds + metrics["time/sync_s"]
     if collected.rollouts is not None:
         metrics["rate/tokens_per_s"] = metrics.pop("tokens") / metrics["time/step_s"]
@@ -257,11 +257,12 @@ def evaluate_now(run: Run, folder: RunFolder) -> dict[str, float]:
         watched = references.watch(run)
         with whole_weights(run.policy, engine=run.config.engine.kind):
             watched |= evaluate_steps(run, prompts)
+    usage = run.rewards.usage()
     with dist.fail_together():
         if run.rewards.names:
             run.state.evaluations.append(asdict(done))
             folder.write_evaluations(run)
-            run.log(done.metrics() | watched)
+            run.log(done.metrics() | watched | usage)
         if run.policy.renders_images and dist.is_main() and run.config.show_samples_every:
             run.show(rows[: 2 * IMAGES_SHOWN * GROUPS_SHOWN])
     call_back(run, folder, "on_evaluate", done)

@@ -491,6 +491,7 @@ def setup(run: Run) -> dict[str, Any]:
     digests = {place: code_digest(f"{place}:") for place in {name.rpartition(":")[0] for name in functions}}
     code = {f"code of {name}": sha for name in functions if (sha := digests[name.rpartition(":")[0]]) is not None}
     inputs = code | run.policy.input_digests() | ({} if run.callbacks is None else run.callbacks.digests())
+    inputs |= run.rewards.input_digests()
     if run.validation is not None:
         inputs["validation data"] = run.validation.fingerprint()
     return {"inputs": inputs, "world": dist.world_size(), **environment()}

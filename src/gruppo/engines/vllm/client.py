@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import re
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gruppo.http_json import ServerError, request_json
 from gruppo.loading import import_extra
 from gruppo.types import Finish
 
@@ -30,17 +30,6 @@ CLAMPED = -9000.0
 GENERATE = "/inference/v1/generate"
 TEXT_ROUTES = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Whose answers are not JSON."""
-
-
-class ServerError(Exception):
-    """A server did not do what was asked of it. The request can be repeated, there or on another server."""
-
-    def __init__(self, reason: str, *, status: int = 0, is_lasting: bool = False) -> None:
-        super().__init__(reason)
-        self.status = status
-        """HTTP status; 0 without an answer."""
-        self.is_lasting = is_lasting
-        """Whether nothing but new weights can make the server usable again."""
 
 
 @dataclass(frozen=True)
@@ -112,27 +101,7 @@ class Replica:
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = CONTROL_S) -> Any:
         """Return the JSON of an answer, {} for an empty one, or the text of ``TEXT_ROUTES``; else ServerError."""
-        import httpx2 as httpx
-
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._client.request(method, path, json=body)
-        except TimeoutError:
-            raise ServerError(f"{path.partition('?')[0]} had no answer within {timeout_s:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, reset, truncated
-            why = str(error) or type(error).__name__
-            raise ServerError(f"{path.partition('?')[0]}: {why}") from None
-        if answer.status_code >= 400:
-            what = " ".join(_detail(answer.text).split())[:300]
-            raise ServerError(
-                f"{path.partition('?')[0]} answered {answer.status_code}: {what}", status=answer.status_code
-            )
-        try:
-            return json.loads(answer.text) if answer.text else {}
-        except ValueError:
-            if path in TEXT_ROUTES:
-                return answer.text
-            raise ServerError(f"{path} answered with something that is not JSON: {answer.text[:80]!r}") from None
+        return await request_json(self._client, method, path, body, timeout_s=timeout_s, is_text=path in TEXT_ROUTES)
 
     # --- sampling and scoring ---
 
@@ -261,14 +230,3 @@ class Replica:
 def version_of(label: str) -> int:
     """The version in a label of ``VllmEngine``."""
     return int(label.split("-v")[1].split("-")[0])
-
-
-def _detail(text: str) -> str:
-    """The message of an error's JSON; the text itself if it has none."""
-    try:
-        found = json.loads(text)
-        while isinstance(found, dict):
-            found = next(found[key] for key in ("message", "error", "detail") if key in found)
-        return str(found)
-    except (ValueError, StopIteration):
-        return text

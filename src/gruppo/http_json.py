@@ -1,0 +1,83 @@
+"""JSON over HTTP: one request with a deadline, whose failure is one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+
+class ServerError(Exception):
+    """A server did not do what was asked of it. The request can be repeated, there or on another server."""
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        status: int = 0,
+        is_lasting: bool = False,
+        is_timeout: bool = False,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.status = status
+        """HTTP status; 0 without an answer."""
+        self.is_lasting = is_lasting
+        """Whether nothing but new weights can make the server usable again."""
+        self.is_timeout = is_timeout
+        self.retry_after_s = retry_after_s
+        """Seconds to wait, where the server says so."""
+
+
+async def request_json(
+    client: Any, method: str, path: str, body: Any = None, *, timeout_s: float | None, is_text: bool = False
+) -> Any:
+    """Return the JSON of an answer, {} for an empty one, or with ``is_text`` other text; else ServerError.
+
+    ``client``: an ``httpx2.AsyncClient``. The deadline covers the whole answer, however slowly it arrives.
+    """
+    import httpx2 as httpx
+
+    route = path.partition("?")[0]
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await client.request(method, path, json=body)
+    except TimeoutError:
+        raise ServerError(f"{route} had no answer within {timeout_s:g} s", is_timeout=True) from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, reset, truncated
+        raise ServerError(f"{route}: {str(error) or type(error).__name__}") from None
+    if answer.status_code >= 400:
+        what = " ".join(_detail(answer.text).split())[:300]
+        wait_s = _retry_after_s(answer.headers.get("retry-after", ""))
+        raise ServerError(
+            f"{route} answered {answer.status_code}: {what}", status=answer.status_code, retry_after_s=wait_s
+        )
+    try:
+        return json.loads(answer.text) if answer.text else {}
+    except (ValueError, RecursionError):
+        if is_text:
+            return answer.text
+        raise ServerError(f"{route} answered with something that is not JSON: {answer.text[:80]!r}") from None
+
+
+def _retry_after_s(text: str) -> float | None:
+    """Seconds of a Retry-After header: a number or a date (RFC 9110, section 10.2.3)."""
+    with suppress(ValueError):
+        return max(float(text), 0.0) if "nan" not in text.lower() else None
+    with suppress(ValueError, OverflowError):
+        return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
+    return None
+
+
+def _detail(text: str) -> str:
+    """The message of an error's JSON; the text itself if it has none."""
+    try:
+        found = json.loads(text)
+        while isinstance(found, dict):
+            found = next(found[key] for key in ("message", "error", "detail") if key in found)
+        return str(found)
+    except (ValueError, RecursionError, StopIteration):
+        return text

@@ -1,0 +1,251 @@
+"""Asks a judge's endpoint: cache, budget, retries, and counts of all that happened."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from gruppo import distributed as dist
+from gruppo.http_json import ServerError, request_json
+from gruppo.integrity import json_lines, parse_json, read_json
+from gruppo.loading import import_extra, visible
+from gruppo.rewards.judge_file import JudgeConfig
+from gruppo.timeouts import CallError
+from gruppo.trust import state_folder
+from gruppo.types import GruppoError
+
+log = logging.getLogger("gruppo")
+
+COUNTS = (
+    *("calls", "retries", "cache_hits", "input_tokens", "output_tokens"),
+    *("failed", "timeouts", "rate_limited", "errors", "invalid", "over_budget"),
+)
+"""What is counted, for metrics; failed: questions without a verdict."""
+REPEATED = (0, 408, 409, 429)
+"""HTTP statuses after which a request is sent again, beside 5xx; 0: no answer."""
+BACKOFF_S, MAX_WAIT_S = 1.0, 60.0
+"""Wait before the first retry, doubled each time; longest wait, also where the server asks for more."""
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+class JudgeClient:
+    """Answers of one endpoint to requests with a JSON schema.
+
+    A verdict is kept on disk under the SHA-256 of its request. ``counts`` begin with what the run has used before.
+    """
+
+    def __init__(self, config: JudgeConfig, file: Path) -> None:
+        self.config, self.name = config, file.stem
+        self._key = os.environ.get(config.key_env, "").strip() if config.key_env else ""
+        if config.key_env and not self._key:
+            raise GruppoError(f"""{file}: the endpoint {config.endpoint} needs the key in the environment variable
+                {config.key_env}, which is not set. Set it, or remove key_env for a server without a key.""")
+        self._httpx = import_extra("httpx2", "vllm", "a judge")
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self._limits = {"calls": config.budget.calls, "tokens": config.budget.tokens}
+        self._usage_file: Path | None = None
+        self._not_before = 0.0
+        """When a rate limit ends, for all requests."""
+        self._unanswered = 0
+        """Questions in a row that the endpoint has not answered, within a batch."""
+        self._has_warned = False
+        self._jitter = random.Random(0)  # a generator of its own: rewards do not change the run's random numbers
+        self._verdicts = dict[str, Any]()
+        self._cache_file = self._open_cache(file)
+
+    # --- the cache, and what a run has used ---
+
+    def _open_cache(self, file: Path) -> Path | None:
+        if self.config.cache is None:
+            return None
+        place = f"{self.config.endpoint.rstrip('/')} {self.config.model}"
+        try:
+            chosen = self.config.cache
+            folder = file.absolute().parent / Path(chosen).expanduser() if chosen else state_folder() / "judges"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = folder / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.jsonl"
+            for line in json_lines(path) if path.exists() else ():
+                with suppress(ValueError, KeyError, TypeError):  # a line that was cut off when a process was killed
+                    entry = parse_json(line)
+                    self._verdicts.setdefault(entry["key"], entry["verdict"])
+            return path
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+            log.warning("judge %s: its cache cannot be used (%s). Every answer is asked for again.", self.name, error)
+            return None
+
+    def _remember(self, key: str, verdict: Any) -> None:
+        self._verdicts[key] = verdict
+        if self._cache_file is None:
+            return
+        try:
+            with self._cache_file.open("a", encoding="utf-8") as file:  # appended whole, so that processes can share it
+                file.write("\n" + json.dumps({"key": key, "verdict": verdict}))
+        except OSError as error:
+            log.warning("judge %s: its cache cannot be written (%s); it is kept in memory.", self.name, error)
+            self._cache_file = None
+
+    def attach(self, folder: Path) -> None:
+        """Count on from what the run in ``folder`` has used, and record there what is used. A collective.
+
+        Each answer is recorded at once: what a killed run has paid for is not in its checkpoint. The budget that is
+        left is divided among the ranks.
+        """
+        rank, world = dist.rank(), dist.world_size()
+        files = {int(path.stem): path for path in folder.glob("*.json") if path.stem.isdecimal()}
+        mine = [path for number, path in files.items() if number % world == rank]
+        for path in mine:  # those of more ranks, if there were more before
+            with suppress(OSError, ValueError):
+                self.counts = {name: count + int(read_json(path).get(name, 0)) for name, count in self.counts.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._usage_file = folder / f"{rank}.json"
+        self._save_usage()
+        for path in mine:
+            if path != self._usage_file:
+                path.unlink(missing_ok=True)
+        spent = self._spent()
+        total = dist.all_sum(torch.tensor([*spent.values()], dtype=torch.float64)).tolist()
+        for name, used in zip(spent, map(int, total), strict=True):
+            limit = getattr(self.config.budget, name)
+            if limit is not None:
+                left = max(limit - used, 0)
+                self._limits[name] = spent[name] + left // world + (rank < left % world)
+
+    def _spent(self) -> dict[str, int]:
+        return {"calls": self.counts["calls"], "tokens": self.counts["input_tokens"] + self.counts["output_tokens"]}
+
+    def _save_usage(self) -> None:
+        if self._usage_file is not None:
+            temporary = self._usage_file.with_suffix(".tmp")
+            with suppress(OSError):  # a full disk ends the run elsewhere, with a message
+                temporary.write_text(json.dumps(self.counts), encoding="utf-8")
+                temporary.replace(self._usage_file)
+
+    # --- requests ---
+
+    async def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return the verdict of each request, or the ``CallError`` why there is none. Equal requests are sent once."""
+        place = self.config.endpoint.rstrip("/")
+        texts = [json.dumps([place, body], sort_keys=True) for body in bodies]
+        keys = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+        unique = dict(zip(keys, bodies, strict=True))
+        slots, self._unanswered = asyncio.Semaphore(self.config.concurrency), 0
+        client = self._httpx.AsyncClient(
+            base_url=place,
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            timeout=None,  # request_json has a deadline for the whole answer
+            trust_env=urlsplit(place).hostname not in LOCAL,
+        )
+        async with client:
+            answers = await asyncio.gather(*(self._answer(client, slots, key, body) for key, body in unique.items()))
+        found = dict(zip(unique, answers, strict=True))
+        return [found[key] for key in keys]
+
+    async def _answer(self, client: Any, slots: asyncio.Semaphore, key: str, body: Mapping[str, Any]) -> Any:
+        schema = body["response_format"]["json_schema"]["schema"]
+        if key in self._verdicts and fits(self._verdicts[key], schema):
+            self.counts["cache_hits"] += 1
+            return self._verdicts[key]
+        async with slots:
+            try:
+                verdict = self._read(await self._post(client, body), schema)
+            except CallError as error:
+                self.counts["failed"] += 1
+                return error
+            finally:
+                self._save_usage()
+        self._remember(key, verdict)
+        return verdict
+
+    async def _post(self, client: Any, body: Mapping[str, Any]) -> Any:
+        """Send a request, again where that may help; ``CallError`` where there is no answer."""
+        for attempt in range(self.config.retries + 1):
+            while (wait_s := self._not_before - time.monotonic()) > 0:
+                await asyncio.sleep(wait_s)
+            self._check_budget()
+            if self._unanswered >= self.config.concurrency:  # else a judge that is down costs every row its retries
+                reason = f"not asked: {self._unanswered} questions in a row had no answer"
+                raise CallError("exception", f"{reason} from {self.config.endpoint}", "unanswered")
+            self.counts["calls"] += 1
+            self.counts["retries"] += attempt > 0
+            try:
+                reply = await request_json(client, "POST", "/chat/completions", body, timeout_s=self.config.timeout_s)
+                self._unanswered = 0
+                return reply
+            except ServerError as error:
+                kind = "timeouts" if error.is_timeout else "rate_limited" if error.status == 429 else "errors"
+                self.counts[kind] += 1
+                wait_s = BACKOFF_S * 2**attempt * self._jitter.uniform(0.5, 1.0)
+                wait_s = min(wait_s, MAX_WAIT_S) if error.retry_after_s is None else error.retry_after_s
+                can_repeat = error.status in REPEATED or error.status >= 500
+                if not can_repeat or attempt == self.config.retries or wait_s > MAX_WAIT_S:
+                    self._unanswered += 1
+                    # a server may quote the key
+                    text = str(error).replace(self._key, "***") if self._key else str(error)
+                    reason = f"the judge {self.config.endpoint}{visible(text)}"
+                    raise CallError("timeout" if error.is_timeout else "exception", reason, error.status) from None
+                if error.retry_after_s is not None:
+                    self._not_before = time.monotonic() + wait_s
+            await asyncio.sleep(wait_s)
+        raise AssertionError("unreachable")
+
+    def _check_budget(self) -> None:
+        spent = self._spent()
+        for name, limit in self._limits.items():
+            if limit is not None and spent[name] >= limit:
+                self.counts["over_budget"] += 1
+                total = getattr(self.config.budget, name)
+                reason = f"the judge's budget of {total:,} {name} is spent; raise budget.{name} in {self.name}.toml"
+                raise CallError("exception", reason, "budget")
+
+    def _read(self, reply: Any, schema: Mapping[str, Any]) -> Any:
+        """Return the verdict in a reply; ``CallError`` unless it is JSON of the schema and nothing else.
+
+        JSON within prose is not looked for: the judge may quote what the policy wrote.
+        """
+        usage = reply.get("usage") if isinstance(reply, dict) else None
+        for name, field in (("input_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens")):
+            count = usage.get(field) if isinstance(usage, dict) else None
+            self.counts[name] += count if isinstance(count, int) and count > 0 else 0
+        if not isinstance(usage, dict) and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "judge %s: the endpoint reports no usage, so tokens and cost are not counted, and a budget of tokens "
+                "has no effect. Set budget.calls.",
+                self.name,
+            )
+        try:
+            choice = reply["choices"][0]
+            text, finish = choice["message"]["content"], choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            text, finish = None, None
+        with suppress(ValueError, TypeError):
+            if fits(verdict := parse_json(text), schema):
+                return verdict
+        self.counts["invalid"] += 1
+        cut = ", cut off at max_tokens: raise request.max_tokens" if finish == "length" else ""
+        raise CallError("exception", f"the judge's answer is not the JSON asked for{cut}: {visible(str(text))[:120]!r}")
+
+
+def fits(verdict: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a verdict has the schema's properties and no others, each a text or one of its choices."""
+    properties = schema["properties"]
+    if not isinstance(verdict, dict) or verdict.keys() != properties.keys():
+        return False
+    return all(
+        type(verdict[name]) is type(rule["enum"][0]) and verdict[name] in rule["enum"]
+        if "enum" in rule
+        else isinstance(verdict[name], str)
+        for name, rule in properties.items()
+    )

@@ -1,0 +1,113 @@
+"""A small OpenAI-compatible server: it grades by a function, and its faults are attributes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+class JudgeServer:
+    """``url`` answers until ``close``. It checks what a server with structured output checks."""
+
+    def __init__(self, *, key: str = "", port: int = 0) -> None:
+        self.key = key
+        self.bodies: list[Any] = []
+        self.inflight = self.most_inflight = 0
+        self.grade: Callable[[dict[str, Any]], Any] = lambda question: longest(question)
+        """The points, or the choice, from the texts that the judge sees."""
+        self.content: Callable[[str], str] = lambda text: text
+        """Changes what the judge writes."""
+        self.faults: list[tuple[int, dict[str, str]]] = []
+        """Statuses and headers of the next answers, before any is good."""
+        self.delay_s = 0.0
+        self.finish, self.usage = "stop", True
+        self.lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with server.lock:
+                    server.bodies.append(body)
+                    server.inflight += 1
+                    server.most_inflight = max(server.most_inflight, server.inflight)
+                    fault = server.faults.pop(0) if server.faults else None
+                try:
+                    time.sleep(server.delay_s)
+                    if fault is not None:
+                        self.send(fault[0], {"error": {"message": f"fault of key {server.key}"}}, fault[1])
+                    elif self.path != "/v1/chat/completions":
+                        self.send(404, {"detail": "Not Found"})
+                    elif server.key and self.headers.get("Authorization") != f"Bearer {server.key}":
+                        self.send(401, {"error": {"message": f"wrong key {server.key}"}})
+                    else:
+                        self.send(200, server.answer(body))
+                finally:
+                    with server.lock:
+                        server.inflight -= 1
+
+            def send(self, code: int, answer: Any, headers: dict[str, str] | None = None) -> None:
+                data = json.dumps(answer).encode()
+                self.send_response(code)
+                for name, value in (headers or {}).items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128
+
+            def handle_error(self, *_: Any) -> None:
+                pass  # a client that left
+
+        self.http = Server(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def answer(self, body: Any) -> Any:
+        wanted = body["response_format"]
+        assert wanted["type"] == "json_schema" and wanted["json_schema"]["strict"]
+        rules = wanted["json_schema"]["schema"]["properties"]
+        question = json.loads(body["messages"][-1]["content"])
+        verdict: dict[str, Any] = {"reason": "as it is long"} if "reason" in rules else {}
+        for name in [name for name in rules if name not in verdict]:
+            grade = self.grade(question)
+            verdict[name] = grade.get(name) if isinstance(grade, dict) else grade
+        message = {"role": "assistant", "content": self.content(json.dumps(verdict))}
+        usage = {"usage": {"prompt_tokens": 100, "completion_tokens": 10}} if self.usage else {}
+        return {"choices": [{"message": message, "finish_reason": self.finish}], **usage}
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def longest(question: dict[str, Any]) -> Any:
+    """Points for length, up to 5; the longer of two."""
+    if "answer" in question:
+        return min(len(question["answer"]), 5)
+    first, second = len(question["first"]), len(question["second"])
+    return "first" if first > second else "second" if second > first else "tie"
+
+
+RUBRIC = '[[rubric]]\nname = "length"\ntext = "It is long."\n'
+
+
+def write_judge(path: Path, server: JudgeServer | str, extra: str = "", rubric: str = RUBRIC) -> str:
+    """A judge's file, with its cache beside it."""
+    url = server if isinstance(server, str) else server.url
+    path.write_text(f'endpoint = "{url}"\nmodel = "m"\ncache = "cache"\n{extra}\n{rubric}', encoding="utf-8")
+    return str(path)

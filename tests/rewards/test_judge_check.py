@@ -1,0 +1,120 @@
+"""gruppo judge check: agreement with labels, by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.rewards.judge_server import JudgeServer, write_judge
+
+from gruppo.cli import commands
+from gruppo.rewards.judge_check import agreement, check_judge, read_labels
+from gruppo.types import DataError, GruppoError
+
+
+def write(folder: Path, *rows: object) -> Path:
+    (folder / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "labels.jsonl"
+
+
+@pytest.fixture
+def server():
+    server = JudgeServer()
+    yield server
+    server.close()
+
+
+def test_accuracy_tau_and_kappa_by_hand():
+    """Pairs of the group: 3 > 1 and 3 > 2 agree, 1 = 2 is a tie of the judge alone."""
+    rewards, labels = np.array([0.1, 0.1, 0.9, 5.0]), np.array([1.0, 2.0, 3.0, 0.0])
+    found = agreement(rewards, labels, np.array([0, 0, 0, 1]))
+    assert found["pairs"] == 3 and found["accuracy"] == pytest.approx(2.5 / 3)
+    assert found["tau"] == pytest.approx(2 / math.sqrt(2 * 3))
+    # chance: the judge ties in 1 of 3, the labels never
+    chance = 0 + (2 / 3) / 2
+    assert found["kappa"] == pytest.approx((2 / 3 - chance) / (1 - chance))
+
+
+def test_the_agreement_is_that_of_scipy_and_of_counted_verdicts():
+    kendalltau = pytest.importorskip("scipy.stats").kendalltau
+    generator = np.random.default_rng(0)
+    rewards, labels = generator.integers(0, 4, 40) / 4, generator.integers(0, 3, 40)
+    found = agreement(rewards, labels.astype(float), np.zeros(40))
+    assert found["tau"] == pytest.approx(kendalltau(rewards, labels).statistic)
+    pairs = [(a, b) for a in range(40) for b in range(40) if a != b]  # both orders
+    ours, theirs = ([np.sign(x[a] - x[b]) for a, b in pairs] for x in (rewards, labels))
+    chance = sum(ours.count(c) * theirs.count(c) for c in (-1, 0, 1)) / len(pairs) ** 2
+    observed = sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(pairs)
+    assert found["kappa"] == pytest.approx((observed - chance) / (1 - chance))
+
+
+def test_unscored_rows_are_left_out_and_nothing_to_compare_is_nan():
+    found = agreement(np.array([0.5, math.nan, 0.1]), np.array([2.0, 1.0, 0.0]), np.zeros(3))
+    assert found == {"accuracy": 1.0, "tau": 1.0, "kappa": 1.0, "pairs": 1.0}
+    nothing = agreement(np.array([0.5]), np.array([1.0]), np.zeros(1))
+    assert nothing["pairs"] == 0 and all(math.isnan(nothing[name]) for name in ("accuracy", "tau", "kappa"))
+
+
+def test_a_check_grades_labelled_completions_counts_failures_and_names_the_cost(server, tmp_path, capsys):
+    rows = [{"prompt": "p", "completion": "x" * n, "label": label} for n, label in enumerate((0, 2, 1, 3))]
+    server.content = lambda text: "prose" if '"length": 0' in text else text
+    commands.judge("check", write_judge(tmp_path / "j.toml", server), str(write(tmp_path, *rows)))
+    output = capsys.readouterr().out
+    assert "4 labelled completions, 3 scored, 1 failed" in output and "1 x the judge's answer is not" in output
+    assert "accuracy       0.667  of 3 pairs" in output and "Kendall tau-b  0.333" in output
+    assert "judge j: 4 calls (0 retries)" in output and "position bias" not in output
+
+
+def test_a_check_of_pairs_shows_the_position_bias(server, tmp_path):
+    server.grade = lambda question: "first" if "b" in question["second"] else "tie"
+    labels = write(tmp_path, *({"prompt": p, "chosen": f"a{p}", "rejected": f"b{p}"} for p in "xyz"))
+    lines = check_judge(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), labels)
+    text = "\n".join(lines)
+    assert "accuracy       1.000  of 3 pairs" in text and "position bias  +0.250" in text
+    assert "consistency    0.000" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "p", "completion": "c"}] * 2, "line 1: it needs a prompt with either"),
+        ([{"prompt": "p", "chosen": "c", "rejected": "d"}, {"prompt": "p", "chosen": "c"}], "line 2: it needs"),
+        ([{"prompt": 3, "completion": "c", "label": 1}] * 2, "line 1: it needs"),
+        ([{"prompt": "p", "completion": "c", "label": math.nan}] * 2, "line 1: it needs"),
+        (["text"], "line 1: it needs"),
+        ([{"prompt": "p", "completion": "c", "label": 1}], "has 1 labelled completions; it needs 2"),
+        ([], "has 0 labelled completions"),
+    ],
+)
+def test_labels_that_cannot_be_read_are_one_line_with_their_number(tmp_path, rows, message):
+    with pytest.raises(DataError, match=message):
+        read_labels(write(tmp_path, *rows))
+    with pytest.raises(DataError, match="cannot be read"):
+        read_labels(tmp_path / "none.jsonl")
+
+
+def test_the_reference_of_each_label_is_needed_where_the_judge_reads_one(tmp_path):
+    rows = [{"prompt": "p", "completion": "c", "label": 1}]
+    with pytest.raises(DataError, match="each with 'gold'"):
+        read_labels(write(tmp_path, *rows), "gold")
+
+
+def test_a_judge_without_any_verdict_is_an_error_with_its_reason(server, tmp_path):
+    server.content = lambda text: "prose"
+    labels = write(tmp_path, *({"prompt": "p", "completion": x, "label": len(x)} for x in ("a", "bb")))
+    with pytest.raises(DataError, match="scored none of 2 completions: the judge's answer is not the JSON"):
+        check_judge(write_judge(tmp_path / "j.toml", server), labels)
+
+
+def test_pairs_need_two_completions_of_a_prompt(server, tmp_path):
+    labels = write(tmp_path, *({"prompt": x, "completion": x, "label": 1} for x in ("a", "b")))
+    with pytest.raises(DataError, match="at least two completions of a prompt"):
+        check_judge(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), labels)
+
+
+def test_an_unknown_action_names_the_known_one(tmp_path):
+    with pytest.raises(GruppoError, match="judge verify: it needs check"):
+        commands.judge("verify", "j.toml", "labels.jsonl")

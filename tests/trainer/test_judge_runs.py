@@ -1,0 +1,179 @@
+"""Runs with a judge: it fails and the run continues, its cost is reported, its budget survives a kill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import processes, tiny
+from tests.rewards.judge_server import JudgeServer, write_judge
+from tests.trainer.runs import completions, metrics
+
+import gruppo
+from gruppo import api, inference, trust
+from gruppo.config import serialization
+from gruppo.rewards import judge_client
+from gruppo.types import DataError, GruppoError
+
+DOCS = Path(__file__).parents[2] / "docs"
+BARE = {"evaluation__prompts": 0, "saving__every": 1}
+
+
+@pytest.fixture
+def server():
+    server = JudgeServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    monkeypatch.setattr(judge_client, "BACKOFF_S", 0.01)
+
+
+def start(folder: Path, file: str, **changes: Any) -> Any:
+    return api.start(tiny.config(folder, **{**BARE, "reward": [f"judge:{file}"], **changes}))
+
+
+def test_a_judge_that_goes_down_and_comes_back_costs_its_rows_and_no_run(server, tmp_path):
+    """Beside a second reward, too: rows without a verdict are unscored, not scored by the other reward alone."""
+    file = write_judge(tmp_path / "mine.toml", server, "retries = 0\nconcurrency = 4")
+    answer, calls = server.answer, []
+
+    def answers_at_first_and_last(body):
+        calls.append(body)
+        if 8 < len(calls) <= 20:
+            raise ConnectionError
+        return answer(body)
+
+    server.answer = answers_at_first_and_last
+    result = start(tmp_path, file, reward=[f"judge:{file}", tiny.reward("digits")], steps=6)
+    rows = metrics(result.folder)
+    failed = [row["judge/mine/failed_count"] for row in rows]
+    assert len(rows) == 6 and failed[-1] > 0 and failed == sorted(failed)
+    assert sum(row["reward/unscored_count"] for row in rows) >= failed[-1]  # a question may be that of several rows
+    assert rows[0]["judge/mine/input_tokens_count"] > 0 and rows[-1]["judge/mine/errors_count"] > 0
+    failures = [row for row in map(json.loads, completions(result.folder)) if row["failures"]]
+    assert "Server disconnected" in failures[0]["failures"] and all(row["reward"] is None for row in failures)
+    page = (DOCS / "reference/metrics.md").read_text()
+    used = {name for row in rows for name in row if name.startswith("judge/")}
+    assert used and all(f"`{name.replace('mine', 'NAME')}`" in page for name in used)
+
+
+def test_the_cost_is_in_the_metrics_the_result_and_on_the_screen(server, tmp_path, capsys):
+    file = write_judge(tmp_path / "mine.toml", server, '[price]\ninput = 1.0\ncurrency = "EUR"\n')
+    result = start(tmp_path, file, steps=2, evaluation__prompts=2)
+    last = [row for row in metrics(result.folder) if "judge/mine/cost" in row][-1]
+    assert last["judge/mine/cost"] == pytest.approx(last["judge/mine/input_tokens_count"] / 1e6)
+    # the evaluation after the last step is counted too
+    assert f"{len(server.bodies):,} calls" in result.costs[0] and result.costs[0].endswith("EUR")
+    api.finish(result, show=True)
+    assert result.costs[0] in capsys.readouterr().out
+    asked = len(server.bodies)
+    inference.evaluate_run(result.folder, prompts=2)
+    assert len(server.bodies) == asked  # the same answers, from the cache
+
+
+def test_a_resumed_run_counts_on_and_asks_nothing_twice(server, tmp_path, monkeypatch):
+    """Killed before the first checkpoint: what was paid is counted, and its verdicts come from the cache."""
+    whole = start(tmp_path / "whole", write_judge(tmp_path / "whole.toml", server, "seed = 1"), steps=3)
+    asked = len(server.bodies)
+    file = write_judge(tmp_path / "mine.toml", server, "seed = 2\n[budget]\ncalls = 1000\n")
+    options = {"steps": 3, "saving__every": 2, "scoring__isolate": False}
+
+    class Killed(BaseException):
+        """As SIGKILL: nothing is saved."""
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gruppo.trainer.loop.learn", kill)
+        with pytest.raises(Killed):
+            start(tmp_path / "cut", file, **options)
+    paid = len(server.bodies) - asked
+    counts = json.loads((tmp_path / "cut/runs/run/judges/mine/0.json").read_text())
+    assert counts["calls"] == paid > 0
+    result = api.start(tmp_path / "cut/runs/run")
+    rows, expected = metrics(result.folder), metrics(whole.folder)
+    assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in expected]
+    assert rows[-1]["judge/mine/calls_count"] == len(server.bodies) - asked == expected[-1]["judge/whole/calls_count"]
+    assert rows[-1]["judge/mine/cache_hits_count"] >= paid
+
+
+def test_a_spent_budget_ends_a_run_that_has_no_other_reward_and_more_budget_continues_it(server, tmp_path):
+    file = write_judge(tmp_path / "mine.toml", server, "[budget]\ncalls = 15\n")
+    with pytest.raises(DataError, match=r"10 steps in a row: the judge's budget of 15 calls is spent; raise"):
+        start(tmp_path, file, steps=20)
+    assert len(server.bodies) == 15
+    write_judge(tmp_path / "mine.toml", server, "[budget]\ncalls = 5000\n")
+    result = api.start(tmp_path / "runs/run")
+    assert metrics(result.folder)[-1]["judge/mine/calls_count"] == len(server.bodies) > 15
+
+
+def test_another_rubric_is_another_run(server, tmp_path):
+    file = write_judge(tmp_path / "mine.toml", server)
+    result = start(tmp_path, file, steps=1)
+    write_judge(tmp_path / "mine.toml", server, 'instructions = "Be kind."')
+    with pytest.raises(GruppoError, match="the file of the judge mine has changed"):
+        api.start(result.folder)
+
+
+def test_a_tournament_trains_and_its_bias_is_a_metric(server, tmp_path):
+    result = start(tmp_path, write_judge(tmp_path / "mine.toml", server, 'mode = "pairs"'), steps=2)
+    rows = metrics(result.folder)
+    assert rows[0]["reward/mean"] == pytest.approx(0.5) and rows[0]["reward_metric/mine_first_frac"] == 0.5
+    assert rows[0]["reward_metric/mine_consistent_frac"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rollout__group_size": 1, "objective": "reinforce_pp"},
+            "compares the completions of a group, and group_size=1",
+        ),
+        ({"rollout__first_samples": 2}, "rollout.first_samples=2 scores them in two parts"),
+    ],
+)
+def test_a_tournament_needs_whole_groups_of_two(server, tmp_path, changes, message):
+    file = write_judge(tmp_path / "mine.toml", server, 'mode = "pairs"')
+    with pytest.raises(GruppoError, match=message):
+        start(tmp_path, file, **changes)
+    assert not server.bodies and not (tmp_path / "runs").exists()
+
+
+def test_a_foreign_run_with_a_judge_asks_nobody_without_the_flag(server, tmp_path, monkeypatch):
+    """Its file would choose who gets which of this user's keys."""
+    monkeypatch.delenv(trust.TRUSTED, raising=False)
+    result = start(tmp_path, write_judge(tmp_path / "mine.toml", server), steps=1)
+    foreign, asked = tmp_path / "foreign", len(server.bodies)
+    shutil.copytree(result.folder, foreign)
+    for act in (
+        lambda: api.start(foreign),
+        lambda: inference.evaluate_run(foreign, prompts=1),
+        lambda: gruppo.train(foreign, steps=1, show=False, name="again", runs_dir=str(tmp_path)),
+    ):
+        with pytest.raises(GruppoError, match=rf"servers to use: judge:{tmp_path}/mine.toml.*--trust-run|trust_run"):
+            act()
+    assert len(server.bodies) == asked
+    inference.evaluate_run(foreign, prompts=1, trust_run=True)
+    assert len(server.bodies) > asked
+
+
+def train(config: dict[str, Any]) -> None:
+    api.start(serialization.from_dict(config))
+
+
+@pytest.mark.slow
+def test_two_ranks_count_together_and_share_the_budget(server, tmp_path):
+    file = write_judge(tmp_path / "mine.toml", server, "[budget]\ncalls = 9\n")
+    config = tiny.config(tmp_path, **BARE, reward=[f"judge:{file}"], steps=2)
+    processes.run_ranks(2, train, serialization.to_dict(config), folder=tmp_path / "children")
+    last, run = metrics(tmp_path / "runs/run")[-1], tmp_path / "runs/run"
+    assert last["judge/mine/calls_count"] == len(server.bodies) <= 9
+    counts = [json.loads((run / f"judges/mine/{rank}.json").read_text())["calls"] for rank in range(2)]
+    assert sum(counts) == len(server.bodies) and counts[0] <= 5 and counts[1] <= 4
