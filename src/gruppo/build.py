@@ -214,7 +214,10 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         modality = policy.modality
         checks.check(config, modality)
     config = place(policy, config)
-    policy.prepare_conversations(None if environment is None else environment.tools)
+    if environment is None:
+        policy.prepare_conversations(None)
+    else:
+        policy.prepare_conversations(environment.tools, environment.tools_of)
     # what the policy cannot be trained with is refused before a reference or a critic takes memory
     sampling = modality.sampling(config, policy)
     modality.check(config, policy, sampling, source, rewards)

@@ -181,8 +181,15 @@ class Policy:
 
     # --- sampling ---
 
-    def prepare_conversations(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Get ready for an environment with these tools (JSON schemas), which every prompt names; None without one."""
+    def prepare_conversations(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None,
+        tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] | None = None,
+    ) -> None:
+        """Get ready for an environment with these tools (JSON schemas); None without an environment.
+
+        ``tools_of``: those that a prompt names, if not all.
+        """
         if tools:
             raise GruppoError(f"""{type(self).__name__} does not write tools into prompts. Leave the tools out, or
                 define prepare_conversations.""")

@@ -23,7 +23,8 @@ EXPERT = re.compile(
     r"rollout\.(refill_by|max_group_size)|optim\.(betas|eps|terms_every)|objective\.(scale_eps|running_decay|dims|"
     r"tau_pos|tau_neg|kl_gradient|kl_mask|correction_level|correction_low|correction_high|clip_unit|combine|whiten)|"
     r"stage\.(name|steps|until|cons_coef|difficulty|weight_decay)|reference\.watch_prompts|evaluation\.along_steps|"
-    r"prompts\.(difficulty_column|special_tokens)|environment\.(max_reply_tokens|timeout_s)|distributed\..*|"
+    r"prompts\.(difficulty_column|special_tokens|chat_template|chat_template_kwargs)|"
+    r"environment\.(max_reply_tokens|timeout_s)|distributed\..*|"
     r"back_off\.(drop|lr_factor)|lora\.adapter|saving\.(ledger_gb|completions_gb)|"
     r"engine\.(timeout_s|max_inflight|max_mismatch|replay|transfer|colocated|publish_dir)"
 )

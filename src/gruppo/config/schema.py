@@ -358,6 +358,16 @@ class PromptsConfig:
 
     keep is for prompts that already have the chat template applied.
     """
+    chat_template: str = ""
+    """Chat template: a Jinja file, or chatml-tools; default: the model's own.
+
+    chatml-tools writes tools for models with the tokens <|im_start|> and <|im_end|> whose own template ignores them.
+    """
+    chat_template_kwargs: str = ""
+    """Variables of the chat template, as JSON: '{"enable_thinking": false}'.
+
+    Saved models have them as defaults of their template.
+    """
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,8 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
         elif inner is not None and is_list:
             values[name] = tuple(build(inner, item, f"{entry}.{n}.") for n, item in enumerate(value))
         else:
+            if name.endswith("_kwargs") and isinstance(value, Mapping):  # a dict in Python, a table in TOML
+                value = json.dumps(value)
             try:
                 values[name] = convert(hint, value)
             except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -9,16 +10,32 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from gruppo.config.schema import PromptsConfig
 from gruppo.loading import code_digest
+from gruppo.modalities.text.chat_template import (
+    check_kwargs,
+    prepared,
+    read_kwargs,
+    read_template,
+    rewritten,
+    strings,
+    tool_support,
+    with_defaults,
+)
+from gruppo.modalities.text.tool_calls import ToolFormat, call_of, read_calls, split_reasoning
 from gruppo.types import DataError, GruppoError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of tools."""
 
 _GREETING = {"role": "user", "content": "Hello."}
+_EMPTY_SYSTEM = {"role": "system", "content": ""}
 _PLACEHOLDER = "gruppo5spoke5here"
 """Stands for the assistant's turn where only the text that a template writes behind it is needed."""
 BREAK = "\ue0f0\ue0f1\ue0f0"
@@ -63,12 +80,49 @@ class Chat:
         names = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
         self._special = _any_of(names)
         self._guarded_special = _any_of([name[0] + BREAK + name[1:] for name in names])
+        self.template_kwargs: dict[str, Any] = {}
+        """Further variables of the chat template, such as enable_thinking."""
+        self.tools: list[dict[str, Any]] = []
+        """JSON schemas of all tools; each call says which of them its conversation has."""
+        self._tool_format: ToolFormat | None = None
+        """How the model writes calls; None where the tokenizer's response template reads them."""
+        self._begun = ""
+        self._probe_empty_system()
+
+    def _probe_empty_system(self) -> None:
         self._drops_empty_system = False
-        if self.can_chat and not is_plain:
+        if self.can_chat and not self.is_plain:
             try:
-                self._drops_empty_system = not self._encode_messages([{"role": "system", "content": ""}, _GREETING])
+                self._drops_empty_system = not self._encode_messages([_EMPTY_SYSTEM, _GREETING])
             except Exception:  # a template may fail in any way; the error is raised when a conversation needs it
                 self._drops_empty_system = True
+
+    def configure(self, prompts: PromptsConfig) -> None:
+        """Write conversations as the config says: by another template, with further variables of it."""
+        template, values = prompts.chat_template, read_kwargs(prompts.chat_template_kwargs)
+        self.special_tokens = prompts.special_tokens
+        if self.is_plain and (template or values):
+            raise GruppoError(
+                "a module with render of its own has no chat template. Leave --prompts.chat-template out."
+            )
+        if template:
+            self.tokenizer = copy.copy(self.tokenizer)  # the caller's stays as it is
+            self.tokenizer.chat_template = read_template(template)
+        check_kwargs(None if self.is_plain else self.tokenizer.chat_template, values)
+        self.template_kwargs = values
+        if template or values:
+            try:
+                self.rendered([_GREETING])
+            except Exception as error:  # a template may fail in any way
+                name = f"the chat template {template}" if template else "the model's chat template"
+                raise GruppoError(f"{name} with {values} cannot write a conversation: {error}. Correct it.") from None
+        self._probe_empty_system()
+
+    def set_tools(self, tools: Tools) -> None:
+        """Read the calls of these tools from what the model writes; GruppoError if the template has no tools."""
+        self.tools = [dict(tool) for tool in tools]
+        self._tool_format = tool_support(self) if tools else None
+        self._begun = self.generation_prompt() if tools else ""
 
     @property
     def can_chat(self) -> bool:
@@ -84,18 +138,21 @@ class Chat:
         content = {"vocabulary": self.tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
         for last_call in ("padding", "truncation"):
             content.pop(last_call, None)
-        parts = {"tokenizer": content, "chat template": self.tokenizer.chat_template}
+        parts = {
+            "tokenizer": content,
+            "chat template": [self.tokenizer.chat_template, self.template_kwargs, self.tools],
+        }
         return {
             name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in parts.items()
         }
 
     @_one_at_a_time
-    def encode(self, inputs: Any) -> list[int]:
-        """Ids of a string, or of messages up to where the assistant answers."""
+    def encode(self, inputs: Any, tools: Tools = ()) -> list[int]:
+        """Ids of a string, or of messages and the schemas of tools up to where the assistant answers."""
         if isinstance(inputs, str):
             ids = list(self.tokenizer.encode(inputs, **self._split(inputs)))
         elif self.can_chat:
-            ids = self._encode_messages(inputs)
+            ids = self._encode_messages(inputs, tools)
         else:
             raise DataError(
                 "the prompt is a conversation, but this policy was built without render. Pass render=messages_to_ids "
@@ -109,7 +166,7 @@ class Chat:
         return ids
 
     @_one_at_a_time
-    def encode_answered(self, inputs: Any, text: str) -> list[int]:
+    def encode_answered(self, inputs: Any, text: str, tools: Tools = ()) -> list[int]:
         """Ids of the prompt with an answer, encoded together; empty if that is impossible."""
         if isinstance(inputs, str):
             return list(self.tokenizer.encode(inputs + text, **self._split(inputs)))
@@ -118,7 +175,8 @@ class Chat:
         begun = inputs[-1]["content"] if inputs[-1]["role"] == "assistant" else ""
         before = inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs
         try:
-            return self._encode_messages([*before, {"role": "assistant", "content": begun + text}], is_whole=True)
+            messages = [*before, {"role": "assistant", "content": begun + text}]
+            return self._encode_messages(messages, tools, is_whole=True)
         except DataError:
             return []
 
@@ -133,22 +191,25 @@ class Chat:
 
     def special_token_in(self, inputs: Any) -> str:
         """The first special token in the text of a prompt, "" if there is none."""
-        texts = [inputs] if isinstance(inputs, str) else [str(message["content"]) for message in inputs]
-        return next((found[0] for text in texts if (found := self._special.search(text))), "")
+        return next((found[0] for text in strings(inputs) if (found := self._special.search(text))), "")
 
     def _split(self, text: str) -> dict[str, bool]:
         splits = self.special_tokens != "keep" and bool(self._special.search(text))
         return {"split_special_tokens": True} if splits else {}
 
-    def _guarded(self, messages: Sequence[Any]) -> list[Any]:
-        """The messages with a break in each special token of their texts."""
-        if self.special_tokens == "keep" or not self.special_token_in(messages):
-            return list(messages)
+    def _guarded(self, value: T, *, is_forced: bool = False) -> T:
+        """Messages or schemas with a break in each special token of their texts."""
+        if (self.special_tokens == "keep" and not is_forced) or not self.special_token_in(value):
+            return value
 
-        def guard(text: Any) -> str:
-            return self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], str(text))
+        def guard(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
+            if isinstance(value, Mapping):
+                return {name: guard(item) for name, item in value.items()}
+            return [guard(item) for item in value] if isinstance(value, list | tuple) else value
 
-        return [{**message, "content": guard(message["content"])} for message in messages]
+        return guard(value)
 
     def _encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered conversation in which the user's special tokens are guarded: those are encoded as text.
@@ -180,7 +241,9 @@ class Chat:
         )
 
     @_one_at_a_time
-    def encode_reply(self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool) -> list[int]:
+    def encode_reply(
+        self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool, tools: Tools = ()
+    ) -> list[int]:
         """Ids from where the assistant ended to where it answers again, with a reply between: a text or messages.
 
         ``completion`` is all that followed the prompt ``inputs``, the assistant's last turn included. ``is_closed``:
@@ -200,15 +263,10 @@ class Chat:
             ids = whole[len(begun) :]
             return ids[1:] if is_closed and ids and ids[0] in self.eos_ids else ids
         before = inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs  # an answer begun there is in completion
-        spoken = [*before, *completion[:-1], {"role": "assistant", "content": _PLACEHOLDER}]
-        messages = [*self._guarded(spoken), *self._guarded(reply)]
-        text = self._apply_template(messages, tokenize=False, add_generation_prompt=True)
-        _, found, tail = text.rpartition(_PLACEHOLDER)
-        if not found:
-            raise DataError(
-                "the model's chat template leaves the assistant's turn out of a conversation, so that it cannot "
-                "continue. Use a model whose template writes it."
-            )
+        spoken = self._guarded([*before, *completion[:-1]])
+        # what tools return is never the template's, whatever was done to the prompts
+        reply = [self._guarded(message, is_forced=message["role"] == "tool") for message in reply]
+        tail = self._text_behind_turn(spoken, completion[-1], reply, tools)
         ends = self.tokenizer.convert_ids_to_tokens(list(self.eos_ids))
         if not is_closed or not ends:
             return self._encode_between(tail)
@@ -219,6 +277,49 @@ class Chat:
         ids = self.encode_text((end or ends[0]) + tail)
         return ids[1:] if ids and ids[0] in self.eos_ids else self.encode_text(tail)
 
+    def _text_behind_turn(
+        self, before: Sequence[Any], turn: Mapping[str, Any], reply: Sequence[Any], tools: Tools
+    ) -> str:
+        """What the template writes from the end of the assistant's turn to where it answers again.
+
+        A placeholder stands for the turn's text. Where results of tools follow, it stands in the arguments of a call:
+        many templates write no result without its call. The turn then ends with the first end token behind it.
+        """
+        results = [message for message in reply if message["role"] == "tool"]
+        ids = [{"id": call["id"]} if "id" in call else {} for call in turn.get("tool_calls", ())]
+        calls: list[dict[str, Any]] = [
+            {"type": "function", "function": {"name": result.get("name") or "tool", "arguments": {}}, **call_id}
+            for result, call_id in zip_longest(results, ids[: len(results)], fillvalue=dict[str, Any]())
+        ]
+        spoken: dict[str, Any] = {"role": "assistant", "content": "" if calls else _PLACEHOLDER}
+        if calls:
+            calls[-1]["function"]["arguments"] = {"placeholder": _PLACEHOLDER}
+        # a template may refuse two calls in a turn (Llama), or a turn before that a model has got wrong
+        written = [(before, calls), (before, calls[-1:]), ([_GREETING], calls[-1:])]
+        for number, (history, some) in enumerate(written, 1):
+            called = [*history, spoken | ({"tool_calls": some} if some else {})]
+            try:
+                _, found, tail = self.rendered([*called, *reply], tools).rpartition(_PLACEHOLDER)
+                break
+            except DataError:
+                if number == len(written):
+                    raise
+        if not found:
+            raise DataError(
+                "the model's chat template leaves the assistant's turn out of a conversation, so that it cannot "
+                "continue. Use a model whose template writes it."
+            )
+        if not calls:
+            return tail
+        ends = self.tokenizer.convert_ids_to_tokens(list(self.eos_ids))
+        if places := [place for end in ends if (place := tail.find(end)) >= 0]:
+            return tail[min(places) :]
+        # no end token follows: the turn ends behind what the template writes too where no result follows
+        alone = self.rendered(called, tools, is_answered=True).rpartition(_PLACEHOLDER)[2]
+        pieces = [[text for text in re.split(f"({self._special.pattern})", part) if text] for part in (tail, alone)]
+        common = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*pieces, strict=False))])
+        return "".join(pieces[0][common:])
+
     def _encode_between(self, text: str, **options: bool) -> list[int]:
         """Ids of a text behind others, without the space that some tokenizers put before the beginning of a text."""
         for anchor in ("\n", "#", "a"):
@@ -227,7 +328,7 @@ class Chat:
                 return whole[len(before) :]
         return self.encode_text(text, **options)
 
-    def _encode_messages(self, messages: Sequence[Any], *, is_whole: bool = False) -> list[int]:
+    def _encode_messages(self, messages: Sequence[Any], tools: Tools = (), *, is_whole: bool = False) -> list[int]:
         """Ids up to where the assistant answers or continues; with ``is_whole``, up to the end of its last turn."""
         if self.render is not None:
             return list(self.render(messages))
@@ -235,24 +336,78 @@ class Chat:
         options = {"add_generation_prompt": not continues and not is_whole, "continue_final_message": continues}
         # the answer of a demonstration keeps its end token, for which it is refused later
         guarded = [*self._guarded(messages[:-1]), messages[-1]] if is_whole else self._guarded(messages)
-        if any(BREAK in str(message["content"]) for message in guarded):
-            return self._encode_rendered(self._apply_template(guarded, tokenize=False, **options))
-        return list(self._apply_template(messages, tokenize=True, return_dict=False, **options))
+        if any(BREAK in text for text in strings([guarded, self._guarded(tools)])):
+            return self._encode_rendered(self._apply_template(guarded, tools, tokenize=False, **options))
+        return list(self._apply_template(messages, tools, tokenize=True, return_dict=False, **options))
 
-    def _apply_template(self, messages: Sequence[Any], **options: Any) -> Any:
+    def rendered(self, messages: Sequence[Any], tools: Tools = (), *, is_answered: bool = False) -> str:
+        """The text of a conversation up to where the assistant answers, or up to its end."""
+        return self._apply_template(messages, tools, tokenize=False, add_generation_prompt=not is_answered)
+
+    def rewritten(self) -> str:
+        """What the template writes differently of earlier turns, once more messages follow; "" if nothing."""
+        return "" if self.is_plain else rewritten(self)
+
+    def generation_prompt(self) -> str:
+        """What the template writes where the assistant answers."""
+        return self.rendered([_GREETING]).removeprefix(self.rendered([_GREETING], is_answered=True))
+
+    def _apply_template(self, messages: Sequence[Any], tools: Tools, **options: Any) -> Any:
         from jinja2 import TemplateError
 
         messages = list(messages)
         if self._drops_empty_system and (messages[0]["role"], messages[0]["content"]) == ("system", ""):
             messages = messages[1:] or messages
+        options |= {**self.template_kwargs, "tools": self._guarded(list(tools)) or None}
         try:
-            return self.tokenizer.apply_chat_template(messages, **options)
+            try:
+                return self.tokenizer.apply_chat_template(prepared(messages, arguments_as_text=False), **options)
+            except TypeError:  # DeepSeek's templates join the arguments of a call to texts
+                if not any("tool_calls" in message for message in messages):
+                    raise
+                return self.tokenizer.apply_chat_template(prepared(messages, arguments_as_text=True), **options)
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
                 f"the model's chat template cannot write a conversation of {roles}: {error}. Change the messages, or "
                 "use a model whose template takes them."
             ) from error
+
+    @_one_at_a_time
+    def answer(
+        self, ids: Sequence[int], text: str, inputs: Any, tools: Tools = (), stop: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """The assistant's message of sampled ids, which have this text; ``inputs``: the messages before.
+
+        With tools, its text, and as far as there are any ``reasoning_content``, ``tool_calls``, and ``parse_error``,
+        what is wrong with a call that cannot be read.
+        """
+        if not tools:
+            return {"role": "assistant", "content": text}
+        begun = self._begun + (inputs[-1]["content"] if inputs[-1]["role"] == "assistant" else "")
+        message = self.parsed(self.tokenizer.decode(list(ids)), begun, tools)
+        ends = _any_of(self.tokenizer.convert_ids_to_tokens(list(self.eos_ids)))
+        content = cut_at_stop(self._special.sub("", ends.sub("", message["content"])), stop)
+        return message | {"content": content.strip() if len(message) > 2 else content}
+
+    def parsed(self, text: str, begun: str, tools: Tools) -> dict[str, Any]:
+        """The assistant's message in a text with special tokens; ``begun``: what the template has written of it."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        try:
+            if self._tool_format is None:
+                found = self.tokenizer.parse_response(text, prefix=begun, tools=list(tools))
+                reasoning, content = found.get("reasoning_content") or found.get("thinking"), found.get("content")
+                calls = [call_of(call) for call in found.get("tool_calls") or ()]
+            else:
+                reasoning, rest = split_reasoning(text, begun)
+                message["content"] = rest
+                content, calls = read_calls(rest, self._tool_format, tools)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:  # of transformers, for text it cannot parse
+            return message | {"parse_error": f"the tool call cannot be read: {error}"}
+        parts = {"reasoning_content": reasoning, "tool_calls": calls}
+        message |= {name: part for name, part in parts.items() if part}
+        # a response template drops what stands outside of its fields
+        return message | {"content": content or ("" if len(message) > 2 else text)}
 
     @_one_at_a_time
     def text(self, ids: Sequence[int]) -> str:
@@ -267,8 +422,19 @@ class Chat:
 
     def save(self, folder: Path) -> None:
         """Save a Hugging Face tokenizer; another one is saved by its owner."""
-        if not self.is_plain:
-            self.tokenizer.save_pretrained(folder)
+        if self.is_plain:
+            return
+        tokenizer = self.tokenizer
+        if self.template_kwargs:
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.chat_template = with_defaults(tokenizer.chat_template, self.template_kwargs)
+        tokenizer.save_pretrained(folder)
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the text up to the first stop text."""
+    ends = [at for s in stop if (at := text.find(s)) >= 0]
+    return text[: min(ends)] if ends else text
 
 
 def special_token_error(prompt_id: str, token: str) -> str:
@@ -297,13 +463,13 @@ def target_text(target: Any) -> str:
     return "" if is_missing else str(target)
 
 
-def answer_ids(chat: Chat, inputs: Any, text: str) -> list[int]:
+def answer_ids(chat: Chat, inputs: Any, text: str, tools: Tools = ()) -> list[int]:
     """Tokens of ``text`` behind the prompt's own, with the end token that the policy would close them with.
 
     They are those of prompt and answer encoded together, if these begin with the prompt's tokens and the rest decodes
     to the text: a chat template may trim it or leave out reasoning. Otherwise the text is encoded by itself.
     """
-    prompt, whole = chat.encode(inputs), chat.encode_answered(inputs, text)
+    prompt, whole = chat.encode(inputs, tools), chat.encode_answered(inputs, text, tools)
     if whole[: len(prompt)] == prompt:
         ids = whole[len(prompt) :]
         ids = next((ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids), ids)

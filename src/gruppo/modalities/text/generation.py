@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding, decoding_on
-from gruppo.modalities.text.chat import Chat
+from gruppo.modalities.text.chat import Chat, cut_at_stop
 from gruppo.modalities.text.kept import Keeper, resume
 from gruppo.protocols import GenerateTokens
 from gruppo.seeds import uniforms_at
@@ -144,12 +144,6 @@ def _opened(policy: TextPolicy, batch: TokenBatch, rows: Int[Tensor, "n"] | None
     return policy.backbone.start(prompts, owners.to(policy.device), prefixes)
 
 
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return the text up to the first stop text."""
-    ends = [at for s in stop if (at := text.find(s)) >= 0]
-    return text[: min(ends)] if ends else text
-
-
 # --- further turns of a conversation ----------------------------------------------------------------------------------
 
 
@@ -187,7 +181,9 @@ def next_turns(
         try:
             reply = _truncate(policy, reply, max_reply_tokens)
             inputs, completion = rollouts.prompts[group].inputs, rollouts.completions[row]
-            added = torch.tensor(policy.chat.encode_reply(inputs, completion, reply, is_closed=is_closed)).long()
+            tools = policy.tools_of(rollouts.prompts[group])
+            ids = policy.chat.encode_reply(inputs, completion, reply, is_closed=is_closed, tools=tools)
+            added = torch.tensor(ids).long()
         except Exception as problem:  # a role unknown to the template, a character unknown to the tokenizer
             why = str(problem) if isinstance(problem, DataError) else describe_error(problem)
             finish[row], failures[row] = "error", f"its reply cannot be written: {why}"
@@ -281,7 +277,9 @@ def append_turns(
         if isinstance(completions[row], str):
             completions[row] += turn.reply + texts[row]
         else:
-            completions[row] = [*completions[row], *turn.reply, {"role": "assistant", "content": texts[row]}]
+            tools = policy.tools_of(rollouts.prompts[int(rollouts.group_ids[row])])
+            answer = policy.chat.answer(ids.tolist(), texts[row], turn.reply, tools, sampling.stop)
+            completions[row] = [*completions[row], *turn.reply, answer]
     per_row = {**rollouts.per_row, "text": tuple(texts), "context_full": is_full, "reencoded": reencoded}
     if states is not None:
         per_row["kept"] = tuple(states)

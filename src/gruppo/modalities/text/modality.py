@@ -60,6 +60,7 @@ class TextModality(Modality):
             load_in_4bit=config.lora.load_in_4bit,
             seed=config.seed,
         )
+        policy.chat.configure(config.prompts)
         return policy, origin
 
     def load(
@@ -70,6 +71,7 @@ class TextModality(Modality):
     def adapt(self, config: Config, policy: TextPolicy, data: PromptSource) -> Policy:  # type: ignore[override]
         if config.lora.load_in_4bit:
             raise four_bit_error(type(policy.module).__name__)
+        policy.chat.configure(config.prompts)
         if (adapt := _adapter_of(config)) is not None:
             give_adapter(policy, adapt)
         return policy
@@ -77,7 +79,6 @@ class TextModality(Modality):
     def check(self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any) -> None:
         assert isinstance(policy, TextPolicy)
         rewards.set_decoder(policy.chat.text)
-        policy.chat.special_tokens = config.prompts.special_tokens
         check_special_tokens(data, policy)
         check_lengths(data, policy, config)
         if config.environment.reply:
@@ -125,8 +126,11 @@ def check_special_tokens(source: Any, policy: TextPolicy) -> None:
 
 def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
     """Refuse data with a prompt that the model's context cannot hold."""
+    added = TEMPLATE_TOKENS
+    if policy.chat.tools:
+        added += len(policy.chat.rendered([{"role": "user", "content": ""}], policy.chat.tools).encode())
     for prompt in source.all_prompts() if hasattr(source, "all_prompts") else ():
-        longest = len(str(prompt.inputs).encode()) + TEMPLATE_TOKENS  # a token of text is at least a byte
+        longest = len(str(prompt.inputs).encode()) + added  # a token of text is at least a byte
         if policy.context and longest + config.rollout.max_new_tokens < policy.context:
             continue
         if why := policy.check_prompt(prompt, config.rollout.sampling):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,8 +39,16 @@ from gruppo.types import (
     TokenBatch,
 )
 
+log = logging.getLogger("gruppo")
+
 BATCH_ROWS = 128
 """Rows decoded together. Groups are not split; a larger group is a batch of its own."""
+ToolsOf = Callable[[Prompt], Sequence[Mapping[str, Any]]]
+"""JSON schemas of the tools that a prompt's conversation has."""
+
+
+def no_tools(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
+    return ()
 
 
 class TextPolicy(AdaptablePolicy):
@@ -49,7 +58,9 @@ class TextPolicy(AdaptablePolicy):
     copy that follows it. Dropout is off in both, since sampled and scored rows must come from one network.
     """
 
-    supports = frozenset({"conversations", "demonstrations", "lora", "separate_critic", "serving", "shared_critic"})
+    supports = frozenset(
+        {"conversations", "demonstrations", "lora", "separate_critic", "serving", "shared_critic", "tools"}
+    )
     likelihood_outputs = frozenset({"entropy", "entropy_value", "values"})
     action_name, budget_name, default_budgets = "token", "tokens", (TOKENS_ON_CPU, TOKENS)
     out_of_memory_hint = (
@@ -79,6 +90,7 @@ class TextPolicy(AdaptablePolicy):
         self.module = module.eval()
         self.backbone, self.chat, self.context, self.chunk = backbone, chat, context, chunk
         self.compute_in(compute_dtype)
+        self.tools_of: ToolsOf = no_tools
         self.value_head: nn.Module | None = None
         """Features [N, F] to values [N]; not part of ``module``, so that saves, copies and references lack it."""
 
@@ -140,7 +152,7 @@ class TextPolicy(AdaptablePolicy):
         self.chat.save(folder)
 
     def describe(self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int) -> list[str]:
-        rows, lengths = config.rollout.prompts * group_size, [len(self.chat.encode(p.inputs)) for p in prompts]
+        rows, lengths = config.rollout.prompts * group_size, [len(self.encode(p)) for p in prompts]
         mean, is_padded = sum(lengths) / len(lengths), self.backbone.layout == "padded"
         trained = (rows if is_padded else config.rollout.prompts) * mean + rows * config.rollout.max_new_tokens
         shared = "the prompt with every row" if is_padded else "a group's prompt once"
@@ -158,7 +170,7 @@ class TextPolicy(AdaptablePolicy):
 
     def format_prompt(self, prompt: Prompt, *, is_target: bool = False) -> str:
         if not is_target:
-            return repr(self.chat.text_with_specials(self.chat.encode(prompt.inputs)))
+            return repr(self.chat.text_with_specials(self.encode(prompt)))
         demonstration = self.demonstrations([prompt], seed=0)
         ids = demonstration.actions[0, : int(demonstration.lengths[0])].tolist()
         return f"{self.chat.text_with_specials(ids)!r}  ({len(ids)} tokens)"
@@ -175,7 +187,7 @@ class TextPolicy(AdaptablePolicy):
     def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
         if isinstance(prompts, Rollouts):
             return max(map(len, prompts.shared["prompt_ids"]), default=0)
-        return max((len(self.chat.encode(prompt.inputs)) for prompt in prompts), default=0)
+        return max((len(self.encode(prompt)) for prompt in prompts), default=0)
 
     def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
         prompts = torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids[rows]]
@@ -183,12 +195,35 @@ class TextPolicy(AdaptablePolicy):
 
     # --- sampling ---
 
+    def prepare_conversations(
+        self, tools: Sequence[Mapping[str, Any]] | None, tools_of: ToolsOf | None = None
+    ) -> None:
+        self.chat.set_tools(tools or ())
+        self.tools_of = (tools_of or (lambda prompt: self.chat.tools)) if tools else no_tools
+        if tools is not None and self.chat.can_chat and (what := self.chat.rewritten()):
+            log.info(
+                "the model's chat template %s. Each turn is trained on as it was sampled, and stays so in its "
+                "conversation; a server that renders the conversation again shows the model another one.",
+                what,
+            )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self.chat.encode(prompt.inputs, self.tools_of(prompt))
+
+    def _answer_ids(self, prompt: Prompt, text: str) -> list[int]:
+        return answer_ids(self.chat, prompt.inputs, text, self.tools_of(prompt))
+
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
+        if isinstance(prompt.inputs, str) and self.tools_of(prompt):
+            return (
+                f"prompt {prompt.id!r} is a text, and tools need a conversation, into which the chat template writes "
+                'them. Give a list of messages, such as [{"role": "user", "content": ...}].'
+            )
         if self.chat.special_tokens == "refuse" and (token := self.chat.special_token_in(prompt.inputs)):
             return special_token_error(prompt.id, token)
         if self.context is None:
             return None
-        tokens = len(self.chat.encode(prompt.inputs))
+        tokens = len(self.encode(prompt))
         if tokens + sampling.max_actions <= self.context:
             return None
         return (
@@ -230,7 +265,7 @@ class TextPolicy(AdaptablePolicy):
             batches[-1].append(request)
         parts = []
         for batch in batches:
-            encoded = tuple(torch.tensor(self.chat.encode(r.prompt.inputs)) for r in batch)
+            encoded = tuple(torch.tensor(self.encode(r.prompt)) for r in batch)
             owners = torch.tensor([p for p, r in enumerate(batch) for _ in range(r.size)])
             addresses = tuple((r.prompt.draw, r.first + i) for r in batch for i in range(r.size))
             kept = (None,) * len(owners) if any(request.has_more_turns for request in batch) else None
@@ -240,6 +275,14 @@ class TextPolicy(AdaptablePolicy):
             part = _rollouts([r.prompt for r in batch], owners, encoded, generated, texts, sampling)
             if generated.kept is not None:
                 part = replace(part, per_row={**part.per_row, "kept": generated.kept})
+            if self.chat.tools:
+                own = [batch[owner].prompt for owner in owners.tolist()]
+                answers = [
+                    self.chat.answer(row, text, prompt.inputs, self.tools_of(prompt), sampling.stop)
+                    for row, text, prompt in zip(ids, texts, own, strict=True)
+                ]
+                per_row = {**part.per_row, "text": tuple(texts)}
+                part = replace(part, completions=tuple([answer] for answer in answers), per_row=per_row)
             parts.append(part)
         return Rollouts.cat(parts)
 
@@ -366,7 +409,7 @@ class TextPolicy(AdaptablePolicy):
             text = target_text(prompt.target)
             if not text.strip():
                 return f"prompt {prompt.id!r} has no target to learn from: it is {prompt.target!r}. Give it one."
-            tokens = len(self.chat.encode(prompt.inputs)) + len(answer_ids(self.chat, prompt.inputs, text))
+            tokens = len(self.encode(prompt)) + len(self._answer_ids(prompt, text))
         except GruppoError as error:
             return f"prompt {prompt.id!r}: {error}"
         if self.context is None or tokens <= self.context:
@@ -385,12 +428,12 @@ class TextPolicy(AdaptablePolicy):
             if why := self.check_demonstration(prompt):
                 raise GruppoError(why)
         texts = [target_text(prompt.target) for prompt in prompts]
-        answers = [torch.tensor(answer_ids(self.chat, p.inputs, text)) for p, text in zip(prompts, texts, strict=True)]
+        answers = [torch.tensor(self._answer_ids(p, text)) for p, text in zip(prompts, texts, strict=True)]
         actions = nn.utils.rnn.pad_sequence(answers, batch_first=True)  # [B, T]
         lengths = torch.tensor([len(ids) for ids in answers])
         stops: list[Finish] = ["stop"] * len(prompts)
         rows = Generated(actions, torch.zeros(actions.shape), lengths, tuple(stops))
-        prompt_ids = [torch.tensor(self.chat.encode(prompt.inputs)) for prompt in prompts]
+        prompt_ids = [torch.tensor(self.encode(prompt)) for prompt in prompts]
         return _rollouts(prompts, torch.arange(len(prompts)), prompt_ids, rows, texts, Sampling())
 
 
