@@ -156,6 +156,7 @@ def with_absolute_paths(config: Config) -> Config:
         model=model(config.model),
         data=data(config.data),
         supervised=replace(config.supervised, data=data(config.supervised.data)),
+        prompts=replace(config.prompts, chat_template=absolute_path(config.prompts.chat_template)),
         evaluation=replace(config.evaluation, data=data(config.evaluation.data)),
         reward=tuple(map(absolute_reward, config.reward)),
         critic=replace(config.critic, model=model(config.critic.model)),

@@ -88,7 +88,8 @@ def evaluate_run(
         model=model_of(path),
         data=data or first.data,
         evaluation=replace(first.evaluation, prompts=prompts, data=data or first.evaluation.data, samples=samples),
-        prompts=replace(first.prompts, difficulty_column=""),
+        # a saved model has its chat template, whose file may be gone
+        prompts=replace(first.prompts, difficulty_column="", chat_template=""),
         stage=Stage(),
         stages=(),
         lora=LoraConfig(),
@@ -141,17 +142,21 @@ def sample(
     max_new_tokens: int = 64,
     seed: int = 0,
     is_plain: bool = False,
+    chat_template_kwargs: str = "",
     trust_run: bool = False,
     trust_remote_code: bool = False,
 ) -> list[Any]:
     """Return a list of ``n`` samples for each prompt; or of the PNG files that images are written to, a sheet last.
 
     Sampled as in training at temperature 1, and greedily (or by the ODE) at 0. ``is_plain``: no chat template.
+    ``chat_template_kwargs``: variables of it, as JSON; a model of a run has those that it was trained with.
     """
     if n < 1:
         raise GruppoError(f"--n {n} samples nothing; it needs at least 1.")
     policy = load_policy(model, trust_run=trust_run, trust_remote_code=trust_remote_code)
     config = Config()
+    if chat_template_kwargs:
+        policy.configure_prompts(replace(config.prompts, chat_template_kwargs=chat_template_kwargs))
     if is_run := (Path(model) / "config.json").is_file() and (Path(model) / "manifest.json").is_file():
         config = serialization.load(Path(model) / "config.json")
     sampling = Sampling(temperature=temperature, max_actions=max_new_tokens)

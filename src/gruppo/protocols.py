@@ -181,6 +181,9 @@ class Policy:
 
     # --- sampling ---
 
+    def configure_prompts(self, prompts: Any) -> None:
+        """Write prompts as ``config.prompts`` says, before any is written."""
+
     def prepare_conversations(
         self,
         tools: Sequence[Mapping[str, Any]] | None,

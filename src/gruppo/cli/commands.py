@@ -150,6 +150,7 @@ def sample(
     max_new_tokens: Annotated[int, "Maximum length of a completion."] = 64,
     seed: Annotated[int, "Random seed."] = 0,
     plain: Annotated[bool, "Continue the text as it is, without the chat template."] = False,
+    chat_template_kwargs: Annotated[str, "Variables of the chat template, as JSON."] = "",
     folder: Annotated[str, "Folder for the images of a diffusion model."] = "samples",
     trust_run: TrustRun = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -168,6 +169,7 @@ def sample(
         max_new_tokens=max_new_tokens,
         seed=seed,
         is_plain=plain,
+        chat_template_kwargs=chat_template_kwargs,
         trust_run=trust_run,
         trust_remote_code=trust_remote_code,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,6 +61,14 @@ def shape_text(value: Tensor | np.ndarray) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
+def _message_text(message: Mapping[str, Any]) -> Any:
+    """The content of a message, and its tool calls, such as add({"a": 1})."""
+    if not (calls := [call.get("function", call) for call in message.get("tool_calls") or ()]):
+        return message["content"]
+    texts = [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
+    return " ".join(filter(None, [message["content"], *texts]))
+
+
 def as_text(value: Any) -> str:
     """A prompt, a completion or any other object on one line.
 
@@ -73,6 +82,6 @@ def as_text(value: Any) -> str:
     if isinstance(value, list | tuple) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         is_completion = value[0].get("role") == "assistant"
         forms = ["{}" if not is_completion or message.get("role") == "assistant" else "[{}]" for message in value]
-        texts = [form.format(message["content"]) for form, message in zip(forms, value, strict=True)]
+        texts = [form.format(_message_text(message)) for form, message in zip(forms, value, strict=True)]
         value = " ".join(texts if is_completion else texts[-1:])
     return visible(str(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import tempfile
@@ -285,7 +284,6 @@ class GRPOTrainer:
         kwargs = {
             name: v for name, v in dict(getattr(self.args, "model_init_kwargs", None) or {}).items() if v is not None
         }
-        template = dict(getattr(self.args, "chat_template_kwargs", None) or {})
         if "quantization_config" in kwargs:
             raise refusal("model_init_kwargs", kwargs, "no quantized training")
         if (dtype := str(kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))).removeprefix("torch.")) != "auto":
@@ -301,7 +299,7 @@ class GRPOTrainer:
         settings["trust_remote_code"] |= bool(kwargs.pop("trust_remote_code", False))
         if not isinstance(model, str):
             module = model
-        elif kwargs or template or self.processing_class is not None:
+        elif kwargs or self.processing_class is not None:
             from transformers import AutoModelForCausalLM
 
             trusted = settings["trust_remote_code"]
@@ -323,9 +321,6 @@ class GRPOTrainer:
                 f"processing_class is a {type(tokenizer).__name__}, of a model that reads images; gruppo trains "
                 "language models on text, and diffusion and restoration models on images. Pass a tokenizer."
             )
-        if template:
-            apply, tokenizer = tokenizer.apply_chat_template, copy.copy(tokenizer)  # the caller's stays as it is
-            tokenizer.apply_chat_template = lambda *args, **options: apply(*args, **(template | options))
         return from_transformers(module, tokenizer, compute=settings["compute"])
 
     def _run_to_resume(self, checkpoint: bool | str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import fields
@@ -127,6 +128,7 @@ def translated(args: Any, kind: str, *, rows: int, has_evaluation: bool) -> tupl
         "prompts.held_out_fraction": 0.0,
         # as in TRL, where prompts are tokenized with the special tokens in their text
         "prompts.special_tokens": "keep",
+        "prompts.chat_template_kwargs": json.dumps(of("chat_template_kwargs") or {}),
         "evaluation.samples": of("num_generations_eval") or 0,
         "distributed.timeout_s": float(of("ddp_timeout")),
         "device": "cpu" if of("use_cpu") else "auto",

@@ -294,18 +294,19 @@ class Chat:
         spoken: dict[str, Any] = {"role": "assistant", "content": "" if calls else _PLACEHOLDER}
         if calls:
             calls[-1]["function"]["arguments"] = {"placeholder": _PLACEHOLDER}
-        # a template may refuse two calls in a turn (Llama), or a turn before that a model has got wrong
-        written = [(before, calls), (before, calls[-1:]), ([_GREETING], calls[-1:])]
-        for number, (history, some) in enumerate(written, 1):
-            called = [*history, spoken | ({"tool_calls": some} if some else {})]
+        # a template may refuse two calls in a turn (Llama) or write the first alone (gpt-oss), and refuse a turn before
+        # that a model has got wrong
+        written, tail, problem = [(before, calls), (before, calls[-1:]), ([_GREETING], calls[-1:])], "", None
+        for history, some in written:
+            called, found = [*history, spoken | ({"tool_calls": some} if some else {})], ""
             try:
                 _, found, tail = self.rendered([*called, *reply], tools).rpartition(_PLACEHOLDER)
+            except DataError as error:
+                problem = problem or error
+            if found:
                 break
-            except DataError:
-                if number == len(written):
-                    raise
-        if not found:
-            raise DataError(
+        else:
+            raise problem or DataError(
                 "the model's chat template leaves the assistant's turn out of a conversation, so that it cannot "
                 "continue. Use a model whose template writes it."
             )

@@ -60,7 +60,7 @@ class TextModality(Modality):
             load_in_4bit=config.lora.load_in_4bit,
             seed=config.seed,
         )
-        policy.chat.configure(config.prompts)
+        policy.configure_prompts(config.prompts)
         return policy, origin
 
     def load(
@@ -71,7 +71,7 @@ class TextModality(Modality):
     def adapt(self, config: Config, policy: TextPolicy, data: PromptSource) -> Policy:  # type: ignore[override]
         if config.lora.load_in_4bit:
             raise four_bit_error(type(policy.module).__name__)
-        policy.chat.configure(config.prompts)
+        policy.configure_prompts(config.prompts)
         if (adapt := _adapter_of(config)) is not None:
             give_adapter(policy, adapt)
         return policy

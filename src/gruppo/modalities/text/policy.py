@@ -195,9 +195,10 @@ class TextPolicy(AdaptablePolicy):
 
     # --- sampling ---
 
-    def prepare_conversations(
-        self, tools: Sequence[Mapping[str, Any]] | None, tools_of: ToolsOf | None = None
-    ) -> None:
+    def configure_prompts(self, prompts: Any) -> None:
+        self.chat.configure(prompts)
+
+    def prepare_conversations(self, tools: Sequence[Mapping[str, Any]] | None, tools_of: ToolsOf | None = None) -> None:
         self.chat.set_tools(tools or ())
         self.tools_of = (tools_of or (lambda prompt: self.chat.tools)) if tools else no_tools
         if tools is not None and self.chat.can_chat and (what := self.chat.rewritten()):

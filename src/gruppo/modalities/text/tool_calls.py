@@ -25,6 +25,8 @@ def read_json(text: str, at: int) -> tuple[Any, int]:
         return _JSON.raw_decode(text, at)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error.msg} at {text[error.pos : error.pos + 20]!r}") from None
+    except RecursionError:
+        raise ValueError("it is not JSON: it is nested too deeply") from None
 
 
 def read_tags(pattern: str, end: str) -> Read:
@@ -128,7 +130,7 @@ FORMATS: dict[str, ToolFormat] = {
             r"</(?:atem:|｜DSML｜)?invoke>|\Z",
         ),
         r"</(?:atem:|｜DSML｜)?invoke>\s*(?:</(?:minimax:tool_call|atem:function_calls|｜DSML｜function_calls)>)?",
-        scaffold=r"(?:<\|start\|>assistant)?\s*\bto=\S+?<\|message\|>|<\|eom\|>",
+        scaffold=r"(?:<\|start\|>assistant)?\s{0,9}\bto=\S+?<\|message\|>|<\|eom\|>",
         values_are_text=True,
     ),
     "gpt-oss": ToolFormat(
