@@ -102,15 +102,16 @@ def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
         texts = {}
         # Arrow gives each message the fields of all, and templates take a field that is there for one that is used
         inputs = [
-            {k: v for k, v in m.items() if v is not None or k in ("role", "content")} if isinstance(m, Mapping) else m
+            {k: v for k, v in m.items() if v is not None or k in ("role", "content")}
+            | ({"content": ""} if m.get("tool_calls") and m.get("content") is None else {})
+            if isinstance(m, Mapping)
+            else m
             for m in inputs
         ]
         for number, message in enumerate(inputs, 1):
             place = f"message {number} of the prompt in {where}"
             if not isinstance(message, Mapping):
                 raise DataError(f"{place} is of type {type(message).__name__}; {MESSAGES}")
-            if message.get("tool_calls") and message.get("content") is None:
-                message["content"] = ""
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
                 fields = ", ".join(f"{key} ({type(value).__name__})" for key, value in message.items()) or "no fields"
                 raise DataError(f"{place} has {fields}; {MESSAGES}")

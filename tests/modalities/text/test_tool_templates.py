@@ -117,8 +117,9 @@ def test_a_conversation_by_turns_has_the_ids_of_the_whole_or_the_run_says_why_no
     notes = chat.rewritten()
     assert ("a tool's result" in notes) == (name in REWRITING_AFTER_TOOLS)
     for rounds, follows in ((AFTER_TOOLS, "a tool's result"), (AFTER_USER, "a user message")):
+        parts = rounds if "nothink" in name else thoughtful(rounds)
         if follows not in notes:
-            written, whole = incremental(chat, [USER], rounds if "nothink" in name else thoughtful(rounds))
+            written, whole = incremental(chat, [USER], parts)
             assert written == whole[: len(written)] and len(whole) - len(written) <= 2
     prompt = [{"role": "system", "content": "Be brief."}, USER]
     expected = chat.tokenizer.apply_chat_template(prompt, tools=TOOLS, add_generation_prompt=True, return_dict=False)
