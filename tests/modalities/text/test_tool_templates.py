@@ -135,8 +135,8 @@ def test_a_template_without_tools_is_refused_with_what_to_do(name):
 def test_calls_in_an_unknown_form_are_refused_and_read_where_the_tokenizer_says_how():
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}@{{ c.function.name }} {{ c.function.arguments | tojson }}@{% endfor %}<|end|>"
-        "{% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% for c in m.tool_calls or [] %}@{{ c.function.name }} {{ c.function.arguments | tojson }}@{% endfor %}"
+        "<|end|>{% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     tokenizer = family_tokenizer(template, ["<|end|>"])
     chat = Chat(tokenizer, [tokenizer.eos_token_id])

@@ -80,6 +80,7 @@ class Chat:
         names = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
         self._special = _any_of(names)
         self._guarded_special = _any_of([name[0] + BREAK + name[1:] for name in names])
+        self._given = tokenizer
         self.template_kwargs: dict[str, Any] = {}
         """Further variables of the chat template, such as enable_thinking."""
         self.tools: list[dict[str, Any]] = []
@@ -105,8 +106,9 @@ class Chat:
             raise GruppoError(
                 "a module with render of its own has no chat template. Leave --prompts.chat-template out."
             )
+        self.tokenizer = self._given
         if template:
-            self.tokenizer = copy.copy(self.tokenizer)  # the caller's stays as it is
+            self.tokenizer = copy.copy(self._given)  # the caller's stays as it is
             self.tokenizer.chat_template = read_template(template)
         check_kwargs(None if self.is_plain else self.tokenizer.chat_template, values)
         self.template_kwargs = values
@@ -364,10 +366,8 @@ class Chat:
             try:
                 return self.tokenizer.apply_chat_template(prepared(messages, arguments_as_text=False), **options)
             except TypeError:  # DeepSeek's templates join the arguments of a call to texts
-                if not any("tool_calls" in message for message in messages):
-                    raise
                 return self.tokenizer.apply_chat_template(prepared(messages, arguments_as_text=True), **options)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
                 f"the model's chat template cannot write a conversation of {roles}: {error}. Change the messages, or "
