@@ -22,7 +22,7 @@ class CallingPolicy(TextPolicy):
 
     tools: Sequence[Mapping[str, Any]] = ()
 
-    def prepare_conversations(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+    def prepare_conversations(self, tools: Sequence[Mapping[str, Any]] | None, tools_of: Any = None) -> None:
         self.tools = tools or ()
 
     def sample_with(self, *args: Any, **options: Any) -> Rollouts:

@@ -251,6 +251,13 @@ def test_a_result_follows_a_turn_without_a_call_that_could_be_read_and_one_of_tw
         assert chat.encode_reply([USER], later, [result("error")], is_closed=True, tools=TOOLS) == after_call
 
 
+def test_a_template_without_calls_still_writes_results_that_a_function_returns():
+    tokenizer = bpe_tokenizer()
+    chat = Chat(tokenizer, [tokenizer.eos_token_id])
+    ids = chat.encode_reply([USER], [turn("abc")], [result("12")], is_closed=True)
+    assert chat.text_with_specials(ids) == "<|tool|>12<|end|><|assistant|>"
+
+
 def multiply(a: int, b: int) -> int:
     """Multiply two numbers.
 

@@ -293,14 +293,14 @@ class Chat:
             {"type": "function", "function": {"name": result.get("name") or "tool", "arguments": {}}, **call_id}
             for result, call_id in zip_longest(results, ids[: len(results)], fillvalue=dict[str, Any]())
         ]
-        spoken: dict[str, Any] = {"role": "assistant", "content": "" if calls else _PLACEHOLDER}
         if calls:
             calls[-1]["function"]["arguments"] = {"placeholder": _PLACEHOLDER}
-        # a template may refuse two calls in a turn (Llama) or write the first alone (gpt-oss), and refuse a turn before
-        # that a model has got wrong
+        # a template may refuse two calls in a turn (Llama) or write the first alone (gpt-oss), refuse a turn before
+        # that a model has got wrong, and write results without calls
         written, tail, problem = [(before, calls), (before, calls[-1:]), ([_GREETING], calls[-1:])], "", None
-        for history, some in written:
-            called, found = [*history, spoken | ({"tool_calls": some} if some else {})], ""
+        for history, some in [*written, *([(before, [])] if calls else [])]:
+            spoken = {"content": "", "tool_calls": some} if some else {"content": _PLACEHOLDER}
+            called, found = [*history, {"role": "assistant", **spoken}], ""
             try:
                 _, found, tail = self.rendered([*called, *reply], tools).rpartition(_PLACEHOLDER)
             except DataError as error:
@@ -312,7 +312,7 @@ class Chat:
                 "the model's chat template leaves the assistant's turn out of a conversation, so that it cannot "
                 "continue. Use a model whose template writes it."
             )
-        if not calls:
+        if not some:
             return tail
         ends = self.tokenizer.convert_ids_to_tokens(list(self.eos_ids))
         if places := [place for end in ends if (place := tail.find(end)) >= 0]:
