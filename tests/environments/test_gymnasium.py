@@ -15,7 +15,7 @@ gymnasium = pytest.importorskip("gymnasium")
 
 
 def opened(name, credit="outcome"):
-    return gymnasium_factory(name, SimpleNamespace(objective=SimpleNamespace(credit=credit)))
+    return gymnasium_factory(name, SimpleNamespace(reward=(), objective=SimpleNamespace(credit=credit)))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**40])

@@ -66,7 +66,9 @@ def wait_for(condition, seconds=20.0):
 
 
 def opened(url, credit="outcome", timeout_s=30.0):
-    config = SimpleNamespace(objective=SimpleNamespace(credit=credit), environment=SimpleNamespace(timeout_s=timeout_s))
+    config = SimpleNamespace(
+        reward=(), objective=SimpleNamespace(credit=credit), environment=SimpleNamespace(timeout_s=timeout_s)
+    )
     return openenv_factory(url, config)
 
 

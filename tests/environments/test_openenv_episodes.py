@@ -45,7 +45,7 @@ class Client:
 
 
 def episode_of(client, schema=ONE, credit="outcome"):
-    made = scored_by(OpenEnv, SimpleNamespace(objective=SimpleNamespace(credit=credit)))
+    made = scored_by(OpenEnv, SimpleNamespace(reward=(), objective=SimpleNamespace(credit=credit)))
     episode = made(lambda: client, schema)
     return episode, episode.reset(seed=2**40 + 3, reset={"level": 2})
 

@@ -16,21 +16,30 @@ class ScoredEpisode:
 
     def __init__(self) -> None:
         self.rewards: list[float | None] = []
+        self._failure: Exception | None = None
 
 
 def scored_by(kind: type[ScoredEpisode], config: Any) -> Any:
     """The class with its rewards as rewards of turns, where ``objective.credit`` tells turns apart, else as their sum.
 
-    The rewards of an episode in which none was given are None, which is unscored.
+    The reward of an episode in which none was given is None, which is unscored, or nothing beside other rewards.
+    Episodes whose environment failed have no score: what it raised is raised again.
     """
+    nothing = 0.0 if config.reward else None
 
     def get_turn_rewards(self: ScoredEpisode) -> list[float | None]:
-        return [0.0 if r is None else r for r in self.rewards] if any(r is not None for r in self.rewards) else []
+        if self._failure is not None:
+            raise self._failure
+        is_scored = any(reward is not None for reward in self.rewards)
+        return [0.0 if reward is None else reward for reward in self.rewards] if is_scored else []
 
     def get_reward(self: ScoredEpisode) -> float | None:
-        return sum(get_turn_rewards(self)) if get_turn_rewards(self) else None  # type: ignore[arg-type]
+        rewards = get_turn_rewards(self)
+        return sum(rewards) if rewards else nothing  # type: ignore[arg-type]
 
-    method = get_reward if config.objective.credit == "outcome" else get_turn_rewards
+    # calls of tools are not answers, of which there may be fewer
+    by_turn = config.objective.credit != "outcome" and hasattr(kind, "step")
+    method = get_turn_rewards if by_turn else get_reward
     return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, method.__name__: method})
 
 

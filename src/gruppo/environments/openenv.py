@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +16,8 @@ from gruppo.types import GruppoError
 
 FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?```", re.DOTALL)
 CONNECT_TIMEOUT_S = 10.0
+TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
+"""Titles of the actions of an environment whose actions are calls of tools."""
 
 
 def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
@@ -35,11 +38,27 @@ def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as problem:
         raise GruppoError(f"{name} answers, but not as a server of OpenEnv ({problem!r:.200}).") from problem
     make = partial(client, base_url=url, message_timeout_s=config.environment.timeout_s or 1e9)
-    return partial(scored_by(OpenEnv, config), make, schema)
+    if schema.get("title") not in TOOL_ACTIONS:
+        return partial(scored_by(OpenEnv, config), make, schema)
+    try:
+        with closing(OpenEnvTools(make, schema)) as session:
+            session.reset(seed=0)
+            listed = session._take({"type": "list_tools"}).observation["tools"]
+    except Exception as problem:
+        raise GruppoError(f"{name} lists no tools: {type(problem).__name__}: {problem}") from problem
+    made = scored_by(OpenEnvTools, config)
+    made.tools = [
+        {
+            "type": "function",
+            "function": {**{k: t[k] for k in ("name", "description")}, "parameters": t["input_schema"]},
+        }
+        for t in listed
+    ]
+    return partial(made, make, schema)
 
 
-class OpenEnv(ScoredEpisode):
-    """One session. An answer is an action as JSON, or the value of the only field that an action needs."""
+class OpenEnvSession(ScoredEpisode):
+    """A session with a server."""
 
     def __init__(self, make: Callable[[], Any], schema: Mapping[str, Any]) -> None:
         super().__init__()
@@ -49,15 +68,38 @@ class OpenEnv(ScoredEpisode):
         """Open the session. A column ``reset`` of the data has further arguments of the environment's own reset."""
         self._client.connect()
         observation = self._client.reset(**{"seed": seed % SEEDS, **(reset or {})}).observation
-        self._session = self._client.async_client._ws
+        self._socket = self._client.async_client._ws
+        text = self._text(observation)
+        return f"\n\n{text}" if text else ""  # appended to the prompt's last message
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _take(self, action: Mapping[str, Any]) -> Any:
+        """The result of an action, whose reward is kept."""
+        result = self._client.step(action)
+        if self._client.async_client._ws is not self._socket:  # it reconnects by itself, to an episode of its own
+            raise ConnectionError("the connection to the server was lost, and the episode with it")
+        self.rewards.append(None if result.reward is None else float(result.reward))
+        return result
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        """The fields of an observation that have a value; a single text as it is."""
+        fields = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
+        only = next(iter(fields.values()), "") if len(fields) < 2 else None
+        return only if isinstance(only, str) else as_json(fields)
+
+
+class OpenEnv(OpenEnvSession):
+    """A session whose actions are answers: an action as JSON, or the value of the only field that it needs."""
+
+    def reset(self, seed: int, reset: Mapping[str, Any] | None = None) -> str:
         fields = {name: value for name, value in self._schema["properties"].items() if name != "metadata"}
-        # appended to the prompt's last message
-        return f"\n\n{self._text(observation)}\n\nAnswer with an action, as JSON with the fields {as_json(fields)}."
+        return f"{super().reset(seed, reset)}\n\nAnswer with an action, as JSON with the fields {as_json(fields)}."
 
     def step(self, text: str) -> str | None:
         try:
-            action = self._action(text)
-            result = self._client.step(action)
+            result = self._take(self._action(text))
         except ValueError as problem:
             self.rewards.append(0.0)
             return f"That is no action: {problem}."
@@ -66,13 +108,7 @@ class OpenEnv(ScoredEpisode):
                 raise
             self.rewards.append(0.0)
             return "That is no action: its fields are not those of the schema."
-        if self._client.async_client._ws is not self._session:  # it reconnects by itself, to an episode of its own
-            raise ConnectionError("the connection to the server was lost, and the episode with it")
-        self.rewards.append(None if result.reward is None else float(result.reward))
         return None if result.done else self._text(result.observation)
-
-    def close(self) -> None:
-        self._client.close()
 
     def _action(self, text: str) -> dict[str, Any]:
         """The action in an answer. As in verifiers, a text stands for the only field that is required."""
@@ -90,8 +126,23 @@ class OpenEnv(ScoredEpisode):
         is_text = self._schema["properties"][required[0]].get("type") == "string"
         return {required[0]: text if is_text else action}
 
-    def _text(self, observation: Mapping[str, Any]) -> str:
-        """The fields of an observation that have a value; a single text as it is."""
-        fields = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
-        only = next(iter(fields.values())) if len(fields) == 1 else None
-        return only if isinstance(only, str) else as_json(fields)
+
+class OpenEnvTools(OpenEnvSession):
+    """A session whose actions are calls of the server's tools (MCP)."""
+
+    tools: list[dict[str, Any]]
+    is_done = False
+    """Whether the server has ended the episode."""
+
+    def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The texts of the result. Raises the tool's error, which the policy reads."""
+        try:
+            result = self._take({"type": "call_tool", "tool_name": name, "arguments": arguments})
+        except Exception as problem:  # of the server, not of the tool: the score raises it
+            self._failure = problem
+            raise
+        self.is_done = result.done
+        if error := result.observation.get("error"):
+            raise RuntimeError(error["message"])
+        content = (result.observation["result"] or {}).get("content", ())
+        return "\n".join(part["text"] for part in content if part["type"] == "text")
