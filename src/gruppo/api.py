@@ -22,7 +22,16 @@ from rich.console import Console
 
 from gruppo import distributed as dist
 from gruppo import trust, watchdog
-from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
+from gruppo.build import (
+    Parts,
+    build,
+    missing_parts,
+    name_of,
+    validate,
+    warn_of_overlap,
+    with_absolute_paths,
+    with_own_environment,
+)
 from gruppo.config import peer_options, serialization
 from gruppo.config.options import flag, options
 from gruppo.config.schema import IN_MEMORY, Config
@@ -206,6 +215,7 @@ class Trainer:
         hooks = Callbacks(callbacks, self) if callbacks else None
         objects = trackers.guarded([one for one in track if name_of(one) == IN_MEMORY])
         if isinstance(source, Config):
+            source = with_own_environment(source)
             validate(source, parts)
             join_ranks(source)
             # absolute paths: the run may be continued, evaluated and exported from another folder
@@ -611,6 +621,7 @@ def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[s
 
     ``gpus``: the number of ranks, for an estimate of the memory of each with weights sharded by ``distributed.shard``.
     """
+    config = with_own_environment(config)
     validate(config, Parts())
     models = trust.imports_of_models(serialization.to_dict(config))
     for place, names in models.items():

@@ -36,6 +36,7 @@ from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, digest
 from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards.registry import absolute_reward, resolve_reward
 from gruppo.rewards.scoring import RewardSet
+from gruppo.tasksets import is_taskset
 from gruppo.testing import check_engine, check_policy
 from gruppo.trainer import checks
 from gruppo.trainer.demonstrations import check_demos, open_demos
@@ -132,6 +133,13 @@ def validate(config: Config, parts: Parts) -> None:
         options = [named.get(name, f"--{name}") for name in missing]
         raise GruppoError(f"""the {" and ".join(missing)} of this config came from Python objects, which a file does not
             hold. Set {" and ".join(options)}.""")
+
+
+def with_own_environment(config: Config) -> Config:
+    """Return the config of a taskset with its environment, unless rewards or another environment are given."""
+    if not is_taskset(config.data) or config.reward or config.environment.names:
+        return config
+    return replace(config, environment=replace(config.environment, kind=config.data))
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -525,7 +533,7 @@ def open_environment(config: Config, parts: Parts) -> Environment | None:
         return None
     fn, name = parts.environment, chosen.kind or chosen.reply
     if name and (fn is None or isinstance(fn, str)):
-        fn = open_adapter(name) if is_adapter(name) else load_object(name)
+        fn = open_adapter(name, config) if is_adapter(name) else load_object(name)
     if chosen.kind and not is_class(fn):
         fn = EnvironmentClass(fn)
     tools = parts.tools if parts.tools is not None else chosen.tools

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests import tiny
+from tests.environments.adapted import said, trained
 
 from gruppo.environments.gymnasium import gymnasium_factory
 from gruppo.types import GruppoError
@@ -43,7 +46,7 @@ def test_the_first_message_names_the_actions_and_a_rendering_marks_where_the_age
         assert text == "\n\n0\n[S]FFF\nFHFH\nFFFH\nHFFG\n\nAnswer with a number from 0 to 3."
 
 
-@pytest.mark.parametrize("text", ["", "left", "7", "-1", "2.", "1 or 4"])
+@pytest.mark.parametrize("text", ["", "left", "7", "-1", "2.", "1 or 4", "9" * 30, "9" * 9999])
 def test_an_answer_without_an_action_is_said_to_be_none_and_costs_nothing_but_its_turn(text):
     with closing(opened("FrozenLake-v1")()) as episode:
         episode.reset(seed=0)
@@ -101,10 +104,10 @@ class Pair(Words):
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    for kind in (Words, Picture, Nested, Pair):
+    for kind in (Words, Picture, Nested, Pair, Letters):
         gymnasium.register(f"gruppo/{kind.__name__}-v0", kind)
     yield
-    for kind in (Words, Picture, Nested, Pair):
+    for kind in (Words, Picture, Nested, Pair, Letters):
         del gymnasium.registry[f"gruppo/{kind.__name__}-v0"]
 
 
@@ -139,3 +142,48 @@ def test_what_is_no_text_environment_is_one_line(name, said):
     with pytest.raises(GruppoError) as error:
         opened(name)
     assert said in str(error.value)
+
+
+class Letters(Words):
+    """Each answer is worth the number of its vowels, and more than two end the episode."""
+
+    action_space = gymnasium.spaces.Text(100, min_length=0, charset=tiny.CHARACTERS)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "".join(self.np_random.choice([*"abcdefgh"], 8)), {}
+
+    def step(self, action):
+        worth = sum(letter in "aeiou" for letter in action)
+        return "more", float(worth), worth > 2, False, {}
+
+
+def test_ten_steps_are_trained_and_the_rewards_are_those_of_the_environment(tmp_path):
+    changes = {"rollout__stop": ("s", "t"), "rollout__max_new_tokens": 12}
+    metrics, rows = trained(tmp_path, environment="gymnasium:gruppo/Letters-v0", **changes)
+    assert len(metrics) == 10 and len(rows) == 120 and {row["finish"] for row in rows} >= {"length", "stop"}
+    for row in rows:
+        assert row["reward"] == sum(letter in "aeiou" for text in said(row) for letter in text)
+    assert max(len(said(row)) for row in rows) == 3
+    assert all(own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics)
+    starts = {
+        (row["step"], row["group"]): {
+            r["prompt"][0]["content"] for r in rows if r["step"] == row["step"] and r["group"] == row["group"]
+        }
+        for row in rows
+    }
+    assert {len(prompts) for prompts in starts.values()} == {1} and len(set.union(*starts.values())) > 20
+
+
+def test_rewards_of_turns_train_with_credit_of_later_ones(tmp_path):
+    changes = {"rollout__stop": ("s", "t"), "objective__credit": "return_to_go", "steps": 3}
+    metrics, rows = trained(tmp_path, environment="gymnasium:gruppo/Letters-v0", **changes)
+    assert len(metrics) == 3 and any(row["reward"] for row in rows)
+
+
+def test_a_package_that_is_not_installed_is_named_before_the_model_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(GruppoError, match=r'gymnasium:Blackjack-v1 needs the package "gymnasium".*\[gymnasium\]'):
+        trained(tmp_path, environment="gymnasium:Blackjack-v1", model="no/such/model")
+    with pytest.raises(GruppoError, match="gymnasiun"):
+        trained(tmp_path, environment="gymnasiun:Blackjack-v1", model="no/such/model")

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.environments.adapted import said, trained
 
+from gruppo.environments import EnvironmentClass
 from gruppo.environments.openenv import openenv_factory
 from gruppo.types import GruppoError
 
@@ -37,14 +39,15 @@ def echo(tmp_path_factory):
 
 
 @contextmanager
-def serving(environment, sessions=64):
+def serving(environment, sessions=64, models=None):
     """The address of a server of OpenEnv, and how many of its sessions are open."""
     from fastapi import FastAPI
     from openenv.core.env_server import HTTPEnvServer
 
-    models = importlib.import_module("openenv_echo.models")
+    echo = importlib.import_module("openenv_echo.models")
+    action, observation = models or (echo.EchoAction, echo.EchoObservation)
     app = FastAPI()
-    sides = HTTPEnvServer(environment, models.EchoAction, models.EchoObservation, max_concurrent_envs=sessions)
+    sides = HTTPEnvServer(environment, action, observation, max_concurrent_envs=sessions)
     sides.register_routes(app)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -160,11 +163,100 @@ def test_a_server_that_is_full_or_gone_or_started_again_is_an_error(echo):
 
 
 def test_an_address_without_a_server_of_openenv_is_one_line(server):
-    for url, said in {
+    for url, problem in {
         "http://127.0.0.1:9": "no answer",
         "127.0.0.1:8000": "as in openenv:http://127.0.0.1:8000",
         f"{server[0]}/docs": "not as a server of OpenEnv",
     }.items():
         with pytest.raises(GruppoError) as error:
             opened(url)
-        assert said in str(error.value) and "\n" not in str(error.value)
+        assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+def test_tools_of_a_server_are_tools_of_the_conversation(echo):
+    from fastmcp import FastMCP
+    from openenv.core.env_server import CallToolAction, CallToolObservation, MCPEnvironment, Observation, State
+
+    class Calculator(MCPEnvironment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+        state = property(lambda self: State())
+
+        def __init__(self):
+            server = FastMCP("calculator")
+
+            @server.tool
+            def divide(a: int, b: int) -> float:
+                """Divide two numbers."""
+                return a / b
+
+            super().__init__(server)
+
+        def reset(self, seed=None, episode_id=None):
+            return Observation()
+
+        def _step_impl(self, action, timeout_s=None):
+            raise NotImplementedError
+
+        async def step_async(self, action, timeout_s=None):
+            result = await super().step_async(action, timeout_s)
+            if not isinstance(action, CallToolAction):
+                return result
+            is_over = action.arguments.get("a") == 9
+            return result.model_copy(update={"reward": float(is_over), "done": is_over})
+
+    with serving(Calculator, models=(CallToolAction, CallToolObservation)) as (url, _):
+        made = EnvironmentClass(opened(url))
+        assert [tool["function"]["name"] for tool in made.tools] == ["divide"]
+        assert made.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
+        with closing(made.factory()) as episode:
+            assert episode.reset(seed=0) == ""
+            assert episode.call_tool("divide", {"a": 6, "b": 4}) == "1.5" and not episode.is_done
+            with pytest.raises(RuntimeError, match="division by zero"):
+                episode.call_tool("divide", {"a": 6, "b": 0})
+            assert float(episode.call_tool("divide", {"a": 9, "b": 3})) == 3 and episode.is_done
+            assert episode.get_reward() == 1.0
+    with closing(made.factory()) as late, pytest.raises(ConnectionError):
+        late.reset(seed=0)
+
+
+def test_ten_steps_are_trained_and_the_rewards_are_those_of_the_server(server, tmp_path):
+    url, sides = server
+    changes = {"rollout__stop": ("s", "t"), "rollout__max_new_tokens": 12}
+    metrics, rows = trained(tmp_path, environment=f"openenv:{url}", **changes)
+    assert len(metrics) == 10 and len(rows) == 120
+    for row in rows:
+        # the environment rewards the length of what it is told, which has no spaces around it
+        assert row["reward"] == pytest.approx(sum(min(len(text.strip()) / 10, 1.0) for text in said(row)))
+    assert max(len(said(row)) for row in rows) == 3
+    assert all(own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics)
+    wait_for(lambda: sides.active_sessions == 0)
+
+
+def test_an_environment_that_raises_or_hangs_costs_its_own_conversation(echo, tmp_path):
+    class Broken(echo):
+        def step(self, action):
+            if action.message[:1] in [*"abcde"]:
+                raise KeyError("the level has no door")
+            if action.message[:1] in [*"fg"]:
+                time.sleep(3)
+            return super().step(action)
+
+    with serving(Broken) as (url, sides):
+        changes = {"environment__timeout_s": 1.0, "rollout__stop": ("s", "t"), "steps": 3, "environment__turns": 1}
+        metrics, rows = trained(tmp_path, environment=f"openenv:{url}", **changes)
+        failed = [row for row in rows if said(row)[0].strip()[:1] in [*"abcdefg"]]
+        assert failed and all(row["reward"] is None and row["finish"] == "error" for row in failed)
+        assert all(
+            row["reward"] == pytest.approx(min(len(said(row)[0].strip()) / 10, 1.0))
+            for row in rows
+            if row not in failed
+        )
+        assert sum(own["environment/failed_count"] for own in metrics) == len(failed) < len(rows)
+        wait_for(lambda: sides.active_sessions == 0)
+
+
+def test_a_server_that_is_down_ends_a_run_with_one_line(echo, tmp_path):
+    with serving(echo) as (url, _):
+        pass
+    with pytest.raises(GruppoError, match=r"no answer .*Start its server"):
+        trained(tmp_path, environment=f"openenv:{url}", model="no/such/model")

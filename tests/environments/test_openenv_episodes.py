@@ -72,6 +72,7 @@ def test_the_first_message_is_the_observation_and_the_fields_of_an_action():
         (NUMBER, "12", {"row": 12}),
         (TWO, '{"row": 1, "word": "a"}', {"row": 1, "word": "a"}),
         (TWO, "row one", None),
+        (TWO, "[" * 99_999, None),
     ],
 )
 def test_an_answer_is_json_or_the_only_field_that_is_required(schema, text, action):

@@ -8,6 +8,7 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
+from tests.environments.adapted import said, trained
 
 from gruppo.data.open import open_source
 from gruppo.environments.verifiers import EnvironmentLoop, verifiers_factory
@@ -43,6 +44,7 @@ class SumTask(vf.Task[Data]):
 class Config(vf.TasksetConfig):
     count: int = 4
     asks: bool = False
+    broken: bool = False
 
 
 class Sums(vf.Taskset[SumTask, Config]):
@@ -61,7 +63,8 @@ class SumsEnv(vf.Env[SumsEnvConfig]):
         async with agents.player.interaction(task) as talk:
             segment = await talk.turn()
             while self.taskset.config.asks and not segment.terminated and segment.last_reply != task.data.answer:
-                if "hang" in segment.last_reply:
+                is_broken = self.taskset.config.broken and segment.last_reply[:1] in [*"abcdefg"]
+                if "hang" in segment.last_reply or is_broken:
                     raise KeyError("the environment broke")
                 segment = await talk.turn("Wrong, again.")
 
@@ -97,9 +100,11 @@ async def short(completion):
 
 
 class Game(vf.MultiTurnEnv):
+    is_broken = False
+
     async def env_response(self, messages, state, **kwargs):
         text = messages[-1]["content"]
-        if "hang" in text:
+        if "hang" in text or (self.is_broken and text.strip()[:1] in [*"abcdefg"]):
             raise KeyError("the environment broke")
         if text == state["answer"]:
             state["final_env_response"] = [{"role": "user", "content": "Right."}]
@@ -107,7 +112,8 @@ class Game(vf.MultiTurnEnv):
         return [{"role": "user", "content": "Wrong, again."}]
 
 
-def load_environment(count: int = 4, asks: bool = False, tools: bool = False):
+def load_environment(count: int = 4, asks: bool = False, tools: bool = False, broken: bool = False):
+    Game.is_broken = broken
     data = Dataset.from_list([{"question": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(count)])
     rubric = vf.Rubric(funcs=[correct, short], weights=[1.0, 0.5])
     options = {"dataset": data, "rubric": rubric, "system_prompt": "Brief."}
@@ -211,3 +217,34 @@ def test_closing_stops_the_servers_of_the_environment():
     if server is not None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((server.host, server.port), timeout=5)
+
+
+@pytest.mark.parametrize("asks", ["false", "true"])
+def test_ten_steps_are_trained_and_the_rewards_are_the_scores_of_the_tasks(tmp_path, asks):
+    changes = {"rollout__stop": ("s", "t", "1", "2", "3"), "rollout__max_new_tokens": 12}
+    data = f"verifiers:gruppo_sums:count=8,asks={asks}"
+    metrics, rows = trained(tmp_path, data=data, **changes)
+    assert len(metrics) == 10 and len(rows) == 120
+    for row in rows:
+        last = said(row)[-1] if has_rubrics() else said(row)[-1].strip()
+        assert row["reward"] == float(str(row["target"]) in last) + 0.5 * (len(last) < 5)
+    assert max(len(said(row)) for row in rows) == (3 if asks == "true" else 1)
+    assert all(own["environment/failed_count"] == own["reward/unscored_count"] == 0 for own in metrics)
+
+
+def test_with_rewards_of_ones_own_a_taskset_is_data(tmp_path):
+    metrics, rows = trained(
+        tmp_path, data="verifiers:gruppo_sums", reward="length_target:5", steps=1, environment__turns=8
+    )
+    assert "Verifiers" not in rows[0]["parts"] and "environment/failed_count" not in metrics[0]
+
+
+def test_a_failure_costs_its_own_conversation(tmp_path):
+    path = tmp_path / "own"
+    path.mkdir()
+    changes = {"rollout__stop": ("s", "t"), "environment__turns": 2, "steps": 3}
+    metrics, rows = trained(path, data="verifiers:gruppo_sums:broken=true,asks=true", **changes)
+    failed = [row for row in rows if any(text.strip()[:1] in [*"abcdefg"] for text in said(row))]
+    assert failed and len(failed) < len(rows)
+    assert all(row["reward"] is None and row["finish"] == "error" for row in failed)
+    assert sum(own["environment/failed_count"] for own in metrics) == len(failed)

@@ -9,6 +9,7 @@ from gruppo.config.options import flag
 from gruppo.config.schema import Config, EngineConfig, LoraConfig, Stage
 from gruppo.config.stages import highest, learns_from_samples, peak_lr, stage_path, values_of
 from gruppo.core.schedules import parse_schedule
+from gruppo.tasksets import is_taskset
 from gruppo.types import GruppoError
 
 Rules = Sequence[object]
@@ -43,7 +44,7 @@ def _required(config: Config) -> Rules:
         not config.data
         and "no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set "
         "--data.",
-        (not config.reward and not config.environment.kind and learns_from_samples(config))
+        not (config.reward or config.environment.kind or is_taskset(config.data) or not learns_from_samples(config))
         and "no reward was given; it needs a built-in name or file.py:function. Set --reward.",
         (config.stages and config.stage != Stage())
         and "both stage and stages were set; with several stages, each has its own settings. Set "

@@ -263,9 +263,9 @@ class EnvironmentConfig:
     """Environment of multi-turn conversations."""
 
     kind: str = ""
-    """Class of environments, as file.py:Class; default: none.
+    """Environments: file.py:Class, gymnasium:ID, openenv:URL or verifiers:NAME.
 
-    It has reset; its other methods are tools. --environment NAME is short for it.
+    A class has reset; its other methods are tools. --environment NAME is short for it.
     """
     tools: tuple[str, ...] = ()
     """Functions that the policy may call, as file.py:function; default: none.

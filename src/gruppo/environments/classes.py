@@ -36,20 +36,20 @@ MAX_STATE = 100_000
 """Characters of an attribute, as JSON, beyond which rewards cannot read it: a corpus would be copied for each row."""
 
 
-ADAPTERS: dict[str, str] = {}
-"""By the prefix of a name, PREFIX:REST, what makes its environments from REST: the name of a function that returns a
-class or an ``EnvironmentClass``."""
+ADAPTERS = {name: f"gruppo.environments.{name}:{name}_factory" for name in ("gymnasium", "openenv", "verifiers")}
+"""By the prefix of a name, PREFIX:REST, what makes its environments from REST and the config of the run: the name of a
+function that returns a class or an ``EnvironmentClass``."""
 
 
 def is_adapter(name: str) -> bool:
     return name.partition(":")[0] in ADAPTERS
 
 
-def open_adapter(name: str) -> Any:
+def open_adapter(name: str, config: Any) -> Any:
     """What makes the environments of PREFIX:REST."""
     prefix, _, rest = name.partition(":")
     module, _, function = ADAPTERS[prefix].partition(":")
-    return getattr(import_module(module), function)(rest)
+    return getattr(import_module(module), function)(rest, config)
 
 
 def is_class(fn: Any) -> bool:

@@ -65,7 +65,7 @@ class Gymnasium(ScoredEpisode):
     def step(self, text: str) -> str | None:
         try:
             action = self._action(text)
-        except (ValueError, TypeError, IndexError):
+        except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
             self.rewards.append(0.0)
             return f"That is no action. Answer with {self._wanted}."
         observation, reward, terminated, truncated, _ = self._env.step(action)

@@ -47,13 +47,11 @@ def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
     except Exception as problem:
         raise GruppoError(f"{name} lists no tools: {type(problem).__name__}: {problem}") from problem
     made = scored_by(OpenEnvTools, config)
-    made.tools = [
-        {
-            "type": "function",
-            "function": {**{k: t[k] for k in ("name", "description")}, "parameters": t["input_schema"]},
-        }
-        for t in listed
+    functions = [
+        {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
+        for tool in listed
     ]
+    made.tools = [{"type": "function", "function": function} for function in functions]
     return partial(made, make, schema)
 
 
@@ -116,7 +114,7 @@ class OpenEnv(OpenEnvSession):
         text = (fenced[1] if fenced else text).strip()
         try:
             action = json.loads(text)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             action = text
         if isinstance(action, dict):
             return action
@@ -138,8 +136,9 @@ class OpenEnvTools(OpenEnvSession):
         """The texts of the result. Raises the tool's error, which the policy reads."""
         try:
             result = self._take({"type": "call_tool", "tool_name": name, "arguments": arguments})
-        except Exception as problem:  # of the server, not of the tool: the score raises it
-            self._failure = problem
+        except Exception as problem:
+            if "VALIDATION_ERROR" not in str(problem):  # of the server, not of the tool: the score raises it
+                self._failure = problem
             raise
         self.is_done = result.done
         if error := result.observation.get("error"):
