@@ -94,8 +94,8 @@ def test_a_tournament_gives_ranks_within_each_group_and_equal_texts_tie_unasked(
 
 def test_a_judge_that_prefers_the_first_place_gives_equal_ranks_and_its_bias_is_logged(server, tmp_path):
     server.grade = lambda question: "first"
-    scores, _ = judged(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), ["a", "b", "c"])
-    assert scores.rewards.tolist() == [0.5, 0.5, 0.5]
+    scores, _ = judged(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), ["a", "b"])
+    assert scores.rewards.tolist() == [0.5, 0.5]
     assert scores.metrics == {"reward_metric/j_first_frac": 1.0, "reward_metric/j_consistent_frac": 0.0}
 
 

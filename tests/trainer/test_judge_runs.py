@@ -68,8 +68,10 @@ def test_the_cost_is_in_the_metrics_the_result_and_on_the_screen(server, tmp_pat
     result = start(tmp_path, file, steps=2, evaluation__prompts=2)
     last = [row for row in metrics(result.folder) if "judge/mine/cost" in row][-1]
     assert last["judge/mine/cost"] == pytest.approx(last["judge/mine/input_tokens_count"] / 1e6)
-    # the evaluation after the last step is counted too
     assert f"{len(server.bodies):,} calls" in result.costs[0] and result.costs[0].endswith("EUR")
+    # the metrics count the evaluation after the last step too
+    assert last["judge/mine/calls_count"] == len(server.bodies)
+    assert f" {last['judge/mine/cache_hits_count']:,.0f} answers from the cache" in result.costs[0]
     api.finish(result, show=True)
     assert result.costs[0] in capsys.readouterr().out
     asked = len(server.bodies)
