@@ -212,6 +212,28 @@ def test_objects_without_close_are_reset_again_each_in_its_thread():
     assert len(threads) == 4 and not any(thread.is_alive() for thread in threads)
 
 
+class Stuck(Counter):
+    made = 0
+    released = threading.Event()
+
+    def __init__(self):
+        type(self).made += 1
+
+    def look(self) -> str:
+        """Looks for ever."""
+        self.released.wait(30)
+        return "seen"
+
+
+def test_an_object_that_is_still_in_a_late_call_is_not_used_again():
+    environment = Environment(Stuck, timeout_s=0.3)
+    for made in (2, 4):
+        rollouts = play(Script(says("", call("look"))), environment)
+        assert counts(rollouts) == {"calls": 1, "timeout": 1} and rollouts.finish == ("stop", "stop")
+        assert Stuck.made == made
+    Stuck.released.set()
+
+
 class Dealer:
     """Begins each conversation of a group differently, or each group alike, and scores turns."""
 

@@ -141,8 +141,15 @@ def test_explain_names_the_tools(tmp_path):
     assert "environment Walk: up to 4 answers per row" in output
 
 
-def plain(prompts: Any = None) -> Any:
-    return [{"prompt": f"{n} + 1 =", "answer": str(n + 1), "number": n} for n in range(12)]
+@pytest.mark.parametrize("option", ["environment", "environment__tools"])
+def test_a_run_whose_tools_have_changed_is_not_resumed_in_silence(tmp_path, option):
+    file = tmp_path / "own.py"
+    file.write_text("from tests.trainer.calling import Walk, double\n")
+    named = {"environment": f"{file}:Walk", "environment__tools": [f"{file}:double"]}
+    done = api.start(config(tmp_path, **{option: named[option]}, steps=1))
+    file.write_text("from tests.trainer.calling import Walk, double  # changed\n")
+    with pytest.raises(GruppoError, match=r"the code of .*own.py.* has changed"):
+        api.start(done.folder)
 
 
 @pytest.mark.parametrize(
