@@ -254,6 +254,9 @@ def test_texts_stay_on_one_line_and_show_what_cannot_be_seen():
     assert as_text([{"role": "system", "content": "s"}, {"role": "user", "content": "hi\n"}]) == r"hi\n"
     talk = [("assistant", "8"), ("user", "Higher."), ("assistant", "12\n")]
     assert as_text([{"role": role, "content": text} for role, text in talk]) == r"8 [Higher.] 12\n"
+    called = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    messages = [{"role": "assistant", "content": "", "tool_calls": called}, {"role": "tool", "content": "2"}]
+    assert as_text(messages) == 'add({"a": 1}) [2]'
 
 
 @pytest.mark.parametrize(("unit", "line"), [("image", "reward 0.5  80 images/s"), ("step", "len 10  800 steps/s")])

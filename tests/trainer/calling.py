@@ -69,7 +69,7 @@ class Walk:
         type(self).alive += 1
 
     def reset(self, answer: str, seed: int, number: int = 0) -> str:
-        self.at, self.steps, self._seed = int(answer), [], seed
+        self.at, self.steps, self._seed, self.places = int(answer), [], seed, {int(answer)}
         return f" at {self.at} {seed % 100}"
 
     def walk(self, by: int) -> str:
@@ -83,6 +83,7 @@ class Walk:
             raise ValueError("too far")
         self.at += by
         self.steps.append(by)
+        self.places.add(self.at)
         return f"at {self.at}"
 
     def step(self, text: str, turn: int, seed: int) -> str | None:
@@ -101,6 +102,7 @@ def steps_taken(environments: Sequence[Any], state: Sequence[Mapping[str, Any]],
     assert all(
         f"at {own['at'] - sum(own['steps'])} " in p[-1]["content"] for own, p in zip(state, prompts, strict=True)
     )
+    assert all(one.at in one.places for one in environments)
     return [float(len(one.steps)) for one in environments]
 
 

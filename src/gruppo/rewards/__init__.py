@@ -13,6 +13,7 @@ _HOMES = {
     "FunctionReward": "functions",
     "columns_of": "functions",
     "step_reward": "functions",
+    "turn_reward": "functions",
     "ProcessRewardModel": "models",
     "RewardModel": "models",
     "resolve_reward": "registry",
@@ -24,7 +25,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from gruppo.rewards.code import code_tests
-    from gruppo.rewards.functions import FunctionReward, columns_of, step_reward
+    from gruppo.rewards.functions import FunctionReward, columns_of, step_reward, turn_reward
     from gruppo.rewards.models import ProcessRewardModel, RewardModel
     from gruppo.rewards.registry import resolve_reward
     from gruppo.rewards.scoring import Failure, RewardSet, Scores, reward_stats
@@ -41,6 +42,7 @@ __all__ = [
     "resolve_reward",
     "reward_stats",
     "step_reward",
+    "turn_reward",
 ]
 
 

@@ -259,7 +259,7 @@ def _pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, Tensor):
         tensors[name := f"t{len(tensors)}"] = value.detach().cpu().contiguous()
         return {"tensor": name}
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | set | frozenset):
         return {type(value).__name__: [_pack(one, tensors, where) for one in value]}
     if isinstance(value, Mapping):
         return {"dict": [[_pack(key, tensors, where), _pack(one, tensors, where)] for key, one in value.items()]}
@@ -280,7 +280,7 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if form == "dict":
         return {_unpack(key, tensors): _unpack(one, tensors) for key, one in content}
     items = [_unpack(one, tensors) for one in content]
-    return tuple(items) if form == "tuple" else items
+    return {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset}[form](items)
 
 
 def split(rollouts: Rollouts) -> list[Rollouts]:
