@@ -170,9 +170,10 @@ class Environment:
                 name, known = episode.prompt.meta.get(COLUMN), ", ".join(map(repr, self.classes))
                 episode.failure = f"its environment {name!r:.80} is none of {known}"
                 continue
-            episode.worker = Worker()
-            if made.idle:
+            try:
                 episode.instance, episode.worker = made.idle.popleft()
+            except IndexError:  # not checked before: engines with lag converse in several threads
+                episode.worker = Worker()
             jobs[row] = Calls([partial(self._reset, episode, made)], episode.worker)
         self._run(jobs)
         for row, job in jobs.items():
