@@ -21,7 +21,7 @@ PAGES = {
     "start/your-own-reward.md": 1,
     "guides/math.md": 2,
     "guides/reward-models.md": 3,
-    "guides/conversations.md": 3,
+    "guides/conversations.md": 5,
     "guides/lora.md": 5,
     "guides/publishing.md": 1,
     "guides/reading-a-run.md": 2,
@@ -40,8 +40,16 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model in place of the pages' models, with a context that holds their prompts."""
-    return tiny.write_model(tmp_path_factory.mktemp("model") / "tiny", context=1024)
+    """A tiny model in place of the pages' models, with a context that holds their prompts, and the tokens of ChatML."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tiny.write_model(tmp_path_factory.mktemp("model") / "tiny", context=2048)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def reward_model(folder: Path, kind: str) -> None:

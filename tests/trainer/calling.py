@@ -16,6 +16,9 @@ from gruppo.types import Prompt, Rollouts
 
 CALLS = {**dict.fromkeys("abcdefghijklm", "walk"), **dict.fromkeys("nopq", "double"), **dict.fromkeys("012", "fly")}
 
+TEMPLATE = tiny.CHAT_TEMPLATE.replace("<eos>", "{{ message['tool_calls'] | tojson if message['tool_calls'] }}<eos>")
+"""Writes calls, without which no result of a tool can follow."""
+
 
 class CallingPolicy(TextPolicy):
     """Stands for a model with a chat template for tools: its weights, tokens and log-probs are those of any other."""
@@ -47,6 +50,7 @@ class CallingPolicy(TextPolicy):
 def policy() -> CallingPolicy:
     made = object.__new__(CallingPolicy)
     made.__dict__.update(vars(from_pretrained(tiny.model(), compute="float32")))
+    made.chat.tokenizer.chat_template = TEMPLATE
     return made
 
 

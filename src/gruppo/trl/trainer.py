@@ -109,7 +109,8 @@ class GRPOTrainer:
         if train_dataset is None and (environment_factory is None or isinstance(environment_factory, Mapping)):
             raise GruppoError("train_dataset is missing; it needs a Dataset, or a list of rows, with a column prompt.")
         if environment_factory is not None:
-            train_dataset, eval_dataset = (_prompted(data, args) for data in (train_dataset, eval_dataset))
+            train_dataset = _prompted(train_dataset, args)
+            eval_dataset = None if eval_dataset is None else _prompted(eval_dataset, args)
         if isinstance(eval_dataset, dict):
             raise GruppoError(
                 "eval_dataset is a dict of data sets; it needs one of them. trainer.evaluate takes others."
