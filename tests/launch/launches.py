@@ -15,7 +15,7 @@ from tests import processes, tiny
 from tests.engines.fake_vllm import FakeServer
 
 from gruppo.config import serialization
-from gruppo.launch.child import Child, Process
+from gruppo.launch.child import ChildProcess, Process
 from gruppo.launch.options import LaunchConfig
 from gruppo.launch.places import Local
 from gruppo.launch.plan import Launch
@@ -81,7 +81,7 @@ class Scripts:
         lives = self.scripts.get(output.stem, ["exec sleep 100"])
         script = lives[min(self.lives(output.stem), len(lives) - 1)]
         self.started.append((output.stem, env))
-        return Child(["sh", "-c", script], env, output)
+        return ChildProcess(["sh", "-c", script], env, output)
 
     def lives(self, name: str) -> int:
         return [other for other, _ in self.started].count(name)

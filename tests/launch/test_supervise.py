@@ -14,7 +14,7 @@ from tests.launch.launches import Scripts, launch, supervised
 
 from gruppo.errors import EngineLost
 from gruppo.launch import supervise
-from gruppo.launch.child import Child
+from gruppo.launch.child import ChildProcess
 from gruppo.platforms import lock_file
 from gruppo.types import GruppoError
 
@@ -191,7 +191,7 @@ def test_a_second_signal_ends_everything_at_once(tmp_path):
 
 def test_what_a_process_has_started_ends_with_it(tmp_path):
     """A server whose gruppo serve was killed would hold its port."""
-    child = Child(["sh", "-c", f"sleep 100 & echo $! > {tmp_path}/pid; kill -9 $$"], {}, tmp_path / "logs/log")
+    child = ChildProcess(["sh", "-c", f"sleep 100 & echo $! > {tmp_path}/pid; kill -9 $$"], {}, tmp_path / "logs/log")
     while child.poll() is None:
         time.sleep(0.01)
     until = time.monotonic() + 30
@@ -202,7 +202,7 @@ def test_what_a_process_has_started_ends_with_it(tmp_path):
 
 def start_and_wait(folder: str) -> None:
     script = f"trap 'touch {folder}/saved; exit 75' TERM; touch {folder}/ready; while :; do sleep 0.01; done"
-    Child(["sh", "-c", script], {}, Path(folder) / "logs/log")
+    ChildProcess(["sh", "-c", script], {}, Path(folder) / "logs/log")
     time.sleep(100)
 
 

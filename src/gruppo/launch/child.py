@@ -27,7 +27,7 @@ class Process(Protocol):
         """End it, and what it has started."""
 
 
-class Child:
+class ChildProcess:
     """A process of this machine, whose output is appended to a file. It gets SIGTERM when this process dies."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path, cwd: str | None = None) -> None:
@@ -63,11 +63,11 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-class RayChild:
+class RemoteProcess:
     """Class of the actors: a process on the actor's machine, which ends with the actor."""
 
     def __init__(self) -> None:
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
 
     def address(self, port: int) -> tuple[str, int]:
         """Of this machine, and a free port if none is given."""
@@ -76,7 +76,7 @@ class RayChild:
         return ray.util.get_node_ip_address(), port or free_ports(1)[0]
 
     def start(self, *what: Any) -> None:
-        self._child = Child(*what)
+        self._child = ChildProcess(*what)
 
     def poll(self) -> int | None:
         return None if self._child is None else self._child.poll()

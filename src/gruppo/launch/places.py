@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from gruppo.launch.child import Child, Process, RayChild, free_ports
+from gruppo.launch.child import ChildProcess, Process, RemoteProcess, free_ports
 from gruppo.launch.plan import Launch, log, server_ports
 from gruppo.loading import counted, import_extra
 from gruppo.platforms import usable_processors
@@ -36,7 +36,7 @@ class Place(Protocol):
 class Local:
     """Processes of this machine: the trainers on its first GPUs, if any, and the servers on the next ones."""
 
-    def __init__(self, launch: Launch, start: Callable[..., Process] = Child) -> None:
+    def __init__(self, launch: Launch, start: Callable[..., Process] = ChildProcess) -> None:
         self.launch, self.ports, self._start = launch, server_ports(launch), start
         self.trainer_env, self.server_envs = self._devices()
 
@@ -98,7 +98,7 @@ class InActor:
 
     def __init__(self, ray: Any, group: Any, bundle: int, resources: Mapping[str, float]) -> None:
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
-        kind = ray.remote(num_cpus=1, num_gpus=resources.get("GPU", 0), scheduling_strategy=strategy)(RayChild)
+        kind = ray.remote(num_cpus=1, num_gpus=resources.get("GPU", 0), scheduling_strategy=strategy)(RemoteProcess)
         self._ray, self._actor = ray, kind.remote()
         self._code: int | None = None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gruppo.launch.child import Child, Process
+from gruppo.launch.child import ChildProcess, Process
 from gruppo.launch.plan import Launch
 from gruppo.types import GruppoError
 
@@ -68,7 +68,7 @@ def submit(launch: Launch, text: str) -> str:
 class Steps:
     """Steps of the job of which this process is the script."""
 
-    def __init__(self, launch: Launch, start: Callable[..., Process] = Child) -> None:
+    def __init__(self, launch: Launch, start: Callable[..., Process] = ChildProcess) -> None:
         self.launch, self._start, self.starts = launch, start, 0
         self.first = launch.chosen.port or 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
         self.is_out_of_time = False
