@@ -25,6 +25,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
     },
+    "smollm2-45m": {  # half its layers, two thirds of its width
+        "kind": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 15,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
     "qwen2.5-0.5b": {
         "kind": "qwen2",
         "vocab_size": 151936,

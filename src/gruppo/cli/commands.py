@@ -325,8 +325,47 @@ def serve(
     server.run(model, host=host, port=port, python=python, lora_rank=lora_rank, options=options)
 
 
+def plan(
+    recipe: Annotated[str, "A recipe, as of gruppo train; --fit takes arithmetic if none is given."] = "",
+    options: Annotated[tuple[str, ...], "Options of the recipe's config, after --."] = (),
+    *,
+    fit: Annotated[bool, "Measure the constants of this machine with steps of the recipe."] = False,
+    gpus: Annotated[int, "Number of GPUs."] = 1,
+    gpu: Annotated[str, "A GPU's name, such as h200; this: the machine of the constants."] = "this",
+    price: Annotated[float | None, "Dollars per GPU and hour; without it, no cost is printed."] = None,
+    mean_tokens: Annotated[float | None, "Mean length of a completion; default: as sampled by --fit."] = None,
+    prompt_tokens: Annotated[float | None, "Mean length of a prompt; default: as measured by --fit."] = None,
+    model_config: Annotated[str, "Folder with the config.json of the model; default: the recipe's model."] = "",
+    constants: Annotated[str, "File of the constants."] = "plan.json",
+    json: Annotated[bool, "Print JSON."] = False,
+) -> None:
+    """Throughput, memory, split of trainers and servers, staleness and cost of a recipe on a number of GPUs."""
+    if not recipe and not fit:
+        raise GruppoError(
+            f"RECIPE is missing; it needs one of {', '.join(RECIPES)}, file.py:function, or a config file."
+        )
+    config = parse_config("plan", [recipe or "arithmetic", *options])
+    from gruppo.plan import fit as fitting
+    from gruppo.plan import report as planning
+
+    if fit:
+        return planning.run_fit(config, Path(constants), is_json=json)
+    planning.run_plan(
+        config,
+        fitting.Constants.load(Path(constants)),
+        gpus=gpus,
+        gpu=gpu,
+        price=price,
+        model=model_config,
+        mean_tokens=mean_tokens,
+        prompt_tokens=prompt_tokens,
+        is_json=json,
+    )
+
+
 _ALL = (
-    *(train, launch, resume, eval_, sample, export, explain, doctor, view, report, serve, judge, config, recipes),
+    *(train, launch, resume, eval_, sample, export, explain, plan, doctor, view, report, serve, judge, config),
+    recipes,
     completion,
 )
 COMMANDS: dict[str, Callable[..., None]] = {command.__name__.rstrip("_"): command for command in _ALL}
