@@ -43,13 +43,14 @@ def take_turns(side: str, spec: Mapping[str, Any]) -> None:
         wait_for_turn()
         conversations = prompts(spec["prompts"], spec["words"], first=turn * spec["prompts"])
         requests = [Request(Prompt(str(n), inputs, draw=turn), GROUP) for n, inputs in enumerate(conversations)]
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         rollouts = converse(policy.sample, policy.continue_rollouts, environment, requests, sampling, seed=0)
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         turns = int(rollouts.per_row["turns"].sum())
         reread = rollouts.per_row.get("reencoded")
         say(
             seconds=seconds,
+            cpu_seconds=cpu_seconds,
             turns=turns,
             reencoded=None if reread is None else int(reread.sum()),
             tokens=int(rollouts.lengths.sum()),
@@ -88,12 +89,17 @@ def measure(spec: Mapping[str, Any], rounds: int, against: str) -> dict[str, lis
 
 
 def summarize(done: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Turns a second of each side, and those with kept keys over it, round by round."""
+    """Turns a second of each side, and those with kept keys over it, round by round.
+
+    The processor seconds of a side say the same on a machine that others use too.
+    """
     rates = {name: [turn["turns"] / turn["seconds"] for turn in turns] for name, turns in done.items()}
+    cpu = {name: [turn["cpu_seconds"] for turn in turns] for name, turns in done.items()}
     return {
         name: {
             **spread(values),
             "kept_over_it": spread([k / v for k, v in zip(rates["kept"], values, strict=True)]),
+            "cpu_over_kept": spread([own / k for own, k in zip(cpu[name], cpu["kept"], strict=True)]),
             "reencoded": done[name][-1]["reencoded"],
             "tokens_per_row": done[name][-1]["tokens"] * 8 // done[name][-1]["turns"],
             "peak_gib": max(turn["peak_gib"] for turn in done[name]),
@@ -103,12 +109,14 @@ def summarize(done: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]
 
 
 def table(sides: Mapping[str, Any]) -> str:
-    lines = [f"{'side':<10}{'turns/s':>8}{'(range)':>16}   {'kept over it':<22}{'re-encoded':>11}{'peak GiB':>10}"]
+    heading = f"{'kept over it':<22}{'by CPU seconds':<16}{'re-encoded':>11}{'peak GiB':>10}"
+    lines = [f"{'side':<10}{'turns/s':>8}{'(range)':>16}   {heading}"]
     for name, s in sides.items():
         ratio, read = s["kept_over_it"], "" if s["reencoded"] is None else s["reencoded"]
         shown = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
         span = f"({s['min']:.1f} to {s['max']:.1f})"
-        lines.append(f"{name:<10}{s['median']:8.1f}{span:>16}   {shown:<22}{read:>11}{s['peak_gib']:10.2f}")
+        cpu = f"{s['cpu_over_kept']['median']:.2f}"
+        lines.append(f"{name:<10}{s['median']:8.1f}{span:>16}   {shown:<22}{cpu:<16}{read:>11}{s['peak_gib']:10.2f}")
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,8 +62,9 @@ def converse(
                 episode.inputs = episode.prompt.inputs
         has_more_turns = environment.turns > 1
         own = [replace(request, has_more_turns=has_more_turns) for request in prompted(requests, episodes)]
-        rollouts = generate(own, sampling, seed=seed)
-        rollouts = _turns(rollouts, continue_rollouts, environment, requests, episodes, sampling, seed)
+        # no name for the first turn here: it would hold the keys and values of its rows to the end
+        first = partial(generate, own, sampling, seed=seed)
+        rollouts = _turns(first, continue_rollouts, environment, requests, episodes, sampling, seed)
     finally:
         environment.close(episodes)
     return rollouts if not environment.classes else regrouped(rollouts, requests)
@@ -85,7 +87,7 @@ def prompted(requests: Sequence[Request], episodes: Sequence[Episode]) -> list[R
 
 
 def _turns(
-    rollouts: Rollouts,
+    first: Callable[[], Rollouts],
     continue_rollouts: Callable[..., Rollouts],
     environment: Environment,
     requests: Sequence[Request],
@@ -93,7 +95,8 @@ def _turns(
     sampling: Any,
     seed: int,
 ) -> Rollouts:
-    """The rollouts with their further turns."""
+    """The rollouts of ``first`` with their further turns."""
+    rollouts = first()
     samples = [request.first + i for request in requests for i in range(request.size)]
     texts = tuple(output if isinstance(output, str) else output[-1]["content"] for output in rollouts.completions)
     texts = rollouts.per_row.get("text", texts)  # as written, where the message is without the calls in it

@@ -132,7 +132,7 @@ def test_new_weights_drop_what_the_old_ones_read(way, reads_again):
 
     def run(limited):
         policy = from_pretrained(tiny.model(), compute="bfloat16" if way == "sync" else "float32")
-        engine = ConversationEngine(LocalEngine(policy), Environment(change, turns=3))
+        engine = ConversationEngine(LocalEngine(policy), Environment(change, turns=3), policy.check_prompt)
         state = {"policy": policy, "engine": engine, "turn": 0}
         change.state = state
         if limited:

@@ -49,7 +49,7 @@ def working_memory(policy: Any, config: Any, longest: int, budget: int, rows: in
     width = policy.compute_dtype.itemsize
     length, limit, environment = longest + config.rollout.max_new_tokens, config.rollout, config.environment
     cached = length
-    if environment.reply:
+    if environment.names:
         cached += (environment.turns - 1) * environment.max_reply_tokens
         cached = 2 * min(cached, policy.context or cached)
     if policy.backbone.is_plain:

@@ -81,7 +81,7 @@ class TextModality(Modality):
         rewards.set_decoder(policy.chat.text)
         check_special_tokens(data, policy)
         check_lengths(data, policy, config)
-        if config.environment.reply:
+        if config.environment.names:
             warn_of_long_conversations(data, policy, config)
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
@@ -142,7 +142,7 @@ def warn_of_long_conversations(source: Any, policy: TextPolicy, config: Config) 
     turns, reply = config.environment.turns, config.environment.max_reply_tokens
     prompts = source.all_prompts() if hasattr(source, "all_prompts") else ()
     longest = max(prompts, key=lambda prompt: len(str(prompt.inputs)), default=None)
-    prompt_tokens = 0 if longest is None else len(policy.chat.encode(longest.inputs))
+    prompt_tokens = 0 if longest is None else len(policy.encode(longest))
     tokens = prompt_tokens + config.rollout.max_new_tokens + (turns - 1) * reply
     if policy.context is not None and tokens > policy.context:
         log.warning(
