@@ -83,7 +83,7 @@ class Constants:
     def load(cls, path: Path) -> Constants:
         if not path.exists():
             raise GruppoError(f"""there are no fitted constants at {path}. Measure them on this machine with gruppo plan
-                RECIPE --fit, which takes a minute or two for a small model.""")
+                RECIPE --fit, which takes a few minutes for a small model.""")
         try:
             values = read_json(path)
             return cls(**values | {"rates": Rates(**values["rates"])})
