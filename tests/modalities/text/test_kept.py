@@ -10,17 +10,23 @@ import pytest
 import torch
 from tests import tiny
 from tests.environments.test_conversation import SAMPLING, conversed, ids_of, logprobs_of, talks, texts
-from tests.fakes import biased_llama, doubled, llama, plain, qwen3
+from tests.fakes import biased_llama, doubled, gemma2, gpt2, llama, mistral, plain, qwen3
 
 from gruppo.engines import LocalEngine
 from gruppo.environments import ConversationEngine, Environment
-from gruppo.modalities.text import from_pretrained, generation, kept
+from gruppo.modalities.text import backbones, from_pretrained, kept
 from gruppo.modalities.text.decoding import LayeredDecoding
 from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.types import Prompt, Request
 
 LONG = replace(SAMPLING, max_actions=20)
 named = {"ids": lambda value: getattr(value, "__name__", None)}
+
+
+def llama_by_its_cache():
+    policy = llama()
+    policy.backbone = replace(policy.backbone, decodes=False)
+    return policy
 
 
 @pytest.fixture
@@ -43,7 +49,7 @@ def assert_same(one, other, atol=1e-7):
 @pytest.mark.parametrize("changes", [{}, {"top_k": 40}, {"top_p": 0.7}, {"temperature": 0.6}], ids=str)
 def test_every_turn_scores_as_it_was_sampled(make, changes, kind, monkeypatch):
     """In float64, with rows that end at different turns and replies of different lengths."""
-    monkeypatch.setattr(generation, "decoding_on", lambda device: kind)
+    monkeypatch.setattr(backbones, "decoding_on", lambda device: kind)
     policy = doubled(make())
     rollouts = conversed(policy, texts(4), replace(LONG, **changes))
     turns = rollouts.per_row["turns"]
@@ -56,7 +62,7 @@ def test_every_turn_scores_as_it_was_sampled(make, changes, kind, monkeypatch):
 def test_conversations_are_those_of_reading_each_history_again(kind, at_once, monkeypatch, reads_again):
     """However many columns are read at once, and with buffers that grow within a turn."""
     monkeypatch.setattr("gruppo.modalities.text.decoding.READ_AT_ONCE", at_once)
-    monkeypatch.setattr(generation, "decoding_on", lambda device: kind)
+    monkeypatch.setattr(backbones, "decoding_on", lambda device: kind)
     monkeypatch.setattr(kind, "columns", 2)
     policy = doubled(llama())
     fast = conversed(policy, texts(4), LONG)
@@ -65,6 +71,25 @@ def test_conversations_are_those_of_reading_each_history_again(kind, at_once, mo
     assert_same(fast, slow)
     assert not fast.per_row["reencoded"].any()
     assert torch.equal(slow.per_row["reencoded"], slow.per_row["turns"] - 1)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama_by_its_cache], **named)
+def test_rows_of_the_models_own_cache_are_kept_too(make, reads_again, monkeypatch):
+    """Of models whose layers cannot be run one by one."""
+    policy = doubled(make())
+    assert policy.backbone.caches and not policy.backbone.decodes
+    fast = conversed(policy, texts(4), LONG)
+    torch.testing.assert_close(logprobs_of(policy, fast), fast.sampler_logprobs.double(), rtol=0, atol=2e-5)
+    assert fast.per_row["turns"].max() >= 3 and not fast.per_row["reencoded"].any()
+    reads_again()
+    assert_same(fast, conversed(policy, texts(4), LONG))
+
+
+@pytest.mark.parametrize("make", [gemma2, mistral], **named)
+def test_a_sliding_window_is_read_again(make):
+    """Its cache does not hold the whole row."""
+    rollouts = conversed(make(), texts(4), LONG)
+    assert torch.equal(rollouts.per_row["reencoded"], rollouts.per_row["turns"] - 1)
 
 
 def test_what_does_not_fit_into_memory_is_read_again_and_counted(monkeypatch):
@@ -183,10 +208,14 @@ def test_kept_keys_are_freed_at_the_end_and_when_a_row_has_no_further_turn(monke
 
 
 def test_nothing_is_kept_where_no_further_turn_can_follow(monkeypatch):
-    monkeypatch.setattr(kept, "KeptRow", None)
+    calls = []
+    monkeypatch.setattr(kept.Keeper, "keep", lambda self, *row: calls.append(row))
     policy = llama()
     assert "kept" not in policy.sample(texts(), SAMPLING, seed=1).per_row
     conversed(policy, turns=1)
+    assert calls == []
+    conversed(policy, turns=2)
+    assert calls != []
 
 
 def test_rollouts_that_are_continued_twice_go_on_alike_both_times():
@@ -236,23 +265,24 @@ def test_threads_that_converse_at_once_do_not_mix_what_they_keep():
 def test_a_turn_that_does_not_fit_the_context_is_left_out_with_its_reply():
     """The row then ends behind its last whole turn; the turn would have gone beyond the context."""
     policy = doubled(from_pretrained(tiny.model(), compute="float32"))
-    options = {"sampling": replace(SAMPLING, max_actions=80), "reply": lambda turn: "1" * (9 + turn), "turns": 20}
+    sampling = replace(SAMPLING, max_actions=80, stop=SAMPLING.stop[:6])
+    options = {"sampling": sampling, "reply": lambda turn: "1" * (9 + turn), "turns": 20}
     rollouts = conversed(policy, talks(), **options)
     policy.context = None
     whole = conversed(policy, talks(), **options)
     full = rollouts.per_row["context_full"].bool()
     assert full.sum() > 3 and not whole.per_row["context_full"].any()
+    has_room = []
     for row in range(len(rollouts)):
         length, ids, all_ids = int(rollouts.lengths[row]), ids_of(rollouts, row), ids_of(whole, row)
         assert ids == all_ids[: len(ids)] and rollouts.mask[row, length - 1]
         assert len(rollouts.completions[row]) == 2 * int(rollouts.per_row["turns"][row]) - 1
         if full[row]:
-            following = whole.mask[row, length:].tolist()
-            begins = following.index(True)
-            count = begins + (
-                following[begins:].index(False) if False in following[begins:] else len(following) - begins
-            )
-            assert not following[0] and rollouts.finish[row] == "length"
-            assert len(ids) <= tiny.CONTEXT < len(ids) + count
+            following = [*whole.mask[row, length:].tolist(), False]
+            begins = following.index(True)  # the reply, then the turn that was left out
+            has_room.append(len(ids) + begins < tiny.CONTEXT)
+            assert begins > 0 and rollouts.finish[row] == "length"
+            assert len(ids) <= tiny.CONTEXT < len(ids) + following.index(False, begins)
         else:
             assert ids == all_ids
+    assert any(has_room), "the context cuts a turn that has begun"

@@ -23,7 +23,9 @@ from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.text import flex
 from gruppo.modalities.text.decoder import Decoder, read_decoder, stream_features
 from gruppo.modalities.text.decoding import LayeredDecoding
+from gruppo.modalities.text.kept import KeptRow
 from gruppo.modalities.text.layouts import LAY_OUT, Layout, Tokens
+from gruppo.modalities.text.resumed import resume
 from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.protocols import device_of
 from gruppo.types import NumericalStop
@@ -52,6 +54,8 @@ class Backbone:
     """Whether trunk and head can be run apart."""
     caches: bool = False
     """Whether decoding with the model's own cache of keys and values is exact."""
+    resumes: bool = False
+    """Whether that cache is exact where it goes on with several tokens at once."""
     decodes: bool = False
     """Whether decoding layer by layer is exact (``LayeredDecoding``)."""
     layouts: tuple[Layout, ...] = ("padded",)
@@ -124,9 +128,15 @@ class Backbone:
             prompts = [torch.cat([prompts[o], prefix]) for o, prefix in zip(owners.tolist(), prefixes, strict=True)]
             owners, prefixes = torch.arange(len(prompts), device=owners.device), None
         if decoder is not None:
-            kind = decoding_on(owners.device)
-            return kind(decoder, self.module.get_output_embeddings(), prompts, owners, prefixes)
+            return decoding_on(owners.device)(decoder, self.module.get_output_embeddings(), prompts, owners, prefixes)
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
+
+    def resume(self, kept: Sequence[KeptRow], rows: Sequence[Int[Tensor, "L"]]) -> Decoding:
+        """Open rows of these tokens, and read those of each that are not kept, one or more."""
+        if kept[0].fused is None:
+            return CachedDecoding(self, rows, torch.arange(len(rows), device=rows[0].device), kept)
+        unread = [ids[len(row.ids) :] for row, ids in zip(kept, rows, strict=True)]
+        return resume(decoding_on(rows[0].device), kept, unread)
 
     def save(self, folder: Path) -> None:
         """Write a folder that ``from_pretrained`` opens; of a plain module, one for safetensors.torch.load_model."""
@@ -186,6 +196,9 @@ class RereadDecoding:
         """Continue with these rows only."""
         self.ids, self.lengths, self.logits = self.ids[slots], self.lengths[slots], self.logits[slots]
 
+    def kept_bytes(self, slot: int, tokens: int) -> None:
+        """None: there is nothing to keep."""
+
     def _read(self) -> Float[Tensor, "N V"]:
         features = self.backbone.features(self.ids)
         last = features[torch.arange(len(self.ids)), self.lengths - 1]
@@ -197,10 +210,13 @@ class CachedDecoding:
 
     logits: Float[Tensor, "N V"]
 
-    def __init__(self, backbone: Backbone, prompts: Sequence[Tensor], owners: Tensor) -> None:
+    def __init__(
+        self, backbone: Backbone, prompts: Sequence[Tensor], owners: Tensor, kept: Sequence[KeptRow] = ()
+    ) -> None:
+        """``kept``: of each prompt, keys and values of its first tokens."""
         from transformers import DynamicCache
 
-        self.module = backbone.module
+        self.module, self.resumes = backbone.module, backbone.resumes
         self.accepted = inspect.signature(self.module.forward).parameters
         self.cache = DynamicCache(config=self.module.config)
         ids = pad_sequence(list(prompts), batch_first=True, padding_side="left")
@@ -209,9 +225,30 @@ class CachedDecoding:
         self.mask: Bool[Tensor, "b L"] = columns >= ids.shape[1] - lengths[:, None]
         # 0, 1, 2, ... over the real tokens of each row
         positions = (self.mask.long().cumsum(dim=1) - 1).clamp(min=0)
-        self._forward(ids, positions)
-        self.positions = positions[:, -1]
+        # of all rows as many last columns as the row with the most new tokens has; other rows read a few again
+        first = (
+            ids.shape[1] - max(len(ids) - len(row.ids) for row, ids in zip(kept, prompts, strict=True)) if kept else 0
+        )
+        if kept:
+            self._fill(kept, lengths.tolist(), first, ids.shape[1])
+        self._forward(ids[:, first:], positions[:, first:])
+        self.positions, self.begun = positions[:, -1], lengths
         self.select(owners)
+
+    def _fill(self, kept: Sequence[KeptRow], lengths: Sequence[int], first: int, end: int) -> None:
+        """Move kept keys and values to the first columns of the cache, where rows end at column ``end``."""
+        taken = [row.suffix for row in kept]
+        for row in kept:
+            row.suffix = []
+        for layer in range(len(taken[0]) // 2 if first else 0):
+            both = []
+            for of_rows in zip(*(suffix[2 * layer : 2 * layer + 2] for suffix in taken), strict=True):
+                like = of_rows[0]
+                both.append(like.new_zeros(len(kept), like.shape[0], first, like.shape[2]))
+                for buffer, own, length in zip(both[-1], of_rows, lengths, strict=True):
+                    used = max(length - (end - first), 0)
+                    buffer[:, first - used :] = own[:, :used]
+            self.cache.update(*both, layer)
 
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
         self.mask = nn.functional.pad(self.mask, (0, 1), value=True)
@@ -220,8 +257,25 @@ class CachedDecoding:
 
     def select(self, slots: Int[Tensor, "n"]) -> None:
         self.cache.batch_select_indices(slots)
-        self.mask, self.positions = self.mask[slots], self.positions[slots]
+        self.mask, self.positions, self.begun = self.mask[slots], self.positions[slots], self.begun[slots]
         self.logits = self.logits[slots]
+
+    def kept_bytes(self, slot: int, tokens: int) -> int | None:
+        """Memory that ``keep`` takes; None where a layer does not hold the whole row, as with a sliding window."""
+        from transformers.cache_utils import DynamicLayer
+
+        layers = self.cache.layers
+        if not self.resumes or not all(type(layer) is DynamicLayer and layer.is_initialized for layer in layers):
+            return None
+        of_token = [x[0, :, :1] for layer in layers for x in (layer.keys, layer.values)]
+        return (int(self.begun[slot]) + tokens) * sum(x.numel() * x.element_size() for x in of_token)
+
+    def keep(self, slot: int, tokens: int) -> tuple[None, list[Tensor], list[Tensor]]:
+        """Copy keys and values of a row up to its sampled token number ``tokens``: fields of a ``KeptRow``."""
+        start = self.mask.shape[1] - int(self.positions[slot]) - 1
+        columns = slice(start, start + int(self.begun[slot]) + tokens)
+        both = [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
+        return None, [], [x[slot, :, columns].clone() for x in both]
 
     def _forward(self, ids: Int[Tensor, "N t"], positions: Int[Tensor, "N t"]) -> None:
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
@@ -270,6 +324,15 @@ def probe(module: Any) -> Backbone:
         decoding.advance(torch.tensor([2, 0], device=device))
         return decoding.logits
 
+    def resumed_logits(backbone: Backbone) -> Tensor:
+        whole, rows = [torch.cat([prompt, prompt]) for prompt in prompts], torch.arange(2, device=device)
+        if not backbone.resumes:
+            return backbone.start(whole, rows).logits
+        decoding = backbone.start(prompts, rows)
+        assert isinstance(decoding, CachedDecoding)
+        kept = [KeptRow(*decoding.keep(row, 0), prompt) for row, prompt in enumerate(prompts)]
+        return backbone.resume(kept, whole).logits
+
     def scored_logits(backbone: Backbone) -> Tensor:
         completions = [second.cpu(), second.cpu() + 1]
         row, column = torch.cartesian_prod(torch.arange(2), torch.arange(1, len(second))).T
@@ -304,6 +367,15 @@ def probe(module: Any) -> Backbone:
     if is_full and agrees(scored_logits, layouts=("packed",)):
         layouts.append("packed")
     caches = agrees(decoded_logits, caches=True)
+    resumes = caches and agrees(resumed_logits, caches=True, resumes=True)
     decodes = runs_layers and agrees(decoded_logits, splits=True, decodes=True)
     layouts.append("padded")
-    return Backbone(module, splits=splits, caches=caches, decodes=decodes, layouts=tuple(layouts), compiles=True)
+    return Backbone(
+        module,
+        splits=splits,
+        caches=caches,
+        resumes=resumes,
+        decodes=decodes,
+        layouts=tuple(layouts),
+        compiles=True,
+    )

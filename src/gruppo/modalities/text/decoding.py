@@ -149,6 +149,26 @@ class LayeredDecoding:
                 buffers[n][:, :, :used] = old
         return buffers
 
+    # --- rows that are kept for their next turn (``kept.Keeper``) ---
+
+    def kept_bytes(self, slot: int, tokens: int) -> int:
+        """Memory that ``keep`` takes: of this row's tokens, and of its group's prompt if no other row has kept it."""
+        group = int(self.home[slot]) // self.width
+        count = self.begun + tokens - int(self.starts[slot])
+        count += 0 if self.names[group] in self.kept_prompts else int(self.lengths[group])
+        return count * sum(2 * self.decoder.kv_heads * x.shape[-1] * x.element_size() for x in self.suffixes)
+
+    def keep(self, slot: int, tokens: int) -> tuple[FusedDecoder, list[Tensor], list[Tensor]]:
+        """Copy keys and values of a row up to its sampled token number ``tokens``: fields of a ``KeptRow``."""
+        home, kv_heads = int(self.home[slot]), self.decoder.kv_heads
+        group, column = home // self.width, home % self.width
+        if self.names[group] not in self.kept_prompts:
+            heads, length = slice(group * kv_heads, (group + 1) * kv_heads), int(self.lengths[group])
+            self.kept_prompts[self.names[group]] = [x[:, heads, :length].clone() for x in self.prompts]
+        columns, shape = slice(int(self.starts[slot]), self.begun + tokens), (2, self.groups, kv_heads, self.width)
+        suffix = [x.view(*shape, *x.shape[2:])[:, group, :, column, columns].clone() for x in self.suffixes]
+        return self.fused, self.kept_prompts[self.names[group]], suffix
+
     # --- reading the prompts ---
 
     def _read(self, prompts: Sequence[Tensor], texts: Sequence[tuple[int, Tensor]]) -> Float[Tensor, "g F"]:

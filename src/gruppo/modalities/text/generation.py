@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gruppo.core.distributions import sample_categorical
-from gruppo.modalities.text.backbones import Decoding, decoding_on
+from gruppo.modalities.text.backbones import Decoding
 from gruppo.modalities.text.chat import Chat, cut_at_stop
-from gruppo.modalities.text.kept import Keeper, resume
+from gruppo.modalities.text.kept import Keeper
 from gruppo.protocols import GenerateTokens
 from gruppo.seeds import uniforms_at
 from gruppo.timeouts import describe_error
@@ -110,9 +110,9 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
         index = torch.tensor(rows)
         limits = None if batch.limits is None else batch.limits[index]
         if resumes:
-            states = [batch.kept[row] for row in rows]
-            unread = [histories[row][len(batch.kept[row].ids) :].to(policy.device) for row in rows]
-            decoding: Decoding = resume(decoding_on(policy.device), states, unread)
+            texts = [histories[row].to(policy.device) for row in rows]
+            with torch.no_grad():
+                decoding: Decoding = policy.backbone.resume([batch.kept[row] for row in rows], texts)
         else:
             decoding = _opened(policy, batch, index)
         keeper = Keeper(decoding, len(rows))
