@@ -35,7 +35,7 @@ _METRICS = {
     "ended": ("mean:environment/ended_frac",),
     "replies": ("mean:environment/reply_tokens_mean",),
     "environment_failed": ("sum:environment/failed_count",),
-    "tools/calls": ("mean:tools/calls_mean",),
+    "tools/calls": ("mean:tools/calls_mean", "sum:tools/calls_count"),
     **{f"tools/{name}": (f"sum:tools/{name}_count",) for name in COUNTS[1:]},
 }
 MOST_CLASSES = 100

@@ -368,7 +368,7 @@ class _Hooks(Callback):
         state.global_step = step.step * owner.updates
         state.epoch = step.step * run.config.rollout.prompts / run.source.epoch_size
         named = {theirs: metrics[ours] for theirs, ours in METRICS.items() if ours in metrics}
-        if calls := metrics.get("tools/calls_mean", 0.0) * metrics.get("rollouts", 0.0):
+        if calls := metrics.get("tools/calls_count"):
             failed = metrics["tools/failed_count"] + metrics["tools/timeout_count"]
             named["tools/failure_frequency"] = failed / calls
         named |= {f"rewards/{name}/mean": metrics[f"reward/{name}/mean"] for name in run.rewards.names}
