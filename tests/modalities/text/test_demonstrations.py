@@ -12,7 +12,8 @@ from tests.fakes import HUGGING_FACE, ByteTokenizer, Says, bpe_tokenizer, llama,
 
 from gruppo.core.weights import loss_weights
 from gruppo.modalities.text import from_module
-from gruppo.modalities.text.chat import Chat, answer_ids, target_text
+from gruppo.modalities.text.chat import Chat
+from gruppo.modalities.text.demonstrations import answer_ids, target_text
 from gruppo.types import GruppoError, Prompt, Request, Sampling
 
 USER = {"role": "user", "content": "abc"}

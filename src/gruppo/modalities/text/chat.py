@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -168,16 +167,18 @@ class Chat:
         return ids
 
     @_one_at_a_time
-    def encode_answered(self, inputs: Any, text: str, tools: Tools = ()) -> list[int]:
-        """Ids of the prompt with an answer, encoded together; empty if that is impossible."""
+    def encode_answered(self, inputs: Any, answer: str | Mapping[str, Any], tools: Tools = ()) -> list[int]:
+        """Ids of the prompt with an answer, a text or a message, encoded together; empty if that is impossible."""
+        if isinstance(answer, str):
+            answer = {"role": "assistant", "content": answer}
         if isinstance(inputs, str):
-            return list(self.tokenizer.encode(inputs + text, **self._split(inputs)))
+            return list(self.tokenizer.encode(inputs + answer["content"], **self._split(inputs)))
         if self.is_plain:
             return []
         begun = inputs[-1]["content"] if inputs[-1]["role"] == "assistant" else ""
         before = inputs[:-1] if inputs[-1]["role"] == "assistant" else inputs
         try:
-            messages = [*before, {"role": "assistant", "content": begun + text}]
+            messages = [*before, {**answer, "content": begun + answer["content"]}]
             return self._encode_messages(messages, tools, is_whole=True)
         except DataError:
             return []
@@ -447,38 +448,3 @@ def special_token_error(prompt_id: str, token: str) -> str:
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-
-
-def target_text(target: Any) -> str:
-    """Text of a target: a text, a number, an assistant's message or a list of one; "" if it is missing."""
-    messages = [target] if isinstance(target, Mapping) else target
-    if isinstance(messages, list | tuple):
-        contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-        is_answer = len(contents) == len(messages) == 1 and messages[0].get("role", "assistant") == "assistant"
-        if not is_answer or not isinstance(contents[0], str):
-            raise GruppoError(
-                f"the target {target!r:.80} is no answer; it needs a text, or one message of the assistant with a text."
-            )
-        return contents[0]
-    is_missing = target is None or (isinstance(target, float) and math.isnan(target))
-    return "" if is_missing else str(target)
-
-
-def answer_ids(chat: Chat, inputs: Any, text: str, tools: Tools = ()) -> list[int]:
-    """Tokens of ``text`` behind the prompt's own, with the end token that the policy would close them with.
-
-    They are those of prompt and answer encoded together, if these begin with the prompt's tokens and the rest decodes
-    to the text: a chat template may trim it or leave out reasoning. Otherwise the text is encoded by itself.
-    """
-    prompt, whole = chat.encode(inputs, tools), chat.encode_answered(inputs, text, tools)
-    if whole[: len(prompt)] == prompt:
-        ids = whole[len(prompt) :]
-        ids = next((ids[: n + 1] for n, token in enumerate(ids) if token in chat.eos_ids), ids)
-        is_closed = bool(ids) and ids[-1] in chat.eos_ids
-        content = ids[:-1] if is_closed else ids
-        if content and chat.text_with_specials(content).strip() == text.strip():
-            return ids if is_closed else [*ids, *chat.closing]
-    ids = chat.encode_text(text)
-    if set(ids) & set(chat.eos_ids):
-        raise GruppoError(f"the target {text!r:.80} holds an end token, at which the answer would end. Remove it.")
-    return [*ids, *chat.closing]

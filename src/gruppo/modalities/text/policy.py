@@ -20,7 +20,8 @@ from gruppo.core.layers import recompute_layers
 from gruppo.loading import counted
 from gruppo.modalities.common.lora import AdaptablePolicy
 from gruppo.modalities.text.backbones import Backbone
-from gruppo.modalities.text.chat import Chat, answer_ids, special_token_error, target_text
+from gruppo.modalities.text.chat import Chat, special_token_error
+from gruppo.modalities.text.demonstrations import demonstrate
 from gruppo.modalities.text.generation import append_turns, cut_at_stop, generate_locally, next_turns
 from gruppo.modalities.text.layouts import split_rows
 from gruppo.modalities.text.memory import TOKENS, TOKENS_ON_CPU, activations, working_memory
@@ -210,9 +211,6 @@ class TextPolicy(AdaptablePolicy):
 
     def encode(self, prompt: Prompt) -> list[int]:
         return self.chat.encode(prompt.inputs, self.tools_of(prompt))
-
-    def _answer_ids(self, prompt: Prompt, text: str) -> list[int]:
-        return answer_ids(self.chat, prompt.inputs, text, self.tools_of(prompt))
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         if isinstance(prompt.inputs, str) and self.tools_of(prompt):
@@ -407,10 +405,10 @@ class TextPolicy(AdaptablePolicy):
 
     def check_demonstration(self, prompt: Prompt) -> str | None:
         try:
-            text = target_text(prompt.target)
-            if not text.strip():
+            ids, _, _ = demonstrate(self.chat, prompt.inputs, prompt.target, self.tools_of(prompt))
+            if not ids:
                 return f"prompt {prompt.id!r} has no target to learn from: it is {prompt.target!r}. Give it one."
-            tokens = len(self.encode(prompt)) + len(self._answer_ids(prompt, text))
+            tokens = len(self.encode(prompt)) + len(ids)
         except GruppoError as error:
             return f"prompt {prompt.id!r}: {error}"
         if self.context is None or tokens <= self.context:
@@ -423,19 +421,23 @@ class TextPolicy(AdaptablePolicy):
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
         """Each prompt with its target as completion, as the policy would write and end it.
 
-        There was no sampler: ``sampler_logprobs`` are 0.
+        A target may be a conversation: what the policy only reads there is not in ``mask``. There was no sampler:
+        ``sampler_logprobs`` are 0.
         """
         for prompt in prompts:
             if why := self.check_demonstration(prompt):
                 raise GruppoError(why)
-        texts = [target_text(prompt.target) for prompt in prompts]
-        answers = [torch.tensor(self._answer_ids(p, text)) for p, text in zip(prompts, texts, strict=True)]
-        actions = nn.utils.rnn.pad_sequence(answers, batch_first=True)  # [B, T]
-        lengths = torch.tensor([len(ids) for ids in answers])
+        shown = [demonstrate(self.chat, p.inputs, p.target, self.tools_of(p)) for p in prompts]
+        ids, masks = ([torch.tensor(row[part]) for row in shown] for part in (0, 1))
+        actions = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # [B, T]
+        lengths = torch.tensor([len(row) for row in ids])
         stops: list[Finish] = ["stop"] * len(prompts)
         rows = Generated(actions, torch.zeros(actions.shape), lengths, tuple(stops))
         prompt_ids = [torch.tensor(self.encode(prompt)) for prompt in prompts]
-        return _rollouts(prompts, torch.arange(len(prompts)), prompt_ids, rows, texts, Sampling())
+        texts = [""] * len(prompts)
+        rollouts = _rollouts(prompts, torch.arange(len(prompts)), prompt_ids, rows, texts, Sampling())
+        mask = nn.utils.rnn.pad_sequence(masks, batch_first=True)
+        return replace(rollouts, mask=mask, completions=tuple(completion for _, _, completion in shown))
 
 
 def _rollouts(
