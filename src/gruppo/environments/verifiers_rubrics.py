@@ -19,7 +19,7 @@ from gruppo.types import GruppoError
 _failures: ContextVar[list[Exception]] = ContextVar("failures")
 
 
-class PolicyClient(Client):
+class RubricClient(Client):
     """Asks the policy; nothing is sent."""
 
     setup_client = to_native_tool = to_native_prompt = None
@@ -77,7 +77,7 @@ async def play(env: Any, index: int, ask: Callable[..., Awaitable[str]]) -> tupl
     """One rollout: its reward, and the scores that it is made of. Raises what went wrong."""
     failures: list[Exception] = []
     _failures.set(failures)
-    state = await env.rollout(env.get_dataset()[index], PolicyClient(ask), "policy", {})
+    state = await env.rollout(env.get_dataset()[index], RubricClient(ask), "policy", {})
     if state["error"] is None:
         await env.rubric.score_rollout(state)
     for error in filter(None, [state["error"], *failures]):
