@@ -24,12 +24,19 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 def tool_calculator() -> Config:
-    """SmolLM2-135M-Instruct learns to call a calculator on products such as 473 * 86."""
+    """SmolLM2-135M-Instruct learns to call a calculator on products such as 473 * 86, which it cannot do itself.
+
+    Its own chat template ignores tools, and it never calls one: three steps of 8 demonstrations show calls, GRPO does
+    the rest, with reward 1 if the last message is the product and nothing else. One of 2 CPU cores, beside other jobs:
+    5 minutes of processor time. Sampled reward 0.22 at step 4, 0.47 at step 5, 0.88 at step 10; held out, played
+    greedily, from 0 to 48 of 48 (seed 0 alone). After six steps of demonstrations 32 of 32 samples are right at once.
+    Without the tool (--environment.tools --supervised.column answer) none of 384 samples is, in 12 steps of GRPO.
+    """
     return Config(
         model="smollm2-135m",
         data=f"{__file__}:products",
         reward=("gruppo.recipes.calculator:right",),
-        steps=20,
+        steps=10,
         rollout=schema.RolloutConfig(prompts=4, group_size=8, max_new_tokens=64),
         optim=schema.OptimConfig(lr=1.2e-5),
         stages=(
@@ -40,7 +47,7 @@ def tool_calculator() -> Config:
         environment=schema.EnvironmentConfig(tools=("gruppo.recipes.calculator:calculator",)),
         prompts=schema.PromptsConfig(chat_template="chatml-tools", held_out_fraction=0.2),
         evaluation=schema.EvaluationConfig(prompts=48, every=10),
-        saving=schema.SavingConfig(every=20, keep=1),
+        saving=schema.SavingConfig(every=10, keep=1),
     )
 
 
