@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -102,8 +103,11 @@ def measure(setting: Setting, folder: Path) -> dict[str, float]:
     """Seconds of the fastest of a run's steps but the first, from its metrics; other work on a machine only adds."""
     name = f"{setting.name.replace(' ', '-').replace('.', '-')}-{time.time_ns()}"
     words = ["train", RECIPE, *setting.words(folder), "--runs-dir", str(folder / "runs"), "--name", name]
-    subprocess.run([sys.executable, "-m", "gruppo", *words], check=True, stdout=subprocess.DEVNULL)
-    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    try:
+        subprocess.run([sys.executable, "-m", "gruppo", *words], check=True, stdout=subprocess.DEVNULL)
+        rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    finally:
+        shutil.rmtree(folder / "runs" / name, ignore_errors=True)  # 2 GB of weights
     row = min([row for row in rows if "time/step_s" in row][1:], key=lambda row: row["time/step_s"])
     generate, step = row["time/rollout_s"], row["time/step_s"]
     return {"generate": generate, "learn": step - generate, "step": step}
