@@ -49,7 +49,7 @@ async def request_json(
         raise ServerError(f"{route} had no answer within {timeout_s:g} s", is_timeout=True) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, reset, truncated
         raise ServerError(f"{route}: {str(error) or type(error).__name__}") from None
-    if answer.status_code >= 400:
+    if answer.status_code >= 300:  # redirects are not followed
         what = " ".join(_detail(answer.text).split())[:300]
         wait_s = _retry_after_s(answer.headers.get("retry-after", ""))
         raise ServerError(

@@ -171,9 +171,11 @@ def test_a_wait_of_an_hour_is_not_waited(server, tmp_path):
     assert used["failed_count"] == 1 and "answered 429" in scores.failures[0].message
 
 
-def test_what_no_retry_can_help_is_sent_once(server, tmp_path):
-    server.faults = [(400, {})]
-    _, used = judged(write_judge(tmp_path / "j.toml", server), ["x"])
+@pytest.mark.parametrize("status", [301, 400])
+def test_what_no_retry_can_help_is_sent_once(server, tmp_path, status):
+    server.faults = [(status, {"Location": server.url})]
+    scores, used = judged(write_judge(tmp_path / "j.toml", server), ["x"])
+    assert f"answered {status}: fault" in scores.failures[0].message
     assert used["calls_count"] == 1 and used["failed_count"] == 1
 
 

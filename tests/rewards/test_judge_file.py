@@ -68,6 +68,14 @@ def test_an_endpoint_whose_key_is_not_set_is_refused(tmp_path, monkeypatch):
         Judge(write(tmp_path, HEAD + 'key_env = "JUDGE_KEY"\n' + RUBRIC))
 
 
+@pytest.mark.parametrize("key", ["s3cret\nsecond", "s3cret\u201d", "s3 cret"])
+def test_a_key_that_no_header_takes_is_refused_and_not_repeated(tmp_path, monkeypatch, key):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(GruppoError, match="JUDGE_KEY holds a line break, a space or a character outside") as error:
+        Judge(write(tmp_path, HEAD + 'key_env = "JUDGE_KEY"\n' + RUBRIC))
+    assert "cret" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -75,6 +83,7 @@ def test_an_endpoint_whose_key_is_not_set_is_refused(tmp_path, monkeypatch):
         HEAD + 'key_env = "gsk_s3cret"\n' + RUBRIC,
         HEAD + 'api_key = "s3cret"\n' + RUBRIC,
         HEAD.replace("//", "//me:s3cret@") + RUBRIC,
+        HEAD.replace("/v1", "/v1?key=s3cret") + RUBRIC,
     ],
 )
 def test_a_key_in_the_file_is_refused_and_not_repeated(tmp_path, text):

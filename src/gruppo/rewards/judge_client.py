@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -52,6 +53,9 @@ class JudgeClient:
         if config.key_env and not self._key:
             raise GruppoError(f"""{file}: the endpoint {config.endpoint} needs the key in the environment variable
                 {config.key_env}, which is not set. Set it, or remove key_env for a server without a key.""")
+        if not re.fullmatch("[!-~]*", self._key):  # errors of the HTTP library quote such a header
+            raise GruppoError(f"""{file}: the environment variable {config.key_env} holds a line break, a space or a
+                character outside ASCII, which no key has. Set it to the key alone.""")
         self._httpx = import_extra("httpx2", "vllm", "a judge")
         self.counts = dict.fromkeys(COUNTS, 0)
         self._limits = {"calls": config.budget.calls, "tokens": config.budget.tokens}

@@ -114,12 +114,13 @@ def _checked(data: Mapping[str, Any]) -> JudgeConfig:
         if option.range and option.value is not None and not option.range.contains(option.value):
             raise EntryError(name, f"{name}={option.value} is out of range; it needs to be {option.range}.")
     names, url = [item.name for item in config.rubric], urlsplit(config.endpoint)
+    has_more = bool("@" in url.netloc or url.query or url.fragment)
     rules: list[tuple[Any, str, str]] = [
         (
-            url.scheme not in ("http", "https") or not url.hostname or url.username is not None,
+            url.scheme not in ("http", "https") or not url.hostname or has_more,
             "endpoint",
-            f"endpoint is {url.scheme + '://...' if url.username else config.endpoint!r}; it needs the address of an "
-            "OpenAI-compatible server without a key in it, such as http://127.0.0.1:8000/v1.",
+            f"endpoint is {url.scheme + '://...' if has_more else config.endpoint!r}; it needs the address of an "
+            "OpenAI-compatible server, without a user, a key or a query in it, such as http://127.0.0.1:8000/v1.",
         ),
         (not config.model, "model", "no model is named; it needs the name by which the endpoint serves it. Set model."),
         (
