@@ -57,6 +57,8 @@ def script(tmp_path: Path) -> str:
         ("--on slurm --template plain.sh", r"plain.sh names no partition. Add the line #SBATCH --partition=NAME"),
         ("--engine.lag -1", r"engine.lag=-1 is out of range"),
         ("--optim.lr -1", r"optim.lr=-1.0 is out of range"),
+        ("--on slurm --port 70000", r"port=70000 is out of range"),
+        ("--server-command 'a", r"--server-command cannot be split into words \(No closing quotation\)"),
         ("-- --max-model-len 9", r"--server-command is the whole command of a server"),
     ],
 )
@@ -68,7 +70,8 @@ def test_a_mistake_is_one_line_and_nothing_starts(tmp_path, monkeypatch, capsys,
     (tmp_path / "plain.sh").write_text("#SBATCH --time=1\n# partition: gpu\nsleep 1\n")
     file = recipe(tmp_path)
     own, mark, vllm = words.partition("-- --")
-    args = ["launch", file, "--server-command", FAKE, *own.split(), *(mark + vllm).split()]
+    fake = [] if "--server-command" in own else ["--server-command", FAKE]
+    args = ["launch", file, *fake, *own.split(), *(mark + vllm).split()]
     assert processes.exit_code(args) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
@@ -229,6 +232,8 @@ def test_the_script_has_the_lines_of_the_template_and_the_command_with_a_name(tm
     )
     assert lines[-1] == f"exec {sys.executable} -m gruppo launch r.toml --engine.lag 1 --name run -- --max-model-len 9"
     assert slurm.script(given, ["r.toml", "--name=run"]).endswith("launch r.toml --name=run")
+    Path(script).write_text("#SBATCH --nodes=1 -p debug\n")
+    assert "#SBATCH --nodes=1 -p debug" in slurm.script(given, ["r.toml"])
 
 
 @pytest.fixture
@@ -264,18 +269,20 @@ def test_a_job_is_submitted_and_steps_are_started_with_srun(tmp_path, monkeypatc
     steps = slurm.Steps(given)
     assert steps.url(1) == ""
     wait(steps.start_server(1))
-    assert given.log("server1").read_text() == "0.0.0.0 20042\n" and steps.url(1) == "http://n3:20042"
+    assert given.log("server1").read_text() == "0.0.0.0 21313\n" and steps.url(1) == "http://n3:21313"
     assert (
-        (tmp_path / "srun-args").read_text().startswith("--ntasks=1 --exact --cpus-per-task=8 --gpus=1 --gpu-bind=none")
+        (tmp_path / "srun-args")
+        .read_text()
+        .startswith("--ntasks=1 --exact --export=ALL --cpus-per-task=8 --gpus=1 --gpu-bind=none")
     )
     monkeypatch.setattr(Launch, "trainer_command", lambda self, urls: ["env"])
-    (trainers,) = steps.start_trainers(["http://n3:20042"])
+    (trainers,) = steps.start_trainers(["http://n3:21313"])
     wait(trainers)
     told = dict(line.split("=", 1) for line in given.log("srun").read_text().splitlines() if "=" in line)
     expected = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1"}
-    assert expected.items() <= told.items() and told["MASTER_PORT"] == "30042"
-    assert told["GRUPPO_ENGINE_URLS"] == "http://n3:20042"
-    assert f"--ntasks=4 --exact --output={given.log('trainer%t')}" in (tmp_path / "srun-args").read_text()
+    assert expected.items() <= told.items() and told["MASTER_PORT"] == "21315"
+    assert told["GRUPPO_ENGINE_URLS"] == "http://n3:21313"
+    assert f"--ntasks=4 --exact --export=ALL --output={given.log('trainer%t')}" in (tmp_path / "srun-args").read_text()
     steps.close()
     assert not (tmp_path / "requeued").exists()
     with pytest.raises(KeyboardInterrupt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,18 @@ def test_trainers_that_keep_dying_are_given_up(tmp_path, ends, expected, caplog)
     assert supervised(given, scripts).run() == expected
     assert scripts.lives("trainer0") == 3
     assert f"the run in {given.folder} can be continued" in caplog.text
+
+
+def test_a_terminal_that_is_gone_ends_neither_the_run_nor_the_clean_up(tmp_path, monkeypatch):
+    """As with gruppo launch ... | head, or where ssh has lost its connection."""
+    read, write = os.pipe()
+    os.close(read)
+    scripts = Scripts({"trainer0": ["echo step 1; sleep 0.1; echo step 2"]})
+    supervisor = supervised(launch(tmp_path, servers=1), scripts)
+    with pytest.raises(BrokenPipeError), open(write, "w") as closed:  # as it is closed: the text is still in it
+        monkeypatch.setattr(sys, "stdout", closed)
+        code = supervisor.run()
+    assert code == 0 and supervisor.servers[0].process.poll() is not None
 
 
 def test_failures_of_more_than_an_hour_ago_do_not_count(tmp_path, monkeypatch):

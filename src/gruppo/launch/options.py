@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from gruppo.config.options import Count, Positive
+from gruppo.config.options import Count, Positive, Range
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class LaunchConfig:
     """Where: processes of this machine, a Slurm job, or a placement group of Ray."""
     dry_run: bool = False
     """Print the commands, or the script of the Slurm job, and start nothing."""
-    port: Count = 0
+    port: Annotated[int, Range(ge=0, le=65000)] = 0
     """Port of the first server, which the others follow; 0 for free ones."""
     max_restarts: Count = 3
     """Restarts of the trainers, and of each server, within an hour."""

@@ -132,6 +132,10 @@ def check(launch: Launch) -> None:
     if chosen.trainers > prompts:
         raise GruppoError(f"""--trainers {chosen.trainers}: a step has {counted(prompts, "prompt")}, and each rank needs
             one. Set --trainers {prompts} or fewer, or raise --rollout.prompts.""")
+    try:
+        shlex.split(chosen.server_command)
+    except ValueError as error:
+        raise GruppoError(f"--server-command cannot be split into words ({error}). Close its quotes.") from None
     if chosen.server_command and (launch.vllm or chosen.server_python):
         raise GruppoError("""--server-command is the whole command of a server. Put the Python and the options of vLLM
             into it.""")

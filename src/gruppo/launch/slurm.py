@@ -36,7 +36,7 @@ def script(launch: Launch, args: Sequence[str]) -> str:
         lines = Path(template).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise GruppoError(f"--template {template} cannot be read ({error}). Give a shell script.") from None
-    if not any(re.match(r"#SBATCH\s+(--partition[=\s]\s*|-p\s*)\w", line) for line in lines):
+    if not any(re.match(r"#SBATCH\s+([^#]*\s)?(--partition[=\s]\s*|-p\s*)\w", line) for line in lines):
         raise GruppoError(f"""{template} names no partition. Add the line #SBATCH --partition=NAME; sinfo lists their
             names.""")
     chosen, python = launch.chosen, shlex.quote(sys.executable)
@@ -70,7 +70,8 @@ class Steps:
 
     def __init__(self, launch: Launch, start: Callable[..., Process] = ChildProcess) -> None:
         self.launch, self._start, self.starts = launch, start, 0
-        self.first = launch.chosen.port or 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
+        # jobs that follow each other may share a machine
+        self.first = launch.chosen.port or 20000 + 32 * int(os.environ["SLURM_JOB_ID"]) % 10000
         self.is_out_of_time = False
         signal.signal(signal.SIGUSR1, self._stop)
 
@@ -83,7 +84,8 @@ class Steps:
         options += (f"--cpus-per-task={cpus}",) if cpus else ()
         # all GPUs of a machine are visible to its ranks, which NCCL needs to connect them directly
         options += (f"--gpus={gpus}", "--gpu-bind=none") if "SLURM_GPUS_ON_NODE" in os.environ else ()
-        return ["srun", f"--ntasks={tasks}", "--exact", *options, "bash", "-c"]
+        # where the template has --export=NONE, a step would have neither the key nor the addresses of the servers
+        return ["srun", f"--ntasks={tasks}", "--exact", "--export=ALL", *options, "bash", "-c"]
 
     def _host(self, number: int) -> Path:
         return self.launch.folder / "logs" / f"server{number}.host"
@@ -103,7 +105,7 @@ class Steps:
         count, self.starts = self.launch.chosen.trainers, self.starts + 1
         output = f"--output={self.launch.log('trainer%t').absolute()}"
         srun = self._srun(count, count, output, "--open-mode=append")
-        env = {"MASTER_PORT": str(self.first + 10000 + self.starts)}
+        env = {"MASTER_PORT": str(self.first + self.launch.chosen.servers + self.starts)}
         command = [*srun, RANK, "bash", *self.launch.trainer_command(urls)]
         return [self._start(command, self.launch.environment(urls) | env, self.launch.log("srun"))]
 

@@ -191,7 +191,8 @@ class Supervisor:
 
     def _echo(self) -> None:
         """Show what the first rank has printed since."""
-        with suppress(FileNotFoundError), self.launch.log("trainer0").open("rb") as file:
+        # no file yet, or nobody reads: a closed pipe, a terminal that is gone
+        with suppress(OSError), self.launch.log("trainer0").open("rb") as file:
             file.seek(self._echoed)
             lines, end, _ = file.read().rpartition(b"\n")
             self._echoed += len(lines) + len(end)
