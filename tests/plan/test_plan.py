@@ -218,6 +218,16 @@ def test_the_best_split_is_the_fastest_of_all_splits():
     assert best.trainers + best.servers * best.tensor_parallel <= 16 and best.lag_max <= 1
 
 
+def test_an_adapter_alone_is_updated_and_published():
+    full = work()
+    lora = replace(full, config=replace(full.config, lora=schema.LoraConfig(rank=16)))
+    saved = full.shape.counts.trained - 16 * full.shape.adaptable
+    rates, width = full.machine.rates, full.machine.width
+    seconds = [capacity.simulated(one, 2, 1, 1, is_shared=False).step_s for one in (full, lora)]
+    expected = saved * (formulas.ADAM_BYTES / rates.update_bytes + width / rates.publish_bytes)
+    assert seconds[0] - seconds[1] == pytest.approx(expected)
+
+
 def test_without_lag_trainers_and_servers_may_share_their_gpus():
     lag_0 = capacity.splits(work(engine=schema.EngineConfig(kind="vllm")), 16)
     assert any(split.is_shared for split in lag_0) and all(split.lag_max == 0 for split in lag_0)
@@ -280,6 +290,8 @@ def test_json_has_all_figures(tmp_path, capsys):
         (("--gpus", "-4"), "--gpus is -4; it needs at least 1"),
         (("--gpu", "h20O"), "--gpu h20O: unknown; .* Did you mean h200?"),
         (("--price", "-1"), "--price is -1; it needs at least 0 dollars"),
+        (("--price", "nan"), "--price is nan; it needs at least 0 dollars"),
+        (("--prompt-tokens", "inf"), "--prompt-tokens is inf; it needs at least 1"),
         (("--prompt-tokens", "0"), "--prompt-tokens is 0; it needs at least 1"),
         (("--model-config", "nowhere"), "the sizes of the model 'nowhere' are unknown"),
         (("--", "--engine.lag", "2"), "--gpus 1 leaves no server beside the trainer"),
@@ -329,6 +341,14 @@ def test_a_model_without_a_formula_is_refused():
     assert find_gpu("RTX 4090") == GPUS["4090"]
 
 
+@pytest.mark.parametrize("name", ["nowhere/plan.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("gruppo.plan.report.fit", None)
+    words = ["--fit", "--constants", str(tmp_path / name)]
+    with pytest.raises(GruppoError, match="it needs a file in a folder that exists"):
+        commands.plan(**parse_command("plan", commands.plan, words))
+
+
 def test_fit_measures_a_recipe_and_the_plan_of_this_machine_follows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fit, "FITTED", ((2, 2, 4), (2, 4, 8)))
     monkeypatch.setattr(fit, "HELD_OUT", ((2, 3, 6),))
@@ -362,3 +382,18 @@ def test_the_benchmark_tells_the_error_of_each_setting_that_was_measured(tmp_pat
         (tmp_path / f"{setting.name}.json").write_text(json.dumps({part: 1.25 * s for part, s in one.items()}))
     text, errors = benchmark.table(tmp_path, constants())
     assert errors == pytest.approx({"generate": 0.2, "learn": 0.2, "step": 0.2}) and text.count("-20%") == 6
+
+
+def test_a_measurement_of_the_benchmark_leaves_no_weights(tmp_path, monkeypatch):
+    """2 GB each, 27 GB for all settings."""
+
+    def train(words: list[str], **_: Any) -> None:
+        run = tmp_path / "runs" / words[-1]
+        (run / "final").mkdir(parents=True)
+        rows = [{"time/rollout_s": 1.0, "time/step_s": step_s} for step_s in (9.0, 4.0, 3.0)]
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    monkeypatch.setattr(benchmark.random_model, "write", lambda folder, shape: tiny.model())
+    monkeypatch.setattr(benchmark.subprocess, "run", train)
+    found = benchmark.measure(benchmark.SETTINGS[0], tmp_path)
+    assert found == {"generate": 1.0, "learn": 2.0, "step": 3.0} and not list((tmp_path / "runs").iterdir())

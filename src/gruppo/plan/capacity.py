@@ -194,7 +194,8 @@ def kept_bytes(parts: dict[str, float]) -> float:
 
 def simulated(work: Work, gpus: int, trainers: int, parallel: int, *, is_shared: bool) -> Split:
     """What a split does, after the steps in which its loop fills."""
-    config, shape, machine, prompt = work.config, work.shape, work.machine, work.prompt
+    config, machine, prompt = work.config, work.machine, work.prompt
+    shape = work.shape.adapted(config.lora.rank)
     rollout, lag, rates = config.rollout, config.engine.lag, machine.rates
     of_adam = {"updates": config.updates_per_batch, "minibatches": config.optim.minibatches}
     is_local = is_shared and not config.engine.kind

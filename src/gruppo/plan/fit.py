@@ -237,7 +237,7 @@ def fit(config: Config, show: Callable[[str], None]) -> Constants:
     if settings is None or not hasattr(settings, "get_text_config"):
         raise GruppoError(f"""gruppo plan has formulas for language models of transformers, and {config.model!r} is
             none. Give a recipe whose --model is one.""")
-    shape, width = ModelShape.of(settings), run.policy.compute_dtype.itemsize
+    shape, width = ModelShape.of(settings).adapted(config.lora.rank), run.policy.compute_dtype.itemsize
     sizes, rows, asked = (*FITTED, *HELD_OUT), list[tuple[int, bool]](), list[int]()
     fastest: dict[tuple[int, int, int], Measured] = {}
     for turn in range(STEPS + 1):  # turn by turn, so that a slow minute of the machine is not all of one size

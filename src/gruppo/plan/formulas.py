@@ -80,6 +80,10 @@ class ModelShape:
             ),
         )
 
+    def adapted(self, rank: int) -> ModelShape:
+        """With a LoRA adapter of this rank, which alone is trained and published; the model itself for 0."""
+        return replace(self, counts=replace(self.counts, trained=rank * self.adaptable)) if rank else self
+
     def forward_flops(self, prompt: float, rows: Sequence[float]) -> float:
         """Operations of a group's forward, its prompt read once; the last token of a row predicts nothing.
 
@@ -167,10 +171,9 @@ def trainer_bytes(shape: ModelShape, config: Any, longest: float, *, gpus: int) 
 
     The micro-batch is one row of the longest kind: what a trainer needs at least.
     """
-    counts, lora, base = shape.counts, config.lora, 0.0
-    if lora.rank:
-        base = counts.total * (NF4_BITS / 8 if lora.load_in_4bit else 2)
-        counts = replace(counts, trained=lora.rank * shape.adaptable)
+    lora = config.lora
+    counts = shape.adapted(lora.rank).counts
+    base = counts.total * (NF4_BITS / 8 if lora.load_in_4bit else 2) if lora.rank else 0.0
     is_separate = config.objective.has_critic and config.critic.kind == "separate"
     parts = state_bytes(counts, shards=gpus, base_bytes=base)
     parts |= {f"critic, {name}": size for name, size in parts.items()} if is_separate else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,8 @@ WIDTH, SHOWN = 100, 6
 
 
 def run_fit(config: Config, path: Path, *, is_json: bool) -> None:
+    if path.is_dir() or not path.absolute().parent.is_dir():  # said before minutes of measuring
+        raise GruppoError(f"--constants {path}: it needs a file in a folder that exists. Make the folder, or name one.")
     console = Console(stderr=True)
     constants = fit(config, lambda line: console.print(line, highlight=False, style="dim"))
     constants.save(path)
@@ -64,7 +67,7 @@ def run_plan(
         ("prompt-tokens", prompt_tokens, 1, ""),
     )
     for name, value, low, what in least:
-        if value is not None and value < low:
+        if value is not None and not low <= value < math.inf:
             raise GruppoError(f"--{name} is {value:g}; it needs at least {low}{what}.")
     shape, longest = open_shape(model or config.model), config.rollout.max_new_tokens
     survival = constants.survival if mean_tokens is None else geometric_survival(mean_tokens, longest)
