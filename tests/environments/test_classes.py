@@ -366,6 +366,45 @@ def test_an_environment_can_end_the_conversation_after_a_call():
     assert rollouts.per_row["state"][0]["is_done"]
 
 
+class Over(Counter):
+    def is_done(self):
+        if self.count > 6:
+            raise KeyError("lost")
+        return self.count > 5
+
+
+def test_a_method_is_done_is_called_and_its_error_costs_its_row_alone():
+    environment = Environment(Over)
+    assert [schema["function"]["name"] for schema in environment.tools] == ["increment"]
+    script = Script(lambda prompt, sample: says("", call("increment", by=sample)))
+    rollouts = play(script, environment, [Request(Prompt("a", ASK, meta={"start": 5}), 3)])
+    assert rollouts.per_row["turns"].tolist() == [2, 1, 1] and rollouts.finish == ("stop", "stop", "error")
+    assert "KeyError: 'lost'" in rollouts.per_row["environment_failure"][2]
+
+
+class Static(Counter):
+    @staticmethod
+    def reset(start):
+        return None
+
+    @staticmethod
+    def increment(by: int) -> str:
+        """
+        Adds one.
+
+        Args:
+            by: A number.
+        """
+        return str(by + 1)
+
+
+def test_static_methods_have_their_first_argument():
+    environment = Environment(Static)
+    assert [*environment.tools[0]["function"]["parameters"]["properties"]] == ["by"]
+    with pytest.raises(DataError, match="asks for 'start'"):
+        environment.check(["level"])
+
+
 class Served:
     """Its tools are not methods, as of a server."""
 
@@ -413,6 +452,16 @@ def test_a_prompt_that_does_not_fit_fails_its_row_alone():
     assert rollouts.per_row["environment_failure"][2] == "too long"
 
 
+def test_a_prompt_that_the_template_refuses_fails_its_row_alone():
+    def check(prompt, sampling):
+        if "Start: 5" in prompt.inputs[0]["content"]:
+            raise DataError("roles must alternate")
+
+    rollouts = play(Script(), Environment(Counter), two(), check_prompt=check)
+    assert rollouts.finish == ("stop", "stop", "error", "error")
+    assert rollouts.per_row["environment_failure"][2] == "roles must alternate"
+
+
 class Loud(Counter):
     def reset(self, **kwargs):
         return "\x1b[2J" + "x" * 2_000_000
@@ -439,6 +488,20 @@ class Reader(Counter):
         pass
 
 
+class Unmade(Served):
+    def __init__(self):
+        raise OSError("no server at :8000")
+
+
+class Unserved(Served):
+    def __init__(self):
+        self.tools = None
+
+
+class Unnamed(Served):
+    tools = ({"type": "function"},)
+
+
 class NoReset:
     def look(self) -> str:
         """Looks."""
@@ -458,6 +521,9 @@ def makes_nothing():
         ),
         (lambda: Environment(Counter, tools=[Counter().increment]), "two tools have the name 'increment'"),
         (lambda: EnvironmentClass(makes_nothing), "'makes_nothing' cannot be made: OSError: no server at :8000"),
+        (lambda: EnvironmentClass(Unmade), "'Unmade' cannot be made: OSError: no server at :8000"),
+        (lambda: EnvironmentClass(Unserved), "'Unserved' has call_tool, and its attribute tools is None; it needs to"),
+        (lambda: EnvironmentClass(Unnamed), "its attribute tools is .*'function'.*; it needs to be a list of schemas"),
         (lambda: EnvironmentClass(Counter()), "is <.*Counter.*; it needs to be a class.* Pass the class itself"),
         (
             lambda: Environment(Reader).check(["level"]),

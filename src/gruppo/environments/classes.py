@@ -20,17 +20,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.environments.tools import Worker, awaited, tool_schema
+from gruppo.environments.tools import Worker, awaited, check_names, tool_schema
 from gruppo.loading import counted
 from gruppo.reward_values import decode, encode
-from gruppo.timeouts import CallError, accepted_keywords, function_name
+from gruppo.timeouts import CallError, accepted_keywords, call_with_timeout, function_name
 from gruppo.types import GruppoError, Prompt, Rollouts
 
 log = logging.getLogger("gruppo")
 
 COLUMN = "environment"
 """Column of the data that names the environment of each prompt, where there are several."""
-OWN_METHODS = ("reset", "step", "close", "get_reward", "get_turn_rewards", "call_tool")
+OWN_METHODS = ("reset", "step", "close", "get_reward", "get_turn_rewards", "call_tool", "is_done")
 """Public methods that are not tools."""
 MAX_STATE = 100_000
 """Characters of an attribute, as JSON, beyond which rewards cannot read it: a corpus would be copied for each row."""
@@ -95,11 +95,7 @@ class EnvironmentClass:
         self.factory, self.probe = factory, None
         made = getattr(factory, "func", factory)
         if not isinstance(made, type):
-            try:
-                self.probe = factory()
-            except Exception as error:
-                raise GruppoError(f"""the environment {function_name(factory)!r} cannot be made: {type(error).__name__}:
-                    {error}. Make it callable without arguments, and start what it connects to.""") from None
+            self.probe = self._made()
             made = type(self.probe)
         self.type, self.name = made, made.__name__
         own = [name for name in OWN_METHODS if name != "step" or not step_is_tool]
@@ -108,22 +104,25 @@ class EnvironmentClass:
         if "reset" not in self.methods:
             raise GruppoError(f"""{what} has no method reset. Add def reset(self, **columns), which returns None, or a
                 text or messages that follow the prompt.""")
-        # bound, as in a call: a signature without self
         self.signatures = {
-            name: Signature.of(MethodType(getattr(made, name), self), f"{name} of {what}")
-            for name in self.methods & {"reset", "step"}
+            name: Signature.of(self._bound(name), f"{name} of {what}") for name in self.methods & {"reset", "step"}
         }
         source = made if self.probe is None else self.probe
         if "call_tool" in self.methods:
-            tools = getattr(source, "tools", None)
+            tools: Any = getattr(source, "tools", None)
             if not isinstance(tools, list | tuple):  # of an object, which may have to ask a server for them
-                self.probe = factory() if self.probe is None else self.probe
-                tools = self.probe.tools
-            self.tools = [dict(schema) for schema in tools]
+                self.probe = self._made() if self.probe is None else self.probe
+                tools = getattr(self.probe, "tools", None)
+            try:
+                self.tools = [dict(schema) for schema in tools]
+                check_names(self.tools)
+            except (TypeError, ValueError, KeyError):
+                raise GruppoError(f"""{what} has call_tool, and its attribute tools is {tools!r:.80}; it needs to be a
+                    list of schemas, {{"type": "function", "function": {{"name": ...}}}}.""") from None
         else:
             functions = inspect.getmembers(made, predicate=inspect.isfunction)  # of the class: an object has properties
             names = [name for name, _ in functions if name not in own and not name.startswith("_")]
-            self.tools = [tool_schema(MethodType(getattr(made, name), self), f"tool of {what},") for name in names]
+            self.tools = [tool_schema(self._bound(name), f"tool of {what},") for name in names]
         name, both = self.name, "get_reward" in self.methods
         of_turns = {f"{name}_turns" if both else name: "get_turn_rewards"} if "get_turn_rewards" in self.methods else {}
         self.rewards = ({name: "get_reward"} if both else {}) | of_turns
@@ -134,9 +133,25 @@ class EnvironmentClass:
         if self.probe is not None:
             self._keep(self.probe, Worker())
 
+    def _made(self) -> Any:
+        try:
+            return self.factory()
+        except Exception as error:
+            raise GruppoError(f"""the environment {function_name(self.factory)!r} cannot be made:
+                {type(error).__name__}: {error}. Make it callable without arguments, and start what it connects
+                to.""") from None
+
+    def _bound(self, name: str) -> Callable[..., Any]:
+        """A method with the signature of its calls, without self."""
+        has_self = not isinstance(inspect.getattr_static(self.type, name), staticmethod | classmethod)
+        return MethodType(getattr(self.type, name), self) if has_self else getattr(self.type, name)
+
     def _keep(self, instance: Any, worker: Worker) -> None:
         if "close" in self.methods:
-            instance.close()
+            try:
+                call_with_timeout(lambda: awaited(instance.close()), None)
+            except (CallError, GruppoError) as error:
+                log.warning("environment %s: close failed: %s", self.name, error)
         else:
             self.idle.append((instance, worker))
 

@@ -15,8 +15,8 @@ from gruppo.environments.classes import Episode
 from gruppo.environments.environment import Environment
 from gruppo.environments.tools import COUNTS
 from gruppo.seeds import seed_at
-from gruppo.timeouts import CallError
-from gruppo.types import DataError, Finish, Prompt, Request, Rollouts
+from gruppo.timeouts import CallError, describe_error
+from gruppo.types import DataError, Finish, GruppoError, Prompt, Request, Rollouts
 
 
 def converse(
@@ -57,7 +57,10 @@ def converse(
         environment.open(episodes)
         for episode in episodes if environment.classes else ():
             if episode.failure is None:
-                episode.failure = check_prompt(replace(episode.prompt, inputs=episode.inputs), sampling)
+                try:
+                    episode.failure = check_prompt(replace(episode.prompt, inputs=episode.inputs), sampling)
+                except Exception as problem:  # messages of reset that the chat template does not take
+                    episode.failure = str(problem) if isinstance(problem, GruppoError) else describe_error(problem)
             if episode.failure is not None:  # the row is sampled as any other, and left out
                 episode.inputs = episode.prompt.inputs
         has_more_turns = environment.turns > 1

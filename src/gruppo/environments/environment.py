@@ -253,7 +253,8 @@ class Environment:
             if key in calling and episode.is_last and made is None:
                 answers[key] = []  # nothing reads the results, and functions keep no state
             elif key in calling:
-                jobs[key] = Calls([partial(self._call_tool, episode, call) for call in episode.tool_calls[0]])
+                calls = [partial(self._call_tool, episode, call) for call in episode.tool_calls[0]]
+                jobs[key] = Calls(calls if made is None else [*calls, partial(_is_done, episode.instance)])
             elif made is not None and "step" in made.signatures:
                 jobs[key] = Calls([partial(self._step, episode, made)])
             elif self.fn is None:
@@ -264,15 +265,20 @@ class Environment:
                 jobs[key].worker = episode.worker
         self._run(jobs)
         for key, job in jobs.items():
-            answers[key] = self._results(episodes[key], job.results) if key in calling else job.results[0]
+            if key not in calling:
+                answers[key] = job.results[0]
+                continue
+            is_done = False if episodes[key].made_by is None else job.results.pop()
+            results = self._results(episodes[key], job.results)
+            answers[key] = is_done if isinstance(is_done, CallError) else None if is_done else results
         if functions:
             # an engine with lag converses in several threads; the wait for another one is not counted
             with nullcontext() if self.is_async else self._one_at_a_time, self._timed():
                 answers |= self._concurrent(functions) if self.is_async else self._sequential(functions)
         return answers
 
-    def _results(self, episode: Episode, results: Sequence[Any]) -> Reply | None:
-        """A message for each call of a tool; None where the environment has ended the conversation."""
+    def _results(self, episode: Episode, results: Sequence[Any]) -> Reply:
+        """A message for each call of a tool."""
         messages, (calls, problem) = list[dict[str, Any]](), episode.tool_calls
         for call, result in zip(calls, results, strict=True):
             is_failed = isinstance(result, CallError)
@@ -287,7 +293,7 @@ class Environment:
             episode.count("unparsed")
             name, (text, _) = self.tools[0]["function"]["name"], safe_text(problem, MAX_ERROR)
             messages.append({"role": "tool", "name": name, "content": f"error: {text}"})
-        return None if getattr(episode.instance, "is_done", False) else messages
+        return messages
 
     def _call_tool(self, episode: Episode, call: Mapping[str, Any]) -> tuple[str, bool]:
         """What the policy reads of a call, and whether it was cut."""
@@ -426,6 +432,11 @@ def environment_classes(fn: Any) -> dict[str | None, EnvironmentClass]:
         return {}
     several = fn if isinstance(fn, Mapping) else {None: fn}
     return {name: one if isinstance(one, EnvironmentClass) else EnvironmentClass(one) for name, one in several.items()}
+
+
+def _is_done(instance: Any) -> bool:
+    value = getattr(instance, "is_done", False)
+    return bool(awaited(value()) if callable(value) else value)
 
 
 def _close(instance: Any) -> None:

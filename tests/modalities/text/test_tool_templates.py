@@ -160,8 +160,9 @@ def test_calls_in_an_unknown_form_are_refused_and_read_where_the_tokenizer_says_
     ids = tokenizer.encode('Hm.@multiply {"a": 1, "b": 2}@<|end|>', add_special_tokens=False)
     answer = chat.answer(ids, "", [USER], TOOLS)
     assert answer["tool_calls"] == [call("multiply", a=1, b=2)] and answer["content"] == "Hm."
-    ids = tokenizer.encode("@multiply {1}@<|end|>", add_special_tokens=False)
-    assert "cannot be read" in chat.answer(ids, "", [USER], TOOLS)["parse_error"]
+    for arguments in ("{1}", "[" * 5000):  # the second is a RecursionError in transformers
+        ids = tokenizer.encode(f"@multiply {arguments}@<|end|>", add_special_tokens=False)
+        assert "cannot be read" in chat.answer(ids, "", [USER], TOOLS)["parse_error"]
 
 
 SMOLLM = (

@@ -404,7 +404,7 @@ class Chat:
                 reasoning, rest = split_reasoning(text, begun)
                 message["content"] = rest
                 content, calls = read_calls(rest, self._tool_format, tools)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:  # of transformers, for text it cannot parse
+        except Exception as error:  # transformers fails in any way: RecursionError for a thousand brackets
             return message | {"parse_error": f"the tool call cannot be read: {error}"}
         parts = {"reasoning_content": reasoning, "tool_calls": calls}
         message |= {name: part for name, part in parts.items() if part}
