@@ -538,6 +538,18 @@ def test_an_environment_that_could_not_play_is_refused(make, why):
         make()
 
 
+def test_rows_of_a_group_without_a_common_token_are_refused():
+    class Different(Counter):
+        starts = iter("ab")
+
+        def reset(self):
+            return next(self.starts)
+
+    request = Request(Prompt("a", [{"role": "user", "content": ""}]), 2)
+    with pytest.raises(DataError, match="of a group with different tokens"):
+        play(Script(), Environment(Different), [request])
+
+
 def test_a_growing_group_with_two_prompts_is_refused():
     part = play(Script(), Environment(Dealer), two())
     other = replace(part, shared={"prompt_ids": tuple(ids[:-1] for ids in part.shared["prompt_ids"])})

@@ -180,7 +180,10 @@ def regrouped(rollouts: Rollouts, requests: Sequence[Request]) -> Rollouts:
     for place in places.values():
         own = [ids for ids, group in zip(whole, groups, strict=True) if group == place]
         same = next((n for n, column in enumerate(zip(*own, strict=False)) if len({*column}) > 1), min(map(len, own)))
-        common.append(torch.tensor(own[0][: max(same, 1)]))
+        if same == 0:  # a group needs a prompt, from which its first actions are predicted
+            raise DataError("""the environment begins the conversations of a group with different tokens. Give the
+                prompt a text, or let reset(seed) return the same for the same seed and columns.""")
+        common.append(torch.tensor(own[0][:same]))
     heads = [torch.tensor(ids[len(common[group]) :]).long() for ids, group in zip(whole, groups, strict=True)]
     added = torch.tensor([len(head) for head in heads])
     lengths = rollouts.lengths + added
