@@ -61,7 +61,7 @@ def test_a_terminal_that_is_gone_ends_neither_the_run_nor_the_clean_up(tmp_path,
     read, write = os.pipe()
     os.close(read)
     scripts = Scripts({"trainer0": ["echo step 1; sleep 0.1; echo step 2"]})
-    supervisor = supervised(launch(tmp_path, servers=1), scripts)
+    supervisor, code = supervised(launch(tmp_path, servers=1), scripts), None
     with pytest.raises(BrokenPipeError), open(write, "w") as closed:  # as it is closed: the text is still in it
         monkeypatch.setattr(sys, "stdout", closed)
         code = supervisor.run()
