@@ -157,7 +157,7 @@ def test_conversations_go_on_where_they_were(engine, policy, servers):
     require_logprobs(policy, rollouts)
 
 
-def test_a_conversation_ends_where_the_context_of_a_server_does(engine):
+def test_a_conversation_ends_where_the_context_of_a_server_does(engine, policy):
     engine.context = 24
     environment = Environment(lambda **_: "go on.", turns=8)
     rollouts = ConversationEngine(engine, environment, policy.check_prompt).generate(

@@ -265,7 +265,7 @@ def test_rows_that_begin_differently_stay_one_group():
         deals = iter(["king", "kings and queens", "ace", "ace"])
 
     script = Script(says("hit me"), says("no"), says("stop"))
-    rollouts = play(script, Environment(Differs), two())
+    rollouts = play(script, Environment(Differs, timeout_s=None), two())  # row by row, in one thread
     assert [prompt.id for prompt in rollouts.prompts] == ["a", "b"] and rollouts.group_ids.tolist() == [0, 0, 1, 1]
     common = [len(ids) for ids in rollouts.shared["prompt_ids"]]
     assert common == [len("6 x 7?king"), len("6 x 7?ace")]

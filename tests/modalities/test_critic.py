@@ -157,7 +157,8 @@ def test_the_order_of_rows_permutes_the_values(critic, rollouts):
 
 @pytest.mark.silent_bug(4)
 def test_longer_neighbours_change_neither_value_nor_gradient(policy, critic, rollouts):
-    long = policy.sample([Request(prompts("the prompt of a long neighbour")[0], 2)], Sampling(max_actions=30), seed=5)
+    neighbour = replace(prompts("the prompt of a long neighbour")[0], id="long")
+    long = policy.sample([Request(neighbour, 2)], Sampling(max_actions=30), seed=5)
     both, columns = Rollouts.cat([rollouts, long]), rollouts.mask.shape[1]
     assert both.mask.shape[1] > columns
 

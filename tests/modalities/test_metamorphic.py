@@ -214,7 +214,8 @@ def test_a_row_alone_equals_the_row_among_others(policy, rollouts):
 
 @pytest.mark.silent_bug(4)
 def test_longer_neighbours_change_neither_value_nor_gradient(policy, rollouts):
-    long = policy.sample([Request(prompts("the prompt of a long neighbour")[0], 2)], Sampling(max_actions=30), seed=5)
+    neighbour = replace(prompts("the prompt of a long neighbour")[0], id="long")
+    long = policy.sample([Request(neighbour, 2)], Sampling(max_actions=30), seed=5)
     both = Rollouts.cat([rollouts, long])
     assert both.mask.shape[1] > rollouts.mask.shape[1]
     everything, mine = whole(both, *range(11)), whole(rollouts, *range(9))

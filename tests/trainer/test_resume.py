@@ -491,6 +491,7 @@ def stopped(tmp_path, monkeypatch) -> Path:
     sys.modules.pop("own_rules", None)
     tiny.write_model(tmp_path / "tiny")
     files = {"reward": [f"{tmp_path / 'mine.py'}:digits"], "environment__reply": f"{tmp_path / 'replies.py'}:reply"}
+    files["environment__max_reply_tokens"] = 8  # all turns fit the context
     files["evaluation__data"] = tiny.write_rows(tmp_path / "validation.jsonl", tiny.rows(2))
     config = config_in(tmp_path, files, model=str(tmp_path / "tiny"), steps=2, evaluation__prompts=0)
     with pytest.raises(Stopped):
