@@ -222,7 +222,9 @@ def test_equal_requests_are_sent_once_and_answers_are_kept_on_disk_by_content(se
 
 
 def test_a_damaged_cache_is_asked_again(server, tmp_path):
-    file = write_judge(tmp_path / "j.toml", server)
+    file = write_judge(
+        tmp_path / "j.toml", server, "concurrency = 1\n"
+    )  # so that the second line is of the second text
     judged(file, ["x", "yy"])
     (cache,) = (tmp_path / "cache").iterdir()
     text = cache.read_text()
