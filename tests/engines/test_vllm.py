@@ -342,6 +342,13 @@ def test_a_folder_that_cannot_be_written_is_refused(servers, tmp_path):
         api.start(tiny.config(tmp_path, engine__kind="vllm", **options))
 
 
+def test_a_key_that_is_no_header_is_refused_without_being_shown(servers, policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret\nsecond")
+    with pytest.raises(GruppoError, match="GRUPPO_ENGINE_KEY holds a line break") as caught:
+        VllmEngine(policy, [servers[0].url], tmp_path / "published")
+    assert "secret" not in str(caught.value)
+
+
 def test_what_a_server_needs_a_key_for_is_sent_with_it(servers, policy, tmp_path, monkeypatch):
     servers[0].key = "secret"
     monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret")

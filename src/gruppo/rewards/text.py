@@ -56,6 +56,9 @@ def numeric_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -
     return scores
 
 
+_TAG = re.compile(r"</?[A-Za-z][\w-]*>")
+
+
 def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """1 where math-verify finds the completion's answer equal to the row's, as formulas or sets; else 0.
 
@@ -76,7 +79,8 @@ def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
         if not expected:
             scores.append(None)
             continue
-        found = parse(text_of(completion), targets)
+        # a number that touches a tag is none to the library
+        found = parse(_TAG.sub(r" \g<0> ", text_of(completion)), targets)
         scores.append(float(library.verify(expected, found, timeout_seconds=None)))
     return scores
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from gruppo.http_json import ServerError, request_json
 from gruppo.loading import import_extra
-from gruppo.types import Finish
+from gruppo.types import Finish, GruppoError
 
 KEY = "GRUPPO_ENGINE_KEY"
 """Environment variable with the servers' key; never in a config, which is saved."""
@@ -85,7 +85,10 @@ class Replica:
     def open(self) -> None:
         """Open the pool of connections, in the event loop that uses it."""
         httpx = import_extra("httpx2", "vllm", "the vllm engine")
-        key = os.environ.get(KEY)
+        key = os.environ.get(KEY, "").strip()
+        if not re.fullmatch("[!-~]*", key):  # errors of the HTTP library quote such a header
+            raise GruppoError(f"""the environment variable {KEY} holds a line break, a space or a character outside
+                ASCII, which no key has. Set it to the key alone.""")
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
