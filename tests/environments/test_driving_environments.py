@@ -80,7 +80,13 @@ def test_messages_beyond_the_prompt_of_the_data_are_appended_to_it(conversation)
 def test_an_environment_that_rewrites_the_history_raises_or_writes_pictures_fails_its_conversation(conversation):
     async def rewrites(env, index, ask):
         await ask(PROMPT)
-        await ask([{"role": "user", "content": "Something else."}])
+        other = {"role": "user", "content": "Something else."}
+        await ask([other, *PROMPT[1:], {"role": "assistant", "content": "a"}, other])
+        return 1.0, {}
+
+    async def forgets(env, index, ask):
+        await ask(PROMPT)
+        await ask(PROMPT)
         return 1.0, {}
 
     async def raises(env, index, ask):
@@ -91,10 +97,11 @@ def test_an_environment_that_rewrites_the_history_raises_or_writes_pictures_fail
         await ask([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
         return 1.0, {}
 
-    game = conversation(rewrites)
-    game.reset("game", 0, PROMPT)
-    with pytest.raises(ValueError, match="rewrote the history"):
-        game.step("a")
+    for changes in (rewrites, forgets):
+        game = conversation(changes)
+        game.reset("game", 0, PROMPT)
+        with pytest.raises(ValueError, match="rewrote the history"):
+            game.step("a")
     game = conversation(raises)
     game.reset("game", 0, PROMPT)
     with pytest.raises(KeyError, match="no such door"):

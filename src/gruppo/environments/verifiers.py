@@ -113,7 +113,8 @@ class Verifiers:
             return None
         before, added = asked[: len(self._known)], asked[len(self._known) :]
         # what the policy wrote may come back without spaces around it
-        if any(a != b for a, b in zip(before, self._known, strict=True) if b["role"] != "assistant"):
+        is_kept = [a == b or b["role"] == "assistant" for a, b in zip(before, self._known, strict=False)]
+        if len(before) < len(self._known) or not all(is_kept):
             raise ValueError("the environment rewrote the history of the conversation, which a policy cannot follow")
         self._known = asked
         return added
