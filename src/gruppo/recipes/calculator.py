@@ -44,7 +44,7 @@ def tool_calculator() -> Config:
             schema.Stage(name="full", warmup_steps=3),
         ),
         supervised=schema.SupervisedConfig(column="demonstration", batch=8),
-        environment=schema.EnvironmentConfig(tools=("gruppo.recipes.calculator:calculator",), turns=6),
+        environment=schema.EnvironmentConfig(tools=("gruppo.recipes.calculator:calculator",)),
         prompts=schema.PromptsConfig(chat_template="chatml-tools", held_out_fraction=0.2),
         evaluation=schema.EvaluationConfig(prompts=48, every=10),
         saving=schema.SavingConfig(every=10, keep=1),
