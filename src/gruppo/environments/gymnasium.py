@@ -27,8 +27,8 @@ def gymnasium_factory(rest: str, config: Any) -> Callable[[], Any]:
     own = "wrap it, register what you get, and name it as gymnasium:MODULE:ID"
     try:
         with closing(package.make(rest)) as env:
-            is_drawn = "ansi" in env.metadata.get("render_modes", ())
-        make = partial(package.make, rest, **({"render_mode": "ansi"} if is_drawn else {}))
+            has_text = "ansi" in env.metadata.get("render_modes", ())
+        make = partial(package.make, rest, **({"render_mode": "ansi"} if has_text else {}))
         with closing(Gymnasium(make)) as episode:
             if (actions := episode._kind) not in ACTIONS:
                 raise GruppoError(f"the actions of {name} are {actions}, not one of {', '.join(ACTIONS)}; {own}.")
@@ -50,24 +50,24 @@ class Gymnasium(ScoredEpisode):
         self._env = make()
         self._space = self._env.action_space
         self._kind = type(self._space).__name__
-        self._wanted = f"a list of numbers, as JSON, of {self._space}"
+        self._need = f"a list of numbers, as JSON, of {self._space}"
         if self._kind == "Discrete":
             first = int(self._space.start)
-            self._wanted = f"a number from {first} to {first + int(self._space.n) - 1}"
+            self._need = f"a number from {first} to {first + int(self._space.n) - 1}"
         elif self._kind == "Text":
-            self._wanted = "a text"
+            self._need = "a text"
 
     def reset(self, seed: int) -> str:
         """Start the episode; every sample of a group starts alike."""
         observation, _ = self._env.reset(seed=seed % SEEDS)
-        return f"\n\n{self._text(observation)}\n\nAnswer with {self._wanted}."  # appended to the prompt
+        return f"\n\n{self._text(observation)}\n\nAnswer with {self._need}."  # appended to the prompt
 
     def step(self, text: str) -> str | None:
         try:
             action = self._action(text)
         except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
             self.rewards.append(0.0)
-            return f"That is no action. Answer with {self._wanted}."
+            return f"That is no action. Answer with {self._need}."
         observation, reward, terminated, truncated, _ = self._env.step(action)
         self.rewards.append(float(reward))
         return None if terminated or truncated else self._text(observation)

@@ -71,7 +71,7 @@ class Verifiers:
     def __init__(self, loops: Mapping[str, EnvironmentLoop]) -> None:
         self._loops = loops
         self._loop: EnvironmentLoop
-        self._asked: SimpleQueue[list[Message] | Future] = SimpleQueue()
+        self._calls: SimpleQueue[list[Message] | Future] = SimpleQueue()
         """The messages of each call of the model, and the finished coroutine at the end."""
         self._known: list[Message] = []
         self._run: Future | None = None
@@ -83,7 +83,7 @@ class Verifiers:
         self._loop = self._loops[taskset]
         self._known = messages_of(prompt)
         self._run = self._loop.start(self._loop.backend.play(self._loop.env, task_index, self._ask))
-        self._run.add_done_callback(self._asked.put)
+        self._run.add_done_callback(self._calls.put)
         return self._next() or None
 
     def step(self, text: str) -> list[Message] | None:
@@ -107,16 +107,16 @@ class Verifiers:
 
     def _next(self) -> list[Message] | None:
         """Wait for the environment: the messages with which it goes on, or None where it has ended."""
-        asked = self._asked.get()
-        if isinstance(asked, Future):
-            asked.result()  # raises what the environment raised
+        call = self._calls.get()
+        if isinstance(call, Future):
+            call.result()  # raises what the environment raised
             return None
-        before, added = asked[: len(self._known)], asked[len(self._known) :]
+        before, added = call[: len(self._known)], call[len(self._known) :]
         # what the policy wrote may come back without spaces around it
         is_kept = [a == b or b["role"] == "assistant" for a, b in zip(before, self._known, strict=False)]
         if len(before) < len(self._known) or not all(is_kept):
             raise ValueError("the environment rewrote the history of the conversation, which a policy cannot follow")
-        self._known = asked
+        self._known = call
         return added
 
     # --- in the thread of the loop ---
@@ -124,7 +124,7 @@ class Verifiers:
     async def _ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The policy's answer; raises ConversationOver where it gives none."""
         self._answer = self._loop.loop.create_future()
-        self._asked.put(messages_of(messages))
+        self._calls.put(messages_of(messages))
         return await self._answer
 
     def _resume(self, text: str | None) -> None:

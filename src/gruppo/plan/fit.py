@@ -238,7 +238,7 @@ def fit(config: Config, show: Callable[[str], None]) -> Constants:
         raise GruppoError(f"""gruppo plan has formulas for language models of transformers, and {config.model!r} is
             none. Give a recipe whose --model is one.""")
     shape, width = ModelShape.of(settings).adapted(config.lora.rank), run.policy.compute_dtype.itemsize
-    sizes, rows, asked = (*FITTED, *HELD_OUT), list[tuple[int, bool]](), list[int]()
+    sizes, rows, prompt_lengths = (*FITTED, *HELD_OUT), list[tuple[int, bool]](), list[int]()
     fastest: dict[tuple[int, int, int], Measured] = {}
     for turn in range(STEPS + 1):  # turn by turn, so that a slow minute of the machine is not all of one size
         show(f"measuring {len(sizes)} sizes of a step, {turn + 1} of {STEPS + 1} times")
@@ -247,9 +247,9 @@ def fit(config: Config, show: Callable[[str], None]) -> Constants:
             if turn and (size not in fastest or step.pace_s < fastest[size].pace_s):
                 fastest[size] = step
             rows += [(n, end == "length") for n, end in zip(rollouts.lengths.tolist(), rollouts.finish, strict=True)]
-            asked += [len(ids) for ids in rollouts.shared["prompt_ids"]]
+            prompt_lengths += [len(ids) for ids in rollouts.shared["prompt_ids"]]
     steps = [fastest[size] for size in sizes]
-    prompt = statistics.mean(asked)
+    prompt = statistics.mean(prompt_lengths)
     rates = fit_rates(shape, prompt, steps[: len(FITTED)], width=width)
     device = run.policy.device
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else free

@@ -121,7 +121,7 @@ def simulate(loop: Loop, lengths: Sequence[Sequence[int]]) -> Timeline:
     servers = [SimulatedServer(loop) for _ in range(loop.servers)]
     least = [(0, number) for number in range(loop.servers)]  # heap of servers by their rows
     timeline, queue = Timeline(), deque[int]()
-    version = drawn = 0
+    version = next_group = 0
     is_training, idle_since = False, 0.0
     events: list[tuple[float, int, int, int]] = [(0.0, START, 0, 0)]
     while version < steps:
@@ -143,10 +143,10 @@ def simulate(loop: Loop, lengths: Sequence[Sequence[int]]) -> Timeline:
         elif kind == PUBLISHED:
             timeline.published.append(now)
             version, is_training, idle_since = version + 1, False, now
-        while drawn < min(steps, version + loop.lag + 1) * loop.prompts:
-            queue.append(drawn)
-            drawn += 1
-        timeline.most_held = max(timeline.most_held, drawn - version * loop.prompts)
+        while next_group < min(steps, version + loop.lag + 1) * loop.prompts:
+            queue.append(next_group)
+            next_group += 1
+        timeline.most_held = max(timeline.most_held, next_group - version * loop.prompts)
         for number in changed:
             heapq.heappush(least, (len(servers[number].rows), number))
         while queue:

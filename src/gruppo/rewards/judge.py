@@ -139,8 +139,8 @@ class Judge:
         for row, group in enumerate(group_ids):
             groups.setdefault(group, []).append(row)
         pairs = [pair for rows in groups.values() for pair in self._pairs(rows)]
-        asked = [(a, b) for a, b in pairs if texts[a] != texts[b]]
-        orders = [order for a, b in asked for order in ((a, b), (b, a))]
+        distinct = [(a, b) for a, b in pairs if texts[a] != texts[b]]
+        orders = [order for a, b in distinct for order in ((a, b), (b, a))]
         bodies = [self._bodies({**shared[a], "first": texts[a], "second": texts[b]}) for a, b in orders]
         answers = iter(await self.client.ask([body for order in bodies for body in order]))
         wins: dict[int, list[float]] = {row: [] for row in range(len(texts))}
