@@ -66,7 +66,7 @@ def small() -> ModelShape:
 def constants(**changes: Any) -> Constants:
     machine = {"gpu": None, "cpu": "a processor", "threads": 1}
     values = {"machine": machine, "model": "m", "width": 2, "memory": 2e10, "rates": RATES, "prompt_tokens": 30.0}
-    values |= {"survival": [1.0, 0.9, 0.5], "errors": {"generate": 0.1, "train": 0.1, "step": 0.12}, "steps": []}
+    values |= {"survival": (1.0, 0.9, 0.5), "errors": {"generate": 0.1, "train": 0.1, "step": 0.12}, "steps": []}
     return Constants(**values | changes)
 
 
@@ -332,6 +332,33 @@ def test_without_constants_it_says_how_to_fit_them(tmp_path):
             commands.plan("plain", constants=str(tmp_path / "plan.json"))
     with pytest.raises(GruppoError, match="RECIPE is missing"):
         commands.plan()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"rates": None},
+        {"rates": {"train_flops": 1e9}},
+        {"rates": vars(RATES) | {"read_bytes": -1.0}},
+        {"rates": vars(RATES) | {"token_s": "fast"}},
+        {"machine": []},
+        {"machine": {}},
+        {"survival": []},
+        {"survival": [1.0, 1.5]},
+        {"prompt_tokens": 0},
+        {"width": "2"},
+        {"errors": {}},
+        {"errors": {"step": "small"}},
+        {"memory": math.nan},
+    ],
+)
+def test_constants_of_a_damaged_file_are_refused_in_one_line(tmp_path, damage):
+    file = tmp_path / "plan.json"
+    constants().save(file)
+    assert Constants.load(file).rates == RATES
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    with pytest.raises(GruppoError, match=r"plan\.json has no constants of gruppo plan .*gruppo plan RECIPE --fit"):
+        Constants.load(file)
 
 
 def test_a_model_without_a_formula_is_refused():

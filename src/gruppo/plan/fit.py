@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from gruppo.build import Parts, build
+from gruppo.config.options import NonNegative, Positive, Range, fields_of
 from gruppo.config.schema import Config
+from gruppo.config.serialization import build as build_config
 from gruppo.errors import GruppoError
 from gruppo.integrity import read_json
 from gruppo.modalities.text.policy import BATCH_ROWS
@@ -61,19 +63,19 @@ class Measured:
 class Constants:
     """What ``gruppo plan --fit`` found; ``plan.json``."""
 
-    machine: Mapping[str, Any]
+    machine: dict
     model: str
-    width: int
+    width: Positive
     """Bytes of a weight as it is computed with."""
-    memory: float
+    memory: NonNegative
     """Bytes of the device, or free on the CPU; 0: unknown."""
     rates: Rates
-    prompt_tokens: float
-    survival: list[float]
+    prompt_tokens: Annotated[float, Range(gt=0)]
+    survival: Annotated[tuple[float, ...], Range(ge=0, le=1)]
     """Share of rows longer than 0, 1, ... tokens, as far as they were sampled."""
-    errors: Mapping[str, float]
+    errors: dict
     """Median of |predicted / measured - 1| of sizes that were not fitted, by what was measured."""
-    steps: Sequence[Mapping[str, Any]]
+    steps: list
     """The measured steps, fitted ones first."""
 
     def save(self, path: Path) -> None:
@@ -85,9 +87,17 @@ class Constants:
             raise GruppoError(f"""there are no fitted constants at {path}. Measure them on this machine with gruppo plan
                 RECIPE --fit, which takes a few minutes for a small model.""")
         try:
-            values = read_json(path)
-            return cls(**values | {"rates": Rates(**values["rates"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            found: Constants = build_config(cls, read_json(path))
+            for part in (found, found.rates):
+                for name, (_, interval, _) in fields_of(type(part)).items():
+                    value = getattr(part, name)
+                    numbers = value if isinstance(value, tuple) else (value,)
+                    if interval is not None and not (numbers and all(map(interval.contains, numbers))):
+                        raise ValueError(f"{name} is {value!r:.80}; it needs to be {interval}")
+            if not found.errors["step"] >= 0 or not {"gpu", "cpu"} <= found.machine.keys():
+                raise ValueError("it names no machine or no error of a step")
+            return found
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, GruppoError) as error:
             raise GruppoError(f"""{path} has no constants of gruppo plan ({error}). Write it again with gruppo plan
                 RECIPE --fit.""") from error
 
@@ -256,4 +266,4 @@ def fit(config: Config, show: Callable[[str], None]) -> Constants:
     errors = errors_of(shape, rates, prompt, steps[len(FITTED) :], width=width)
     machine = environment()["hardware"] | {"torch": torch.__version__}
     measured = [asdict(step) for step in steps]
-    return Constants(machine, config.model, width, memory, rates, prompt, survival(rows), errors, measured)
+    return Constants(machine, config.model, width, memory, rates, prompt, tuple(survival(rows)), errors, measured)

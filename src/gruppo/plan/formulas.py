@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from gruppo.config.options import NonNegative, Range
 from gruppo.config.stages import highest
 from gruppo.distributed.memory import NF4_BITS, WeightCounts, gathered_bytes, state_bytes
 from gruppo.errors import GruppoError
@@ -21,6 +22,7 @@ from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.memory import activations, key_numbers
 from gruppo.trainer.dry_run import RESERVED_BYTES
 
+Rate = Annotated[float, Range(gt=0)]
 ADAM_BYTES = 28
 """Per trained weight of an optimizer step: weight, gradient and two moments read, all but the gradient written."""
 
@@ -117,21 +119,21 @@ def open_shape(model: str) -> ModelShape:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device reaches; the fields are positive and fitted."""
+    """What one device reaches; fitted."""
 
-    train_flops: float
+    train_flops: Rate
     """Operations per second of forward and backward."""
-    decode_flops: float
+    decode_flops: Rate
     """Operations per second of prefill, and of decoding many rows."""
-    read_bytes: float
+    read_bytes: Rate
     """Bytes per second of weights and cache read while decoding few rows."""
-    update_bytes: float
+    update_bytes: Rate
     """Bytes per second of the optimizer."""
-    publish_bytes: float
+    publish_bytes: Rate
     """Bytes per second of new weights, from trainers to all servers."""
-    token_s: float = 0.0
+    token_s: NonNegative = 0.0
     """Seconds of a decode step whatever its rows: calls, sampling."""
-    row_s: float = 0.0
+    row_s: NonNegative = 0.0
     """Seconds per row for rewards, advantages and metrics."""
 
 
