@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
+import os
+import re
 import time
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
+
+from gruppo.errors import GruppoError
 
 
 class ServerError(Exception):
@@ -30,6 +35,22 @@ class ServerError(Exception):
         self.is_timeout = is_timeout
         self.retry_after_s = retry_after_s
         """Seconds to wait, where the server says so."""
+
+
+def read_key(variable: str) -> str:
+    """The key in an environment variable; "" if it is not set."""
+    key = os.environ.get(variable, "").strip()
+    if not re.fullmatch("[!-~]*", key):  # errors of the HTTP library quote such a header
+        raise GruppoError(f"""the environment variable {variable} holds a line break, a space or a character outside
+            ASCII, which no key has. Set it to the key alone.""")
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def request_json(

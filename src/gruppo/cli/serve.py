@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import secrets
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from gruppo.engines.vllm.client import KEY
 from gruppo.engines.vllm.publish import write_shards
+from gruppo.http_json import is_loopback, read_key
 from gruppo.loading import command_name
 from gruppo.modalities.common.adapters import is_adapter, model_of
 from gruppo.types import GruppoError
@@ -106,14 +106,7 @@ def server_environment(vllm: Vllm, *, key: str, lora_rank: int) -> dict[str, str
     return added
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def untied_copy(model: str, folder: Path) -> str:
+def untied_copy(model: str, folder: Path, *, trust_remote_code: bool = False) -> str:
     """Return a copy of a model whose head is a weight of its own; the model itself if its head is not tied.
 
     vLLM on a CPU packs a tied head once: after a reload, it keeps the head of the first weights.
@@ -123,12 +116,13 @@ def untied_copy(model: str, folder: Path) -> str:
     from gruppo.modalities.text import from_pretrained
 
     try:
-        is_tied = AutoConfig.from_pretrained(model).get_text_config().tie_word_embeddings
+        settings = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        is_tied = settings.get_text_config().tie_word_embeddings
     except (OSError, ValueError) as error:
         raise GruppoError(f"the model {model} has no config.json that transformers can read: {error}") from None
     if not is_tied:
         return model
-    policy = from_pretrained(model, compute="bfloat16")
+    policy = from_pretrained(model, compute="bfloat16", trust_remote_code=trust_remote_code)
     (folder / "config.json").write_text(json.dumps(policy.served_config(), indent=2), encoding="utf-8")
     write_shards(folder, policy.served_weights())
     policy.chat.save(folder)
@@ -143,10 +137,10 @@ def run(model: str, *, host: str, port: int, python: str, lora_rank: int, option
     if is_adapter(path):
         raise GruppoError(f"{model} is an adapter. Serve its base with --lora-rank, to which adapters are published.")
     vllm = find_vllm(python)
-    key = os.environ.get(KEY, "") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
+    key = read_key(KEY) or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     with tempfile.TemporaryDirectory(prefix="gruppo-serve-") as folder:
         if vllm.is_cpu:
-            path = untied_copy(path, Path(folder))
+            path = untied_copy(path, Path(folder), trust_remote_code="--trust-remote-code" in options)
         command = server_command(
             vllm, path, host=host, port=port, lora_rank=lora_rank, has_key=bool(key), options=options
         )

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gruppo.environments.episodes import SEEDS, ScoredEpisode, as_json, scored_by
+from gruppo.http_json import is_loopback
 from gruppo.loading import check_unsealed, import_extra
 from gruppo.types import GruppoError
 
@@ -30,8 +31,8 @@ def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
     import httpx  # a requirement of openenv
 
     try:
-        is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")  # not behind the proxy of the machine
-        answer = httpx.get(f"{url.rstrip('/')}/schema", timeout=CONNECT_TIMEOUT_S, trust_env=not is_local)
+        has_proxy = not is_loopback(urlsplit(url).hostname or "")
+        answer = httpx.get(f"{url.rstrip('/')}/schema", timeout=CONNECT_TIMEOUT_S, trust_env=has_proxy)
         schema = answer.raise_for_status().json()["action"]
     except httpx.TransportError as problem:
         raise GruppoError(f"{name}: no answer ({problem}). Start its server, or correct the address.") from problem

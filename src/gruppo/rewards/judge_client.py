@@ -6,9 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 import random
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +17,7 @@ from urllib.parse import urlsplit
 import torch
 
 from gruppo import distributed as dist
-from gruppo.http_json import ServerError, request_json
+from gruppo.http_json import ServerError, is_loopback, read_key, request_json
 from gruppo.integrity import json_lines, parse_json, read_json
 from gruppo.loading import import_extra, visible
 from gruppo.rewards.judge_file import JudgeConfig
@@ -38,7 +36,6 @@ REPEATED = (0, 408, 409, 429)
 """HTTP statuses after which a request is sent again, beside 5xx; 0: no answer."""
 BACKOFF_S, MAX_WAIT_S = 1.0, 60.0
 """Wait before the first retry, doubled each time; longest wait, also where the server asks for more."""
-LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class JudgeClient:
@@ -49,13 +46,10 @@ class JudgeClient:
 
     def __init__(self, config: JudgeConfig, file: Path) -> None:
         self.config, self.name = config, file.stem
-        self._key = os.environ.get(config.key_env, "").strip() if config.key_env else ""
+        self._key = read_key(config.key_env) if config.key_env else ""
         if config.key_env and not self._key:
             raise GruppoError(f"""{file}: the endpoint {config.endpoint} needs the key in the environment variable
                 {config.key_env}, which is not set. Set it, or remove key_env for a server without a key.""")
-        if not re.fullmatch("[!-~]*", self._key):  # errors of the HTTP library quote such a header
-            raise GruppoError(f"""{file}: the environment variable {config.key_env} holds a line break, a space or a
-                character outside ASCII, which no key has. Set it to the key alone.""")
         self._httpx = import_extra("httpx2", "vllm", "a judge")
         self.counts = dict.fromkeys(COUNTS, 0)
         self._limits = {"calls": config.budget.calls, "tokens": config.budget.tokens}
@@ -149,7 +143,7 @@ class JudgeClient:
             base_url=place,
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=None,  # request_json has a deadline for the whole answer
-            trust_env=urlsplit(place).hostname not in LOCAL,
+            trust_env=not is_loopback(urlsplit(place).hostname or ""),
         )
         async with client:
             answers = await asyncio.gather(*(self._answer(client, slots, key, body) for key, body in unique.items()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gruppo.http_json import ServerError, request_json
+from gruppo.http_json import ServerError, read_key, request_json
 from gruppo.loading import import_extra
-from gruppo.types import Finish, GruppoError
+from gruppo.types import Finish
 
 KEY = "GRUPPO_ENGINE_KEY"
 """Environment variable with the servers' key; never in a config, which is saved."""
@@ -85,10 +84,7 @@ class Replica:
     def open(self) -> None:
         """Open the pool of connections, in the event loop that uses it."""
         httpx = import_extra("httpx2", "vllm", "the vllm engine")
-        key = os.environ.get(KEY, "").strip()
-        if not re.fullmatch("[!-~]*", key):  # errors of the HTTP library quote such a header
-            raise GruppoError(f"""the environment variable {KEY} holds a line break, a space or a character outside
-                ASCII, which no key has. Set it to the key alone.""")
+        key = read_key(KEY)
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
