@@ -27,7 +27,6 @@ from gruppo.cli.options import parse_config, pop_option
 from gruppo.config import schema as configs
 from gruppo.config.options import as_text, convert, flag, options
 from gruppo.core.objective import PRESETS, Objective
-from gruppo.launch.options import LaunchConfig
 from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES, arithmetic
 from gruppo.rewards.code import ProgramScore, code_metrics

@@ -15,10 +15,10 @@ from tests import processes, tiny
 from tests.engines.fake_vllm import FakeServer
 
 from gruppo.config import serialization
+from gruppo.config.schema import LaunchConfig
 from gruppo.launch.child import ChildProcess, Process
-from gruppo.launch.options import LaunchConfig
+from gruppo.launch.commands import Launch
 from gruppo.launch.places import Local
-from gruppo.launch.plan import Launch
 from gruppo.launch.supervise import Supervisor
 
 FAKE = "fake {model} {port}"

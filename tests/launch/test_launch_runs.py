@@ -15,8 +15,8 @@ from tests.launch.launches import FAKE, Forked, recipe
 from tests.trainer.runs import weights
 
 from gruppo.launch import supervise
+from gruppo.launch.commands import parse_launch
 from gruppo.launch.places import Local
-from gruppo.launch.plan import plan
 from gruppo.launch.supervise import Supervisor
 from gruppo.tracking.files import read_metrics
 
@@ -48,7 +48,7 @@ def run(folder: Path, disturb: Callable[[Started], None] = lambda started: None)
     folder.mkdir()
     words = [recipe(folder, steps=STEPS, distributed__shard="fsdp"), "--trainers", "2", "--servers", "2"]
     words += ["--engine.timeout-s", "5"]
-    planned, started = plan([*words, "--server-command", FAKE]), Started(disturb)
+    planned, started = parse_launch([*words, "--server-command", FAKE]), Started(disturb)
     return Supervisor(planned, Local(planned, started)).run(), started
 
 

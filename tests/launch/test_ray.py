@@ -11,8 +11,8 @@ import pytest
 from tests.launch.launches import recipe
 
 from gruppo.launch import supervise
+from gruppo.launch.commands import parse_launch
 from gruppo.launch.places import InActor, Ray
-from gruppo.launch.plan import plan
 from gruppo.launch.supervise import Supervisor
 from gruppo.tracking.files import read_metrics
 
@@ -40,7 +40,7 @@ def test_two_ranks_and_two_servers_run_on_ray_and_recover_from_a_killed_rank_and
     file = recipe(tmp_path, steps=STEPS, distributed__shard="fsdp")
     words = [file, "--trainers", "2", "--servers", "2", "--engine.timeout-s", "5", "--on", "ray"]
     server = f"{sys.executable} -m tests.engines.fake_vllm {{model}} {{host}} {{port}}"
-    planned = plan([*words, "--server-command", server])
+    planned = parse_launch([*words, "--server-command", server])
     place = Ray(planned)
     supervisor = Supervisor(planned, place)
     turn, killed = supervisor._turn, []

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from gruppo.config.options import Option, as_text, flag, is_list, options
-from gruppo.config.schema import Config
+from gruppo.config.schema import Config, LaunchConfig
 from gruppo.config.sections import sections
 from gruppo.config.stages import KINDS
 from gruppo.core.objective import PRESETS
-from gruppo.launch.options import LaunchConfig
 
 WIDTH, COLUMN = 100, 38
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from gruppo.launch.child import ChildProcess, Process, RemoteProcess, free_ports
-from gruppo.launch.plan import Launch, log, server_ports
+from gruppo.launch.commands import Launch, log
 from gruppo.loading import counted, import_extra
 from gruppo.platforms import usable_processors
 from gruppo.types import GruppoError
@@ -76,6 +77,21 @@ class Local:
 
     def close(self) -> None:
         pass
+
+
+def server_ports(launch: Launch) -> list[int]:
+    """The ports of servers on this machine; one that is in use is refused."""
+    first, count = launch.chosen.port, launch.chosen.servers
+    for port in range(first, first + count) if first else ():
+        with socket.socket() as probe:
+            if os.name == "posix":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended hold no port
+            try:
+                probe.bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                raise GruppoError(f"""port {port} is in use, or not allowed. Set --port to the first of
+                    {counted(count, "free port")}, or leave it out.""") from None
+    return [*range(first, first + count)] if first else free_ports(count)
 
 
 def rank_environments(hosts: Sequence[str], port: int) -> list[dict[str, str]]:

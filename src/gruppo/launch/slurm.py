@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.launch.child import ChildProcess, Process
-from gruppo.launch.plan import Launch
+from gruppo.launch.commands import Launch
 from gruppo.types import GruppoError
 
 RANK = (
@@ -40,9 +40,10 @@ def script(launch: Launch, args: Sequence[str]) -> str:
         raise GruppoError(f"""{template} names no partition. Add the line #SBATCH --partition=NAME; sinfo lists their
             names.""")
     chosen, python = launch.chosen, shlex.quote(sys.executable)
-    own = [f"--job-name={launch.config.name}", f"--ntasks={chosen.trainers + chosen.servers}"]
+    name, output = (shlex.quote(str(text)) for text in (launch.config.name, launch.log("slurm").absolute()))
+    own = [f"--job-name={name}", f"--ntasks={chosen.trainers + chosen.servers}"]
     # the launcher gets the signal ten minutes before the time limit; the trainers finish their step and save
-    own += ["--signal=B:USR1@600", "--requeue", "--open-mode=append", f"--output={launch.log('slurm').absolute()}"]
+    own += ["--signal=B:USR1@600", "--requeue", "--open-mode=append", f"--output={output}"]
     own = [f"#SBATCH {option}" for option in own]
     at = args.index("--") if "--" in args else len(args)
     # a job that is queued again continues the run of this name
@@ -91,7 +92,8 @@ class Steps:
         return self.launch.folder / "logs" / f"server{number}.host"
 
     def start_server(self, number: int) -> Process:
-        self._host(number).unlink(missing_ok=True)
+        if self._start is ChildProcess:  # not where the command is only printed
+            self._host(number).unlink(missing_ok=True)
         command = [*self._srun(1, self.launch.gpus_per_server), NODE, str(self._host(number))]
         command += self.launch.server_command("0.0.0.0", self.first + number)
         return self._start(command, self.launch.environment(), self.launch.log(f"server{number}"))

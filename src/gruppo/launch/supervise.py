@@ -16,8 +16,8 @@ from gruppo.engines.vllm.client import KEY
 from gruppo.errors import EngineLost
 from gruppo.launch import slurm
 from gruppo.launch.child import Process
+from gruppo.launch.commands import Launch, claim, is_written, log, parse_launch
 from gruppo.launch.places import Local, Place, Ray
-from gruppo.launch.plan import Launch, claim, is_written, log, plan
 from gruppo.loading import visible
 from gruppo.types import GruppoError
 
@@ -222,7 +222,7 @@ def show(launch: Launch) -> None:
 
 def launch(args: list[str]) -> int:
     """Start what a command line asks for, and stay until it is done; return the exit code."""
-    planned = plan(args)
+    planned = parse_launch(args)
     chosen, is_in_job = planned.chosen, "SLURM_JOB_ID" in os.environ
     if chosen.on == "slurm" and not is_in_job:
         script = slurm.script(planned, args)

@@ -21,12 +21,10 @@ from tests.launch.launches import FAKE, launch, recipe
 
 from gruppo.cli.options import parse_own
 from gruppo.config import serialization
-from gruppo.config.schema import EngineConfig, LoraConfig
-from gruppo.launch import plan as plans
-from gruppo.launch import slurm
-from gruppo.launch.options import LaunchConfig
+from gruppo.config.schema import EngineConfig, LaunchConfig, LoraConfig
+from gruppo.launch import commands, slurm, supervise
+from gruppo.launch.commands import Launch, claim, parse_launch
 from gruppo.launch.places import Local, rank_environments
-from gruppo.launch.plan import Launch, claim, plan
 from gruppo.platforms import lock_file
 from gruppo.types import GruppoError
 
@@ -66,7 +64,7 @@ def test_a_mistake_is_one_line_and_nothing_starts(tmp_path, monkeypatch, capsys,
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(plans, "log", None)  # nothing is logged
+    monkeypatch.setattr(commands, "log", None)  # nothing is logged
     (tmp_path / "plain.sh").write_text("#SBATCH --time=1\n# partition: gpu\nsleep 1\n")
     file = recipe(tmp_path)
     own, mark, vllm = words.partition("-- --")
@@ -122,6 +120,9 @@ def test_the_commands_are_those_of_train_and_serve_and_then_of_resume(tmp_path):
     (given.folder / "config.json").touch()
     assert " ".join(given.trainer_command(["a"])) == f"{gruppo} resume {given.folder}"
     assert given.environment(["a", "b"])["GRUPPO_ENGINE_URLS"] == "a,b"
+    trusting = replace(given, config=replace(config, trust_remote_code=True), vllm=())
+    assert trusting.server_command("h", 81)[-3:] == ["--dtype", "float32", "--trust-remote-code"]
+    assert trusting.trainer_command(["a"])[-1] == "--trust-remote-code"
 
 
 def test_a_servers_own_command_gets_model_and_address_and_keeps_other_braces(tmp_path):
@@ -134,19 +135,22 @@ def test_a_run_gets_a_name_and_one_that_exists_is_continued_with_its_own_options
     file = recipe(tmp_path)
     config = json.loads(Path(file).read_text()) | {"name": ""}
     Path(file).write_text(json.dumps(config))
-    planned = plan([file, "--server-command", FAKE])
+    planned = parse_launch([file, "--server-command", FAKE])
     assert planned.words[-2:] == ("--name", planned.config.name) and planned.config.name
-    config = tiny.config(tmp_path, name="begun", engine__kind="vllm", engine__urls=["http://a"], rollout__prompts=2)
+    changes = {"engine__kind": "vllm", "engine__urls": ["http://a"], "rollout__prompts": 2, "trust_remote_code": True}
+    config = tiny.config(tmp_path, name="begun", **changes)
     (tmp_path / "runs/begun").mkdir(parents=True)
     (tmp_path / "runs/begun/config.json").write_text(json.dumps(serialization.to_dict(config)))
     words = [file, "--name", "begun", "--server-command", FAKE]
-    assert plan(words).config.rollout.prompts == 2
+    begun = parse_launch(words).config
+    assert begun.rollout.prompts == 2 and not begun.trust_remote_code
+    assert parse_launch([*words, "--trust-remote-code"]).config.trust_remote_code
     with pytest.raises(GruppoError, match="at most 2 groups"):
-        plan([*words, "--servers", "3"])
+        parse_launch([*words, "--servers", "3"])
     local = replace(config, engine=EngineConfig())
     (tmp_path / "runs/begun/config.json").write_text(json.dumps(serialization.to_dict(local)))
     with pytest.raises(GruppoError, match="begun samples with the policy itself, and --servers starts vLLM servers"):
-        plan(words)
+        parse_launch(words)
 
 
 def envs(given: Launch) -> list[tuple[str, str | None]]:
@@ -198,11 +202,11 @@ def test_one_launcher_at_a_time_which_waits_for_a_trainer_that_still_saves(tmp_p
         with pytest.raises(GruppoError, match="another gruppo launch runs"):
             claim(given, ExitStack())
     saving = lock_file(given.folder / ".lock")
-    monkeypatch.setattr(plans.time, "sleep", lambda seconds: saving.close())
+    monkeypatch.setattr(commands.time, "sleep", lambda seconds: saving.close())
     with ExitStack() as second:
         claim(given, second)
     monkeypatch.undo()
-    monkeypatch.setattr(plans, "SAVING_S", 0.0)
+    monkeypatch.setattr(commands, "SAVING_S", 0.0)
     with lock_file(given.folder / ".lock"), pytest.raises(GruppoError, match="another process is writing to"):
         claim(given, ExitStack())
 
@@ -234,6 +238,9 @@ def test_the_script_has_the_lines_of_the_template_and_the_command_with_a_name(tm
     assert slurm.script(given, ["r.toml", "--name=run"]).endswith("launch r.toml --name=run")
     Path(script).write_text("#SBATCH --nodes=1 -p debug\n")
     assert "#SBATCH --nodes=1 -p debug" in slurm.script(given, ["r.toml"])
+    given = replace(given, config=replace(given.config, name="two words"))
+    lines = slurm.script(given, ["r.toml"]).splitlines()
+    assert "#SBATCH --job-name='two words'" in lines and f"#SBATCH --output='{given.log('slurm')}'" in lines
 
 
 @pytest.fixture
@@ -266,8 +273,10 @@ def test_a_job_is_submitted_and_steps_are_started_with_srun(tmp_path, monkeypatc
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    given.log("server1").with_suffix(".host").write_text("n9\n")
+    supervise.show(replace(given, chosen=replace(given.chosen, on="slurm")))  # a dry run beside a launch
     steps = slurm.Steps(given)
-    assert steps.url(1) == ""
+    assert steps.url(0) == "" and steps.url(1) == "http://n9:21313"
     wait(steps.start_server(1))
     assert given.log("server1").read_text() == "0.0.0.0 21313\n" and steps.url(1) == "http://n3:21313"
     assert (

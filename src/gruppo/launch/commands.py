@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -18,10 +17,8 @@ from pathlib import Path
 from gruppo.cli.options import parse_config, parse_own, pop_option, pop_switch
 from gruppo.cli.serve import find_vllm
 from gruppo.config import serialization
-from gruppo.config.schema import Config
+from gruppo.config.schema import Config, LaunchConfig
 from gruppo.engines.vllm.client import KEY
-from gruppo.launch.child import free_ports
-from gruppo.launch.options import LaunchConfig
 from gruppo.loading import counted, import_extra
 from gruppo.platforms import lock_file
 from gruppo.recipes.open import run_stem
@@ -70,8 +67,9 @@ class Launch:
         command = [sys.executable, "-m", "gruppo", "serve", config.model, "--host", host, "--port", str(port)]
         command += ["--lora-rank", str(config.lora.rank)] if config.lora.rank else []
         command += ["--python", chosen.server_python] if chosen.server_python else []
-        dtype = [] if config.compute == "auto" else ["--dtype", config.compute]
-        return [*command, "--", *dtype, *self.vllm]
+        options = [] if config.compute == "auto" else ["--dtype", config.compute]
+        options += ["--trust-remote-code"] if config.trust_remote_code else []
+        return [*command, "--", *options, *self.vllm]
 
     def trainer_command(self, urls: Sequence[str]) -> list[str]:
         """The command of each rank: the run is continued if its folder has begun."""
@@ -88,7 +86,7 @@ class Launch:
         return {"PYTHONUNBUFFERED": "1", **key} | ({"GRUPPO_ENGINE_URLS": ",".join(urls)} if urls else {})
 
 
-def plan(args: list[str]) -> Launch:
+def parse_launch(args: list[str]) -> Launch:
     """What a command line launches; its mistakes are refused before anything starts."""
     at = args.index("--") if "--" in args else len(args)
     chosen, words = parse_own(args[:at], LaunchConfig(), "launch")
@@ -105,7 +103,8 @@ def plan(args: list[str]) -> Launch:
         words += ["--name", config.name]
     launch = Launch(chosen, config, (*words, *(["--trust-run"] if trust_run else [])), tuple(args[at + 1 :]))
     if (saved := launch.folder / "config.json").is_file():
-        launch = replace(launch, config=serialization.load(saved))
+        # the code of a model runs in servers only if the command line says so, as in gruppo resume
+        launch = replace(launch, config=replace(serialization.load(saved), trust_remote_code=config.trust_remote_code))
         log.info("%s exists: the run is continued, with its own options.", launch.folder)
     check(launch)
     return launch
@@ -177,18 +176,3 @@ def claim(launch: Launch, stack: ExitStack) -> None:
     log.addHandler(handler)
     stack.callback(handler.close)
     stack.callback(log.removeHandler, handler)
-
-
-def server_ports(launch: Launch) -> list[int]:
-    """The ports of servers on this machine; one that is in use is refused."""
-    first, count = launch.chosen.port, launch.chosen.servers
-    for port in range(first, first + count) if first else ():
-        with socket.socket() as probe:
-            if os.name == "posix":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended hold no port
-            try:
-                probe.bind(("127.0.0.1", port))
-            except (OSError, OverflowError):
-                raise GruppoError(f"""port {port} is in use, or not allowed. Set --port to the first of
-                    {counted(count, "free port")}, or leave it out.""") from None
-    return [*range(first, first + count)] if first else free_ports(count)
