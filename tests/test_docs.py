@@ -70,7 +70,7 @@ FOREIGN_OPTIONS = {
 OTHER_WORDS = {"std", "gather", "range", "epsilon_high", "gruppo", "None"}
 """In code style, but not names of gruppo."""
 PARAMETERS = {name: parameters(run) for name, run in COMMANDS.items() if name not in TAKING_RECIPE}
-PARAMETERS["launch"] = ({}, options(LaunchConfig()))
+PARAMETERS["launch"] = ({}, options(configs.LaunchConfig()))
 """Positional arguments and options of each command beside those of a config."""
 OPTIONS = {flag(name): option.hint for name, option in all_options().items()} | {"--stages": str}
 OPTIONS |= {flag(name): option.hint for _, named in PARAMETERS.values() for name, option in named.items()}
