@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +22,12 @@ from tests.engines.test_vllm import SAMPLING, asked, requests
 from tests.trainer import runs
 
 from gruppo import api
+from gruppo.config.schema import Config, EngineConfig
 from gruppo.engines.vllm import VllmEngine
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.text import TextPolicy, from_pretrained
-from gruppo.types import MicroBatch, Rollouts, Sampling
+from gruppo.trainer.loop import check_mismatch
+from gruppo.types import MicroBatch, NumericalStop, Rollouts, Sampling
 
 
 @pytest.fixture
@@ -88,7 +94,7 @@ def test_a_row_with_a_stop_text_that_might_lie_across_two_requests_begins_again(
 def test_a_run_with_lag_keeps_the_bound_and_survives_the_loss_of_a_server(servers, tmp_path):
     urls = [server.url for server in servers]
     chosen = tiny.config(tmp_path, engine__kind="vllm", engine__urls=urls, engine__lag=1, engine__timeout_s=5, steps=5)
-    chosen = replace(chosen, engine=replace(chosen.engine, max_mismatch=0.01))
+    chosen = api.change(chosen, {"engine__max_mismatch": 0.01, "rollout__group_size": 8})
     for server in servers:
         server.seconds_per_row = 0.02
     with api.Trainer.open(chosen) as trainer:
@@ -101,6 +107,42 @@ def test_a_run_with_lag_keeps_the_bound_and_survives_the_loss_of_a_server(server
     rows = [row for row in runs.metrics(Path(chosen.runs_dir) / chosen.name) if "lag/max" in row]
     assert [row["lag/max"] for row in rows][1:] == [1] * 4
     assert rows[-1]["engine/servers_count"] == 1
+
+
+def test_samples_of_the_newest_weights_are_held_against_the_limit(servers, tmp_path):
+    """Log-probs that go wrong after the proof, whose rows are sampled at another temperature."""
+
+    def shifted(path: str, body: Any, answer: Any) -> Any:
+        if path == "/inference/v1/generate" and body["sampling_params"]["temperature"] == 1:
+            for token in answer["choices"][0]["logprobs"]["content"]:
+                token["logprob"] -= 0.5
+        return answer
+
+    for server in servers:
+        server.answer = shifted
+    urls, sizes = [server.url for server in servers], {"rollout__group_size": 16, "rollout__max_new_tokens": 16}
+    chosen = tiny.config(tmp_path, engine__kind="vllm", engine__urls=urls, engine__lag=1, steps=3, **sizes)
+    with api.Trainer.open(chosen) as trainer, pytest.raises(NumericalStop, match=r"of version \d are 0\.5 nats from"):
+        next(iter(trainer.steps))
+
+
+@pytest.mark.parametrize(
+    ("lag", "metrics", "stops"),
+    [
+        (0, {"mismatch/mean_nats": 0.3}, True),
+        (0, {"mismatch/mean_nats": 0.1}, False),
+        (1, {"mismatch/mean_nats": 0.3, "mismatch/lag_0_mean_nats": 0.1, "mismatch/lag_0_count": 100.0}, False),
+        (1, {"mismatch/mean_nats": 0.1, "mismatch/lag_0_mean_nats": 0.3, "mismatch/lag_0_count": 100.0}, True),
+        (1, {"mismatch/mean_nats": 0.3, "mismatch/lag_0_mean_nats": 0.3, "mismatch/lag_0_count": 99.0}, False),
+        (1, {"mismatch/mean_nats": 0.3, "mismatch/lag_0_mean_nats": math.nan, "mismatch/lag_0_count": 0.0}, False),
+        (1, {}, False),  # only demonstrations were learned from
+    ],
+)
+def test_with_lag_only_actions_of_the_newest_weights_decide_if_there_are_enough(lag, metrics, stops):
+    engine = EngineConfig("vllm", urls=("http://a",), lag=lag)
+    run: Any = SimpleNamespace(config=Config(engine=engine), state=SimpleNamespace(version=3))
+    with pytest.raises(NumericalStop, match=r"are 0\.3 nats") if stops else nullcontext():
+        check_mismatch(run, metrics)
 
 
 def test_servers_that_the_first_rank_has_paused_to_publish_are_not_taken_for_hanging(servers, tmp_path, monkeypatch):

@@ -42,6 +42,8 @@ TIMED = ("demos", "rollout", "reward", "credit", "update")
 """Parts of a step."""
 FORECAST_STEPS = 5
 """Steps from whose duration that of the run is forecast."""
+LEAST_ACTIONS = 100
+"""Actions chosen by the newest weights from which on their mean mismatch is checked: that of a few is chance."""
 SAMPLES_SHOWN = 4
 GROUPS_SHOWN, IMAGES_SHOWN = 10, 8
 """Where samples are images: how many groups, and how many of each; of an evaluation, twice their product in all."""
@@ -109,9 +111,11 @@ def forecast(run: Run, seconds: float) -> str:
 
 def check_mismatch(run: Run, metrics: Mapping[str, float]) -> None:
     """Stop before weights are published or saved that have learned from samples of another distribution."""
-    engine, mismatch = run.config.engine, metrics.get("mismatch/mean_nats", 0.0)
-    # older weights differ by what was learned since; each publish proves the servers' own
-    if engine.urls and not engine.lag and mismatch > engine.max_mismatch:  # NaN where a step has trained on no row
+    engine = run.config.engine
+    # with lag, most samples are of older weights, and differ also by what was learned since
+    is_known = not engine.lag or metrics.get("mismatch/lag_0_count", 0.0) >= LEAST_ACTIONS
+    mismatch = metrics.get("mismatch/lag_0_mean_nats" if engine.lag else "mismatch/mean_nats", 0.0)
+    if engine.urls and is_known and mismatch > engine.max_mismatch:  # NaN where a step has trained on no row
         raise NumericalStop(
             f"the servers' log-probs of version {run.state.version} are {mismatch:.2g} nats from the trainer's on "
             f"average, more than engine.max_mismatch={engine.max_mismatch:g}. Restart the servers with gruppo serve, "

@@ -57,6 +57,7 @@ _METRICS = {
     "correction/weight": tuple(f"{what}:correction/{what}" for what in ("mean", "min", "max", "ess_frac")),
     "value/clip_frac": ("mean:value/clip_frac",),
     "mismatch/nats": ("mean:mismatch/mean_nats", "max:mismatch/max_nats"),
+    "mismatch/lag_0_nats": ("mean:mismatch/lag_0_mean_nats", "count:mismatch/lag_0_count"),
     "loss/policy": ("sum:loss/policy",),
     "loss/kl": ("sum:loss/kl",),
     "loss/sup": ("sum:loss/sup",),
@@ -317,6 +318,9 @@ def _backward(
         old = likelihood.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
         mismatch = (old - micro_batch.of(rollouts.sampler_logprobs).to(old.device, non_blocking=True)).abs()
         micro_batch_stats["mismatch/nats"] = Stat.of(mismatch, inputs.loss_mask)
+        if run.config.engine.lag:  # that of older weights contains what was learned since
+            is_newest = (micro_batch.of(rollouts.policy_version) == run.state.version).to(old.device, non_blocking=True)
+            micro_batch_stats["mismatch/lag_0_nats"] = Stat.of(mismatch, inputs.loss_mask & is_newest)
         _accumulate(stats, micro_batch_stats)
     return stats
 
@@ -366,6 +370,7 @@ def _stat_names(run: Run, step_params: StepParams) -> list[str]:
     objective = run.config.objective
     names = ["ratio", "kl/old_nats", "kl/old_k3_nats", "clip/high_frac", "clip/low_frac", "entropy/nats"]
     names += ["mismatch/nats", "loss/policy", "update/micro_batches"]
+    names += ["mismatch/lag_0_nats"] if run.config.engine.lag else []
     names += ["correction/weight"] if objective.correction != "none" else []
     names += ["clip/kl_mask_frac"] if objective.kl_mask else []
     names += ["loss/value", "value/clip_frac"] if run.critic is not None else []
