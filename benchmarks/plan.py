@@ -93,6 +93,8 @@ SETTINGS = (
     Setting(4, 8, 16, ("--stage.kl-coef", "0.01")),
     Setting(4, 8, 16, ("--optim.epochs", "2")),
     Setting(6, 8, 12, ("--optim.minibatches", "4")),
+    Setting(4, 8, 16, ("--lora.rank", "8")),
+    Setting(4, 8, 16, ("--objective", "ppo", "--critic.kind", "separate")),
     Setting(6, 8, 16, ("--optim.token-budget", "256")),
     Setting(8, 8, 16, model=SMALL),
 )

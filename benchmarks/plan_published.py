@@ -82,7 +82,9 @@ def run(job: Job, fractions: Fractions) -> dict[str, float]:
     more = 0.0 if job.lag else 16 * shape(job.model).counts.total / job.gpus
     machine = Machine(job.gpu, gpu.memory + more, published_rates(gpu, shape(job.model), fractions), 2, 0.0, "")
     rollout = schema.RolloutConfig(prompts=job.samples, group_size=1, max_new_tokens=job.longest)
-    config = Config(rollout=rollout, engine=schema.EngineConfig(kind="vllm", lag=job.lag, max_inflight=1024))
+    engine = schema.EngineConfig(kind="vllm", lag=job.lag, max_inflight=1024)
+    optim = schema.OptimConfig(minibatches=2)  # these systems evaluate old log-probs before they update
+    config = Config(rollout=rollout, engine=engine, optim=optim)
     trainers = job.gpus // 2 if job.lag else job.gpus
     survival = geometric_survival(min(max(job.mean, 2.0), job.longest - 1.0), job.longest)
     work = Work(config, shape(job.model), machine, PROMPT, survival)

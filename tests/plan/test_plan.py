@@ -18,9 +18,10 @@ from tests import tiny
 from transformers import AutoConfig
 
 from gruppo.cli import commands
-from gruppo.cli.options import parse_command
+from gruppo.cli.options import parse_command, parse_config
 from gruppo.config import schema
 from gruppo.config.schema import Config
+from gruppo.core.objective import PRESETS
 from gruppo.plan import capacity, fit, formulas
 from gruppo.plan.fit import Constants, Measured
 from gruppo.plan.formulas import ModelShape, Rates, decode_step_s, train_s
@@ -118,6 +119,29 @@ def test_the_slowest_rank_decides_how_long_training_takes(small):
     assert optimizer == pytest.approx(3 * 28 * small.counts.trained / 2 / RATES.update_bytes)
 
 
+@pytest.mark.parametrize(
+    ("options", "passes", "of_critic"),
+    [
+        ([], 3, 0),
+        (["--optim.epochs", "2"], 7, 0),
+        (["--stage.kl-coef", "0.01", "--optim.recompute", "layer"], 5, 0),
+        (["--stage.kl-coef", "0.01", "--objective.kl-in", "reward", "--objective.kl", "k1"], 5, 0),
+        (["--engine", "vllm", "--engine.urls", "http://a:1", "--engine.lag", "1"], 3, 0),
+        (["--lora.rank", "4"], 2, 0),
+        (["--objective", "ppo", "--optim.epochs", "1", "--optim.minibatches", "1"], 4, 0),
+        (["--objective", "ppo", "--critic.kind", "separate", "--optim.epochs", "2", "--optim.minibatches", "1"], 7, 7),
+    ],
+)
+def test_training_is_counted_in_forwards_of_the_policy_and_of_a_separate_critic(small, options, passes, of_critic):
+    config = parse_config("plan", ["plain", *options])
+    rates, groups = replace(RATES, update_bytes=math.inf), [[40.0, 8.0], [1.0, 3.0]]
+    policy, critic = (
+        sum(shape.forward_flops(10.0, rows) for rows in groups) for shape in (small, replace(small, head=0))
+    )
+    expected = (passes * policy + of_critic * critic) / rates.train_flops
+    assert formulas.learn_s(small, rates, config, groups, 10.0) == pytest.approx(expected)
+
+
 def test_memory_of_a_trainer_is_that_of_its_shards_and_of_an_adapter_far_less():
     shape, config = shape_of(QWEN_7B), Config()
     one, eight = (formulas.trainer_bytes(shape, config, 1000, gpus=n) for n in (1, 8))
@@ -125,6 +149,10 @@ def test_memory_of_a_trainer_is_that_of_its_shards_and_of_an_adapter_far_less():
     assert sum(one[name] for name in states) == 16 * shape.counts.total == 8 * sum(eight[name] for name in states)
     lora = formulas.trainer_bytes(shape, replace(config, lora=schema.LoraConfig(rank=16)), 1000, gpus=1)
     assert lora["base"] == 2 * shape.counts.total
+    ppo = replace(config, lora=schema.LoraConfig(rank=16), objective=PRESETS["ppo"])
+    ppo = formulas.trainer_bytes(shape, replace(ppo, critic=schema.CriticConfig("separate")), 1000, gpus=1)
+    own = {name: size for name, size in ppo.items() if name.startswith("critic, ")}
+    assert own == {f"critic, {name}": size for name, size in lora.items() if "float32" in name}
     # peft counts 40,370,176 weights of rank 16 on all linear layers of this model
     assert lora["AdamW state, float32"] == 8 * 40_370_176
 
@@ -138,12 +166,12 @@ def test_known_rates_are_found_again_from_the_seconds_that_they_make(small):
     steps = []
     for prompts, size, tokens in fit.FITTED:
         lengths = chance.integers(1, tokens + 1, (prompts, size)).tolist()
-        found = fit.predict(big, RATES, 30.0, lengths, width=2)
+        found = fit.predict(big, RATES, Config(), 30.0, lengths, lengths, width=2)
         parts = [found[part] for part in ("generate", "train", "publish", "step")]
         steps.append(Measured(prompts, size, lengths, lengths, *parts))
-    rates = fit.fit_rates(big, 30.0, steps, width=2)
+    rates = fit.fit_rates(big, Config(), 30.0, steps, width=2)
     held_out = chance.integers(1, 31, (6, 5)).tolist()
-    true, again = (fit.predict(big, one, 30.0, held_out, width=2) for one in (RATES, rates))
+    true, again = (fit.predict(big, one, Config(), 30.0, held_out, held_out, width=2) for one in (RATES, rates))
     assert again == pytest.approx(true, rel=0.02)
 
 
@@ -219,7 +247,8 @@ def test_the_best_split_is_the_fastest_of_all_splits():
 
 
 def test_an_adapter_alone_is_updated_and_published():
-    full = work()
+    full = work(engine=schema.EngineConfig(kind="vllm"))  # in turns
+    full = replace(full, machine=replace(full.machine, rates=replace(full.machine.rates, train_flops=math.inf)))
     lora = replace(full, config=replace(full.config, lora=schema.LoraConfig(rank=16)))
     saved = full.shape.counts.trained - 16 * full.shape.adaptable
     rates, width = full.machine.rates, full.machine.width

@@ -10,11 +10,10 @@ from functools import cache
 import numpy as np
 
 from gruppo.config.schema import Config
-from gruppo.config.stages import highest
 from gruppo.errors import GruppoError
 from gruppo.modalities.text.policy import BATCH_ROWS
 from gruppo.plan.fit import Constants
-from gruppo.plan.formulas import ModelShape, Rates, decode_step_s, train_s, trainer_bytes
+from gruppo.plan.formulas import ModelShape, Rates, decode_step_s, learn_s, trainer_bytes
 from gruppo.plan.hardware import GPUS, THIS, Gpu, find_gpu, recognized
 from gruppo.plan.simulate import Loop, simulate
 
@@ -197,7 +196,6 @@ def simulated(work: Work, gpus: int, trainers: int, parallel: int, *, is_shared:
     config, machine, prompt = work.config, work.machine, work.prompt
     shape = work.shape.adapted(config.lora.rank)
     rollout, lag, rates = config.rollout, config.engine.lag, machine.rates
-    of_adam = {"updates": config.updates_per_batch, "minibatches": config.optim.minibatches}
     is_local = is_shared and not config.engine.kind
     servers = trainers if is_local else (gpus if is_shared else gpus - trainers) // parallel
     servers = min(servers, (lag + 1) * rollout.prompts)
@@ -208,9 +206,6 @@ def simulated(work: Work, gpus: int, trainers: int, parallel: int, *, is_shared:
     weights, numbers = machine.width * shape.counts.total, machine.width * shape.kv_numbers
     room = parallel * (USABLE * machine.memory - is_shared * kept_bytes(own)) - weights if machine.memory else math.inf
     limit = BATCH_ROWS if is_local else config.engine.max_inflight
-    # old log-probs are evaluated before the updates where these do not, and then those of a reference
-    evaluated = bool(config.engine.kind or lag or config.updates_per_batch > 1) + bool(highest(config, "kl_coef"))
-    passes = evaluated + config.optim.epochs * (3.0 + (config.optim.recompute == "layer"))
     loop = Loop(
         prompts=rollout.prompts,
         lag=lag,
@@ -221,8 +216,7 @@ def simulated(work: Work, gpus: int, trainers: int, parallel: int, *, is_shared:
         ),
         prefill_s=lambda tokens: shape.forward_flops(tokens, ()) / rates.decode_flops / parallel,
         train_s=lambda batch: (
-            train_s(shape, rates, batch, prompt, gpus=trainers, passes=passes, **of_adam)
-            + rates.row_s * sum(map(len, batch)) / trainers
+            learn_s(shape, rates, config, batch, prompt, gpus=trainers) + rates.row_s * sum(map(len, batch)) / trainers
         ),
         publish_s=machine.width * shape.counts.trained / rates.publish_bytes,
         prompt_tokens=prompt,

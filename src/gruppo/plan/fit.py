@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from gruppo.config.serialization import build as build_config
 from gruppo.errors import GruppoError
 from gruppo.integrity import read_json
 from gruppo.modalities.text.policy import BATCH_ROWS
-from gruppo.plan.formulas import ModelShape, Rates, decode_step_s, train_s
+from gruppo.plan.formulas import ModelShape, Rates, decode_step_s, learn_s
 from gruppo.plan.simulate import Loop, simulate
 from gruppo.trainer.collect import collect
 from gruppo.trainer.memory import free_bytes
@@ -89,7 +89,7 @@ class Constants:
         try:
             found: Constants = build_config(cls, read_json(path))
             for part in (found, found.rates):
-                for name, (_, interval, _) in fields_of(type(part)).items():
+                for name, (_, interval, _) in fields_of(type(part)).items():  # type: ignore[arg-type]
                     value = getattr(part, name)
                     numbers = value if isinstance(value, tuple) else (value,)
                     if interval is not None and not (numbers and all(map(interval.contains, numbers))):
@@ -106,10 +106,16 @@ class Constants:
 
 
 def predict(
-    shape: ModelShape, rates: Rates, prompt: float, groups: Sequence[Sequence[int]], *, width: int, **work: Any
+    shape: ModelShape,
+    rates: Rates,
+    config: Config,
+    prompt: float,
+    groups: Sequence[Sequence[int]],
+    learned: Sequence[Sequence[int]],
+    *,
+    width: int,
 ) -> dict[str, float]:
-    """Seconds of a step in which one device samples, learns and publishes in turns; ``work``: of ``train_s``."""
-    learned = work.pop("learned", groups)
+    """Seconds of a step in which one device samples, learns and publishes in turns."""
     loop = Loop(
         prompts=len(groups),
         lag=0,
@@ -117,7 +123,7 @@ def predict(
         max_rows=BATCH_ROWS,
         decode_step_s=lambda rows, cached: decode_step_s(shape, rates, rows, cached, width=width),
         prefill_s=lambda tokens: shape.forward_flops(tokens, ()) / rates.decode_flops,
-        train_s=lambda _: train_s(shape, rates, learned, prompt, **work),
+        train_s=lambda _: learn_s(shape, rates, config, learned, prompt),
         publish_s=width * shape.counts.trained / rates.publish_bytes,
         prompt_tokens=prompt,
         refills=False,
@@ -153,7 +159,7 @@ def fit_positive(
     return np.exp(x)
 
 
-def fit_rates(shape: ModelShape, prompt: float, steps: Sequence[Measured], *, width: int) -> Rates:
+def fit_rates(shape: ModelShape, config: Config, prompt: float, steps: Sequence[Measured], *, width: int) -> Rates:
     """The rates under which the predicted seconds are nearest to those of the steps."""
     other = [step.step_s - step.generate_s - step.train_s - step.publish_s for step in steps]
     rows = [step.prompts * step.group_size for step in steps]
@@ -169,7 +175,7 @@ def fit_rates(shape: ModelShape, prompt: float, steps: Sequence[Measured], *, wi
 
         def predicted(values: np.ndarray) -> np.ndarray:
             tried = changed(values)
-            found = [predict(shape, tried, prompt, one.lengths, width=width, learned=one.learned) for one in used]
+            found = [predict(shape, tried, config, prompt, one.lengths, one.learned, width=width) for one in used]
             return np.array([one[part] for one in found])
 
         measured = np.array([getattr(step, f"{part}_s") for step in used])
@@ -181,12 +187,12 @@ def fit_rates(shape: ModelShape, prompt: float, steps: Sequence[Measured], *, wi
 
 
 def errors_of(
-    shape: ModelShape, rates: Rates, prompt: float, steps: Sequence[Measured], *, width: int
+    shape: ModelShape, rates: Rates, config: Config, prompt: float, steps: Sequence[Measured], *, width: int
 ) -> dict[str, float]:
     """Median of |predicted / measured - 1| over steps, of each part."""
     errors: dict[str, list[float]] = {part: [] for part in ("generate", "train", "publish", "step")}
     for step in steps:
-        found = predict(shape, rates, prompt, step.lengths, width=width, learned=step.learned)
+        found = predict(shape, rates, config, prompt, step.lengths, step.learned, width=width)
         for part, of_part in errors.items():
             if part != "train" or any(step.learned):
                 of_part.append(abs(found[part] / getattr(step, f"{part}_s") - 1))
@@ -218,7 +224,7 @@ def measure(run: Run, prompts: int, group_size: int, tokens: int) -> tuple[Measu
         [[lengths[row] for row in group] for group in groups],
         [[lengths[row] for row in group if moves[row]] for group in groups],
         metrics["time/rollout_s"],
-        metrics["time/update_s"],
+        metrics["time/update_s"] + metrics["time/credit_s"],
         ended - learned,
         ended - began,
     )
@@ -260,10 +266,10 @@ def fit(config: Config, show: Callable[[str], None]) -> Constants:
             prompt_lengths += [len(ids) for ids in rollouts.shared["prompt_ids"]]
     steps = [fastest[size] for size in sizes]
     prompt = statistics.mean(prompt_lengths)
-    rates = fit_rates(shape, prompt, steps[: len(FITTED)], width=width)
+    rates = fit_rates(shape, config, prompt, steps[: len(FITTED)], width=width)
     device = run.policy.device
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else free
-    errors = errors_of(shape, rates, prompt, steps[len(FITTED) :], width=width)
+    errors = errors_of(shape, rates, config, prompt, steps[len(FITTED) :], width=width)
     machine = environment()["hardware"] | {"torch": torch.__version__}
     measured = [asdict(step) for step in steps]
     return Constants(machine, config.model, width, memory, rates, prompt, tuple(survival(rows)), errors, measured)

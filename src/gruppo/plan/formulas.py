@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import torch
 
 from gruppo.config.options import NonNegative, Range
+from gruppo.config.schema import Config
 from gruppo.config.stages import highest
 from gruppo.distributed.memory import NF4_BITS, WeightCounts, gathered_bytes, state_bytes
 from gruppo.errors import GruppoError
@@ -155,10 +156,8 @@ def train_s(
     updates: int = 1,
     minibatches: int = 1,
 ) -> float:
-    """Seconds in which the slowest of ``gpus`` ranks learns from its groups, with ``updates`` steps of AdamW.
-
-    ``passes``: forwards' worth of work: 3 an epoch, 1 more for old log-probs, reference log-probs, recomputation.
-    """
+    """Seconds in which the slowest of ``gpus`` ranks does ``passes`` forwards' worth of work on its groups, and AdamW
+    ``updates`` steps."""
     work = [shape.forward_flops(prompt, rows) for rows in groups if rows]
     if minibatches > 1:  # rows are dealt out at random, and each minibatch reads the prompts of its rows
         again = [minibatches * (1 - (1 - 1 / minibatches) ** len(rows)) - 1 for rows in groups if rows]
@@ -168,7 +167,30 @@ def train_s(
     return passes * slowest / rates.train_flops + optimizer
 
 
-def trainer_bytes(shape: ModelShape, config: Any, longest: float, *, gpus: int) -> dict[str, float]:
+def learn_s(
+    shape: ModelShape, rates: Rates, config: Config, groups: Sequence[Sequence[float]], prompt: float, *, gpus: int = 1
+) -> float:
+    """Seconds of a batch's training on ``gpus`` ranks, a separate critic included. ``shape``: with its adapter."""
+    # a backward is two forwards' worth of work, or one without gradients of the weights below an adapter
+    epochs = config.optim.epochs * (2.0 + (not config.lora.rank) + (config.optim.recompute == "layer"))
+    # before the updates: log-probs of a reference, and the policy's with the values of a head on it. Where there are
+    # no such values, and the batch has one update, its own log-probs are the old ones.
+    has_kl, is_separate = bool(highest(config, "kl_coef")), has_separate_critic(config)
+    has_old = config.updates_per_batch > 1 or (has_kl and config.objective.kl_in == "reward")
+    evaluated = has_kl + (has_old or (config.objective.has_critic and not is_separate))
+    of_adam = {"updates": config.updates_per_batch, "minibatches": config.optim.minibatches}
+    seconds = train_s(shape, rates, groups, prompt, gpus=gpus, passes=evaluated + epochs, **of_adam)
+    if is_separate:
+        critic = replace(shape, head=0)
+        seconds += train_s(critic, rates, groups, prompt, gpus=gpus, passes=1 + epochs, **of_adam)
+    return seconds
+
+
+def has_separate_critic(config: Config) -> bool:
+    return config.objective.has_critic and config.critic.kind == "separate"
+
+
+def trainer_bytes(shape: ModelShape, config: Config, longest: float, *, gpus: int) -> dict[str, float]:
     """Bytes of one rank of ``gpus`` that shard weights, gradients and AdamW's state (FSDP).
 
     The micro-batch is one row of the longest kind: what a trainer needs at least.
@@ -176,9 +198,9 @@ def trainer_bytes(shape: ModelShape, config: Any, longest: float, *, gpus: int) 
     lora = config.lora
     counts = shape.adapted(lora.rank).counts
     base = counts.total * (NF4_BITS / 8 if lora.load_in_4bit else 2) if lora.rank else 0.0
-    is_separate = config.objective.has_critic and config.critic.kind == "separate"
     parts = state_bytes(counts, shards=gpus, base_bytes=base)
-    parts |= {f"critic, {name}": size for name, size in parts.items()} if is_separate else {}
+    if has_separate_critic(config):  # under an adapter, it has one of its own on the same base
+        parts |= {f"critic, {name}": size for name, size in parts.items() if name != "base"}
     if highest(config, "kl_coef") and not base:
         parts["reference"] = 2.0 * counts.total / gpus
     if gpus == 1 and not base:
