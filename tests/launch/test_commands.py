@@ -8,10 +8,12 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from gruppo.config import serialization
 from gruppo.config.schema import EngineConfig, LaunchConfig, LoraConfig
 from gruppo.launch import commands, slurm, supervise
 from gruppo.launch.commands import Launch, claim, parse_launch
-from gruppo.launch.places import Local, rank_environments
+from gruppo.launch.places import Local, Ray, rank_environments
 from gruppo.platforms import lock_file
 from gruppo.types import GruppoError
 
@@ -211,6 +213,24 @@ def test_one_launcher_at_a_time_which_waits_for_a_trainer_that_still_saves(tmp_p
         claim(given, ExitStack())
 
 
+@pytest.mark.parametrize("error", [ConnectionError, RuntimeError, ValueError, KeyError])
+def test_ray_that_refuses_is_one_line(tmp_path, monkeypatch, error):
+    """A stand-in for the package; the real one is in test_ray.py."""
+    calls = []
+
+    def init(**options: Any) -> None:
+        calls.append(options)
+        raise error("the versions\ndiffer")
+
+    ray = SimpleNamespace(init=init, exceptions=SimpleNamespace(RayError=KeyError))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", ray)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(GruppoError, match=r"Ray cannot be used: .*the versions.*differ.* Correct RAY_ADDRESS"):
+        Ray(launch(tmp_path, on="ray"))
+    assert len(calls) == 1  # and no cluster of its own is started
+
+
 # --- Slurm ------------------------------------------------------------------------------------------------------------
 
 
@@ -257,9 +277,10 @@ def test_a_job_is_submitted_and_steps_are_started_with_srun(tmp_path, monkeypatc
     stubs = {
         "sbatch": "echo 41; cp $2 submitted",
         "scontrol": 'case $1 in show) printf "n1\\nn2\\n";; *) echo "$@" > requeued;; esac',
+        "scancel": 'echo "$@" > canceled',
         "srun": 'echo "$@" > srun-args; while [ "$1" != bash ]; do shift; done; export SLURMD_NODENAME=n3\n'
         "export SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE='2(x2)'\n"
-        'SLURM_STEP_NODELIST=n[1-2] exec "$@"',
+        'SLURM_STEP_ID=7 SLURM_STEP_NODELIST=n[1-2] exec "$@"',
     }
     (tmp_path / "bin").mkdir()
     for name, body in stubs.items():
@@ -273,12 +294,13 @@ def test_a_job_is_submitted_and_steps_are_started_with_srun(tmp_path, monkeypatc
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    given.log("server1").with_suffix(".host").write_text("n9\n")
+    given.log("server1").with_suffix(".step").write_text("n9 41.6\n")
     supervise.show(replace(given, chosen=replace(given.chosen, on="slurm")))  # a dry run beside a launch
     steps = slurm.Steps(given)
     assert steps.url(0) == "" and steps.url(1) == "http://n9:21313"
     wait(steps.start_server(1))
     assert given.log("server1").read_text() == "0.0.0.0 21313\n" and steps.url(1) == "http://n3:21313"
+    assert (tmp_path / "canceled").read_text() == "--signal=KILL 41.7\n"  # what srun has left
     assert (
         (tmp_path / "srun-args")
         .read_text()
@@ -291,13 +313,29 @@ def test_a_job_is_submitted_and_steps_are_started_with_srun(tmp_path, monkeypatc
     expected = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1"}
     assert expected.items() <= told.items() and told["MASTER_PORT"] == "21315"
     assert told["GRUPPO_ENGINE_URLS"] == "http://n3:21313"
-    assert f"--ntasks=4 --exact --export=ALL --output={given.log('trainer%t')}" in (tmp_path / "srun-args").read_text()
+    words = (tmp_path / "srun-args").read_text()
+    assert f"--ntasks=4 --exact --export=ALL --output={given.log('trainer%t')}" in words
+    assert "--kill-on-bad-exit=0 --wait=600" in words
+    (tmp_path / "canceled").unlink()
+    monkeypatch.setattr(Launch, "trainer_command", lambda self, urls: ["sleep", "100"])
+    (trainers,) = steps.start_trainers([])
+    while not slurm.placed(given.log("srun"))[1]:
+        time.sleep(0.01)
+    trainers.kill()
+    assert (tmp_path / "canceled").read_text() == "--signal=KILL 41.7\n"
+    wait(trainers)
     steps.close()
     assert not (tmp_path / "requeued").exists()
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGUSR1)
     steps.close()
     assert (tmp_path / "requeued").read_text() == "requeue 41\n"
+    (tmp_path / "requeued").unlink()
+    monkeypatch.setattr(slurm, "LEAD_S", slurm.REQUEUE_S)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    while not (tmp_path / "requeued").exists():  # also where a save never ends
+        time.sleep(0.01)
 
 
 def wait(process: Any) -> None:

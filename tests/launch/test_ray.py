@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.launch.launches import recipe
+from tests.launch.launches import launch, recipe
 
 from gruppo.launch import supervise
 from gruppo.launch.commands import parse_launch
 from gruppo.launch.places import InActor, Ray
 from gruppo.launch.supervise import Supervisor
 from gruppo.tracking.files import read_metrics
+from gruppo.types import GruppoError
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -32,6 +33,15 @@ def cluster(monkeypatch):
     yield
     ray.shutdown()
     signal.signal(signal.SIGTERM, handler)
+
+
+def test_a_path_that_a_node_lacks_is_one_line(tmp_path, cluster):
+    place = Ray(launch(tmp_path, servers=1, server_command="/nowhere/python", on="ray"))
+    try:
+        with pytest.raises(GruppoError, match=r"cannot start a process .*No such file .*/nowhere/python.* same paths"):
+            place.start_server(0)
+    finally:
+        place.close()
 
 
 def test_two_ranks_and_two_servers_run_on_ray_and_recover_from_a_killed_rank_and_a_lost_actor(

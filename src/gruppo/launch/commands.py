@@ -28,6 +28,8 @@ log = logging.getLogger("gruppo")
 
 SAVING_S = 120.0
 """How long the processes of a launcher that was killed may take to save and end."""
+GRACE_S = 600.0
+"""How long the other ranks may take to notice that one has ended, and to save."""
 
 
 @dataclass(frozen=True)

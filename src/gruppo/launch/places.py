@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from gruppo.launch.child import ChildProcess, Process, RemoteProcess, free_ports
 from gruppo.launch.commands import Launch, log
-from gruppo.loading import counted, import_extra
+from gruppo.loading import counted, import_extra, visible
 from gruppo.platforms import usable_processors
 from gruppo.types import GruppoError
 
@@ -119,12 +120,20 @@ class InActor:
         self._code: int | None = None
 
     def call(self, method: str, *args: Any) -> Any:
+        try:
+            return self._call(method, *args)
+        except self._ray.exceptions.RayError as error:
+            why = visible("".join(str(error).strip().splitlines()[-1:]))  # above it stands the actor's traceback
+            raise GruppoError(f"""Ray cannot start a process of the launch: {why:.300}. All nodes need the same paths,
+                such as {sys.executable} and {os.getcwd()}, and the same packages.""") from error
+
+    def _call(self, method: str, *args: Any) -> Any:
         return self._ray.get(getattr(self._actor, method).remote(*args))
 
     def poll(self) -> int | None:
         if self._code is None:
             try:
-                self._code = self.call("poll")
+                self._code = self._call("poll")
             except self._ray.exceptions.RayActorError:
                 self._code = LOST
             if self._code is not None:
@@ -133,11 +142,11 @@ class InActor:
 
     def terminate(self) -> None:
         with suppress(self._ray.exceptions.RayActorError):
-            self.call("terminate")
+            self._call("terminate")
 
     def kill(self) -> None:
         with suppress(self._ray.exceptions.RayActorError):
-            self.call("kill")
+            self._call("kill")
 
 
 class Ray:
@@ -150,9 +159,16 @@ class Ray:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         options = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
-            ray.init(address="auto", **options)
-        except ConnectionError:  # processes that wait for each other share the processors of one machine
-            ray.init(num_cpus=chosen.trainers + chosen.servers, include_dashboard=False, **options)
+            try:
+                ray.init(address="auto", **options)
+            except ConnectionError:
+                if os.environ.get("RAY_ADDRESS"):
+                    raise
+                # processes that wait for each other share the processors of one machine
+                ray.init(num_cpus=chosen.trainers + chosen.servers, include_dashboard=False, **options)
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise GruppoError(f"""Ray cannot be used: {visible(" ".join(str(error).split())):.300}. Correct RAY_ADDRESS,
+                or the cluster; without both, gruppo launch starts one on this machine.""") from error
         for number, handler in handlers.items():  # Ray's own ends this process at once
             signal.signal(number, handler)
         has_gpus = launch.config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0

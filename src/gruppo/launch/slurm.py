@@ -8,22 +8,25 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gruppo.launch.child import ChildProcess, Process
-from gruppo.launch.commands import Launch
+from gruppo.launch.commands import GRACE_S, Launch
 from gruppo.types import GruppoError
 
-RANK = (
+LEAD_S, REQUEUE_S = 600, 60
+"""Before the time limit: when the trainers are asked to save, and when the job is put back though they still do."""
+PLACED = 'echo "$SLURMD_NODENAME $SLURM_JOB_ID.$SLURM_STEP_ID" > "$0"; '
+"""Says where Slurm has placed a step, and its number."""
+RANK = PLACED + (
     "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_STEP_NUM_TASKS "
     "LOCAL_WORLD_SIZE=${SLURM_STEP_TASKS_PER_NODE%%[!0-9]*} "
     'MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1); exec "$@"'
 )
 """What torchrun would tell a rank."""
-NODE = 'echo "$SLURMD_NODENAME" > "$0"; exec "$@"'
-"""Names the machine on which Slurm has placed a server."""
 
 
 def script(launch: Launch, args: Sequence[str]) -> str:
@@ -42,8 +45,8 @@ def script(launch: Launch, args: Sequence[str]) -> str:
     chosen, python = launch.chosen, shlex.quote(sys.executable)
     name, output = (shlex.quote(str(text)) for text in (launch.config.name, launch.log("slurm").absolute()))
     own = [f"--job-name={name}", f"--ntasks={chosen.trainers + chosen.servers}"]
-    # the launcher gets the signal ten minutes before the time limit; the trainers finish their step and save
-    own += ["--signal=B:USR1@600", "--requeue", "--open-mode=append", f"--output={output}"]
+    # the launcher gets the signal; the trainers finish their step and save
+    own += [f"--signal=B:USR1@{LEAD_S}", "--requeue", "--open-mode=append", f"--output={output}"]
     own = [f"#SBATCH {option}" for option in own]
     at = args.index("--") if "--" in args else len(args)
     # a job that is queued again continues the run of this name
@@ -66,10 +69,33 @@ def submit(launch: Launch, text: str) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
+class Step(ChildProcess):
+    """A step of the job, through its srun."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
+        self._output = output
+        output.with_suffix(".step").unlink(missing_ok=True)
+        super().__init__(command, env, output)
+
+    def kill(self) -> None:
+        """End the step: its tasks go on where srun alone gets SIGKILL."""
+        if self._code is None and (number := placed(self._output)[1]):
+            # its error says that the step has ended
+            subprocess.run(["scancel", "--signal=KILL", number], check=False, capture_output=True)
+        super().kill()
+
+
+def placed(output: Path) -> tuple[str, str]:
+    """Machine and number of the step with this log; "" while they are not known."""
+    file = output.with_suffix(".step")
+    words = file.read_text(encoding="utf-8").split() if file.is_file() else []
+    return (words[0], words[1]) if len(words) > 1 else ("", "")
+
+
 class Steps:
     """Steps of the job of which this process is the script."""
 
-    def __init__(self, launch: Launch, start: Callable[..., Process] = ChildProcess) -> None:
+    def __init__(self, launch: Launch, start: Callable[..., Process] = Step) -> None:
         self.launch, self._start, self.starts = launch, start, 0
         # jobs that follow each other may share a machine
         self.first = launch.chosen.port or 20000 + 32 * int(os.environ["SLURM_JOB_ID"]) % 10000
@@ -78,6 +104,10 @@ class Steps:
 
     def _stop(self, *_: Any) -> None:
         self.is_out_of_time = True
+        # a longer save is cut off, and the run continues from its last checkpoint
+        timer = threading.Timer(LEAD_S - REQUEUE_S, self.close)
+        timer.daemon = True
+        timer.start()
         raise KeyboardInterrupt
 
     def _srun(self, tasks: int, gpus: int, *options: str) -> list[str]:
@@ -88,28 +118,25 @@ class Steps:
         # where the template has --export=NONE, a step would have neither the key nor the addresses of the servers
         return ["srun", f"--ntasks={tasks}", "--exact", "--export=ALL", *options, "bash", "-c"]
 
-    def _host(self, number: int) -> Path:
-        return self.launch.folder / "logs" / f"server{number}.host"
-
     def start_server(self, number: int) -> Process:
-        if self._start is ChildProcess:  # not where the command is only printed
-            self._host(number).unlink(missing_ok=True)
-        command = [*self._srun(1, self.launch.gpus_per_server), NODE, str(self._host(number))]
+        output = self.launch.log(f"server{number}")
+        command = [*self._srun(1, self.launch.gpus_per_server), f'{PLACED}exec "$@"', str(output.with_suffix(".step"))]
         command += self.launch.server_command("0.0.0.0", self.first + number)
-        return self._start(command, self.launch.environment(), self.launch.log(f"server{number}"))
+        return self._start(command, self.launch.environment(), output)
 
     def url(self, number: int) -> str:
-        host = self._host(number)
-        name = host.read_text(encoding="utf-8").strip() if host.is_file() else ""
-        return f"http://{name}:{self.first + number}" if name else ""
+        host, _ = placed(self.launch.log(f"server{number}"))
+        return f"http://{host}:{self.first + number}" if host else ""
 
     def start_trainers(self, urls: Sequence[str]) -> list[Process]:
         count, self.starts = self.launch.chosen.trainers, self.starts + 1
-        output = f"--output={self.launch.log('trainer%t').absolute()}"
-        srun = self._srun(count, count, output, "--open-mode=append")
+        options = [f"--output={self.launch.log('trainer%t').absolute()}", "--open-mode=append"]
+        # whatever slurm.conf says, the others have time to save when a rank ends, and ones that hang are ended
+        srun = self._srun(count, count, *options, "--kill-on-bad-exit=0", f"--wait={GRACE_S:.0f}")
         env = {"MASTER_PORT": str(self.first + self.launch.chosen.servers + self.starts)}
-        command = [*srun, RANK, "bash", *self.launch.trainer_command(urls)]
-        return [self._start(command, self.launch.environment(urls) | env, self.launch.log("srun"))]
+        output = self.launch.log("srun")
+        command = [*srun, RANK, str(output.with_suffix(".step")), *self.launch.trainer_command(urls)]
+        return [self._start(command, self.launch.environment(urls) | env, output)]
 
     def close(self) -> None:
         """Put the job back into the queue if its time is over; not one that was canceled."""

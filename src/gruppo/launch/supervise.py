@@ -16,7 +16,7 @@ from gruppo.engines.vllm.client import KEY
 from gruppo.errors import EngineLost
 from gruppo.launch import slurm
 from gruppo.launch.child import Process
-from gruppo.launch.commands import Launch, claim, is_written, log, parse_launch
+from gruppo.launch.commands import GRACE_S, Launch, claim, is_written, log, parse_launch
 from gruppo.launch.places import Local, Place, Ray
 from gruppo.loading import visible
 from gruppo.types import GruppoError
@@ -24,8 +24,6 @@ from gruppo.types import GruppoError
 POLL_S = 0.5
 WINDOW_S = 3600.0
 """Within which restarts are counted."""
-GRACE_S = 600.0
-"""How long the other ranks may take to notice that one has ended, and to save."""
 WAIT_S = 60.0
 """Between two lines about a server that does not answer yet."""
 SERVER_GRACE_S = 40.0
@@ -37,17 +35,17 @@ STOPPED = 75
 
 @dataclass
 class Server:
-    """A server, and what is known of it."""
+    """State of a server."""
 
     process: Process | None = None
-    began: float = 0.0
-    waited: float = 0.0
-    """When it was last said that it is waited for."""
+    started_at: float = 0.0
+    reported_at: float = 0.0
+    """When the last line about it was logged."""
     is_ready: bool = False
     was_ready: bool = False
     is_left_out: bool = False
     failures: list[float] = field(default_factory=list)
-    """Times of those within the window."""
+    """Times of its failures within the window."""
 
 
 class Supervisor:
@@ -58,7 +56,7 @@ class Supervisor:
         self.servers = [Server() for _ in range(launch.chosen.servers)]
         self.trainers: list[Process] = []
         self.urls: list[str] = []
-        """Of the servers that the trainers know."""
+        """Servers that the trainers were started with."""
         self.failures: list[float] = []
         self._failed_at, self._is_moving, self._is_waiting = 0.0, False, False
         output = launch.log("trainer0")
@@ -80,9 +78,9 @@ class Supervisor:
     def _turn(self) -> int | None:
         for number, server in enumerate(self.servers):
             if not server.is_left_out:
-                self._tend(number, server)
+                self._check_server(number, server)
         if self.trainers:
-            return self._tend_trainers()
+            return self._check_trainers()
         used = [server for server in self.servers if not server.is_left_out]
         if self.servers and not used:
             where = self.launch.log("server0").parent
@@ -101,11 +99,11 @@ class Supervisor:
             log.info("the trainers are started; their output is in %s", self.launch.log("trainer0"))
         return None
 
-    def _tend(self, number: int, server: Server) -> None:
+    def _check_server(self, number: int, server: Server) -> None:
         output = self.launch.log(f"server{number}")
         if server.process is None:
             server.process = self.place.start_server(number)
-            server.began = server.waited = time.monotonic()
+            server.started_at = server.reported_at = time.monotonic()
             if not server.was_ready:
                 log.info("server %d is started; its output is in %s", number, output)
             return
@@ -119,17 +117,17 @@ class Supervisor:
             server.is_left_out = not self._may_restart(f"server {number}", f"code {code}", server.failures)
         elif not server.is_ready and (url := self.place.url(number)) and answers(url):
             server.is_ready = server.was_ready = True
-            log.info("server %d answers at %s after %.0f s", number, url, time.monotonic() - server.began)
+            log.info("server %d answers at %s after %.0f s", number, url, time.monotonic() - server.started_at)
             if self.trainers and url not in self.urls and not self._is_moving:
                 log.info("its address is new: the trainers save, and continue with it")
                 self._is_moving = True
                 for process in self.trainers:
                     process.terminate()
-        elif not server.is_ready and time.monotonic() > server.waited + WAIT_S:
-            server.waited = time.monotonic()
+        elif not server.is_ready and time.monotonic() > server.reported_at + WAIT_S:
+            server.reported_at = time.monotonic()
             log.info("server %d does not answer yet at %s; its output is in %s", number, url or "any address", output)
 
-    def _tend_trainers(self) -> int | None:
+    def _check_trainers(self) -> int | None:
         codes = [process.poll() for process in self.trainers]
         if None in codes:  # the others notice that a rank has ended, save and end
             if any(codes):
