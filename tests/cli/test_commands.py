@@ -348,7 +348,7 @@ def test_a_model_of_nan_exits_4_with_one_line(tmp_path, recipe):
         (["train"], "no recipe was given"),
         (["train", "--steps", "3"], "no recipe was given"),
         (["train", "arithmetik"], "unknown recipe 'arithmetik'. Did you mean arithmetic?"),
-        (["train", "other"], "arithmetic-ppo, guess, digits-pretrain, digits-compress, digits-sevens, "),
+        (["train", "other"], "digits-pretrain, digits-compress, digits-sevens, "),
         (["train", "no.py:recipe"], "there is no file"),
         (["train", "no.json"], "no.json does not exist"),
         (["train", tiny.reward("digitz")], "has no 'digitz'"),
