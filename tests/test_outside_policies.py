@@ -42,7 +42,7 @@ def config(name: str, folder: Path, **changes: Any) -> gruppo.Config:
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp(request.param)
-    return request.param, api.start(config(request.param, folder, scoring__isolate=request.param == "routes")).folder
+    return request.param, api.start(config(request.param, folder)).folder
 
 
 def test_a_policy_from_outside_is_killed_and_resumes_to_the_bit(finished, tmp_path, monkeypatch):

@@ -34,6 +34,10 @@ class Fault:
     shard: Shard = "none"
     victim: int = 1
 
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, asdict(self).values())).replace(" ", "_")
+
 
 def recipe(folder: Path, shard: Shard, timeout_s: float) -> str:
     """A run that has every phase."""
@@ -80,14 +84,20 @@ class Faults:
         seen = json.loads((self.folder / f"{name}-1.json").read_text())
         return file, weights(self.folder / "runs" / name), Counter(seen)
 
+    def start(self, fault: Fault) -> list[processes.Child]:
+        """Start a run with a fault in the middle of its phase."""
+        file, _, seen = self.whole(fault.shard)
+        at = {"at": seen[fault.phase] // 2 + 1}
+        return processes.ranks(2, train, file, fault.name, asdict(fault) | at, 0, folder=self.folder / fault.name)
+
     def disturb(self, fault: Fault) -> str:
         """Run with a fault in the middle of its phase, and once more; return what happened. AssertionError if wrong."""
+        return self.finish(fault, self.start(fault))
+
+    def finish(self, fault: Fault, ranks: list[processes.Child]) -> str:
+        """Wait for what ``start`` began, and run once more."""
         file, expected, seen = self.whole(fault.shard)
-        name = "-".join(map(str, asdict(fault).values())).replace(" ", "_")
-        number = seen[fault.phase] // 2 + 1
-        ranks = processes.ranks(
-            2, train, file, name, asdict(fault) | {"at": number}, 0, folder=self.folder / f"{name}-first"
-        )
+        name, number = fault.name, seen[fault.phase] // 2 + 1
         other, victim = ranks[1 - fault.victim], ranks[fault.victim]
         code = other.wait(300)
         took_s = time.time() - float((self.folder / f"{name}-at").read_text())

@@ -7,7 +7,6 @@ import os
 import signal
 from typing import Any
 
-import pytest
 from tests import processes, tiny
 
 from gruppo import distributed as dist
@@ -34,21 +33,33 @@ def meet(lost: int, number: int, timeout_s: float) -> None:
         os._exit(error.exit_code)
 
 
-@pytest.mark.parametrize(
-    ("number", "lost"),
-    [(signal.SIGKILL, 2), (signal.SIGKILL, 0), (signal.SIGSTOP, 2), (signal.SIGSTOP, 0)],
-    ids=["dead", "dead, hosts the store", "stopped", "stopped, hosts the store"],
-)
-def test_ranks_name_the_one_that_is_dead_or_stopped(tmp_path, number, lost):
-    """Of three ranks, since of two, none can name the wrong one."""
-    ranks = processes.ranks(3, meet, lost, int(number), 6.0, folder=tmp_path)
-    others = {index: rank for index, rank in enumerate(ranks) if index != lost}
-    assert [rank.wait() for rank in others.values()] == [75, 75], "\n".join(rank.err for rank in others.values())
-    for index, rank in others.items():
-        other = f"rank {lost} (process {ranks[lost].process.pid} on "
-        assert rank.out.startswith(f"rank {index} cannot continue in phase 'wait': {other}")
-        assert rank.out.endswith(") in phase 'start' has ended or stopped. Resume.\n")
-    ranks[lost].kill()
+LOST = {
+    "dead": (2, signal.SIGKILL),
+    "dead, hosts the store": (0, signal.SIGKILL),
+    "stopped": (2, signal.SIGSTOP),
+    "stopped, hosts the store": (0, signal.SIGSTOP),
+}
+
+
+def test_ranks_name_the_one_that_is_dead_or_stopped(tmp_path):
+    """Of three ranks, since of two, none can name the wrong one. All cases at once: two wait for their timeout."""
+    groups = {
+        case: processes.ranks(3, meet, lost, int(number), 6.0, folder=tmp_path / case)
+        for case, (lost, number) in LOST.items()
+    }
+    try:
+        for case, (lost, _) in LOST.items():
+            ranks = groups[case]
+            others = {index: rank for index, rank in enumerate(ranks) if index != lost}
+            codes = [rank.wait() for rank in others.values()]
+            assert codes == [75, 75], "\n".join([case, *(rank.err for rank in others.values())])
+            for index, rank in others.items():
+                other = f"rank {lost} (process {ranks[lost].process.pid} on "
+                assert rank.out.startswith(f"rank {index} cannot continue in phase 'wait': {other}"), case
+                assert rank.out.endswith(") in phase 'start' has ended or stopped. Resume.\n"), case
+    finally:
+        for rank in (rank for ranks in groups.values() for rank in ranks if rank.process.is_alive()):
+            rank.kill()
 
 
 def test_a_rank_that_is_alive_and_late_is_not_called_lost(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import json
 import os
 import socket
@@ -24,17 +25,20 @@ from torch import nn
 from gruppo.core.distributions import chunked_categorical
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.modalities.text.generation import generate
-from gruppo.types import Sampling
+from gruppo.types import Generated, Sampling
 
 LOADING = threading.Lock()
 """transformers loads one model of a process at a time: it patches torch meanwhile."""
+SAMPLED: dict[Any, Generated] = {}
+SCORED: dict[Any, list[float]] = {}
+"""Of this process, by weights, tokens and parameters: servers and tests ask for the same rows of the same weights."""
 
 
 class FakeServer:
     """``url`` answers from construction to ``close``. ``model``: the folder that the server was started with."""
 
     def __init__(self, model: str, *, key: str = "", host: str = "127.0.0.1", port: int = 0) -> None:
-        self.model, self.policy = model, copy.deepcopy(opened(model))
+        self.model, self.policy = model, copied(opened(model))
         self.key, self.version, self.is_paused, self.pauses = key, "default", False, 0
         self.adapters: dict[str, Any] = {}
         self.cache: dict[Any, TextPolicy] = {}  # prompt to the weights that read it
@@ -176,7 +180,7 @@ class FakeServer:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             return 500, {"error": {"message": f"Cannot find any model weights with `{folder}`", "code": 500}}
-        policy = untied(copy.deepcopy(self.policy))
+        policy = copied(self.policy)
         try:
             self.load(policy, {name: x for file in files for name, x in load_file(file).items()})
         except RuntimeError as error:  # of another model
@@ -238,13 +242,18 @@ class FakeServer:
             params["max_tokens"],
             tuple(params.get("stop", ())),
         )
-        generator = torch.Generator().manual_seed(params.get("seed", 0))
-        uniforms = torch.rand(1, params["max_tokens"], generator=generator, dtype=torch.float64)
-        with torch.no_grad():
-            decoding = policy.backbone.start([torch.tensor(ids)], torch.tensor([0]))
-            if first is not policy:  # the prompt was read by older weights
-                decoding.logits = first.backbone.start([torch.tensor(ids)], torch.tensor([0])).logits
-            row = generate(decoding, uniforms, sampling, policy.chat)
+        seed = params.get("seed", 0)
+        adapter = None if policy.base_sha256 is None else id(policy)  # whose scale the digest leaves out
+        address = digest(policy), digest(first), adapter, tuple(ids), sampling, seed
+        row = SAMPLED.get(address)
+        if row is None:
+            generator = torch.Generator().manual_seed(seed)
+            uniforms = torch.rand(1, params["max_tokens"], generator=generator, dtype=torch.float64)
+            with torch.no_grad():
+                decoding = policy.backbone.start([torch.tensor(ids)], torch.tensor([0]))
+                if first is not policy:  # the prompt was read by older weights
+                    decoding.logits = first.backbone.start([torch.tensor(ids)], torch.tensor([0])).logits
+                row = SAMPLED[address] = generate(decoding, uniforms, sampling, policy.chat)
         length = int(row.lengths[0])
         tokens, logprobs = row.tokens[0, :length].tolist(), row.logprobs[0, :length].tolist()
         self.tokens += length
@@ -255,6 +264,14 @@ class FakeServer:
             "finish_reason": row.finish[0],
             "weight_versions": [{"version": version, "start": 0, "end": length}],
         }
+
+
+def digest(policy: TextPolicy) -> bytes:
+    """Of the weights as they are now, which tests change in place too."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for tensor in policy.module.state_dict().values():
+        hashed.update(tensor.numpy().tobytes())
+    return hashed.digest()
 
 
 def cut(choice: dict[str, Any], length: int) -> dict[str, Any]:
@@ -296,6 +313,11 @@ def opened(model: str) -> TextPolicy:
     return untied(from_pretrained(model, compute="float32"))
 
 
+def copied(policy: TextPolicy) -> TextPolicy:
+    """A policy with weights of its own, and the same tokenizer, whose copy would take longer."""
+    return untied(policy.at(copy.deepcopy(policy.module)))
+
+
 def untied(policy: TextPolicy) -> TextPolicy:
     """A policy whose head is a parameter of its own."""
     head = policy.module.get_output_embeddings()
@@ -310,10 +332,13 @@ def load_weights(policy: TextPolicy, weights: dict[str, torch.Tensor]) -> None:
 @torch.no_grad()
 def score(policy: TextPolicy, ids: list[int]) -> list[float]:
     """Log-probs of the tokens after the first, at temperature 1."""
-    features = policy.backbone.features(torch.tensor([ids]))[0, :-1]
-    targets = torch.tensor(ids[1:])
-    logprobs, _ = chunked_categorical(features, policy.backbone.head, targets, torch.ones(len(targets)))
-    return logprobs.tolist()
+    address = digest(policy), None if policy.base_sha256 is None else id(policy), tuple(ids)
+    if address not in SCORED:
+        features = policy.backbone.features(torch.tensor([ids]))[0, :-1]
+        targets = torch.tensor(ids[1:])
+        logprobs, _ = chunked_categorical(features, policy.backbone.head, targets, torch.ones(len(targets)))
+        SCORED[address] = logprobs.tolist()
+    return SCORED[address]
 
 
 if __name__ == "__main__":  # MODEL HOST PORT

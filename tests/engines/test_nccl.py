@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import math
 import os
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny
-from tests.engines.fake_vllm import FakeServer, Fault, untied
+from tests.engines.fake_vllm import FakeServer, Fault, copied
 from tests.engines.test_prove import few_probes, update  # noqa: F401
 from tests.engines.test_vllm import SAMPLING, requests, require_logprobs
 from torch import distributed as torch_dist
@@ -128,7 +127,7 @@ class Receiver(FakeServer):
 
     def post_finish_weight_update(self, body: Any, query: Any) -> Any:
         assert self.is_paused
-        policy = untied(copy.deepcopy(self.policy))
+        policy = copied(self.policy)
         self.load(policy, self.received)
         self.policy, self.received = policy, None
         return {"message": "Weight update finished"}

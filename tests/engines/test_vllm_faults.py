@@ -253,7 +253,18 @@ def test_a_request_that_every_server_refuses_is_an_error_of_the_request(policy, 
 
 def config(folder: Path, servers: list[FakeServer], **changes: Any) -> Any:
     options = {"engine__kind": "vllm", "engine__urls": [server.url for server in servers], "engine__timeout_s": 3}
-    return tiny.config(folder, **options, steps=4, evaluation__prompts=0, saving__every=0, **changes)
+    return tiny.config(folder, **options, steps=3, evaluation__prompts=0, saving__every=0, **changes)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Iterator[Path]:
+    """A run that nothing disturbs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prove, "PROBES", 6)
+        servers = [FakeServer(tiny.model()) for _ in range(2)]
+        yield api.start(config(tmp_path_factory.mktemp("whole"), servers)).folder
+        for server in servers:
+            server.close()
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -269,10 +280,9 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("moment", ["while rows are sampled", "while weights are published"])
-def test_with_no_server_left_a_run_is_saved_and_continues_on_others(tmp_path, monkeypatch, moment):
+def test_with_no_server_left_a_run_is_saved_and_continues_on_others(whole, tmp_path, monkeypatch, moment):
     servers = [FakeServer(tiny.model()) for _ in range(2)]
     try:
-        whole = api.start(config(tmp_path / "whole", servers)).folder
         path = "generate" if moment.startswith("while rows") else "/resume"
 
         def before(asked: str, body: Any) -> None:
@@ -305,17 +315,16 @@ def start(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_sample_from_the_servers_what_one_does(tmp_path):
+def test_two_ranks_sample_from_the_servers_what_one_does(whole, tmp_path):
     """The first rank publishes; each asks for the rows of its own prompts."""
     servers = [FakeServer(tiny.model()) for _ in range(2)]
     try:
-        for name, count in (("one", 1), ("two", 2)):
-            settings = serialization.to_dict(config(tmp_path, servers, name=name))
-            processes.run_ranks(count, start, settings, folder=tmp_path / name)
-        one, two = (weights(tmp_path / "runs" / name) for name in ("one", "two"))
+        settings = serialization.to_dict(config(tmp_path, servers, name="two"))
+        processes.run_ranks(2, start, settings, folder=tmp_path / "two")
+        one, two = (weights(run) for run in (whole, tmp_path / "runs/two"))
         for name, value in one.items():
             torch.testing.assert_close(two[name], value, rtol=0, atol=1e-5)
-        for mine, theirs in zip(rows(tmp_path / "runs/one"), rows(tmp_path / "runs/two"), strict=True):
+        for mine, theirs in zip(rows(whole), rows(tmp_path / "runs/two"), strict=True):
             assert theirs["reward/mean"] == pytest.approx(mine["reward/mean"])
     finally:
         for server in servers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -23,8 +25,20 @@ SPLITTING = [llama, gpt2, qwen2]
 
 
 @pytest.fixture(params=POLICIES, ids=lambda make: make.__name__)
-def policy(request):
-    return doubled(request.param())
+def make(request):
+    return request.param
+
+
+@functools.cache
+def made(make):
+    """The policy in float64 and its samples, once: a copy takes a tenth of the time."""
+    policy = doubled(make())
+    return policy, ragged(policy)
+
+
+@pytest.fixture
+def policy(make):
+    return copy.deepcopy(made(make)[0])
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
@@ -33,8 +47,8 @@ def critic(request, policy):
 
 
 @pytest.fixture
-def rollouts(policy):
-    return ragged(policy)
+def rollouts(make):
+    return made(make)[1]
 
 
 def ragged(policy):
@@ -139,8 +153,8 @@ def test_the_first_values_are_zero_and_draw_nothing(kind):
 
 
 @pytest.mark.silent_bug(3)
-@pytest.mark.parametrize("budget", [1, 25])
-def test_micro_batch_size_changes_neither_value_nor_gradient(policy, critic, rollouts, budget):
+def test_micro_batch_size_changes_neither_value_nor_gradient(policy, critic, rollouts):
+    budget = 1 if critic.is_shared else 25
     one, many = (policy.micro_batches(rollouts, rollouts.mask, tokens) for tokens in (ALL, budget))
     assert len(one) == 1 < len(many)
     same(values_of(critic, rollouts, many), values_of(critic, rollouts, one))

@@ -295,6 +295,7 @@ def test_a_saved_head_of_another_width_is_refused_with_both_shapes(tmp_path, ope
 @KINDS
 def test_a_run_that_was_stopped_and_resumed_is_the_run_that_was_not(tmp_path, kind):
     changes = {"critic__warmup_steps": 1, "optim__epochs": 2, "optim__minibatches": 2, "stage__kl_coef": 0.1}
+    changes |= {"steps": 4}
     whole = api.start(config_in(tmp_path / "whole", kind, **changes)).folder
     config = replace(config_in(tmp_path / "parts", kind, **changes), data=str(tmp_path / "whole/data.jsonl"))
     with pytest.raises(Stopped):

@@ -212,14 +212,14 @@ def test_the_old_kl_of_several_updates_is_exact(tmp_path):
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "branched, guided": KL | {"diffusion__noise": "branched", "diffusion__guidance": 2.0},
-    "shared, a fraction, mixed on disk": MIXED
-    | {"reference__place": "disk", "diffusion__noise": "shared", "diffusion__train_fraction": 0.5},
+    "branched, guided, demonstrations beside": KL
+    | {"diffusion__noise": "branched", "diffusion__guidance": 2.0, "stage__sup_coef": 0.5, "supervised__batch": 4},
+    "shared, a fraction, mixed on disk, PPO with a critic of its own": MIXED
+    | {"reference__place": "disk", "diffusion__noise": "shared", "diffusion__train_fraction": 0.5}
+    | {"objective": "ppo", "critic__kind": "separate"},
     "a window of flow_sde, PPO with a shared critic": KL
     | {"objective": "ppo", "diffusion__transition": "flow_sde", "diffusion__eta": 0.7}
     | {"diffusion__train_from": 1, "diffusion__train_to": 3},
-    "PPO with a critic of its own": KL | {"objective": "ppo", "critic__kind": "separate"},
-    "demonstrations beside": KL | {"stage__sup_coef": 0.5, "supervised__batch": 4},
 }
 
 

@@ -71,11 +71,16 @@ def test_each_epochs_ratio_clip_and_kl_are_those_of_the_steps_by_hand(tmp_path, 
     assert result["update/epochs_count"] == 3 and "epoch/4/ratio_mean" not in result
 
 
+@pytest.fixture(scope="module")
+def kls(tmp_path_factory) -> list[float]:
+    """Of each minibatch before its update, where nothing ends the batch."""
+    _, moved = by_minibatch(begun(tmp_path_factory.mktemp("unlimited"), SHARED, **(SLOW | THREE)))
+    return [float((log_ratio.expm1() - log_ratio).mean()) for log_ratio, _ in moved]
+
+
 @pytest.mark.parametrize(("updates", "epochs"), [(2, 1.0), (3, 1.5)])
-def test_where_the_kl_ends_a_batch_is_said_in_epochs(tmp_path, updates, epochs):
+def test_where_the_kl_ends_a_batch_is_said_in_epochs(kls, tmp_path, updates, epochs):
     """The limit lies between two minibatches' KL; the one that is too far is evaluated, and takes no update."""
-    _, moved = by_minibatch(begun(tmp_path, SHARED, **(SLOW | THREE)))
-    kls = [float((log_ratio.expm1() - log_ratio).mean()) for log_ratio, _ in moved]
     assert max(kls[:updates]) < kls[updates]
     limit = (max(kls[:updates]) + kls[updates]) / 2
     _, logged = step(begun(tmp_path, SHARED, **(SLOW | THREE), optim__stop_kl=limit))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests import own_models, processes, tiny
 from tests.own_models import own
-from tests.trainer.runs import FULL, SIMPLE, Signalling, assert_same, metrics, newest, tensors, weights
+from tests.trainer.runs import FULL, Signalling, assert_same, metrics, newest, tensors, weights
 from torch import nn
 
 from gruppo import api, inference
@@ -117,20 +117,18 @@ def test_a_name_means_the_same_from_any_folder(tmp_path, monkeypatch):
 # --- stopped and resumed ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [SIMPLE, FULL], ids=["simple", "full"])
-def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path, kind):
-    whole = begun(tmp_path / "whole", **kind)
-    reward, score = Signalling(4), tiny.noisy if kind else tiny.digits
+def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path):
+    whole = begun(tmp_path / "whole", **FULL)
+    reward = Signalling(4)
 
-    def stopping(completions, **_):
+    def noisy(completions, **_):
         reward(completions)
-        return score(completions)
+        return tiny.noisy(completions)
 
-    stopping.__name__ = "noisy" if kind else "digits"
     stopped = serialization.load(whole / "config.json")
     stopped = api.change(stopped, {"runs_dir": str(tmp_path / "runs")})
     with pytest.raises(Stopped):
-        api.start(stopped, Parts(rewards=[stopping]))
+        api.start(stopped, Parts(rewards=[noisy]))
     assert_same(api.start(tmp_path / "runs/run").folder, whole)
 
 

@@ -257,7 +257,7 @@ def stopped(folder: Path, changes: dict[str, Any], *, at: int) -> Path:
 
 @pytest.mark.silent_bug(19)
 @pytest.mark.silent_bug(33)
-@pytest.mark.parametrize("kind", ["mixed", "mixed on disk", "mixed adapter", "base"])
+@pytest.mark.parametrize("kind", ["mixed on disk", "mixed adapter", "base"])
 def test_a_reference_is_resumed_to_the_bit(tmp_path, kind):
     whole = api.start(tiny.config(tmp_path / "whole", **KINDS[kind], steps=6, saving__every=0)).folder
     calls = 9 if "mixed" in kind else 7  # evaluations, some of the reference too, at 0 and 3; steps 1 to 5

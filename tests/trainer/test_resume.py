@@ -34,7 +34,6 @@ from gruppo.trainer import checkpoint, run_dir
 from gruppo.trainer.loop import Stopped
 from gruppo.types import GruppoError
 
-KINDS = pytest.mark.parametrize("kind", [SIMPLE, FULL], ids=["simple", "full"])
 STEPS = 12
 
 
@@ -60,8 +59,7 @@ def same_data(folder: Path, kind: dict, whole) -> dict:
 
 
 @pytest.mark.silent_bug(33)
-@KINDS
-@pytest.mark.parametrize("calls_before", [1, 9])
+@pytest.mark.parametrize(("kind", "calls_before"), [(SIMPLE, 1), (FULL, 9)], ids=["simple", "full"])
 def test_2n_steps_are_n_steps_a_stop_and_n_steps(tmp_path, kind, whole, calls_before):
     config = same_data(tmp_path, kind, whole)
     reward = Signalling(calls_before + 1)

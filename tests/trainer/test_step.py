@@ -140,7 +140,7 @@ def after_one_step(folder: Path, *, layout: str = "stream", **changes: Any) -> t
 def test_token_budget_and_layout_do_not_change_the_step(tmp_path, preset, prompts, size):
     sizes = {"rollout__prompts": prompts, "rollout__group_size": size, "objective": preset, "stage__kl_coef": 0.1}
     expected = after_one_step(tmp_path, **sizes)
-    for budget, layout in ((1, "stream"), (50, "stream"), (50, "packed"), (1, "padded"), (120, "padded")):
+    for budget, layout in ((1, "stream"), (50, "packed"), (120, "padded")):
         got = after_one_step(tmp_path, layout=layout, optim__token_budget=budget, **sizes)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
 
