@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gruppo.errors import DataError, GruppoError
+from gruppo.loading import visible
 from gruppo.watchdog import watching
 
 FailureKind = Literal["exception", "timeout", "count", "not_finite"]
@@ -187,7 +188,7 @@ def error_message(error: BaseException | None) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: the error, and the file and line that raised it."""
+    """One line without control characters: the error, and the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text, hint = error_message(error).splitlines(), ""
@@ -197,7 +198,7 @@ def describe_error(error: BaseException) -> str:
             "; it sets a signal, which needs a main thread: give the function as file.py:name, with --scoring.isolate, "
             "or set --scoring.timeout-s None"
         )
-    return f"{type(error).__name__}: {text[0][:300] if text else ''}{place}{hint}"
+    return f"{type(error).__name__}: {visible(text[0][:300]) if text else ''}{place}{hint}"
 
 
 def accepted_keywords(fn: Callable[..., Any], what: str) -> tuple[Mapping[str, bool], bool]:

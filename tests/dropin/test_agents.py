@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.dropin.agents import agent, calls, said
+from tests.environments.scripted import multiply
 
 from gruppo.types import GruppoError
 
@@ -29,20 +30,6 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 # --- as on TRL's pages ------------------------------------------------------------------------------------------------
-
-
-def multiply(a: int, b: int) -> int:
-    """
-    Multiplies two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The product of the two integers.
-    """
-    return a * b
 
 
 async def async_add(a: int, b: int) -> int:

@@ -22,6 +22,20 @@ def says(content: str = "", *calls: dict[str, Any], **more: Any) -> dict[str, An
     return {"role": "assistant", "content": content, **({"tool_calls": [*calls]} if calls else {}), **more}
 
 
+def multiply(a: int, b: int) -> int:
+    """
+    Multiplies two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        The product of the two integers.
+    """
+    return a * b
+
+
 class Script:
     """Writes the messages of a script, one token for each character; a turn beyond it is "done"."""
 

@@ -78,6 +78,14 @@ def test_rewards_read_copies_of_plain_attributes():
     assert rollouts.per_row["state"][0]["count"] == 3
 
 
+def test_rewards_read_the_attributes_of_a_class_that_refuses_subclasses():
+    class Final(Counter):
+        def __init_subclass__(cls):
+            raise RuntimeError("no subclasses")
+
+    assert Environment(Final).view(two()[0].prompt, {"count": 3}).count == 3
+
+
 class Closing(Counter):
     """Notes what becomes of its objects; column ``trouble`` names the method that raises or hangs."""
 

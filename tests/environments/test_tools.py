@@ -7,25 +7,11 @@ import threading
 import time
 
 import pytest
-from tests.environments.scripted import ASK, Script, call, counts, play, says
+from tests.environments.scripted import ASK, Script, call, counts, multiply, play, says
 
 from gruppo.environments import Environment
 from gruppo.timeouts import abandoned_count
 from gruppo.types import GruppoError, Prompt, Request
-
-
-def multiply(a: int, b: int) -> int:
-    """
-    Multiplies two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The product of the two integers.
-    """
-    return a * b
 
 
 async def add(a: int, b: int) -> int:
@@ -106,10 +92,10 @@ def rude() -> str:
         (rude, call("rude"), "error: Rude"),
     ],
 )
-def test_an_error_is_a_message_to_the_policy_and_counted(tool, made, read):
+def test_an_error_is_a_message_to_the_policy_and_counted(tool, made, read, caplog):
     rollouts = run(tool, made)
     assert results(rollouts) == [read]
-    assert counts(rollouts) == {"calls": 1, "failed": 1}
+    assert counts(rollouts) == {"calls": 1, "failed": 1} and "\x1b" not in caplog.text
     assert rollouts.finish == ("stop",) and rollouts.per_row["environment_failure"] == (None,)
     assert rollouts.completions[0][-1] == says("done")
 

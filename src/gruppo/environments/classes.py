@@ -24,6 +24,7 @@ from gruppo.environments.tools import Worker, awaited, check_names, tool_schema
 from gruppo.loading import counted
 from gruppo.reward_values import decode, encode
 from gruppo.timeouts import CallError, accepted_keywords, call_with_timeout, function_name
+from gruppo.trust import ENVIRONMENTS
 from gruppo.types import GruppoError, Prompt, Rollouts
 
 log = logging.getLogger("gruppo")
@@ -36,24 +37,18 @@ MAX_STATE = 100_000
 """Characters of an attribute, as JSON, beyond which rewards cannot read it: a corpus would be copied for each row."""
 
 
-ADAPTERS = {name: f"gruppo.environments.{name}:{name}_factory" for name in ("gymnasium", "openenv", "verifiers")}
-"""By the prefix of a name, PREFIX:REST, what makes its environments from REST and the config of the run: the name of a
-function that returns a class or an ``EnvironmentClass``."""
-
-
 def is_adapter(name: str) -> bool:
-    return name.partition(":")[0] in ADAPTERS
+    return name.partition(":")[0] in ENVIRONMENTS
 
 
 def open_adapter(name: str, config: Any) -> Any:
-    """What makes the environments of PREFIX:REST."""
+    """Factory of the environments of PREFIX:REST."""
     prefix, _, rest = name.partition(":")
-    module, _, function = ADAPTERS[prefix].partition(":")
-    return getattr(import_module(module), function)(rest, config)
+    return getattr(import_module(f"gruppo.environments.{prefix}"), f"{prefix}_factory")(rest, config)
 
 
 def is_class(fn: Any) -> bool:
-    """Whether environments are objects that this makes: a class, a ``partial`` of one, or several by name."""
+    """Whether this makes an object for each conversation: a class, a ``partial`` of one, or several by name."""
     return isinstance(fn, type | Mapping | EnvironmentClass) or isinstance(getattr(fn, "func", None), type)
 
 
@@ -69,8 +64,7 @@ class Signature:
         return cls(*accepted_keywords(fn, what))
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the values that it takes, as copies; None for what it requires and is not there. ``state`` is no
-        copy."""
+        """Values of its keywords, copied except ``state``; None for a required keyword without a value."""
         values = {**values} | {
             name: None for name, required in self.parameters.items() if required and name not in values
         }
@@ -82,7 +76,7 @@ class Signature:
 
 
 class EnvironmentClass:
-    """What makes environments, and what a class of environments can do.
+    """A class of environments: how to make them, and the methods and tools that they have.
 
     ``factory``: a class, or anything that returns an object when it is called without arguments. ``step_is_tool``: as
     in TRL, where ``step`` is a method like others.
@@ -178,18 +172,17 @@ class EnvironmentClass:
 
     def view(self, state: Mapping[str, Any]) -> Any:
         """An object of the class with these attributes, for reward functions that read ``environments``."""
-        made = _view_type(self.type, frozenset(state))
         try:
-            view: Any = object.__new__(made)
+            view: Any = object.__new__(_view_type(self.type, frozenset(state)))
             view.__dict__.update(copy.deepcopy(dict(state)))
-        except (TypeError, AttributeError):  # a class with slots, or of a built-in type
+        except Exception:  # a class with slots, of a built-in type, or that refuses subclasses
             return SimpleNamespace(**copy.deepcopy(dict(state)))
         return view
 
 
 @lru_cache(maxsize=64)
 def _view_type(made: type, names: frozenset[str]) -> type:
-    """The class, whose properties of these names are attributes, and which releases nothing."""
+    """Subclass in which properties of these names are plain attributes, and which has no destructor."""
     properties = {name: None for name in names if isinstance(inspect.getattr_static(made, name, None), property)}
     return type(made)(
         made.__name__, (made,), {"__del__": lambda self: None, "__module__": made.__module__, **properties}
@@ -198,19 +191,19 @@ def _view_type(made: type, names: frozenset[str]) -> type:
 
 @dataclass(eq=False)
 class Episode:
-    """One conversation: what was said last, its environment, and what is counted of it."""
+    """One conversation: its messages, its environment, its counts and rewards."""
 
     prompt: Prompt
-    """As it is in the data."""
+    """Prompt of the data."""
     seed: int
     group_seed: int
     """The same for all conversations of a group."""
     inputs: Any
-    """What the policy is prompted with."""
+    """Prompt of the policy: that of the data, with what ``reset`` has added."""
     completion: Any = None
     """Everything after the prompt, of the policy and the environment, in the form of the prompt: messages or a text."""
     text: str = ""
-    """What the policy has just written."""
+    """The policy's last answer."""
     turn: int = 0
     """Answers of the policy so far."""
     is_last: bool = False
@@ -221,7 +214,7 @@ class Episode:
     worker: Worker | None = None
     counts: dict[str, int] = field(default_factory=dict)
     rewards: dict[str, Any] = field(default_factory=dict)
-    """By class, what its environment says it is worth."""
+    """Rewards that its environment has computed, by name."""
     failure: str | None = None
     is_closed: bool = False
 
@@ -236,7 +229,7 @@ class Episode:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What a function that replies can ask for."""
+        """Arguments that a function that replies can take, by name."""
         inputs, completion = self.inputs, self.completion
         messages = inputs + completion if isinstance(inputs, str) else [*inputs, *completion]
         values = self.columns | {"messages": messages, "prompt": inputs}
@@ -244,13 +237,16 @@ class Episode:
 
     @property
     def tool_calls(self) -> tuple[Sequence[Any], str | None]:
-        """Calls in the policy's last message, and why one in it could not be parsed."""
+        """Tool calls in the policy's last message, and the parse error of one that could not be read."""
         message = self.completion[-1] if isinstance(self.completion, list) and self.completion else {}
         return message.get("tool_calls") or (), message.get("parse_error")
 
 
-def last_words(episode: Episode, turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an environment says that its conversation of so many turns is worth, and its state."""
+def rewards_and_state(episode: Episode, turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rewards that the environment of a finished conversation computes, by name, and its state.
+
+    ``turns``: answers of the policy.
+    """
     made, rewards = episode.made_by, dict[str, Any]()
     assert made is not None
     for name, method in made.rewards.items():

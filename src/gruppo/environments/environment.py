@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -21,7 +21,7 @@ from gruppo.environments.classes import (
     Episode,
     Signature,
     is_class,
-    last_words,
+    rewards_and_state,
 )
 from gruppo.environments.tools import (
     CHARACTERS_PER_TOKEN,
@@ -42,10 +42,8 @@ from gruppo.timeouts import (
     function_name,
     require_columns,
     run_awaitable,
-    start_call,
 )
 from gruppo.types import DataError, GruppoError, Prompt
-from gruppo.watchdog import watching
 
 log = logging.getLogger("gruppo")
 
@@ -121,7 +119,7 @@ class Environment:
             for made in self.classes.values()
             for name, method in made.rewards.items()
         }
-        """What environments say their conversations are worth."""
+        """Rewards that the environments compute, by name."""
         self._one_at_a_time, self._clock = threading.Lock(), threading.Lock()
         self._reported = set[str]()
         self.elapsed_s = 0.0
@@ -203,12 +201,12 @@ class Environment:
         return prompt.inputs if messages is None else [*prompt.inputs, *messages]
 
     def finish(self, episodes: Sequence[Episode], turns: Sequence[int]) -> None:
-        """Ask the objects of conversations that are over what they are worth, and copy their state.
+        """Take the rewards and the state of the objects whose conversations are over.
 
         ``turns``: answers of the policy.
         """
         whole = {row: e for row, e in enumerate(episodes) if e.instance is not None and e.failure is None}
-        jobs = {row: Calls([partial(last_words, e, turns[row])], e.worker) for row, e in whole.items()}
+        jobs = {row: Calls([partial(rewards_and_state, e, turns[row])], e.worker) for row, e in whole.items()}
         self._run(jobs)
         for row, job in jobs.items():
             if isinstance(job.results[0], CallError):
@@ -271,10 +269,12 @@ class Environment:
             is_done = False if episodes[key].made_by is None else job.results.pop()
             results = self._results(episodes[key], job.results)
             answers[key] = is_done if isinstance(is_done, CallError) else None if is_done else results
-        if functions:
-            # an engine with lag converses in several threads; the wait for another one is not counted
-            with nullcontext() if self.is_async else self._one_at_a_time, self._timed():
-                answers |= self._concurrent(functions) if self.is_async else self._sequential(functions)
+        if functions and self.is_async:
+            with self._timed():
+                answers |= self._concurrent(functions)
+        elif functions:
+            with self._one_at_a_time:  # engines with lag converse in several threads; ``elapsed_s`` is without the wait
+                answers |= self._sequential(functions)
         return answers
 
     def _results(self, episode: Episode, results: Sequence[Any]) -> Reply:
@@ -342,53 +342,16 @@ class Environment:
 
     def _sequential(self, requests: Mapping[int, Episode]) -> dict[int, Any]:
         """Call for one conversation after another in one thread; in a new thread after each late reply."""
-        answers: dict[int, Any] = {}
-        for _ in range(MAX_LATE_REPLIES):
-            waiting = {key: request for key, request in requests.items() if key not in answers}
-            began, is_over = [time.monotonic()], threading.Event()
-            work = partial(self._call_each, waiting, answers, began, is_over)
-            if self.timeout_s is None:
-                call_with_timeout(work, None)
-                return answers
-            with watching(f"environment {self.name!r}", self.timeout_s) as beat:
-                call = start_call(work)
-                while not call.done.wait(max(began[0] + self.timeout_s - time.monotonic(), 0.001)):
-                    beat()
-                    if time.monotonic() - began[0] >= self.timeout_s:
-                        break
-                else:
-                    call.result()
-                    return answers
-            is_over.set()
-            call.abandon()
-            late = [key for key in waiting if key not in answers][:1]
-            answers |= dict.fromkeys(late, CallError("timeout", f"no answer within {self.timeout_s:.3g} s"))
-        # each late reply costs timeout_s, and the others would probably be late too
-        problem = CallError("timeout", f"skipped: {MAX_LATE_REPLIES} replies of this turn were late")
-        return answers | dict.fromkeys((key for key in requests if key not in answers), problem)
+        worker = Worker()
+        job = Calls([partial(self._reply, request) for request in requests.values()], worker, MAX_LATE_REPLIES)
+        try:
+            self._run({0: job})
+        finally:
+            worker.stop()
+        return dict(zip(requests, job.results, strict=True))
 
-    def _call_each(
-        self,
-        requests: Mapping[int, Episode],
-        answers: dict[int, Any],
-        began: list[float],
-        is_over: threading.Event,
-    ) -> None:
-        """Fill ``answers`` until ``is_over``; ``began`` holds the time at which the current call began."""
-        for key, request in requests.items():
-            if is_over.is_set():  # a thread cannot be stopped, but it must not call the function any more
-                return
-            began[0] = time.monotonic()
-            try:
-                raw = self._call(request)
-                raw = run_awaitable(raw) if inspect.isawaitable(raw) else raw
-                answer: Reply | CallError | None = parse_reply(raw, request.inputs)
-            except CallError as problem:
-                answer = problem
-            except (Exception, SystemExit) as error:
-                answer = CallError.from_exception(error)
-            if not is_over.is_set():
-                answers[key] = answer
+    def _reply(self, request: Episode) -> Reply | None:
+        return parse_reply(awaited(self._call(request)), request.inputs)
 
     def _concurrent(self, requests: Mapping[int, Episode]) -> dict[int, Any]:
         """Call for all conversations at the same time, in one event loop."""

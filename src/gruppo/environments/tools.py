@@ -81,10 +81,12 @@ def _make_all(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class Calls:
-    """Calls for one conversation, made one after another."""
+    """Calls that are made one after another; after ``max_late`` late ones, the rest are skipped."""
 
-    def __init__(self, fns: Iterable[Callable[[], Any]], worker: Worker | None = None) -> None:
-        self.waiting, self.worker = deque(fns), worker
+    def __init__(
+        self, fns: Iterable[Callable[[], Any]], worker: Worker | None = None, max_late: int | None = None
+    ) -> None:
+        self.waiting, self.worker, self.max_late, self.late = deque(fns), worker, max_late, 0
         self.results: list[Any] = []
         """What each call returned, or the ``CallError`` that it ended in."""
 
@@ -105,6 +107,10 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
 
     def go_on(calls: Calls, result: Any) -> None:
         calls.results.append(result)
+        if calls.late == calls.max_late:  # each costs timeout_s, and the others would probably be late too
+            skipped = CallError("timeout", f"skipped: {calls.late} replies of this turn were late")
+            calls.results += [skipped] * len(calls.waiting)
+            calls.waiting.clear()
         if calls.waiting:
             ready.append(calls)
 
@@ -136,6 +142,7 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
                 call.abandon()
                 if calls.worker is not None:
                     calls.worker.leave()
+                calls.late += 1
                 go_on(calls, CallError("timeout", f"no answer within {timeout_s:.3g} s"))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.environments.scripted import multiply
 from tests.fakes import causal_lm, llama
 from tests.modalities.text.families import TOOLS, family_tokenizer
 
@@ -56,16 +57,6 @@ def test_a_demonstrated_conversation_has_the_tokens_of_the_whole(shown):
     assert len(written) == sum(message["role"] == "assistant" for message in shown) + 1 and not written[-1]
     for text, message in zip(written, [m for m in shown if m["role"] == "assistant"], strict=False):
         assert of.answer(of.encode_text(text), text, [USER], TOOLS) == message
-
-
-def multiply(a: int, b: int) -> int:
-    """Multiply two numbers.
-
-    Args:
-        a: A number.
-        b: A number.
-    """
-    return a * b
 
 
 def policy() -> tuple[Any, Environment]:

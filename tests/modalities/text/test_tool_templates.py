@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.environments.scripted import multiply
 from tests.fakes import bpe_tokenizer
 from tests.modalities.text.families import TOOLS, family_tokenizer, trl_templates
 
-from gruppo.config.schema import PromptsConfig
+from gruppo.config.schema import Config, PromptsConfig
 from gruppo.environments import Environment, converse
 from gruppo.modalities.text import from_transformers
 from gruppo.modalities.text.chat import Chat
+from gruppo.modalities.text.modality import check_lengths
 from gruppo.types import DataError, Generated, GruppoError, Prompt, Request, Sampling
 
 ENDS = {
@@ -259,18 +263,7 @@ def test_a_template_without_calls_still_writes_results_that_a_function_returns()
     assert chat.text_with_specials(ids) == "<|tool|>12<|end|><|assistant|>"
 
 
-def multiply(a: int, b: int) -> int:
-    """Multiply two numbers.
-
-    Args:
-        a: A number.
-        b: A number.
-    """
-    return a * b
-
-
-@pytest.mark.parametrize("name", ["gemma4", "glm4moe", "gptoss", "llama3_2", "qwen3", "qwen3_5_think"])
-def test_the_mask_is_what_the_policy_wrote_and_the_row_the_whole_conversation(name):
+def family_policy(name, tools):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     chat = family_chat(name)
@@ -278,8 +271,15 @@ def test_the_mask_is_what_the_policy_wrote_and_the_row_the_whole_conversation(na
     module = LlamaForCausalLM(LlamaConfig(vocab_size=len(chat.tokenizer), max_position_embeddings=8192, **sizes))
     policy = from_transformers(module, chat.tokenizer, compute="float32")
     policy.chat = chat
-    environment = Environment(tools=[multiply])
+    environment = Environment(tools=tools)
     policy.prepare_conversations(environment.tools, environment.tools_of)
+    return policy, environment
+
+
+@pytest.mark.parametrize("name", ["gemma4", "glm4moe", "gptoss", "llama3_2", "qwen3", "qwen3_5_think"])
+def test_the_mask_is_what_the_policy_wrote_and_the_row_the_whole_conversation(name):
+    policy, environment = family_policy(name, [multiply])
+    chat = policy.chat
     rounds = [turn("", call("multiply", a=12, b=34)), [result("408")], turn("It is 408.")]
     messages = named([USER, *flat(thoughtful(rounds))])
     whole = list(chat.tokenizer.apply_chat_template(messages, tools=environment.tools, return_dict=False))
@@ -313,7 +313,16 @@ def test_the_mask_is_what_the_policy_wrote_and_the_row_the_whole_conversation(na
     assert rollouts.completions[0][1]["content"] == "408"
 
 
-def test_a_prompt_that_is_a_text_is_refused_where_there_are_tools():
+def test_a_prompt_that_is_a_text_is_refused_before_the_first_step_where_there_are_tools():
+    policy, _ = family_policy("qwen3", [multiply])
+    assert policy.context == 8192  # far longer than the prompt
+    for inputs in ([USER], "12 * 34?"):
+        source = SimpleNamespace(all_prompts=lambda inputs=inputs: [Prompt("1", inputs)])
+        with pytest.raises(DataError, match="tools need a conversation") if inputs != [USER] else nullcontext():
+            check_lengths(source, policy, Config())
+
+
+def test_conversations_that_no_template_can_write_are_refused():
     tokenizer = bpe_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(GruppoError, match="need a chat template"):

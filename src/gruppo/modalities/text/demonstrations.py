@@ -46,7 +46,7 @@ def answer_ids(chat: Chat, inputs: Any, text: str, tools: Tools = ()) -> list[in
     return [*ids, *chat.closing]
 
 
-def messages_of(target: Any) -> list[dict[str, Any]]:
+def target_messages(target: Any) -> list[dict[str, Any]]:
     """Messages of a target that is a conversation, or a call of tools; none of a text or a message with a text."""
     messages = [target] if isinstance(target, Mapping) else target
     if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
@@ -67,7 +67,7 @@ def demonstrate(chat: Chat, inputs: Any, target: Any, tools: Tools = ()) -> tupl
 
     A target of several messages has the tokens of a conversation that was sampled turn by turn.
     """
-    if not (messages := messages_of(target)):
+    if not (messages := target_messages(target)):
         text = target_text(target)
         ids = answer_ids(chat, inputs, text, tools) if text.strip() else []
         return ids, [True] * len(ids), text if isinstance(inputs, str) else [{"role": "assistant", "content": text}]

@@ -125,13 +125,14 @@ def check_special_tokens(source: Any, policy: TextPolicy) -> None:
 
 
 def check_lengths(source: Any, policy: TextPolicy, config: Config) -> None:
-    """Refuse data with a prompt that the model's context cannot hold."""
+    """Refuse data with a prompt that the model's context cannot hold, or a text where tools need a conversation."""
     added = TEMPLATE_TOKENS
     if policy.chat.tools:
         added += len(policy.chat.rendered([{"role": "user", "content": ""}], policy.chat.tools).encode())
     for prompt in source.all_prompts() if hasattr(source, "all_prompts") else ():
         longest = len(str(prompt.inputs).encode()) + added  # a token of text is at least a byte
-        if policy.context and longest + config.rollout.max_new_tokens < policy.context:
+        is_short = policy.context and longest + config.rollout.max_new_tokens < policy.context
+        if is_short and not (policy.chat.tools and isinstance(prompt.inputs, str)):  # tools need a conversation
             continue
         if why := policy.check_prompt(prompt, config.rollout.sampling):
             raise DataError(why)
