@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
 from safetensors.torch import load_file
+from tests.loopback import LoopbackHandler, LoopbackServer
 from torch import nn
 
 from gruppo.core.distributions import chunked_categorical
@@ -60,10 +60,7 @@ class FakeServer:
 
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # 40 ms for each answer otherwise
-
+        class Handler(LoopbackHandler):
             def do_GET(self) -> None:
                 self.reply(None)
 
@@ -79,11 +76,7 @@ class FakeServer:
                         return self.break_off(code)
                 if server.is_closed:  # on connections that are open too
                     return self.break_off(RESET)
-                data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()  # as vLLM's Response
-                self.send_response(code)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                self.send(code, answer)
 
             def break_off(self, how: int) -> None:
                 self.close_connection = True
@@ -96,25 +89,12 @@ class FakeServer:
                     time.sleep(0.02)
                     self.wfile.write(b" ")
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 128
-
-            def handle_error(self, *_: Any) -> None:
-                pass  # a client that left
-
-        self.http = Server((host, port), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        self.thread.start()
+        self.http = LoopbackServer(Handler, host, port)
+        self.url = self.http.url
 
     def close(self) -> None:
         self.is_closed = True
-        self.http.shutdown()
-        self.http.server_close()
+        self.http.close()
 
     # --- routes ---
 

@@ -6,9 +6,10 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.loopback import LoopbackHandler, LoopbackServer
 
 
 class JudgeServer:
@@ -29,10 +30,7 @@ class JudgeServer:
         self.lock = threading.Lock()
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
+        class Handler(LoopbackHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with server.lock:
@@ -54,28 +52,9 @@ class JudgeServer:
                     with server.lock:
                         server.inflight -= 1
 
-            def send(self, code: int, answer: Any, headers: dict[str, str] | None = None) -> None:
-                data = json.dumps(answer).encode()
-                self.send_response(code)
-                for name, value in (headers or {}).items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 128
-
-            def handle_error(self, *_: Any) -> None:
-                pass  # a client that left
-
-        self.http = Server(("127.0.0.1", port), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        self.http = LoopbackServer(Handler, port=port)
+        self.url = f"{self.http.url}/v1"
+        self.close = self.http.close
 
     def answer(self, body: Any) -> Any:
         wanted = body["response_format"]
@@ -89,10 +68,6 @@ class JudgeServer:
         message = {"role": "assistant", "content": self.content(json.dumps(verdict))}
         usage = {"usage": {"prompt_tokens": 100, "completion_tokens": 10}} if self.usage else {}
         return {"choices": [{"message": message, "finish_reason": self.finish}], **usage}
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
 
 
 def longest(question: dict[str, Any]) -> Any:
