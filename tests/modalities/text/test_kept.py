@@ -14,7 +14,7 @@ from tests.fakes import biased_llama, doubled, gemma2, gpt2, llama, mistral, pla
 
 from gruppo.engines import LocalEngine
 from gruppo.environments import ConversationEngine, Environment
-from gruppo.modalities.text import backbones, from_pretrained, kept
+from gruppo.modalities.text import backbones, decoding, from_pretrained, kept
 from gruppo.modalities.text.decoding import LayeredDecoding
 from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.types import Prompt, Request
@@ -205,6 +205,26 @@ def test_kept_keys_are_freed_at_the_end_and_when_a_row_has_no_further_turn(monke
     rollouts = conversed(doubled(llama()), talks(), LONG, reply=reply)
     assert len(alive) == 0 and "kept" not in rollouts.per_row
     assert max(n for turn, n in seen if turn == 1) > max(n for turn, n in seen if turn == 3) > 0
+
+
+def test_kept_rows_of_all_batches_hold_one_copy_of_the_weights(monkeypatch):
+    alive, seen = weakref.WeakSet(), []
+
+    class Watched(decoding.FusedDecoder):
+        def __init__(self, *inputs):
+            super().__init__(*inputs)
+            alive.add(self)
+
+    def reply(turn):
+        seen.append(len(alive))
+        return "1"
+
+    policy = doubled(llama())
+    whole = conversed(policy, texts(3), LONG, reply=lambda: "1")
+    monkeypatch.setattr(decoding, "FusedDecoder", Watched)
+    monkeypatch.setattr("gruppo.modalities.text.policy.BATCH_ROWS", 4)
+    assert_same(conversed(policy, texts(3), LONG, reply=reply), whole)
+    assert max(seen) == 1 and not alive  # 0 where no row has a further turn
 
 
 def test_nothing_is_kept_where_no_further_turn_can_follow(monkeypatch):

@@ -22,7 +22,7 @@ from gruppo.modalities.common.adapters import save_adapter
 from gruppo.modalities.common.lora import has_adapter
 from gruppo.modalities.text import flex
 from gruppo.modalities.text.decoder import Decoder, read_decoder, stream_features
-from gruppo.modalities.text.decoding import LayeredDecoding
+from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding
 from gruppo.modalities.text.kept import KeptRow
 from gruppo.modalities.text.layouts import LAY_OUT, Layout, Tokens
 from gruppo.modalities.text.resumed import resume
@@ -116,11 +116,15 @@ class Backbone:
         return features[tokens.before(row, column).to(device, non_blocking=True)]
 
     def start(
-        self, prompts: Sequence[Tensor], owners: Int[Tensor, "N"], prefixes: Sequence[Tensor] | None = None
+        self,
+        prompts: Sequence[Tensor],
+        owners: Int[Tensor, "N"],
+        prefixes: Sequence[Tensor] | None = None,
+        fused: FusedDecoder | None = None,
     ) -> Decoding:
         """Read each prompt, and open one row for each owner, an index into the prompts.
 
-        ``prefixes``: tokens that each row already has after its prompt, one or more.
+        ``prefixes``: tokens that each row already has after its prompt, one or more. ``fused``: of the same weights.
         """
         decoder = read_decoder(self.module) if self.decodes else None
         if prefixes is not None and (decoder is None or self.layout != "stream"):
@@ -128,7 +132,8 @@ class Backbone:
             prompts = [torch.cat([prompts[o], prefix]) for o, prefix in zip(owners.tolist(), prefixes, strict=True)]
             owners, prefixes = torch.arange(len(prompts), device=owners.device), None
         if decoder is not None:
-            return decoding_on(owners.device)(decoder, self.module.get_output_embeddings(), prompts, owners, prefixes)
+            head = self.module.get_output_embeddings()
+            return decoding_on(owners.device)(decoder, head, prompts, owners, prefixes, fused)
         return (CachedDecoding if self.caches else RereadDecoding)(self, prompts, owners)
 
     def resume(self, kept: Sequence[KeptRow], rows: Sequence[Int[Tensor, "L"]]) -> Decoding:

@@ -49,9 +49,10 @@ class LayeredDecoding:
         prompts: Sequence[Int[Tensor, "L"]],
         owners: Int[Tensor, "N"],
         prefixes: Sequence[Int[Tensor, "H"]] | None = None,
+        fused: FusedDecoder | None = None,
     ) -> None:
         """``prefixes``: tokens that each row already has after its prompt; rows of equal prefixes are then a group."""
-        self.use(FusedDecoder(decoder, head))
+        self.use(fused or FusedDecoder(decoder, head))
         # what is read: (index of the prompt, tokens behind it), once for each group of the grid
         if prefixes is None:
             texts = [(n, prompt.new_zeros(0)) for n, prompt in enumerate(prompts)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +14,7 @@ from torch import Tensor
 from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding
 from gruppo.modalities.text.chat import Chat, cut_at_stop
+from gruppo.modalities.text.decoding import FusedDecoder, LayeredDecoding
 from gruppo.modalities.text.kept import Keeper
 from gruppo.protocols import GenerateTokens
 from gruppo.seeds import uniforms_at
@@ -21,6 +23,9 @@ from gruppo.types import DataError, Finish, Generated, Rollouts, Sampling, Token
 
 if TYPE_CHECKING:
     from gruppo.modalities.text.policy import TextPolicy
+
+_FUSED: WeakValueDictionary[Any, FusedDecoder] = WeakValueDictionary()
+"""By ``TextPolicy.weights_state``: the copies of weights that kept rows hold, so that all batches hold the same."""
 
 
 @torch.no_grad()
@@ -114,7 +119,9 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
             with torch.no_grad():
                 decoding: Decoding = policy.backbone.resume([batch.kept[row] for row in rows], texts)
         else:
-            decoding = _opened(policy, batch, index)
+            decoding = _opened(policy, batch, index, _FUSED.get(weights))
+        if isinstance(decoding, LayeredDecoding):
+            _FUSED[weights] = decoding.fused
         keeper = Keeper(decoding, len(rows))
         part = generate(decoding, uniforms[index], sampling, policy.chat, limits, keeper)
         for row, state, ids, length in zip(rows, keeper.rows, part.tokens, part.lengths.tolist(), strict=True):
@@ -135,13 +142,15 @@ def generate_locally(policy: TextPolicy, batch: TokenBatch, sampling: Sampling, 
 
 
 @torch.no_grad()
-def _opened(policy: TextPolicy, batch: TokenBatch, rows: Int[Tensor, "n"] | None = None) -> Decoding:
+def _opened(
+    policy: TextPolicy, batch: TokenBatch, rows: Int[Tensor, "n"] | None = None, fused: FusedDecoder | None = None
+) -> Decoding:
     """Read the histories of all rows of a batch, or of some."""
     rows = torch.arange(len(batch.owners)) if rows is None else rows
     used, owners = batch.owners[rows].unique(return_inverse=True)
     prompts = [batch.prompts[n].to(policy.device) for n in used.tolist()]
     prefixes = None if batch.prefixes is None else [batch.prefixes[n].to(policy.device) for n in rows.tolist()]
-    return policy.backbone.start(prompts, owners.to(policy.device), prefixes)
+    return policy.backbone.start(prompts, owners.to(policy.device), prefixes, fused)
 
 
 # --- further turns of a conversation ----------------------------------------------------------------------------------
