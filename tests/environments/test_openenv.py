@@ -144,7 +144,7 @@ def test_what_the_environment_raises_is_an_error_and_what_it_does_not_reward_is_
         with closing(opened(url, credit="position")()) as episode:
             episode.reset(seed=0)
             episode.step("a")
-            assert episode.get_turn_rewards() == []
+            assert episode.get_turn_rewards() == [None]
 
 
 def test_a_server_that_is_full_or_gone_or_started_again_is_an_error(echo):

@@ -45,7 +45,7 @@ class Client:
 
 
 def episode_of(client, schema=ONE, credit="outcome"):
-    made = scored_by(OpenEnv, SimpleNamespace(reward=(), objective=SimpleNamespace(credit=credit)))
+    made = scored_by(OpenEnv, SimpleNamespace(reward=("digits",), objective=SimpleNamespace(credit=credit)))
     episode = made(lambda: client, schema)
     return episode, episode.reset(seed=2**40 + 3, reset={"level": 2})
 
@@ -103,9 +103,9 @@ def test_an_episode_that_the_client_lost_is_not_taken_for_a_new_one():
 @pytest.mark.parametrize(
     ("results", "total", "turns"),
     [
-        ([(0.5, False), (None, False), (2, True)], 2.5, [0.5, 0.0, 2.0]),
-        ([(None, False), (None, True)], None, []),
-        ([(0, False), (None, True)], 0.0, [0.0, 0.0]),
+        ([(0.5, False), (None, False), (2, True)], 2.5, [0.5, None, 2.0]),
+        ([(None, False), (None, True)], None, [None, None]),
+        ([(0, False), (None, True)], 0.0, [0.0, None]),
     ],
 )
 def test_the_score_is_the_sum_of_the_rewards_and_none_where_there_was_none(results, total, turns):

@@ -1,4 +1,4 @@
-"""What adapters of environments that reward their steps have in common."""
+"""Common parts of the adapters whose environments reward their steps."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ class ScoredEpisode:
 def scored_by(kind: type[ScoredEpisode], config: Any) -> Any:
     """The class with its rewards as rewards of turns, where ``objective.credit`` tells turns apart, else as their sum.
 
-    The reward of an episode in which none was given is None, which is unscored, or nothing beside other rewards.
-    Episodes whose environment failed have no score: what it raised is raised again.
+    Steps without a reward are unscored, and so is an episode of such steps only. The failure of an environment is
+    raised again, so that its episode has no score.
     """
-    nothing = 0.0 if config.reward else None
 
     def get_turn_rewards(self: ScoredEpisode) -> list[float | None]:
         if self._failure is not None:
             raise self._failure
-        is_scored = any(reward is not None for reward in self.rewards)
-        return [0.0 if reward is None else reward for reward in self.rewards] if is_scored else []
+        return self.rewards
 
     def get_reward(self: ScoredEpisode) -> float | None:
-        rewards = get_turn_rewards(self)
-        return sum(rewards) if rewards else nothing  # type: ignore[arg-type]
+        scored = [reward for reward in get_turn_rewards(self) if reward is not None]
+        return sum(scored) if scored else None
 
     # calls of tools are not answers, of which there may be fewer
     by_turn = config.objective.credit != "outcome" and hasattr(kind, "step")
