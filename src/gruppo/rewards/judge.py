@@ -18,7 +18,7 @@ from gruppo.timeouts import CallError, describe_error
 from gruppo.types import GruppoError
 
 PREFERENCES = {"first": 1.0, "tie": 0.5, "second": 0.0}
-"""What a comparison says of the first answer."""
+"""Score of the first answer, by the judge's choice."""
 TASKS = {
     "score": "You grade an answer to a prompt. For each criterion, give whole points from 0 to its maximum.",
     "pairs": "You compare two answers to a prompt. For each criterion, say which answer is better: first, second or "
@@ -193,7 +193,7 @@ class Judge:
     # --- cost ---
 
     def usage(self) -> dict[str, float]:
-        """What has been used so far, on this rank."""
+        """Counts and cost so far, on this rank."""
         price, counts = self.config.price, self.client.counts
         cost = (counts["input_tokens"] * price.input + counts["output_tokens"] * price.output) / 1e6
         entries = {f"{name}_count": float(counts[name]) for name in COUNTS}
@@ -223,7 +223,7 @@ def ranks(shares: Sequence[float]) -> list[float]:
 
 
 def _shared(prompt: Any, reference: Any) -> dict[str, Any]:
-    """What the judge sees beside the answers."""
+    """The prompt and the reference answer as the judge sees them."""
     if not isinstance(prompt, str):
         prompt = [
             {"role": str(message.get("role")), "content": text_of([{**message, "role": "assistant"}])}

@@ -31,7 +31,7 @@ COUNTS = (
     *("calls", "retries", "cache_hits", "input_tokens", "output_tokens"),
     *("failed", "timeouts", "rate_limited", "errors", "invalid", "over_budget"),
 )
-"""What is counted, for metrics; failed: questions without a verdict."""
+"""Counters, for metrics; failed: questions without a verdict."""
 REPEATED = (0, 408, 409, 429)
 """HTTP statuses after which a request is sent again, beside 5xx; 0: no answer."""
 BACKOFF_S, MAX_WAIT_S = 1.0, 60.0

@@ -16,7 +16,7 @@ from gruppo.config.serialization import EntryError, build, read
 from gruppo.rewards.functions import PROVIDED
 
 REASON = "reason"
-"""What the judge writes before its points; no criterion has this name."""
+"""Field in which the judge gives its reasons before its points; no criterion has this name."""
 OWN_FIELDS = ("model", "messages", "response_format", "seed", "stream", "n")
 """Fields of a request that ``request`` does not set."""
 WITHOUT_EFFECT = ("key_env", "concurrency", "timeout_s", "retries", "cache", "budget", "price")
@@ -38,7 +38,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class JudgeBudget:
-    """What a run may use, over all ranks. Nothing is asked beyond it."""
+    """Budget of a run over all ranks; no request is sent beyond it."""
 
     calls: Annotated[int | None, Range(ge=1)] = None
     tokens: Annotated[int | None, Range(ge=1)] = None
@@ -67,7 +67,7 @@ class JudgeConfig:
     """score: each completion is graded. pairs: the completions of a group are compared."""
     rubric: tuple[Criterion, ...] = ()
     instructions: str = ""
-    """Added to what the judge is told."""
+    """Added to the judge's system prompt."""
     reference: str = ""
     """Column of the data that the judge sees as the reference answer."""
     reason: bool = True

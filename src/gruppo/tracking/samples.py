@@ -134,9 +134,10 @@ def _is_place(value: Any) -> bool:
 def write_sheet(path: Path, rows: Sequence[Row], title: str) -> bool:
     """Draw the images of rows like those of a run; return False, without a file, if there are none."""
     images = [dict(row) for row in rows if is_image(row.get(image_field(row)))]
-    if is_drawn := bool(images) and importlib.util.find_spec("PIL") is not None:
-        save_sheet(path, draw(_layout(images), title=title)[0])
-    return is_drawn
+    if not images or importlib.util.find_spec("PIL") is None:
+        return False
+    save_sheet(path, draw(_layout(images), title=title)[0])
+    return True
 
 
 def save_sheet(path: Path, sheet: Any) -> None:
