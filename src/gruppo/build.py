@@ -240,7 +240,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         source = with_reference(source, policy, reference)
         validation = None if validation is None else with_reference(validation, policy, reference)
     if demos is not None:
-        check_demos(config, demos, policy)
+        check_demos(config, demos, policy, environment)
     critic: Critic | None = None
     if config.objective.has_critic:  # new; on resume, its weights come from the checkpoint
         critic = modality.critic(config, policy, source) or SharedCritic(policy)

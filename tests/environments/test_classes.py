@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.environments.scripted import ASK, Script, call, counts, play, says
 
-from gruppo.environments import Environment, EnvironmentClass
+from gruppo.environments import Environment, EnvironmentClass, join_rollouts
 from gruppo.rewards import RewardSet
 from gruppo.rewards.functions import turn_reward
 from gruppo.types import DataError, GruppoError, Prompt, Request
@@ -546,16 +546,61 @@ def test_an_environment_that_could_not_play_is_refused(make, why):
         make()
 
 
-def test_rows_of_a_group_without_a_common_token_are_refused():
+def empty(size=3):
+    return Request(Prompt("a", [{"role": "user", "content": ""}]), size)
+
+
+def test_a_row_without_a_token_in_common_with_its_group_fails_alone():
     class Different(Counter):
-        starts = iter("ab")
+        starts = iter(["ab", "ba", "ac"])
 
         def reset(self):
             return next(self.starts)
 
-    request = Request(Prompt("a", [{"role": "user", "content": ""}]), 2)
-    with pytest.raises(DataError, match="of a group with different tokens"):
-        play(Script(), Environment(Different), [request])
+    rollouts = play(Script(), Environment(Different, timeout_s=None), [empty()])
+    assert rollouts.finish == ("stop", "error", "stop") and rollouts.group_ids.tolist() == [0, 0, 0]
+    assert rollouts.shared["prompt_ids"][0].tolist() == [ord("a")]
+    assert rollouts.actions[:, 0].tolist() == [ord("b"), 7, ord("c")]
+    failures = rollouts.per_row["environment_failure"]
+    assert "other tokens than the first conversation of its group" in failures[1] and failures[::2] == (None, None)
+
+
+def test_policies_with_more_than_token_ids_of_a_prompt_keep_the_rows_that_begin_like_the_first():
+    class Different(Counter):
+        starts = iter(["ab", "ac", "ab"])
+
+        def reset(self):
+            return next(self.starts)
+
+    class Seeing(Script):
+        def sample(self, requests, sampling, *, seed):
+            rollouts = super().sample(requests, sampling, seed=seed)
+            pixels = torch.arange(len(rollouts.prompts))
+            return replace(rollouts, shared={**rollouts.shared, "pixels": pixels})
+
+    rollouts = play(Seeing(), Environment(Different, timeout_s=None), [empty()])
+    assert rollouts.finish == ("stop", "error", "stop") and rollouts.shared["pixels"].tolist() == [0]
+
+
+def test_a_group_that_grows_from_other_beginnings_stays_one_group():
+    class Differs(Dealer):
+        deals = iter(["king", "kings", "kin", "queen"])
+
+    script, environment = Script(says("hit me"), says("no")), Environment(Differs, timeout_s=None)
+    first = play(script, environment, [Request(Prompt("a", ASK), 2)])
+    more = play(script, environment, [Request(Prompt("a", ASK), 2, first=2)])
+    joined = join_rollouts([first, more])
+    assert joined.group_ids.tolist() == [0] * 4 and joined.prompts[0].inputs == ASK
+    common = joined.shared["prompt_ids"][0].tolist()
+    assert "".join(map(chr, common)) == "6 x 7?"
+    for row, start in enumerate(["king", "kings", "kin", "queen"]):
+        head, ends = int(joined.mask[row].nonzero()[0]), joined.per_row["turn_ends"][row]
+        assert "".join(map(chr, joined.actions[row, :head].tolist())) == start
+        assert len(ends) == 3 and ends[-1] == int(joined.lengths[row]) - 1
+        for end in ends:
+            assert joined.mask[row, end] and not joined.mask[row, end + 1 : end + 2].any()
+    again = join_rollouts([first, replace(first, prompts=(replace(first.prompts[0], draw=1),))])
+    assert again.group_ids.tolist() == [0, 0, 1, 1] and torch.equal(again.actions[:2], first.actions)
 
 
 def test_a_growing_group_with_two_prompts_is_refused():

@@ -141,7 +141,8 @@ def test_a_late_reply_costs_its_conversation_and_the_others_are_still_asked():
 
     several = [request("a"), request("slow"), request("b")]
     first, late, last = reply_to(reply, *several, timeout_s=0.3)
-    assert first[0]["content"] == "a" and last[0]["content"] == "b" and len(threads) == 2
+    assert first == [{"role": "user", "content": "a"}] and last == [{"role": "user", "content": "b"}]
+    assert len(threads) == 2
     assert (late.kind, late.message) == ("timeout", "no answer within 0.3 s")
     release.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -98,6 +99,26 @@ class Walk:
 
     def close(self) -> None:
         type(self).alive -= 1
+
+
+class Wander(Walk):
+    """Begins each conversation elsewhere, whatever the seed is, and scores turns."""
+
+    starts = itertools.count(1)
+
+    def reset(self, answer: str, seed: int, number: int = 0) -> str:
+        super().reset(answer, seed, number)
+        self.turns = list[float]()
+        return "".join(chr(97 + int(digit)) for digit in str(next(self.starts)))
+
+    def step(self, text: str, turn: int, seed: int) -> str | None:
+        self.turns.append(float(len(text)))
+        return super().step(text, turn, seed)
+
+    def get_turn_rewards(self) -> list[float]:
+        return self.turns
+
+    get_reward = None
 
 
 def steps_taken(environments: Sequence[Any], state: Sequence[Mapping[str, Any]], prompts: Any) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,54 @@ def test_a_run_with_lag_trains_from_what_its_environments_were_and_goes_on_from_
 def test_growing_groups_and_evaluations_with_samples_converse(tmp_path):
     done = api.start(config(tmp_path, rollout__first_samples=2, rollout__group_size=4, evaluation__samples=2, steps=2))
     assert metrics(done.folder)[-1]["tools/calls_mean"] > 0 and Walk.alive == 0
+
+
+def test_groups_grow_although_each_conversation_begins_differently(tmp_path):
+    run = run_in(
+        tmp_path,
+        **SETTINGS | {"environment": f"{HERE}:Wander", "environment__tools": [], "reward": [tiny.reward("digits")]},
+        objective__credit="return_to_go",
+        objective__scale="none",
+        rollout__first_samples=2,
+        rollout__group_size=4,
+    )
+    collected, _ = step(run)
+    rollouts, scores = collected.rollouts, collected.scores
+    sizes = rollouts.group_ids.bincount().tolist()
+    assert collected.metrics["growth/grown_rows_count"] == sum(sizes) - 2 * len(sizes) > 0
+    heads = rollouts.mask.int().argmax(dim=1)
+    assert (heads > 0).all() and not rollouts.per_row["environment_failure"][0]
+    for row, inputs in enumerate(rollouts.per_row["inputs"]):
+        prompt = rollouts.shared["prompt_ids"][int(rollouts.group_ids[row])].tolist()
+        assert prompt + rollouts.actions[row, : heads[row]].tolist() == run.policy.chat.encode(inputs)
+        ends = rollouts.per_row["turn_ends"][row]
+        scored = scores.steps["Wander"][row].isfinite().nonzero()[:, 0].tolist()
+        assert scored == [*ends[: len(scored)]] and rollouts.mask[row, scored].all()
+    assert (
+        scores.steps["Wander"].isfinite().any()
+        and not (collected.batch.loss_mask & ~collected.batch.rollouts.mask).any()
+    )
+    run.engine.close()
+
+
+def test_demonstrations_begin_as_conversations_do(tmp_path):
+    class Picky(Walk):
+        def reset(self, answer: str, seed: int, number: int = 0) -> str:
+            if int(answer) % 2:
+                raise ValueError("no odd places")
+            return super().reset(answer, seed, number)
+
+    changes = {"stage__rl_coef": 0.0, "stage__sup_coef": 1.0, "supervised__batch": 12}
+    run = run_in(tmp_path, Parts(environment=Picky), **SETTINGS | changes, supervised__template="Sum: {target}")
+    collected, _ = step(run)
+    demos = collected.batch.demos
+    for row, prompt in enumerate(demos.prompts):
+        begun = prompt.inputs[-1]["content"]
+        found = re.search(r" at (\d+) \d+$", begun)
+        assert found is not None and prompt.target == f"Sum: {found[1]}" and int(found[1]) % 2 == 0
+        assert demos.shared["prompt_ids"][row].tolist() == run.policy.chat.encode(prompt.inputs)
+    assert collected.metrics["sup/skipped_count"] > 0 and Walk.alive == 0
+    run.engine.close()
 
 
 def test_tools_and_environments_may_be_given_in_python(tmp_path):

@@ -86,11 +86,12 @@ class EnvironmentClass:
         if not callable(factory):
             raise GruppoError(f"""the environment is {factory!r:.80} ({type(factory).__name__}); it needs to be a class,
                 or a function without arguments that returns an object. Pass the class itself, not an object of it.""")
-        self.factory, self.probe = factory, None
+        self.factory = factory
+        probe: Any = None
         made = getattr(factory, "func", factory)
         if not isinstance(made, type):
-            self.probe = self._made()
-            made = type(self.probe)
+            probe = self._made()
+            made = type(probe)
         self.type, self.name = made, made.__name__
         own = [name for name in OWN_METHODS if name != "step" or not step_is_tool]
         self.methods = {name for name in own if callable(getattr(made, name, None))}
@@ -101,12 +102,11 @@ class EnvironmentClass:
         self.signatures = {
             name: Signature.of(self._bound(name), f"{name} of {what}") for name in self.methods & {"reset", "step"}
         }
-        source = made if self.probe is None else self.probe
         if "call_tool" in self.methods:
-            tools: Any = getattr(source, "tools", None)
+            tools: Any = getattr(made if probe is None else probe, "tools", None)
             if not isinstance(tools, list | tuple):  # of an object, which may have to ask a server for them
-                self.probe = self._made() if self.probe is None else self.probe
-                tools = getattr(self.probe, "tools", None)
+                probe = self._made() if probe is None else probe
+                tools = getattr(probe, "tools", None)
             try:
                 self.tools = [dict(schema) for schema in tools]
                 check_names(self.tools)
@@ -124,8 +124,13 @@ class EnvironmentClass:
         self.tool_names = {schema["function"]["name"] for schema in self.tools}
         self.idle = deque[tuple[Any, Worker]]()
         """Objects of a class without close, which are reset again, as in TRL."""
-        if self.probe is not None:
-            self._keep(self.probe, Worker())
+        if probe is not None and "close" not in self.methods:
+            self.idle.append((probe, Worker()))
+        elif probe is not None:
+            try:
+                call_with_timeout(lambda: awaited(probe.close()), None)
+            except (CallError, GruppoError) as error:
+                log.warning("environment %s: close failed: %s", self.name, error)
 
     def _made(self) -> Any:
         try:
@@ -139,15 +144,6 @@ class EnvironmentClass:
         """A method with the signature of its calls, without self."""
         has_self = not isinstance(inspect.getattr_static(self.type, name), staticmethod | classmethod)
         return MethodType(getattr(self.type, name), self) if has_self else getattr(self.type, name)
-
-    def _keep(self, instance: Any, worker: Worker) -> None:
-        if "close" in self.methods:
-            try:
-                call_with_timeout(lambda: awaited(instance.close()), None)
-            except (CallError, GruppoError) as error:
-                log.warning("environment %s: close failed: %s", self.name, error)
-        else:
-            self.idle.append((instance, worker))
 
     def state_of(self, instance: Any) -> dict[str, Any]:
         """Copies of the attributes and properties that hold numbers, texts, and lists, dicts or sets of them."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from gruppo.environments.classes import Episode
@@ -17,6 +18,11 @@ from gruppo.environments.tools import COUNTS
 from gruppo.seeds import seed_at
 from gruppo.timeouts import CallError, describe_error
 from gruppo.types import DataError, Finish, GruppoError, Prompt, Request, Rollouts
+
+UNLIKE = (
+    "reset began it with other tokens than the first conversation of its group, but the rows of a group share the "
+    "beginning of their prompts. Let reset(seed) return the same for the same seed and columns"
+)
 
 
 def converse(
@@ -43,13 +49,7 @@ def converse(
     environments of a class, ``inputs``, what the row was prompted with, and ``environment_rewards``.
     """
     episodes = [
-        # addressed by draw and sample, so that neither order nor company of the rows changes a game
-        Episode(
-            prompt=request.prompt,
-            seed=seed_at(seed, "environment", request.prompt.draw, n),
-            group_seed=seed_at(seed, "environment", request.prompt.draw),
-            inputs=request.prompt.inputs,
-        )
+        episode_of(request.prompt, n, seed)
         for request in requests
         for n in range(request.first, request.first + request.size)
     ]
@@ -70,11 +70,38 @@ def converse(
         rollouts = _turns(first, continue_rollouts, environment, requests, episodes, sampling, seed)
     finally:
         environment.close(episodes)
-    return rollouts if not environment.classes else regrouped(rollouts, requests)
+    if not environment.classes:
+        return rollouts
+    of_rows, groups = [r.prompt for r in requests for _ in range(r.size)], rollouts.group_ids.tolist()
+    return regrouped(rollouts, [of_rows[groups.index(group)] for group in range(len(rollouts.prompts))])
+
+
+def episode_of(prompt: Prompt, sample: int, seed: int) -> Episode:
+    """A new conversation; addressed by draw and sample, so that neither order nor company of the rows changes it."""
+    return Episode(
+        prompt=prompt,
+        seed=seed_at(seed, "environment", prompt.draw, sample),
+        group_seed=seed_at(seed, "environment", prompt.draw),
+        inputs=prompt.inputs,
+    )
+
+
+def reset_prompt(environment: Environment, prompt: Prompt, seed: int) -> Prompt:
+    """The prompt with what ``reset`` of its environment adds; raises DataError where that fails."""
+    if not environment.classes:
+        return prompt
+    episode = episode_of(prompt, 0, seed)
+    try:
+        environment.open([episode])
+    finally:
+        environment.close([episode])
+    if episode.failure is not None:
+        raise DataError(f"prompt {prompt.id!r}: {episode.failure}")
+    return replace(prompt, inputs=episode.inputs)
 
 
 def prompted(requests: Sequence[Request], episodes: Sequence[Episode]) -> list[Request]:
-    """The requests, with what the environments begin with. Rows that begin differently become groups of their own."""
+    """The requests with the prompts of their environments. Rows with different prompts become groups of their own."""
     changed, rows = [], iter(episodes)
     for request in requests:
         own = [next(rows) for _ in range(request.size)]
@@ -160,51 +187,75 @@ def _turns(
     return replace(rollouts, finish=finish, per_row=per_row)
 
 
-def regrouped(rollouts: Rollouts, requests: Sequence[Request]) -> Rollouts:
-    """The rollouts as groups of the requests again, each with the prompt as it is in the data.
+def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
+    """``Rollouts.cat``, where the rows of a group may have begun differently in different parts."""
+    if "prompt_ids" not in parts[0].shared:
+        return Rollouts.cat(parts)
+    apart = [
+        replace(part, prompts=tuple(replace(prompt, id=f"{n} {prompt.id}") for prompt in part.prompts))
+        for n, part in enumerate(parts)
+    ]
+    return regrouped(Rollouts.cat(apart), [prompt for part in parts for prompt in part.prompts])
 
-    Where the rows of a group had different prompts, what the tokens of these begin with stays the group's prompt, and
-    the rest precedes each row's actions, where it is neither learned from nor counted as an answer.
+
+def regrouped(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
+    """Join groups of the same prompt and draw. ``prompts``: the prompt of each group as it is in the data.
+
+    Where their rows had different prompts, the common first tokens become the group's prompt, and the rest precedes
+    each row's actions, where it is neither learned from nor counted as an answer. A row without a common token fails.
     """
-    keys = [(request.prompt.id, request.prompt.draw) for request in requests]
-    places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-    prompts = tuple(requests[keys.index(key)].prompt for key in places)
-    if len(rollouts.prompts) == len(prompts):
-        return replace(rollouts, prompts=prompts)
-    if {*rollouts.shared} != {"prompt_ids"}:
-        raise DataError("""the environment begins the conversations of a group differently, and this policy has more
-            than token ids for each prompt. Let reset(seed) return the same for the same seed and columns.""")
-    groups = [places[key] for key, request in zip(keys, requests, strict=True) for _ in range(request.size)]
-    whole = [rollouts.shared["prompt_ids"][group].tolist() for group in rollouts.group_ids.tolist()]  # of each row
-    common = []
-    for place in places.values():
-        own = [ids for ids, group in zip(whole, groups, strict=True) if group == place]
-        same = next((n for n, column in enumerate(zip(*own, strict=False)) if len({*column}) > 1), min(map(len, own)))
-        if same == 0:  # a group needs a prompt, from which its first actions are predicted
-            raise DataError("""the environment begins the conversations of a group with different tokens. Give the
-                prompt a text, or let reset(seed) return the same for the same seed and columns.""")
-        common.append(torch.tensor(own[0][:same]))
-    heads = [torch.tensor(ids[len(common[group]) :]).long() for ids, group in zip(whole, groups, strict=True)]
-    added = torch.tensor([len(head) for head in heads])
-    lengths = rollouts.lengths + added
-    fields: dict[str, Any] = {}
-    for name in ("actions", "mask", "sampler_logprobs", "policy_version"):
-        old = getattr(rollouts, name)
-        fields[name] = old.new_zeros(len(rollouts), max(int(lengths.max()), 1))
-        for row, (head, length) in enumerate(zip(heads, rollouts.lengths.tolist(), strict=True)):
-            fields[name][row, len(head) : len(head) + length] = old[row, :length]
-            if name == "actions":
-                fields[name][row, : len(head)] = head
-    ends = zip(rollouts.per_row["turn_ends"], added.tolist(), strict=True)
-    return replace(
-        rollouts,
-        prompts=prompts,
-        group_ids=torch.tensor(groups),
-        lengths=lengths,
-        shared={"prompt_ids": tuple(common)},
-        per_row={**rollouts.per_row, "turn_ends": tuple(tuple(end + n for end in own) for own, n in ends)},
-        **fields,
-    )
+    members: dict[tuple[str, int], list[int]] = {}
+    for n, prompt in enumerate(prompts):
+        members.setdefault((prompt.id, prompt.draw), []).append(n)
+    if len(members) == len(prompts):
+        return replace(rollouts, prompts=tuple(prompts))
+    shared = dict(rollouts.shared)
+    ids = [x.tolist() for x in shared["prompt_ids"]] if "prompt_ids" in shared else [[n] for n in range(len(prompts))]
+    can_cut = {*shared} == {"prompt_ids"}  # other entries are of the whole prompt
+    common: list[list[int]] = [[]] * len(prompts)
+    heads, failed = list(common), set[int]()
+    for own in members.values():
+        first = ids[own[0]]
+        alike = [n for n in own if ids[n] == first or (can_cut and ids[n][0] == first[0])]
+        failed |= {*own} - {*alike}
+        columns = zip(*(ids[n] for n in alike), strict=False)
+        prefix = [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
+        for n in own:
+            common[n] = prefix
+        for n in alike:
+            heads[n] = ids[n][len(prefix) :]
+    if "prompt_ids" in shared:
+        shared["prompt_ids"] = tuple(map(torch.tensor, common))
+    groups = rollouts.group_ids.tolist()
+    rollouts = Rollouts.cat([replace(rollouts, prompts=tuple(prompts), shared=shared)])
+    if not any(heads) and not failed:
+        return rollouts
+    added = torch.tensor([len(heads[group]) for group in groups])
+    lengths, per_row = rollouts.lengths + added, dict(rollouts.per_row)
+    width = max(int(lengths.max()), 1)
+    names = ("actions", "mask", "sampler_logprobs", "policy_version")
+    fields: dict[str, Any] = {name: shifted(getattr(rollouts, name), added, width) for name in names}
+    for row, group in enumerate(groups):
+        fields["actions"][row, : len(heads[group])] = torch.tensor(heads[group]).long()
+    if "turn_ends" in per_row:
+        ends = zip(per_row["turn_ends"], added.tolist(), strict=True)
+        per_row["turn_ends"] = tuple(tuple(end + n for end in own) for own, n in ends)
+    if failed:
+        before = per_row.get("environment_failure", (None,) * len(groups))
+        failures = [UNLIKE if group in failed else failure for group, failure in zip(groups, before, strict=True)]
+        per_row["environment_failure"] = tuple(failures)
+    pairs = zip(groups, rollouts.finish, strict=True)
+    finish: tuple[Finish, ...] = tuple("error" if group in failed else own for group, own in pairs)
+    return replace(rollouts, lengths=lengths, finish=finish, per_row=per_row, **fields)
+
+
+def shifted(x: Shaped[Tensor, "B T"], by: Int[Tensor, "B"], columns: int, fill: float = 0) -> Shaped[Tensor, "B C"]:
+    """Rows moved to the right, each by its own number of columns."""
+    moved = x.new_full((len(x), columns), fill)
+    for row, start in enumerate(by.tolist()):
+        end = min(start + x.shape[1], columns)
+        moved[row, start:end] = x[row, : end - start]
+    return moved
 
 
 class ConversationEngine:

@@ -1,4 +1,4 @@
-"""An environment: what replies to the policy, called with a deadline."""
+"""Environments that reply to the policy: functions, objects of a class and tools, called with a deadline."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ from gruppo.types import DataError, GruppoError, Prompt
 log = logging.getLogger("gruppo")
 
 PROVIDED = ("text", "messages", "state", "turn", "seed", "prompt")
-"""Keywords that every function that replies can ask for, besides the columns of the data."""
+"""Keywords that functions that reply can take, besides the columns of the data."""
 MAX_LATE_REPLIES = 4
 """Late replies in one turn after which the remaining conversations of the turn fail too."""
 MAX_OBSERVATION = 1_000_000
-"""Characters of what an environment begins with; the model's context is shorter."""
+"""Maximum characters that ``reset`` adds to a prompt; the model's context is shorter."""
 MAX_NAME, MAX_ERROR = 64, 1000
-"""Characters of a tool's name, and of an error, that the policy reads."""
+"""Maximum characters of a tool's name, and of an error, that the policy reads."""
 
 Reply = list[dict[str, Any]] | str
 """Messages in a conversation; a text where the prompt is a text."""
 
 
 class Environment:
-    """What replies to the policy: tools that it calls, a function, or an object of a class for each conversation.
+    """Replies to the policy by tools that it calls, a function, or an object of a class for each conversation.
 
     ``fn`` as a function is called for one conversation at a time, with the keywords in its signature: ``text`` is what
     the policy has just written, ``messages`` the whole conversation with its prompt (the text so far, where the prompt
@@ -139,7 +139,7 @@ class Environment:
 
     @property
     def shadowed(self) -> frozenset[str]:
-        """Columns that the data must not have: the environment, or a reward, is given something else by that name."""
+        """Columns that the data must not have: arguments of environments and rewards have these names."""
         has_step = any("step" in made.signatures for made in self.classes.values())
         names = {*PROVIDED} - {"prompt"} if self.fn is not None or has_step else set()
         return frozenset(names | ({"state", "environments"} if self.classes else set()))
@@ -181,7 +181,7 @@ class Environment:
                 episodes[row].inputs = job.results[0]
 
     def _reset(self, episode: Episode, made: EnvironmentClass) -> Any:
-        """What the policy is prompted with."""
+        """Reset the environment of a conversation; returns the prompt of the policy."""
         prompt = episode.prompt
         if episode.instance is None:
             episode.instance = made.factory()
@@ -251,16 +251,15 @@ class Environment:
             if key in calling and episode.is_last and made is None:
                 answers[key] = []  # nothing reads the results, and functions keep no state
             elif key in calling:
-                calls = [partial(self._call_tool, episode, call) for call in episode.tool_calls[0]]
-                jobs[key] = Calls(calls if made is None else [*calls, partial(_is_done, episode.instance)])
+                calls: list[Any] = [partial(self._call_tool, episode, call) for call in episode.tool_calls[0]]
+                calls += [] if made is None else [partial(_is_done, episode.instance)]
+                jobs[key] = Calls(calls, episode.worker)
             elif made is not None and "step" in made.signatures:
-                jobs[key] = Calls([partial(self._step, episode, made)])
+                jobs[key] = Calls([partial(self._step, episode, made)], episode.worker)
             elif self.fn is None:
                 answers[key] = None
             else:
                 functions[key] = episode
-            if key in jobs:
-                jobs[key].worker = episode.worker
         self._run(jobs)
         for key, job in jobs.items():
             if key not in calling:
@@ -296,7 +295,7 @@ class Environment:
         return messages
 
     def _call_tool(self, episode: Episode, call: Mapping[str, Any]) -> tuple[str, bool]:
-        """What the policy reads of a call, and whether it was cut."""
+        """The result of a call as the policy reads it, and whether it was truncated."""
         name, arguments, made = call["function"]["name"], call["function"]["arguments"], episode.made_by
         if made is not None and name in made.tool_names:
             instance = episode.instance

@@ -1,4 +1,4 @@
-"""Tools: functions that the policy may call. Their schemas, their calls, and what the policy reads of the results."""
+"""Tools that the policy may call: schemas, calls with deadlines, results as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gruppo.types import GruppoError
 from gruppo.watchdog import watching
 
 COUNTS = ("calls", "failed", "timeout", "unparsed", "truncated")
-"""What is counted of each conversation: calls; those that failed, were late, could not be parsed, or were cut."""
+"""Counters of each conversation: calls; those that failed, were late, could not be parsed, or were truncated."""
 CHARACTERS_PER_TOKEN = 16
 """A longer output is cut before it is tokenized, which takes seconds per megabyte. English has 4 to a token."""
 CONCURRENT = 64

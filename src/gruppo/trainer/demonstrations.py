@@ -20,6 +20,7 @@ from gruppo.config.stages import highest
 from gruppo.data.open import is_custom_source, open_source
 from gruppo.data.source import nearest
 from gruppo.distributed.sharding import forward
+from gruppo.environments import Environment, reset_prompt
 from gruppo.protocols import PromptSource, peek
 from gruppo.seeds import generator_at, seed_at
 from gruppo.trainer.run import Run
@@ -133,7 +134,24 @@ def open_demos(config: Config, data: Any) -> PromptSource | None:
     return source
 
 
-def check_demos(config: Config, source: PromptSource, policy: Any) -> None:
+def prepared(
+    prompt: Prompt, answers: Answers, config: Config, policy: Any, environment: Environment | None
+) -> tuple[Prompt, str | None]:
+    """The prompt of a demonstration with its target, and why it cannot be learned from, if it cannot.
+
+    Prompts of the run's data begin as in its conversations, with what ``reset`` of an environment class adds; those of
+    ``supervised.data`` are whole.
+    """
+    if environment is not None and not config.supervised.data:
+        try:
+            prompt = reset_prompt(environment, prompt, config.seed)
+        except DataError as error:
+            return prompt, str(error)
+    prompt = answers.given(prompt)
+    return prompt, policy.check_demonstration(prompt)
+
+
+def check_demos(config: Config, source: PromptSource, policy: Any, environment: Environment | None) -> None:
     """Refuse a policy that cannot learn from targets, and data whose first prompts all have nothing to learn from."""
     if "demonstrations" not in policy.supports:
         raise GruppoError(
@@ -141,7 +159,7 @@ def check_demos(config: Config, source: PromptSource, policy: Any) -> None:
             "has no demonstrations and supervised_loss. Set --stage.sup-coef 0."
         )
     answers = Answers(config.supervised)
-    problems = [policy.check_demonstration(answers.given(prompt)) for prompt in peek(source)]
+    problems = [prepared(prompt, answers, config, policy, environment)[1] for prompt in peek(source)]
     if all(problems):
         raise DataError(f"none of the first {len(problems)} demonstrations can be learned from: {problems[0]}")
 
@@ -149,11 +167,10 @@ def check_demos(config: Config, source: PromptSource, policy: Any) -> None:
 def take_demonstrations(run: Run) -> tuple[list[Prompt], int]:
     """This rank's prompts of the step, each with what to answer; and how many all ranks skipped on the way."""
     assert run.demos is not None
-    answers, prompts, skipped, reason = Answers(run.config.supervised), [], 0, ""
-    for slot in range(run.config.supervised.batch):
+    config, answers, prompts, skipped, reason = run.config, Answers(run.config.supervised), [], 0, ""
+    for slot in range(config.supervised.batch):
         for _ in range(ATTEMPTS):
-            prompt = answers.given(run.demos.take(1)[0])
-            problem = run.policy.check_demonstration(prompt)
+            prompt, problem = prepared(run.demos.take(1)[0], answers, config, run.policy, run.environment)
             if problem is None:
                 break
             skipped, reason = skipped + 1, problem

@@ -31,7 +31,7 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.config.schema import RolloutConfig
 from gruppo.core.groups import allocate_samples, group_std, has_no_spread
-from gruppo.environments import completion_lengths
+from gruppo.environments import completion_lengths, join_rollouts, shifted
 from gruppo.rewards.scoring import Scores, applies_to_group
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Prompt, Request, Rollouts, Stat
@@ -120,8 +120,15 @@ def join_rounds(rounds: Sequence[Round], by: str, *, refills: bool, grown: Round
     slots = list(last.values())  # in order: the first round has all of them, and a slot keeps its place
     is_filled = [is_good for own, is_good in slots for _ in own]
     if len(every_round) > 1:
-        rollouts = Rollouts.cat([one.rollouts for one in every_round])
+        lengths = torch.cat([one.rollouts.lengths for one in every_round])
+        rollouts = join_rollouts([one.rollouts for one in every_round])
         scores = Scores.cat([one.scores for one in every_round])
+        if (moved := rollouts.lengths - lengths).any():  # environments began the rows of a group differently
+            columns = rollouts.mask.shape[1]
+            steps = {name: shifted(x, moved, columns, torch.nan) for name, x in scores.steps.items()}
+            scores = replace(scores, steps=steps)
+        is_error = torch.tensor([finish == "error" for finish in rollouts.finish])  # some only since they were joined
+        scores = replace(scores, rewards=scores.rewards.where(~is_error, torch.nan))
     return Sampled(rollouts, scores, [row for own, _ in slots for row in own], torch.tensor(is_filled))
 
 

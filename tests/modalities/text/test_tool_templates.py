@@ -263,7 +263,7 @@ def test_a_template_without_calls_still_writes_results_that_a_function_returns()
     assert chat.text_with_specials(ids) == "<|tool|>12<|end|><|assistant|>"
 
 
-def family_policy(name, tools):
+def family_policy(name, environment):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     chat = family_chat(name)
@@ -271,14 +271,14 @@ def family_policy(name, tools):
     module = LlamaForCausalLM(LlamaConfig(vocab_size=len(chat.tokenizer), max_position_embeddings=8192, **sizes))
     policy = from_transformers(module, chat.tokenizer, compute="float32")
     policy.chat = chat
-    environment = Environment(tools=tools)
     policy.prepare_conversations(environment.tools, environment.tools_of)
-    return policy, environment
+    return policy
 
 
 @pytest.mark.parametrize("name", ["gemma4", "glm4moe", "gptoss", "llama3_2", "qwen3", "qwen3_5_think"])
 def test_the_mask_is_what_the_policy_wrote_and_the_row_the_whole_conversation(name):
-    policy, environment = family_policy(name, [multiply])
+    environment = Environment(tools=[multiply])
+    policy = family_policy(name, environment)
     chat = policy.chat
     rounds = [turn("", call("multiply", a=12, b=34)), [result("408")], turn("It is 408.")]
     messages = named([USER, *flat(thoughtful(rounds))])
@@ -314,12 +314,53 @@ def test_the_mask_is_what_the_policy_wrote_and_the_row_the_whole_conversation(na
 
 
 def test_a_prompt_that_is_a_text_is_refused_before_the_first_step_where_there_are_tools():
-    policy, _ = family_policy("qwen3", [multiply])
+    policy = family_policy("qwen3", Environment(tools=[multiply]))
     assert policy.context == 8192  # far longer than the prompt
     for inputs in ([USER], "12 * 34?"):
         source = SimpleNamespace(all_prompts=lambda inputs=inputs: [Prompt("1", inputs)])
         with pytest.raises(DataError, match="tools need a conversation") if inputs != [USER] else nullcontext():
             check_lengths(source, policy, Config())
+
+
+class Wordy:
+    def reset(self, **columns):
+        return " Go on:"
+
+    def step(self, text, turn):
+        return None if turn == 2 else f" {turn}"
+
+
+class Calculator:
+    multiply = staticmethod(multiply)
+
+    def reset(self, **columns):
+        return None
+
+
+def test_a_prompt_may_be_a_text_where_its_environment_has_no_tools():
+    environment = Environment({"wordy": Wordy, "calculator": Calculator})
+    policy = family_policy("qwen3", environment)
+
+    def write(batch, sampling, seed):
+        ids = torch.tensor([policy.chat.encode_text("ab<|im_end|>")] * len(batch.owners))
+        lengths = torch.full((len(ids),), ids.shape[1])
+        return Generated(ids, torch.full(ids.shape, -1.0), lengths, ("stop",) * len(ids))
+
+    prompts = [
+        Prompt(name, inputs, meta={"environment": name}, draw=draw)
+        for draw, (name, inputs) in enumerate({"wordy": "Say it.", "calculator": [USER]}.items())
+    ]
+    rollouts = converse(
+        partial(policy.sample_with, write),
+        partial(policy.continue_with, write),
+        environment,
+        [Request(prompt, 1) for prompt in prompts],
+        Sampling(max_actions=4096),
+        seed=0,
+    )
+    assert rollouts.per_row["environment_failure"] == (None, None)
+    assert rollouts.completions == ("ab 1ab", [turn("ab")]) and rollouts.per_row["turns"].tolist() == [2, 1]
+    assert rollouts.per_row["inputs"] == ("Say it. Go on:", [USER])
 
 
 def test_conversations_that_no_template_can_write_are_refused():

@@ -276,12 +276,14 @@ class TextPolicy(AdaptablePolicy):
                 part = replace(part, per_row={**part.per_row, "kept": generated.kept})
             if self.chat.tools:
                 own = [batch[owner].prompt for owner in owners.tolist()]
-                answers = [
-                    self.chat.answer(row, text, prompt.inputs, self.tools_of(prompt), sampling.stop)
+                completions = [
+                    text  # a prompt without tools may be a text
+                    if isinstance(prompt.inputs, str)
+                    else [self.chat.answer(row, text, prompt.inputs, self.tools_of(prompt), sampling.stop)]
                     for row, text, prompt in zip(ids, texts, own, strict=True)
                 ]
                 per_row = {**part.per_row, "text": tuple(texts)}
-                part = replace(part, completions=tuple([answer] for answer in answers), per_row=per_row)
+                part = replace(part, completions=tuple(completions), per_row=per_row)
             parts.append(part)
         return Rollouts.cat(parts)
 
