@@ -226,7 +226,7 @@ def test_the_chat_script_learns_what_its_teacher_seldom_says(tmp_path: Path) -> 
     """Taught less and for a smaller range than the script itself: half a minute of it would be too long here."""
     script = example("chat_rl")
     script.HIGHEST = 6
-    result = script.main(200, 10, show=False, runs_dir=str(tmp_path), rollout__prompts=8, evaluation__prompts=24)
+    result = script.main(150, 8, show=False, runs_dir=str(tmp_path), rollout__prompts=8, evaluation__prompts=24)
     assert result.before["mean"] < 0.3 and result.after["mean"] > 0.5
 
 

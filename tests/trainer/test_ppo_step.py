@@ -60,17 +60,28 @@ def both(run: Run) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
 
 @pytest.mark.silent_bug(30)
 @pytest.mark.silent_bug(32)
-@KINDS
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "kind"),
     [
-        {},
-        {"critic__lr": 0.2, "stage__value_coef": 3.0, "optim__weight_decay": 0.1},
-        {"objective__gamma": 0.9, "objective__lam": 0.7, "optim__max_grad_norm": 0.05},
-        {"objective__whiten": False, "objective__value_clip": 0.0, "optim__max_grad_norm": 0.0},
-        {"objective__mask_truncated": True},
+        pytest.param({}, SHARED, id="preset-shared"),
+        pytest.param({}, SEPARATE, id="preset-separate"),
+        pytest.param(
+            {"critic__lr": 0.2, "stage__value_coef": 3.0, "optim__weight_decay": 0.1},
+            SEPARATE,
+            id="a rate and a weight of its own-separate",
+        ),
+        pytest.param(
+            {"objective__gamma": 0.9, "objective__lam": 0.7, "optim__max_grad_norm": 0.05},
+            SHARED,
+            id="discount and a low limit-shared",
+        ),
+        pytest.param(
+            {"objective__whiten": False, "objective__value_clip": 0.0, "optim__max_grad_norm": 0.0},
+            SEPARATE,
+            id="no whitening, no clip-separate",
+        ),
+        pytest.param({"objective__mask_truncated": True}, SHARED, id="masked-shared"),
     ],
-    ids=["preset", "a rate and a weight of its own", "discount and a low limit", "no whitening, no clip", "masked"],
 )
 def test_a_ppo_step_of_two_epochs_and_two_minibatches_is_the_step_by_hand(tmp_path, kind, changes):
     tight = {"objective__value_clip": 0.02, "objective__clip_low": 0.05, "objective__clip_high": 0.05}
