@@ -17,6 +17,7 @@ from benchmarks.workloads import PROMPTS, alternating, prompts, row_lengths
 
 
 def gruppo_side(spec: dict[str, Any]) -> None:
+    import gruppo  # noqa: F401, I001  # before torch, as in its command line: it chooses how torch's threads wait
     import transformers.models.llama.modeling_llama  # noqa: F401  # part of the imports, not of the model
 
     from benchmarks.ends import ScriptedEnds

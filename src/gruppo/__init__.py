@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gruppo.platforms import spin_briefly_beside_other_jobs
+
 __version__ = "0.2.0"
 
 _NAMES = {
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from gruppo.trainer.callbacks import Callback, Step
     from gruppo.trainer.loop import Stopped
     from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Request, Rollouts, Sampling
+
+spin_briefly_beside_other_jobs()
 
 
 def __getattr__(name: str) -> Any:

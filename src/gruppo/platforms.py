@@ -10,6 +10,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -125,6 +126,26 @@ def _read(path: Path) -> str:
 def usable_processors() -> int:
     """Processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def spin_briefly_beside_other_jobs() -> None:
+    """Let threads that wait for the next operation sleep early, where other jobs leave too few processors for them all.
+
+    libgomp's threads spin for milliseconds before they sleep: the fastest way alone, but beside one other job on two
+    processors a step takes 47 s in place of 24 (docs/dev/performance.md). libgomp reads the variable when torch is
+    imported; what the user has set stays.
+    """
+    jobs = Path("/proc/loadavg")
+    if "torch" in sys.modules or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ) or not jobs.is_file():
+        return
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    threads = int(given) if given.isdecimal() else usable_processors()
+    running = []  # other threads of the machine that run or could run; of one moment, others than jobs are among them
+    for _ in range(5 if threads > 1 else 0):
+        running.append(int(jobs.read_text().split()[3].partition("/")[0]) - 1)
+        time.sleep(0.002)
+    if running and min(running) + threads > (os.cpu_count() or 1):
+        os.environ["GOMP_SPINCOUNT"] = "1000"  # libgomp's own number for more threads than processors
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Sharded over two and four ranks, two updates have the gradients and end in the weights of one process."""
+"""Sharded over two and four ranks, three updates have the gradients and end in the weights of one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ranks(tmp_path_factory):
 
 @cache
 def alone(name, optimizer):
-    return sharded.two_steps(name, optimizer)
+    return sharded.three_steps(name, optimizer)
 
 
 @pytest.mark.silent_bug(12)

@@ -30,8 +30,8 @@ def one_rank(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_forced_shard_of_one_rank_equals_the_plain_path(one_rank, monkeypatch, name):
     monkeypatch.setattr(sharding, "_requested", True)  # models are made on the CPU, and moved
-    expected = sharded.two_steps(name, "sgd", device=DEVICE)
-    got = sharded.two_steps(name, "sgd", device=DEVICE, is_forced=True)
+    expected = sharded.three_steps(name, "sgd", device=DEVICE)
+    got = sharded.three_steps(name, "sgd", device=DEVICE, is_forced=True)
     assert got.keys() == expected.keys()
     # sums on a GPU have no fixed order; float64 has digits enough for all
     limit = 1e-10 if sharded.SETUPS[name].dtype == torch.float64 else 1e-4
