@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -319,8 +319,9 @@ def test_a_job_is_submitted_and_steps_are_started_with_srun(tmp_path, monkeypatc
     (tmp_path / "canceled").unlink()
     monkeypatch.setattr(Launch, "trainer_command", lambda self, urls: ["sleep", "100"])
     (trainers,) = steps.start_trainers([])
-    while not slurm.placed(given.log("srun"))[1]:
-        time.sleep(0.01)
+    wait_for(lambda: slurm.placed(given.log("srun"))[1] != "")
+    trainers.terminate()
+    assert (tmp_path / "canceled").read_text() == "--signal=TERM 41.7\n" and trainers.poll() is None
     trainers.kill()
     assert (tmp_path / "canceled").read_text() == "--signal=KILL 41.7\n"
     wait(trainers)
@@ -334,10 +335,15 @@ def test_a_job_is_submitted_and_steps_are_started_with_srun(tmp_path, monkeypatc
     monkeypatch.setattr(slurm, "LEAD_S", slurm.REQUEUE_S)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGUSR1)
-    while not (tmp_path / "requeued").exists():  # also where a save never ends
-        time.sleep(0.01)
+    wait_for((tmp_path / "requeued").exists)  # also where a save never ends
 
 
 def wait(process: Any) -> None:
-    while process.poll() is None:
-        pass
+    wait_for(lambda: process.poll() is not None)
+
+
+def wait_for(has_happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not has_happened():
+        assert time.monotonic() < until
+        time.sleep(0.01)

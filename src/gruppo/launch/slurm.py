@@ -77,12 +77,21 @@ class Step(ChildProcess):
         output.with_suffix(".step").unlink(missing_ok=True)
         super().__init__(command, env, output)
 
+    def terminate(self) -> None:
+        if self._process.poll() is None and not self._signal("TERM"):  # srun answers SIGTERM by killing its tasks
+            super().terminate()
+
     def kill(self) -> None:
-        """End the step: its tasks go on where srun alone gets SIGKILL."""
-        if self._code is None and (number := placed(self._output)[1]):
-            # its error says that the step has ended
-            subprocess.run(["scancel", "--signal=KILL", number], check=False, capture_output=True)
+        if self._code is None:
+            self._signal("KILL")  # that of srun leaves its tasks
         super().kill()
+
+    def _signal(self, name: str) -> bool:
+        """Signal the tasks of the step; False if it has none yet."""
+        if number := placed(self._output)[1]:
+            # its error says that the step has ended
+            subprocess.run(["scancel", f"--signal={name}", number], check=False, capture_output=True)
+        return bool(number)
 
 
 def placed(output: Path) -> tuple[str, str]:
