@@ -154,8 +154,8 @@ if find_spec("diffusers") is None or find_spec("PIL") is None:
     del SETUPS["diffusers unet"], SETUPS["diffusers transformer, adapter"]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    # a small eps makes steps of full size of gradients that are rounding errors; a rate of 1e-2 makes rounding in float32
-    # grow to 2e-5 in the third gradient
+    # a small eps makes steps of full size of gradients that are rounding errors; at a rate of 1e-2, float32's rounding
+    # grows to 2e-5 in the third gradient
     "adamw": partial(torch.optim.AdamW, lr=3e-3, eps=1e-3, weight_decay=0.1, fused=True),
 }
 
