@@ -18,7 +18,7 @@ from gruppo import api
 from gruppo import distributed as dist
 from gruppo.config import serialization
 from gruppo.data.source import IndexedSource
-from gruppo.distributed import collectives
+from gruppo.distributed import collectives, heartbeat
 from gruppo.trainer import checkpoint
 from gruppo.types import DataError, GruppoError
 
@@ -96,6 +96,7 @@ def in_a_forward(args: list[str], problem: str) -> None:
     """The command, of which rank 1 fails within the forward of its second step: the other is in another collective."""
     from gruppo.modalities.text.policy import TextPolicy
 
+    heartbeat.LEAVE_S = 1.0  # nothing ends the wait of rank 0 before
     likelihood, calls = TextPolicy.likelihood, []
 
     def fails(self: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -31,7 +31,7 @@ FULL: dict[str, Any] = {
     "optim__lr": 0.05,
     "evaluation__every": 3,
     "saving__every": 0,
-    "steps": 5,
+    "steps": 4,
 }
 
 
