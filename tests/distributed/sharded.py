@@ -164,14 +164,14 @@ _ADAMW = ("tied head, float32", "adapter, mixed reference, separate critic", "ow
 _ADAMW += ("restoration by patch", "unet with a separate critic", "weights on the CPU")
 _LATER = ("mixed reference", "bfloat16", "weights on the CPU", "adapter on 4 bits")
 _LATER += ("diffusers unet", "diffusers transformer, adapter")
-_FOUR = ("tied head", "one rank keeps nothing", "denoiser", "hybrid")
+_FOUR = ("tied head", "one rank keeps nothing", "adapter, mixed reference, separate critic", "denoiser", "hybrid")
 CASES: dict[tuple[int, str], list[tuple[str, str]]] = {
     (2, "first"): [("tied head", "adamw"), *((name, "sgd") for name in _FIRST)],
     (2, "more"): [
         (name, "adamw" if name in _ADAMW else "sgd") for name in SETUPS if name not in (*_FIRST, *_LATER, "hybrid")
     ],
     (2, "later"): [(name, "adamw" if name in _ADAMW else "sgd") for name in _LATER if name in SETUPS],
-    (4, "first"): [(name, "sgd") for name in _FOUR],
+    (4, "first"): [("tied head", "adamw"), *((name, "sgd") for name in _FOUR)],
 }
 """Setups and optimizers by number of ranks; the first part is soon over, and shows most faults."""
 
