@@ -19,13 +19,10 @@ _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     [
         "accelerate",
-        "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
-        "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
         "gruppo.cli.commands",
         "gruppo.api",
         "gruppo.view.report",
         "matplotlib.pyplot",
-        "peft",
         "pytest",
         "tests.trainer.runs",
         "tests.warm",
