@@ -47,7 +47,8 @@ class Side:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env=os.environ | QUIET | dict(environment or {}),
+            # gruppo, imported here, may have chosen how its own threads wait: each side decides for itself
+            env={k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"} | QUIET | dict(environment or {}),
             cwd=Path(__file__).parents[1],
             process_group=0,  # of this session: were this process to die, the halted ones would be hung up
         )
