@@ -15,7 +15,7 @@ import torch
 from tests.rewards.fakes import rollouts_of
 from tests.rewards.judge_server import JudgeServer, write_judge
 
-from gruppo.rewards import RewardSet, judge_client, resolve_reward
+from gruppo.rewards import RewardSet, resolve_reward
 from gruppo.rewards.judge import Judge, quoted, ranks
 from gruppo.types import DataError, GruppoError
 
@@ -31,16 +31,7 @@ points = 1
 """
 
 
-@pytest.fixture
-def server():
-    server = JudgeServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch):
-    monkeypatch.setattr(judge_client, "BACKOFF_S", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def judged(file: str, outputs, **options):

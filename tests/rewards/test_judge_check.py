@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.rewards.judge_server import JudgeServer, write_judge
+from tests.rewards.judge_server import write_judge
 
 from gruppo.cli import commands
 from gruppo.rewards.judge_check import agreement, check_judge, read_labels
@@ -18,13 +18,6 @@ from gruppo.types import DataError, GruppoError
 def write(folder: Path, *rows: object) -> Path:
     (folder / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "labels.jsonl"
-
-
-@pytest.fixture
-def server():
-    server = JudgeServer()
-    yield server
-    server.close()
 
 
 def test_accuracy_tau_and_kappa_by_hand():

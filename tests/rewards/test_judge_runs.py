@@ -9,29 +9,19 @@ from typing import Any
 
 import pytest
 from tests import processes, tiny
-from tests.rewards.judge_server import JudgeServer, write_judge
+from tests.rewards.judge_server import write_judge
 from tests.trainer.runs import completions, metrics
 
 import gruppo
 from gruppo import api, inference, trust
 from gruppo.config import serialization
-from gruppo.rewards import judge_client
 from gruppo.types import DataError, GruppoError
 
 DOCS = Path(__file__).parents[2] / "docs"
 BARE = {"evaluation__prompts": 0, "saving__every": 1}
 
 
-@pytest.fixture
-def server():
-    server = JudgeServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch):
-    monkeypatch.setattr(judge_client, "BACKOFF_S", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def start(folder: Path, file: str, **changes: Any) -> Any:

@@ -69,7 +69,7 @@ def submit(launch: Launch, text: str) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-class Step(ChildProcess):
+class SlurmStep(ChildProcess):
     """A step of the job, through its srun."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
@@ -104,7 +104,7 @@ def placed(output: Path) -> tuple[str, str]:
 class Steps:
     """Steps of the job of which this process is the script."""
 
-    def __init__(self, launch: Launch, start: Callable[..., Process] = Step) -> None:
+    def __init__(self, launch: Launch, start: Callable[..., Process] = SlurmStep) -> None:
         self.launch, self._start, self.starts = launch, start, 0
         # jobs that follow each other may share a machine
         self.first = launch.chosen.port or 20000 + 32 * int(os.environ["SLURM_JOB_ID"]) % 10000
