@@ -35,7 +35,7 @@ help:
 	@echo "make release REPOSITORY=https://host/owner/gruppo  build the package and try it in a fresh environment"
 	@echo "make bench   speed and memory, short: a step against TRL, generation, roofline, scaling; about six minutes"
 	@echo "make bench-full  the same at length, about an hour; writes docs/dev/performance.md's tables and figures"
-	@echo "make bench-ratios  TRL / gruppo at 1 and 2 threads, alone and beside another job; two hours, resumable"
+	@echo "make bench-ratios  TRL / gruppo at 1 and 2 threads, alone and beside another job; about four hours, resumable"
 	@echo "make bench-demonstrations  demonstrations before rewards against rewards alone, about half an hour"
 	@echo "make bench-lora  memory of references and adapters, and their speed; about twenty minutes"
 	@echo "make bench-ranks  memory, steps and saves of sharded ranks against replicas, about twenty minutes; needs 14 GB"

@@ -1,13 +1,14 @@
 """Time to a held-out reward with and without lag: ``python -m benchmarks.asynchronous http://127.0.0.1:8000``.
 
 Trains ``arithmetic`` until its held-out reward reaches ``--goal``: with lag 0, 1 and 4 corrected for the age of
-samples, and with lag 4 uncorrected; three seeds, in turns. It may be stopped at any time: finished runs are kept in
-``--runs-dir``, begun ones are resumed. ``--report`` prints the table and draws the curves of what is there.
+samples, with lag 4 uncorrected, and by the local engine in one process, which uses all cores; three seeds, in turns. It
+may be stopped at any time: finished runs are kept in ``--runs-dir``, begun ones are resumed. ``--report`` prints the
+table and draws the curves of what is there.
 
 Server and trainer on a core each, as on two machines:
 
     taskset -c 0 gruppo serve smollm2-135m
-    taskset -c 1 python -m benchmarks.asynchronous http://127.0.0.1:8000 -- --rollout.prompts 8
+    taskset -c 1 python -m benchmarks.asynchronous http://127.0.0.1:8000
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from typing import Any
 import gruppo
 from gruppo.protocols import Tracker
 
+LOCAL = "local engine"
 VARIANTS = {
     "lag 0": ("0", "truncate"),
     "lag 1": ("1", "truncate"),
     "lag 4": ("4", "truncate"),
     "lag 4, no correction": ("4", "none"),
+    LOCAL: ("0", "none"),
 }
 """Options of each variant: lag, correction."""
 COLUMNS = {
@@ -70,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", nargs="?", default="", help="address of a server")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="VARIANT")
     parser.add_argument("--steps", type=int, default=150, help="at most")
     parser.add_argument("--goal", type=float, default=0.8)
     parser.add_argument("--runs-dir", type=Path, default=Path("build/bench/asynchronous"))
@@ -82,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not options.report and not options.url:
         parser.error("it needs the address of a server, as of gruppo serve smollm2-135m; or --report")
     for seed in options.seeds:
-        for variant in () if options.report else VARIANTS:
+        for variant in () if options.report else options.variants:
             run(options, variant, seed, words[words.index("--") + 1 : -1])
             print(table(options), flush=True)
     print(table(options))
@@ -111,18 +115,23 @@ def run(options: Any, variant: str, seed: int, rest: Sequence[str]) -> None:
         folder.name,
     ]
     words += ["--runs-dir", str(options.runs_dir), "--saving.every", "5", "--evaluation.every", "5"]
-    words += ["--stage.until", f"eval/reward_mean >= {options.goal}", "--engine", "vllm", "--engine.urls", options.url]
-    words += ["--engine.lag", lag, "--objective.correction", correction, "--engine.timeout-s", "600", *rest]
-    toml = subprocess.run([sys.executable, "-m", *words], check=True, capture_output=True, text=True).stdout
+    words += ["--stage.until", f"eval/reward_mean >= {options.goal}", "--objective.correction", correction]
+    if variant != LOCAL:
+        words += ["--engine", "vllm", "--engine.urls", options.url, "--engine.lag", lag, "--engine.timeout-s", "600"]
+    toml = subprocess.run([sys.executable, "-m", *words, *rest], check=True, capture_output=True, text=True).stdout
     file = folder.with_suffix(".toml")
     file.write_text(toml)
     child = subprocess.Popen([sys.executable, "-m", "benchmarks.asynchronous", "--child", str(file)])
+    if variant == LOCAL and hasattr(os, "sched_setaffinity"):  # not only the trainer's core
+        os.sched_setaffinity(child.pid, range(os.cpu_count() or 1))
     try:
         code = child.wait()
     except KeyboardInterrupt:  # the child has it too, and saves
         code = child.wait()
     if code:
         sys.exit(code)
+    for weights in folder.rglob("*.safetensors"):  # 2 GB a run, which the report does not read
+        weights.unlink()
 
 
 def train(file: Path) -> None:

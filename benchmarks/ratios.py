@@ -4,7 +4,7 @@
 turns, and leaves OUT/CELL.json when it is done; two more hold the update against the measured matrix rate
 (``benchmarks.roofline``). After each cell the table is printed and OUT/ratios.json written. Interrupt it at any point:
 the same command goes on with the cells that are missing. The other job has one thread, and reads, writes and multiplies
-more than a cache holds. About two hours; a cell of *short* takes 3 to 10 minutes. The machine must be quiet.
+more than a cache holds. About four hours; a cell of *short* takes 4 to 17 minutes. The machine must be quiet.
 ``--model FOLDER --prompts 2 --steps 1`` proves the command with a small model.
 """
 

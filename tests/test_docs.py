@@ -63,6 +63,7 @@ FOREIGN_OPTIONS = {
     *("--bind", "--cap-drop", "--dev", "--mount", "--network", "--proc", "--read-only", "--rm", "--ro-bind"),
     *("--runtime", "--unshare-all"),
     *("--dtype", "--enable-prefix-caching", "--enable-scale-out", "--enforce-eager", "--generation-config"),
+    "--no-enable-chunked-prefill",
     *("--gpu-memory-utilization", "--logprobs-mode", "--max-model-len", "--enable-sleep-mode"),
     *("--weight-transfer-config", "--enable-deterministic-inference", "--served-model-name", "--tensor-parallel-size"),
 }

@@ -34,6 +34,7 @@ def test_the_command_has_what_the_engine_needs_and_the_users_options_last():
         assert part in text
     assert "--generation-config vllm" in text and text.endswith("--logprobs-mode raw_logprobs")
     assert "--enforce-eager" in text and "--enforce-eager" not in command(GPU)
+    assert "--no-enable-chunked-prefill" in text and "chunked" not in command(GPU)  # a GPU's generator can go back
     assert "--enable-lora --max-lora-rank 8" in command(lora_rank=8) and "lora" not in text
     assert "--middleware gruppo_guard.Guard" in command(has_key=True) and "guard" not in text
 

@@ -79,8 +79,11 @@ def server_command(
     # sampling as it is asked for, and not as the model's generation_config.json suggests
     command += ["--generation-config", "vllm"]
     command += ["--disable-uvicorn-access-log"]
-    if vllm.is_cpu:  # compiled graphs hold packed weights that a reload does not reach
+    if vllm.is_cpu:
+        # compiled graphs hold packed weights that a reload does not reach
         command += ["--enforce-eager"]
+        # a seeded prompt that is read in two parts ends vLLM 0.32: "CPU Generator does not use offset"
+        command += ["--no-enable-chunked-prefill"]
     else:  # for --engine.transfer nccl
         command += ["--weight-transfer-config", '{"backend": "nccl"}']
     if lora_rank:
