@@ -22,10 +22,19 @@ from gruppo.types import GruppoError
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="shell scripts")
 
 
+GONE = "while kill -0 $(cat {}/pid) 2>/dev/null; do sleep 0.01; done"
+"""A script that waits until the supervisor has seen the process end: before, it is a zombie that takes signals."""
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "POLL_S", 0.01)
     monkeypatch.setattr(supervise, "answers", lambda url: True)
+
+
+def until(file: Path) -> str:
+    """A script that waits for a file. Servers that die wait for one of the trainers, as these start when all answer."""
+    return f"while [ ! -e {file} ]; do sleep 0.01; done"
 
 
 def is_alive(pid: int) -> bool:
@@ -91,9 +100,9 @@ def test_ranks_that_do_not_notice_it_are_killed(tmp_path, monkeypatch):
 
 
 def test_a_server_that_died_is_started_again_on_its_port_while_the_trainers_go_on(tmp_path):
-    again = tmp_path / "again"
-    wait = f"while [ ! -e {again} ]; do sleep 0.01; done"
-    scripts = Scripts({"server1": ["sleep 0.2; kill -9 $$", f"touch {again}; exec sleep 100"], "trainer0": [wait]})
+    begun, again = tmp_path / "begun", tmp_path / "again"
+    server = [f"{until(begun)}; kill -9 $$", f"touch {again}; exec sleep 100"]
+    scripts = Scripts({"server1": server, "trainer0": [f"touch {begun}; {until(again)}"]})
     supervisor = supervised(launch(tmp_path, servers=2), scripts)
     assert supervisor.run() == 0
     assert scripts.lives("server1") == 2 and scripts.lives("trainer0") == 1
@@ -110,10 +119,8 @@ def test_a_server_that_ends_before_it_answers_ends_the_launch_with_its_last_line
 
 
 def test_trainers_start_again_with_the_servers_that_are_left(tmp_path):
-    dead = tmp_path / "dead"
-    wait = f"while [ ! -e {dead} ]; do sleep 0.01; done; sleep 0.2; exit 5"
-    dies = f"sleep 0.2; touch {dead}; exit 1"
-    scripts = Scripts({"server0": [dies], "trainer0": [wait, "exit 0"]})
+    scripts = Scripts({"server0": [f"echo $$ > {tmp_path}/pid; {until(tmp_path / 'begun')}; exit 1"]})
+    scripts.scripts["trainer0"] = [f"touch {tmp_path}/begun; {GONE.format(tmp_path)}; exit 5", "exit 0"]
     supervisor = supervised(launch(tmp_path, servers=2, max_restarts=1), scripts)
     supervisor.servers[0].failures.append(time.monotonic())  # its one restart is spent
     assert supervisor.run() == 0
@@ -122,7 +129,8 @@ def test_trainers_start_again_with_the_servers_that_are_left(tmp_path):
 
 
 def test_without_a_server_left_the_launch_ends_with_code_5(tmp_path):
-    scripts = Scripts({"server0": ["sleep 0.2; exit 1"], "trainer0": ["sleep 0.4; exit 5"]})
+    scripts = Scripts({"server0": [f"echo $$ > {tmp_path}/pid; {until(tmp_path / 'begun')}; exit 1"]})
+    scripts.scripts["trainer0"] = [f"touch {tmp_path}/begun; {GONE.format(tmp_path)}; exit 5"]
     supervisor = supervised(launch(tmp_path, servers=1, max_restarts=1), scripts)
     supervisor.servers[0].failures.append(time.monotonic())
     with pytest.raises(EngineLost, match="no server is left") as caught:
@@ -132,8 +140,9 @@ def test_without_a_server_left_the_launch_ends_with_code_5(tmp_path):
 
 def test_trainers_save_and_continue_where_a_server_comes_back_at_another_address(tmp_path):
     """As on a cluster, which may place it on another machine. It is no failure of theirs."""
-    saves = "trap 'exit 75' TERM; while :; do sleep 0.01; done"
-    scripts = Scripts({"server0": ["sleep 0.2; exit 1", "exec sleep 100"], "trainer0": [saves, "exit 0"]})
+    begun = tmp_path / "begun"
+    saves = f"trap 'exit 75' TERM; touch {begun}; while :; do sleep 0.01; done"
+    scripts = Scripts({"server0": [f"{until(begun)}; exit 1", "exec sleep 100"], "trainer0": [saves, "exit 0"]})
     given = launch(tmp_path, servers=1, max_restarts=1)
     supervisor = supervised(given, scripts)
     supervisor.failures.append(time.monotonic())
@@ -196,9 +205,9 @@ def test_a_second_signal_ends_everything_at_once(tmp_path):
     scripts = Interrupting({"trainer0": [stubborn]})
     scripts.times = 2
     assert supervised(given, scripts).run() == 75
-    until = time.monotonic() + 30  # a killed process needs its turn to end
+    deadline = time.monotonic() + 30  # a killed process needs its turn to end
     while is_alive(int((logs / "pid").read_text())):
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -207,8 +216,8 @@ def test_what_a_process_has_started_ends_with_it(tmp_path):
     child = ChildProcess(["sh", "-c", f"sleep 100 & echo $! > {tmp_path}/pid; kill -9 $$"], {}, tmp_path / "logs/log")
     while child.poll() is None:
         time.sleep(0.01)
-    until = time.monotonic() + 30
-    while is_alive(int((tmp_path / "pid").read_text())) and time.monotonic() < until:
+    deadline = time.monotonic() + 30
+    while is_alive(int((tmp_path / "pid").read_text())) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert child.poll() == -signal.SIGKILL and not is_alive(int((tmp_path / "pid").read_text()))
 
@@ -224,8 +233,8 @@ def test_processes_of_a_launcher_that_was_killed_are_asked_to_end(tmp_path):
     launcher = processes.start(start_and_wait, str(tmp_path), folder=tmp_path / "launcher")
     launcher.wait_for((tmp_path / "ready").exists)
     launcher.kill()
-    until = time.monotonic() + 30
-    while not (tmp_path / "saved").exists() and time.monotonic() < until:
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "saved").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert (tmp_path / "saved").exists()
 

@@ -131,6 +131,23 @@ def test_a_save_syncs_all_files_of_all_ranks_before_it_has_its_name(tmp_path, mo
     assert max(n for n, call in enumerate(calls) if call == "save_file") < done[1]
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_another_rank_may_commit_as_soon_as_the_last_one_is_done(tmp_path, monkeypatch, last):
+    saves = [save_of(tmp_path, 1, rank, 2) for rank in range(2)]
+    saves[1 - last].write()
+    plain = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        moved = plain(self, target)
+        if target == saves[last].done(last):
+            saves[1 - last].commit()
+        return moved
+
+    monkeypatch.setattr(Path, "replace", replace)
+    saves[last].write()
+    assert step_of(tmp_path) == 1 and {path.name for path in tmp_path.iterdir()} == {"step_000001", "latest"}
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_a_disk_that_fails_at_any_operation_is_one_clear_error(tmp_path, monkeypatch, count, number):
     def fail():

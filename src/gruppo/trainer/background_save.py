@@ -68,7 +68,10 @@ class Save:
                 paths[-1].write_text(self.state, encoding="utf-8")
             for path in paths:
                 sync_to_disk(path)
-            checkpoint.write_text(self.done(self.rank), json.dumps({path.name: fingerprint(path) for path in paths}))
+            paths.append(folder / f".rank-{self.rank:05d}.json")
+            paths[-1].write_text(json.dumps({path.name: fingerprint(path) for path in paths[:-1]}), encoding="utf-8")
+            sync_to_disk(paths[-1])
+            paths[-1].replace(self.done(self.rank))  # from now on another rank may rename the folder
             self.commit()
 
     def commit(self) -> None:
