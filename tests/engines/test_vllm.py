@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import threading
@@ -16,9 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests import tiny
 from tests.engines.fake_vllm import FakeServer, Fault
+from tests.loopback import LoopbackHandler, LoopbackServer
 
 from gruppo import api
-from gruppo.engines.vllm import VllmEngine, publish
+from gruppo.engines.vllm import VllmEngine, client, publish
 from gruppo.environments import ConversationEngine, Environment
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.text import TextPolicy, from_pretrained
@@ -59,6 +61,30 @@ def engine(servers, policy, tmp_path) -> Iterator[VllmEngine]:
     engine.sync(policy, 1)
     yield engine
     engine.close()
+
+
+def test_a_connection_is_not_used_again_after_the_time_at_which_a_server_may_close_it(monkeypatch):
+    monkeypatch.setattr(client, "IDLE_S", 0.2)
+    used = list[int]()
+
+    class Handler(LoopbackHandler):
+        def do_GET(self) -> None:
+            used.append(self.client_address[1])
+            self.send(200, {})
+
+    server = LoopbackServer(Handler)
+
+    async def ask() -> None:
+        replica = client.Replica(server.url)
+        replica.open()
+        for pause_s in (0.0, 0.4, 0.0):
+            await asyncio.sleep(pause_s)
+            await replica.request("GET", "/health")
+        await replica.close()
+
+    asyncio.run(ask())
+    server.close()
+    assert used[0] != used[1] == used[2]
 
 
 def test_it_keeps_the_contract_of_engines(engine, policy):

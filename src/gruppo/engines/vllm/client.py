@@ -19,6 +19,9 @@ KEY = "GRUPPO_ENGINE_KEY"
 """Environment variable with the servers' key; never in a config, which is saved."""
 CONNECT_S, CONTROL_S = 5.0, 600.0
 """Limits of a connection, and of a control request before the first step."""
+IDLE_S = 2.0
+"""How long an unused connection is kept. vLLM closes one after 5 s, the default of httpx too: a request that is sent at
+that moment is lost, and the server was left out for it."""
 LABELS_KEPT = 32
 """Labels of a server that a row may still carry."""
 LOADED_PER_S = 50e6
@@ -90,7 +93,7 @@ class Replica:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             # each request has its own deadline, and the engine decides how many are in flight
             timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S),
             trust_env=False,  # a proxy for the internet cannot reach servers of a private network
         )
 
