@@ -27,7 +27,7 @@ help:
 	@echo "make photos  restore real photographs, then make their files smaller by GRPO, and compare with baselines"
 	@echo "make lines   restore lines of text for an OCR reader without clean images, and compare with baselines"
 	@echo "make docs    build the documentation site into build/docs (make docs ARGS=serve shows it while you edit)"
-	@echo "make test    run the tests (ARGS=\"tests/core -k kl\" narrows them; JOBS=8 processes)"
+	@echo "make test    run all tests but the slow ones (ARGS=\"-m slow\" runs those, ARGS=tests/core a part; JOBS=8 processes)"
 	@echo "make mutants inject known bugs whose code or test has changed, and a sample, and list the test that catches each"
 	@echo "make mutants-all  inject all of them and record those that are caught (about a quarter of an hour)"
 	@echo "make lint    ruff (lint and format) and mypy"
@@ -68,7 +68,7 @@ lines: .venv/.ready-lines
 # Each process takes tests that follow each other, which share fixtures, and then some of another's; children read the
 # bytecode that the first of them wrote, where the environment says not to write any.
 test: .venv/.ready-test
-	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(bin)/python -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(bin)/python -m pytest -q -n $(JOBS) --dist worksteal $(or $(ARGS),-m "not slow")
 
 mutants: .venv/.ready-test
 	@OMP_NUM_THREADS=1 $(bin)/python -m tests.mutants $(ARGS)

@@ -27,7 +27,7 @@ from gruppo.engines.vllm import VllmEngine
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.trainer.loop import check_mismatch
-from gruppo.types import MicroBatch, NumericalStop, Rollouts, Sampling
+from gruppo.types import MicroBatch, NumericalStop, Prompt, Request, Rollouts, Sampling
 
 
 @pytest.fixture
@@ -58,6 +58,31 @@ def overtaken(engine: VllmEngine, policy: TextPolicy, servers: list[FakeServer],
         change(policy)
         engine.sync(policy, 2)
         return rows.result()
+
+
+def test_rows_wait_for_a_server_in_the_order_of_their_draws(servers, tmp_path):
+    """A trainer with lag waits for the earliest, and the order in which threads make their calls is random."""
+    policy, server, draws = from_pretrained(tiny.model(seed=1), compute="float32"), servers[0], (9, 4, 7, 2)
+    engine = VllmEngine(policy, [server.url], tmp_path / "published", max_inflight=2)
+    engine.sync(policy, 1)
+
+    def sample(draw: int) -> tuple[int, ...]:
+        engine.generate([Request(Prompt(f"p{draw}", f"{draw} + 1 =", draw=draw), 2)], SAMPLING, seed=0)
+        return tuple(asked(servers)[0][-1]["token_ids"])
+
+    ids = {sample(draw): draw for draw in draws}
+    server.log.clear()
+    server.is_paused = True
+    with ThreadPoolExecutor(len(draws)) as pool:
+        calls = []
+        for number, draw in enumerate(draws, 1):
+            calls.append(pool.submit(sample, draw))
+            while engine.total < 2 * number:
+                time.sleep(0.001)
+        server.is_paused = False
+        [call.result() for call in calls]
+    engine.close()
+    assert [ids[found] for found in dict.fromkeys(tuple(b["token_ids"]) for b in asked(servers)[0])] == [9, 2, 4, 7]
 
 
 @pytest.mark.parametrize("kind", ["all weights", "adapter"])

@@ -78,7 +78,7 @@ class VllmEngine:
         self._serial, self._loading = 0, asyncio.Lock()
         self._calls, self._is_publishing = 0, False
         self._watcher: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()  # a server has room again, or is out, or all hold new weights
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="gruppo-vllm", daemon=True).start()
         self._run(self._open())
@@ -176,7 +176,8 @@ class VllmEngine:
                 "logprobs": 0,
                 "watermarking": False,
             }
-            rows.append(_Row(ids, params, (seed, "server", *batch.addresses[row]), start))
+            draw, sample = batch.addresses[row]
+            rows.append(_Row(ids, params, (seed, "server", draw, sample), draw, start))
         found: dict[int, list[SampledRow]] = {}
         groups: dict[int, list[int]] = {}
         for row, owner in enumerate(batch.owners.tolist()):
@@ -186,7 +187,9 @@ class VllmEngine:
                 found[row] = [SampledRow([], [], "length")]
 
         async def sample_group(members: Sequence[int]) -> None:
-            replica = await self._choose(len(members))  # one server for a prompt, which it reads once
+            replica = await self._choose(
+                len(members), rows[members[0]].draw
+            )  # one server for a prompt, which it reads once
             await _all(self._sample_row(rows[row], replica, found, row) for row in members)
 
         await _all(sample_group(members) for members in groups.values())
@@ -198,7 +201,7 @@ class VllmEngine:
         while True:
             if replica.label is None:
                 replica.inflight -= 1
-                replica = await self._choose(1)
+                replica = await self._choose(1, row.draw)
             began, label = time.monotonic(), replica.label
             task = asyncio.ensure_future(replica.sample(*row.after(parts), label or ""))
             replica.tasks.add(task)
@@ -235,16 +238,31 @@ class VllmEngine:
             parts = [*parts, part] if part.finish != "abort" or not row.params["stop"] else []
             if part.finish == "abort" and sum(len(part.tokens) for part in parts) < row.params["max_tokens"]:
                 replica.inflight -= 1
-                replica = await self._choose(1)
+                replica = await self._choose(1, row.draw)
                 continue
             found[number] = parts
             replica.inflight, replica.idle_at = replica.inflight - 1, time.monotonic()
             replica.rate = max(replica.rate, len(part.tokens) / (replica.idle_at - began))
             self.done += 1
-            self._changed.set()
+            self._notify()
             return
 
-    async def _choose(self, count: int) -> Replica:
+    def _notify(self) -> None:
+        """Wake what waits: a server has room again, or is out, or all hold new weights.
+
+        In the order of draws: a trainer with lag waits for the earliest. In the order of calls, which threads make, its
+        first 48 prompts of 240 were whole after 125 s of 130.
+        """
+        waiting, self._waiting = sorted(self._waiting, key=lambda one: one[:2]), []
+        for *_, future in waiting:
+            if not future.done():  # cancelled
+                future.set_result(None)
+
+    async def _wait_turn(self, draw: int) -> None:
+        self._waiting.append((draw, len(self._waiting), future := self._loop.create_future()))
+        await future
+
+    async def _choose(self, count: int, draw: int) -> Replica:
         """Return the server with the fewest rows once it has room for ``count`` more, which then count as its own."""
         while True:
             usable = [replica for replica in self.replicas if replica.label is not None]
@@ -252,8 +270,7 @@ class VllmEngine:
                 await self._revive()
                 continue
             if self._is_publishing:
-                self._changed.clear()
-                await self._changed.wait()
+                await self._wait_turn(draw)
                 continue
             replica = min(usable, key=lambda replica: replica.inflight)
             if not replica.inflight or replica.inflight + count <= self.max_inflight:
@@ -261,8 +278,7 @@ class VllmEngine:
                     replica.progress_at, replica.tokens = time.monotonic(), None
                 replica.inflight += count
                 return replica
-            self._changed.clear()
-            await self._changed.wait()
+            await self._wait_turn(draw)
 
     # --- failures ---
 
@@ -276,7 +292,7 @@ class VllmEngine:
         log.warning("the server %s is left out: %s", replica.url, why)
         for task in replica.tasks:
             task.cancel()
-        self._changed.set()
+        self._notify()
 
     async def _watch(self) -> None:
         """Eject servers that hang, and those that keep all others waiting."""
@@ -337,7 +353,7 @@ class VllmEngine:
             self._publish_and_prove(policy, version)
         finally:
             self._is_publishing = False
-            self._loop.call_soon_threadsafe(self._changed.set)
+            self._loop.call_soon_threadsafe(self._notify)
 
     def _publish_and_prove(self, policy: Any, version: int) -> None:
         self.policy, proof = policy, self.proof
@@ -529,6 +545,7 @@ class _Row:
     ids: list[int]
     params: dict[str, Any]
     address: tuple[int | str, ...]
+    draw: int
     start: int
     """Tokens that were sampled in the row before."""
 
