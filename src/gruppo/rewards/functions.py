@@ -10,7 +10,7 @@ import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -110,8 +110,8 @@ class FunctionReward:
         # A batch may lack a column that other prompts of the data have: it is then None in all rows.
         self.check({*self._data_columns, *columns, *cells})
         if self.separator is not None and self.decode is None:
-            problem = f"reward {self.name!r} scores steps and needs the policy's decoder to find their last tokens"
-            raise GruppoError(f"{problem}. Call RewardSet.set_decoder(policy.chat.text) first.")
+            raise GruppoError(f"""reward {self.name!r} scores steps and needs the policy's decoder to find their last
+                tokens. Call RewardSet.set_decoder(policy.chat.text) first.""")
         if "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2):
             actions = zip(rollouts.actions, rollouts.mask, strict=True)
             cells["completion_ids"] = [ids[mask].tolist() for ids, mask in actions]
@@ -125,11 +125,7 @@ class FunctionReward:
 
         def call(rows: Sequence[int]) -> Answer:
             answer = Answer(len(rows))
-            arguments: dict[str, Any] = {
-                "trainer_state": state,
-                "log_metric": answer.log_metric,
-                "log_extra": answer.log_extra,
-            }
+            arguments = dict[str, Any](trainer_state=state, log_metric=answer.log_metric, log_extra=answer.log_extra)
             if self.separator is not None:
                 steps = [split_steps(text_of(rollouts.completions[row]), self.separator) for row in rows]
                 arguments["steps"] = [[step for step, _ in row] for row in steps]
@@ -137,35 +133,25 @@ class FunctionReward:
             for name, values in cells.items():
                 arguments[name] = [_copied(values[row]) if name in copied else values[row] for row in rows]
             returned = self.fn(**arguments)
-            returned = run_awaitable(returned) if inspect.isawaitable(returned) else returned
-            answer.values = as_list(returned, len(rows))
-            if self.scores_turns:
-                ends = [per_row["turn_ends"][row] for row in rows]
-                answer.values = [turn_scores(*x) for x in zip(answer.values, ends, strict=True)]
-            elif self.separator is not None:
-                answer.values = [self._place(rollouts, *x) for x in zip(rows, answer.values, steps, strict=True)]
+            values = as_list(run_awaitable(returned) if inspect.isawaitable(returned) else returned, len(rows))
+            # An error of one row is its value, so that the other rows keep theirs.
+            for n, row in enumerate(rows) if self.scores_steps else ():
+                try:
+                    if self.scores_turns:
+                        ends = per_row["turn_ends"][row]
+                        values[n] = place_scores(values[n], ends, "turn", len(ends))
+                    else:
+                        assert self.decode is not None  # refused above
+                        columns = rollouts.mask[row].nonzero()[:, 0]
+                        text, ids = text_of(rollouts.completions[row]), rollouts.actions[row][columns].tolist()
+                        ends = columns[step_ends(steps[n], text, ids, self.decode)].tolist()
+                        values[n] = place_scores(values[n], ends, "step", len(steps[n]))
+                except CallError as error:
+                    values[n] = error
+            answer.values = values
             return answer
 
         return call
-
-    def _place(self, rollouts: Rollouts, row: int, entry: Any, steps: Sequence[TextStep]) -> Any:
-        """Place a row's numbers, one per step, at the actions that end the steps."""
-        assert self.decode is not None
-        columns = rollouts.mask[row].nonzero()[:, 0]
-        text, ids = text_of(rollouts.completions[row]), rollouts.actions[row][columns].tolist()
-        try:
-            ends = columns[step_ends(steps, text, ids, self.decode)].tolist()
-        except CallError as error:
-            return error
-        entry = entry.tolist() if hasattr(entry, "tolist") else entry
-        if entry is None:
-            return None
-        if not isinstance(entry, (list, tuple)):
-            got = f"returned {entry!r:.60} ({type(entry).__name__}) for a completion"
-            return CallError("exception", f"{got}; a step reward returns a list of numbers for each, or None")
-        if len(entry) != len(steps):
-            return CallError("exception", f"returned {len(entry)} numbers for a completion of {len(steps)} steps")
-        return StepScores(ends, entry[: len(ends)])
 
 
 class ObjectReward:
@@ -265,17 +251,17 @@ def turn_reward(fn: Function) -> Function:
     return fn
 
 
-def turn_scores(entry: Any, ends: Sequence[int]) -> Any:
-    """Place a row's numbers, one per turn, at the actions that end the turns."""
+def place_scores(entry: Any, ends: Sequence[int], unit: Literal["step", "turn"], count: int) -> StepScores | None:
+    """Place a row's numbers, one for each of its ``count`` steps or turns, at the actions that end them."""
     entry = entry.tolist() if hasattr(entry, "tolist") else entry
     if entry is None:
         return None
     if not isinstance(entry, list | tuple):
         got = f"returned {entry!r:.60} ({type(entry).__name__}) for a completion"
-        return CallError("exception", f"{got}; a turn reward returns a list of numbers for each, or None")
-    if len(entry) != len(ends):
-        return CallError("exception", f"returned {len(entry)} numbers for a completion of {len(ends)} turns")
-    return StepScores(ends, entry)
+        raise CallError("exception", f"{got}; a {unit} reward returns a list of numbers for each, or None")
+    if len(entry) != count:
+        raise CallError("exception", f"returned {len(entry)} numbers for a completion of {count} {unit}s")
+    return StepScores(ends, entry[: len(ends)])  # a row without actions has one step, its empty text, and no end
 
 
 def split_steps(text: str, separator: str) -> list[TextStep]:

@@ -86,30 +86,20 @@ class Judge:
     def _bodies(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The requests of one question, one for each sample."""
         config, is_pair = self.config, self.config.mode == "pairs"
-        criteria = "\n".join(
-            f"- {item.name}{'' if is_pair else f' (0 to {item.points})'}: {item.text}" for item in config.rubric
-        )
         properties: dict[str, Any] = {REASON: {"type": "string"}} if config.reason else {}
+        criteria = []
+        for item in config.rubric:
+            criteria.append(f"- {item.name}{'' if is_pair else f' (0 to {item.points})'}: {item.text}")
+            properties[item.name] = {"enum": list(PREFERENCES) if is_pair else list(range(item.points + 1))}
         first = f'"{REASON}" in at most two sentences, then ' if config.reason else ""
         reply = f"Reply with JSON: {first}each criterion by its name."
-        system = "\n\n".join(filter(None, [TASKS[config.mode], reply, DATA, config.instructions, criteria]))
-        properties |= {
-            item.name: {"enum": list(PREFERENCES) if is_pair else list(range(item.points + 1))}
-            for item in config.rubric
-        }
-        schema = {
-            "type": "object",
-            "properties": properties,
-            "required": list(properties),
-            "additionalProperties": False,
-        }
+        system = "\n\n".join(filter(None, [TASKS[config.mode], reply, DATA, config.instructions, "\n".join(criteria)]))
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        verdict = {"name": "verdict", "strict": True, "schema": schema}
         body = {
             "model": config.model,
             "messages": [{"role": "system", "content": system}, {"role": "user", "content": quoted(question)}],
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "verdict", "strict": True, "schema": schema},
-            },
+            "response_format": {"type": "json_schema", "json_schema": verdict},
             **config.sampling,
         }
         return [body | {"seed": config.seed + sample} for sample in range(config.samples)]
@@ -215,20 +205,14 @@ def ranks(shares: Sequence[float]) -> list[float]:
 
     (number of lower ones + half of the other equal ones) / (n - 1). Shares are compared up to rounding.
     """
-    rounded = [round(share, 9) for share in shares]
-    return [
-        (sum(other < own for other in rounded) + (rounded.count(own) - 1) / 2) / max(len(rounded) - 1, 1)
-        for own in rounded
-    ]
+    rounded, others = [round(share, 9) for share in shares], max(len(shares) - 1, 1)
+    return [(sum(other < own for other in rounded) + (rounded.count(own) - 1) / 2) / others for own in rounded]
 
 
 def _shared(prompt: Any, reference: Any) -> dict[str, Any]:
     """The prompt and the reference answer as the judge sees them."""
-    if not isinstance(prompt, str):
-        prompt = [
-            {"role": str(message.get("role")), "content": text_of([{**message, "role": "assistant"}])}
-            for message in prompt
-        ]
+    if not isinstance(prompt, str):  # text_of reads the assistant's messages alone
+        prompt = [{"role": str(m.get("role")), "content": text_of([{**m, "role": "assistant"}])} for m in prompt]
     return {"prompt": prompt} | ({} if reference is None else {"reference answer": str(reference)})
 
 

@@ -114,52 +114,36 @@ def _checked(data: Mapping[str, Any]) -> JudgeConfig:
         if option.range and option.value is not None and not option.range.contains(option.value):
             raise EntryError(name, f"{name}={option.value} is out of range; it needs to be {option.range}.")
     names, url = [item.name for item in config.rubric], urlsplit(config.endpoint)
-    has_more = bool("@" in url.netloc or url.query or url.fragment)
-    rules: list[tuple[Any, str, str]] = [
-        (
-            url.scheme not in ("http", "https") or not url.hostname or has_more,
-            "endpoint",
-            f"endpoint is {url.scheme + '://...' if has_more else config.endpoint!r}; it needs the address of an "
-            "OpenAI-compatible server, without a user, a key or a query in it, such as http://127.0.0.1:8000/v1.",
-        ),
-        (not config.model, "model", "no model is named; it needs the name by which the endpoint serves it. Set model."),
-        (
-            config.key_env and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", config.key_env),  # never shown: it may be the key
-            "key_env",
-            "key_env is no name of an environment variable; it needs one in capitals, such as JUDGE_API_KEY, that "
-            "holds the key. Do not write the key itself.",
-        ),
-        (
-            not config.rubric,
-            "rubric",
-            "there is no rubric; it needs at least one item. Add [[rubric]] with name, text and weight.",
-        ),
-        *(
-            (not (item.name and item.text), f"rubric.{n}", f"rubric item {n + 1} needs both a name and a text.")
-            for n, item in enumerate(config.rubric)
-        ),
-        *(
-            (name == REASON or name in names[:n], f"rubric.{n}.name", f"the rubric has {name!r} already; rename it.")
-            for n, name in enumerate(names)
-        ),
-        *(
-            (name in OWN_FIELDS, f"request.{name}", f"request.{name} is set by gruppo; remove it.")
-            for name in config.request
-        ),
-        (
-            config.samples > 1 and not config.sampling["temperature"],
-            "samples",
-            f"samples={config.samples} at temperature 0 asks for one answer several times. Set request.temperature "
-            "above 0, or samples to 1.",
-        ),
-        (
-            config.opponents and config.mode == "score",
-            "opponents",
-            f'opponents={config.opponents} has no effect with mode="score". Remove it, or set mode="pairs".',
-        ),
-        (config.reference in PROVIDED, "reference", f"reference={config.reference!r} is no column of data; name one."),
-    ]
-    for is_wrong, entry, message in rules:
-        if is_wrong:
-            raise EntryError(entry, message)
+    has_more = bool("@" in url.netloc or url.query or url.fragment)  # which may be a key, and is not shown
+    mistakes = dict[str, str]()  # by entry; the first one is raised
+    if url.scheme not in ("http", "https") or not url.hostname or has_more:
+        mistakes["endpoint"] = f"""endpoint is {url.scheme + "://..." if has_more else config.endpoint!r}; it needs the
+            address of an OpenAI-compatible server, without a user, a key or a query in it, such as
+            http://127.0.0.1:8000/v1."""
+    if not config.model:
+        mistakes["model"] = "no model is named; it needs the name by which the endpoint serves it. Set model."
+    if config.key_env and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", config.key_env):  # never shown: it may be the key
+        mistakes["key_env"] = """key_env is no name of an environment variable; it needs one in capitals, such as
+            JUDGE_API_KEY, that holds the key. Do not write the key itself."""
+    if not names:
+        mistakes["rubric"] = """there is no rubric; it needs at least one item. Add [[rubric]] with name, text and
+            weight."""
+    for n, item in enumerate(config.rubric):
+        if not (item.name and item.text):
+            mistakes[f"rubric.{n}"] = f"rubric item {n + 1} needs both a name and a text."
+    for n, name in enumerate(names):
+        if name == REASON or name in names[:n]:
+            mistakes[f"rubric.{n}.name"] = f"the rubric has {name!r} already; rename it."
+    own = [f"request.{name}" for name in config.request if name in OWN_FIELDS]
+    mistakes |= {entry: f"{entry} is set by gruppo; remove it." for entry in own}
+    if config.samples > 1 and not config.sampling["temperature"]:
+        mistakes["samples"] = f"""samples={config.samples} at temperature 0 asks for one answer several times. Set
+            request.temperature above 0, or samples to 1."""
+    if config.opponents and config.mode == "score":
+        mistakes["opponents"] = f"""opponents={config.opponents} has no effect with mode="score". Remove it, or set
+            mode="pairs"."""
+    if config.reference in PROVIDED:
+        mistakes["reference"] = f"reference={config.reference!r} is no column of data; name one."
+    for entry, message in mistakes.items():
+        raise EntryError(entry, message)
     return config

@@ -25,7 +25,8 @@ from gruppo.types import GruppoError
 log = logging.getLogger("gruppo")
 
 Output = Literal["logit", "probability"]
-LogMetric = Callable[[str, float], None]
+Column = Sequence[Any]  # an entry for each row
+LogMetric = Callable[[str, float], None] | None
 Head = Literal["ForSequenceClassification", "ForTokenClassification"]
 KINDS = {
     "ForSequenceClassification": ("reward_model", "whole texts"),
@@ -68,9 +69,7 @@ class RewardModel:
             raise GruppoError(f"chat=True, but the tokenizer of {self.network.name} has no chat template. Omit chat.")
         self.uses_chat = has_template if chat is None else chat
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: LogMetric | None = None, **_: Any
-    ) -> list[float]:
+    def __call__(self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any) -> list[float]:
         texts = list(map(self.encode, prompts, completions))
         return [float(score) for score in self.network.scores(self.network.truncate(texts, self.__name__, log_metric))]
 
@@ -125,9 +124,7 @@ class ProcessRewardModel:
             problem = f"the tokenizer of {self.network.name} has no token for {mark or separator!r}"
             raise GruppoError(f"{problem}, at which a step is scored. Set mark to a text that it knows.")
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: LogMetric | None = None, **_: Any
-    ) -> list[Any]:
+    def __call__(self, prompts: Column, completions: Column, log_metric: LogMetric = None, **_: Any) -> list[Any]:
         texts, ends = [self._encode_prompt(prompt) for prompt in prompts], [list[int]() for _ in prompts]
         for ids, positions, completion in zip(texts, ends, completions, strict=True):
             for step, _end in split_steps(text_of(completion), self.separator):
@@ -235,7 +232,7 @@ class ScoringNetwork:
                 log.info("reward model %s: offload=True changes nothing, there is no accelerator here.", self.name)
         self.module.to(self.device)
 
-    def truncate(self, texts: Sequence[list[int]], name: str, log_metric: LogMetric | None = None) -> list[list[int]]:
+    def truncate(self, texts: Sequence[list[int]], name: str, log_metric: LogMetric = None) -> list[list[int]]:
         """Keep the last ``max_length`` ids of each text, and its opening token if there is one."""
         result, count = list(texts), 0
         for n, ids in enumerate(texts):

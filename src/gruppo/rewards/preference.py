@@ -95,9 +95,7 @@ def _clip_reward(name: str, model: str, processor: str, scale: float | None, bat
     return _per_caption(name, score)
 
 
-def _per_caption(
-    name: str, score: Callable[[str, list[Any]], Sequence[float]], *, reads_files: bool = False
-) -> ImageReward:
+def _per_caption(name: str, score: Callable[[str, list], Sequence[float]], *, reads_files: bool = False) -> ImageReward:
     """Return a reward function that scores the images of one caption at once. ``reads_files``: as PNG files."""
 
     @torch.no_grad()

@@ -10,15 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from gruppo.loading import (
-    absolute_path,
-    absolute_spec,
-    did_you_mean,
-    functions_of,
-    import_extra,
-    is_file_name,
-    load_object,
-)
+from gruppo import loading
+from gruppo.loading import did_you_mean
 from gruppo.reward_process import RewardProcesses
 from gruppo.rewards import code, images, preference, text
 from gruppo.rewards.functions import FunctionReward
@@ -54,15 +47,12 @@ BUILT_INS = {
     "reward_model": BuiltIn(RewardModel, "path", "reward_model:PATH or reward_model:PATH,label=1,offload=True"),
     "process_reward": BuiltIn(ProcessRewardModel, "path", "process_reward:PATH or process_reward:PATH,separator=\\n"),
 }
-BUILT_INS |= {
-    factory.__name__: BuiltIn(factory)
-    for factory in (
-        *(images.brightness, images.symmetry, images.jpeg_compressibility),
-        *(images.jpeg_incompressibility, images.jpeg_saving, images.psnr, images.ssim, images.brisque),
-        *(images.ocr_match, images.ocr_accuracy, preference.clip_score, preference.pick_score),
-        *(preference.hps_score, preference.image_reward),
-    )
-}
+for _factory in (
+    *(images.brightness, images.symmetry, images.jpeg_compressibility, images.jpeg_incompressibility),
+    *(images.jpeg_saving, images.psnr, images.ssim, images.brisque, images.ocr_match, images.ocr_accuracy),
+    *(preference.clip_score, preference.pick_score, preference.hps_score, preference.image_reward),
+):
+    BUILT_INS[_factory.__name__] = BuiltIn(_factory)
 _OPTION = r",(?=\s*[A-Za-z_]+=)"  # the comma before an option; others belong to the path or to the value before
 
 
@@ -95,11 +85,11 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
     except (ImportError, ValueError):
         is_module = False
     if not colon and name.endswith(".py") and Path(name).is_file():
-        functions = functions_of(Path(name))
+        functions = loading.functions_of(Path(name))
         has = f"; it has: {', '.join(functions)}." if functions else ". It has no public function."
         raise GruppoError(f"""the reward {name!r} is a file; name a function of it:
             {name}:{(*functions, "NAME")[0]}{has}""")
-    if not colon or not (is_file_name(spec.rpartition(":")[0]) or is_module):
+    if not colon or not (loading.is_file_name(spec.rpartition(":")[0]) or is_module):
         raise GruppoError(f"""there is no reward {spec!r}; the built-in ones are
             {", ".join(BUILT_INS)}.{did_you_mean(name, BUILT_INS)} For your own function write path/to/file.py:name or
             package.module:name.""")
@@ -107,7 +97,7 @@ def resolve_reward(spec: Any, processes: RewardProcesses | None = None) -> Any:
     is_ours = name.split(".")[0] == "gruppo"
     if processes is not None and not is_ours and (isolated := processes.load(spec.strip())) is not None:
         return isolated
-    reward = load_object(spec.strip())
+    reward = loading.load_object(spec.strip())
     if not callable(reward):
         raise DataError(f"{spec} is {reward!r:.80} ({type(reward).__name__}), which is not callable; name a function.")
     return reward
@@ -120,9 +110,9 @@ def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Ca
             raise ValueError("it takes no arguments")
         # before the run, not at the first answer
         if factory is text.reasoning_gym_score:
-            import_extra("reasoning_gym", "tasks", "reasoning_gym_score")
+            loading.import_extra("reasoning_gym", "tasks", "reasoning_gym_score")
         if factory is text.math_verify:
-            import_extra("math_verify", "math", "math_verify")
+            loading.import_extra("math_verify", "math", "math_verify")
         return factory
     if style in ("text", "path") and not arguments:
         raise ValueError(f"it needs a {'pattern' if style == 'text' else 'path'}")
@@ -174,5 +164,5 @@ def absolute_reward(spec: str) -> str:
     name, _, arguments = spec.partition(":")
     if name in BUILT_INS and BUILT_INS[name].arguments == "path":
         path, *options = re.split(_OPTION, arguments)
-        return ",".join([f"{name}:{absolute_path(path.strip())}", *options])
-    return absolute_spec(spec)
+        return ",".join([f"{name}:{loading.absolute_path(path.strip())}", *options])
+    return loading.absolute_spec(spec)

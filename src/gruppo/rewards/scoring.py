@@ -81,9 +81,9 @@ class Scores:
     @staticmethod
     def cat(several: Sequence[Scores]) -> Scores:
         """Concatenate rows. Steps are padded to the widest; a metric is the mean over the scores that have it."""
-        sizes, names = [len(scores.rewards) for scores in several], sorted({name for x in several for name in x.extras})
         width = max((x.shape[1] for scores in several for x in scores.steps.values()), default=0)
-        starts = accumulate([0, *sizes[:-1]])
+        starts = accumulate([0, *(len(scores.rewards) for scores in several[:-1])])
+        columns = sorted({name for scores in several for name in scores.extras})
         return Scores(
             rewards=torch.cat([scores.rewards for scores in several]),
             parts={name: torch.cat([scores.parts[name] for scores in several]) for name in several[0].parts},
@@ -93,12 +93,8 @@ class Scores:
             },
             failures=tuple(replace(f, row=f.row + n) for n, x in zip(starts, several, strict=True) for f in x.failures),
             metrics=_means(entry for scores in several for entry in scores.metrics.items()),
-            extras={
-                name: tuple(
-                    cell for x, n in zip(several, sizes, strict=True) for cell in x.extras.get(name, [None] * n)
-                )
-                for name in names
-            },
+            # A column that some scores lack is None in their rows.
+            extras={name: sum((x.extras.get(name, (None,) * len(x.rewards)) for x in several), ()) for name in columns},
         )
 
 
@@ -197,12 +193,11 @@ class RewardSet:
 
     def describe_usage(self, usage: Mapping[str, float]) -> list[str]:
         """A line for each judge."""
-        return [
-            judge.describe_usage(
-                {key.rpartition("/")[2]: x for key, x in usage.items() if key.startswith(f"judge/{name}/")}
-            )
-            for name, judge in self._judges.items()
-        ]
+        lines = []
+        for name, judge in self._judges.items():
+            own = {key.rpartition("/")[2]: x for key, x in usage.items() if key.startswith(f"judge/{name}/")}
+            lines.append(judge.describe_usage(own))
+        return lines
 
     def score(self, rollouts: Rollouts, state: TrainerState | None = None, *, is_evaluation: bool = False) -> Scores:
         """Score all rows. Asynchronous rewards run at the same time, the others one after the other."""
@@ -211,9 +206,8 @@ class RewardSet:
         for name, reward in self._rewards.items():
             columns = rollouts.mask.shape[1] if reward.scores_steps else 0
             results[name] = RewardResult(name, len(rollouts), columns)
-            task = partial(
-                score_rows, reward.prepare(rollouts, state or TrainerState()), rows, results[name], reward.timeout_s
-            )
+            call_rows = reward.prepare(rollouts, state or TrainerState())
+            task = partial(score_rows, call_rows, rows, results[name], reward.timeout_s)
             (concurrent if reward.is_async else tasks).append(task)
         running = list(map(start_call, concurrent))
         for run in tasks:
@@ -330,10 +324,8 @@ def _retry(call: RowCall, rows: Sequence[int], result: RewardResult, timeout_s: 
             busy = sum(now - timed.started < patience for timed in running.values())
             while waiting and busy < places:
                 row = waiting.popleft()
-                on_done = partial(finished.put, row)
-                running[row] = start_call(
-                    partial(call, [row]), timeout_s, name, on_done=on_done, inline=timeout_s is None
-                )
+                one, done = partial(call, [row]), partial(finished.put, row)
+                running[row] = start_call(one, timeout_s, name, on_done=done, inline=timeout_s is None)
                 busy += 1
             is_starting = any(timed.started == math.inf for timed in running.values())
             try:

@@ -40,19 +40,15 @@ def numeric_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -
     a list of candidates commits to its last entry, and a list inside the box to nothing. The answer has to be a
     number as a whole ("1,234", "$5", or what follows "####" as in GSM8K); any other is not scored.
     """
-    scores: list[float | None] = []
-    for completion, gold in zip(completions, answer, strict=True):
-        expected = None
-        if gold is not None and not isinstance(gold, bool):
-            inside = boxed(str(gold))
-            expected = number_of(str(gold).rpartition("####")[2] if inside is None else inside)
-        if expected is None:
-            scores.append(None)
-            continue
-        text = text_of(completion)
-        inside = boxed(text)
-        numbers = numbers_in(text)[-1:] if inside is None else numbers_in(inside)
-        scores.append(float(len(numbers) == 1 and numbers[0] == expected))
+    scores: list[float | None] = [None] * len(completions)
+    for n, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
+        inside = boxed(str(gold))
+        expected = number_of(str(gold).rpartition("####")[2] if inside is None else inside)
+        if expected is not None:  # None and True, as texts, are no numbers either
+            text = text_of(completion)
+            inside = boxed(text)
+            numbers = numbers_in(text)[-1:] if inside is None else numbers_in(inside)
+            scores[n] = float(len(numbers) == 1 and numbers[0] == expected)
     return scores
 
 
@@ -72,16 +68,14 @@ def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
     # Its own timeouts set signals and count as wrong answers. Here a call without an answer in time is not scored.
     parse = partial(library.parse, parsing_timeout=None, fallback_mode="no_fallback")
     targets = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
-    scores: list[float | None] = []
-    for completion, gold in zip(completions, answer, strict=True):
+    scores: list[float | None] = [None] * len(completions)
+    for n, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
         text = "" if gold is None else str(gold).rpartition("####")[2].strip()
         expected = parse(text if "$" in text or "\\boxed" in text else f"${text}$", targets) if text else []
-        if not expected:
-            scores.append(None)
-            continue
-        # a number that touches a tag is none to the library
-        found = parse(_TAG.sub(r" \g<0> ", text_of(completion)), targets)
-        scores.append(float(library.verify(expected, found, timeout_seconds=None)))
+        if expected:
+            # a number that touches a tag is none to the library
+            found = parse(_TAG.sub(r" \g<0> ", text_of(completion)), targets)
+            scores[n] = float(library.verify(expected, found, timeout_seconds=None))
     return scores
 
 
