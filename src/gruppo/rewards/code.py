@@ -24,6 +24,7 @@ COLUMNS = ("tests", "test_list", "input_output")
 _FENCE = re.compile(r"(?P<prefix>[ \t>]*+)(?P<mark>`{3,}+|~{3,}+)(?P<rest>[^`]*+)")  # possessive: in linear time
 _PYTHON = {"python", "py", "python3", "{python}", "{.python}"}
 _MOST_WORKERS = 16
+RowTests = ProgramTests | BadTest | None  # None: the row has no tests
 
 
 @dataclass(frozen=True)
@@ -102,20 +103,17 @@ class CodeTests:
         shares = [score and score.passed / score.total for score in scores]
         if self.all_or_nothing:
             shares = [share and float(share == 1) for share in shares]
-        return [
-            result if score is None else share for result, score, share in zip(results, scores, shares, strict=True)
-        ]
+        return [result if share is None else share for result, share in zip(results, shares, strict=True)]
 
-    def _read_tests(self, size: int, columns: dict[str, Any]) -> list[ProgramTests | BadTest | None]:
+    def _read_tests(self, size: int, columns: dict[str, Any]) -> list[RowTests]:
         """Read the tests of each row. Rows of a group hold the same cell, which is read once."""
         column = self.column or next((name for name in COLUMNS if name in columns), COLUMNS[0])
         names = (column, "entry_point", "test_setup_code", "test_imports")
-        known: dict[Any, ProgramTests | BadTest | None] = {}
+        known: dict[Any, RowTests] = {}
         tests = []
-        for row in zip(*(columns.get(name) or [None] * size for name in names), strict=True):
-            key = tuple(value if isinstance(value, str) else id(value) for value in row)
+        for cell, entry, setup, imports in zip(*(columns.get(name) or [None] * size for name in names), strict=True):
+            key = tuple(x if isinstance(x, str) else id(x) for x in (cell, entry, setup, imports))
             if key not in known:
-                cell, entry, setup, imports = row
                 try:
                     known[key] = read_tests(cell, entry=entry, setup=setup, imports=imports)
                 except BadTest as error:
@@ -123,9 +121,7 @@ class CodeTests:
             tests.append(known[key])
         return tests
 
-    def _run(
-        self, programs: Sequence[str], tests: Sequence[ProgramTests | BadTest | None]
-    ) -> list[ProgramScore | CallError | None]:
+    def _run(self, programs: Sequence[str], tests: Sequence[RowTests]) -> list[ProgramScore | CallError | None]:
         """Score each row. A program that occurs several times for one task is run once."""
         keys = [(program, id(test)) for program, test in zip(programs, tests, strict=True)]
         tasks = dict(zip(keys, tests, strict=True))
@@ -152,7 +148,7 @@ class _SandboxPool:
         self._open, self.opened, self._idle = open_sandbox, list[Sandbox](), queue.SimpleQueue[Sandbox]()
         self._setup_problems = dict[str, str]()  # by the text of a setup; empty where there is none
 
-    def score(self, program: str, tests: ProgramTests | BadTest | None) -> ProgramScore | CallError | None:
+    def score(self, program: str, tests: RowTests) -> ProgramScore | CallError | None:
         if tests is None:
             return None
         if isinstance(tests, ProgramTests) and not program.strip():

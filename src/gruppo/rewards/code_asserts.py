@@ -64,9 +64,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{"pytest.approx": Approx, "approx": Approx},
 }
 """Functions that are not the program's. Expected values may call those that build plain data."""
-_EXCEPTIONS = {
-    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
-}
+_EXCEPTIONS = {n: t for n, t in vars(builtins).items() if isinstance(t, type) and issubclass(t, BaseException)}
 _CONSTANTS = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "tau", "inf", "nan")}
 _PREDICATES = ("math.isclose", "math.isnan", "math.isinf")
 _KNOWN = {*(name.partition(".")[0] for name in (*_FUNCTIONS, *_CONSTANTS))}

@@ -39,16 +39,9 @@ def check_judge(file: str, labels: Path) -> list[str]:
         groups = [0] * len(rows)
     metrics: dict[str, float] = {}
     columns = {name: [row[name] for row in rows] for name in filter(None, [judge.config.reference])}
-    rewards = asyncio.run(
-        judge(
-            prompts=[row["prompt"] for row in rows],
-            completions=[row["completion"] for row in rows],
-            group_ids=groups,
-            log_metric=metrics.__setitem__,
-            log_extra=lambda *_: None,
-            **columns,
-        )
-    )
+    columns |= {"prompts": [row["prompt"] for row in rows], "completions": [row["completion"] for row in rows]}
+    call = judge(group_ids=groups, log_metric=metrics.__setitem__, log_extra=lambda *_: None, **columns)
+    rewards = asyncio.run(call)
     failed = [reward for reward in rewards if isinstance(reward, CallError)]
     if len(failed) == len(rows):
         raise DataError(f"the judge {file} has scored none of {len(rows)} completions: {failed[0].message}.")
@@ -56,11 +49,8 @@ def check_judge(file: str, labels: Path) -> list[str]:
     found = agreement(values, np.array([row["label"] for row in rows], dtype=float), np.array(groups))
     lines = [f"{counted(len(rows), 'labelled completion')}, {len(rows) - len(failed)} scored, {len(failed)} failed"]
     lines += [f"  {count} x {message}" for message, count in Counter(error.message for error in failed).most_common(5)]
-    lines += [
-        f"accuracy       {found['accuracy']:.3f}  of {found['pairs']:.0f} pairs with different labels",
-        f"Kendall tau-b  {found['tau']:.3f}",
-        f"Cohen's kappa  {found['kappa']:.3f}",
-    ]
+    lines.append(f"accuracy       {found['accuracy']:.3f}  of {found['pairs']:.0f} pairs with different labels")
+    lines += [f"Kendall tau-b  {found['tau']:.3f}", f"Cohen's kappa  {found['kappa']:.3f}"]
     if f"{judge.__name__}_first_frac" in metrics:
         first, same = (metrics[f"{judge.__name__}_{name}_frac"] for name in ("first", "consistent"))
         lines.append(f"position bias  {first - 0.5:+.3f}  the first answer wins {first:.1%} of comparisons")
@@ -79,15 +69,12 @@ def read_labels(path: Path, reference: str = "") -> list[dict[str, Any]]:
         try:
             row = parse_json(line)
             if "chosen" in row:
-                rows += [
-                    {**row, "completion": row["chosen"], "label": 1},
-                    {**row, "completion": row["rejected"], "label": 0},
-                ]
+                labelled = [(row["chosen"], 1), (row["rejected"], 0)]
             else:
-                rows.append({**row, "label": float(row["label"])})
-            missing = {"prompt", "completion", reference} - {"", *rows[-1]}
-            texts = [one[name] for one in rows[-2:] for name in ("prompt", "completion")]
-            if missing or not math.isfinite(rows[-1]["label"]) or not all(isinstance(x, str | list) for x in texts):
+                labelled = [(row["completion"], float(row["label"]))]
+            are_texts = all(isinstance(text, str | list) for text in (row["prompt"], *(text for text, _ in labelled)))
+            rows += [{**row, "completion": text, "label": label} for text, label in labelled]
+            if not are_texts or not math.isfinite(rows[-1]["label"]) or reference not in {"", *rows[-1]}:
                 raise ValueError
         except (ValueError, TypeError, KeyError):
             also = f", each with {reference!r}" if reference else ""

@@ -61,38 +61,25 @@ class JudgeClient:
         self._has_warned = False
         self._jitter = random.Random(0)  # a generator of its own: rewards do not change the run's random numbers
         self._verdicts = dict[str, Any]()
-        self._cache_file = self._open_cache(file)
-
-    # --- the cache, and what a run has used ---
-
-    def _open_cache(self, file: Path) -> Path | None:
-        if self.config.cache is None:
-            return None
-        place = f"{self.config.endpoint.rstrip('/')} {self.config.model}"
+        self._cache_file: Path | None = None
+        if config.cache is None:
+            return
+        # One file for each endpoint and model; rubric, seed and samples are in the key, the SHA-256 of a request.
+        place = f"{config.endpoint.rstrip('/')} {config.model}"
         try:
-            chosen = self.config.cache
-            folder = file.absolute().parent / Path(chosen).expanduser() if chosen else state_folder() / "judges"
+            beside = file.absolute().parent
+            folder = beside / Path(config.cache).expanduser() if config.cache else state_folder() / "judges"
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = folder / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.jsonl"
             for line in json_lines(path) if path.exists() else ():
                 with suppress(ValueError, KeyError, TypeError):  # a line that was cut off when a process was killed
                     entry = parse_json(line)
                     self._verdicts.setdefault(entry["key"], entry["verdict"])
-            return path
+            self._cache_file = path
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
             log.warning("judge %s: its cache cannot be used (%s). Every answer is asked for again.", self.name, error)
-            return None
 
-    def _remember(self, key: str, verdict: Any) -> None:
-        self._verdicts[key] = verdict
-        if self._cache_file is None:
-            return
-        try:
-            with self._cache_file.open("a", encoding="utf-8") as file:  # appended whole, so that processes can share it
-                file.write("\n" + json.dumps({"key": key, "verdict": verdict}))
-        except OSError as error:
-            log.warning("judge %s: its cache cannot be written (%s); it is kept in memory.", self.name, error)
-            self._cache_file = None
+    # --- what a run has used ---
 
     def attach(self, folder: Path) -> None:
         """Count on from what the run in ``folder`` has used, and record there what is used. A collective.
@@ -139,13 +126,12 @@ class JudgeClient:
         keys = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
         unique = dict(zip(keys, bodies, strict=True))
         slots, self._unanswered = asyncio.Semaphore(self.config.concurrency), 0
-        client = self._httpx.AsyncClient(
-            base_url=place,
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=None,  # request_json has a deadline for the whole answer
-            trust_env=not is_loopback(urlsplit(place).hostname or ""),
-        )
-        async with client:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        is_remote = not is_loopback(urlsplit(place).hostname or "")  # a proxy of the environment is for remote ones
+        # No timeout of the client's: request_json has a deadline for the whole answer.
+        async with self._httpx.AsyncClient(
+            base_url=place, headers=headers, timeout=None, trust_env=is_remote
+        ) as client:
             answers = await asyncio.gather(*(self._answer(client, slots, key, body) for key, body in unique.items()))
         found = dict(zip(unique, answers, strict=True))
         return [found[key] for key in keys]
@@ -163,7 +149,14 @@ class JudgeClient:
                 return error
             finally:
                 self._save_usage()
-        self._remember(key, verdict)
+        self._verdicts[key] = verdict
+        if self._cache_file is not None:
+            try:  # appended whole, so that processes can share it
+                with self._cache_file.open("a", encoding="utf-8") as file:
+                    file.write("\n" + json.dumps({"key": key, "verdict": verdict}))
+            except OSError as error:
+                log.warning("judge %s: its cache cannot be written (%s); it is kept in memory.", self.name, error)
+                self._cache_file = None
         return verdict
 
     async def _post(self, client: Any, body: Mapping[str, Any]) -> Any:
@@ -171,7 +164,13 @@ class JudgeClient:
         for attempt in range(self.config.retries + 1):
             while (wait_s := self._not_before - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
-            self._check_budget()
+            spent = self._spent()
+            for name, limit in self._limits.items():
+                if limit is not None and spent[name] >= limit:
+                    self.counts["over_budget"] += 1
+                    total = f"{getattr(self.config.budget, name):,} {name}"
+                    reason = f"the judge's budget of {total} is spent; raise budget.{name} in {self.name}.toml"
+                    raise CallError("exception", reason, "budget")
             if self._unanswered >= self.config.concurrency:  # else a judge that is down costs every row its retries
                 reason = f"not asked: {self._unanswered} questions in a row had no answer"
                 raise CallError("exception", f"{reason} from {self.config.endpoint}", "unanswered")
@@ -197,15 +196,6 @@ class JudgeClient:
                     self._not_before = time.monotonic() + wait_s
             await asyncio.sleep(wait_s)
         raise AssertionError("unreachable")
-
-    def _check_budget(self) -> None:
-        spent = self._spent()
-        for name, limit in self._limits.items():
-            if limit is not None and spent[name] >= limit:
-                self.counts["over_budget"] += 1
-                total = getattr(self.config.budget, name)
-                reason = f"the judge's budget of {total:,} {name} is spent; raise budget.{name} in {self.name}.toml"
-                raise CallError("exception", reason, "budget")
 
     def _read(self, reply: Any, schema: Mapping[str, Any]) -> Any:
         """Return the verdict in a reply; ``CallError`` unless it is JSON of the schema and nothing else.

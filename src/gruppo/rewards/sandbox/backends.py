@@ -139,17 +139,12 @@ class SandboxFusion:
         """Why a process did not end with status 0."""
         limits = self.limits
         if run["status"] == "TimeLimitExceeded" or run["return_code"] in _ALARM:
-            return {
-                "status": "timeout",
-                "message": f"over {limits.case_s:g} s for the case or {limits.program_s:g} s in all",
-            }
+            over = f"over {limits.case_s:g} s for the case or {limits.program_s:g} s in all"
+            return {"status": "timeout", "message": over}
         if run["return_code"] == 0:
             return None
-        errors = (run["stderr"] or "").strip().splitlines()
-        return {
-            "status": "error",
-            "message": (errors or [f"the process ended with status {run['return_code']}"])[-1][:300],
-        }
+        errors = (run["stderr"] or "").strip().splitlines() or [f"the process ended with status {run['return_code']}"]
+        return {"status": "error", "message": errors[-1][:300]}
 
     def _post(self, code: str, stdin: str, run_s: float) -> dict[str, Any]:
         """Run a program on the server; SandboxError where the server does not run it."""
