@@ -24,6 +24,8 @@ COLUMNS = ("tests", "test_list", "input_output")
 _FENCE = re.compile(r"(?P<prefix>[ \t>]*+)(?P<mark>`{3,}+|~{3,}+)(?P<rest>[^`]*+)")  # possessive: in linear time
 _PYTHON = {"python", "py", "python3", "{python}", "{.python}"}
 _MOST_WORKERS = 16
+LogMetric = Callable[[str, float], None] | None
+LogExtra = Callable[[str, Iterable[Any]], None] | None
 RowTests = ProgramTests | BadTest | None  # None: the row has no tests
 
 
@@ -84,11 +86,7 @@ class CodeTests:
             raise DataError(f"{problem}. Name it with --reward code_tests:column=NAME.")
 
     def __call__(
-        self,
-        completions: Sequence[Any],
-        log_metric: Callable[[str, float], None] | None = None,
-        log_extra: Callable[[str, Iterable[Any]], None] | None = None,
-        **columns: Any,
+        self, completions: Sequence[Any], log_metric: LogMetric = None, log_extra: LogExtra = None, **columns: Any
     ) -> list[Any]:
         """One score per completion; None without tests; ``CallError`` where it could not be scored."""
         programs = [program_in(text_of(completion)) for completion in completions]

@@ -79,13 +79,11 @@ def equal_text(got: str, expected: str) -> bool:
     lines, expected_lines = ([line.split() for line in text.strip().splitlines()] for text in (got, expected))
     if list(map(len, lines)) != list(map(len, expected_lines)):
         return False
-    for words in zip(lines, expected_lines, strict=True):
-        for pair in zip(*words, strict=True):
-            if pair[0] == pair[1]:
-                continue
-            if max(map(len, pair)) > _LONGEST_NUMBER or not all(map(_NUMBER.fullmatch, pair)):
-                return False
-            numbers = [int(word) if word.lstrip("+-").isdigit() else float(word) for word in pair]
-            if all(isinstance(number, int) for number in numbers) or not is_close(*numbers):
-                return False
+    words = (pair for rows in zip(lines, expected_lines, strict=True) for pair in zip(*rows, strict=True))
+    for pair in (pair for pair in words if pair[0] != pair[1]):
+        if max(map(len, pair)) > _LONGEST_NUMBER or not all(map(_NUMBER.fullmatch, pair)):
+            return False
+        numbers = [int(word) if word.lstrip("+-").isdigit() else float(word) for word in pair]
+        if all(isinstance(number, int) for number in numbers) or not is_close(*numbers):  # whole numbers are exact
+            return False
     return True

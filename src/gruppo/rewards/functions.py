@@ -80,13 +80,12 @@ class FunctionReward:
         self._parameters, self._takes_all = accepted_keywords(fn, f"reward {self.name!r}")
         self.requested_columns = frozenset(self._parameters)
         self._provided = PROVIDED if self.separator is None else (*PROVIDED, "steps")
-        self._check: Callable[[Collection[str]], None] = getattr(fn, "check", lambda columns: None)
         self._data_columns: set[str] = set()
 
     def check(self, columns: Collection[str]) -> None:
         """Raise DataError if the data lack a column that the function requires; see ``columns_of``."""
         require_columns(f"reward {self.name!r}", self._parameters, columns, self._provided)
-        self._check(columns)
+        getattr(self.fn, "check", lambda columns: None)(columns)
         self._data_columns.update(columns)
 
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
@@ -119,8 +118,7 @@ class FunctionReward:
             cells["group_ids"] = rollouts.group_ids.tolist()
         for name in {*columns, *(name for name, is_required in self._parameters.items() if is_required)}:
             if name not in cells and name not in self._provided:
-                target_names = ("answer", "target")
-                cells[name] = [x.meta.get(name, x.target if name in target_names else None) for x in prompts]
+                cells[name] = [x.meta.get(name, x.target if name in ("answer", "target") else None) for x in prompts]
         cells = {name: values for name, values in cells.items() if self._takes_all or name in self._parameters}
 
         def call(rows: Sequence[int]) -> Answer:
@@ -170,14 +168,13 @@ class ObjectReward:
         self.view: Any = None
         self.requested_columns = frozenset(getattr(reward, "columns", ()))
         self.decode: Decode | None = None
-        self._check: Callable[[Collection[str]], None] = getattr(reward, "check", lambda columns: None)
 
     def check(self, columns: Collection[str]) -> None:
         if missing := sorted(self.requested_columns - {*columns}):
             problem = f"reward {self.name!r} needs the column {missing[0]!r}, which the data do not have"
             has = ", ".join(sorted(columns)) or "no columns"
             raise DataError(f"{problem}; they have: {has}. Add the column, or rename one.")
-        self._check(columns)
+        getattr(self.fn, "check", lambda columns: None)(columns)
 
     def prepare(self, rollouts: Rollouts, state: TrainerState) -> RowCall:
         def call(rows: Sequence[int]) -> Answer:
@@ -206,9 +203,7 @@ class ObjectReward:
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     """Columns that a reward function can request: every key of ``meta``; ``answer``, ``target`` if a prompt has one."""
-    names = set[str]()
-    for prompt in prompts:
-        names |= {*prompt.meta, *(("answer", "target") if prompt.target is not None else ())}
+    names = {name for p in prompts for name in (*p.meta, *(("answer", "target") if p.target is not None else ()))}
     return tuple(sorted(names))
 
 

@@ -136,5 +136,4 @@ def random_shift(images: Float[Tensor, "b C H W"], generator: torch.Generator, p
 
 def accuracy(module: nn.Module, images: Float[Tensor, "N C H W"], labels: Int[Tensor, "N"]) -> float:
     """Share of images whose most likely class is their label."""
-    predicted = torch.stack(log_probabilities(module, list(images))).argmax(dim=-1)
-    return float((predicted == labels).double().mean())
+    return float((torch.stack(log_probabilities(module, list(images))).argmax(dim=-1) == labels).double().mean())

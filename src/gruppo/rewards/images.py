@@ -241,8 +241,7 @@ class PatchReward:
             prompt = rollouts.prompts[group]
             columns = {"target": prompt.target, "prompts": prompt.inputs, "reference": prompt.meta.get("reference")}
             scores = self.score(image, *(columns[name] for name in self.inputs))
-            is_scored = isinstance(scores, Tensor)
-            rows.append(scores.flatten().float() / count if is_scored else torch.full((count,), NAN))
+            rows.append(scores.flatten().float() / count if isinstance(scores, Tensor) else torch.full((count,), NAN))
         return torch.where(rollouts.mask, torch.stack(rows), NAN)
 
 

@@ -54,8 +54,8 @@ class Judge:
         self.client = JudgeClient(self.config, path)
         self.__name__, self.attach, self.input_digest = path.stem, self.client.attach, self.config.digest
         self.compares_group = self.config.mode == "pairs"
-        names = ["prompts", "completions", "group_ids", "log_metric", "log_extra"]
-        names += [self.config.reference] if self.config.reference else []
+        # The signature is what tells FunctionReward which columns of the data to pass.
+        names = filter(None, ["prompts", "completions", "group_ids", "log_metric", "log_extra", self.config.reference])
         self.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names])
 
     def check(self, columns: Collection[str]) -> None:
@@ -126,8 +126,7 @@ class Judge:
         for row, group in enumerate(group_ids):
             groups.setdefault(group, []).append(row)
         pairs = [pair for rows in groups.values() for pair in self._pairs(rows)]
-        distinct = [(a, b) for a, b in pairs if texts[a] != texts[b]]
-        orders = [order for a, b in distinct for order in ((a, b), (b, a))]
+        orders = [order for a, b in pairs if texts[a] != texts[b] for order in ((a, b), (b, a))]
         bodies = [self._bodies({**shared[a], "first": texts[a], "second": texts[b]}) for a, b in orders]
         answers = iter(await self.client.ask([body for order in bodies for body in order]))
         wins: dict[int, list[float]] = {row: [] for row in range(len(texts))}

@@ -40,8 +40,7 @@ def check_judge(file: str, labels: Path) -> list[str]:
     metrics: dict[str, float] = {}
     columns = {name: [row[name] for row in rows] for name in filter(None, [judge.config.reference])}
     columns |= {"prompts": [row["prompt"] for row in rows], "completions": [row["completion"] for row in rows]}
-    call = judge(group_ids=groups, log_metric=metrics.__setitem__, log_extra=lambda *_: None, **columns)
-    rewards = asyncio.run(call)
+    rewards = asyncio.run(judge(group_ids=groups, log_metric=metrics.__setitem__, log_extra=lambda *_: None, **columns))
     failed = [reward for reward in rewards if isinstance(reward, CallError)]
     if len(failed) == len(rows):
         raise DataError(f"the judge {file} has scored none of {len(rows)} completions: {failed[0].message}.")

@@ -27,10 +27,8 @@ from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
-COUNTS = (
-    *("calls", "retries", "cache_hits", "input_tokens", "output_tokens"),
-    *("failed", "timeouts", "rate_limited", "errors", "invalid", "over_budget"),
-)
+COUNTS = ["calls", "retries", "cache_hits", "input_tokens", "output_tokens"]
+COUNTS += ["failed", "timeouts", "rate_limited", "errors", "invalid", "over_budget"]
 """Counters, for metrics; failed: questions without a verdict."""
 REPEATED = (0, 408, 409, 429)
 """HTTP statuses after which a request is sent again, beside 5xx; 0: no answer."""
@@ -88,17 +86,16 @@ class JudgeClient:
         left is divided among the ranks.
         """
         rank, world = dist.rank(), dist.world_size()
-        files = {int(path.stem): path for path in folder.glob("*.json") if path.stem.isdecimal()}
-        mine = [path for number, path in files.items() if number % world == rank]
+        files = [path for path in folder.glob("*.json") if path.stem.isdecimal()]
+        mine = [path for path in files if int(path.stem) % world == rank]
         for path in mine:  # those of more ranks, if there were more before
             with suppress(OSError, ValueError):
                 self.counts = {name: count + int(read_json(path).get(name, 0)) for name, count in self.counts.items()}
         folder.mkdir(parents=True, exist_ok=True)
         self._usage_file = folder / f"{rank}.json"
         self._save_usage()
-        for path in mine:
-            if path != self._usage_file:
-                path.unlink(missing_ok=True)
+        for path in {*mine} - {self._usage_file}:
+            path.unlink(missing_ok=True)
         spent = self._spent()
         total = dist.all_sum(torch.tensor([*spent.values()], dtype=torch.float64)).tolist()
         for name, used in zip(spent, map(int, total), strict=True):
@@ -127,11 +124,9 @@ class JudgeClient:
         unique = dict(zip(keys, bodies, strict=True))
         slots, self._unanswered = asyncio.Semaphore(self.config.concurrency), 0
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        is_remote = not is_loopback(urlsplit(place).hostname or "")  # a proxy of the environment is for remote ones
+        is_far = not is_loopback(urlsplit(place).hostname or "")  # a proxy of the environment leads to no server here
         # No timeout of the client's: request_json has a deadline for the whole answer.
-        async with self._httpx.AsyncClient(
-            base_url=place, headers=headers, timeout=None, trust_env=is_remote
-        ) as client:
+        async with self._httpx.AsyncClient(base_url=place, headers=headers, timeout=None, trust_env=is_far) as client:
             answers = await asyncio.gather(*(self._answer(client, slots, key, body) for key, body in unique.items()))
         found = dict(zip(unique, answers, strict=True))
         return [found[key] for key in keys]
@@ -195,7 +190,6 @@ class JudgeClient:
                 if error.retry_after_s is not None:
                     self._not_before = time.monotonic() + wait_s
             await asyncio.sleep(wait_s)
-        raise AssertionError("unreachable")
 
     def _read(self, reply: Any, schema: Mapping[str, Any]) -> Any:
         """Return the verdict in a reply; ``CallError`` unless it is JSON of the schema and nothing else.

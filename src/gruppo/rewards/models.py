@@ -150,8 +150,8 @@ class ProcessRewardModel:
             continues = prompt[-1]["role"] == "assistant"
             how = {"add_generation_prompt": not continues, "continue_final_message": continues}
             return list(tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=False, **how))
-        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        return [*begin, *self._encode(plain_text(prompt))]
+        text = self._encode(plain_text(prompt))
+        return text if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *text]
 
 
 def plain_text(prompt: Any) -> str:
@@ -223,8 +223,7 @@ class ScoringNetwork:
         self.batch_tokens, self._has_warned = batch_tokens, False
         self._config = config.get_text_config() if hasattr(config, "get_text_config") else config
         limits = (getattr(self._config, "max_position_embeddings", None), self.tokenizer.model_max_length)
-        longest = min((int(n) for n in limits if n and 0 < n < NO_LIMIT), default=NO_LIMIT)
-        self.max_length = max_length or longest
+        self.max_length = max_length or min((int(n) for n in limits if n and 0 < n < NO_LIMIT), default=NO_LIMIT)
         self.work_device = self.device
         if offload:
             self.device, self.work_device = torch.device("cpu"), accelerator()
@@ -312,8 +311,7 @@ class ScoringNetwork:
             raise GruppoError(f"""reward model {self.name} gave logits of shape {list(output.shape)} for {len(rows)}
                 texts; it needs {"one number" if is_outcome else "numbers for each token"} per label. Use a model
                 ...{self.head}, or the reward {"process_reward" if is_outcome else "reward_model"}.""")
-        logits = output.float().cpu()
-        return [x if is_outcome else x[: len(row)] for x, row in zip(logits, rows, strict=True)]
+        return [x if is_outcome else x[: len(row)] for x, row in zip(output.float().cpu(), rows, strict=True)]
 
 
 def accelerator() -> torch.device:

@@ -204,8 +204,7 @@ class RewardSet:
         rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
         results, tasks, concurrent = dict[str, RewardResult](), list[Callable[[], None]](), list[Callable[[], None]]()
         for name, reward in self._rewards.items():
-            columns = rollouts.mask.shape[1] if reward.scores_steps else 0
-            results[name] = RewardResult(name, len(rollouts), columns)
+            results[name] = RewardResult(name, len(rollouts), rollouts.mask.shape[1] if reward.scores_steps else 0)
             call_rows = reward.prepare(rollouts, state or TrainerState())
             task = partial(score_rows, call_rows, rows, results[name], reward.timeout_s)
             (concurrent if reward.is_async else tasks).append(task)
@@ -220,9 +219,8 @@ class RewardSet:
             for column, values in result.extras.items():  # a column that two rewards log carries the second one's name
                 extras[f"{name}/{column}" if column in extras else column] = tuple(values)
         logged = (entry for result in results.values() for entry in result.metrics)
-        group_ids = None if is_evaluation else rollouts.group_ids.cpu()
         return Scores(
-            rewards=combine(list(results.values()), self.weights, group_ids),
+            rewards=combine([*results.values()], self.weights, None if is_evaluation else rollouts.group_ids.cpu()),
             parts={name: result.rewards.float() for name, result in results.items()},
             steps={name: results[name].steps for name in self.step_names},
             failures=tuple(result.failures[row] for result in results.values() for row in sorted(result.failures)),

@@ -176,8 +176,5 @@ class SandboxFusion:
         if answer.get("status") == "SandboxError" or not isinstance(run, dict) or run.get("status") == "Error":
             raise SandboxError(f"{self.url} ran nothing: {answer.get('message') or run!s:.200}")
         took_s = run.get("execution_time")
-        return {
-            "status": run.get("status"),
-            "execution_time": took_s if isinstance(took_s, (int, float)) else time.monotonic() - began,
-            **{name: run.get(name) for name in ("return_code", "stdout", "stderr")},
-        }
+        took_s = took_s if isinstance(took_s, (int, float)) else time.monotonic() - began
+        return {key: run.get(key) for key in ("status", "return_code", "stdout", "stderr")} | {"execution_time": took_s}
