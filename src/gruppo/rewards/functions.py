@@ -131,22 +131,22 @@ class FunctionReward:
             for name, values in cells.items():
                 arguments[name] = [_copied(values[row]) if name in copied else values[row] for row in rows]
             returned = self.fn(**arguments)
-            values = as_list(run_awaitable(returned) if inspect.isawaitable(returned) else returned, len(rows))
+            entries = as_list(run_awaitable(returned) if inspect.isawaitable(returned) else returned, len(rows))
             # An error of one row is its value, so that the other rows keep theirs.
             for n, row in enumerate(rows) if self.scores_steps else ():
                 try:
                     if self.scores_turns:
                         ends = per_row["turn_ends"][row]
-                        values[n] = place_scores(values[n], ends, "turn", len(ends))
+                        entries[n] = place_scores(entries[n], ends, "turn", len(ends))
                     else:
                         assert self.decode is not None  # refused above
                         columns = rollouts.mask[row].nonzero()[:, 0]
                         text, ids = text_of(rollouts.completions[row]), rollouts.actions[row][columns].tolist()
                         ends = columns[step_ends(steps[n], text, ids, self.decode)].tolist()
-                        values[n] = place_scores(values[n], ends, "step", len(steps[n]))
+                        entries[n] = place_scores(entries[n], ends, "step", len(steps[n]))
                 except CallError as error:
-                    values[n] = error
-            answer.values = values
+                    entries[n] = error
+            answer.values = entries
             return answer
 
         return call
