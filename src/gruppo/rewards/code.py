@@ -15,7 +15,7 @@ from gruppo.rewards.code_asserts import BadTest
 from gruppo.rewards.code_cases import ProgramTests, read_tests
 from gruppo.rewards.sandbox.backends import choose_sandbox
 from gruppo.rewards.sandbox.protocol import CaseResult, Sandbox, SandboxError, SandboxLimits
-from gruppo.rewards.text import text_of
+from gruppo.rewards.text import LogMetric, text_of
 from gruppo.timeouts import CallError
 from gruppo.types import DataError
 
@@ -24,7 +24,6 @@ COLUMNS = ("tests", "test_list", "input_output")
 _FENCE = re.compile(r"(?P<prefix>[ \t>]*+)(?P<mark>`{3,}+|~{3,}+)(?P<rest>[^`]*+)")  # possessive: in linear time
 _PYTHON = {"python", "py", "python3", "{python}", "{.python}"}
 _MOST_WORKERS = 16
-LogMetric = Callable[[str, float], None] | None
 LogExtra = Callable[[str, Iterable[Any]], None] | None
 RowTests = ProgramTests | BadTest | None  # None: the row has no tests
 

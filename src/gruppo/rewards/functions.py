@@ -183,8 +183,7 @@ class ObjectReward:
                 if isinstance(returned, Tensor) and returned.ndim == 2:
                     problem = f"reward {self.name!r} returned {tuple(returned.shape)}: a score for each action"
                     raise DataError(f"{problem}. Set scores_steps = True on the object, or return one per row, [B].")
-                values = as_list(returned, len(rows))
-                return Answer(len(rows), [None if value != value else value for value in values])
+                return Answer(len(rows), [None if x != x else x for x in as_list(returned, len(rows))])
             mask = rollouts.mask[list(rows)]
             if not isinstance(returned, Tensor) or returned.shape != mask.shape:
                 got = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__

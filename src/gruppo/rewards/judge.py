@@ -31,7 +31,6 @@ DATA = (
 )
 _TOKEN = re.compile(r"<(?=[/|\uff5c!A-Za-z_])|\[(?=/?(?:[A-Z_]{2,}|[gs]MASK)\])")
 """Where a special token of a chat template may begin, such as <|im_end|>, </s> or [INST]. Servers read it as one."""
-LogMetric = Callable[[str, float], None]
 Extra = Callable[[str, list[Any]], None]
 
 
@@ -69,7 +68,7 @@ class Judge:
         prompts: Sequence[Any],
         completions: Sequence[Any],
         group_ids: Sequence[int],
-        log_metric: LogMetric,
+        log_metric: Callable[[str, float], None],
         log_extra: Extra,
         **columns: Sequence[Any],
     ) -> list[Any]:
@@ -120,7 +119,11 @@ class Judge:
         return rewards
 
     async def _ranks(
-        self, shared: Sequence[Any], texts: Sequence[str], group_ids: Sequence[int], log_metric: LogMetric
+        self,
+        shared: Sequence[Any],
+        texts: list[str],
+        group_ids: Sequence[int],
+        log_metric: Callable[[str, float], None],
     ) -> list[Any]:
         groups: dict[int, list[int]] = {}
         for row, group in enumerate(group_ids):

@@ -19,14 +19,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gruppo.loading import transformers_error
 from gruppo.rewards.functions import split_steps, step_reward
-from gruppo.rewards.text import text_of
+from gruppo.rewards.text import LogMetric, text_of
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
 Output = Literal["logit", "probability"]
 Column = Sequence[Any]  # an entry for each row
-LogMetric = Callable[[str, float], None] | None
 Head = Literal["ForSequenceClassification", "ForTokenClassification"]
 KINDS = {
     "ForSequenceClassification": ("reward_model", "whole texts"),

@@ -19,6 +19,7 @@ from gruppo.errors import GruppoError
 from gruppo.loading import import_extra
 
 RewardFunction = Callable[..., list[float | None]]
+LogMetric = Callable[[str, float], None] | None  # as TRL passes it; None in a call of your own
 COHERENCE_WORDS = ("因为", "所以", "然而", "但是")
 
 
