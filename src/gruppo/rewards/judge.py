@@ -119,11 +119,7 @@ class Judge:
         return rewards
 
     async def _ranks(
-        self,
-        shared: Sequence[Any],
-        texts: list[str],
-        group_ids: Sequence[int],
-        log_metric: Callable[[str, float], None],
+        self, shared: list[Any], texts: list[str], group_ids: Sequence[int], log_metric: Callable[[str, float], None]
     ) -> list[Any]:
         groups: dict[int, list[int]] = {}
         for row, group in enumerate(group_ids):
