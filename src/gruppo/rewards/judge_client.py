@@ -119,8 +119,7 @@ class JudgeClient:
     async def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the verdict of each request, or the ``CallError`` why there is none. Equal requests are sent once."""
         place = self.config.endpoint.rstrip("/")
-        texts = [json.dumps([place, body], sort_keys=True) for body in bodies]
-        keys = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+        keys = [hashlib.sha256(json.dumps([place, body], sort_keys=True).encode()).hexdigest() for body in bodies]
         unique = dict(zip(keys, bodies, strict=True))
         slots, self._unanswered = asyncio.Semaphore(self.config.concurrency), 0
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}

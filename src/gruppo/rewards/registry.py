@@ -108,11 +108,10 @@ def _build(factory: Callable[..., Any], style: str, arguments: str | None) -> Ca
     if style == "none":
         if arguments is not None:
             raise ValueError("it takes no arguments")
-        # before the run, not at the first answer
-        if factory is text.reasoning_gym_score:
-            loading.import_extra("reasoning_gym", "tasks", "reasoning_gym_score")
-        if factory is text.math_verify:
-            loading.import_extra("math_verify", "math", "math_verify")
+        # A package that is not installed is missed before the run, not at the first answer.
+        extras = {text.reasoning_gym_score: ("reasoning_gym", "tasks"), text.math_verify: ("math_verify", "math")}
+        if factory in extras:
+            loading.import_extra(*extras[factory], factory.__name__)
         return factory
     if style in ("text", "path") and not arguments:
         raise ValueError(f"it needs a {'pattern' if style == 'text' else 'path'}")

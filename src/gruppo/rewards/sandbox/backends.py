@@ -127,8 +127,7 @@ class SandboxFusion:
                 continue
             run = self._post(program, text, min(self.limits.case_s, self.limits.program_s - used_s))
             used_s += run["execution_time"]
-            printed = run["stdout"] or ""
-            failure = self._failure(run)
+            printed, failure = run["stdout"] or "", self._failure(run)
             if failure is None and len(printed) > left:
                 failure = {"status": "error", "message": "too much output"}
             left -= len(printed) * (failure is None)
