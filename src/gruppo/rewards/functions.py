@@ -112,9 +112,7 @@ class FunctionReward:
             raise GruppoError(f"""reward {self.name!r} scores steps and needs the policy's decoder to find their last
                 tokens. Call RewardSet.set_decoder(policy.chat.text) first.""")
         if "completion_ids" in self._parameters or (self._takes_all and rollouts.actions.ndim == 2):
-            cells["completion_ids"] = [
-                x[mask].tolist() for x, mask in zip(rollouts.actions, rollouts.mask, strict=True)
-            ]
+            cells["completion_ids"] = [x[own].tolist() for x, own in zip(rollouts.actions, rollouts.mask, strict=True)]
         if "group_ids" in self._parameters:
             cells["group_ids"] = rollouts.group_ids.tolist()
         for name in {*columns, *(name for name, is_required in self._parameters.items() if is_required)}:
