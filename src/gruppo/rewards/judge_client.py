@@ -62,7 +62,7 @@ class JudgeClient:
         self._cache_file: Path | None = None
         if config.cache is None:
             return
-        # One file for each endpoint and model; rubric, seed and samples are in the key, the SHA-256 of a request.
+        # One file for each endpoint and model; rubric and seed are in the key, the SHA-256 of a request.
         place = f"{config.endpoint.rstrip('/')} {config.model}"
         try:
             beside = file.absolute().parent
@@ -123,9 +123,9 @@ class JudgeClient:
         unique = dict(zip(keys, bodies, strict=True))
         slots, self._unanswered = asyncio.Semaphore(self.config.concurrency), 0
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        is_far = not is_loopback(urlsplit(place).hostname or "")  # a proxy of the environment leads to no server here
+        uses_env = not is_loopback(urlsplit(place).hostname or "")  # its proxy leads to no server of this machine
         # No timeout of the client's: request_json has a deadline for the whole answer.
-        async with self._httpx.AsyncClient(base_url=place, headers=headers, timeout=None, trust_env=is_far) as client:
+        async with self._httpx.AsyncClient(base_url=place, headers=headers, timeout=None, trust_env=uses_env) as client:
             answers = await asyncio.gather(*(self._answer(client, slots, key, body) for key, body in unique.items()))
         found = dict(zip(unique, answers, strict=True))
         return [found[key] for key in keys]
