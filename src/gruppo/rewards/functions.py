@@ -132,7 +132,7 @@ class FunctionReward:
             returned = self.fn(**arguments)
             entries = as_list(run_awaitable(returned) if inspect.isawaitable(returned) else returned, len(rows))
             # An error of one row is its value, so that the other rows keep theirs.
-            for n, row in enumerate(rows) if self.scores_steps else ():
+            for n, row in enumerate(rows if self.scores_steps else ()):
                 try:
                     if self.scores_turns:
                         ends = per_row["turn_ends"][row]

@@ -68,7 +68,7 @@ def read_labels(path: Path, reference: str = "") -> list[dict[str, Any]]:
         try:
             row = parse_json(line)
             if "chosen" in row:
-                labelled = [(row["chosen"], 1), (row["rejected"], 0)]
+                labelled: list[tuple[Any, float]] = [(row["chosen"], 1), (row["rejected"], 0)]
             else:
                 labelled = [(row["completion"], float(row["label"]))]
             are_texts = all(isinstance(text, str | list) for text in (row["prompt"], *(text for text, _ in labelled)))

@@ -189,6 +189,7 @@ class JudgeClient:
                 if error.retry_after_s is not None:
                     self._not_before = time.monotonic() + wait_s
             await asyncio.sleep(wait_s)
+        raise AssertionError("unreachable")
 
     def _read(self, reply: Any, schema: Mapping[str, Any]) -> Any:
         """Return the verdict in a reply; ``CallError`` unless it is JSON of the schema and nothing else.
