@@ -129,9 +129,8 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
         entry = f"{prefix}{name}"
         if name not in hints:
             known = f" Known: {', '.join(sorted(hints))}."
-            raise UnknownEntry(
-                entry, f"the config has an unknown entry {entry}.{did_you_mean(name, hints, known, prefix=prefix)}"
-            )
+            hint = did_you_mean(name, hints, known, prefix=prefix)
+            raise UnknownEntry(entry, f"the config has an unknown entry {entry}.{hint}")
         hint, inner = hints[name], nested_type(hints[name])
         is_list = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
         if hint is Objective and isinstance(value, str):

@@ -98,19 +98,16 @@ def vespo_surrogate(
     logprobs: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
     loss_mask: Bool[Tensor, "B T"],
-    *,
-    pos: tuple[float, float] = (2.0, 3.0),
-    neg: tuple[float, float] = (3.0, 2.0),
 ) -> Float[Tensor, "B T"]:
     """L = -stopgrad(phi(w)) A logprobs,  phi(w) = w^k exp(lam (1 - w)),  w = exp(sum of the row's log-ratios).
 
-    (k, lam) is ``pos`` where A >= 0 and ``neg`` elsewhere; phi(1) = 1. ``log_ratio`` is at token level.
+    (k, lam) is (2, 3) where A >= 0 and (3, 2) elsewhere; phi(1) = 1. ``log_ratio`` is at token level.
     VESPO (arXiv 2602.10693), with the constants and bounds of TRL 1.16.
     """
     log_w = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(dim=1, keepdim=True)
     log_w = log_w.clamp(VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
     is_pos = advantages >= 0
-    k, lam = (torch.where(is_pos, p, n).to(log_w.dtype) for p, n in zip(pos, neg, strict=True))
+    k, lam = (torch.where(is_pos, p, n).to(log_w.dtype) for p, n in ((2.0, 3.0), (3.0, 2.0)))
     phi = (lam + k * log_w - lam * log_w.exp()).exp()
     return -phi * advantages * torch.where(loss_mask, logprobs, 0)
 
