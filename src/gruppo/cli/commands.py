@@ -168,6 +168,7 @@ def sample(
     for text_prompt, completions in zip(prompt, samples, strict=True):
         for completion in completions:
             text = (completion if isinstance(completion, str) else repr(completion)).strip()
+            # A pipe or a file gets the text as it was sampled.
             shown = _CONTROLS.sub(lambda match: visible(match[0]), text) if sys.stdout.isatty() else text
             print(shown if len(prompt) == n == 1 else f"{text_prompt!r} -> {text!r}")
 

@@ -99,6 +99,7 @@ def parse_own(args: Sequence[str], own: T, command: str) -> tuple[T, list[str]]:
         at = next((n for n, arg in enumerate(rest) if arg.partition("=")[0] == flag(name)), 0)
         text, rest = pop_option(rest, flag(name))
         if option.hint is bool and text is not None and text.lower() not in ("true", "false"):  # a switch
+            # --dry-run alone is true, and what follows it is an argument of its own.
             rest[at:at], text = [text] if text else [], "true"
         if text is not None:
             changes[name] = _parse(option, [text] if text else [], command)

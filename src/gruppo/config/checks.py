@@ -40,6 +40,7 @@ def _refusals(config: Config) -> Iterator[str]:
             --data."""
     if not (config.reward or config.environment.kind or is_taskset(config.data) or not learns_from_samples(config)):
         yield "no reward was given; it needs a built-in name or file.py:function. Set --reward."
+    # Stages do not inherit: a value of ``stage`` would be in none of them.
     if config.stages and config.stage != Stage():
         yield f"""both stage and stages were set; with several stages, each has its own settings. Set
             --stages.{len(config.stages) - 1}.kl-coef and the like instead of --stage.kl-coef."""
@@ -56,6 +57,7 @@ def _stage_rules(config: Config, index: int) -> Iterator[str]:
     """How long a stage lasts, what ends it, and that it learns something."""
     stage, where, is_last = config.plan[index], stage_path(config, index), index + 1 == len(config.plan)
     names = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef")
+    # Not value_coef and cons_coef: a critic or a consistency term alone gives the policy nothing to learn.
     coefs = [value for name in names for value in parse_schedule(getattr(stage, name), where).values]
     cons = "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
     if not is_last and not stage.steps:
@@ -176,6 +178,7 @@ def _section_rules(config: Config) -> Iterator[str]:
     if config.engine.kind == "vllm" and not any(config.engine.urls):
         yield """--engine vllm was given no server. Start one with gruppo serve MODEL, and set --engine.urls
             http://127.0.0.1:8000."""
+    # NCCL refuses two ranks on one GPU.
     if engine.transfer == "nccl" and engine.colocated:
         yield """engine.transfer='nccl' does not connect two processes on one GPU, and engine.colocated has the servers
             on the trainer's. Leave --engine.transfer out, and set --engine.publish-dir to a folder in memory, such as
@@ -192,6 +195,7 @@ def _section_rules(config: Config) -> Iterator[str]:
     if engine.lag and config.objective.surrogate == "reinforce" and config.objective.correction == "none":
         yield f"""objective.surrogate='reinforce' has no correction for data of older weights, which come with
             engine.lag={engine.lag}. Set --objective.correction truncate, or --objective.surrogate clip."""
+    # With lag, prompts are drawn steps ahead, before the difficulty of their step is known.
     if (engine.lag or engine.replay) and config.prompts.difficulty_column:
         yield """prompts.difficulty_column chooses the prompts of each step, and with engine.lag they are drawn before.
             Leave one of the two out."""

@@ -45,6 +45,7 @@ class PeerOption:
     @property
     def keys(self) -> set[str]:
         """Names to look it up by: each end of its path in the other system's tree, after any dot."""
+        # An entry names alternatives, "a, b", or the factors of one number, "a x b".
         paths = [f"{self.part}.{name}".split(".") for name in re.split(r", | x ", self.theirs)]
         return {normalized(".".join(path[at:])) for path in paths for at in range(len(path))}
 

@@ -43,6 +43,7 @@ def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float
     scored = rewards.isfinite()
     r, count = torch.where(scored, rewards, 0).double(), group_sum(scored.double(), group_ids)
     mean = (group_sum(r, group_ids) / count.clamp(min=1))[group_ids]
+    # From deviations: a mean of squares less a squared mean cancels.
     square = group_sum(torch.where(scored, r - mean, 0.0).square(), group_ids)
     return (square / (count - 1).where(count > 1, torch.nan)).sqrt()
 

@@ -191,5 +191,6 @@ def frechet_distance(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[
     cx, cy = torch.cov(x.T).reshape(x.shape[1], -1), torch.cov(y.T).reshape(y.shape[1], -1)
     values, vectors = torch.linalg.eigh(cx)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T  # Cx^(1/2)
+    # Symmetric, with the eigenvalues of Cx Cy.
     shared = torch.linalg.eigvalsh(root @ cy @ root).clamp(min=0).sqrt().sum()  # tr (Cx Cy)^(1/2)
     return (x.mean(dim=0) - y.mean(dim=0)).square().sum() + cx.trace() + cy.trace() - 2 * shared

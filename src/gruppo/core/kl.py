@@ -44,6 +44,7 @@ def kl_penalty(
     elif estimator == "k2":
         estimate = delta.square() / 2
     elif estimator == "k3":
+        # exp(delta) - 1 would lose the digits of a small delta.
         estimate = delta.expm1() - delta
     else:
         raise ValueError(f"estimator={estimator!r} has no estimate from samples; use gaussian_kl.")

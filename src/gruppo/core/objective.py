@@ -121,6 +121,7 @@ class Objective:
 
         clips_nats, low, high = self.clip_unit == "nats", self.correction_low, self.correction_high
         highest = math.exp(self.clip_high) if clips_nats else 1 + self.clip_high
+        # In nats any clip_low is valid: exp(-clip_low) stays above 0.
         if not clips_nats and self.clip_low > 1:
             problem = f"objective.clip_low={self.clip_low}: clipping below 1 - clip_low needs clip_low <= 1"
             raise _invalid(problem, "clip-low 0.2")

@@ -74,7 +74,7 @@ def gae(
     next_value = torch.zeros(len(mask), dtype=torch.float64, device=values.device)
     if bootstrap is not None:
         next_value = bootstrap.double()
-    carry, columns = torch.zeros_like(next_value), []
+    carry, columns = torch.zeros_like(next_value), []  # [B], and T of them
     backwards = (x.unbind(1)[::-1] for x in (rewards.double(), values.double(), mask))
     for r, value, kept in zip(*backwards, strict=True):
         delta = torch.where(kept, r + gamma * next_value - value, 0)

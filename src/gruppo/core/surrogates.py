@@ -105,7 +105,7 @@ def vespo_surrogate(
     VESPO (arXiv 2602.10693), with the constants and bounds of TRL 1.16.
     """
     log_w = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(dim=1, keepdim=True)
-    log_w = log_w.clamp(VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+    log_w = log_w.clamp(VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)  # [B, 1]
     is_pos = advantages >= 0
     k, lam = (torch.where(is_pos, p, n).to(log_w.dtype) for p, n in ((2.0, 3.0), (3.0, 2.0)))
     phi = (lam + k * log_w - lam * log_w.exp()).exp()
