@@ -122,13 +122,12 @@ def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -
         raise _unknown(unknown, name, table)
     parsed: dict[str, Any] = {option: _parse(table[option], value, name) for option, value in values.items()}
     for parameter, option in positional.items():
-        if not words and not is_list(option.hint):
-            if option.value is inspect.Parameter.empty:
-                raise GruppoError(f"{parameter.upper()} is missing. gruppo {name} --help says more.")
-            continue
-        taken = len(words) if is_list(option.hint) else 1
-        parsed[parameter] = tuple(words[:taken]) if is_list(option.hint) else words[0]
-        words = words[taken:]
+        if is_list(option.hint):
+            parsed[parameter], words = tuple(words), []
+        elif words:
+            parsed[parameter], *words = words
+        elif option.value is inspect.Parameter.empty:
+            raise GruppoError(f"{parameter.upper()} is missing. gruppo {name} --help says more.")
     if words:
         raise GruppoError(f"not understood: {' '.join(words)}. gruppo {name} --help lists the options.")
     return parsed
