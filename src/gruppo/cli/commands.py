@@ -160,7 +160,7 @@ def sample(
 
     sampling: Any = {"n": n, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
     sampling |= {"is_plain": plain, "chat_template_kwargs": chat_template_kwargs}
-    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+    trusts: Any = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
     samples = inference.sample(model, prompt, Path(folder), **sampling, **trusts)
     if isinstance(samples[0], Path):
         print(f"{len(samples) - 1} images in {folder}, all of them on {samples[-1]}")
@@ -190,7 +190,7 @@ def export(
 
     target = Path(folder) if folder else None
     hub: Any = {"push": push, "private": private, "license": license}
-    trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+    trusts: Any = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
     print(f"written to {exporting.export(run, target, is_adapter_kept=adapter, gguf=gguf, **hub, **trusts)}")
 
 

@@ -41,8 +41,7 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-        parts = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
-        return " and ".join(parts) or "finite"
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)) or "finite"
 
 
 Positive = Annotated[int, Range(ge=1)]

@@ -131,8 +131,7 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
     for name, value in data.items():
         entry = f"{prefix}{name}"
         if name not in hints:
-            known = f" Known: {', '.join(sorted(hints))}."
-            hint = did_you_mean(name, hints, known, prefix=prefix)
+            hint = did_you_mean(name, hints, f" Known: {', '.join(sorted(hints))}.", prefix=prefix)
             raise UnknownEntry(entry, f"the config has an unknown entry {entry}.{hint}")
         hint, inner = hints[name], nested_type(hints[name])
         is_list = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
