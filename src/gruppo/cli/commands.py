@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from gruppo.cli import help as help_text
 from gruppo.cli.app import EXIT_STOPPED
@@ -133,10 +133,8 @@ def eval_(
     if (sheet := inference.evaluation_sheet(Path(run), rows)) is not None:
         print(f"  images: {sheet}")
     unscored = f", {result.prompts - result.scored} not scored" if result.scored < result.prompts else ""
-    print(
-        f"mean reward {result.mean:.3f}, 95% interval {result.low:.3f} to {result.high:.3f}, "
-        f"{result.prompts} held-out prompts{unscored}"
-    )
+    interval = f"95% interval {result.low:.3f} to {result.high:.3f}"
+    print(f"mean reward {result.mean:.3f}, {interval}, {result.prompts} held-out prompts{unscored}")
     if samples:
         print(", ".join(f"{name} {result.parts[name]:.3f}" for name in (f"mean@{samples}", f"pass@{samples}")))
 
@@ -160,25 +158,17 @@ def sample(
         raise GruppoError(f'no prompt was given. For example: {command_name()} sample RUN "What is 3 + 4?"')
     from gruppo import inference
 
-    samples = inference.sample(
-        model,
-        prompt,
-        Path(folder),
-        n=n,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        is_plain=plain,
-        chat_template_kwargs=chat_template_kwargs,
-        trust_run=trust_run,
-        trust_remote_code=trust_remote_code,
-    )
+    sampling: Any = {"n": n, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+    sampling |= {"is_plain": plain, "chat_template_kwargs": chat_template_kwargs}
+    trusts: Any = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+    samples = inference.sample(model, prompt, Path(folder), **sampling, **trusts)
     if isinstance(samples[0], Path):
         print(f"{len(samples) - 1} images in {folder}, all of them on {samples[-1]}")
         return
     for text_prompt, completions in zip(prompt, samples, strict=True):
         for completion in completions:
             text = (completion if isinstance(completion, str) else repr(completion)).strip()
+            # A pipe or a file gets the text as it was sampled.
             shown = _CONTROLS.sub(lambda match: visible(match[0]), text) if sys.stdout.isatty() else text
             print(shown if len(prompt) == n == 1 else f"{text_prompt!r} -> {text!r}")
 
@@ -198,18 +188,10 @@ def export(
     """Write a run's model as a folder that transformers or diffusers opens; an adapter is merged into its base."""
     from gruppo import export as exporting
 
-    places = exporting.export(
-        run,
-        Path(folder) if folder else None,
-        is_adapter_kept=adapter,
-        gguf=gguf,
-        push=push,
-        private=private,
-        license=license,
-        trust_run=trust_run,
-        trust_remote_code=trust_remote_code,
-    )
-    print(f"written to {places}")
+    target = Path(folder) if folder else None
+    hub: Any = {"push": push, "private": private, "license": license}
+    trusts: Any = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+    print(f"written to {exporting.export(run, target, is_adapter_kept=adapter, gguf=gguf, **hub, **trusts)}")
 
 
 def explain(args: list[str]) -> None:
@@ -275,9 +257,8 @@ def judge(
 ) -> None:
     """Ask a judge about labelled completions: accuracy, Kendall's tau, Cohen's kappa, position bias, failures, cost."""
     if action != "check":
-        raise GruppoError(
-            f"gruppo judge {action}: it needs check, as in {command_name()} judge check FILE.toml LABELS.jsonl."
-        )
+        raise GruppoError(f"""gruppo judge {action}: it needs check, as in {command_name()} judge check FILE.toml
+            LABELS.jsonl.""")
     from gruppo.rewards.judge_check import check_judge
 
     print("\n".join(check_judge(file, Path(labels))))
@@ -341,33 +322,21 @@ def plan(
 ) -> None:
     """Throughput, memory, split of trainers and servers, staleness and cost of a recipe on a number of GPUs."""
     if not recipe and not fit:
-        raise GruppoError(
-            f"RECIPE is missing; it needs one of {', '.join(RECIPES)}, file.py:function, or a config file."
-        )
+        raise GruppoError(f"""RECIPE is missing; it needs one of {", ".join(RECIPES)}, file.py:function, or a config
+            file.""")
     config = parse_config("plan", [recipe or "arithmetic", *options])
     from gruppo.plan import fit as fitting
     from gruppo.plan import report as planning
 
     if fit:
         return planning.run_fit(config, Path(constants), is_json=json)
-    planning.run_plan(
-        config,
-        fitting.Constants.load(Path(constants)),
-        gpus=gpus,
-        gpu=gpu,
-        price=price,
-        model=model_config,
-        mean_tokens=mean_tokens,
-        prompt_tokens=prompt_tokens,
-        is_json=json,
-    )
+    measured = fitting.Constants.load(Path(constants))
+    lengths = {"mean_tokens": mean_tokens, "prompt_tokens": prompt_tokens}
+    planning.run_plan(config, measured, gpus=gpus, gpu=gpu, price=price, model=model_config, is_json=json, **lengths)
 
 
-_ALL = (
-    *(train, launch, resume, eval_, sample, export, explain, plan, doctor, view, report, serve, judge, config),
-    recipes,
-    completion,
-)
-COMMANDS: dict[str, Callable[..., None]] = {command.__name__.rstrip("_"): command for command in _ALL}
+_OF_RUNS = (train, launch, resume, eval_, sample, export, explain, plan, doctor, view, report)
+_OTHERS = (serve, judge, config, recipes, completion)
+COMMANDS: dict[str, Callable[..., None]] = {run.__name__.rstrip("_"): run for run in (*_OF_RUNS, *_OTHERS)}
 TAKING_RECIPE = ("train", "launch", "explain", "config")
 """Commands of a recipe and the options of its config, which they parse themselves."""

@@ -99,6 +99,7 @@ def parse_own(args: Sequence[str], own: T, command: str) -> tuple[T, list[str]]:
         at = next((n for n, arg in enumerate(rest) if arg.partition("=")[0] == flag(name)), 0)
         text, rest = pop_option(rest, flag(name))
         if option.hint is bool and text is not None and text.lower() not in ("true", "false"):  # a switch
+            # --dry-run alone is true, and what follows it is an argument of its own.
             rest[at:at], text = [text] if text else [], "true"
         if text is not None:
             changes[name] = _parse(option, [text] if text else [], command)
@@ -121,13 +122,12 @@ def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -
         raise _unknown(unknown, name, table)
     parsed: dict[str, Any] = {option: _parse(table[option], value, name) for option, value in values.items()}
     for parameter, option in positional.items():
-        if not words and not is_list(option.hint):
-            if option.value is inspect.Parameter.empty:
-                raise GruppoError(f"{parameter.upper()} is missing. gruppo {name} --help says more.")
-            continue
-        taken = len(words) if is_list(option.hint) else 1
-        parsed[parameter] = tuple(words[:taken]) if is_list(option.hint) else words[0]
-        words = words[taken:]
+        if is_list(option.hint):
+            parsed[parameter], words = tuple(words), []
+        elif words:
+            parsed[parameter], *words = words
+        elif option.value is inspect.Parameter.empty:
+            raise GruppoError(f"{parameter.upper()} is missing. gruppo {name} --help says more.")
     if words:
         raise GruppoError(f"not understood: {' '.join(words)}. gruppo {name} --help lists the options.")
     return parsed

@@ -77,13 +77,11 @@ def server_command(
     # token ids in and out, with the version of the weights behind each; prompts of a group are read once
     command += ["--enable-scale-out", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
     # sampling as it is asked for, and not as the model's generation_config.json suggests
-    command += ["--generation-config", "vllm"]
-    command += ["--disable-uvicorn-access-log"]
+    command += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
     if vllm.is_cpu:
-        # compiled graphs hold packed weights that a reload does not reach
-        command += ["--enforce-eager"]
-        # a seeded prompt that is read in two parts ends vLLM 0.32: "CPU Generator does not use offset"
-        command += ["--no-enable-chunked-prefill"]
+        # compiled graphs hold packed weights that a reload does not reach; and a seeded prompt that is read in two
+        # parts ends vLLM 0.32: "CPU Generator does not use offset"
+        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
     else:  # for --engine.transfer nccl
         command += ["--weight-transfer-config", '{"backend": "nccl"}']
     if lora_rank:

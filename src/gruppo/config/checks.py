@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 
 from gruppo.config.options import flag
@@ -12,17 +12,11 @@ from gruppo.core.schedules import parse_schedule
 from gruppo.tasksets import is_taskset
 from gruppo.types import GruppoError
 
-Rules = Sequence[object]
-"""``condition and message`` of each refusal; the first that holds counts."""
-
 
 def check_config(config: Config) -> None:
     """Refuse what cannot run whatever the model is. ``options.check_ranges`` comes first."""
-    stages = [_stage_rules(config, index) for index in range(len(config.plan))]
-    sections = (_plan_rules, _batch_rules, _section_rules, *([_critic_rules] if config.objective.has_critic else []))
-    for rules in (_required(config), *stages, *(section(config) for section in sections)):
-        if message := next(filter(None, rules), None):
-            raise GruppoError(str(message))
+    if message := next(_refusals(config), None):
+        raise GruppoError(message)
 
 
 def group_sizes(config: Config) -> list[int]:
@@ -37,108 +31,101 @@ def smallest_group(config: Config) -> int:
     return config.rollout.first_samples or min(group_sizes(config))
 
 
-def _required(config: Config) -> Rules:
-    return [
-        not config.model
-        and "no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set --model.",
-        not config.data
-        and "no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set "
-        "--data.",
-        not (config.reward or config.environment.kind or is_taskset(config.data) or not learns_from_samples(config))
-        and "no reward was given; it needs a built-in name or file.py:function. Set --reward.",
-        (config.stages and config.stage != Stage())
-        and "both stage and stages were set; with several stages, each has its own settings. Set "
-        f"--stages.{len(config.stages) - 1}.kl-coef and the like instead of --stage.kl-coef.",
-    ]
+def _refusals(config: Config) -> Iterator[str]:
+    """Messages of the rules that a config breaks, the most basic first: the later ones may follow from them."""
+    if not config.model:
+        yield "no model was given; it needs a hub id, a folder, a bundled model, or unet for images. Set --model."
+    if not config.data:
+        yield """no data was given; it needs a .jsonl file, a data set, arithmetic, a task, digits or images:FOLDER. Set
+            --data."""
+    if not (config.reward or config.environment.kind or is_taskset(config.data) or not learns_from_samples(config)):
+        yield "no reward was given; it needs a built-in name or file.py:function. Set --reward."
+    # Stages do not inherit: a value of ``stage`` would be in none of them.
+    if config.stages and config.stage != Stage():
+        yield f"""both stage and stages were set; with several stages, each has its own settings. Set
+            --stages.{len(config.stages) - 1}.kl-coef and the like instead of --stage.kl-coef."""
+    for index in range(len(config.plan)):
+        yield from _stage_rules(config, index)
+    yield from _plan_rules(config)
+    yield from _batch_rules(config)
+    yield from _section_rules(config)
+    if config.objective.has_critic:
+        yield from _critic_rules(config)
 
 
-def _stage_rules(config: Config, index: int) -> Rules:
+def _stage_rules(config: Config, index: int) -> Iterator[str]:
     """How long a stage lasts, what ends it, and that it learns something."""
     stage, where, is_last = config.plan[index], stage_path(config, index), index + 1 == len(config.plan)
     names = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef")
+    # Not value_coef and cons_coef: a critic or a consistency term alone gives the policy nothing to learn.
     coefs = [value for name in names for value in parse_schedule(getattr(stage, name), where).values]
     cons = "; cons_coef applies only to what is sampled or demonstrated" if stage.cons_coef else ""
-    return [
-        (not is_last and not stage.steps)
-        and f"{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its maximum "
-        "length.",
-        (stage.until.strip().startswith("eval/") and not config.evaluation.is_repeated)
-        and f"{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after "
-        "training. Set --evaluation.every to the steps between evaluations.",
-        not any(value > 0 for value in coefs)
-        and f"{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set "
-        f"{flag(where)}.rl-coef 1.",
-    ]
+    if not is_last and not stage.steps:
+        yield f"""{where}.steps=0 lasts to the end, but another stage follows. Set {flag(where)}.steps to its maximum
+            length."""
+    if stage.until.strip().startswith("eval/") and not config.evaluation.is_repeated:
+        yield f"""{where}.until={stage.until!r} waits for an evaluation, but evaluations only run before and after
+            training. Set --evaluation.every to the steps between evaluations."""
+    if not any(value > 0 for value in coefs):
+        yield f"""{where} learns nothing: its rl_coef, sup_coef, kl_coef and entropy_coef are all 0{cons}. Set
+            {flag(where)}.rl-coef 1."""
 
 
-def _plan_rules(config: Config) -> Rules:
+def _plan_rules(config: Config) -> Iterator[str]:
     """The steps of all stages, and the difficulty of their prompts."""
     plan, steps = config.plan, sum(stage.steps for stage in config.plan)
     last, is_open = stage_path(config, len(plan) - 1), not plan[-1].steps
     column, is_used = config.prompts.difficulty_column, any(v < 1 for v in values_of(config, "difficulty"))
-    return [
-        (is_open and steps >= config.steps)
-        and f"the stages before the last have {steps} steps and the run {config.steps}, which leaves the last none. "
-        f"Set --steps above {steps}, or fewer in {flag(stage_path(config, 0))}.steps.",
-        (not is_open and steps != config.steps)
-        and f"the stages have {steps} steps and the run {config.steps}. Set --steps {steps}, or --{last}.steps 0 for a "
-        "last stage that lasts to the end.",
-        (is_used and not column)
-        and "a stage samples the easiest prompts (its difficulty is below 1), but no column says which they are. Set "
-        "--prompts.difficulty-column to a column of numbers, higher is harder.",
-        (column and not is_used)
-        and f"prompts.difficulty_column={column!r} has no effect while every stage's difficulty is 1. Set "
-        "--stage.difficulty, such as linear:0.2,1, or leave --prompts.difficulty-column out.",
-    ]
+    if is_open and steps >= config.steps:
+        yield f"""the stages before the last have {steps} steps and the run {config.steps}, which leaves the last none.
+            Set --steps above {steps}, or fewer in {flag(stage_path(config, 0))}.steps."""
+    if not is_open and steps != config.steps:
+        yield f"""the stages have {steps} steps and the run {config.steps}. Set --steps {steps}, or --{last}.steps 0 for
+            a last stage that lasts to the end."""
+    if is_used and not column:
+        yield """a stage samples the easiest prompts (its difficulty is below 1), but no column says which they are. Set
+            --prompts.difficulty-column to a column of numbers, higher is harder."""
+    if column and not is_used:
+        yield f"""prompts.difficulty_column={column!r} has no effect while every stage's difficulty is 1. Set
+            --stage.difficulty, such as linear:0.2,1, or leave --prompts.difficulty-column out."""
 
 
-def _batch_rules(config: Config) -> Rules:
+def _batch_rules(config: Config) -> Iterator[str]:
     """Group sizes, steps of a single row, and how a batch is split into updates."""
-    rollout, optim, objective, sizes = config.rollout, config.optim, config.objective, group_sizes(config)
+    rollout, optim, sizes = config.rollout, config.optim, group_sizes(config)
     first, largest, rows = rollout.first_samples, rollout.max_group_size, rollout.prompts * smallest_group(config)
+    if "" in rollout.stop:
+        yield "rollout.stop has an empty string, which ends every completion at once. Leave it out."
+    if largest and not first:
+        yield f"""rollout.max_group_size={largest} has no effect: groups grow only with --rollout.first-samples. Set it,
+            or leave --rollout.max-group-size out."""
+    if first and not 2 <= first < min(sizes):
+        yield f"""rollout.first_samples={first} is out of range; it needs at least 2, for a spread, and fewer than the
+            {min(sizes)} samples of rollout.group_size, to leave some to grow by. Set --rollout.first-samples 2."""
+    if largest and largest < max(sizes):
+        yield f"""rollout.max_group_size={largest} is below rollout.group_size={max(sizes)}: the budget of prompts x
+            group_size could never be spent. Set --rollout.max-group-size {max(sizes)} or more, or 0 for twice that."""
+    if rollout.refill_by and not rollout.refill_rounds and not first:
+        yield f"""rollout.refill_by={rollout.refill_by!r} has no effect while rollout.refill_rounds=0. Set
+            --rollout.refill-rounds 1 or more, or leave --rollout.refill-by out."""
+    if rollout.refill_rounds and smallest_group(config) < 2:
+        yield f"""rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards, which a group of one
+            always has. Set --rollout.group-size 2 or more, or --rollout.refill-rounds 0."""
     # Statistics over a batch compare its rows with each other, so there have to be two.
-    over_batch = [
-        name
-        for name, value in (("baseline", "batch_mean"), ("scale", "batch"), ("combine", "normalize_then_sum"))
-        if getattr(objective, name) == value
-    ]
-    limits = {"optim.stop_kl": optim.stop_kl, "objective.kl_mask": objective.kl_mask}
-    return [
-        "" in rollout.stop and ("rollout.stop has an empty string, which ends every completion at once. Leave it out."),
-        (largest and not first)
-        and f"rollout.max_group_size={largest} has no effect: groups grow only with --rollout.first-samples. Set it, "
-        "or leave --rollout.max-group-size out.",
-        (first and not 2 <= first < min(sizes))
-        and f"rollout.first_samples={first} is out of range; it needs at least 2, for a spread, and fewer than the "
-        f"{min(sizes)} samples of rollout.group_size, to leave some to grow by. Set --rollout.first-samples 2.",
-        (largest and largest < max(sizes))
-        and f"rollout.max_group_size={largest} is below rollout.group_size={max(sizes)}: the budget of prompts x "
-        f"group_size could never be spent. Set --rollout.max-group-size {max(sizes)} or more, or 0 for twice that.",
-        (rollout.refill_by and not rollout.refill_rounds and not first)
-        and f"rollout.refill_by={rollout.refill_by!r} has no effect while rollout.refill_rounds=0. Set "
-        "--rollout.refill-rounds 1 or more, or leave --rollout.refill-by out.",
-        (rollout.refill_rounds and smallest_group(config) < 2)
-        and f"rollout.refill_rounds={rollout.refill_rounds} replaces groups of equal rewards, which a group of one "
-        "always has. Set --rollout.group-size 2 or more, or --rollout.refill-rounds 0.",
-        *(
-            rows == 1
-            and f"{name}={getattr(objective, name)!r} compares the rows of a step, but rollout.prompts=1 with "
-            "rollout.group_size=1 has one, whose advantage is always 0. Set --rollout.prompts 2 or more."
-            for name in over_batch
-        ),
-        optim.minibatches > rows
-        and f"optim.minibatches={optim.minibatches} is more than the {rows} rows of a step. Set --optim.minibatches "
-        f"{rows} or less.",
-        *(
-            (value and config.updates_per_batch == 1)
-            and f"{name}={value:g} has no effect: a batch has one update, before which the KL to the old policy is 0. "
-            f"Set --optim.epochs 2 or more, or {flag(name)} 0."
-            for name, value in limits.items()
-        ),
-    ]
+    for name, over_batch in (("baseline", "batch_mean"), ("scale", "batch"), ("combine", "normalize_then_sum")):
+        if rows == 1 and getattr(config.objective, name) == over_batch:
+            yield f"""{name}={over_batch!r} compares the rows of a step, but rollout.prompts=1 with
+                rollout.group_size=1 has one, whose advantage is always 0. Set --rollout.prompts 2 or more."""
+    if optim.minibatches > rows:
+        yield f"""optim.minibatches={optim.minibatches} is more than the {rows} rows of a step. Set --optim.minibatches
+            {rows} or less."""
+    for name, value in (("optim.stop_kl", optim.stop_kl), ("objective.kl_mask", config.objective.kl_mask)):
+        if value and config.updates_per_batch == 1:
+            yield f"""{name}={value:g} has no effect: a batch has one update, before which the KL to the old policy is
+                0. Set --optim.epochs 2 or more, or {flag(name)} 0."""
 
 
-def _section_rules(config: Config) -> Rules:
+def _section_rules(config: Config) -> Iterator[str]:
     """Sections that contradict themselves, or that were set although nothing reads them."""
     lora, back_off, supervised, optim = config.lora, config.back_off, config.supervised, config.optim
     default = Config()  # a section that equals its default was not set, or to no effect
@@ -146,97 +133,95 @@ def _section_rules(config: Config) -> Rules:
     demonstrates = highest(config, "sup_coef") > 0
     engine = config.engine
     of_any_engine = EngineConfig(engine.kind, lag=engine.lag, replay=engine.replay)
-    return [
-        (lora.adapter and lora != LoraConfig(adapter=lora.adapter, load_in_4bit=lora.load_in_4bit))
-        and f"lora.adapter={lora.adapter!r} has its own rank, alpha and targets. Leave the other --lora options out, "
-        "or leave --lora.adapter out for a new adapter.",
-        (lora.load_in_4bit and not lora.rank and not lora.adapter)
-        and "lora.load_in_4bit quantizes the base of an adapter, and lora.rank=0 trains all weights, which 4 bits do "
-        "not allow. Set --lora.rank 16, or leave --lora.load-in-4bit out.",
-        (lora.load_in_4bit and config.engine.kind == "vllm")
-        and "lora.load_in_4bit: the servers of engine.kind='vllm' compute with the base as it is in its files, and "
-        "would sample from another model. Leave one of the two out.",
-        ("lora" in is_set and not lora.rank and not lora.adapter)
-        and "lora.alpha or lora.targets was set, but lora.rank=0 trains all weights without an adapter. Set "
-        "--lora.rank 16, or leave the --lora options out.",
-        (config.distributed.shard != "none" and config.reference.place != "device")
-        and f"reference.place={config.reference.place!r} keeps all of the reference's weights in one place, and "
-        f"distributed.shard={config.distributed.shard!r} shards them over ranks. Leave one of the two out.",
-        (config.distributed.offload_params and config.distributed.shard == "none")
-        and "distributed.offload_params keeps shards on the CPU, and distributed.shard='none' makes none. Set "
-        "--distributed.shard fsdp on two or more ranks, or --optim.state-place cpu for AdamW's state alone.",
-        (config.distributed.offload_params and optim.state_place == "cpu")
-        and "distributed.offload_params keeps AdamW's state on the CPU, and steps there; optim.state_place='cpu' would "
-        "move it to the device for each update. Leave --optim.state-place out.",
-        (back_off.metric.startswith("eval/") and not config.evaluation.is_repeated)
-        and f"back_off.metric={back_off.metric!r} is only measured before and after training. Set --evaluation.every "
-        "to the steps between evaluations.",
-        (supervised.template and supervised.column)
-        and f"supervised.template={supervised.template!r} names its columns itself, so "
-        f"supervised.column={supervised.column!r} has no effect. Leave one of them out.",
-        (demonstrates and optim.minibatches > supervised.batch)
-        and f"optim.minibatches={optim.minibatches} is more than supervised.batch={supervised.batch}, which leaves "
-        "some updates without a demonstration. Set --supervised.batch to that or more.",
-        ("supervised" in is_set and not demonstrates)
-        and "demonstrations were set, but no stage's sup_coef is above 0. Set --stages supervised:50,full or "
-        "--stage.sup-coef 1, or leave the --supervised options out.",
-        ("back_off" in is_set and not back_off.metric)
-        and "back_off was set without a metric. Set --back-off.metric eval/reward_mean, or leave the --back-off "
-        "options out.",
-        ("environment" in is_set and not config.environment.names)
-        and "environment options were set without an environment. Set --environment file.py:Class, --environment.tools "
-        "or --environment.reply file.py:function, or leave the --environment options out.",
-        (config.environment.kind and config.environment.reply)
-        and f"environment.reply={config.environment.reply!r} replies to the policy, and so does step of "
-        f"environment.kind={config.environment.kind!r}. Leave one of the two out.",
-        (config.engine.kind == "vllm" and not any(config.engine.urls))
-        and "--engine vllm was given no server. Start one with gruppo serve MODEL, and set --engine.urls "
-        "http://127.0.0.1:8000.",
-        (engine.transfer == "nccl" and engine.colocated)
-        and "engine.transfer='nccl' does not connect two processes on one GPU, and engine.colocated has the servers on "
-        "the trainer's. Leave --engine.transfer out, and set --engine.publish-dir to a folder in memory, such as "
-        "/dev/shm/weights.",
-        (engine.colocated and engine.lag)
-        and f"engine.lag={engine.lag} samples while the trainer updates, and servers with engine.colocated sleep then. "
-        "Leave one of the two out.",
-        (engine.lag and not engine.kind and not engine.replay)
-        and f"engine.lag={engine.lag} needs an engine that samples while the trainer learns, and without one the "
-        "policy itself samples. Set --engine vllm, or --engine.lag 0.",
-        (engine.replay and engine.kind)
-        and f"engine.replay={engine.replay!r} trains without an engine, and engine.kind={engine.kind!r} is one. Leave "
-        "one of the two out.",
-        (engine.lag and config.objective.surrogate == "reinforce" and config.objective.correction == "none")
-        and f"objective.surrogate='reinforce' has no correction for data of older weights, which come with "
-        f"engine.lag={engine.lag}. Set --objective.correction truncate, or --objective.surrogate clip.",
-        ((engine.lag or engine.replay) and config.prompts.difficulty_column)
-        and "prompts.difficulty_column chooses the prompts of each step, and with engine.lag they are drawn before. "
-        "Leave one of the two out.",
-        ("engine" in is_set and engine.kind != "vllm" and engine != of_any_engine)
-        and "engine.urls and the like are for vLLM servers. Set --engine vllm, or leave the --engine options out.",
-        ("critic" in is_set and not config.objective.has_critic)
-        and f"a critic was set, but objective.baseline={config.objective.baseline!r} uses none. Set --objective ppo, "
-        "or leave the --critic options out.",
-    ]
+    if lora.adapter and lora != LoraConfig(adapter=lora.adapter, load_in_4bit=lora.load_in_4bit):
+        yield f"""lora.adapter={lora.adapter!r} has its own rank, alpha and targets. Leave the other --lora options out,
+            or leave --lora.adapter out for a new adapter."""
+    if lora.load_in_4bit and not lora.rank and not lora.adapter:
+        yield """lora.load_in_4bit quantizes the base of an adapter, and lora.rank=0 trains all weights, which 4 bits do
+            not allow. Set --lora.rank 16, or leave --lora.load-in-4bit out."""
+    if lora.load_in_4bit and config.engine.kind == "vllm":
+        yield """lora.load_in_4bit: the servers of engine.kind='vllm' compute with the base as it is in its files, and
+            would sample from another model. Leave one of the two out."""
+    if "lora" in is_set and not lora.rank and not lora.adapter:
+        yield """lora.alpha or lora.targets was set, but lora.rank=0 trains all weights without an adapter. Set
+            --lora.rank 16, or leave the --lora options out."""
+    if config.distributed.shard != "none" and config.reference.place != "device":
+        yield f"""reference.place={config.reference.place!r} keeps all of the reference's weights in one place, and
+            distributed.shard={config.distributed.shard!r} shards them over ranks. Leave one of the two out."""
+    if config.distributed.offload_params and config.distributed.shard == "none":
+        yield """distributed.offload_params keeps shards on the CPU, and distributed.shard='none' makes none. Set
+            --distributed.shard fsdp on two or more ranks, or --optim.state-place cpu for AdamW's state alone."""
+    if config.distributed.offload_params and optim.state_place == "cpu":
+        yield """distributed.offload_params keeps AdamW's state on the CPU, and steps there; optim.state_place='cpu'
+            would move it to the device for each update. Leave --optim.state-place out."""
+    if back_off.metric.startswith("eval/") and not config.evaluation.is_repeated:
+        yield f"""back_off.metric={back_off.metric!r} is only measured before and after training. Set --evaluation.every
+            to the steps between evaluations."""
+    if supervised.template and supervised.column:
+        yield f"""supervised.template={supervised.template!r} names its columns itself, so
+            supervised.column={supervised.column!r} has no effect. Leave one of them out."""
+    if demonstrates and optim.minibatches > supervised.batch:
+        yield f"""optim.minibatches={optim.minibatches} is more than supervised.batch={supervised.batch}, which leaves
+            some updates without a demonstration. Set --supervised.batch to that or more."""
+    if "supervised" in is_set and not demonstrates:
+        yield """demonstrations were set, but no stage's sup_coef is above 0. Set --stages supervised:50,full or
+            --stage.sup-coef 1, or leave the --supervised options out."""
+    if "back_off" in is_set and not back_off.metric:
+        yield """back_off was set without a metric. Set --back-off.metric eval/reward_mean, or leave the --back-off
+            options out."""
+    if "environment" in is_set and not config.environment.names:
+        yield """environment options were set without an environment. Set --environment file.py:Class,
+            --environment.tools or --environment.reply file.py:function, or leave the --environment options out."""
+    if config.environment.kind and config.environment.reply:
+        yield f"""environment.reply={config.environment.reply!r} replies to the policy, and so does step of
+            environment.kind={config.environment.kind!r}. Leave one of the two out."""
+    if config.engine.kind == "vllm" and not any(config.engine.urls):
+        yield """--engine vllm was given no server. Start one with gruppo serve MODEL, and set --engine.urls
+            http://127.0.0.1:8000."""
+    # NCCL refuses two ranks on one GPU.
+    if engine.transfer == "nccl" and engine.colocated:
+        yield """engine.transfer='nccl' does not connect two processes on one GPU, and engine.colocated has the servers
+            on the trainer's. Leave --engine.transfer out, and set --engine.publish-dir to a folder in memory, such as
+            /dev/shm/weights."""
+    if engine.colocated and engine.lag:
+        yield f"""engine.lag={engine.lag} samples while the trainer updates, and servers with engine.colocated sleep
+            then. Leave one of the two out."""
+    if engine.lag and not engine.kind and not engine.replay:
+        yield f"""engine.lag={engine.lag} needs an engine that samples while the trainer learns, and without one the
+            policy itself samples. Set --engine vllm, or --engine.lag 0."""
+    if engine.replay and engine.kind:
+        yield f"""engine.replay={engine.replay!r} trains without an engine, and engine.kind={engine.kind!r} is one.
+            Leave one of the two out."""
+    if engine.lag and config.objective.surrogate == "reinforce" and config.objective.correction == "none":
+        yield f"""objective.surrogate='reinforce' has no correction for data of older weights, which come with
+            engine.lag={engine.lag}. Set --objective.correction truncate, or --objective.surrogate clip."""
+    # With lag, prompts are drawn steps ahead, before the difficulty of their step is known.
+    if (engine.lag or engine.replay) and config.prompts.difficulty_column:
+        yield """prompts.difficulty_column chooses the prompts of each step, and with engine.lag they are drawn before.
+            Leave one of the two out."""
+    if "engine" in is_set and engine.kind != "vllm" and engine != of_any_engine:
+        yield "engine.urls and the like are for vLLM servers. Set --engine vllm, or leave the --engine options out."
+    if "critic" in is_set and not config.objective.has_critic:
+        yield f"""a critic was set, but objective.baseline={config.objective.baseline!r} uses none. Set --objective ppo,
+            or leave the --critic options out."""
 
 
-def _critic_rules(config: Config) -> Rules:
+def _critic_rules(config: Config) -> Iterator[str]:
     critic, peaks = config.critic, [peak_lr(config, index) for index in range(len(config.plan))]
     lowest = peaks.index(min(peaks))  # learning rates are not negative: the stage of 0, if there is one
     where = "optim" if config.plan[lowest].lr is None else stage_path(config, lowest)
-    return [
-        (critic.kind == "shared" and critic.model)
-        and f"critic.model={critic.model!r} is a separate network, but critic.kind='shared' uses the policy's. Set "
-        "--critic.kind separate, or leave --critic.model out.",
-        (critic.lr and 0 in peaks)
-        and f"critic.lr={critic.lr or 0:g} is relative to {where}.lr=0 and would be 0 too. Set {flag(where)}.lr above "
-        "0; --critic.warmup-steps trains the critic alone.",
-        (critic.lr == 0 and any(peaks))
-        and "critic.lr=0 never trains the critic, whose values stay 0. Set --critic.lr above 0, or leave it out for "
-        f"the policy's {max(peaks):g}.",
-        not highest(config, "value_coef")
-        and "stage.value_coef=0 never trains the critic, whose values stay 0. Set --stage.value-coef above 0, or a "
-        "baseline without a critic.",
-        critic.warmup_steps >= config.steps
-        and f"critic.warmup_steps={critic.warmup_steps} leaves the policy none of the {config.steps} steps to learn "
-        "in. Lower --critic.warmup-steps or raise --steps.",
-    ]
+    if critic.kind == "shared" and critic.model:
+        yield f"""critic.model={critic.model!r} is a separate network, but critic.kind='shared' uses the policy's. Set
+            --critic.kind separate, or leave --critic.model out."""
+    if critic.lr and 0 in peaks:
+        yield f"""critic.lr={critic.lr:g} is relative to {where}.lr=0 and would be 0 too. Set {flag(where)}.lr
+            above 0; --critic.warmup-steps trains the critic alone."""
+    if critic.lr == 0 and any(peaks):
+        yield f"""critic.lr=0 never trains the critic, whose values stay 0. Set --critic.lr above 0, or leave it out for
+            the policy's {max(peaks):g}."""
+    if not highest(config, "value_coef"):
+        yield """stage.value_coef=0 never trains the critic, whose values stay 0. Set --stage.value-coef above 0, or a
+            baseline without a critic."""
+    if critic.warmup_steps >= config.steps:
+        yield f"""critic.warmup_steps={critic.warmup_steps} leaves the policy none of the {config.steps} steps to learn
+            in. Lower --critic.warmup-steps or raise --steps."""

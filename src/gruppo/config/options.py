@@ -41,8 +41,7 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-        parts = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
-        return " and ".join(parts) or "finite"
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)) or "finite"
 
 
 Positive = Annotated[int, Range(ge=1)]
@@ -109,6 +108,7 @@ def check_ranges(section: Any) -> None:
         value, interval = option.value, option.range
         if interval is None or value is None:
             continue
+        # All numbers of a tuple, and all values that a schedule starts with, ends with or changes to.
         for number in value if isinstance(value, tuple) else parse_schedule(value, name).values:
             if not interval.contains(number):
                 reached = f" reaches {number:g}, which" if isinstance(value, str) else ""
@@ -136,6 +136,7 @@ def as_text(value: Any) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The name that was probably meant: by its last part (``lr`` is ``optim.lr``), or by spelling."""
     known = list(known)
+    # Backwards, so that of two options with the same last part the first counts.
     leaves = {other.rpartition(".")[2]: other for other in reversed(known)}
     leaf = name.rpartition(".")[2]
     if leaf in leaves:
@@ -190,6 +191,7 @@ def convert(hint: Any, value: Any, *, is_text: bool = False) -> Any:
             return hint(value)
         if value.lower() in ("true", "false"):
             return value.lower() == "true"
+    # A file may write 1 for 1.0; true is an int in Python, and no number here.
     elif hint is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)

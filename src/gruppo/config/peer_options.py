@@ -45,6 +45,7 @@ class PeerOption:
     @property
     def keys(self) -> set[str]:
         """Names to look it up by: each end of its path in the other system's tree, after any dot."""
+        # An entry names alternatives, "a, b", or the factors of one number, "a x b".
         paths = [f"{self.part}.{name}".split(".") for name in re.split(r", | x ", self.theirs)]
         return {normalized(".".join(path[at:])) for path in paths for at in range(len(path))}
 
@@ -59,14 +60,10 @@ class PeerOption:
         ours = self.describe(config)
         value = FORMULAS[self.rule](config) if self.rule in FORMULAS else None
         if rules := TABLE["rules"].get(self.rule):
-            holding = [
-                value
-                for value, conditions in rules  # a condition without a section is on the objective
-                if all(
-                    attrgetter(path)(config if "." in path else config.objective) == v for path, v in conditions.items()
-                )
-            ]
-            value = holding[0] if holding else "no counterpart"
+            value = "no counterpart"
+            for candidate, needed in reversed(rules):  # of the rules that hold, the first counts
+                found = {path: attrgetter(path)(config if "." in path else config.objective) for path in needed}
+                value = candidate if found == needed else value
         is_shown = value is not None and not ours.endswith(f" {as_text(value)}")
         remark = "; ".join(filter(None, [f"there {as_text(value)}" if is_shown else "", self.remark]))
         return f"{self.theirs:<{width}}  {ours}" + (f"   ({remark})" if remark else "")

@@ -66,7 +66,7 @@ class RolloutConfig:
 class OptimConfig:
     """AdamW, and how a batch is split into optimizer steps."""
 
-    lr: NonNegative = 1e-6
+    lr: NonNegative = 1e-6  # as in TRL and verl
     """Peak learning rate."""
     warmup_steps: Count = 0
     """Steps of linear warmup."""
@@ -74,7 +74,7 @@ class OptimConfig:
     """Learning rate schedule after warmup."""
     final_lr_frac: Fraction = 0.0
     """Final learning rate as a fraction of lr."""
-    betas: Annotated[tuple[float, float], Range(ge=0, lt=1)] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], Range(ge=0, lt=1)] = (0.9, 0.999)  # these and eps are torch's
     """AdamW betas."""
     eps: Annotated[float, Range(gt=0)] = 1e-8
     """AdamW epsilon."""
@@ -144,7 +144,7 @@ class Stage:
     """Coefficient of the consistency of restored images (restoration.consistency)."""
     entropy_coef: Schedule = 0.0
     """Coefficient of the entropy bonus; or adaptive:FROM,target=NATS,delta=STEP."""
-    value_coef: Schedule = 0.5
+    value_coef: Schedule = 0.5  # vf_coef of OpenAI Baselines
     """Coefficient of the critic's loss."""
     lr: OptionalSchedule = None
     """Learning rate; default: optim.lr with its warmup and decay."""
@@ -199,7 +199,7 @@ class ReferenceConfig:
     reference <- rate policy + (1 - rate) reference. With LoRA the frozen reference is the model with its adapter
     disabled, the mixed one a second adapter.
     """
-    update_rate: Fraction = 0.6
+    update_rate: Fraction = 0.6  # this and update_every as in TRL (ref_model_mixup_alpha, ref_model_sync_steps)
     """Weight of the policy in an update of a mixed reference."""
     update_every: Positive = 512
     """Steps between updates of a mixed reference."""
@@ -536,7 +536,7 @@ class LaunchConfig:
     """Where: processes of this machine, a Slurm job, or a placement group of Ray."""
     dry_run: bool = False
     """Print the commands, or the script of the Slurm job, and start nothing."""
-    port: Annotated[int, Range(ge=0, le=65000)] = 0
+    port: Annotated[int, Range(ge=0, le=65000)] = 0  # those of the other servers are above it
     """Port of the first server, which the others follow; 0 for free ones."""
     max_restarts: Count = 3
     """Restarts of the trainers, and of each server, within an hour."""

@@ -57,6 +57,7 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     engine, objective = data.get("engine"), data.get("objective", {})
     if (engine.get("kind") if isinstance(engine, Mapping) else engine) == "vllm":
         if isinstance(objective, str):
+            # A preset says nothing about servers: its correction "none" is a default, and no choice.
             objective = {k: v for k, v in dataclasses.asdict(preset(objective)).items() if (k, v) != NO_CORRECTION}
         if isinstance(objective, Mapping):
             data = {**data, "objective": {"correction": "truncate", **objective}}
@@ -94,6 +95,7 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
             leaf = section_name(changes[name])
         section[leaf] = value
     kind = data["engine"].get("kind") if isinstance(data["engine"], Mapping) else None
+    # ``from_dict`` then adds the correction that servers need.
     is_chosen = kind == "vllm" and kind != config.engine.kind  # not where an engine of its own was set before
     if is_chosen and "objective.correction" not in changes and config.objective.correction == "none":
         data["objective"] = {k: v for k, v in data["objective"].items() if (k, v) != NO_CORRECTION}
@@ -111,6 +113,7 @@ def _plain(value: Any) -> Any:
 
 def preset(name: str) -> Objective:
     """The objective of a preset's name."""
+    # In the shell also as dr-grpo.
     objective = PRESETS.get(name.lower().replace("-", "_"))
     if objective is None:
         hint = f"{did_you_mean(name.lower(), PRESETS)} Presets: {', '.join(PRESETS)}."
@@ -128,10 +131,8 @@ def build(kind: Any, data: Mapping[str, Any], prefix: str = "") -> Any:
     for name, value in data.items():
         entry = f"{prefix}{name}"
         if name not in hints:
-            known = f" Known: {', '.join(sorted(hints))}."
-            raise UnknownEntry(
-                entry, f"the config has an unknown entry {entry}.{did_you_mean(name, hints, known, prefix=prefix)}"
-            )
+            hint = did_you_mean(name, hints, f" Known: {', '.join(sorted(hints))}.", prefix=prefix)
+            raise UnknownEntry(entry, f"the config has an unknown entry {entry}.{hint}")
         hint, inner = hints[name], nested_type(hints[name])
         is_list = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
         if hint is Objective and isinstance(value, str):
@@ -197,6 +198,7 @@ def _parse(text: str, suffix: str) -> Any:
         return parse_json(text)
     import yaml
 
+    # Safe: a config file of somebody else must not construct Python objects.
     class Loader(yaml.SafeLoader):
         """YAML 1.1 reads 1e-6 as a string; numbers need a dot there."""
 

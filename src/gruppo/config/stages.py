@@ -67,8 +67,10 @@ def planned(text: str, config: Config) -> Config:
                 in {kind}:50. The last stage may go without, for all that are left.""")
         stage = full
         if kind == "supervised":
+            # The other coefficients of the config's stage are for samples, of which this one has none.
             stage = Stage(rl_coef=0.0, sup_coef=1.0, lr=full.lr)
         elif kind == "ramp":
+            # A schedule of rl_coef is over its own stage: the ramp ends at the default.
             end = full.rl_coef if isinstance(full.rl_coef, int | float) else 1
             stage = replace(full, rl_coef=f"linear:0,{end:g}", sup_coef="linear:1,0")
         # Only the first stage that would resets the reference, and not at the start of the run.

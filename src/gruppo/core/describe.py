@@ -70,16 +70,11 @@ def describe_objective(
         how = "in closed form" if o.kl == "exact" else how
         kl = f"minus       {kl_coef:g} x KL(policy || reference) by {o.kl}, {how}, in nats per token"
 
-    lines = [
-        f"advantage   {advantage}",
-        f"            {credit}; {group_size} rows per group",
-        f"maximize    {surrogate}",
-        f"averaged    {average}",
-        kl,
-    ]
+    lines = [f"advantage   {advantage}", f"            {credit}; {group_size} rows per group"]
+    lines += [f"maximize    {surrogate}", f"averaged    {average}", kl]
     if o.correction != "none":
-        bounds = f"[{o.correction_low:g}, {o.correction_high:g}]"
-        how = f"clamped to {bounds}" if o.correction == "truncate" else f"0 outside {bounds}"
+        how = "clamped to" if o.correction == "truncate" else "0 outside"
+        how += f" [{o.correction_low:g}, {o.correction_high:g}]"
         lines.append(f"corrected   by exp(old_logprob - sampler_logprob) of each {o.correction_level}, {how}")
     if o.kl_mask:
         lines.append(f"masked      where the KL to the old policy exceeds {o.kl_mask:g} nats and would grow")

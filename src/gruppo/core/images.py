@@ -140,17 +140,14 @@ def random_crop(images: Sequence[Float[Tensor, "... H W"]], size: int, generator
     Other images may be larger by an integer factor, as a target is than its low-resolution input; so is their square.
     """
     height, width = (min(image.shape[side] for image in images) for side in (-2, -1))
-    factors = [image.shape[-2] // height for image in images]
-    for image, k in zip(images, factors, strict=True):
+    scaled = [(image, image.shape[-2] // height) for image in images]
+    for image, k in scaled:
         if tuple(image.shape[-2:]) != (k * height, k * width):
             raise ValueError(f"{tuple(image.shape[-2:])} is no integer multiple of {(height, width)} pixels.")
     if size > min(height, width):
         raise ValueError(f"a square of {size} pixels does not fit into {(height, width)}.")
     top, left = (int(torch.randint(side - size + 1, (), generator=generator)) for side in (height, width))
-    return [
-        image[..., k * top : k * (top + size), k * left : k * (left + size)]
-        for image, k in zip(images, factors, strict=True)
-    ]
+    return [image[..., k * top : k * (top + size), k * left : k * (left + size)] for image, k in scaled]
 
 
 def random_symmetry(images: Sequence[Float[Tensor, "... H W"]], generator: torch.Generator) -> list[Tensor]:
@@ -161,8 +158,7 @@ def random_symmetry(images: Sequence[Float[Tensor, "... H W"]], generator: torch
 
 def apply_symmetry(image: Float[Tensor, "... H W"], index: int) -> Float[Tensor, "... H W"]:
     """Symmetry 0 (none) to 7 of the square: mirrored left to right from 4 on, then ``index % 4`` quarter turns."""
-    image = image.flip(-1) if index >= 4 else image
-    return image.rot90(index % 4, dims=(-2, -1))
+    return (image.flip(-1) if index >= 4 else image).rot90(index % 4, dims=(-2, -1))
 
 
 # --- measures of an image and of sets ---------------------------------------------------------------------------------
@@ -195,5 +191,6 @@ def frechet_distance(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[
     cx, cy = torch.cov(x.T).reshape(x.shape[1], -1), torch.cov(y.T).reshape(y.shape[1], -1)
     values, vectors = torch.linalg.eigh(cx)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T  # Cx^(1/2)
+    # Symmetric, with the eigenvalues of Cx Cy.
     shared = torch.linalg.eigvalsh(root @ cy @ root).clamp(min=0).sqrt().sum()  # tr (Cx Cy)^(1/2)
     return (x.mean(dim=0) - y.mean(dim=0)).square().sum() + cx.trace() + cy.trace() - 2 * shared

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from gruppo.core.shapes import BoolBT, FloatBT
 from gruppo.core.surrogates import importance_ratio
 from gruppo.types import Gaussian
 
@@ -16,14 +17,14 @@ KlGradient = Literal["unbiased", "naive"]
 
 
 def kl_penalty(
-    logprobs: Float[Tensor, "B T"],
-    ref_logprobs: Float[Tensor, "B T"],
-    log_ratio: Float[Tensor, "B T"],
-    loss_mask: Bool[Tensor, "B T"],
+    logprobs: FloatBT,
+    ref_logprobs: FloatBT,
+    log_ratio: FloatBT,
+    loss_mask: BoolBT,
     *,
     estimator: Estimator,
     gradient: KlGradient = "unbiased",
-) -> Float[Tensor, "B T"]:
+) -> FloatBT:
     """KL(policy || reference) of each kept action in nats, given its prefix; 0 where not kept.
 
     With delta = ref_logprobs - logprobs (Schulman 2020, "Approximating KL divergence"):
@@ -44,6 +45,7 @@ def kl_penalty(
     elif estimator == "k2":
         estimate = delta.square() / 2
     elif estimator == "k3":
+        # exp(delta) - 1 would lose the digits of a small delta.
         estimate = delta.expm1() - delta
     else:
         raise ValueError(f"estimator={estimator!r} has no estimate from samples; use gaussian_kl.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -18,8 +18,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
     So no part is taken whose weights its parent may read without calling it, such as a table of positions.
     """
-    layers: list[nn.Module] = []
-    _find_lists(module, layers)
+    layers = list(_outermost_lists(module))
     while not layers:
         layers = [child for child in module.children() if any(True for _ in child.children())]
         if len(layers) != 1:
@@ -28,12 +27,9 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return [*dict.fromkeys(layer for layer in layers if any(True for _ in layer.parameters()))]
 
 
-def _find_lists(module: nn.Module, found: list[nn.Module]) -> None:
+def _outermost_lists(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            found += child
-        else:
-            _find_lists(child, found)
+        yield from child if isinstance(child, nn.ModuleList) else _outermost_lists(child)
 
 
 class Recomputed:

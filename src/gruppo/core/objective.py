@@ -115,12 +115,13 @@ class Objective:
                 raise _invalid(f"objective.{name}={value!r} is not one of {options}", f"{option} {field.default}")
             low, high = RANGES.get(name, (0, math.inf))
             if hints[name] in (int, float) and (not low <= value <= high or math.isinf(value)):
-                needs = f"needs to be at least {low:g} and {f'at most {high:g}' if high < math.inf else 'finite'}"
-                problem = f"objective.{name}={value} is out of range; it {needs}"
+                most = f"at most {high:g}" if high < math.inf else "finite"
+                problem = f"objective.{name}={value} is out of range; it needs to be at least {low:g} and {most}"
                 raise _invalid(problem, f"{option} {field.default:g}")
 
         clips_nats, low, high = self.clip_unit == "nats", self.correction_low, self.correction_high
         highest = math.exp(self.clip_high) if clips_nats else 1 + self.clip_high
+        # In nats any clip_low is valid: exp(-clip_low) stays above 0.
         if not clips_nats and self.clip_low > 1:
             problem = f"objective.clip_low={self.clip_low}: clipping below 1 - clip_low needs clip_low <= 1"
             raise _invalid(problem, "clip-low 0.2")
@@ -148,8 +149,8 @@ class Objective:
         if self.gamma != 1 and self.credit != "return_to_go":
             problem = f"gamma={self.gamma:g} discounts nothing under credit={self.credit!r}"
             raise _invalid(problem, "credit return_to_go, or --objective.gamma 1")
-        has_prompt = "prompt" in (self.baseline, self.scale)
-        if self.credit == "position" and (has_prompt or self.combine != "sum_then_normalize"):
+        compares_rows = "prompt" in (self.baseline, self.scale) or self.combine == "normalize_then_sum"
+        if self.credit == "position" and compares_rows:
             problem = "credit='position' has no combine='normalize_then_sum' and no scale='prompt'"
             raise _invalid(problem, "credit outcome")
         if self.ratio == "sequence" and self.surrogate in ("reinforce", "vespo"):
@@ -265,16 +266,5 @@ PPO = Objective(
 NANOCHAT = Objective(scale="none", surrogate="reinforce", average="prompt")
 """nanochat's simplified GRPO: reward minus the group mean, on-policy, no clip, no KL, the average of each prompt."""
 
-PRESETS: Mapping[str, Objective] = {
-    "grpo": GRPO,
-    "dr_grpo": DR_GRPO,
-    "dapo": DAPO,
-    "gspo": GSPO,
-    "cispo": CISPO,
-    "sapo": SAPO,
-    "rloo": RLOO,
-    "reinforce": REINFORCE,
-    "reinforce_pp": REINFORCE_PP,
-    "ppo": PPO,
-    "nanochat": NANOCHAT,
-}
+PRESETS = {name.lower(): preset for name, preset in globals().items() if isinstance(preset, Objective)}
+"""All of the above by name, in this order."""

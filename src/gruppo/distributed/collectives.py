@@ -21,7 +21,7 @@ from gruppo.types import GruppoError, Stat
 
 __all__ = ["Failed", "RankLost", "all_gather", "all_max", "all_min", "all_sum", "fail_together", "init", "is_main"]
 __all__ += ["is_reported", "leaving", "merge_stats", "phase", "rank", "record_error", "restarts", "share_failure"]
-__all__ += ["set_advice", "shutdown", "started_ranks", "sum_gradients", "waiting", "world_size"]
+__all__ += ["set_advice", "shutdown", "sum_gradients", "waiting", "world_size"]
 
 LARGE_BYTES, BUCKET_BYTES = 2**20, 8 * 2**20
 """A gradient that is summed by itself; smaller ones that are summed together."""
@@ -61,11 +61,6 @@ test_hook: Callable[[str], None] | None = None
 # --- start and end ----------------------------------------------------------------------------------------------------
 
 
-def started_ranks() -> int:
-    """Processes that torchrun, or another launcher, has started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def restarts() -> int:
     """How often ``torchrun --max-restarts`` has started the processes again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -86,7 +81,7 @@ def init(
     of tensors on GPUs; those on the CPU use gloo.
     """
     global _heartbeat, _processes, _timeout_s
-    if started_ranks() <= 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return
     _timeout_s, interval_s = timeout_s, min(timeout_s / 30, 1.0)
     if td.is_initialized():
@@ -101,28 +96,23 @@ def init(
         named = "cpu:gloo,cuda:nccl" if use_nccl and torch.cuda.is_available() else "gloo"
         td.init_process_group(named, store=store, rank=number, world_size=count, timeout=timeout)
         shared = td.PrefixStore("gruppo", store)
-        times = {"interval_s": interval_s, "limit_s": timeout_s}
-        _heartbeat = Heartbeat(shared, number, count, on_stuck=_end_stuck, **times)
-        _processes = [""] * count
-        _processes = [
-            text.decode() for text in all_gather(f" (process {os.getpid()} on {socket.gethostname()})".encode())
-        ]
+        _heartbeat = Heartbeat(shared, number, count, interval_s=interval_s, limit_s=timeout_s, on_stuck=_end_stuck)
+        _processes = [""] * count  # the error of a rank that is lost in this first collective names processes too
+        own = f" (process {os.getpid()} on {socket.gethostname()})"
+        _processes = [text.decode() for text in all_gather(own.encode())]
     except (td.DistError, ValueError) as error:  # ValueError: MASTER_ADDR is not set
-        raise RankLost(
-            f"the {os.environ['WORLD_SIZE']} ranks did not meet within {timeout_s:g} s ({str(error).splitlines()[0]}). "
-            "Check that all of them were started and reach MASTER_ADDR, or set --distributed.timeout-s higher."
-        ) from error
+        ranks, reason = os.environ["WORLD_SIZE"], str(error).splitlines()[0]
+        raise RankLost(f"""the {ranks} ranks did not meet within {timeout_s:g} s ({reason}). Check that all of them were
+            started and reach MASTER_ADDR, or set --distributed.timeout-s higher.""") from error
     if use_nccl and not torch.cuda.is_available():
-        raise GruppoError(
-            "distributed.backend=nccl needs CUDA, and torch finds no CUDA device. Set --distributed.backend gloo, or "
-            "install a CUDA build of torch."
-        )
+        raise GruppoError("""distributed.backend=nccl needs CUDA, and torch finds no CUDA device. Set
+            --distributed.backend gloo, or install a CUDA build of torch.""")
 
 
 def shutdown() -> None:
     global _heartbeat, _left
     if _heartbeat is not None:
-        _heartbeat.close()
+        _heartbeat.closed.set()
     _heartbeat = _left = None
     if td.is_initialized():
         td.destroy_process_group()
@@ -164,12 +154,12 @@ def waiting() -> Iterator[None]:
     if test_hook is not None:
         test_hook(heartbeat.phase)
     heartbeat.calls += 1
-    is_outermost, began = heartbeat.waiting_since is None, time.monotonic()
-    heartbeat.waiting_since = heartbeat.waiting_since or began
+    is_outermost = heartbeat.waiting_since is None
+    heartbeat.waiting_since = heartbeat.waiting_since or time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        _left = _reason(heartbeat, error, time.monotonic() - began)
+        _left = _reason(heartbeat, error)
         if _left is None:
             raise
         raise _left from error
@@ -178,37 +168,25 @@ def waiting() -> Iterator[None]:
             heartbeat.waiting_since = None
 
 
-def _reason(heartbeat: Heartbeat, error: RuntimeError, waited_s: float) -> GruppoError | None:
+def _reason(heartbeat: Heartbeat, error: RuntimeError) -> GruppoError | None:
     """Why a collective failed: a rank that has failed, or is lost or late; None where no other rank is the reason."""
-    if failed := _other_failure(heartbeat):
-        return failed
-    lost = heartbeat.lost_ranks()
-    if lost != [0] and (failed := _other_failure(heartbeat)):  # rank 0 hosts the store, which may not answer
-        return failed
-    if lost:
-        return RankLost(
-            f"rank {rank()} cannot continue in phase {heartbeat.phase!r}: {_named(heartbeat, lost)} "
-            f"{'has' if len(lost) == 1 else 'have'} ended or stopped. {_advice}"
-        )
-    if "timed out" not in str(error).lower():
-        return None
-    late = _named(heartbeat, heartbeat.late_ranks()) or "another rank"
-    return RankLost(
-        f"rank {rank()} waited {_timeout_s:g} s in phase {heartbeat.phase!r} for {late}, which is alive: set "
-        f"--distributed.timeout-s higher. {_advice}"
-    )
-
-
-def _named(heartbeat: Heartbeat, ranks: Iterable[int]) -> str:
-    phases = heartbeat.states
-    return " and ".join(f"rank {number}{_processes[number]} in phase {phases[number][2]!r}" for number in ranks)
-
-
-def _other_failure(heartbeat: Heartbeat) -> Failed | None:
     failure = heartbeat.find_failure()
-    if failure is None or failure.rank == rank():
+    lost = [] if failure else heartbeat.lost_ranks()
+    if failure is None and lost != [0]:  # rank 0 hosts the store, which may not answer
+        failure = heartbeat.find_failure()
+    if failure is not None:
+        return _of_other(failure)
+    if not lost and "timed out" not in str(error).lower():
         return None
-    return _of_other(failure)
+    # Without a lost rank, those are named that have begun fewer collectives than this one.
+    states = heartbeat.states
+    ranks = lost or [number for number, (_, calls, _) in enumerate(states) if calls < heartbeat.calls]
+    named = " and ".join(f"rank {n}{_processes[n]} in phase {states[n][2]!r}" for n in ranks) or "another rank"
+    if lost:
+        return RankLost(f"""rank {rank()} cannot continue in phase {heartbeat.phase!r}: {named}
+            {"has" if len(lost) == 1 else "have"} ended or stopped. {_advice}""")
+    return RankLost(f"""rank {rank()} waited {_timeout_s:g} s in phase {heartbeat.phase!r} for {named}, which
+        is alive: set --distributed.timeout-s higher. {_advice}""")
 
 
 def _failure(error: Exception) -> RankFailure:
@@ -226,7 +204,7 @@ def _of_other(failure: RankFailure) -> Failed:
 def _end_stuck() -> None:
     """End this process from another thread, since the main one stays in a collective that cannot be interrupted."""
     assert _heartbeat is not None
-    error = _reason(_heartbeat, RuntimeError("timed out"), _timeout_s)
+    error = _reason(_heartbeat, RuntimeError("timed out"))
     assert error is not None
     record_error(error)
     if not _heartbeat.is_reported():
@@ -369,7 +347,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """
     if world_size() == 1:
         return
-    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    full, filling = list[list[Tensor]](), dict[tuple[torch.dtype, torch.device], list[Tensor]]()
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
@@ -380,21 +358,16 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
             with waiting():
                 td.all_reduce(gradient)
             continue
-        bucket = buckets.setdefault((gradient.dtype, gradient.device), [])
+        bucket = filling.setdefault((gradient.dtype, gradient.device), [])
         bucket.append(gradient)
         if sum(gradient.nbytes for gradient in bucket) >= BUCKET_BYTES:
-            _sum_bucket(bucket)
-            bucket.clear()
-    for bucket in filter(None, buckets.values()):
-        _sum_bucket(bucket)
-
-
-def _sum_bucket(gradients: list[Tensor]) -> None:
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    with waiting():
-        td.all_reduce(flat)
-    for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(total.view_as(gradient))
+            full.append(filling.pop((gradient.dtype, gradient.device)))
+    for bucket in [*full, *filling.values()]:
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        with waiting():
+            td.all_reduce(flat)
+        for gradient, total in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(total.view_as(gradient))
 
 
 def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
@@ -407,7 +380,5 @@ def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
     sums = torch.tensor([[s.count, s.sum, s.sum_sq] for s in local], dtype=torch.float64).reshape(-1, 3)
     ends = torch.tensor([[-s.min, s.max] for s in local], dtype=torch.float64).reshape(-1, 2)
     sums, ends = all_sum(sums), all_sum(ends, op=td.ReduceOp.MAX)
-    return {
-        name: Stat(float(total[0]), float(total[1]), float(total[2]), -float(end[0]), float(end[1]))
-        for name, total, end in zip(names, sums, ends, strict=True)
-    }
+    rows = zip(names, sums.tolist(), ends.tolist(), strict=True)
+    return {name: Stat(*total, -low, high) for name, total, (low, high) in rows}

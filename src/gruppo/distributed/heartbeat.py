@@ -42,38 +42,29 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        store: td.Store,
-        rank: int,
-        world_size: int,
-        *,
-        interval_s: float,
-        limit_s: float,
-        on_stuck: Callable[[], None],
+        self, store: td.Store, rank: int, ranks: int, *, interval_s: float, limit_s: float, on_stuck: Callable[[], None]
     ) -> None:
         self._main_store = store
         # a connection of its own, since it may wait for a host that is stopped
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._rank, self._interval_s, self._limit_s, self._on_stuck = rank, interval_s, limit_s, on_stuck
-        self._missed, self._rounds, self._found = [0] * world_size, 0, ""
+        self._missed, self._rounds, self._found = [0] * ranks, 0, ""
         self.phase, self.calls = "start", 0
         """What this rank does, and how many collectives it has begun."""
         self.waiting_since: float | None = None
         """When the main thread began to wait for other ranks."""
-        self.states: list[tuple[int, int, str]] = [(0, 0, "start")] * world_size
+        self.states: list[tuple[int, int, str]] = [(0, 0, "start")] * ranks
         """Of each rank: beats, collectives begun, phase."""
         self.failure: RankFailure | None = None
-        self._closed = threading.Event()
+        self.closed = threading.Event()
+        """Set at the end of the run: the other thread then ends too."""
         self._store.set(f"state/{rank}", json.dumps((0, 0, self.phase)))
         threading.Thread(target=self._run, name="gruppo-heartbeat", daemon=True).start()
-
-    def close(self) -> None:
-        self._closed.set()
 
     def _run(self) -> None:
         beats, failed_at = 0, None
         keys = [f"state/{other}" for other in range(len(self._missed))]
-        while not self._closed.wait(self._interval_s):
+        while not self.closed.wait(self._interval_s):
             beats += 1
             try:
                 self._store.set(keys[self._rank], json.dumps((beats, self.calls, self.phase)))
@@ -85,10 +76,8 @@ class Heartbeat:
                 now = None
             # in rounds, not seconds: where all processes were stopped and go on, none is lost
             if now is not None:
-                self._missed = [
-                    missed + 1 if new[0] == old[0] else 0
-                    for missed, new, old in zip(self._missed, now, self.states, strict=True)
-                ]
+                rows = zip(self._missed, now, self.states, strict=True)
+                self._missed = [missed + 1 if new[0] == old[0] else 0 for missed, new, old in rows]
                 self.states, self._rounds = now, self._rounds + 1
             if self.failure is not None and failed_at is None:
                 failed_at = time.monotonic()
@@ -109,11 +98,11 @@ class Heartbeat:
             self._main_store.compare_set("failure", "", json.dumps(vars(failure)))
 
     def find_failure(self) -> RankFailure | None:
-        """What a rank has published, as read by the other thread: the store may be on a host that is stopped."""
+        """What another rank has published, as read by the other thread: the store may be on a stopped host."""
         before, until = self._rounds, time.monotonic() + 5 * self._interval_s
         while self.failure is None and self._rounds < before + 2 and time.monotonic() < until:
             time.sleep(self._interval_s / 10)
-        return self.failure
+        return None if self.failure is None or self.failure.rank == self._rank else self.failure
 
     def is_reported(self) -> bool:
         """Say that rank 0 reports its error; on the others, wait until it does.
@@ -152,7 +141,3 @@ class Heartbeat:
             self._found = self._store.compare_set("lost", "", ",".join(silent)).decode()
             time.sleep(3 * self._interval_s)  # until the others have read it: this process may host the store
         return [int(number) for number in self._found.split(",") if number]
-
-    def late_ranks(self) -> list[int]:
-        """Ranks that are alive and have begun fewer collectives than this one."""
-        return [number for number, (_, calls, _) in enumerate(self.states) if calls < self.calls]

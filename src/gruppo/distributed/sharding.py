@@ -74,15 +74,19 @@ def shard(
     # FSDP cannot cut a single number: these stay whole on each rank, and their gradients are summed like replicas'
     numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "ignored_params": numbers}
-    options["offload_policy"] = offload
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": precision,
+        "offload_policy": offload,
+        "ignored_params": numbers,
+    }
     try:
         for unit in blocks_of(module) if units is None else units:
             fully_shard(unit, reshard_after_forward=True, **options)
         # The root is gathered again for its backward: kept, it would stay whole after a forward without one.
         root: Any = fully_shard(_Root(module), reshard_after_forward=True, **options)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
-        raise _cannot_shard(module, error) from error
+        raise _cannot_shard(module, " ".join(str(error).split())) from error
     vars(module)[ROOT] = root  # not a submodule: names of weights stay as they are
     for parameter in numbers:
         parameter.data = parameter.data.to(device)
@@ -93,7 +97,7 @@ def shard(
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other
     with torch.no_grad():  # FSDP reads which weights are trained now, before a forward in which they are frozen
-        forward(module, _nothing)
+        forward(module, lambda: None)
 
 
 class _Root(nn.Module):
@@ -109,10 +113,6 @@ class _Root(nn.Module):
 
 ROOT = "_gruppo_root"
 """Attribute of a sharded model: its ``_Root``."""
-
-
-def _nothing() -> None:
-    return None
 
 
 def ranks_of_machine() -> int:
@@ -133,18 +133,13 @@ def _mesh_of(mode: Shard, device: torch.device) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils import _pytree
 
-    ranks = world_size()
-    if mode == "hybrid":
-        local = ranks_of_machine()
-        if not is_hybrid_possible():
-            raise GruppoError(
-                f"distributed.shard=hybrid shards within each machine and replicates over machines; {ranks} ranks at "
-                f"{local} per machine leave nothing to {'shard' if local == 1 else 'replicate'}. Set "
-                "--distributed.shard fsdp, or start the same number of ranks (2 or more) on each of several machines."
-            )
-        _mesh = init_device_mesh(device.type, (ranks // local, local), mesh_dim_names=("replicate", "shard"))
-    else:
-        _mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    ranks, local = world_size(), ranks_of_machine()
+    if mode == "hybrid" and not is_hybrid_possible():
+        raise GruppoError(f"""distributed.shard=hybrid shards within each machine and replicates over machines; {ranks}
+            ranks at {local} per machine leave nothing to {"shard" if local == 1 else "replicate"}. Set
+            --distributed.shard fsdp, or start the same number of ranks (2 or more) on each of several machines.""")
+    shape = {"replicate": ranks // local, "shard": local} if mode == "hybrid" else {"shard": ranks}
+    _mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     for record in (Gaussian, Likelihood):  # FSDP looks for tensors in what a forward returns
         if record not in _pytree.SUPPORTED_NODES:
             _pytree.register_dataclass(record)
@@ -170,12 +165,9 @@ def _places(module: nn.Module) -> Counter[int]:
     return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
 
-def _cannot_shard(module: nn.Module, error: Exception) -> GruppoError:
-    reason = " ".join(str(error).split())
-    return GruppoError(
-        f"{type(module).__name__} cannot be sharded: {reason:.300}. Set --distributed.shard none, which keeps all "
-        "weights on each rank."
-    )
+def _cannot_shard(module: nn.Module, reason: str) -> GruppoError:
+    return GruppoError(f"""{type(module).__name__} cannot be sharded: {reason:.300}. Set --distributed.shard none, which
+        keeps all weights on each rank.""")
 
 
 # --- computing with it ------------------------------------------------------------------------------------------------
@@ -197,10 +189,7 @@ def forward(module: nn.Module, function: Callable[..., T], *args: Any, **kwargs:
         return target(*args, **kwargs)
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
-            raise GruppoError(
-                f"{type(module).__name__} cannot be sharded: it reads weights of a part without calling that part. "
-                "Set --distributed.shard none, which keeps all weights on each rank."
-            ) from error
+            raise _cannot_shard(module, "it reads weights of a part without calling that part") from error
         raise
     finally:
         vars(target).pop("forward", None)
