@@ -11,7 +11,6 @@
     distributions  categorical sampling and scoring, diagonal normals
     linear_head    log-probabilities under a large vocabulary without holding its logits
     schedules      values that change with the step or follow a metric
-    shapes         types of the tensors that these take: [B, T], [N, V]
     images         fidelity, filters and augmentation of images
     describe       an objective as text
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gruppo.core.groups import AllGather, AllSum, group_max, group_std, group_sum, has_no_spread, rounding_error
-from gruppo.core.shapes import BoolBT, FloatB, FloatBT, IntB
 
 Baseline = Literal["none", "mean", "leave_one_out", "batch_mean", "running", "prompt", "critic"]
 Scale = Literal["none", "group", "batch", "running", "prompt"]
@@ -33,9 +32,9 @@ class Ema(NamedTuple):
 
 
 def group_advantages(
-    rewards: FloatB,
-    group_ids: IntB,
-    mask: BoolBT | None = None,
+    rewards: Float[Tensor, "B"],
+    group_ids: Int[Tensor, "B"],
+    mask: Bool[Tensor, "B T"] | None = None,
     *,
     baseline: Baseline,
     scale: Scale,
@@ -43,7 +42,7 @@ def group_advantages(
     decay: float = 0.99,
     state: Mapping[str, Any] | None = None,
     prompt_ids: Sequence[str] | None = None,
-    owners: IntB | None = None,
+    owners: Int[Tensor, "B"] | None = None,
     all_sum: AllSum = lambda x: x,
     all_gather: AllGather = lambda x: [x],
 ) -> tuple[Float[Tensor, "B *T"], dict[str, Any]]:
@@ -146,7 +145,9 @@ def group_advantages(
     return advantages if mask is None else torch.where(mask, advantages[:, None], 0.0), state
 
 
-def step_advantages(rewards: FloatBT, group_ids: IntB, **choices: Any) -> tuple[FloatBT, dict[str, Any]]:
+def step_advantages(
+    rewards: Float[Tensor, "B T"], group_ids: Int[Tensor, "B"], **choices: Any
+) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
     """``group_advantages`` of step rewards: all steps of a group's rows are compared, wherever they end.
 
     A = (r - mean R) / (std R + eps), R = every step reward of the group. Process supervision of DeepSeekMath (arXiv
@@ -159,8 +160,8 @@ def step_advantages(rewards: FloatBT, group_ids: IntB, **choices: Any) -> tuple[
 
 
 def position_advantages(
-    rewards: FloatBT, group_ids: IntB, mask: BoolBT, **choices: Any
-) -> tuple[FloatBT, dict[str, Any]]:
+    rewards: Float[Tensor, "B T"], group_ids: Int[Tensor, "B"], mask: Bool[Tensor, "B T"], **choices: Any
+) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
     """``group_advantages`` of one reward for each action (patches): each column of a group is compared by itself."""
     rows, columns = mask.shape
     ids = group_ids[:, None] * columns + torch.arange(columns, device=group_ids.device)
@@ -169,7 +170,7 @@ def position_advantages(
     return advantages.reshape(rows, columns), state
 
 
-def normalized_rewards(rewards: FloatB, group_ids: IntB) -> FloatB:
+def normalized_rewards(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """(r - mean) / std of its group (ddof 1): GRPO's advantage without eps. 0 without spread, NaN where not scored.
 
     At most (G - 1) / sqrt(G), the value of one row that differs from G - 1 equal ones.
@@ -179,13 +180,13 @@ def normalized_rewards(rewards: FloatB, group_ids: IntB) -> FloatB:
 
 
 def normalized_sum(
-    advantages: Sequence[FloatB],
+    advantages: Sequence[Float[Tensor, "B"]],
     weights: Sequence[float],
     scored: Bool[Tensor, "B"],
     *,
     eps: float = 1e-4,
     all_sum: AllSum = lambda x: x,
-) -> FloatB:
+) -> Float[Tensor, "B"]:
     """Weighted sum of rewards that were each normalized by themselves, normalized over the batch.
 
     A = (S - mean S) / (std S + eps),  S = sum_k w_k A_k, with ddof 1 over the scored rows of all ranks: GDPO (arXiv

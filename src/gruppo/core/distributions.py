@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from gruppo.core.linear_head import EntropyMode, is_plain_linear, linear_categorical
-from gruppo.core.shapes import FloatN, FloatNV, IntN
 
 CDF_BLOCK = 256
 """Columns summed at once by the two-level inverse CDF."""
@@ -32,7 +31,7 @@ LOG_2_PI = math.log(2 * math.pi)
 # --- temperature, top-k and top-p -------------------------------------------------------------------------------------
 
 
-def apply_temperature(logits: FloatNV, temperature: Tensor | float) -> FloatNV:
+def apply_temperature(logits: Float[Tensor, "N V"], temperature: Tensor | float) -> Float[Tensor, "N V"]:
     """Logits in float32 at least, divided by the temperature. Dividing log-probabilities instead would be wrong."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if isinstance(temperature, float | int):
@@ -40,7 +39,9 @@ def apply_temperature(logits: FloatNV, temperature: Tensor | float) -> FloatNV:
     return logits / temperature[:, None].to(logits.dtype)
 
 
-def apply_top_k_top_p(logits: FloatNV, *, top_k: int = 0, top_p: float = 1.0, always: IntN | None = None) -> FloatNV:
+def apply_top_k_top_p(
+    logits: Float[Tensor, "N V"], *, top_k: int = 0, top_p: float = 1.0, always: Int[Tensor, "N"] | None = None
+) -> Float[Tensor, "N V"]:
     """-inf outside the top-k set, then outside the smallest set whose probability reaches top_p (at least one stays).
 
     Ties at the k-th logit are all kept. ``always`` keeps one action per row in any case. When scoring, it is the
@@ -60,7 +61,7 @@ def apply_top_k_top_p(logits: FloatNV, *, top_k: int = 0, top_p: float = 1.0, al
     return logits.masked_fill(~kept, -torch.inf)
 
 
-def _nucleus(p: FloatNV, top_p: float) -> Bool[Tensor, "N V"]:
+def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Bool[Tensor, "N V"]:
     """The most likely actions until they reach ``top_p``; ties go to the first."""
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     reached = ordered.cumsum(dim=-1) - ordered < top_p  # mass before this action is still short of top_p
@@ -71,8 +72,13 @@ def _nucleus(p: FloatNV, top_p: float) -> Bool[Tensor, "N V"]:
 
 
 def sample_categorical(
-    logits: FloatNV, uniforms: FloatN, *, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> tuple[IntN, FloatN]:
+    logits: Float[Tensor, "N V"],
+    uniforms: Float[Tensor, "N"],
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> tuple[Int[Tensor, "N"], Float[Tensor, "N"]]:
     """Actions by the inverse CDF at the given uniforms, and their log-probabilities. Temperature 0 is the argmax.
 
     One uniform per action makes every sample addressable. The CDF is summed in blocks, so no [N, V] cumulative sum is
@@ -92,7 +98,7 @@ def sample_categorical(
     return torch.cat([actions for actions, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
-def _sample_logits(logits: FloatNV, uniforms: FloatN) -> tuple[Tensor, Tensor]:
+def _sample_logits(logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]) -> tuple[Tensor, Tensor]:
     """First action whose cumulative probability exceeds the uniform, found by block and then within the block."""
     p = logits.softmax(dim=-1)  # in one pass over memory, unlike exp and sum
     vocabulary = p.shape[-1]
@@ -110,7 +116,7 @@ def _sample_logits(logits: FloatNV, uniforms: FloatN) -> tuple[Tensor, Tensor]:
     return actions, p.gather(-1, actions[:, None])[:, 0].log()
 
 
-def _invert_cdf(mass: Float[Tensor, "N C"], target: FloatN) -> tuple[Tensor, Tensor]:
+def _invert_cdf(mass: Float[Tensor, "N C"], target: Float[Tensor, "N"]) -> tuple[Tensor, Tensor]:
     """First index whose cumulative mass exceeds the target, and the target minus the mass before the index.
 
     An index without mass is never chosen: where rounding runs beyond the end, the last one with mass is.
@@ -122,7 +128,9 @@ def _invert_cdf(mass: Float[Tensor, "N C"], target: FloatN) -> tuple[Tensor, Ten
     return index, (target - before).clamp(min=0)
 
 
-def _sample_truncated(logits: FloatNV, uniforms: FloatN, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+def _sample_truncated(
+    logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"], top_k: int, top_p: float
+) -> tuple[Tensor, Tensor]:
     """``_sample_logits`` of ``apply_top_k_top_p``, sorting only a shortlist of the most likely actions.
 
     A row whose truncated set may extend beyond its shortlist gets a longer one. Actions that tie with the edge of the
@@ -157,14 +165,14 @@ def _sample_truncated(logits: FloatNV, uniforms: FloatN, top_k: int, top_p: floa
 
 
 def categorical(
-    logits: FloatNV,
-    actions: IntN,
-    temperature: FloatN,
+    logits: Float[Tensor, "N V"],
+    actions: Int[Tensor, "N"],
+    temperature: Float[Tensor, "N"],
     *,
     top_k: int = 0,
     top_p: float = 1.0,
     entropy: EntropyMode = "none",
-) -> tuple[FloatN, FloatN | None]:
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
     """Log-probabilities of the actions under the distribution that ``sample_categorical`` samples, and its entropy."""
     if entropy == "gradient":
         scaled = apply_temperature(logits, temperature)
@@ -211,14 +219,14 @@ class _CategoricalLogprob(torch.autograd.Function):
 def chunked_categorical(
     features: Float[Tensor, "N D"],
     head: Callable[[Tensor], Tensor],
-    actions: IntN,
-    temperature: FloatN,
+    actions: Int[Tensor, "N"],
+    temperature: Float[Tensor, "N"],
     *,
     chunk: int = 256,
     top_k: int = 0,
     top_p: float = 1.0,
     entropy: EntropyMode = "none",
-) -> tuple[FloatN, FloatN | None]:
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
     """``categorical`` of ``head(features)`` without holding its logits [N, V].
 
     With an ``nn.Linear`` and no truncation, in blocks of the vocabulary (``linear_categorical``). Otherwise in chunks
@@ -256,7 +264,7 @@ def chunked_categorical(
 
 @torch.no_grad()
 def possible_actions(
-    features: Float[Tensor, "N D"], head: nn.Linear, actions: IntN, top_k: int, chunk: int
+    features: Float[Tensor, "N D"], head: nn.Linear, actions: Int[Tensor, "N"], top_k: int, chunk: int
 ) -> Int[Tensor, "C"]:
     """Actions, in order, among which are the top-k set of each row, ties at its edge included, and the row's action.
 

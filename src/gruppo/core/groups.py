@@ -13,32 +13,32 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.core.shapes import FloatB, IntB
-
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over ranks. The identity in one process."""
 AllGather = Callable[[Any], list[Any]]
 """Objects of all ranks, in order of rank. A list of one in one process."""
 
 
-def group_sum(x: FloatB, group_ids: IntB) -> Float[Tensor, "P"]:
+def group_sum(x: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "P"]:
     """Sum of each group's entries."""
     return x.new_zeros(_num_groups(group_ids)).index_add(0, group_ids, x)
 
 
-def group_max(x: Tensor, group_ids: IntB) -> Tensor:
+def group_max(x: Tensor, group_ids: Int[Tensor, "B"]) -> Tensor:
     """Largest of each group's entries: [P]."""
     return x.new_zeros(_num_groups(group_ids)).scatter_reduce(0, group_ids, x, "amax", include_self=False)
 
 
-def group_reduce(rewards: FloatB, group_ids: IntB, how: Literal["mean", "amax", "amin"]) -> Float[Tensor, "P"]:
+def group_reduce(
+    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"], how: Literal["mean", "amax", "amin"]
+) -> Float[Tensor, "P"]:
     """Mean, maximum or minimum of each group's scored rewards, float64. NaN for a group without any."""
     scored = rewards.isfinite()
     empty = torch.full((_num_groups(group_ids),), torch.nan, dtype=torch.float64, device=rewards.device)
     return empty.scatter_reduce(0, group_ids[scored], rewards[scored].double(), how, include_self=False)
 
 
-def group_std(rewards: FloatB, group_ids: IntB) -> Float[Tensor, "P"]:
+def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "P"]:
     """Standard deviation (ddof 1) of each group's scored rewards, float64. NaN for a group with fewer than two."""
     scored = rewards.isfinite()
     r, count = torch.where(scored, rewards, 0).double(), group_sum(scored.double(), group_ids)
@@ -48,14 +48,14 @@ def group_std(rewards: FloatB, group_ids: IntB) -> Float[Tensor, "P"]:
     return (square / (count - 1).where(count > 1, torch.nan)).sqrt()
 
 
-def group_deviations(rewards: FloatB, group_ids: IntB) -> FloatB:
+def group_deviations(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """r - mean of its group, float64. Exactly 0 in a group without spread; NaN where not scored."""
     deviation = rewards.double() - group_reduce(rewards, group_ids, "mean")[group_ids]
     deviation = torch.where(has_no_spread(rewards, group_ids)[group_ids], 0.0, deviation)
     return torch.where(rewards.isfinite(), deviation, torch.nan)
 
 
-def has_no_spread(rewards: FloatB, group_ids: IntB) -> Bool[Tensor, "P"]:
+def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "P"]:
     """Groups with fewer than two scored rewards, or whose rewards are equal up to 4 rounding errors of their dtype."""
     scored = rewards.isfinite()
     high = group_max(torch.where(scored, rewards, -torch.inf), group_ids)

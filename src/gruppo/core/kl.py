@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from gruppo.core.shapes import BoolBT, FloatBT
 from gruppo.core.surrogates import importance_ratio
 from gruppo.types import Gaussian
 
@@ -17,14 +16,14 @@ KlGradient = Literal["unbiased", "naive"]
 
 
 def kl_penalty(
-    logprobs: FloatBT,
-    ref_logprobs: FloatBT,
-    log_ratio: FloatBT,
-    loss_mask: BoolBT,
+    logprobs: Float[Tensor, "B T"],
+    ref_logprobs: Float[Tensor, "B T"],
+    log_ratio: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     estimator: Estimator,
     gradient: KlGradient = "unbiased",
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """KL(policy || reference) of each kept action in nats, given its prefix; 0 where not kept.
 
     With delta = ref_logprobs - logprobs (Schulman 2020, "Approximating KL divergence"):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gruppo.core.compiled import Compiled
-from gruppo.core.shapes import FloatN, IntN
 from gruppo.platforms import cache_bytes
 
 EntropyMode = Literal["none", "value", "gradient"]
@@ -45,8 +44,12 @@ def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
 
 
 def linear_categorical(
-    features: Float[Tensor, "N D"], head: nn.Linear, actions: IntN, temperature: FloatN, entropy: EntropyMode
-) -> tuple[FloatN, FloatN | None]:
+    features: Float[Tensor, "N D"],
+    head: nn.Linear,
+    actions: Int[Tensor, "N"],
+    temperature: Float[Tensor, "N"],
+    entropy: EntropyMode,
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
     """``categorical`` of the logits z = (W x + b) / temperature.
 
     Block b of the vocabulary holds the share s_b = exp(log sum_b exp z - log sum exp z) of the mass, and the entropy is

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-
-from gruppo.core.shapes import BoolBT, FloatBT
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 MAX_LOG_RATIO = 20.0
@@ -15,14 +15,19 @@ VESPO_MIN_LOG_WEIGHT = -18.420680743952367
 """log 1e-8, as in TRL."""
 
 
-def importance_ratio(log_ratio: FloatBT) -> FloatBT:
+def importance_ratio(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """exp(log_ratio), at most e^20 and without a gradient there: an action half a billion times likelier is stopped."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def log_ratio(
-    logprobs: FloatBT, old_logprobs: FloatBT, loss_mask: BoolBT, *, level: RatioLevel = "token", dims: int = 1
-) -> FloatBT:
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
+    *,
+    level: RatioLevel = "token",
+    dims: int = 1,
+) -> Float[Tensor, "B T"]:
     """``logprobs - old_logprobs`` where kept, 0 elsewhere. Masked entries may hold anything, NaN included.
 
     ``sequence``: mean over the row's kept actions, for each of them (GSPO, arXiv 2507.18071, eq. 7).
@@ -40,8 +45,13 @@ def log_ratio(
 
 
 def clip_surrogate(
-    log_ratio: FloatBT, advantages: FloatBT, *, low: float, high: float, dual: float | None = None
-) -> FloatBT:
+    log_ratio: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    *,
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> Float[Tensor, "B T"]:
     """Clipped surrogate of PPO, per action.
 
     L = -min(r A, clip(r, 1 - low, 1 + high) A),  r = exp(log_ratio).
@@ -56,8 +66,14 @@ def clip_surrogate(
 
 
 def cispo_surrogate(
-    log_ratio: FloatBT, logprobs: FloatBT, advantages: FloatBT, loss_mask: BoolBT, *, low: float, high: float
-) -> FloatBT:
+    log_ratio: Float[Tensor, "B T"],
+    logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
+    *,
+    low: float,
+    high: float,
+) -> Float[Tensor, "B T"]:
     """L = -stopgrad(clip(r, 1 - low, 1 + high)) A logprobs: every action keeps its gradient, with a bounded weight.
 
     MiniMax-M1 (arXiv 2506.13585), eq. 4, which leaves the lower side open (low 1). TRL's epsilon_high is 1 + high.
@@ -66,7 +82,9 @@ def cispo_surrogate(
     return -weight * advantages * torch.where(loss_mask, logprobs, 0)
 
 
-def sapo_surrogate(log_ratio: FloatBT, advantages: FloatBT, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> FloatBT:
+def sapo_surrogate(
+    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], *, tau_pos: float = 1.0, tau_neg: float = 1.05
+) -> Float[Tensor, "B T"]:
     """L = -sigmoid(tau (r - 1)) 4 / tau A, a soft gate with slope 1 at r = 1; tau_pos where A > 0.
 
     SAPO (arXiv 2511.20347).
@@ -75,7 +93,12 @@ def sapo_surrogate(log_ratio: FloatBT, advantages: FloatBT, *, tau_pos: float = 
     return -torch.sigmoid(tau * (importance_ratio(log_ratio) - 1)) * 4 / tau * advantages
 
 
-def vespo_surrogate(log_ratio: FloatBT, logprobs: FloatBT, advantages: FloatBT, loss_mask: BoolBT) -> FloatBT:
+def vespo_surrogate(
+    log_ratio: Float[Tensor, "B T"],
+    logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
+) -> Float[Tensor, "B T"]:
     """L = -stopgrad(phi(w)) A logprobs,  phi(w) = w^k exp(lam (1 - w)),  w = exp(sum of the row's log-ratios).
 
     (k, lam) is (2, 3) where A >= 0 and (3, 2) elsewhere; phi(1) = 1. ``log_ratio`` is at token level.
@@ -89,14 +112,21 @@ def vespo_surrogate(log_ratio: FloatBT, logprobs: FloatBT, advantages: FloatBT, 
     return -phi * advantages * torch.where(loss_mask, logprobs, 0)
 
 
-def reinforce_surrogate(logprobs: FloatBT, advantages: FloatBT, loss_mask: BoolBT) -> FloatBT:
+def reinforce_surrogate(
+    logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
     """L = -A logprobs, with 0 where not kept. Williams 1992; no correction for data of an older policy."""
     return -advantages * torch.where(loss_mask, logprobs, 0)
 
 
 def value_loss(
-    values: FloatBT, old_values: FloatBT | None, returns: FloatBT, loss_mask: BoolBT, *, clip: float = 0.0
-) -> FloatBT:
+    values: Float[Tensor, "B T"],
+    old_values: Float[Tensor, "B T"] | None,
+    returns: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
+    *,
+    clip: float = 0.0,
+) -> Float[Tensor, "B T"]:
     """L = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), with 0 where not kept.
 
     ``old_values`` are those stored when the batch was collected; ``clip`` 0 gives the plain squared error. The clip is
