@@ -11,7 +11,8 @@ import pytest
 import torch
 from tests.environments.scripted import ASK, Script, call, counts, play, says
 
-from gruppo.environments import Environment, EnvironmentClass, join_rollouts
+from gruppo.environments import Environment, EnvironmentClass
+from gruppo.environments.conversation import join_rollouts
 from gruppo.rewards import RewardSet
 from gruppo.rewards.functions import turn_reward
 from gruppo.types import DataError, GruppoError, Prompt, Request

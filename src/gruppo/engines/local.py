@@ -17,8 +17,6 @@ class LocalEngine:
     """The policy's own ``sample``. It runs on the weights that the trainer scores with, so they cannot be stale."""
 
     def __init__(self, policy: Any, version: int = 0) -> None:
-        self.policy = policy
-        self.version = version
         self.sync(policy, version)
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
@@ -38,7 +36,7 @@ class LocalEngine:
         named = policy.module.named_parameters()
         for (name, master), sampled in zip(named, policy.compute_module.parameters(), strict=True):
             trained, held = spread_sample(master).to(sampled.dtype), spread_sample(sampled)
-            if not torch.allclose(trained, held, rtol=0, atol=0, equal_nan=True):
+            if not torch.allclose(trained, held, rtol=0, atol=0, equal_nan=True):  # a run that diverged has NaN in both
                 text = f"is not the trainer's: version {version} did not arrive."
                 raise RuntimeError(f"after sync the sampler's {name} {text}")
         self.policy, self.version = policy, version

@@ -100,7 +100,7 @@ def regress(publishes: Sequence[Evidence], confidence: float = CONFIDENCE) -> Sl
     product.index_add_(0, row_ids, instrument[:, :, None] * design[:, None, :])
     moment = torch.zeros(rows, width, dtype=torch.float64).index_add_(0, row_ids, instrument * outcome[:, None])
     total = product.sum(dim=0)
-    shares = product[:, 0, 0]
+    shares = product[:, 0, 0]  # [G]
     effective_rows = (shares.sum().square() / shares.square().sum()).nan_to_num(0).item()
     slopes, failed = torch.linalg.solve_ex(total, moment.sum(dim=0))
     without, failed_without = torch.linalg.solve_ex(total - product, moment.sum(dim=0) - moment)  # [G, k]

@@ -1,15 +1,7 @@
 """Environments: tools, functions that reply, and objects of a class, in conversations of several turns."""
 
 from gruppo.environments.classes import EnvironmentClass, is_adapter, is_class, open_adapter
-from gruppo.environments.conversation import (
-    ConversationEngine,
-    completion_lengths,
-    converse,
-    environment_failures,
-    join_rollouts,
-    reset_prompt,
-    shifted,
-)
+from gruppo.environments.conversation import ConversationEngine, completion_lengths, converse, environment_failures
 from gruppo.environments.environment import Environment
 from gruppo.environments.tools import COUNTS
 
@@ -23,8 +15,5 @@ __all__ = [
     "environment_failures",
     "is_adapter",
     "is_class",
-    "join_rollouts",
     "open_adapter",
-    "reset_prompt",
-    "shifted",
 ]

@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -52,22 +52,15 @@ def is_class(fn: Any) -> bool:
     return isinstance(fn, type | Mapping | EnvironmentClass) or isinstance(getattr(fn, "func", None), type)
 
 
-@dataclass(frozen=True, eq=False)
 class Signature:
     """Keywords that a function takes."""
 
-    parameters: Mapping[str, bool]
-    takes_all: bool
-
-    @classmethod
-    def of(cls, fn: Callable[..., Any], what: str) -> Signature:
-        return cls(*accepted_keywords(fn, what))
+    def __init__(self, fn: Callable[..., Any], what: str) -> None:
+        self.parameters, self.takes_all = accepted_keywords(fn, what)
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values of its keywords, copied except ``state``; None for a required keyword without a value."""
-        values = {**values} | {
-            name: None for name, required in self.parameters.items() if required and name not in values
-        }
+        values = dict.fromkeys([name for name, required in self.parameters.items() if required]) | {**values}
         return {
             name: copy.deepcopy(value) if isinstance(value, list | dict) and name != "state" else value
             for name, value in values.items()
@@ -88,7 +81,7 @@ class EnvironmentClass:
                 or a function without arguments that returns an object. Pass the class itself, not an object of it.""")
         self.factory = factory
         probe: Any = None
-        made = getattr(factory, "func", factory)
+        made = getattr(factory, "func", factory)  # through functools.partial
         if not isinstance(made, type):
             probe = self._made()
             made = type(probe)
@@ -99,9 +92,8 @@ class EnvironmentClass:
         if "reset" not in self.methods:
             raise GruppoError(f"""{what} has no method reset. Add def reset(self, **columns), which returns None, or a
                 text or messages that follow the prompt.""")
-        self.signatures = {
-            name: Signature.of(self._bound(name), f"{name} of {what}") for name in self.methods & {"reset", "step"}
-        }
+        called = self.methods & {"reset", "step"}
+        self.signatures = {name: Signature(self._bound(name), f"{name} of {what}") for name in called}
         if "call_tool" in self.methods:
             tools: Any = getattr(made if probe is None else probe, "tools", None)
             if not isinstance(tools, list | tuple):  # of an object, which may have to ask a server for them
@@ -117,16 +109,16 @@ class EnvironmentClass:
             functions = inspect.getmembers(made, predicate=inspect.isfunction)  # of the class: an object has properties
             names = [name for name, _ in functions if name not in own and not name.startswith("_")]
             self.tools = [tool_schema(self._bound(name), f"tool of {what},") for name in names]
-        name, both = self.name, "get_reward" in self.methods
-        of_turns = {f"{name}_turns" if both else name: "get_turn_rewards"} if "get_turn_rewards" in self.methods else {}
-        self.rewards = ({name: "get_reward"} if both else {}) | of_turns
+        self.rewards = {self.name: "get_reward"} if "get_reward" in self.methods else {}
         """Rewards that its environments compute, each with the method that does."""
+        if "get_turn_rewards" in self.methods:
+            self.rewards[f"{self.name}_turns" if self.rewards else self.name] = "get_turn_rewards"
         self.tool_names = {schema["function"]["name"] for schema in self.tools}
         self.idle = deque[tuple[Any, Worker]]()
         """Objects of a class without close, which are reset again, as in TRL."""
         if probe is not None and "close" not in self.methods:
             self.idle.append((probe, Worker()))
-        elif probe is not None:
+        elif probe is not None:  # it may hold a connection or a process
             try:
                 call_with_timeout(lambda: awaited(probe.close()), None)
             except (CallError, GruppoError) as error:
@@ -168,21 +160,22 @@ class EnvironmentClass:
 
     def view(self, state: Mapping[str, Any]) -> Any:
         """An object of the class with these attributes, for reward functions that read ``environments``."""
+        attributes = copy.deepcopy(dict(state))
         try:
             view: Any = object.__new__(_view_type(self.type, frozenset(state)))
-            view.__dict__.update(copy.deepcopy(dict(state)))
+            view.__dict__.update(attributes)
+            return view
         except Exception:  # a class with slots, of a built-in type, or that refuses subclasses
-            return SimpleNamespace(**copy.deepcopy(dict(state)))
-        return view
+            return SimpleNamespace(**attributes)
 
 
 @lru_cache(maxsize=64)
 def _view_type(made: type, names: frozenset[str]) -> type:
     """Subclass in which properties of these names are plain attributes, and which has no destructor."""
-    properties = {name: None for name in names if isinstance(inspect.getattr_static(made, name, None), property)}
-    return type(made)(
-        made.__name__, (made,), {"__del__": lambda self: None, "__module__": made.__module__, **properties}
-    )
+    # None shadows a property, which would take no value of an instance; __del__ would close what the view does not have
+    own: dict[str, Any] = {"__del__": lambda self: None, "__module__": made.__module__}
+    own |= {name: None for name in names if isinstance(inspect.getattr_static(made, name, None), property)}
+    return type(made)(made.__name__, (made,), own)
 
 
 @dataclass(eq=False)
@@ -208,14 +201,11 @@ class Episode:
     made_by: EnvironmentClass | None = None
     instance: Any = None
     worker: Worker | None = None
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, Any] = field(default_factory=dict)
     """Rewards that its environment has computed, by name."""
     failure: str | None = None
     is_closed: bool = False
-
-    def count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -228,8 +218,8 @@ class Episode:
         """Arguments that a function that replies can take, by name."""
         inputs, completion = self.inputs, self.completion
         messages = inputs + completion if isinstance(inputs, str) else [*inputs, *completion]
-        values = self.columns | {"messages": messages, "prompt": inputs}
-        return values | {name: getattr(self, name) for name in ("text", "state", "turn", "seed")}
+        own = {name: getattr(self, name) for name in ("text", "state", "turn", "seed")}
+        return self.columns | own | {"messages": messages, "prompt": inputs}
 
     @property
     def tool_calls(self) -> tuple[Sequence[Any], str | None]:
@@ -237,30 +227,23 @@ class Episode:
         message = self.completion[-1] if isinstance(self.completion, list) and self.completion else {}
         return message.get("tool_calls") or (), message.get("parse_error")
 
+    def outcome(self, made: EnvironmentClass, turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Rewards that the environment computes at the end, by name, and its state. ``turns``: answers of the policy.
 
-def rewards_and_state(episode: Episode, turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rewards that the environment of a finished conversation computes, by name, and its state.
-
-    ``turns``: answers of the policy.
-    """
-    made, rewards = episode.made_by, dict[str, Any]()
-    assert made is not None
-    for name, method in made.rewards.items():
-        value = awaited(getattr(episode.instance, method)())
-        numbers = [
-            number.item() if hasattr(number, "item") else number
-            for number in (value if method == "get_turn_rewards" else [value])
-        ]
-        for number in numbers:
-            if number is not None and not (isinstance(number, int | float) and math.isfinite(number)):
-                raise CallError("exception", f"{method} returned {number!r:.60}; it needs finite numbers or None")
-        if method == "get_reward":
-            rewards[name] = numbers[0]
-        elif len(numbers) <= turns:
-            rewards[name] = numbers
-        else:
-            raise CallError("count", f"{method} returned {len(numbers)} numbers for {counted(turns, 'answer')}")
-    return rewards, made.state_of(episode.instance)
+        Raises CallError for what is no finite number: a NaN of an environment is a failure, and no unscored row.
+        """
+        rewards = dict[str, Any]()
+        for name, method in made.rewards.items():
+            value = awaited(getattr(self.instance, method)())
+            values = value if method == "get_turn_rewards" else [value]
+            numbers = [number.item() if hasattr(number, "item") else number for number in values]
+            for number in numbers:
+                if number is not None and not (isinstance(number, int | float) and math.isfinite(number)):
+                    raise CallError("exception", f"{method} returned {number!r:.60}; it needs finite numbers or None")
+            if method == "get_turn_rewards" and len(numbers) > turns:
+                raise CallError("count", f"{method} returned {len(numbers)} numbers for {counted(turns, 'answer')}")
+            rewards[name] = numbers if method == "get_turn_rewards" else numbers[0]
+        return rewards, made.state_of(self.instance)
 
 
 class EnvironmentReward:
@@ -273,7 +256,7 @@ class EnvironmentReward:
         own = [rewards.get(self.name) for rewards in rollouts.per_row["environment_rewards"]]
         if not self.scores_steps:
             return torch.tensor([math.nan if value is None else value for value in own], dtype=torch.float64)
-        scores = torch.full(rollouts.mask.shape, math.nan, dtype=torch.float64)
+        scores = torch.full(rollouts.mask.shape, math.nan, dtype=torch.float64)  # [B, T], NaN: unscored
         for row, (values, ends) in enumerate(zip(own, rollouts.per_row["turn_ends"], strict=True)):
             for value, end in zip(values or (), ends, strict=False):
                 scores[row, end] = math.nan if value is None else value

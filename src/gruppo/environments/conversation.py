@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -19,10 +18,8 @@ from gruppo.seeds import seed_at
 from gruppo.timeouts import CallError, describe_error
 from gruppo.types import DataError, Finish, GruppoError, Prompt, Request, Rollouts
 
-UNLIKE = (
-    "reset began it with other tokens than the first conversation of its group, but the rows of a group share the "
-    "beginning of their prompts. Let reset(seed) return the same for the same seed and columns"
-)
+UNLIKE = """reset began it with other tokens than the first conversation of its group, but the rows of a group share \
+the beginning of their prompts. Let reset(seed) return the same for the same seed and columns"""
 
 
 def converse(
@@ -48,11 +45,8 @@ def converse(
     keys and values were not kept). With tools it has ``tool_counts``, one number for each of ``COUNTS``; with
     environments of a class, ``inputs``, what the row was prompted with, and ``environment_rewards``.
     """
-    episodes = [
-        episode_of(request.prompt, n, seed)
-        for request in requests
-        for n in range(request.first, request.first + request.size)
-    ]
+    addresses = [(r.prompt, n) for r in requests for n in range(r.first, r.first + r.size)]
+    episodes = [episode_of(prompt, sample, seed) for prompt, sample in addresses]
     try:
         environment.open(episodes)
         for episode in episodes if environment.classes else ():
@@ -63,27 +57,81 @@ def converse(
                     episode.failure = str(problem) if isinstance(problem, GruppoError) else describe_error(problem)
             if episode.failure is not None:  # the row is sampled as any other, and left out
                 episode.inputs = episode.prompt.inputs
-        has_more_turns = environment.turns > 1
-        own = [replace(request, has_more_turns=has_more_turns) for request in prompted(requests, episodes)]
-        # no name for the first turn here: it would hold the keys and values of its rows to the end
-        first = partial(generate, own, sampling, seed=seed)
-        rollouts = _turns(first, continue_rollouts, environment, requests, episodes, sampling, seed)
+
+        # the first turn; one name for all turns: another would hold the keys and values of its rows to the end
+        own = [replace(request, has_more_turns=environment.turns > 1) for request in prompted(requests, episodes)]
+        rollouts = generate(own, sampling, seed=seed)
+        texts = tuple(output if isinstance(output, str) else output[-1]["content"] for output in rollouts.completions)
+        texts = rollouts.per_row.get("text", texts)  # as written, where the message is without the calls in it
+        count, samples = len(rollouts), torch.tensor([sample for _, sample in addresses])
+        per_row = {"sample": samples, "text": texts, "environment_failure": (None,) * count}
+        per_row |= {name: torch.zeros(count, dtype=torch.long) for name in ("context_full", "reencoded")}
+        rollouts = replace(rollouts, per_row={**rollouts.per_row, **per_row})
+        policy_texts, turn_ends = list(texts), [[length - 1] for length in rollouts.lengths.tolist()]
+        turns, ended = torch.ones(count, dtype=torch.long), torch.zeros(count, dtype=torch.bool)  # [B]
+        failures = {row: episode.failure for row, episode in enumerate(episodes) if episode.failure is not None}
+        active = [row for row, finish in enumerate(rollouts.finish) if finish != "error" and row not in failures]
+
+        # further turns of the rows that got a reply
+        while active:
+            replies = {}
+            for row in active:
+                episode = episodes[row]
+                episode.completion, episode.text = rollouts.completions[row], rollouts.per_row["text"][row]
+                episode.turn = int(turns[row])
+                # a row that was cut at max_actions has no room for another turn, whatever the environment says
+                episode.is_last = not (turns[row] < environment.turns and rollouts.finish[row] == "stop")
+            for row, answer in environment.replies({row: episodes[row] for row in active}).items():
+                if isinstance(answer, CallError):
+                    failures[row] = answer.message
+                elif answer is None:
+                    ended[row] = True
+                elif not episodes[row].is_last:
+                    replies[row] = answer
+            if not replies:
+                break
+            before = rollouts.mask.sum(dim=1)
+            options = {"seed": seed, "max_reply_tokens": environment.max_reply_tokens}
+            rollouts = continue_rollouts(rollouts, replies, sampling, **options)
+            has_answered = rollouts.mask.sum(dim=1) > before
+            turns += has_answered
+            for row in has_answered.nonzero()[:, 0].tolist():
+                turn_ends[row].append(int(rollouts.lengths[row]) - 1)
+            active = [row for row in replies if has_answered[row] and rollouts.finish[row] != "error"]
+            for row in active:
+                policy_texts[row] += rollouts.per_row["text"][row]
+
+        # rewards and state of the environments; replies that the policy could not read failed in continue_rollouts
+        failures |= environment_failures(rollouts)
+        for row, failure in failures.items():
+            episodes[row].failure = failure
+        environment.finish(episodes, turns.tolist())
+        failures |= {row: episode.failure for row, episode in enumerate(episodes) if episode.failure is not None}
     finally:
         environment.close(episodes)
+    finishes: dict[int, Finish] = dict.fromkeys(failures, "error")
+    finish = tuple(finishes.get(row, finish) for row, finish in enumerate(rollouts.finish))
+    per_row = {name: value for name, value in rollouts.per_row.items() if name not in ("text", "kept")}
+    per_row |= {"state": tuple(episode.state for episode in episodes), "turns": turns, "ended": ended}
+    per_row |= {"turn_ends": tuple(map(tuple, turn_ends)), "policy_text": tuple(policy_texts)}
+    per_row["environment_failure"] = tuple(failures.get(row) for row in range(len(episodes)))
+    if environment.tools:
+        counts = [[episode.counts[name] for name in COUNTS] for episode in episodes]
+        per_row["tool_counts"] = torch.tensor(counts).reshape(-1, len(COUNTS))  # [B, 5], also without rows
+    if environment.classes:
+        per_row["inputs"] = tuple(episode.inputs for episode in episodes)
+        per_row["environment_rewards"] = tuple(episode.rewards for episode in episodes)
+    rollouts = replace(rollouts, finish=finish, per_row=per_row)
     if not environment.classes:
         return rollouts
-    of_rows, groups = [r.prompt for r in requests for _ in range(r.size)], rollouts.group_ids.tolist()
-    return regrouped(rollouts, [of_rows[groups.index(group)] for group in range(len(rollouts.prompts))])
+    groups = rollouts.group_ids.tolist()
+    return regrouped(rollouts, [addresses[groups.index(group)][0] for group in range(len(rollouts.prompts))])
 
 
 def episode_of(prompt: Prompt, sample: int, seed: int) -> Episode:
     """A new conversation; addressed by draw and sample, so that neither order nor company of the rows changes it."""
-    return Episode(
-        prompt=prompt,
-        seed=seed_at(seed, "environment", prompt.draw, sample),
-        group_seed=seed_at(seed, "environment", prompt.draw),
-        inputs=prompt.inputs,
-    )
+    own, of_group = seed_at(seed, "environment", prompt.draw, sample), seed_at(seed, "environment", prompt.draw)
+    return Episode(prompt=prompt, seed=own, group_seed=of_group, inputs=prompt.inputs)
 
 
 def reset_prompt(environment: Environment, prompt: Prompt, seed: int) -> Prompt:
@@ -116,85 +164,13 @@ def prompted(requests: Sequence[Request], episodes: Sequence[Episode]) -> list[R
     return changed
 
 
-def _turns(
-    first: Callable[[], Rollouts],
-    continue_rollouts: Callable[..., Rollouts],
-    environment: Environment,
-    requests: Sequence[Request],
-    episodes: Sequence[Episode],
-    sampling: Any,
-    seed: int,
-) -> Rollouts:
-    """The rollouts of ``first`` with their further turns."""
-    rollouts = first()
-    samples = [request.first + i for request in requests for i in range(request.size)]
-    texts = tuple(output if isinstance(output, str) else output[-1]["content"] for output in rollouts.completions)
-    texts = rollouts.per_row.get("text", texts)  # as written, where the message is without the calls in it
-    failures = {row: episode.failure for row, episode in enumerate(episodes) if episode.failure is not None}
-    per_row = {"sample": torch.tensor(samples), "text": texts, "environment_failure": (None,) * len(rollouts)}
-    per_row |= {name: torch.zeros(len(rollouts), dtype=torch.long) for name in ("context_full", "reencoded")}
-    rollouts = replace(rollouts, per_row={**rollouts.per_row, **per_row})
-    policy_texts = list(texts)
-    turns = torch.ones(len(rollouts), dtype=torch.long)
-    turn_ends = [[length - 1] for length in rollouts.lengths.tolist()]
-    ended = torch.zeros(len(rollouts), dtype=torch.bool)
-    active = [row for row, finish in enumerate(rollouts.finish) if finish != "error" and row not in failures]
-    while active:
-        calls, replies = {}, {}
-        for row in active:
-            episode = calls[row] = episodes[row]
-            episode.completion, episode.text = rollouts.completions[row], rollouts.per_row["text"][row]
-            episode.turn = int(turns[row])
-            # a row that was cut at max_actions has no room for another turn, whatever the environment says
-            episode.is_last = not (turns[row] < environment.turns and rollouts.finish[row] == "stop")
-        for row, answer in environment.replies(calls).items():
-            if isinstance(answer, CallError):
-                failures[row] = answer.message
-            elif answer is None:
-                ended[row] = True
-            elif not calls[row].is_last:
-                replies[row] = answer
-        if not replies:
-            break
-        before = rollouts.mask.sum(dim=1)
-        options = {"seed": seed, "max_reply_tokens": environment.max_reply_tokens}
-        rollouts = continue_rollouts(rollouts, replies, sampling, **options)
-        has_answered = rollouts.mask.sum(dim=1) > before
-        turns += has_answered
-        for row in has_answered.nonzero()[:, 0].tolist():
-            turn_ends[row].append(int(rollouts.lengths[row]) - 1)
-        active = [row for row in replies if has_answered[row] and rollouts.finish[row] != "error"]
-        for row in active:
-            policy_texts[row] += rollouts.per_row["text"][row]
-    # replies that the policy could not read fail in continue_rollouts
-    failures |= environment_failures(rollouts)
-    for row, failure in failures.items():
-        episodes[row].failure = failure
-    environment.finish(episodes, turns.tolist())
-    failures |= {row: episode.failure for row, episode in enumerate(episodes) if episode.failure is not None}
-    finishes: dict[int, Finish] = dict.fromkeys(failures, "error")
-    finish = tuple(finishes.get(row, finish) for row, finish in enumerate(rollouts.finish))
-    per_row = {name: value for name, value in rollouts.per_row.items() if name not in ("text", "kept")}
-    per_row |= {"state": tuple(episode.state for episode in episodes), "turns": turns, "ended": ended}
-    per_row |= {"turn_ends": tuple(map(tuple, turn_ends)), "policy_text": tuple(policy_texts)}
-    per_row["environment_failure"] = tuple(failures.get(row) for row in range(len(episodes)))
-    if environment.tools:
-        counts = [[episode.counts.get(name, 0) for name in COUNTS] for episode in episodes]
-        per_row["tool_counts"] = torch.tensor(counts).reshape(-1, len(COUNTS))
-    if environment.classes:
-        per_row["inputs"] = tuple(episode.inputs for episode in episodes)
-        per_row["environment_rewards"] = tuple(episode.rewards for episode in episodes)
-    return replace(rollouts, finish=finish, per_row=per_row)
-
-
 def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     """``Rollouts.cat``, where the rows of a group may have begun differently in different parts."""
     if "prompt_ids" not in parts[0].shared:
         return Rollouts.cat(parts)
-    apart = [
-        replace(part, prompts=tuple(replace(prompt, id=f"{n} {prompt.id}") for prompt in part.prompts))
-        for n, part in enumerate(parts)
-    ]
+    # under other ids, so that no groups of different parts are joined before their prompts are compared
+    renamed = [tuple(replace(prompt, id=f"{n} {prompt.id}") for prompt in part.prompts) for n, part in enumerate(parts)]
+    apart = [replace(part, prompts=prompts) for part, prompts in zip(parts, renamed, strict=True)]
     return regrouped(Rollouts.cat(apart), [prompt for part in parts for prompt in part.prompts])
 
 
@@ -230,10 +206,10 @@ def regrouped(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
     rollouts = Rollouts.cat([replace(rollouts, prompts=tuple(prompts), shared=shared)])
     if not any(heads) and not failed:
         return rollouts
-    added = torch.tensor([len(heads[group]) for group in groups])
+    added = torch.tensor([len(heads[group]) for group in groups])  # [B]
     lengths, per_row = rollouts.lengths + added, dict(rollouts.per_row)
-    width = max(int(lengths.max()), 1)
-    names = ("actions", "mask", "sampler_logprobs", "policy_version")
+    width, names = max(int(lengths.max()), 1), ("actions", "mask", "sampler_logprobs", "policy_version")
+    # [B, width]; the mask is False on what is added, so that it is not learned from
     fields: dict[str, Any] = {name: shifted(getattr(rollouts, name), added, width) for name in names}
     for row, group in enumerate(groups):
         fields["actions"][row, : len(heads[group])] = torch.tensor(heads[group]).long()
@@ -241,9 +217,8 @@ def regrouped(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
         ends = zip(per_row["turn_ends"], added.tolist(), strict=True)
         per_row["turn_ends"] = tuple(tuple(end + n for end in own) for own, n in ends)
     if failed:
-        before = per_row.get("environment_failure", (None,) * len(groups))
-        failures = [UNLIKE if group in failed else failure for group, failure in zip(groups, before, strict=True)]
-        per_row["environment_failure"] = tuple(failures)
+        rows = zip(groups, per_row.get("environment_failure", (None,) * len(groups)), strict=True)
+        per_row["environment_failure"] = tuple(UNLIKE if group in failed else failure for group, failure in rows)
     pairs = zip(groups, rollouts.finish, strict=True)
     finish: tuple[Finish, ...] = tuple("error" if group in failed else own for group, own in pairs)
     return replace(rollouts, lengths=lengths, finish=finish, per_row=per_row, **fields)
@@ -251,7 +226,7 @@ def regrouped(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
 
 def shifted(x: Shaped[Tensor, "B T"], by: Int[Tensor, "B"], columns: int, fill: float = 0) -> Shaped[Tensor, "B C"]:
     """Rows moved to the right, each by its own number of columns."""
-    moved = x.new_full((len(x), columns), fill)
+    moved = x.new_full((len(x), columns), fill)  # [B, C]
     for row, start in enumerate(by.tolist()):
         end = min(start + x.shape[1], columns)
         moved[row, start:end] = x[row, : end - start]

@@ -14,35 +14,10 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from gruppo.environments.classes import (
-    COLUMN,
-    EnvironmentClass,
-    EnvironmentReward,
-    Episode,
-    Signature,
-    is_class,
-    rewards_and_state,
-)
-from gruppo.environments.tools import (
-    CHARACTERS_PER_TOKEN,
-    Calls,
-    Worker,
-    awaited,
-    check_names,
-    run_calls,
-    safe_text,
-    tool_schema,
-)
+from gruppo.environments.classes import COLUMN, EnvironmentClass, EnvironmentReward, Episode, Signature, is_class
+from gruppo.environments.tools import Calls, Worker, awaited, check_names, run_calls, safe_text, tool_schema
 from gruppo.loading import visible
-from gruppo.timeouts import (
-    CallError,
-    call_with_timeout,
-    describe_error,
-    error_message,
-    function_name,
-    require_columns,
-    run_awaitable,
-)
+from gruppo.timeouts import CallError, call_with_timeout, describe_error, error_message, function_name, require_columns
 from gruppo.types import DataError, GruppoError, Prompt
 
 log = logging.getLogger("gruppo")
@@ -53,6 +28,8 @@ MAX_LATE_REPLIES = 4
 """Late replies in one turn after which the remaining conversations of the turn fail too."""
 MAX_OBSERVATION = 1_000_000
 """Maximum characters that ``reset`` adds to a prompt; the model's context is shorter."""
+CHARACTERS_PER_TOKEN = 16
+"""A longer output is cut before it is tokenized, which takes seconds per megabyte. English has 4 to a token."""
 MAX_NAME, MAX_ERROR = 64, 1000
 """Maximum characters of a tool's name, and of an error, that the policy reads."""
 
@@ -91,7 +68,11 @@ class Environment:
         max_reply_tokens: int = 256,
         timeout_s: float | None = 60.0,
     ) -> None:
-        self.classes = environment_classes(fn)
+        self.classes = dict[str | None, EnvironmentClass]()
+        """By the data's column ``environment``, or None for all; none where ``fn`` is a function."""
+        if is_class(fn):
+            for name, one in (fn if isinstance(fn, Mapping) else {None: fn}).items():
+                self.classes[name] = one if isinstance(one, EnvironmentClass) else EnvironmentClass(one)
         self.fn = None if self.classes else fn
         if self.fn is None and not self.classes and not tools:
             raise GruppoError("the environment has no function that replies, no class and no tools. Give one of them.")
@@ -104,24 +85,21 @@ class Environment:
         self.turns, self.max_reply_tokens, self.timeout_s = turns, max_reply_tokens, timeout_s
         names = [made.name for made in self.classes.values()] or [function_name(tools[0] if fn is None else fn)]
         self.name = ", ".join(dict.fromkeys(names))
+        # the second of an object that is called
         self.is_async = inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
-        self._signature = None if self.fn is None else Signature.of(self.fn, f"environment {self.name!r}")
+        self._signature = None if self.fn is None else Signature(self.fn, f"environment {self.name!r}")
         self._functions = {function_name(tool): tool for tool in tools}
         self._schemas = [tool_schema(tool) for tool in tools]
-        of_classes = [made.tools for made in self.classes.values()]
-        for several in of_classes or [[]]:
-            check_names([*self._schemas, *several])
+        of_classes = [made.tools for made in self.classes.values()] or [[]]
+        for own in of_classes:  # classes may share names: a conversation has the tools of one
+            check_names([*self._schemas, *own])
         every = [*self._schemas, *chain(*of_classes)]
         self.tools = [schema for n, schema in enumerate(every) if schema not in every[:n]]
         """Schemas of the tools of all classes."""
-        self.rewards = {
-            name: EnvironmentReward(name, scores_steps=method == "get_turn_rewards")
-            for made in self.classes.values()
-            for name, method in made.rewards.items()
-        }
+        pairs = chain(*(made.rewards.items() for made in self.classes.values()))
+        self.rewards = {name: EnvironmentReward(name, scores_steps=fn == "get_turn_rewards") for name, fn in pairs}
         """Rewards that the environments compute, by name."""
-        self._one_at_a_time, self._clock = threading.Lock(), threading.Lock()
-        self._reported = set[str]()
+        self._one_at_a_time, self._clock, self._reported = threading.Lock(), threading.Lock(), set[str]()
         self.elapsed_s = 0.0
         """Seconds spent in calls so far."""
 
@@ -190,7 +168,7 @@ class Environment:
         values = {"seed": episode.group_seed, "prompt": prompt.inputs} | episode.columns
         observation = awaited(episode.instance.reset(**made.signatures["reset"].arguments(values)))
         if isinstance(observation, list) and observation and not any("role" in part for part in observation):
-            observation, _ = safe_text(observation, MAX_OBSERVATION)  # blocks of content
+            observation, _ = safe_text(observation, MAX_OBSERVATION)  # blocks of content, not messages
         if isinstance(observation, str):  # as in TRL, the end of the last message
             text, _ = safe_text(observation, MAX_OBSERVATION)
             if isinstance(prompt.inputs, str):
@@ -205,14 +183,16 @@ class Environment:
 
         ``turns``: answers of the policy.
         """
-        whole = {row: e for row, e in enumerate(episodes) if e.instance is not None and e.failure is None}
-        jobs = {row: Calls([partial(rewards_and_state, e, turns[row])], e.worker) for row, e in whole.items()}
+        jobs = dict[int, Calls]()
+        for row, episode in enumerate(episodes):
+            if episode.made_by is not None and episode.instance is not None and episode.failure is None:
+                jobs[row] = Calls([partial(episode.outcome, episode.made_by, turns[row])], episode.worker)
         self._run(jobs)
         for row, job in jobs.items():
             if isinstance(job.results[0], CallError):
-                whole[row].failure = job.results[0].message
+                episodes[row].failure = job.results[0].message
             else:
-                whole[row].rewards, whole[row].state = job.results[0]
+                episodes[row].rewards, episodes[row].state = job.results[0]
 
     def close(self, episodes: Sequence[Episode] = ()) -> None:
         """Close the objects, whatever has happened; one of a class without ``close`` is reset for another
@@ -271,9 +251,15 @@ class Environment:
         if functions and self.is_async:
             with self._timed():
                 answers |= self._concurrent(functions)
-        elif functions:
-            with self._one_at_a_time:  # engines with lag converse in several threads; ``elapsed_s`` is without the wait
-                answers |= self._sequential(functions)
+        elif functions:  # one conversation after another in one thread; in a new thread after each late reply
+            worker = Worker()
+            job = Calls([partial(self._reply, episode) for episode in functions.values()], worker, MAX_LATE_REPLIES)
+            try:
+                with self._one_at_a_time:  # engines with lag converse in several threads; the wait is not in elapsed_s
+                    self._run({0: job})
+            finally:
+                worker.stop()
+            answers |= zip(functions, job.results, strict=True)
         return answers
 
     def _results(self, episode: Episode, results: Sequence[Any]) -> Reply:
@@ -282,14 +268,13 @@ class Environment:
         for call, result in zip(calls, results, strict=True):
             is_failed = isinstance(result, CallError)
             text, is_cut = (f"error: {result.message}", False) if is_failed else result
-            episode.count("calls")
+            episode.counts["calls"] += 1
             if is_failed or is_cut:
-                kind = "truncated" if is_cut else "timeout" if result.kind == "timeout" else "failed"
-                episode.count(kind)
+                episode.counts["truncated" if is_cut else "timeout" if result.kind == "timeout" else "failed"] += 1
             name = visible(call["function"]["name"])[:MAX_NAME]
             messages.append({"role": "tool", "name": name, "content": text})
         if problem and not episode.is_last:  # no tool was called
-            episode.count("unparsed")
+            episode.counts["unparsed"] += 1
             name, (text, _) = self.tools[0]["function"]["name"], safe_text(problem, MAX_ERROR)
             messages.append({"role": "tool", "name": name, "content": f"error: {text}"})
         return messages
@@ -339,18 +324,8 @@ class Environment:
             self._reported.add(what)
             log.warning("environment %s: %s failed: %s. Further failures of it are only counted.", self.name, what, why)
 
-    def _sequential(self, requests: Mapping[int, Episode]) -> dict[int, Any]:
-        """Call for one conversation after another in one thread; in a new thread after each late reply."""
-        worker = Worker()
-        job = Calls([partial(self._reply, request) for request in requests.values()], worker, MAX_LATE_REPLIES)
-        try:
-            self._run({0: job})
-        finally:
-            worker.stop()
-        return dict(zip(requests, job.results, strict=True))
-
-    def _reply(self, request: Episode) -> Reply | None:
-        return parse_reply(awaited(self._call(request)), request.inputs)
+    def _reply(self, episode: Episode) -> Reply | None:
+        return parse_reply(awaited(self._call(episode)), episode.inputs)
 
     def _concurrent(self, requests: Mapping[int, Episode]) -> dict[int, Any]:
         """Call for all conversations at the same time, in one event loop."""
@@ -375,7 +350,7 @@ class Environment:
         # a timeout cannot interrupt a coroutine that blocks the event loop
         deadline = None if self.timeout_s is None else self.timeout_s + 1.0
         try:
-            answers = call_with_timeout(lambda: run_awaitable(reply_all()), deadline, f"environment {self.name!r}")
+            answers = call_with_timeout(lambda: awaited(reply_all()), deadline, f"environment {self.name!r}")
         except CallError as problem:
             if problem.kind == "timeout":
                 text = f"no answer within {self.timeout_s:.3g} s: a coroutine blocks, and all others with it"
@@ -386,14 +361,6 @@ class Environment:
     def _call(self, request: Episode) -> Any:
         assert self.fn is not None and self._signature is not None
         return self.fn(**self._signature.arguments(request.values))
-
-
-def environment_classes(fn: Any) -> dict[str | None, EnvironmentClass]:
-    """The classes that make environments, by the data's column ``environment``, or None for all; none of a function."""
-    if not is_class(fn):
-        return {}
-    several = fn if isinstance(fn, Mapping) else {None: fn}
-    return {name: one if isinstance(one, EnvironmentClass) else EnvironmentClass(one) for name, one in several.items()}
 
 
 def _is_done(instance: Any) -> bool:

@@ -30,15 +30,15 @@ def gymnasium_factory(rest: str, config: Any) -> Callable[[], Any]:
             has_text = "ansi" in env.metadata.get("render_modes", ())
         make = partial(package.make, rest, **({"render_mode": "ansi"} if has_text else {}))
         with closing(Gymnasium(make)) as episode:
-            if (actions := episode._kind) not in ACTIONS:
-                raise GruppoError(f"the actions of {name} are {actions}, not one of {', '.join(ACTIONS)}; {own}.")
-            if (length := len(episode.reset(seed=0))) > MAX_CHARACTERS:
-                text = f"an observation of {name} is {length:,} characters as text; it needs at most {MAX_CHARACTERS:,}"
-                raise GruppoError(f"{text}. To train on it, {own}.")
-    except GruppoError:
-        raise
+            actions = episode._kind
+            length = len(episode.reset(seed=0)) if actions in ACTIONS else 0
     except Exception as problem:
         raise GruppoError(f"{name} cannot be started: {type(problem).__name__}: {problem}") from problem
+    if actions not in ACTIONS:
+        raise GruppoError(f"the actions of {name} are {actions}, not one of {', '.join(ACTIONS)}; {own}.")
+    if length > MAX_CHARACTERS:
+        raise GruppoError(f"""an observation of {name} is {length:,} characters as text; it needs at most
+            {MAX_CHARACTERS:,}. To train on it, {own}.""")
     return partial(scored_by(Gymnasium, config), make)
 
 
@@ -48,14 +48,11 @@ class Gymnasium(ScoredEpisode):
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
         self._env = make()
-        self._space = self._env.action_space
-        self._kind = type(self._space).__name__
-        self._need = f"a list of numbers, as JSON, of {self._space}"
+        space = self._space = self._env.action_space
+        self._kind = type(space).__name__
+        self._need = "a text" if self._kind == "Text" else f"a list of numbers, as JSON, of {space}"
         if self._kind == "Discrete":
-            first = int(self._space.start)
-            self._need = f"a number from {first} to {first + int(self._space.n) - 1}"
-        elif self._kind == "Text":
-            self._need = "a text"
+            self._need = f"a number from {int(space.start)} to {int(space.start) + int(space.n) - 1}"
 
     def reset(self, seed: int) -> str:
         """Start the episode; every sample of a group starts alike."""
@@ -64,8 +61,14 @@ class Gymnasium(ScoredEpisode):
 
     def step(self, text: str) -> str | None:
         try:
-            action = self._action(text)
+            if self._kind == "Discrete":  # the last number, after any reasoning
+                action: Any = int(re.findall(r"-?\d+", text)[-1])
+            else:
+                action = text.strip() if self._kind == "Text" else self._space.from_jsonable([json.loads(text)])[0]
+            is_action = self._space.contains(action)
         except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
+            is_action = False
+        if not is_action:
             self.rewards.append(0.0)
             return f"That is no action. Answer with {self._need}."
         observation, reward, terminated, truncated, _ = self._env.step(action)
@@ -75,19 +78,8 @@ class Gymnasium(ScoredEpisode):
     def close(self) -> None:
         self._env.close()
 
-    def _action(self, text: str) -> Any:
-        """The action that an answer names: the last number, the text, or JSON. Raises ValueError if there is none."""
-        if self._kind == "Discrete":
-            action: Any = int(re.findall(r"-?\d+", text)[-1])
-        else:
-            action = text.strip() if self._kind == "Text" else self._space.from_jsonable([json.loads(text)])[0]
-        if not self._space.contains(action):
-            raise ValueError(f"{action!r} is not in {self._space}")
-        return action
-
     def _text(self, observation: Any) -> str:
         """An observation as text, and the rendering as text below it, if there is one."""
         text = observation if isinstance(observation, str) else as_json(observation)
-        if self._env.render_mode != "ansi":
-            return text
-        return text + "\n" + HIGHLIGHT.sub(r"[\1]", self._env.render()).strip()
+        has_text = self._env.render_mode == "ansi"
+        return text + "\n" + HIGHLIGHT.sub(r"[\1]", self._env.render()).strip() if has_text else text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,10 +48,7 @@ def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
     except Exception as problem:
         raise GruppoError(f"{name} lists no tools: {type(problem).__name__}: {problem}") from problem
     made = scored_by(OpenEnvTools, config)
-    functions = [
-        {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
-        for tool in listed
-    ]
+    functions = [{"name": t["name"], "description": t["description"], "parameters": t["input_schema"]} for t in listed]
     made.tools = [{"type": "function", "function": function} for function in functions]
     return partial(made, make, schema)
 
@@ -97,8 +94,17 @@ class OpenEnv(OpenEnvSession):
         return f"{super().reset(seed, reset)}\n\nAnswer with an action, as JSON with the fields {as_json(fields)}."
 
     def step(self, text: str) -> str | None:
+        fenced, required = FENCED.search(text), self._schema.get("required", ())
+        action = text = (fenced[1] if fenced else text).strip()
         try:
-            result = self._take(self._action(text))
+            with suppress(json.JSONDecodeError, RecursionError):
+                action = json.loads(text)
+            if not isinstance(action, dict):  # as in verifiers, a text stands for the only field that is required
+                if len(required) != 1:
+                    raise ValueError("it needs a JSON object")
+                is_text = self._schema["properties"][required[0]].get("type") == "string"
+                action = {required[0]: text if is_text else action}
+            result = self._take(action)
         except ValueError as problem:
             self.rewards.append(0.0)
             return f"That is no action: {problem}."
@@ -108,22 +114,6 @@ class OpenEnv(OpenEnvSession):
             self.rewards.append(0.0)
             return "That is no action: its fields are not those of the schema."
         return None if result.done else self._text(result.observation)
-
-    def _action(self, text: str) -> dict[str, Any]:
-        """The action in an answer. As in verifiers, a text stands for the only field that is required."""
-        fenced = FENCED.search(text)
-        text = (fenced[1] if fenced else text).strip()
-        try:
-            action = json.loads(text)
-        except (json.JSONDecodeError, RecursionError):
-            action = text
-        if isinstance(action, dict):
-            return action
-        required = self._schema.get("required", ())
-        if len(required) != 1:
-            raise ValueError("it needs a JSON object")
-        is_text = self._schema["properties"][required[0]].get("type") == "string"
-        return {required[0]: text if is_text else action}
 
 
 class OpenEnvTools(OpenEnvSession):

@@ -6,7 +6,9 @@ import queue
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,8 +18,6 @@ from gruppo.watchdog import watching
 
 COUNTS = ("calls", "failed", "timeout", "unparsed", "truncated")
 """Counters of each conversation: calls; those that failed, were late, could not be parsed, or were truncated."""
-CHARACTERS_PER_TOKEN = 16
-"""A longer output is cut before it is tokenized, which takes seconds per megabyte. English has 4 to a token."""
 CONCURRENT = 64
 """Calls that run at the same time."""
 MAX_HANGING = 256
@@ -44,7 +44,7 @@ def safe_text(value: Any, limit: int) -> tuple[str, bool]:
     """
     if isinstance(value, list) and value and all(isinstance(part, Mapping) and "text" in part for part in value):
         value = "\n".join(str(part["text"]) for part in value)
-    text = value if isinstance(value, str) else str(value)
+    text = value if isinstance(value, str) else str(value)  # a subclass of str may print itself differently
     shown = text[:limit].replace("\r\n", "\n")
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), shown), len(text) > limit
 
@@ -60,7 +60,7 @@ class Worker:
     def start(self, run: Callable[[], None]) -> None:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            start_call(partial(_make_all, self._calls))
+            start_call(partial(_make_all, self._calls))  # of this queue: after ``leave``, the object gets another one
         self._calls.put(run)
 
     def leave(self) -> None:
@@ -80,15 +80,16 @@ def _make_all(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         run()
 
 
+@dataclass(eq=False)
 class Calls:
     """Calls that are made one after another; after ``max_late`` late ones, the rest are skipped."""
 
-    def __init__(
-        self, fns: Iterable[Callable[[], Any]], worker: Worker | None = None, max_late: int | None = None
-    ) -> None:
-        self.waiting, self.worker, self.max_late, self.late = deque(fns), worker, max_late, 0
-        self.results: list[Any] = []
-        """What each call returned, or the ``CallError`` that it ended in."""
+    waiting: list[Callable[[], Any]]
+    worker: Worker | None = None
+    max_late: int | None = None
+    late: int = 0
+    results: list[Any] = field(default_factory=list)
+    """What each call returned, or the ``CallError`` that it ended in."""
 
 
 def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> None:
@@ -100,7 +101,7 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
     if timeout_s is None:
         for calls in rows.values():
             while calls.waiting:
-                calls.results.append(_result(start_call(calls.waiting.popleft(), None, what, inline=True)))
+                calls.results.append(_result(start_call(calls.waiting.pop(0), None, what, inline=True)))
         return
     ready = deque(calls for calls in rows.values() if calls.waiting)
     running, finished = dict[TimedCall, Calls](), queue.SimpleQueue[TimedCall]()
@@ -118,7 +119,7 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
         while ready or running:
             while ready and len(running) < CONCURRENT:
                 calls = ready.popleft()
-                fn = calls.waiting.popleft()
+                fn = calls.waiting.pop(0)
                 if abandoned_count() >= MAX_HANGING:
                     go_on(calls, CallError("timeout", f"not called: {MAX_HANGING} calls are still hanging"))
                     continue
@@ -126,16 +127,13 @@ def run_calls(rows: Mapping[int, Calls], timeout_s: float | None, what: str) -> 
                 call.on_done = partial(finished.put, call)
                 running[call] = calls
                 (start_call if calls.worker is None else calls.worker.start)(call.run)
-            if not running:
+            if not running:  # none of the calls that were ready was made
                 continue
-            now = time.monotonic()
-            first = min(call.started for call in running) + timeout_s
-            try:
-                call = finished.get(timeout=min(max(first - now, 0.001), 1.0))
+            left_s = min(call.started for call in running) + timeout_s - time.monotonic()
+            with suppress(queue.Empty):
+                call = finished.get(timeout=min(max(left_s, 0.001), 1.0))  # at most a second: ``beat`` is due
                 if call in running:  # else it came too late
                     go_on(running.pop(call), _result(call))
-            except queue.Empty:
-                pass
             beat()
             for call in [call for call in running if time.monotonic() - call.started >= timeout_s]:
                 calls = running.pop(call)

@@ -70,21 +70,18 @@ class Verifiers:
 
     def __init__(self, loops: Mapping[str, EnvironmentLoop]) -> None:
         self._loops = loops
-        self._loop: EnvironmentLoop
         self._calls: SimpleQueue[list[Message] | Future] = SimpleQueue()
         """The messages of each call of the model, and the finished coroutine at the end."""
         self._known: list[Message] = []
         self._run: Future | None = None
-        self._answer: asyncio.Future[str]
         self.metrics: dict[str, float] = {}
 
     def reset(self, taskset: str, task_index: int, prompt: Sequence[Mapping[str, Any]]) -> list[Message] | None:
         """Start the environment's coroutine, up to its first call of the model."""
-        self._loop = self._loops[taskset]
-        self._known = messages_of(prompt)
+        self._loop, self._known = self._loops[taskset], messages_of(prompt)
         self._run = self._loop.start(self._loop.backend.play(self._loop.env, task_index, self._ask))
-        self._run.add_done_callback(self._calls.put)
-        return self._next() or None
+        self._run.add_done_callback(self._calls.put)  # after its calls, in the same queue
+        return self._next() or None  # mostly [], since the first call has the prompt alone
 
     def step(self, text: str) -> list[Message] | None:
         """Answer the environment's call; return the messages that its next call adds."""
@@ -123,17 +120,16 @@ class Verifiers:
 
     async def _ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The policy's answer; raises ConversationOver where it gives none."""
-        self._answer = self._loop.loop.create_future()
+        self._answer: asyncio.Future[str] = self._loop.loop.create_future()
         self._calls.put(messages_of(messages))
         return await self._answer
 
     def _resume(self, text: str | None) -> None:
-        if self._answer.done():
-            return
-        if text is None:
-            self._answer.set_exception(ConversationOver())
-        else:
-            self._answer.set_result(text)
+        if not self._answer.done():  # it may have been cancelled with the environment's coroutine
+            if text is None:
+                self._answer.set_exception(ConversationOver())
+            else:
+                self._answer.set_result(text)
 
 
 def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -141,5 +137,4 @@ def messages_of(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     if any(not isinstance(message["content"], str) for message in messages):
         raise ValueError("the environment writes messages that are not texts")
     # a prompt that is a text has the role "text" in version 0.1, which sends it as the user's
-    roles = [str(message["role"]).replace("text", "user") for message in messages]
-    return [{"role": role, "content": m["content"]} for role, m in zip(roles, messages, strict=True)]
+    return [{"role": str(m["role"]).replace("text", "user"), "content": m["content"]} for m in messages]

@@ -69,9 +69,9 @@ class Launch:
         command = [sys.executable, "-m", "gruppo", "serve", config.model, "--host", host, "--port", str(port)]
         command += ["--lora-rank", str(config.lora.rank)] if config.lora.rank else []
         command += ["--python", chosen.server_python] if chosen.server_python else []
-        options = [] if config.compute == "auto" else ["--dtype", config.compute]
-        options += ["--trust-remote-code"] if config.trust_remote_code else []
-        return [*command, "--", *options, *self.vllm]
+        command += ["--", *([] if config.compute == "auto" else ["--dtype", config.compute])]
+        command += ["--trust-remote-code"] if config.trust_remote_code else []
+        return [*command, *self.vllm]
 
     def trainer_command(self, urls: Sequence[str]) -> list[str]:
         """The command of each rank: the run is continued if its folder has begun."""
@@ -85,7 +85,7 @@ class Launch:
     def environment(self, urls: Sequence[str] = ()) -> dict[str, str]:
         """Variables of all processes; a resumed run finds its servers by them."""
         key = {KEY: os.environ[KEY]} if KEY in os.environ else {}
-        return {"PYTHONUNBUFFERED": "1", **key} | ({"GRUPPO_ENGINE_URLS": ",".join(urls)} if urls else {})
+        return {"PYTHONUNBUFFERED": "1"} | key | ({"GRUPPO_ENGINE_URLS": ",".join(urls)} if urls else {})
 
 
 def parse_launch(args: list[str]) -> Launch:
@@ -120,7 +120,7 @@ def check(launch: Launch) -> None:
             raise GruppoError("--engine.urls: gruppo launch starts the servers. Leave it out, or set --servers 0.")
         is_begun = (launch.folder / "config.json").is_file()
         if config.engine.kind not in (("vllm",) if is_begun else ("", "vllm")):
-            kind = config.engine.kind or "the policy itself"
+            kind = config.engine.kind or "the policy itself"  # which a run that has begun cannot change
             raise GruppoError(f"{config.name} samples with {kind}, and --servers starts vLLM servers. Set --servers 0.")
         config = serialization.change(config, {"engine.kind": "vllm", "engine.urls": ["http://127.0.0.1"]})
     from gruppo.build import Parts, validate  # takes seconds

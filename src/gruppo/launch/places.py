@@ -39,29 +39,38 @@ class Local:
     """Processes of this machine: the trainers on its first GPUs, if any, and the servers on the next ones."""
 
     def __init__(self, launch: Launch, start: Callable[..., Process] = ChildProcess) -> None:
-        self.launch, self.ports, self._start = launch, server_ports(launch), start
-        self.trainer_env, self.server_envs = self._devices()
-
-    def _devices(self) -> tuple[dict[str, str], list[dict[str, str]]]:
         import torch
 
-        chosen, each = self.launch.chosen, self.launch.gpus_per_server
-        count = 0 if self.launch.config.device == "cpu" else torch.cuda.device_count()
+        self.launch, self._start = launch, start
+        chosen, each, first = launch.chosen, launch.gpus_per_server, launch.chosen.port
+        self.ports = [*range(first, first + chosen.servers)] if first else free_ports(chosen.servers)
+        for port in self.ports if first else ():
+            with socket.socket() as probe:
+                if os.name == "posix":  # connections that have ended hold no port
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except (OSError, OverflowError):
+                    raise GruppoError(f"""port {port} is in use, or not allowed. Set --port to the first of
+                        {counted(chosen.servers, "free port")}, or leave it out.""") from None
+        self.trainer_env, self.server_envs = dict[str, str](), [dict[str, str]()] * chosen.servers
+        count = 0 if launch.config.device == "cpu" else torch.cuda.device_count()
         if not count:
             # not fewer for --servers: a resumed run needs as many threads as before
             threads = max(usable_processors() // chosen.trainers, 1)
-            is_set = "OMP_NUM_THREADS" in os.environ or chosen.trainers == 1
-            return {} if is_set else {"OMP_NUM_THREADS": str(threads)}, [{}] * chosen.servers
-        first = 0 if self.launch.config.engine.colocated else chosen.trainers
+            if chosen.trainers > 1 and "OMP_NUM_THREADS" not in os.environ:
+                self.trainer_env = {"OMP_NUM_THREADS": str(threads)}
+            return
+        first = 0 if launch.config.engine.colocated else chosen.trainers
         if (needed := max(first + chosen.servers * each, chosen.trainers)) > count:
             raise GruppoError(f"""{counted(chosen.trainers, "trainer")} and {counted(chosen.servers, "server")} of
                 {counted(each, "GPU")} need {needed} GPUs, and {count} are here. Lower --trainers or --servers, or share
                 GPUs with --engine.colocated True.""")
         names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         names = names or [str(number) for number in range(count)]
-        starts = [first + n * each for n in range(chosen.servers)]
-        servers = [{"CUDA_VISIBLE_DEVICES": ",".join(names[start : start + each])} for start in starts]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(names[: chosen.trainers])}, servers
+        self.trainer_env = {"CUDA_VISIBLE_DEVICES": ",".join(names[: chosen.trainers])}
+        groups = [names[first + n * each : first + (n + 1) * each] for n in range(chosen.servers)]
+        self.server_envs = [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
 
     def start_server(self, number: int) -> Process:
         command = self.launch.server_command("127.0.0.1", self.ports[number])
@@ -80,31 +89,15 @@ class Local:
         pass
 
 
-def server_ports(launch: Launch) -> list[int]:
-    """The ports of servers on this machine; one that is in use is refused."""
-    first, count = launch.chosen.port, launch.chosen.servers
-    for port in range(first, first + count) if first else ():
-        with socket.socket() as probe:
-            if os.name == "posix":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended hold no port
-            try:
-                probe.bind(("127.0.0.1", port))
-            except (OSError, OverflowError):
-                raise GruppoError(f"""port {port} is in use, or not allowed. Set --port to the first of
-                    {counted(count, "free port")}, or leave it out.""") from None
-    return [*range(first, first + count)] if first else free_ports(count)
-
-
 def rank_environments(hosts: Sequence[str], port: int) -> list[dict[str, str]]:
     """What torchrun would tell the ranks on these machines, those of a machine following each other."""
     if len(hosts) == 1:
         return [{}]
-    shared = {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(port), "WORLD_SIZE": str(len(hosts))}
-    return [
-        shared
-        | {"RANK": str(rank), "LOCAL_RANK": str(rank - hosts.index(host)), "LOCAL_WORLD_SIZE": str(hosts.count(host))}
-        for rank, host in enumerate(hosts)
-    ]
+    shared, ranks = {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(port), "WORLD_SIZE": str(len(hosts))}, []
+    for rank, host in enumerate(hosts):
+        ranks.append(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank - hosts.index(host))})
+        ranks[-1]["LOCAL_WORLD_SIZE"] = str(hosts.count(host))
+    return ranks
 
 
 # --- Ray --------------------------------------------------------------------------------------------------------------
@@ -161,7 +154,7 @@ class Ray:
         try:
             try:
                 ray.init(address="auto", **options)
-            except ConnectionError:
+            except ConnectionError:  # no cluster runs
                 if os.environ.get("RAY_ADDRESS"):
                     raise
                 # processes that wait for each other share the processors of one machine
@@ -192,6 +185,7 @@ class Ray:
     def start_server(self, number: int) -> Process:
         bundle = self.launch.chosen.trainers + number
         actor = InActor(self.ray, self.group, bundle, self.bundles[bundle])
+        # a server that is started again keeps its port, which the trainers know; its machine may be another one
         _, port = self.addresses.get(number, ("", self.launch.chosen.port and self.launch.chosen.port + number))
         self.addresses[number] = actor.call("address", port)
         command = self.launch.server_command("0.0.0.0", self.addresses[number][1])
@@ -206,10 +200,8 @@ class Ray:
         placed = sorted([(*actor.call("address", 0), n) for n, actor in enumerate(actors)], key=lambda at: at[0])
         ranks = rank_environments([host for host, _, _ in placed], placed[0][1])
         command, env = self.launch.trainer_command(urls), self.launch.environment(urls)
-        return [
-            self._start(actors[n], command, env | rank, f"trainer{number}")
-            for number, ((_, _, n), rank) in enumerate(zip(placed, ranks, strict=True))
-        ]
+        own = [(actors[n], env | rank) for (_, _, n), rank in zip(placed, ranks, strict=True)]
+        return [self._start(actor, command, env, f"trainer{n}") for n, (actor, env) in enumerate(own)]
 
     def close(self) -> None:
         self.ray.util.remove_placement_group(self.group)

@@ -74,7 +74,7 @@ class SlurmStep(ChildProcess):
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
         self._output = output
-        output.with_suffix(".step").unlink(missing_ok=True)
+        output.with_suffix(".step").unlink(missing_ok=True)  # of the step before; srun is yet to be placed
         super().__init__(command, env, output)
 
     def terminate(self) -> None:

@@ -69,11 +69,33 @@ class Supervisor:
                 self._echo()
                 time.sleep(POLL_S)
             return code
-        except KeyboardInterrupt:
-            return self._stop()
+        except KeyboardInterrupt:  # the trainers finish their step and save; a second signal ends them at once
+            with suppress(KeyboardInterrupt):
+                if self.trainers:
+                    log.info("stopping: the trainers finish their step and save; a second signal stops at once")
+                for process in self.trainers:
+                    process.terminate()
+                while any(process.poll() is None for process in self.trainers):
+                    self._echo()
+                    time.sleep(POLL_S / 5)
+            codes = [process.poll() for process in self.trainers]
+            return exit_code(codes) if codes and None not in codes else STOPPED
         finally:
             self._echo()
-            self._end()
+            servers = [server.process for server in self.servers if server.process is not None]
+            try:
+                for process in self.trainers:
+                    if process.poll() is None:
+                        process.kill()
+                for process in servers:  # not before the trainers, which may still sample from them
+                    process.terminate()
+                until = time.monotonic() + SERVER_GRACE_S
+                while any(process.poll() is None for process in servers) and time.monotonic() < until:
+                    time.sleep(POLL_S / 5)
+            finally:
+                for process in servers:
+                    if process.poll() is None:
+                        process.kill()
 
     def _turn(self) -> int | None:
         for number, server in enumerate(self.servers):
@@ -83,10 +105,8 @@ class Supervisor:
             return self._check_trainers()
         used = [server for server in self.servers if not server.is_left_out]
         if self.servers and not used:
-            where = self.launch.log("server0").parent
-            raise EngineLost(
-                f"no server is left; the logs in {where} say why. Correct that, and give the command again."
-            )
+            raise EngineLost(f"""no server is left; the logs in {self.launch.folder / "logs"} say why. Correct that, and
+                give the command again.""")
         if not all(server.is_ready for server in used):
             return None
         # an actor of Ray may be lost before its rank has saved and ended
@@ -136,8 +156,7 @@ class Supervisor:
                     for process in self.trainers:
                         process.kill()
             return None
-        self.trainers = []
-        text = " ".join(map(str, codes))
+        self.trainers, text = [], " ".join(map(str, codes))
         if (code := exit_code(codes)) in (0, *FINAL):
             if code:
                 log.error("the trainers ended with code %d; %s says why", code, self.launch.log("trainer0"))
@@ -156,36 +175,6 @@ class Supervisor:
             return False
         log.warning("%s ended with %s: started again (%d of %d within an hour)", name, how, len(failures), allowed)
         return True
-
-    def _stop(self) -> int:
-        """Let the trainers finish their step and save; a second signal ends them at once."""
-        with suppress(KeyboardInterrupt):
-            if self.trainers:
-                log.info("stopping: the trainers finish their step and save; a second signal stops at once")
-            for process in self.trainers:
-                process.terminate()
-            while any(process.poll() is None for process in self.trainers):
-                self._echo()
-                time.sleep(POLL_S / 5)
-        codes = [process.poll() for process in self.trainers]
-        return exit_code(codes) if codes and None not in codes else STOPPED
-
-    def _end(self) -> None:
-        """End what still runs."""
-        servers = [server.process for server in self.servers if server.process is not None]
-        try:
-            for process in self.trainers:
-                if process.poll() is None:
-                    process.kill()
-            for process in servers:
-                process.terminate()
-            until = time.monotonic() + SERVER_GRACE_S
-            while any(process.poll() is None for process in servers) and time.monotonic() < until:
-                time.sleep(POLL_S / 5)
-        finally:
-            for process in servers:
-                if process.poll() is None:
-                    process.kill()
 
     def _echo(self) -> None:
         """Show what the first rank has printed since."""

@@ -95,6 +95,7 @@ def machine_for(name: str, constants: Constants, shape: ModelShape) -> Machine:
         why = f"published runs, since a fit on {device} says nothing about a GPU"
         return Machine(name, gpu.memory, published_rates(gpu, shape), 2, PUBLISHED_ERROR, why)
     flops, read = gpu.flops / GPUS[key].flops, gpu.bytes_per_s / GPUS[key].bytes_per_s
+    # as measured: publishing, which is the network's, and the seconds per token and row of calls, rewards and metrics
     rates = replace(rates, train_flops=rates.train_flops * flops, decode_flops=rates.decode_flops * flops)
     rates = replace(rates, read_bytes=rates.read_bytes * read, update_bytes=rates.update_bytes * read)
     scaled = "" if GPUS[key] == gpu else f", scaled by peak rates to {name}"
@@ -211,9 +212,7 @@ def simulated(work: Work, gpus: int, trainers: int, parallel: int, *, is_shared:
         lag=lag,
         servers=servers,
         max_rows=int(min(limit, max(room / numbers / (prompt + lengths.mean()), rollout.group_size))),
-        decode_step_s=lambda rows, cached: decode_step_s(
-            shape, rates, rows, cached, width=machine.width, gpus=parallel
-        ),
+        decode_step_s=lambda n, cached: decode_step_s(shape, rates, n, cached, width=machine.width, gpus=parallel),
         prefill_s=lambda tokens: shape.forward_flops(tokens, ()) / rates.decode_flops / parallel,
         train_s=lambda batch: (
             learn_s(shape, rates, config, batch, prompt, gpus=trainers) + rates.row_s * sum(map(len, batch)) / trainers
@@ -224,19 +223,9 @@ def simulated(work: Work, gpus: int, trainers: int, parallel: int, *, is_shared:
     )
     timeline = simulate(loop, lengths.reshape(-1, rollout.group_size).tolist())
     step_s, lags = timeline.step_s(first), timeline.lags(rollout.prompts)[first * rollout.prompts :]
-    return Split(
-        trainers,
-        servers,
-        parallel,
-        is_shared,
-        max(trainers, servers * parallel) if is_shared else trainers + servers * parallel,
-        step_s,
-        float(lengths.sum()) / steps / step_s,
-        rollout.prompts * rollout.group_size / step_s,
-        sum(timeline.waited_s[first:]) / step_s / STEPS,
-        timeline.idle_s / servers / timeline.published[-1],
-        sum(lags) / len(lags),
-        max(lags),
-        sum(own.values()) / GIB,
-        (weights + numbers * timeline.most_cached) / parallel / GIB,
-    )
+    used = max(trainers, servers * parallel) if is_shared else trainers + servers * parallel
+    division = (trainers, servers, parallel, is_shared, used)
+    speed = (step_s, float(lengths.sum()) / steps / step_s, rollout.prompts * rollout.group_size / step_s)
+    waits = (sum(timeline.waited_s[first:]) / step_s / STEPS, timeline.idle_s / servers / timeline.published[-1])
+    gib = (sum(own.values()) / GIB, (weights + numbers * timeline.most_cached) / parallel / GIB)
+    return Split(*division, *speed, *waits, sum(lags) / len(lags), max(lags), *gib)

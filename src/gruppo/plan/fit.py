@@ -21,7 +21,7 @@ from gruppo.errors import GruppoError
 from gruppo.integrity import read_json
 from gruppo.modalities.text.policy import BATCH_ROWS
 from gruppo.plan.formulas import ModelShape, Rates, decode_step_s, learn_s
-from gruppo.plan.simulate import Loop, simulate
+from gruppo.plan.simulate import Groups, Loop, simulate
 from gruppo.trainer.collect import collect
 from gruppo.trainer.memory import free_bytes
 from gruppo.trainer.run import Run
@@ -53,10 +53,6 @@ class Measured:
     train_s: float
     publish_s: float
     step_s: float
-
-    @property
-    def pace_s(self) -> float:
-        return self.step_s / sum(map(sum, self.lengths))
 
 
 @dataclass(frozen=True)
@@ -106,14 +102,7 @@ class Constants:
 
 
 def predict(
-    shape: ModelShape,
-    rates: Rates,
-    config: Config,
-    prompt: float,
-    groups: Sequence[Sequence[int]],
-    learned: Sequence[Sequence[int]],
-    *,
-    width: int,
+    shape: ModelShape, rates: Rates, config: Config, prompt: float, groups: Groups, learned: Groups, *, width: int
 ) -> dict[str, float]:
     """Seconds of a step in which one device samples, learns and publishes in turns."""
     loop = Loop(
@@ -161,13 +150,11 @@ def fit_positive(
 
 def fit_rates(shape: ModelShape, config: Config, prompt: float, steps: Sequence[Measured], *, width: int) -> Rates:
     """The rates under which the predicted seconds are nearest to those of the steps."""
-    other = [step.step_s - step.generate_s - step.train_s - step.publish_s for step in steps]
-    rows = [step.prompts * step.group_size for step in steps]
-    rates = replace(
-        START,
-        publish_bytes=statistics.median(width * shape.counts.trained / step.publish_s for step in steps),
-        row_s=statistics.median(max(seconds, 1e-6) / count for seconds, count in zip(other, rows, strict=True)),
-    )
+    # of each step: what is neither sampling, training nor publishing, and its rows
+    rest = [(s.step_s - s.generate_s - s.train_s - s.publish_s, s.prompts * s.group_size) for s in steps]
+    publish_bytes = statistics.median(width * shape.counts.trained / step.publish_s for step in steps)
+    row_s = statistics.median(max(seconds, 1e-6) / count for seconds, count in rest)
+    rates = replace(START, publish_bytes=publish_bytes, row_s=row_s)
 
     def nearest(rates: Rates, part: str, names: Sequence[str], used: Sequence[Measured]) -> Rates:
         def changed(values: np.ndarray) -> Rates:
@@ -184,19 +171,6 @@ def fit_rates(shape: ModelShape, config: Config, prompt: float, steps: Sequence[
     rates = nearest(rates, "generate", ("decode_flops", "read_bytes", "token_s"), steps)
     learned = [step for step in steps if any(step.learned)]
     return nearest(rates, "train", ("train_flops", "update_bytes"), learned) if learned else rates
-
-
-def errors_of(
-    shape: ModelShape, rates: Rates, config: Config, prompt: float, steps: Sequence[Measured], *, width: int
-) -> dict[str, float]:
-    """Median of |predicted / measured - 1| over steps, of each part."""
-    errors: dict[str, list[float]] = {part: [] for part in ("generate", "train", "publish", "step")}
-    for step in steps:
-        found = predict(shape, rates, config, prompt, step.lengths, step.learned, width=width)
-        for part, of_part in errors.items():
-            if part != "train" or any(step.learned):
-                of_part.append(abs(found[part] / getattr(step, f"{part}_s") - 1))
-    return {part: statistics.median(of_part) if of_part else float("nan") for part, of_part in errors.items()}
 
 
 # --- measurements -----------------------------------------------------------------------------------------------------
@@ -218,17 +192,11 @@ def measure(run: Run, prompts: int, group_size: int, tokens: int) -> tuple[Measu
     assert rollouts is not None and collected.advantages is not None
     lengths, moves = rollouts.lengths.tolist(), (collected.advantages.nan_to_num() != 0).tolist()
     groups = [(rollouts.group_ids == group).nonzero()[:, 0].tolist() for group in rollouts.group_ids.unique()]
-    step = Measured(
-        prompts,
-        group_size,
-        [[lengths[row] for row in group] for group in groups],
-        [[lengths[row] for row in group if moves[row]] for group in groups],
-        metrics["time/rollout_s"],
-        metrics["time/update_s"] + metrics["time/credit_s"],
-        ended - learned,
-        ended - began,
-    )
-    return step, rollouts
+    sampled = [[lengths[row] for row in group] for group in groups]
+    moving = [[lengths[row] for row in group if moves[row]] for group in groups]
+    generate_s, train_s = metrics["time/rollout_s"], metrics["time/update_s"] + metrics["time/credit_s"]
+    times = (generate_s, train_s, ended - learned, ended - began)
+    return Measured(prompts, group_size, sampled, moving, *times), rollouts
 
 
 def survival(rows: Sequence[tuple[int, bool]]) -> list[float]:
@@ -260,16 +228,22 @@ def fit(config: Config, show: Callable[[str], None]) -> Constants:
         show(f"measuring {len(sizes)} sizes of a step, {turn + 1} of {STEPS + 1} times")
         for size in sizes:
             step, rollouts = measure(run, *size)
-            if turn and (size not in fastest or step.pace_s < fastest[size].pace_s):
-                fastest[size] = step
+            if turn:  # the fastest per token, since samples of one size differ in length
+                tried = (fastest.get(size, step), step)
+                fastest[size] = min(tried, key=lambda step: step.step_s / sum(map(sum, step.lengths)))
             rows += [(n, end == "length") for n, end in zip(rollouts.lengths.tolist(), rollouts.finish, strict=True)]
             prompt_lengths += [len(ids) for ids in rollouts.shared["prompt_ids"]]
     steps = [fastest[size] for size in sizes]
     prompt = statistics.mean(prompt_lengths)
-    rates = fit_rates(shape, config, prompt, steps[: len(FITTED)], width=width)
-    device = run.policy.device
+    rates, device = fit_rates(shape, config, prompt, steps[: len(FITTED)], width=width), run.policy.device
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else free
-    errors = errors_of(shape, rates, config, prompt, steps[len(FITTED) :], width=width)
+    of_parts: dict[str, list[float]] = {part: [] for part in ("generate", "train", "publish", "step")}
+    for step in steps[len(FITTED) :]:
+        found = predict(shape, rates, config, prompt, step.lengths, step.learned, width=width)
+        for part, own in of_parts.items():
+            if part != "train" or any(step.learned):  # without an advantage, nothing was trained
+                own.append(abs(found[part] / getattr(step, f"{part}_s") - 1))
+    errors = {part: statistics.median(own) if own else float("nan") for part, own in of_parts.items()}
     machine = environment()["hardware"] | {"torch": torch.__version__}
     measured = [asdict(step) for step in steps]
     return Constants(machine, config.model, width, memory, rates, prompt, tuple(survival(rows)), errors, measured)

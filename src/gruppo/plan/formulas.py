@@ -21,6 +21,7 @@ from gruppo.distributed.memory import NF4_BITS, WeightCounts, gathered_bytes, st
 from gruppo.errors import GruppoError
 from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.memory import activations, key_numbers
+from gruppo.plan.simulate import Groups
 from gruppo.trainer.dry_run import RESERVED_BYTES
 
 Rate = Annotated[float, Range(gt=0)]
@@ -64,24 +65,14 @@ class ModelShape:
         routed = text.num_experts_per_tok / getattr(text, of) if experts and of else 1.0
         counts, head = WeightCounts.of(module), text.vocab_size * text.hidden_size
         outside = head if text.tie_word_embeddings else 2 * head  # a token reads one row of its embedding
-        return cls(
-            text,
-            counts,
-            trunk=counts.total - outside - round((1 - routed) * experts),
-            head=head,
-            kv_numbers=2 * text.num_hidden_layers * key_numbers(text),
-            attention=text.num_hidden_layers
-            * text.num_attention_heads
-            * key_numbers(text)
-            // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
-            experts=experts,
-            routed=routed,
-            adaptable=sum(
-                part.in_features + part.out_features
-                for part in module.modules()
-                if isinstance(part, torch.nn.Linear) and part is not module.get_output_embeddings()
-            ),
-        )
+        heads, output = text.num_attention_heads, module.get_output_embeddings()
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads  # fewer where queries share keys and values
+        linear = [part for part in module.modules() if isinstance(part, torch.nn.Linear) and part is not output]
+        trunk = counts.total - outside - round((1 - routed) * experts)
+        kv_numbers = 2 * text.num_hidden_layers * key_numbers(text)
+        attention = text.num_hidden_layers * heads * key_numbers(text) // kv_heads
+        adaptable = sum(part.in_features + part.out_features for part in linear)
+        return cls(text, counts, trunk, head, kv_numbers, attention, experts, routed, adaptable)
 
     def adapted(self, rank: int) -> ModelShape:
         """With a LoRA adapter of this rank, which alone is trained and published; the model itself for 0."""
@@ -148,7 +139,7 @@ def decode_step_s(shape: ModelShape, rates: Rates, rows: int, cached: float, *, 
 def train_s(
     shape: ModelShape,
     rates: Rates,
-    groups: Sequence[Sequence[float]],
+    groups: Groups,
     prompt: float,
     *,
     gpus: int = 1,
@@ -167,9 +158,7 @@ def train_s(
     return passes * slowest / rates.train_flops + optimizer
 
 
-def learn_s(
-    shape: ModelShape, rates: Rates, config: Config, groups: Sequence[Sequence[float]], prompt: float, *, gpus: int = 1
-) -> float:
+def learn_s(shape: ModelShape, rates: Rates, config: Config, groups: Groups, prompt: float, *, gpus: int = 1) -> float:
     """Seconds of a batch's training on ``gpus`` ranks, a separate critic included. ``shape``: with its adapter."""
     # a backward is two forwards' worth of work, or one without gradients of the weights below an adapter
     epochs = config.optim.epochs * (2.0 + (not config.lora.rank) + (config.optim.recompute == "layer"))

@@ -61,12 +61,8 @@ def run_plan(
     prompt_tokens: float | None,
     is_json: bool,
 ) -> None:
-    least = (
-        ("gpus", gpus, 1, ""),
-        ("price", price, 0, " dollars per GPU and hour"),
-        ("prompt-tokens", prompt_tokens, 1, ""),
-    )
-    for name, value, low, what in least:
+    least = (("gpus", gpus, 1, ""), ("price", price, 0, " dollars per GPU and hour"))
+    for name, value, low, what in (*least, ("prompt-tokens", prompt_tokens, 1, "")):
         if value is not None and not low <= value < math.inf:
             raise GruppoError(f"--{name} is {value:g}; it needs at least {low}{what}.")
     shape, longest = open_shape(model or config.model), config.rollout.max_new_tokens
@@ -75,7 +71,7 @@ def run_plan(
     work = Work(config, shape, machine_for(gpu, constants, shape), prompt, survival)
     found = splits(work, gpus)
     hours = found[0].step_s * config.steps / 3600
-    gpu_hours = hours * found[0].gpus
+    gpu_hours = hours * found[0].gpus  # of those that have something to do
     cost = None if price is None else gpu_hours * price
     totals: dict[str, float | None] = {"hours": hours, "gpu_hours": gpu_hours, "cost": cost}
     if is_json:
@@ -96,20 +92,14 @@ def render(work: Work, found: Sequence[Split], gpus: int, totals: dict[str, floa
     joint = " on the same GPUs as" if best.is_shared else ","
     run = f"{counted(config.steps, 'step')} in {duration(3600 * (totals['hours'] or 0))}"
     has_price = totals["cost"] is not None
+    waiting = f"trainers {percent(best.trainer_waits)}, servers {percent(best.servers_idle)} of the time"
+    stale = f"mean {number(best.lag_mean)}, at most {counted(best.lag_max, 'publish', 'publishes')}"
     figures = (
         ("split", f"{counted(best.trainers, 'trainer')}{joint} {counted(best.servers, 'server')}{each}", "simulated"),
         ("step", f"{number(best.step_s)} s", error),
         ("throughput", f"{number(best.tokens_per_s)} tokens/s, {number(best.samples_per_s)} samples/s", error),
-        (
-            "waiting",
-            f"trainers {percent(best.trainer_waits)}, servers {percent(best.servers_idle)} of the time",
-            "simulated",
-        ),
-        (
-            "staleness",
-            f"mean {number(best.lag_mean)}, at most {counted(best.lag_max, 'publish', 'publishes')}",
-            f"bound {lag}",
-        ),
+        ("waiting", waiting, "simulated"),
+        ("staleness", stale, f"bound {lag}"),
         ("memory", f"trainer {best.trainer_gib:.1f}{of} GiB, server {best.server_gib:.1f}{of} GiB", "not measured"),
         ("run", f"{run}, {number(totals['gpu_hours'])} GPU hours", error),
         ("cost", f"${totals['cost']:,.2f}" if has_price else "no price was given: --price", error if has_price else ""),
@@ -121,9 +111,8 @@ def render(work: Work, found: Sequence[Split], gpus: int, totals: dict[str, floa
     for title in titles:
         others.add_column(title, justify="right")
     for split in found[:SHOWN]:
-        servers = f"{'shared ' * split.is_shared}{split.servers}" + f" x {split.tensor_parallel}" * (
-            split.tensor_parallel > 1
-        )
+        each = f" x {split.tensor_parallel}" if split.tensor_parallel > 1 else ""
+        servers = f"{'shared ' * split.is_shared}{split.servers}{each}"
         rates = map(number, (split.step_s, split.tokens_per_s))
         waits = map(percent, (split.trainer_waits, split.servers_idle))
         others.add_row(str(split.trainers), servers, str(split.gpus), *rates, *waits, number(split.lag_mean))
@@ -131,10 +120,8 @@ def render(work: Work, found: Sequence[Split], gpus: int, totals: dict[str, floa
     if len(work.survival) <= rollout.max_new_tokens:
         notes.append(f"Lengths beyond {len(work.survival) - 1} tokens were not sampled: rows end at the mean rate.")
     if best.gpus < gpus:
-        notes.append(
-            f"{gpus - best.gpus} of {gpus} GPUs have nothing to do: a trainer and a server need a group each. Raise "
-            "--rollout.prompts, or plan for fewer."
-        )
+        idle = f"{gpus - best.gpus} of {gpus} GPUs have nothing to do: a trainer and a server need a group each."
+        notes.append(f"{idle} Raise --rollout.prompts, or plan for fewer.")
     title = f"{rollout.prompts} prompts x {rollout.group_size} samples of up to {rollout.max_new_tokens} tokens"
     return Group(
         Text(f"{title}, lag {lag}, on {gpus} x {machine.name}", style="bold"),

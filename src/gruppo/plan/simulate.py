@@ -12,6 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+Groups = Sequence[Sequence[int]]
+"""Tokens of each row of each group."""
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -26,7 +29,7 @@ class Loop:
     """Seconds of a decode step of so many rows, whose caches hold so many tokens."""
     prefill_s: Callable[[float], float]
     """Seconds to read so many tokens."""
-    train_s: Callable[[Sequence[Sequence[int]]], float]
+    train_s: Callable[[Groups], float]
     publish_s: float
     prompt_tokens: float
     refills: bool = True
@@ -100,20 +103,11 @@ class SimulatedServer:
     def stall(self, seconds: float) -> None:
         self.free_at = max(self.at, self.free_at) + seconds
 
-    def pop_ended(self) -> list[int]:
-        """The groups of the rows that end now."""
-        groups = []
-        while self.rows and self.rows[0][0] <= self.tokens + 1e-6:  # of a token: rounding of the clock
-            _, begun, group = heapq.heappop(self.rows)
-            self.begun -= begun
-            groups.append(group)
-        return groups
-
 
 START, ROW, TRAINED, PUBLISHED = range(4)
 
 
-def simulate(loop: Loop, lengths: Sequence[Sequence[int]]) -> Timeline:
+def simulate(loop: Loop, lengths: Groups) -> Timeline:
     """Steps of ``loop.prompts`` groups each, in order; ``lengths``: tokens of each row of each group."""
     steps = len(lengths) // loop.prompts
     batches = [lengths[step * loop.prompts : (step + 1) * loop.prompts] for step in range(steps)]
@@ -121,8 +115,7 @@ def simulate(loop: Loop, lengths: Sequence[Sequence[int]]) -> Timeline:
     servers = [SimulatedServer(loop) for _ in range(loop.servers)]
     least = [(0, number) for number in range(loop.servers)]  # heap of servers by their rows
     timeline, queue = Timeline(), deque[int]()
-    version = next_group = 0
-    is_training, idle_since = False, 0.0
+    version, next_group, is_training, idle_since = 0, 0, False, 0.0
     events: list[tuple[float, int, int, int]] = [(0.0, START, 0, 0)]
     while version < steps:
         now, kind, number, stamp = heapq.heappop(events)
@@ -130,10 +123,12 @@ def simulate(loop: Loop, lengths: Sequence[Sequence[int]]) -> Timeline:
         if kind == ROW:
             if stamp != servers[number].stamp:
                 continue
-            servers[number].advance(now)
-            for group in servers[number].pop_ended():
+            server, changed = servers[number], {number}
+            server.advance(now)
+            while server.rows and server.rows[0][0] <= server.tokens + 1e-6:  # of a token: rounding of the clock
+                _, begun, group = heapq.heappop(server.rows)
+                server.begun -= begun
                 missing[group // loop.prompts] -= 1
-            changed = {number}
         elif kind == TRAINED:  # the servers load the new weights, and read what their rows have again
             heapq.heappush(events, (now + loop.publish_s, PUBLISHED, 0, 0))
             for server in servers:
@@ -147,11 +142,12 @@ def simulate(loop: Loop, lengths: Sequence[Sequence[int]]) -> Timeline:
             queue.append(next_group)
             next_group += 1
         timeline.most_held = max(timeline.most_held, next_group - version * loop.prompts)
+        # a server's entry in the heap is not changed but repeated; the outdated ones are dropped as they come up
         for number in changed:
             heapq.heappush(least, (len(servers[number].rows), number))
         while queue:
             while least[0][0] != len(servers[least[0][1]].rows):
-                heapq.heappop(least)  # outdated
+                heapq.heappop(least)
             number = least[0][1]
             server, rows = servers[number], lengths[queue[0]]
             is_open = loop.refills or server.opened_at == now

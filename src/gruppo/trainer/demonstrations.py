@@ -20,7 +20,8 @@ from gruppo.config.stages import highest
 from gruppo.data.open import is_custom_source, open_source
 from gruppo.data.source import nearest
 from gruppo.distributed.sharding import forward
-from gruppo.environments import Environment, reset_prompt
+from gruppo.environments import Environment
+from gruppo.environments.conversation import reset_prompt
 from gruppo.protocols import PromptSource, peek
 from gruppo.seeds import generator_at, seed_at
 from gruppo.trainer.run import Run

@@ -31,7 +31,7 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.config.schema import RolloutConfig
 from gruppo.core.groups import allocate_samples, group_std, has_no_spread
-from gruppo.environments import completion_lengths, join_rollouts, shifted
+from gruppo.environments.conversation import completion_lengths, join_rollouts, shifted
 from gruppo.rewards.scoring import Scores, applies_to_group
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Prompt, Request, Rollouts, Stat

@@ -107,9 +107,7 @@ class Replica:
 
     # --- sampling and scoring ---
 
-    async def sample(
-        self, ids: Sequence[int], params: Mapping[str, Any], label: str, *, salt: str | None = None
-    ) -> SampledRow:
+    async def sample(self, ids: Sequence[int], params: Mapping[str, Any], label: str, *, salt: str = "") -> SampledRow:
         """Sample one row after ``ids`` from the weights ``label``; ServerError unless each token is from them.
 
         Where newer weights arrived before the request was begun, it may be from those, if the server holds them.
@@ -121,11 +119,9 @@ class Replica:
             choice = answer["choices"][0]
             tokens, content = list(choice["token_ids"] or ()), (choice["logprobs"] or {}).get("content") or ()
             logprobs = [float(entry["logprob"]) for entry in content]
-            named = [int(entry["token_id"]) for entry in content]
-            reason = choice["finish_reason"]
-            spans = [
-                (span["version"], int(span["end"]) - int(span["start"])) for span in choice["weight_versions"] or ()
-            ]
+            named, reason = [int(entry["token_id"]) for entry in content], choice["finish_reason"]
+            versions = choice["weight_versions"] or ()
+            spans = [(span["version"], int(span["end"]) - int(span["start"])) for span in versions]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             raise ServerError(f"{GENERATE} sent an answer without tokens, log-probs and versions ({what})") from None
@@ -140,16 +136,14 @@ class Replica:
         is_ended = reason == "abort" or (tokens and reason in ("stop", "length"))
         is_whole = named == tokens and len(tokens) <= limit and is_ended
         if not is_whole or max(logprobs, default=0.0) > 1e-3:
-            raise ServerError(
-                f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(named)} log-probs, the highest "
-                f"{max(logprobs, default=math.nan):.3g}, finish {reason!r}"
-            )
+            text = f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(named)} log-probs, the highest"
+            raise ServerError(f"{text} {max(logprobs, default=math.nan):.3g}, finish {reason!r}")
         cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
         broken = next((n for n, x in enumerate(logprobs) if not (math.isfinite(x) and x > CLAMPED)), None)
         if broken is not None:  # logits that are not finite
             tokens, logprobs, reason = tokens[:broken], logprobs[:broken], "error"
-        versions = tuple(str(version) for version, count in spans for _ in range(count))[: len(tokens)]
-        return SampledRow(tokens, [min(x, 0.0) for x in logprobs], reason, cached, versions)
+        labels = tuple(str(version) for version, count in spans for _ in range(count))[: len(tokens)]
+        return SampledRow(tokens, [min(x, 0.0) for x in logprobs], reason, cached, labels)  # rounding exceeds 0
 
     async def score(self, rows: Sequence[Sequence[int]], *, timeout_s: float = CONTROL_S) -> list[list[float]]:
         """Return the log-probs, at temperature 1, of the tokens after the first of each row. No cache is read."""

@@ -31,6 +31,8 @@ from gruppo.types import Generated, GruppoError, Request, Rollouts, Sampling, To
 log = logging.getLogger("gruppo")
 
 T = TypeVar("T")
+Ask = Callable[[Replica, Path | None], Coroutine[Any, Any, None]]
+"""Gives a server the weights of a folder, or has it receive them by NCCL."""
 
 MAX_FAILURES = 3
 """Failed requests in a row after which a server is ejected; a row may fail twice as often on each."""
@@ -75,8 +77,7 @@ class VllmEngine:
         """Tokens of the longest row that every server holds."""
         self.done = self.total = self.repeated = 0
         self._published: Path | None = None
-        self._serial, self._loading = 0, asyncio.Lock()
-        self._calls, self._is_publishing = 0, False
+        self._serial, self._loading, self._calls, self._is_publishing = 0, asyncio.Lock(), 0, False
         self._watcher: asyncio.Task[None] | None = None
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._loop = asyncio.new_event_loop()
@@ -89,15 +90,11 @@ class VllmEngine:
             self.publication.check()
         else:
             self.nccl.check(is_adapter=self.policy.base_sha256 is not None)
-
-        async def check() -> int:
-            needs = {"is_colocated": self.is_colocated, "is_nccl": self.nccl is not None}
-            contexts = [await check_server(replica, self.policy, tokens=tokens, **needs) for replica in self.replicas]
-            return min(contexts)
-
+        needs = {"is_colocated": self.is_colocated, "is_nccl": self.nccl is not None}
         with dist.fail_together():
             if dist.is_main():
-                self.context = self._run(check())
+                checks = (check_server(replica, self.policy, tokens=tokens, **needs) for replica in self.replicas)
+                self.context = min(map(self._run, checks))
         self.context = int(dist.all_gather(str(self.context).encode())[0])
         if self.proof is not None:
             self.proof.limit(self.context)
@@ -114,15 +111,16 @@ class VllmEngine:
         """What is being sampled, for the screen; "" if nothing is."""
         if self.done == self.total:
             return ""
-        active = sum(replica.label is not None for replica in self.replicas)
-        return f"sampled {self.done} of {self.total} rows, {active} of {len(self.replicas)} servers"
+        return f"sampled {self.done} of {self.total} rows, {len(self._usable())} of {len(self.replicas)} servers"
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call: servers in use, requests that were repeated, and the proof of the weights."""
-        active = sum(replica.label is not None for replica in self.replicas)
         repeated, self.repeated = self.repeated, 0
-        counts = {"engine/servers_count": float(active), "engine/repeated_count": float(repeated)}
+        counts = {"engine/servers_count": float(len(self._usable())), "engine/repeated_count": float(repeated)}
         return counts | ({} if self.proof is None else self.proof.metrics())
+
+    def _usable(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.label is not None]
 
     def _generate(self, batch: TokenBatch, sampling: Sampling, seed: int) -> Generated:
         """Sample the rows of a batch; a ``GenerateTokens`` of policies."""
@@ -149,51 +147,37 @@ class VllmEngine:
             self._watcher = asyncio.create_task(self._watch())
         self._calls, self.total = self._calls + 1, self.total + len(batch.owners)
         try:
-            return await self._sample_rows(batch, sampling, seed)
+            prompts = [ids.tolist() for ids in batch.prompts]
+            prefixes = [[]] * len(batch.owners) if batch.prefixes is None else [ids.tolist() for ids in batch.prefixes]
+            common = dict[str, Any](temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+            common |= {"stop": list(sampling.stop), "stop_token_ids": list(self.policy.stop_ids), "logprobs": 0}
+            # a stop text may name special tokens; without stop texts, nothing is decoded
+            common |= {"skip_special_tokens": False, "detokenize": bool(sampling.stop), "watermarking": False}
+            rows, found, groups = list[_Row](), dict[int, list[SampledRow]](), dict[int, list[int]]()
+            for row, owner in enumerate(batch.owners.tolist()):
+                start, ids = batch.starts[row] if batch.starts else 0, prompts[owner] + prefixes[row]
+                limit = sampling.max_actions if batch.limits is None else int(batch.limits[row])
+                params = common | {"max_tokens": min(limit, self.context - len(ids))}
+                draw, sample = batch.addresses[row]
+                rows.append(_Row(ids, params, (seed, "server", draw, sample), draw, start))
+                if params["max_tokens"] > 0:
+                    groups.setdefault(owner, []).append(row)
+                else:  # a conversation has filled the context
+                    found[row] = [SampledRow([], [], "length")]
+
+            async def sample_group(members: Sequence[int]) -> None:
+                # one server for a prompt, which it reads once
+                replica = await self._choose(len(members), rows[members[0]].draw)
+                await _all(self._sample_row(rows[row], replica, found, row) for row in members)
+
+            await _all(sample_group(members) for members in groups.values())
+            return [found[row] for row in range(len(rows))]
         finally:
             self._calls -= 1
             if not self._calls:
                 self.done = self.total
                 if self._watcher is not None:
                     self._watcher.cancel()
-
-    async def _sample_rows(self, batch: TokenBatch, sampling: Sampling, seed: int) -> list[list[SampledRow]]:
-        prompts = [ids.tolist() for ids in batch.prompts]
-        prefixes = [[]] * len(batch.owners) if batch.prefixes is None else [ids.tolist() for ids in batch.prefixes]
-        rows: list[_Row] = []
-        for row, owner in enumerate(batch.owners.tolist()):
-            start, ids = batch.starts[row] if batch.starts else 0, prompts[owner] + prefixes[row]
-            limit = sampling.max_actions if batch.limits is None else int(batch.limits[row])
-            params = {
-                "max_tokens": min(limit, self.context - len(ids)),
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "stop": list(sampling.stop),
-                "stop_token_ids": list(self.policy.stop_ids),
-                "detokenize": bool(sampling.stop),
-                "skip_special_tokens": False,  # a stop text may name special tokens
-                "logprobs": 0,
-                "watermarking": False,
-            }
-            draw, sample = batch.addresses[row]
-            rows.append(_Row(ids, params, (seed, "server", draw, sample), draw, start))
-        found: dict[int, list[SampledRow]] = {}
-        groups: dict[int, list[int]] = {}
-        for row, owner in enumerate(batch.owners.tolist()):
-            if rows[row].params["max_tokens"] > 0:
-                groups.setdefault(owner, []).append(row)
-            else:  # a conversation has filled the context
-                found[row] = [SampledRow([], [], "length")]
-
-        async def sample_group(members: Sequence[int]) -> None:
-            replica = await self._choose(
-                len(members), rows[members[0]].draw
-            )  # one server for a prompt, which it reads once
-            await _all(self._sample_row(rows[row], replica, found, row) for row in members)
-
-        await _all(sample_group(members) for members in groups.values())
-        return [found[row] for row in range(len(rows))]
 
     async def _sample_row(self, row: _Row, replica: Replica, found: dict[int, list[SampledRow]], number: int) -> None:
         """Sample a row on this server, or on others if it fails there. It goes on after weights were published."""
@@ -203,7 +187,11 @@ class VllmEngine:
                 replica.inflight -= 1
                 replica = await self._choose(1, row.draw)
             began, label = time.monotonic(), replica.label
-            task = asyncio.ensure_future(replica.sample(*row.after(parts), label or ""))
+            done = [token for part in parts for token in part.tokens]
+            # one generator a request: with n > 1 a repeated one would draw other samples
+            own = {"seed": seed_at(*row.address, row.start + len(done))}
+            params = row.params | own | {"max_tokens": row.params["max_tokens"] - len(done)}
+            task = asyncio.ensure_future(replica.sample(row.ids + done, params, label or ""))
             replica.tasks.add(task)
             try:
                 part = await task
@@ -225,7 +213,7 @@ class VllmEngine:
                 if error.is_lasting or replica.failures >= MAX_FAILURES:
                     self._eject(replica, str(error))
                 await asyncio.sleep(BACK_OFF_S * 2 ** min(failures, 4))
-                others = [other for other in self.replicas if other.label is not None and other is not replica]
+                others = [other for other in self._usable() if other is not replica]
                 if others:
                     replica.inflight -= 1
                     replica = min(others, key=lambda other: other.inflight)
@@ -258,27 +246,23 @@ class VllmEngine:
             if not future.done():  # cancelled
                 future.set_result(None)
 
-    async def _wait_turn(self, draw: int) -> None:
-        self._waiting.append((draw, len(self._waiting), future := self._loop.create_future()))
-        await future
-
     async def _choose(self, count: int, draw: int) -> Replica:
         """Return the server with the fewest rows once it has room for ``count`` more, which then count as its own."""
         while True:
-            usable = [replica for replica in self.replicas if replica.label is not None]
+            usable = self._usable()
             if not usable and not self._is_publishing:
                 await self._revive()
                 continue
-            if self._is_publishing:
-                await self._wait_turn(draw)
-                continue
-            replica = min(usable, key=lambda replica: replica.inflight)
-            if not replica.inflight or replica.inflight + count <= self.max_inflight:
-                if not replica.inflight:
-                    replica.progress_at, replica.tokens = time.monotonic(), None
-                replica.inflight += count
-                return replica
-            await self._wait_turn(draw)
+            if not self._is_publishing:
+                replica = min(usable, key=lambda replica: replica.inflight)
+                # a group that is larger than max_inflight has a server to itself
+                if not replica.inflight or replica.inflight + count <= self.max_inflight:
+                    if not replica.inflight:  # it begins to work now: how long it was idle is no sign that it hangs
+                        replica.progress_at, replica.tokens = time.monotonic(), None
+                    replica.inflight += count
+                    return replica
+            self._waiting.append((draw, len(self._waiting), future := self._loop.create_future()))
+            await future
 
     # --- failures ---
 
@@ -301,7 +285,7 @@ class VllmEngine:
             await asyncio.sleep(interval_s)
             if self._is_publishing:  # the first rank has paused the servers, under the rows of all ranks
                 continue
-            busy = [replica for replica in self.replicas if replica.label is not None and replica.inflight]
+            busy = [replica for replica in self._usable() if replica.inflight]
             await asyncio.gather(*(self._watch_one(replica, interval_s) for replica in busy))
 
     async def _watch_one(self, replica: Replica, interval_s: float) -> None:
@@ -314,7 +298,7 @@ class VllmEngine:
         now, rate = time.monotonic(), 0.0
         if before is not None and replica.tokens is not None and replica.tokens != before and replica.inflight:
             replica.progress_at, rate = now, (replica.tokens - before) / replica.inflight / interval_s
-        others = [other for other in self.replicas if other.label is not None and other is not replica]
+        others = [other for other in self._usable() if other is not replica]
         have_waited = others and all(not r.inflight and now - r.idle_at > self.timeout_s for r in others)
         fastest = max((other.rate for other in others), default=0.0)
         if replica.inflight and now - replica.progress_at > self.timeout_s:
@@ -327,7 +311,7 @@ class VllmEngine:
         """Wait until a server is back, and load the published weights again; EngineLost after ``timeout_s``."""
         async with self._loading:
             give_up_at = time.monotonic() + self.timeout_s
-            while all(replica.label is None for replica in self.replicas) and not self._is_publishing:
+            while not self._usable() and not self._is_publishing:
                 if time.monotonic() > give_up_at or self._published is None:
                     raise self._lost()
                 try:
@@ -348,39 +332,35 @@ class VllmEngine:
 
         Rows that are being sampled wait, and go on with the new weights.
         """
-        self._is_publishing = True
+        self._is_publishing, self.policy, proof = True, policy, self.proof
+        self._serial += 1  # a version may be published again, after a return to older weights
+        self.label = f"{self._name}-v{version}-{self._serial}"
         try:
-            self._publish_and_prove(policy, version)
+            if proof is not None:
+                proof.publish(policy)
+                self._canary(policy, proof)
+            self._published = folder = self._deliver(policy, self.label, self.replicas, self._admit)
+            if proof is not None:
+                # the regression refuses a good server now and then; the canary is certain
+                if _agreed(any(standing.is_doubted for standing in proof.standings.values())):
+                    self._canary(policy, proof)
+                    out = [self.replicas[n] for n in _agreed([r.number for r in self.replicas if r.label is None])]
+                    self._deliver(policy, self.label, out, self._admit, folder=folder)
+                for number, rows in _agreed(proof.sampled_rows()):
+                    if why := proof.check_sampled(policy, rows):
+                        self._eject(self.replicas[number], why)
+            states = _agreed([replica.why if replica.label is None else "" for replica in self.replicas])
+            for replica, why in zip(self.replicas, states, strict=True):  # the first rank has asked the servers
+                replica.loaded = label = replica.label_of(self.label)
+                replica.admit(label)
+                if why:
+                    replica.label, replica.why = None, why
+            if all(states):
+                raise self._lost()
+            self.version = version
         finally:
             self._is_publishing = False
             self._loop.call_soon_threadsafe(self._notify)
-
-    def _publish_and_prove(self, policy: Any, version: int) -> None:
-        self.policy, proof = policy, self.proof
-        self._serial += 1  # a version may be published again, after a return to older weights
-        self.label = f"{self._name}-v{version}-{self._serial}"
-        if proof is not None:
-            proof.publish(policy)
-            self._canary(policy, proof)
-        self._published = folder = self._deliver(policy, self.label, self.replicas, self._admit)
-        if proof is not None:
-            # the regression refuses a good server now and then; the canary is certain
-            if _agreed([replica.number for replica in self.replicas if proof.is_doubted(replica)]):
-                self._canary(policy, proof)
-                out = [self.replicas[n] for n in _agreed([r.number for r in self.replicas if r.label is None])]
-                self._deliver(policy, self.label, out, self._admit, folder=folder)
-            for number, rows in _agreed(proof.sampled_rows()):
-                if why := proof.check_sampled(policy, rows):
-                    self._eject(self.replicas[number], why)
-        states = _agreed([replica.why if replica.label is None else "" for replica in self.replicas])
-        for replica, why in zip(self.replicas, states, strict=True):  # the first rank has asked the servers
-            replica.loaded = label = replica.label_of(self.label)
-            replica.admit(label)
-            if why:
-                replica.label, replica.why = None, why
-        if all(states):
-            raise self._lost()
-        self.version = version
 
     def sleep(self) -> None:
         """Have the servers leave the device's memory to the trainer until the next ``sync``."""
@@ -393,16 +373,10 @@ class VllmEngine:
 
         with dist.fail_together():
             if dist.is_main():
-                self._run(_all(sleep(replica) for replica in self.replicas if replica.label is not None))
+                self._run(_all(sleep(replica) for replica in self._usable()))
 
     def _deliver(
-        self,
-        policy: Any,
-        label: str,
-        replicas: Sequence[Replica],
-        ask: Callable[[Replica, Path | None], Coroutine[Any, Any, None]],
-        *,
-        folder: Path | None = None,
+        self, policy: Any, label: str, replicas: Sequence[Replica], ask: Ask, *, folder: Path | None = None
     ) -> Path | None:
         """Have ``ask`` give the weights to these servers; return their folder, unless NCCL sends them.
 
@@ -412,7 +386,7 @@ class VllmEngine:
         if nccl is not None:
             nccl.begin(policy, [replica.number for replica in replicas])
         elif folder is None and policy.base_sha256 is not None:
-            folder = self.publication.write_adapter(label, policy.save)
+            folder = self.publication.write_folder(label, policy.save)
         elif folder is None:
             folder = self.publication.write(label, policy.served_weights(), policy.served_config())
         if self.is_colocated and torch.cuda.is_available():
@@ -430,7 +404,7 @@ class VllmEngine:
                 await _all(ask_one(replica) for replica in replicas)
 
         with dist.fail_together():
-            probes = self._submit(ask_all()) if dist.is_main() else None
+            probes = asyncio.run_coroutine_threadsafe(ask_all(), self._loop) if dist.is_main() else None
             if nccl is not None:
                 nccl.send(policy.served_weights())
             if probes is not None:
@@ -495,21 +469,16 @@ class VllmEngine:
                 await replica.load(label, lambda replica: replica.reload(folder))
         except ServerError as error:
             if error.status and self._published is None and folder:  # what it cannot load at first, it never can
-                raise GruppoError(
-                    f"the server {replica.url} cannot load the weights from {folder}: {error}. It needs the run's "
-                    "--model, and to read that folder under the same path: set --engine.publish-dir to one that both "
-                    "machines share."
-                ) from None
+                raise GruppoError(f"""the server {replica.url} cannot load the weights from {folder}: {error}. It needs
+                    the run's --model, and to read that folder under the same path: set --engine.publish-dir to one that
+                    both machines share.""") from None
             raise
 
     # --- the event loop ---
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the engine's thread; a signal that interrupts the wait cancels it."""
-        return self._wait(self._submit(work))
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._wait(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _wait(self, future: Future[T]) -> T:
         try:
@@ -548,13 +517,6 @@ class _Row:
     draw: int
     start: int
     """Tokens that were sampled in the row before."""
-
-    def after(self, parts: Sequence[SampledRow]) -> tuple[list[int], dict[str, Any]]:
-        """Token ids and parameters of the request that continues these parts."""
-        done = [token for part in parts for token in part.tokens]
-        # one generator a request: with n > 1 a repeated one would draw other samples
-        own = {"seed": seed_at(*self.address, self.start + len(done))}
-        return self.ids + done, self.params | own | {"max_tokens": self.params["max_tokens"] - len(done)}
 
 
 def _agreed(value: T) -> T:

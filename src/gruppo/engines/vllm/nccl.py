@@ -50,14 +50,11 @@ class NcclTransfer:
     def check(self, *, is_adapter: bool) -> None:
         """Refuse what NCCL cannot send, or vLLM not receive."""
         if self.device.type != "cuda":
-            raise GruppoError(
-                f"--engine.transfer nccl needs weights on a GPU, and the policy is on {self.device.type}. Leave it "
-                "out: weights are then published as a folder."
-            )
+            raise GruppoError(f"""--engine.transfer nccl needs weights on a GPU, and the policy is on
+                {self.device.type}. Leave it out: weights are then published as a folder.""")
         if is_adapter:
-            raise GruppoError(
-                "--engine.transfer nccl sends whole models, and an adapter is published as a folder. Leave it out."
-            )
+            raise GruppoError("""--engine.transfer nccl sends whole models, and an adapter is published as a folder.
+                Leave it out.""")
 
     def begin(self, policy: Any, numbers: Collection[int]) -> None:
         """Expect these servers to be ready, or to have failed, before ``send``. A collective at its first call."""
@@ -120,22 +117,20 @@ class NcclTransfer:
         joined: asyncio.Future[Link] = loop.create_future()
 
         def join() -> None:  # blocks until the workers have joined, for ever where they do not: hence no pool's thread
+            link: Link | ServerError
             try:
-                link, error = Link(unique_id, workers + 1, self.device), None
-            except ServerError as failed:
-                link, error = None, failed
+                link = Link(unique_id, workers + 1, self.device)
+            except ServerError as error:
+                link = error
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_resolve, joined, link, error)
+                loop.call_soon_threadsafe(_resolve, joined, link)
 
         threading.Thread(target=join, name="gruppo-nccl", daemon=True).start()
-        info = {
-            "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
-            **{"rank_offset": 1, "world_size": workers + 1},
-            **{"packed": True, "packed_buffer_size_bytes": CHUNK_BYTES, "packed_num_buffers": 1},
-        }
-        path = "/init_weight_transfer_engine"
+        info = {"nccl_unique_id_b64": base64.b64encode(unique_id).decode(), "rank_offset": 1, "world_size": workers + 1}
+        info |= {"packed": True, "packed_buffer_size_bytes": CHUNK_BYTES, "packed_num_buffers": 1}
+        body = {"init_info": info}
         try:
-            await replica.request("POST", path, {"init_info": info}, timeout_s=self.timeout_s)
+            await replica.request("POST", "/init_weight_transfer_engine", body, timeout_s=self.timeout_s)
             return await asyncio.wait_for(joined, self.timeout_s)
         except TimeoutError:
             raise ServerError(f"no NCCL connection within {self.timeout_s:g} s; NCCL_DEBUG=INFO says why") from None
@@ -229,11 +224,11 @@ def _chunks(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
         yield torch.cat(parts)
 
 
-def _resolve(future: asyncio.Future[Link], link: Link | None, error: ServerError | None) -> None:
-    if future.done():  # given up
-        if link is not None:
-            link.abort()
-    elif error is not None:
-        future.set_exception(error)
-    elif link is not None:
+def _resolve(future: asyncio.Future[Link], link: Link | ServerError) -> None:
+    if isinstance(link, ServerError):
+        if not future.done():
+            future.set_exception(link)
+    elif future.done():  # given up
+        link.abort()
+    else:
         future.set_result(link)

@@ -66,14 +66,15 @@ class Proof:
         requests = [Request(replace(prompt, draw=number), 1) for number, prompt in enumerate(distinct)]
         # one less than a completion: to score a row, a server samples a token
         probes = Sampling(max_actions=max(min(PROBE_TOKENS, sampling.max_actions - 1), 1))
-        self.max_mismatch = max_mismatch
-        self.rollouts = policy.sample(requests, probes, seed=0)
+        self.max_mismatch, self.rollouts = max_mismatch, policy.sample(requests, probes, seed=0)
         self.row_ids = self.rollouts.mask.nonzero()[:, 0]
         self.prompts = [self.rollouts.shared["prompt_ids"][group].tolist() for group in self.rollouts.group_ids]
         ids = zip(self.prompts, self.rollouts.actions.tolist(), self.rollouts.lengths.tolist(), strict=True)
         self.rows = [prompt + actions[:length] for prompt, actions, length in ids]
         self.long_prompt = [token for row in self.rows for token in row][:LONG_PROMPT]
-        self.first = self.new = self.canary = self.rounding = torch.zeros(0)
+        # log-probs of the probes under the first weights, the newest, and the canary's
+        self.first = self.new = self.canary = torch.zeros(0)  # [N]
+        self.canary_limit = LEAST_NATS
         self.standings: dict[int, Standing] = {}
         """By the number of the server; of those that passed a canary and have been sampled from since."""
         self.passed: set[int] = set()
@@ -122,7 +123,9 @@ class Proof:
                     tensor += (torch.randn_like(tensor, dtype=torch.float32) * scale).to(tensor.dtype)
             policy.refresh(force=True)
             self.canary = self.score(policy)
-            self.rounding = _logprobs(policy, self.rollouts) - self.canary
+            # in the compute dtype, as servers score: what rounding alone may make
+            rounding = _rms(_logprobs(policy, self.rollouts) - self.canary)
+            self.canary_limit = max(MAX_RATIO * rounding, LEAST_NATS)
             yield
         finally:
             for name, tensor in tensors.items():
@@ -162,19 +165,13 @@ class Proof:
 
     def judge_canary(self, replica: Replica, server: Float[Tensor, "N"]) -> None:
         """Admit a server that has the weights of the canary, up to rounding; ServerError if it has others."""
-        error, limit = _rms(server - self.canary), self.canary_limit
-        if not error <= limit:  # NaN is not
+        error, rounding = _rms(server - self.canary), self.canary_limit / MAX_RATIO
+        if not error <= self.canary_limit:  # NaN is not
             self.wrong[replica.number] = server
-            raise ServerError(
-                f"it does not hold the weights that it loaded: test weights are {error:.2g} nats from the trainer's, "
-                f"where rounding makes {limit / MAX_RATIO:.2g}"
-            )
+            why = f"test weights are {error:.2g} nats from the trainer's, where rounding makes {rounding:.2g}"
+            raise ServerError(f"it does not hold the weights that it loaded: {why}")
         self.standings[replica.number], self.sampled[replica.number] = Standing(self.canary), []
         self.passed.add(replica.number)
-
-    @property
-    def canary_limit(self) -> float:
-        return max(MAX_RATIO * _rms(self.rounding), LEAST_NATS)
 
     def judge(self, replica: Replica, server: Float[Tensor, "N"]) -> None:
         """Note what a server's log-probs prove; ServerError if it does not hold the published weights."""
@@ -184,17 +181,11 @@ class Proof:
         slope = known.slope = regress([*known.undecided, evidence])
         known.is_doubted = slope.verdict == "refused" or not slope.error_nats <= OTHER_NATS
         if known.is_doubted:
-            raise ServerError(
-                f"it does not hold the weights that it loaded: it follows {slope.value:.2f} of the update "
-                f"({slope.low:.2f} to {slope.high:.2f}), {slope.error_nats:.2g} nats from the trainer on average"
-            )
+            follows = f"it follows {slope.value:.2f} of the update ({slope.low:.2f} to {slope.high:.2f})"
+            error = f"{follows}, {slope.error_nats:.2g} nats from the trainer on average"
+            raise ServerError(f"it does not hold the weights that it loaded: {error}")
         known.undecided = [] if slope.verdict == "proved" else [*known.undecided, evidence]
         known.previous, known.last_error = self.new, server - self.new
-
-    def is_doubted(self, replica: Replica) -> bool:
-        """Whether the regression refused this server, which may be by chance."""
-        standing = self.standings.get(replica.number)
-        return standing is not None and standing.is_doubted
 
     def forget(self, replica: Replica) -> None:
         """A server was left out: at the next publish it needs the canary."""
@@ -210,34 +201,27 @@ class Proof:
 
     def check_sampled(self, policy: Any, rows: Sequence[tuple[Sequence[int], Sequence[float]]]) -> str:
         """Return why the log-probs of sampled tokens are not those of the published weights; "" if they are."""
-        prompts = [self.long_prompt, *self.prompts[:8]]
-        actions = [torch.tensor(tokens) for tokens, _ in rows]
+        prompts, count = [self.long_prompt, *self.prompts[:8]], len(rows)
         lengths = torch.tensor([len(tokens) for tokens, _ in rows])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        count = len(rows)
         rollouts = replace(
             self.rollouts.take(range(1)),
             prompts=tuple(Prompt(str(n), None, draw=n) for n in range(count)),
             group_ids=torch.arange(count),
-            actions=nn.utils.rnn.pad_sequence(actions, batch_first=True),
-            mask=mask,
+            actions=nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens, _ in rows], batch_first=True),  # [B, T]
+            mask=torch.arange(int(lengths.max())) < lengths[:, None],
             lengths=lengths,
             temperature=torch.full((count,), WARM.temperature),
             shared={"prompt_ids": tuple(torch.tensor(ids) for ids in prompts)},
-            per_row={
-                "top_k": torch.full((count,), WARM.top_k),
-                "top_p": torch.ones(count, dtype=torch.float64),
-            },
+            per_row={"top_k": torch.full((count,), WARM.top_k), "top_p": torch.ones(count, dtype=torch.float64)},
         )
         server = torch.tensor([x for _, logprobs in rows for x in logprobs], dtype=torch.float64)
         error = (server - self.score(policy, rollouts)).abs().mean().item()
         if error <= self.max_mismatch:
             return ""
-        return (
-            f"log-probs of tokens that it samples at temperature {WARM.temperature:g} are {error:.2g} nats from the "
-            f"trainer's on average, more than engine.max_mismatch={self.max_mismatch:g}. Start it with gruppo serve, "
-            "or with --logprobs-mode processed_logprobs and the dtype of the trainer"
-        )
+        what = f"log-probs of tokens that it samples at temperature {WARM.temperature:g} are {error:.2g} nats from"
+        limit = f"the trainer's on average, more than engine.max_mismatch={self.max_mismatch:g}"
+        do = "Start it with gruppo serve, or with --logprobs-mode processed_logprobs and the dtype of the trainer"
+        return f"{what} {limit}. {do}"
 
     def isolate(self, policy: Any, number: int) -> str:
         """Return which group of tensors, left out of the canary, explains a server's error; "" if none does.
@@ -261,8 +245,7 @@ class Proof:
         groups["all"] = [*kept]
         left = {}
         for group, names in groups.items():
-            weights = {name: kept[name] for name in names}
-            with (_replaced_shards if is_sharded else _replaced)(module, weights):
+            with (_replaced_shards if is_sharded else _replaced)(module, {name: kept[name] for name in names}):
                 scores = self.score(policy, few)
             left[group] = 0.0 if server is None else _rms(server[self.row_ids < len(few)] - scores)
         best = min(left, key=lambda group: left[group])

@@ -31,37 +31,27 @@ class Publication:
 
     def check(self) -> None:
         """Refuse a folder that cannot be written."""
-
-        def probe(folder: Path) -> None:
-            (folder / "probe").write_bytes(b"")
-
-        self._write("probe", probe)
+        self.write_folder("probe", lambda folder: (folder / "probe").touch())
         self.clear()  # of versions that an earlier process has left, too
 
     def write(self, label: str, weights: Iterable[tuple[str, Tensor]], config: dict[str, Any]) -> Path:
         """Write ``weights`` as the version ``label``, and return its folder. ``config``: the model's config.json."""
 
+        named = iter(weights)
+
         def save(folder: Path) -> None:
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             write_shards(folder, named)
 
-        def gather_rest() -> None:  # each tensor of a sharded model is gathered by all ranks, also if the disk is full
-            for _ in named:
-                pass
-
-        named = iter(weights)
         if not dist.is_main():
-            gather_rest()
-        return self._write(label, save, gather_rest)
+            for _ in named:  # each tensor of a sharded model is gathered by all ranks
+                pass
+        return self.write_folder(label, save, rest=named)
 
-    def write_adapter(self, label: str, save: Callable[[Path], None]) -> Path:
-        """Write an adapter as the version ``label`` by ``save``, a policy's, and return its folder."""
-        return self._write(label, save)
-
-    def _write(self, label: str, save: Callable[[Path], None], at_last: Callable[[], None] = lambda: None) -> Path:
+    def write_folder(self, label: str, save: Callable[[Path], None], rest: Iterable[Any] = ()) -> Path:
         """Save into a new folder and rename it when it is complete; then delete the versions before the last.
 
-        ``at_last`` is called on the first rank after ``save``, whether that fails or not.
+        ``rest``: what the first rank gathers after ``save``, also where that fails, such as on a full disk.
         """
         final, partial = self.folder / label, self.folder / f".{label}.partial"
         with dist.fail_together():
@@ -71,18 +61,21 @@ class Publication:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 save(partial)
-                sha256 = {path.name: _sha256(path) for path in sorted(partial.glob("*.safetensors"))}
+                sha256 = {}
+                for path in sorted(partial.glob("*.safetensors")):
+                    with path.open("rb") as stream:
+                        sha256[path.name] = hashlib.file_digest(stream, "sha256").hexdigest()
                 (partial / RECORD).write_text(json.dumps({"version": label, "sha256": sha256}) + "\n", encoding="utf-8")
                 partial.rename(final)
                 sync_to_disk(self.folder)
             except (OSError, SafetensorError) as error:  # the second where the disk is full
                 reason = getattr(error, "strerror", None) or error
-                raise GruppoError(
-                    f"the weights cannot be written to {self.folder} ({reason}). Set "
-                    "--engine.publish-dir to a folder with space that this machine can write and the servers can read."
-                ) from error
+                raise GruppoError(f"""the weights cannot be written to {self.folder} ({reason}). Set
+                    --engine.publish-dir to a folder with space that this machine can write and the servers
+                    can read.""") from error
             finally:
-                at_last()
+                for _ in rest:
+                    pass
             versions = [path for path in self.folder.iterdir() if (path / RECORD).is_file()]
             for old in sorted(versions, key=lambda path: path.stat().st_mtime)[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -100,9 +93,7 @@ class Publication:
 
 def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Write tensors as they come to safetensors files of at most ``SHARD_BYTES``, with the index of Hugging Face."""
-    shard: dict[str, Tensor] = {}
-    files: dict[str, str] = {}
-    total = 0
+    shard, files, total = dict[str, Tensor](), dict[str, str](), 0
 
     def flush() -> None:
         name = f"model-{len(set(files.values())) + 1:05d}.safetensors"
@@ -118,8 +109,3 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     flush()
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
