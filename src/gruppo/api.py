@@ -149,9 +149,9 @@ class Trainer:
                 reward=config.reward if parts.rewards is None else tuple(map(name_of, parts.rewards)),
                 track=config.track if track is None else tuple(n for n in map(name_of, track) if n != IN_MEMORY),
             )
-            if environment is not None:
-                is_named = isinstance(parts.environment, str) or is_class(parts.environment)
-                entry: dict[str, Any] = {"kind" if is_named else "reply": name_of(environment)}
+            if environment is not None:  # a function replies; a class or an adapter's name is a kind
+                is_kind = isinstance(parts.environment, str) or is_class(parts.environment)
+                entry: Any = {"kind" if is_kind else "reply": name_of(environment)}
                 config = replace(config, environment=replace(config.environment, **entry))
             if tools is not None:
                 config = replace(config, environment=replace(config.environment, tools=tuple(map(name_of, tools))))
@@ -220,9 +220,8 @@ class Trainer:
             join_ranks(source)
             # absolute paths: the run may be continued, evaluated and exported from another folder
             config = with_absolute_paths(replace(source, name=source.name or new_name("run", source.runs_dir)))
-            config = replace(
-                config, name=dist.all_gather(config.name.encode())[0].decode()
-            )  # ranks may read other clocks
+            # the name of rank 0: the ranks may read other clocks
+            config = replace(config, name=dist.all_gather(config.name.encode())[0].decode())
             path = Path(config.runs_dir) / config.name
             if dist.restarts() and (path / "config.json").is_file():  # torchrun gives the command again
                 source, is_new = path, False
@@ -328,17 +327,17 @@ class Trainer:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """For work on the run: its code may be imported, closed streams end nothing, signals stop between steps."""
-        previous, watchdog.run_folder = watchdog.run_folder, str(self.folder)
+        run, previous, watchdog.run_folder = self.run, watchdog.run_folder, str(self.folder)
         try:
             with (
                 trust.importing(self._code, **self._imports),
                 output_may_close(),
-                self.run.stopper.listening(),
+                run.stopper.listening(),
                 dist.leaving(),
             ):
                 yield
-        except MemoryRanOut as error:
-            self._files.limit_budget(self.run, error.budget)
+        except MemoryRanOut as error:  # the next attempt, a resume, starts with a smaller budget
+            self._files.limit_budget(run, error.budget)
             raise
         finally:
             watchdog.run_folder = previous
@@ -418,8 +417,8 @@ class Trainer:
                 what = "reference to measure a KL against" if name == "kl_coef" else "demonstrations"
                 raise GruppoError(f"""set({name}={value}): the run was built without {what}. Start it with a small
                     stage__{name}.""")
-        kept = {name: value for name, value in {**schedule.overrides, **params}.items() if value is not None}
-        schedule.overrides = kept
+        merged = {**schedule.overrides, **params}
+        schedule.overrides = {name: value for name, value in merged.items() if value is not None}
 
     def finish(self) -> Result:
         """Write the model of a complete run and return the result; called where the last step is done."""
@@ -494,17 +493,10 @@ def train(
     A mistake raises ``GruppoError``. Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 finishes what would be lost, saves, and raises
     ``gruppo.Stopped``; ``resume`` continues from there. A second Ctrl-C or SIGTERM stops at once.
     """
-    parts = {"model": model, "data": data, "reward": reward, "environment": environment, "engine": engine}
-    options: dict[str, Any] = {
-        "tools": tools,
-        "validation": validation,
-        "steps": steps,
-        "callbacks": callbacks,
-        "track": track,
-        "trust_run": trust_run,
-    }
+    parts: Any = {"model": model, "data": data, "reward": reward, "environment": environment, "tools": tools}
+    parts |= {"engine": engine, "validation": validation, "callbacks": callbacks, "track": track}
     with logged() if show else nullcontext():
-        with Trainer(config, show=show, **parts, **options, **changes) as trainer:
+        with Trainer(config, steps=steps, show=show, trust_run=trust_run, **parts, **changes) as trainer:
             result = trainer.train()
         return finish(result, show=show)
 
@@ -568,10 +560,8 @@ def finish(result: Result, *, show: bool) -> Result:
             log.warning("the %s could not be drawn: %s: %s", what, type(error).__name__, error)
     if show:
         lines = closing_lines(folder, result.before, result.after, result.next, result.seconds)
-        with output_may_close():
-            Console().print(
-                lines, *result.costs, sep="\n", soft_wrap=True
-            )  # a command must not be broken over two lines
+        with output_may_close():  # soft_wrap: a command must not be broken over two lines
+            Console().print(lines, *result.costs, sep="\n", soft_wrap=True)
     return result
 
 
@@ -644,7 +634,7 @@ def check_equal_ranks(config: Config) -> None:
     own: dict[str, Any] = {}
     entries = [*serialization.to_dict(replace(config, name="")).items()]
     for name, value in entries:
-        if isinstance(value, dict):
+        if isinstance(value, dict):  # visited later in this loop
             entries += [(f"{name}.{key}", entry) for key, entry in value.items()]
         else:
             own[flag(name)] = value
@@ -671,30 +661,24 @@ def new_name(stem: str, runs_dir: str | Path) -> str:
         raise GruppoError("""torchrun --max-restarts runs the command again, and a run without a name would start from
             step 0 each time. Add --name NAME: a restart then continues that run from its last checkpoint.""")
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    others = (f"{name}-{n}" for n in range(2, 1000))
+    others = (f"{name}-{n}" for n in range(2, 1000))  # two runs may start in one second
     return next((n for n in (name, *others) if not (Path(runs_dir) / n).exists()), name)
 
 
 def change(config: Config, changes: dict[str, Any]) -> Config:
     """A config with the given leaves, dotted names with two underscores: ``{"rollout__group_size": 4}``."""
-
-    def spell(name: str) -> str:
-        return name.replace(".", "__")
-
-    def dotted(name: str) -> str:
-        return name.replace("__", ".")
-
+    dotted = {name.replace("__", "."): value for name, value in changes.items()}
     try:
-        return serialization.change(config, {dotted(name): value for name, value in changes.items()})
+        return serialization.change(config, dotted)
     except serialization.UnknownEntry as error:
         known = [*options(config)]
         for section, kind in sections().items():
             known += [] if type(config.modality) is kind else options(kind(), f"{section}.")
         # the whole name: the unknown entry of verl's actor_rollout_ref.actor.clip_ratio_low is its first part
-        name = next((n for n in map(dotted, changes) if n.startswith(f"{error.entry}.")), error.entry)
-        hint = peer_options.suggestion(name, known, spell)
-        raise GruppoError(f"""unknown option {spell(name)}. {hint}docs/reference/config.md lists the options; in Python,
-            two underscores stand for a dot.""") from None
+        name = next((n for n in dotted if n.startswith(f"{error.entry}.")), error.entry)
+        hint = peer_options.suggestion(name, known, lambda option: option.replace(".", "__"))
+        raise GruppoError(f"""unknown option {name.replace(".", "__")}. {hint}docs/reference/config.md lists the
+            options; in Python, two underscores stand for a dot.""") from None
 
 
 def as_passed(message: str, config: Config, changes: Iterable[str]) -> str:

@@ -37,7 +37,6 @@ CAN_ISOLATE = os.name == "posix"
 """Whether functions can run in another process. Windows passes no pipes to a process by number."""
 _START_S = 60.0
 
-
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gruppo.reward_worker import main; main()"
 
 
@@ -222,12 +221,8 @@ class RewardProcesses:
         info = _checked(process.ask(json.dumps({"load": key}).encode(), limit_s=limit_s))
         process.loaded.add(key)
         if self._sources.setdefault(key, info["source"]) != info["source"]:
-            path = info["source"][0]
-            raise CallError(
-                "exception",
-                f"{path} has changed since the run began; use it with gruppo resume RUN --allow-changes",
-                "changed",
-            )
+            message = "has changed since the run began; use it with gruppo resume RUN --allow-changes"
+            raise CallError("exception", f"{info['source'][0]} {message}", "changed")
         return info
 
 
@@ -255,12 +250,11 @@ class _IsolatedFunction:
         self._processes, self._key = processes, key
         self._local: Callable[..., Any] | None = None
         self.__name__: str = info["name"]
-        self.__signature__ = Signature(
-            [
-                Parameter(name, getattr(Parameter, kind), default=Parameter.empty if is_required else None)
-                for name, kind, is_required in info["parameters"]
-            ]
-        )
+        parameters = [
+            Parameter(name, getattr(Parameter, kind), default=Parameter.empty if is_required else None)
+            for name, kind, is_required in info["parameters"]
+        ]
+        self.__signature__ = Signature(parameters)
         self.is_async: bool = info["is_async"]
         vars(self).update(info["attributes"])
         if info["has_check"]:
