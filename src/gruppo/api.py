@@ -22,16 +22,7 @@ from rich.console import Console
 
 from gruppo import distributed as dist
 from gruppo import trust, watchdog
-from gruppo.build import (
-    Parts,
-    build,
-    missing_parts,
-    name_of,
-    validate,
-    warn_of_overlap,
-    with_absolute_paths,
-    with_own_environment,
-)
+from gruppo.build import Parts, build, missing_parts, name_of, validate, warn_of_overlap, with_absolute_paths
 from gruppo.config import peer_options, serialization
 from gruppo.config.options import flag, options
 from gruppo.config.schema import IN_MEMORY, Config
@@ -39,10 +30,11 @@ from gruppo.config.sections import sections
 from gruppo.config.stages import SCHEDULED, stage_path
 from gruppo.distributed import sharding
 from gruppo.environments import is_class
-from gruppo.loading import RunDuringImport, code_digest, command_name, is_importing
+from gruppo.loading import code_digest, command_name, refuse_during_import
 from gruppo.protocols import Policy
 from gruppo.recipes.open import check_code, config_file, recipe_config, run_stem
 from gruppo.seeds import seed_at
+from gruppo.tasksets import is_taskset
 from gruppo.tracking import trackers
 from gruppo.tracking.plots import plot_run
 from gruppo.tracking.report import closing_lines
@@ -58,6 +50,8 @@ from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
+PARTS = ("model", "data", "reward", "environment", "tools", "engine", "validation")
+"""Arguments that take Python objects, in the order of ``Parts.of``."""
 MAX_PROMPT = 120
 """Characters of a prompt that is put into a command."""
 
@@ -126,8 +120,7 @@ class Trainer:
         trust_run: bool = False,
         **changes: Any,
     ) -> None:
-        if is_importing():
-            raise RunDuringImport
+        refuse_during_import()
         if config is not None and not isinstance(config, Config | str | Path):
             raise GruppoError(f"""config is {config!r:.80} ({type(config).__name__}); it needs a gruppo.Config, a
                 recipe's name such as "arithmetic", file.py:function, a config file or the folder of a run. Pass single
@@ -142,24 +135,19 @@ class Trainer:
         changes = changes if engine is None else {"engine": name_of(engine), **changes}
         try:
             config = change(config, changes)
-            config = replace(
-                config,
-                model=config.model if model is None else name_of(model),
-                data=config.data if data is None else name_of(data),
-                reward=config.reward if parts.rewards is None else tuple(map(name_of, parts.rewards)),
-                track=config.track if track is None else tuple(n for n in map(name_of, track) if n != IN_MEMORY),
-            )
+            singles = {"model": model, "data": data, "evaluation.data": validation}
+            names: dict[str, Any] = {option: name_of(part) for option, part in singles.items() if part is not None}
             if environment is not None:  # a function replies; a class or an adapter's name is a kind
                 is_kind = isinstance(parts.environment, str) or is_class(parts.environment)
-                entry: Any = {"kind" if is_kind else "reply": name_of(environment)}
-                config = replace(config, environment=replace(config.environment, **entry))
-            if tools is not None:
-                config = replace(config, environment=replace(config.environment, tools=tuple(map(name_of, tools))))
-            if validation is not None:
-                config = replace(config, evaluation=replace(config.evaluation, data=name_of(validation)))
+                names["environment.kind" if is_kind else "environment.reply"] = name_of(environment)
+            lists = {"reward": parts.rewards, "track": track, "environment.tools": tools}
+            names |= {option: [*map(name_of, listed)] for option, listed in lists.items() if listed is not None}
+            if track is not None:  # a resumed run opens the trackers of its config again, objects it is given again
+                names["track"] = [name for name in names["track"] if name != IN_MEMORY]
             if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
                 # on the command line too they are then called in the trainer's process, whose random state is saved
-                config = replace(config, scoring=replace(config.scoring, isolate=False))
+                names["scoring.isolate"] = False
+            config = serialization.change(config, names)
             if file is not None:
                 check_code(file, recipe, config, trust_run=trust_run)
             if name is not None and not config.name:
@@ -171,21 +159,9 @@ class Trainer:
             raise
 
     @classmethod
-    def resume(
-        cls,
-        path: str | Path,
-        *,
-        model: Any = None,
-        data: Any = None,
-        reward: Any = None,
-        environment: Any = None,
-        tools: Any = None,
-        engine: Any = None,
-        validation: Any = None,
-        **options: Any,
-    ) -> Trainer:
-        """Open a stopped or killed run; see ``gruppo.resume``."""
-        return cls.open(path, Parts.of(model, data, reward, environment, tools, engine, validation), **options)
+    def resume(cls, path: str | Path, **options: Any) -> Trainer:
+        """Open a stopped or killed run; the arguments are those of ``gruppo.resume``."""
+        return cls.open(path, Parts.of(*(options.pop(name, None) for name in PARTS)), **options)
 
     @classmethod
     def open(cls, source: Config | str | Path, parts: Parts | None = None, **options: Any) -> Trainer:
@@ -207,8 +183,7 @@ class Trainer:
         trust_run: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        if is_importing():
-            raise RunDuringImport
+        refuse_during_import()
         self._began = time.perf_counter()
         self._result: Result | None = None
         parts, is_new = parts or Parts(), isinstance(source, Config)
@@ -374,10 +349,10 @@ class Trainer:
         if not run.config.evaluation.prompts or not run.rewards.names:
             raise GruppoError("""this run has nothing to evaluate: it needs a reward and held-out prompts. Set
                 evaluation__prompts, and prompts__held_out_fraction above 0 or evaluation__data.""")
-        if (done := loop.evaluation_at(run, run.state.step)) is None:
+        if loop.evaluation_at(run, run.state.step) is None:
             with run.stopper.listening():
                 loop.evaluate_now(run, self._files)
-            done = loop.evaluation_at(run, run.state.step)
+        done = loop.evaluation_at(run, run.state.step)
         assert done is not None
         return done
 
@@ -563,6 +538,13 @@ def finish(result: Result, *, show: bool) -> Result:
         with output_may_close():  # soft_wrap: a command must not be broken over two lines
             Console().print(lines, *result.costs, sep="\n", soft_wrap=True)
     return result
+
+
+def with_own_environment(config: Config) -> Config:
+    """Return the config of a taskset with its environment, unless rewards or another environment are given."""
+    if is_taskset(config.data) and not config.reward and not config.environment.names:
+        return replace(config, environment=replace(config.environment, kind=config.data))
+    return config
 
 
 def on_these_ranks(config: Config, path: Path) -> Config:

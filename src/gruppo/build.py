@@ -36,7 +36,6 @@ from gruppo.protocols import Critic, Engine, Modality, Policy, Reference, digest
 from gruppo.reward_process import CAN_ISOLATE, RewardProcesses
 from gruppo.rewards.registry import absolute_reward, resolve_reward
 from gruppo.rewards.scoring import RewardSet
-from gruppo.tasksets import is_taskset
 from gruppo.testing import check_engine, check_policy
 from gruppo.trainer import checks
 from gruppo.trainer.demonstrations import check_demos, open_demos
@@ -123,13 +122,6 @@ def validate(config: Config, parts: Parts) -> None:
             hold. Set {" and ".join(options)}.""")
 
 
-def with_own_environment(config: Config) -> Config:
-    """Return the config of a taskset with its environment, unless rewards or another environment are given."""
-    if is_taskset(config.data) and not config.reward and not config.environment.names:
-        return replace(config, environment=replace(config.environment, kind=config.data))
-    return config
-
-
 def with_absolute_paths(config: Config) -> Config:
     """Return the config with absolute paths, so that it means the same in any folder."""
 
@@ -147,6 +139,11 @@ def with_absolute_paths(config: Config) -> Config:
         generated = ("arithmetic", "reasoning_gym", "verifiers", "digits", "photos", "lines")
         return name if kind in generated else absolute_path(name)
 
+    environment, engine = config.environment, config.engine
+    specs = {name: absolute_spec(getattr(environment, name)) for name in ("kind", "reply")}
+    # unlike a path to read, a folder to write need not exist yet
+    folders = {name: getattr(engine, name) for name in ("replay", "publish_dir")}
+    folders = {name: path and os.path.abspath(os.path.expanduser(path)) for name, path in folders.items()}
     config = replace(
         config,
         model=model(config.model),
@@ -158,18 +155,8 @@ def with_absolute_paths(config: Config) -> Config:
         critic=replace(config.critic, model=model(config.critic.model)),
         lora=replace(config.lora, adapter=absolute_path(config.lora.adapter)),
         track=tuple(map(absolute_spec, config.track)),
-        environment=replace(
-            config.environment,
-            kind=absolute_spec(config.environment.kind),
-            tools=tuple(map(absolute_spec, config.environment.tools)),
-            reply=absolute_spec(config.environment.reply),
-        ),
-        engine=replace(
-            config.engine,
-            kind=absolute_spec(config.engine.kind),
-            replay=config.engine.replay and os.path.abspath(os.path.expanduser(config.engine.replay)),
-            publish_dir=config.engine.publish_dir and os.path.abspath(os.path.expanduser(config.engine.publish_dir)),
-        ),
+        environment=replace(environment, **specs, tools=tuple(map(absolute_spec, environment.tools))),
+        engine=replace(engine, **folders, kind=absolute_spec(engine.kind)),
     )
     return find_modality(config.model).absolute_paths(config, lambda name: absolute_spec(absolute_path(name)))
 
@@ -262,9 +249,7 @@ def warn_of_overlap(run: Run) -> None:
         log.warning(
             "%d of %d prompts of the validation data %s are trained on too, so their rewards measure memory. Remove "
             "them from one of the two.",
-            len(common),
-            len(evaluated),
-            run.config.evaluation.data,
+            *(len(common), len(evaluated), run.config.evaluation.data),
         )
 
 
@@ -443,12 +428,10 @@ def open_rewards(
     environment = open_environment(config, parts)
     weights, own = config.scoring.weights, {} if environment is None else environment.rewards
     processes = RewardProcesses(config.seed) if config.scoring.isolate and CAN_ISOLATE else None
-    rewards = RewardSet(
-        [*(resolve_reward(reward, processes) for reward in parts.rewards or config.reward), *own.values()],
-        weights if weights is None else [*weights, *(1.0 for _ in own)],
-        config.scoring.timeout_s,
-        may_be_empty=not learns_from_samples(config),
-    )
+    functions = [*(resolve_reward(reward, processes) for reward in parts.rewards or config.reward), *own.values()]
+    weights = weights if weights is None else [*weights, *(1.0 for _ in own)]
+    may_be_empty = not learns_from_samples(config)
+    rewards = RewardSet(functions, weights, config.scoring.timeout_s, may_be_empty=may_be_empty)
     for source in sources:
         if source.columns is None:  # unknown before it is drawn from
             continue

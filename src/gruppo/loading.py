@@ -37,9 +37,10 @@ _typed: frozenset[str] = frozenset()
 """Names that this command was given, which may be."""
 
 
-def is_importing() -> bool:
-    """Whether a file is being imported for an object in it: training must not start then."""
-    return _depth > 0
+def refuse_during_import() -> None:
+    """Refuse to train while a file is being imported for an object in it, as a script without a guard does."""
+    if _depth > 0:
+        raise RunDuringImport
 
 
 @contextmanager

@@ -256,15 +256,12 @@ class PPOLoss(_PolicyLoss):
             return x[:, None] if x.ndim == 1 else x  # [batch] is one action per row
 
         nats = None if entropy is None else columns(entropy)
-        return self._terms(
-            Likelihood(columns(policy_logprobs), nats, values=columns(values)),
-            columns(mask),
-            {"value": 2 * self.value_loss_coef, "entropy": -self.entropy_coef},
-            advantages=columns(advantages).detach(),
-            old_logprobs=columns(old_policy_logprobs).detach(),
-            old_values=None if old_values is None else columns(old_values).detach(),
-            returns=columns(returns).detach(),
-        )
+        likelihood = Likelihood(columns(policy_logprobs), nats, values=columns(values))
+        coefficients = {"value": 2 * self.value_loss_coef, "entropy": -self.entropy_coef}  # 2: core halves the square
+        inputs = {"advantages": advantages, "old_logprobs": old_policy_logprobs, "returns": returns}
+        inputs |= {} if old_values is None else {"old_values": old_values}
+        stored = {name: columns(x).detach() for name, x in inputs.items()}
+        return self._terms(likelihood, columns(mask), coefficients, **stored)
 
 
 def _rows(

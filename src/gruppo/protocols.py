@@ -30,6 +30,12 @@ Outputs = Collection[str]
 GenerateTokens = Callable[[TokenBatch, Any, int], Generated]
 """Samples the rows of a batch: (batch, sampling, seed)."""
 
+Generate = Callable[[Sequence[Request], Any], Rollouts]
+"""Samples requests with sampling parameters."""
+
+Score = Callable[[Rollouts], Float[Tensor, "B"]]
+"""Rewards of rollouts, NaN where one was not scored."""
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -317,13 +323,7 @@ class Policy:
         return {}
 
     def evaluate_steps(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Any,
-        *,
-        generate: Callable[[Sequence[Request], Any], Rollouts],
-        score: Callable[[Rollouts], Float[Tensor, "B"]],
-        budget: int,
+        self, prompts: Sequence[Prompt], sampling: Any, *, generate: Generate, score: Score, budget: int
     ) -> dict[str, Stat]:
         """Return further statistics that need samples of their own, such as rewards along denoising steps."""
         return {}

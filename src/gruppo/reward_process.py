@@ -47,24 +47,21 @@ class _Process:
         self.loaded = set[str]()
         self.connection, other = Pipe()
         path = json.dumps([str(entry) for entry in sys.path])
+        command = [sys.executable, "-u", "-W", "ignore", "-c", _START, path, str(other.fileno())]
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        # In a session of its own: Ctrl-C is the trainer's; and processes that a function starts are killed with it.
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-W", "ignore", "-c", _START, path, str(other.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            pass_fds=[other.fileno()],
-            start_new_session=True,  # Ctrl-C is the trainer's; and processes that a function starts are killed with it
+            command, text=True, errors="replace", pass_fds=[other.fileno()], start_new_session=True, **pipes
         )
         other.close()
         # The live screen and notebooks show what is written to sys.stdout, not to its file descriptor.
-        self._output = [
-            threading.Thread(target=_copy_lines, args=(pipe, name), name="gruppo-reward-output", daemon=True)
-            for pipe, name in ((self.process.stdout, "stdout"), (self.process.stderr, "stderr"))
-        ]
-        for thread in self._output:
-            thread.start()
+        self._output = []
+        for name in ("stdout", "stderr"):
+            lines = (getattr(self.process, name), name)
+            self._output.append(
+                threading.Thread(target=_copy_lines, args=lines, name="gruppo-reward-output", daemon=True)
+            )
+            self._output[-1].start()
 
     def ask(self, request: bytes, buffers: Sequence[bytes] = (), *, limit_s: float = math.inf, **header: Any) -> Any:
         """Send a request and return the answer. ``CallError`` where the process ends, or answers too late."""

@@ -13,7 +13,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,7 +64,11 @@ def main() -> None:
 
 def _described(function: Any) -> dict[str, Any]:
     """All that the trainer needs to know of a function."""
-    source = _source(function)
+    source = None  # its file, and a hash of that
+    with suppress(TypeError, OSError):
+        path = inspect.getsourcefile(inspect.unwrap(getattr(function, "func", function)))
+        with open(path or "", "rb") as file:
+            source = [str(path), hashlib.sha256(file.read()).hexdigest()]
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -82,20 +86,10 @@ def _described(function: Any) -> dict[str, Any]:
     }
 
 
-def _source(function: Any) -> list[str] | None:
-    """File of a function, and its hash."""
-    try:
-        path = inspect.getsourcefile(inspect.unwrap(getattr(function, "func", function)))
-        with open(path or "", "rb") as file:
-            return [str(path), hashlib.sha256(file.read()).hexdigest()]
-    except (TypeError, OSError):
-        return None
-
-
 def _answer(
-    function: Callable[..., Any],
+    function: Any,
     request: dict[str, Any],
-    buffers: Sequence[bytes],
+    buffers: list[bytes],
     header: dict[str, Any],
     loop: asyncio.AbstractEventLoop,
 ) -> dict[str, Any]:

@@ -120,15 +120,15 @@ def _check_addresses(case: Case, rollouts: Rollouts) -> None:
     """A sample depends on (seed, prompt.draw, sample number) alone."""
     who, requests, seed = case.who, case.requests, case.seed
     without_target = [replace(request, prompt=replace(request.prompt, target=None)) for request in requests]
-    if not same_actions(rollouts, case.sample()):
+    if not same_rows(rollouts, case.sample()):
         raise ContractError(f"""{who} gave other actions for the same seed; draw with seeds.uniforms_at(seed, draw,
             sample, n).""")
     # A model that is certain of every action gives the same for all seeds.
     is_deterministic = bool((rollouts.sampler_logprobs[rollouts.mask].abs() < 1e-3).all())
-    if not is_deterministic and same_actions(rollouts, case.sample(seed=seed + 1)):
+    if not is_deterministic and same_rows(rollouts, case.sample(seed=seed + 1)):
         raise ContractError(f"""{who} gave the same actions for the seeds {seed} and {seed + 1}; the seed needs to reach
             the draw.""")
-    if not same_actions(rollouts, case.sample(without_target)):
+    if not same_rows(rollouts, case.sample(without_target)):
         raise ContractError(f"""{who} gave other actions for prompts without their target; it is for rewards, never read
             in sampling.""")
     one_by_one = [case.sample([replace(r, size=1, first=i)]) for r in requests for i in range(r.size)]
@@ -144,7 +144,7 @@ def _check_addresses(case: Case, rollouts: Rollouts) -> None:
                 from request.first.""")
 
 
-def same_actions(a: Rollouts, b: Rollouts) -> bool:
+def same_rows(a: Rollouts, b: Rollouts) -> bool:
     return torch.equal(a.mask, b.mask) and torch.equal(a.actions, b.actions)
 
 
